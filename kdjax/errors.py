@@ -1,0 +1,16 @@
+"""Errors that a user can cause and mend.
+
+Each message says what was found, what was expected, and what to do. `main` prints it without a
+traceback and exits with status 2.
+"""
+
+
+class UserError(ValueError):
+    """Bad input: a file, a field or a combination of them that cannot work."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A path that does not exist; the message names the file that fits and how to get it."""
+
+    def __str__(self) -> str:  # FileNotFoundError would print an errno tuple
+        return str(self.args[0])

@@ -1,0 +1,1 @@
+"""Checkpoint files: lazy tensor tables with one interface."""

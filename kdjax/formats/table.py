@@ -1,0 +1,48 @@
+"""The one interface through which checkpoints are read: a lazy table of named tensors."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+
+class TensorInfo(NamedTuple):
+    """What a checkpoint says of one tensor, before any byte of it is read."""
+
+    name: str
+    shape: tuple[int, ...]  # row-major, as in NumPy: a projection is (out, in)
+    dtype: str  # "F32", "BF16", "Q4_K", ...: a key of `formats.blocks.BLOCKS`
+    nbytes: int  # of the tensor's data in the file
+
+
+class TensorTable(Protocol):
+    """Tensors of a checkpoint, by name; opening one reads headers only.
+
+    `raw` is a zero-copy view into the memory-mapped file: uint8, shape `shape[:-1] + (row_bytes,)`,
+    which `formats.blocks.decode` turns into numbers.
+    """
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold the data, in order; their bytes identify the checkpoint."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Header entries: GGUF key-values, or the Hugging Face `config.json`."""
+        ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __len__(self) -> int: ...
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises `KeyError` for a name the checkpoint does not hold."""
+        ...
+
+    def raw(self, name: str) -> np.ndarray:
+        """uint8 `shape[:-1] + (row_bytes,)`; a 0-d tensor comes as shape `(itemsize,)`."""
+        ...
