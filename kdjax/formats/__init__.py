@@ -1,1 +1,59 @@
 """Checkpoint files: lazy tensor tables with one interface."""
+
+import hashlib
+import os
+import re
+import shlex
+from pathlib import Path
+
+from kdjax.errors import MissingFileError
+from kdjax.formats.gguf import GGUFTable
+from kdjax.formats.safetensors import SafetensorsTable
+from kdjax.formats.table import TensorInfo, TensorTable
+
+__all__ = ["TensorInfo", "TensorTable", "content_hash", "open_table"]
+
+_PUBLISHED = re.compile(
+    r"qwen2\.5-coder-(0\.5b|1\.5b|3b|7b|14b|32b)-instruct-\w+(-\d{5}-of-\d{5})?\.gguf",
+    re.IGNORECASE,
+)
+_EXAMPLE = "qwen2.5-coder-7b-instruct-q4_k_m.gguf"
+
+
+def _download_command(path: Path) -> tuple[str, bool]:
+    """The command that brings `path`, or an example, and whether it is the former."""
+    match = _PUBLISHED.search(path.name)
+    name = match[0].lower() if match else _EXAMPLE
+    size = match[1].upper() if match else "7B"
+    folder = shlex.quote(str(path.parent)) if match else "models"
+    command = f"hf download Qwen/Qwen2.5-Coder-{size}-Instruct-GGUF {name} --local-dir {folder}"
+    return command, match is not None
+
+
+def open_table(path: str | os.PathLike[str]) -> TensorTable:
+    """Opens a checkpoint: a Hugging Face folder, a `.safetensors` file, or a GGUF file.
+
+    Reads headers only. Raises `MissingFileError` for a path that does not exist, with the command
+    that downloads it where the name is a published one, and `UserError` for a broken file.
+    """
+    path = Path(path)
+    if not path.exists():
+        command, exact = _download_command(path)
+        raise MissingFileError(
+            f"{path}: found no such file or folder; expected a GGUF model or a Hugging Face folder "
+            f"(config.json beside model.safetensors). "
+            f"{'Download it' if exact else 'Download one, for example'}: `{command}`"
+        )
+    if path.is_dir() or path.suffix == ".safetensors":
+        return SafetensorsTable(path)
+    return GGUFTable(path)
+
+
+def content_hash(table: TensorTable) -> str:
+    """SHA-256, in hex, of the files' bytes in order; of a single file what `sha256sum` prints."""
+    digest = hashlib.sha256()
+    for path in table.paths:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""Saving and resuming: the only importer of Orbax.
+
+A checkpoint holds the student, the optimizer, the data position and the run's identity; never the
+teacher, which is recorded by path, size and hash. A save is written aside and renamed, so a kill at
+any moment leaves the previous one whole.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from kdjax.errors import UserError
+from kdjax.step import TrainState
+
+
+class Checkpoints:
+    """Checkpoints of one workdir, under `workdir/checkpoints/<step>`."""
+
+    def __init__(self, workdir: Path, keep: int):
+        # Orbax logs a dozen lines a save at INFO; they would drown the run's own.
+        logging.getLogger("absl").setLevel(logging.WARNING)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+        )
+        self._manager = ocp.CheckpointManager(
+            (workdir / "checkpoints").resolve(), options=options, item_names=("state", "run")
+        )
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
+        """Starts saving; returns once the arrays are copied, so the caller may donate them."""
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
+        )
+        self._manager.save(step, args=items)
+
+    def read_run(self, step: int) -> dict[str, Any]:
+        """What `save` was given as `run`, without reading arrays."""
+        items = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+        return items["run"]
+
+    def restore(self, step: int, abstract: TrainState) -> TrainState:
+        """The state of `step` in the shapes, dtypes and shardings of `abstract`, on any mesh."""
+        items = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        )
+        return items["state"]
+
+    def close(self) -> None:
+        """Waits for a save in flight, then releases the threads."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def abstract_state(shapes: TrainState, shardings: TrainState) -> TrainState:
+    """`ShapeDtypeStruct`s with shardings: what `Checkpoints.restore` needs."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path) -> None:
+    """Raises `UserError` naming every field in which the saved run differs from this one."""
+    missing = "(absent)"
+    differences = [
+        f"{name}: the checkpoint has {saved.get(name, missing)!r}, now {current.get(name, missing)!r}"
+        for name in sorted(saved.keys() | current.keys())
+        if saved.get(name, missing) != current.get(name, missing)
+    ]
+    if differences:
+        raise UserError(
+            f"{workdir} holds a checkpoint of another run; resuming it would mix the two:\n  "
+            + "\n  ".join(differences)
+            + "\nRestore these values, or give a new --workdir."
+        )

@@ -1,0 +1,229 @@
+"""The configuration: nested dataclasses, their defaults, and one `validate()`.
+
+A file in `configs/` returns a `Config` from `get_config()`; flags such as
+`--config.optim.learning_rate=2e-5` override single fields. Nothing here imports JAX.
+"""
+
+import dataclasses
+from dataclasses import field
+from typing import Any
+
+from kdjax.errors import UserError
+
+
+@dataclasses.dataclass
+class TeacherConfig:
+    """The frozen teacher."""
+
+    path: str = ""  # a GGUF file, or a Hugging Face folder
+    backend: str = "auto"  # auto | dequant; KDJAX_TEACHER_BACKEND wins over it
+    param_dtype: str = "bfloat16"  # of the weights on the device
+
+
+@dataclasses.dataclass
+class StudentConfig:
+    """The student; its weights are float32 masters whatever it computes in."""
+
+    path: str = ""  # a GGUF file, or a Hugging Face folder
+    init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
+    head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
+    remat: str = "none"  # none | dots | full: what the backward pass recomputes
+
+
+@dataclasses.dataclass
+class DataConfig:
+    """Text, packed once into rows of `seq_len` positions."""
+
+    train: str = ""  # directories, globs, files; several joined by commas
+    heldout: str = ""  # as `train`; empty: `heldout_fraction` of the documents, by content hash
+    heldout_fraction: float = 0.02
+    seq_len: int = 1024  # positions a row; at most the context of both models
+    end_of_document: str = ""  # token after each text; empty: the tokenizer's end-of-text
+    max_segments: int = 32  # documents a row; attention kernels need the bound
+    tokenizer: str = ""  # a GGUF file or Hugging Face folder; empty: the student's
+    cache_dir: str = "~/.cache/kdjax/rows"
+
+
+@dataclasses.dataclass
+class LossConfig:
+    """alpha * CE + (1 - alpha) * T^2 * KL(teacher_T || student_T)."""
+
+    temperature: float = 4.0
+    alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
+    chunk_tokens: int = 2048  # positions whose logits exist at the same time
+
+
+@dataclasses.dataclass
+class OptimConfig:
+    """AdamW, linear warmup, cosine decay."""
+
+    learning_rate: float = 1.5e-5
+    final_learning_rate: float = 5e-7
+    warmup_steps: int = 20
+    weight_decay: float = 0.01  # of matrices; norms and biases are not decayed
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """How long, how much at a time."""
+
+    steps: int = 1000  # optimizer steps
+    batch_size: int = 16  # rows an optimizer step, over all devices
+    microbatches: int = 1  # parts a batch is computed in; saves memory, changes no result
+    seed: int = 0  # of the data order, and of random initialisation
+    compute_dtype: str = "bfloat16"  # bfloat16 | float32: of activations and products
+
+
+@dataclasses.dataclass
+class EvalConfig:
+    """Held-out evaluation of student and teacher."""
+
+    every: int = 100  # optimizer steps; 0: only before and after training
+    rows: int = 64  # at most this many held-out rows; 0: all
+    batch_size: int = 8  # rows at a time, over all devices
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    """Saved state: student, optimizer, data position."""
+
+    every: int = 100  # optimizer steps; 0: only at the end
+    keep: int = 2  # newest checkpoints kept
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Devices by axis; -1 for `data` takes what the others leave."""
+
+    data: int = -1  # rows
+    fsdp: int = 1  # rows and weights
+    tensor: int = 1  # heads, hidden units, vocabulary
+
+
+@dataclasses.dataclass
+class LogConfig:
+    """What is written while training; `metrics.jsonl` always is."""
+
+    every: int = 10  # steps between plain log lines
+    tensorboard: bool = True
+    wandb_project: str = ""  # needs the `wandb` extra
+
+
+@dataclasses.dataclass
+class Config:
+    """A whole run."""
+
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+# Fields that may change between a save and its resumption: they alter cost, place or reporting, not
+# the run. Models and text are compared by content instead of by path.
+RESUMABLE = (
+    "teacher.path", "teacher.backend", "student.path", "student.remat", "data.train",
+    "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
+    "train.microbatches", "eval.", "checkpoint.", "mesh.", "log.",
+)  # fmt: skip
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"optim.learning_rate": 1.5e-5, ...}` of a config, or of the nested dict made from one."""
+    items = config if isinstance(config, dict) else dataclasses.asdict(config)
+    flat: dict[str, Any] = {}
+    for key, value in items.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The flat fields that must not change when a run resumes."""
+    return {k: v for k, v in flatten(config).items() if not k.startswith(RESUMABLE)}
+
+
+def _choice(*options: str) -> tuple[Any, str]:
+    return (lambda v: v in options), "one of " + ", ".join(options)
+
+
+_POSITIVE = (lambda v: v > 0), "greater than 0"
+_NON_NEGATIVE = (lambda v: v >= 0), "0 or more"
+_FRACTION = (lambda v: 0 <= v <= 1), "between 0 and 1"
+_BETA = (lambda v: 0 <= v < 1), "at least 0 and below 1"
+_PRESENT = bool, "set: a GGUF file or a Hugging Face folder"
+
+_RULES: dict[str, tuple[Any, str]] = {
+    "teacher.path": _PRESENT,
+    "teacher.backend": _choice("auto", "dequant"),
+    "teacher.param_dtype": _choice("bfloat16", "float32"),
+    "student.path": _PRESENT,
+    "student.init": _choice("checkpoint", "random"),
+    "student.head": _choice("auto", "tied", "untied"),
+    "student.remat": _choice("none", "dots", "full"),
+    "data.train": (bool, "set: directories, globs or files, joined by commas"),
+    "data.heldout_fraction": ((lambda v: 0 < v < 1), "above 0 and below 1"),
+    "data.seq_len": ((lambda v: v >= 2), "2 or more"),
+    "data.max_segments": ((lambda v: 1 <= v <= 4096), "between 1 and 4096"),
+    "loss.temperature": _POSITIVE,
+    "loss.alpha": _FRACTION,
+    "loss.chunk_tokens": _POSITIVE,
+    "optim.learning_rate": _POSITIVE,
+    "optim.final_learning_rate": _NON_NEGATIVE,
+    "optim.warmup_steps": _NON_NEGATIVE,
+    "optim.weight_decay": _NON_NEGATIVE,
+    "optim.beta1": _BETA,
+    "optim.beta2": _BETA,
+    "optim.eps": _POSITIVE,
+    "optim.clip_norm": _NON_NEGATIVE,
+    "train.steps": _POSITIVE,
+    "train.batch_size": _POSITIVE,
+    "train.microbatches": _POSITIVE,
+    "train.compute_dtype": _choice("bfloat16", "float32"),
+    "eval.every": _NON_NEGATIVE,
+    "eval.rows": _NON_NEGATIVE,
+    "eval.batch_size": _POSITIVE,
+    "checkpoint.every": _NON_NEGATIVE,
+    "checkpoint.keep": _POSITIVE,
+    "mesh.data": ((lambda v: v == -1 or v > 0), "-1 or greater than 0"),
+    "mesh.fsdp": _POSITIVE,
+    "mesh.tensor": _POSITIVE,
+    "log.every": _POSITIVE,
+}
+
+
+def validate(config: Config) -> None:
+    """Raises one `UserError` that lists every field that cannot work, its value and what would."""
+    flat = flatten(config)
+    problems = [
+        f"{name}={flat[name]!r}: must be {wanted}"
+        for name, (good, wanted) in _RULES.items()
+        if not good(flat[name])
+    ]
+    train, optim = config.train, config.optim
+    if train.microbatches > 0 and train.batch_size % train.microbatches:
+        problems.append(
+            f"train.batch_size={train.batch_size}: must be divisible by "
+            f"train.microbatches={train.microbatches}"
+        )
+    if optim.final_learning_rate > optim.learning_rate:
+        problems.append(
+            f"optim.final_learning_rate={optim.final_learning_rate}: must not exceed "
+            f"optim.learning_rate={optim.learning_rate}"
+        )
+    if optim.warmup_steps >= train.steps > 0:
+        problems.append(
+            f"optim.warmup_steps={optim.warmup_steps}: must be less than train.steps={train.steps}"
+        )
+    if problems:
+        raise UserError("the config cannot run:\n  " + "\n  ".join(problems))

@@ -1,0 +1,285 @@
+"""Block codecs: packed bytes to numbers in jnp, inside jit; numbers to bytes in NumPy.
+
+A row of a quantized tensor is a run of blocks, each a few scales beside low-bit integers; a block
+never crosses from one row to the next. Layouts: `ggml-common.h`, arithmetic: `ggml-quants.c`
+(https://github.com/ggml-org/llama.cpp/tree/master/ggml/src).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Shaped, UInt8
+
+from kdjax.errors import UserError
+
+# Elements that `encode` handles at a time: bounds its temporaries to a few tens of MB.
+_ENCODE_ELEMENTS = 1 << 20
+
+
+class BlockType(NamedTuple):
+    """One storage type: `decode` maps uint8 `[..., blocks, nbytes]` to float32 `[..., elements]`
+    per block."""
+
+    elements: int
+    nbytes: int
+    ggml: int  # its number in GGUF files, `enum ggml_type` in ggml.h
+    decode: Callable[[Array], Array]
+
+
+def _float16(pair: Array) -> Array:
+    """uint8 `[..., 2]` to float32 `[...]`: bitcast consumes a trailing axis of exactly 2 bytes."""
+    return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)
+
+
+def _fields(data: Array, shifts: tuple[int, ...], mask: int) -> Array:
+    """uint8 `[..., n]` to `[..., len(shifts), n]`: one bit field of each byte per shift."""
+    # A broadcast shift fuses into its consumer; stacking the fields would materialise them.
+    column = np.array(shifts, np.uint8).reshape((1,) * (data.ndim - 1) + (-1, 1))
+    return (data[..., None, :] >> column) & mask
+
+
+def _shape(data: Array, *sizes: int) -> Array:
+    """Splits the last axis into `sizes`."""
+    return data.reshape(*data.shape[:-1], *sizes)
+
+
+def _nibbles(data: Array, group: int) -> Array:
+    """uint8 `[..., n]` to `[..., 2n]`: in each `group` bytes all low nibbles, then all high."""
+    fields = _fields(_shape(data, data.shape[-1] // group, group), (0, 4), 0x0F)
+    return fields.reshape(*data.shape[:-1], 2 * data.shape[-1])
+
+
+def _fifth_bits(data: Array) -> Array:
+    """uint8 `[..., 4]`, a little-endian word, to `[..., 32]`: bit i is the fifth of element i."""
+    ramp = np.arange(8, dtype=np.uint8).reshape((1,) * data.ndim + (8,))
+    bits = (data[..., None] >> ramp) & 1
+    return bits.reshape(*data.shape[:-1], 32) << 4
+
+
+def _six_bit_scales(data: Array) -> tuple[Array, Array]:
+    """uint8 `[..., 12]` to eight scales and eight minimums of six bits, float32 `[..., 8]`."""
+    low, middle, high = data[..., 0:4], data[..., 4:8], data[..., 8:12]
+    scales = jnp.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=-1)
+    minimums = jnp.concatenate([middle & 63, (high >> 4) | ((middle >> 2) & 48)], axis=-1)
+    return scales.astype(jnp.float32), minimums.astype(jnp.float32)
+
+
+def _f32(block: Array) -> Array:
+    return lax.bitcast_convert_type(block, jnp.float32)[..., None]
+
+
+def _f16(block: Array) -> Array:
+    return _float16(block)[..., None]
+
+
+def _bf16(block: Array) -> Array:
+    # By integers: a shift keeps NaN payloads and subnormals, a conversion may not.
+    word = lax.bitcast_convert_type(block, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(word, jnp.float32)[..., None]
+
+
+def _q4_0(block: Array) -> Array:
+    q = _nibbles(block[..., 2:18], 16).astype(jnp.int8) - 8
+    return _float16(block[..., 0:2])[..., None] * q.astype(jnp.float32)
+
+
+def _q4_1(block: Array) -> Array:
+    d, low = _float16(block[..., 0:2]), _float16(block[..., 2:4])
+    return d[..., None] * _nibbles(block[..., 4:20], 16).astype(jnp.float32) + low[..., None]
+
+
+def _q5_0(block: Array) -> Array:
+    q = (_nibbles(block[..., 6:22], 16) | _fifth_bits(block[..., 2:6])).astype(jnp.int8) - 16
+    return _float16(block[..., 0:2])[..., None] * q.astype(jnp.float32)
+
+
+def _q5_1(block: Array) -> Array:
+    d, low = _float16(block[..., 0:2]), _float16(block[..., 2:4])
+    q = _nibbles(block[..., 8:24], 16) | _fifth_bits(block[..., 4:8])
+    return d[..., None] * q.astype(jnp.float32) + low[..., None]
+
+
+def _q8_0(block: Array) -> Array:
+    q = lax.bitcast_convert_type(block[..., 2:34], jnp.int8)
+    return _float16(block[..., 0:2])[..., None] * q.astype(jnp.float32)
+
+
+def _scale_and_minimum(block: Array, q: Array) -> Array:
+    """`d * scale * q - dmin * minimum` for eight groups of 32, as Q4_K and Q5_K share it."""
+    # Exact on every backend, fused multiply-add or not: d has 11 significant bits, a scale 6 and
+    # q at most 5, so both products fit the 24 of float32 and only the subtraction rounds.
+    d, dmin = _float16(block[..., 0:2]), _float16(block[..., 2:4])
+    scales, minimums = _six_bit_scales(block[..., 4:16])
+    scales, minimums = d[..., None] * scales, dmin[..., None] * minimums
+    x = scales[..., None] * _shape(q, 8, 32).astype(jnp.float32) - minimums[..., None]
+    return x.reshape(q.shape)
+
+
+def _q4_k(block: Array) -> Array:
+    return _scale_and_minimum(block, _nibbles(block[..., 16:144], 32))
+
+
+def _q5_k(block: Array) -> Array:
+    high = _fields(block[..., 16:48], tuple(range(8)), 1)
+    q = _nibbles(block[..., 48:176], 32)
+    return _scale_and_minimum(block, q | (high.reshape(q.shape) << 4))
+
+
+def _q6_k(block: Array) -> Array:
+    low = _nibbles(block[..., 0:128], 64)
+    high = _fields(_shape(block[..., 128:192], 2, 32), (0, 2, 4, 6), 3)
+    q = (low | (high.reshape(low.shape) << 4)).astype(jnp.int8) - 32
+    scales = lax.bitcast_convert_type(block[..., 192:208], jnp.int8).astype(jnp.float32)
+    scales = _float16(block[..., 208:210])[..., None] * scales
+    return (scales[..., None] * _shape(q, 16, 16).astype(jnp.float32)).reshape(q.shape)
+
+
+BLOCKS: dict[str, BlockType] = {
+    "F32": BlockType(1, 4, 0, _f32),
+    "F16": BlockType(1, 2, 1, _f16),
+    "BF16": BlockType(1, 2, 30, _bf16),
+    "Q4_0": BlockType(32, 18, 2, _q4_0),
+    "Q4_1": BlockType(32, 20, 3, _q4_1),
+    "Q5_0": BlockType(32, 22, 6, _q5_0),
+    "Q5_1": BlockType(32, 24, 7, _q5_1),
+    "Q8_0": BlockType(32, 34, 8, _q8_0),
+    "Q4_K": BlockType(256, 144, 12, _q4_k),
+    "Q5_K": BlockType(256, 176, 13, _q5_k),
+    "Q6_K": BlockType(256, 210, 14, _q6_k),
+}
+
+
+def block_type(dtype_name: str) -> BlockType:
+    """The row of `BLOCKS`; raises `UserError` for a type that it lacks."""
+    if dtype_name not in BLOCKS:
+        raise UserError(
+            f"found block type {dtype_name!r}; expected one of {', '.join(BLOCKS)}. "
+            "Convert the checkpoint to one of these."
+        )
+    return BLOCKS[dtype_name]
+
+
+def row_bytes(dtype_name: str, n: int) -> int:
+    """Bytes of a row of `n` elements; raises `UserError` when the row is no whole blocks."""
+    block = block_type(dtype_name)
+    if n % block.elements:
+        raise UserError(
+            f"found rows of {n} elements stored as {dtype_name}; expected a multiple of "
+            f"{block.elements}, the elements of one block. Choose a type with smaller blocks: "
+            "Q8_0, Q5_0 and Q4_0 hold 32, F32, F16 and BF16 one."
+        )
+    return n // block.elements * block.nbytes
+
+
+def decode(
+    raw: UInt8[Array, "*lead row_bytes"] | UInt8[np.ndarray, "*lead row_bytes"],
+    dtype_name: str,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Float[Array, "*lead n"]:
+    """Packed rows, uint8 `[..., row_bytes]`, as numbers `[..., n]`; usable inside jit.
+
+    Computed in float32 as `dequantize_row_*` in ggml-quants.c does, bit for bit, then cast to
+    `out_dtype`. Raises `UserError` for an unknown type or a broken last block.
+    """
+    block = block_type(dtype_name)
+    blocks, rest = divmod(raw.shape[-1], block.nbytes)
+    if rest:
+        raise UserError(
+            f"found rows of {raw.shape[-1]} bytes stored as {dtype_name}; expected a multiple of "
+            f"{block.nbytes}, the bytes of one block. Pass whole rows, as `TensorTable.raw` does."
+        )
+    rows = jnp.asarray(raw).reshape(*raw.shape[:-1], blocks, block.nbytes)
+    values = block.decode(rows).reshape(*raw.shape[:-1], blocks * block.elements)
+    return values.astype(out_dtype)
+
+
+def _bytes(array: np.ndarray, dtype: str) -> np.ndarray:
+    """`[..., n]` as the little-endian bytes of `dtype`, uint8 `[..., n * itemsize]`."""
+    return np.ascontiguousarray(array.astype(dtype, copy=False)).view(np.uint8)
+
+
+def _encode_bf16(rows: np.ndarray) -> np.ndarray:
+    bits = rows.view(np.uint32)
+    nearest_even = bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))
+    # The carry of the rounding would turn a NaN into an infinity or a zero: quiet it instead.
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return _bytes(np.where(is_nan, bits | 0x00400000, nearest_even) >> 16, "<u2")
+
+
+def _inverse(d: np.ndarray) -> np.ndarray:
+    """1/d, and 0 for the d = 0 of an all-zero block."""
+    # Below 3e-39 the inverse overflows float32; such a d is stored as float16 zero all the same.
+    return np.divide(1, d, out=np.zeros_like(d), where=np.abs(d) > 3e-39)
+
+
+def _encode_q8_0(blocks: np.ndarray) -> np.ndarray:
+    d = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
+    scaled = blocks * _inverse(d)
+    # C's roundf takes halves away from zero, np.round takes them to even.
+    whole = np.trunc(scaled)
+    q = whole + np.trunc(2 * (scaled - whole))
+    return np.concatenate([_bytes(d, "<f2"), q.astype(np.int8).view(np.uint8)], axis=-1)
+
+
+def _encode_signed(blocks: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
+    """float16 scale bytes and q in `0 .. 2*half-1`, zero at `half`; the extreme maps to q = 0."""
+    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1, keepdims=True), axis=-1)
+    d = extreme / np.float32(-half)
+    q = np.clip(np.trunc(blocks * _inverse(d) + np.float32(half + 0.5)), 0, 2 * half - 1)
+    return _bytes(d, "<f2"), q.astype(np.uint8)
+
+
+def _encode_q4_0(blocks: np.ndarray) -> np.ndarray:
+    d, q = _encode_signed(blocks, 8)
+    return np.concatenate([d, q[..., :16] | (q[..., 16:] << 4)], axis=-1)
+
+
+def _encode_q5_0(blocks: np.ndarray) -> np.ndarray:
+    d, q = _encode_signed(blocks, 16)
+    fifth = np.packbits(q >> 4, axis=-1, bitorder="little")
+    return np.concatenate([d, fifth, (q[..., :16] & 15) | (q[..., 16:] << 4)], axis=-1)
+
+
+_ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "F32": lambda rows: _bytes(rows, "<f4"),
+    "F16": lambda rows: _bytes(rows, "<f2"),
+    "BF16": _encode_bf16,
+    "Q8_0": _encode_q8_0,
+    "Q5_0": _encode_q5_0,
+    "Q4_0": _encode_q4_0,
+}
+
+
+def encode(array: Shaped[np.ndarray, "*lead n"], dtype_name: str) -> UInt8[np.ndarray, "*lead b"]:
+    """Numbers `[..., n]` as packed rows, uint8 `[..., row_bytes]`.
+
+    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit.
+
+    Raises `UserError` for a type without an encoder, rows that are no whole blocks, and values
+    whose float16 form or scale would overflow.
+    """
+    if dtype_name not in _ENCODERS:
+        raise UserError(
+            f"found block type {dtype_name!r} to write; expected one of {', '.join(_ENCODERS)}. "
+            "Choose one of these: no other type can be encoded here."
+        )
+    block, encoder = BLOCKS[dtype_name], _ENCODERS[dtype_name]
+    width = row_bytes(dtype_name, array.shape[-1])
+    flat = array.reshape(-1, block.elements)
+    out = np.empty((flat.shape[0], block.nbytes), np.uint8)
+    step = _ENCODE_ELEMENTS // block.elements
+    for start in range(0, flat.shape[0], step):
+        part = np.ascontiguousarray(flat[start : start + step], np.float32)
+        try:
+            with np.errstate(over="raise", invalid="raise"):
+                out[start : start + step] = encoder(part)
+        except FloatingPointError as error:
+            raise UserError(
+                f"found values up to {np.abs(part).max():.4g} to store as {dtype_name}; expected "
+                "finite values within its float16 range, 65504. Keep this tensor as F32 or BF16."
+            ) from error
+    return out.reshape(*array.shape[:-1], width)

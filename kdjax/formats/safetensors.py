@@ -1,0 +1,185 @@
+"""Hugging Face checkpoints: a lazy, memory-mapped table of safetensors files.
+
+Format: https://github.com/huggingface/safetensors#format. The header is read here and not by the
+library, whose NumPy views have no bfloat16.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from kdjax.errors import MissingFileError, UserError
+from kdjax.formats.blocks import BLOCKS
+from kdjax.formats.table import TensorInfo
+
+_DTYPES = ("F32", "F16", "BF16")
+_SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+_DOWNLOAD = "Download the file again."
+
+
+class _Tensor(NamedTuple):
+    info: TensorInfo
+    data: np.ndarray  # uint8, flat
+
+
+def _bad(path: Path, found: str, expected: str, remedy: str) -> UserError:
+    return UserError(f"{path}: found {found}; expected {expected}. {remedy}")
+
+
+def _load_json(path: Path, data: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, f"{what} that is no JSON ({error})", "a JSON object", _DOWNLOAD) from error
+    if not isinstance(value, dict):
+        found = f"{what} that is a JSON {type(value).__name__}"
+        raise _bad(path, found, "a JSON object", _DOWNLOAD)
+    return value
+
+
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[TensorInfo, int]:
+    """One tensor and its offset in the data section of `size` bytes."""
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    shape, offsets = fields.get("shape"), fields.get("data_offsets")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        found = f"tensor {name!r} described as {str(entry)[:80]}"
+        raise _bad(path, found, "its dtype, shape and data_offsets", _DOWNLOAD)
+    dtype = fields.get("dtype")
+    if dtype not in _DTYPES:
+        remedy = (
+            "Save the model again in bfloat16: `model.to(torch.bfloat16).save_pretrained(...)`."
+        )
+        raise _bad(path, f"tensor {name!r} of type {dtype}", f"one of {', '.join(_DTYPES)}", remedy)
+    start, end = offsets
+    nbytes = math.prod(shape) * BLOCKS[dtype].nbytes
+    if end - start != nbytes:
+        found = f"{end - start} bytes for tensor {name!r}"
+        raise _bad(path, found, f"{nbytes}, as its shape and dtype say", _DOWNLOAD)
+    if end > size:
+        found = f"a file {end - size} bytes too short for tensor {name!r}"
+        raise _bad(path, found, "all of its data", "The download broke off: download it again.")
+    return TensorInfo(name, tuple(shape), dtype, nbytes), start
+
+
+def _read_file(path: Path) -> dict[str, _Tensor]:
+    """All tensors of one file, as views into it."""
+    size = path.stat().st_size
+    data = np.asarray(np.memmap(path, np.uint8, mode="r")) if size else np.empty(0, np.uint8)
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if size < 8 or length > size - 8:
+        found = f"{size} bytes, with a header of {length}"
+        remedy = "The download broke off, or this is no safetensors file: download it again."
+        raise _bad(path, found, "a safetensors file at least as long as its header", remedy)
+    header = _load_json(path, data[8 : 8 + length].tobytes(), "a header")
+    body = data[8 + length :]
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        info, start = _read_entry(path, name, entry, body.size)
+        tensors[name] = _Tensor(info, body[start : start + info.nbytes])
+    return tensors
+
+
+def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
+    """Shards in the order of their names, and the tensors that the index lists."""
+    where = _load_json(index, index.read_bytes(), "an index").get("weight_map")
+    if not isinstance(where, dict) or not all(
+        isinstance(name, str) and name == Path(name).name for name in where.values()
+    ):
+        found = "no weight_map, or one that names other folders"
+        raise _bad(index, found, "a weight_map from tensors to files beside it", _DOWNLOAD)
+    names = sorted(set(where.values()))
+    if missing := [name for name in names if not (index.parent / name).is_file()]:
+        raise MissingFileError(
+            f"{index}: found an index of {len(names)} files without {', '.join(missing)}; "
+            f"expected all of them in {index.parent}. Download the missing files into it."
+        )
+    files = {name: _read_file(index.parent / name) for name in names}
+    if lost := [tensor for tensor, name in where.items() if tensor not in files[name]]:
+        found = f"tensors that their files do not hold: {', '.join(lost[:8])}"
+        remedy = "Download index and shards from the same revision."
+        raise _bad(index, found, "every tensor of the index in the file it names", remedy)
+    tensors = {tensor: files[name][tensor] for tensor, name in where.items()}
+    return tuple(index.parent / name for name in names), tensors
+
+
+def _read_folder(folder: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
+    if (folder / _INDEX).is_file():
+        return _read_index(folder / _INDEX)
+    if (folder / _SINGLE).is_file():
+        return (folder / _SINGLE,), _read_file(folder / _SINGLE)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".gguf", ".bin"))
+    found = f"a folder without {_SINGLE}" + (
+        f", but with {', '.join(others[:4])}" if others else ""
+    )
+    raise MissingFileError(
+        f"{folder}: found {found}; expected {_SINGLE} or {_INDEX} in it. Download the model with "
+        "`hf download OWNER/MODEL --local-dir FOLDER`, or name a GGUF file itself."
+    )
+
+
+class SafetensorsTable:
+    """Tensors of a Hugging Face folder, or of one file with its `config.json`; see `TensorTable`.
+
+    Opening reads headers only. Raises `MissingFileError` for a missing `config.json` or shard and
+    `UserError` for a file that is damaged or cut short, or holds a type other than F32, F16, BF16.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        path = Path(path)
+        folder = path if path.is_dir() else path.parent
+        if path.is_dir():
+            self._paths, self._tensors = _read_folder(path)
+        elif _SHARD.fullmatch(path.name) and (folder / _INDEX).is_file():
+            remedy = f"Pass the folder: {folder}."
+            raise _bad(path, "one shard of several", "a whole checkpoint", remedy)
+        else:
+            self._paths, self._tensors = (path,), _read_file(path)
+        config = folder / _CONFIG
+        if not config.is_file():
+            raise MissingFileError(
+                f"{config}: found no such file; expected the model's {_CONFIG} beside its weights. "
+                "Copy it from the model's page, or download the whole folder."
+            )
+        self._metadata = _load_json(config, config.read_bytes(), "a file")
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The safetensors files, in the order of their names."""
+        return self._paths
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The model's `config.json`."""
+        return self._metadata
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises `KeyError` for a name the checkpoint does not hold."""
+        return self._tensors[name].info
+
+    def raw(self, name: str) -> np.ndarray:
+        """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""
+        info, data = self._tensors[name]
+        width = (info.shape or (1,))[-1] * BLOCKS[info.dtype].nbytes
+        return data.reshape(*info.shape[:-1], width)

@@ -1,0 +1,83 @@
+"""What may watch a run and stop it. The loop calls these in order and knows none of them by name."""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+
+class Action(enum.Enum):
+    """What a hook wants of the loop after a step."""
+
+    CONTINUE = "continue"
+    STOP = "stop"  # save, evaluate nothing more, end as interrupted
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a hook may know before the first step."""
+
+    workdir: Path
+    start_step: int  # optimizer steps already done
+    total_steps: int
+    tokens_per_step: int  # positions, padding included
+    flops_per_token: float  # of teacher forward, student forward and backward
+    peak_flops: float | None  # of all devices together, dense bf16, where known
+    log_every: int
+    config: Mapping[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One finished optimizer step; delivered after the next one was dispatched."""
+
+    step: int  # 1 is the first
+    figures: Mapping[str, float]
+    seconds: float  # wall time since the previous record
+    batch: Mapping[str, np.ndarray]
+
+
+class Hook:
+    """Does nothing; subclasses override what they need."""
+
+    def train_begin(self, run: Run) -> None:
+        """Before the first step of this process."""
+
+    def step_end(self, record: StepRecord) -> Action:
+        """After each step, in order."""
+        return Action.CONTINUE
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """After each held-out evaluation; step 0 is before training."""
+
+    def checkpoint(self, step: int) -> None:
+        """After a save was started."""
+
+    def train_end(self, reason: str) -> None:
+        """Once, however the run ends: "finished", "interrupted" or "failed"."""
+
+
+class NonFiniteError(FloatingPointError):
+    """Loss or gradient became NaN or infinite."""
+
+
+class NonFiniteGuard(Hook):
+    """Stops the run at the first NaN or Inf and keeps the batch that made it."""
+
+    def __init__(self, workdir: Path):
+        self._workdir = workdir
+
+    def step_end(self, record: StepRecord) -> Action:
+        """Raises `NonFiniteError` before anything of the step can be saved."""
+        bad = [name for name, value in record.figures.items() if not math.isfinite(value)]
+        if not bad:
+            return Action.CONTINUE
+        path = self._workdir / f"nonfinite_step_{record.step}.npz"
+        np.savez_compressed(path, **dict(record.batch))
+        raise NonFiniteError(
+            f"step {record.step}: {', '.join(bad)} not finite. The step's batch is in {path}; the "
+            "last checkpoint is from before it. Lower optim.learning_rate, or look at those rows."
+        )

@@ -1,0 +1,251 @@
+"""Assembles a run from its config: files, vocabulary, rows, models, compiled steps.
+
+Cheap checks come first, so that a wrong path or vocabulary fails in a second, before gigabytes
+are read.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.sharding import Mesh
+
+from kdjax import optim, sharding, step, teacher
+from kdjax.checkpoint import Checkpoints, abstract_state, check_same_run
+from kdjax.config import Config, identity
+from kdjax.data import pipeline
+from kdjax.data.rows import RowSet, prepare_rows
+from kdjax.errors import UserError
+from kdjax.formats import TensorTable, content_hash, open_table
+from kdjax.loading import load_params, tied_in_fact
+from kdjax.losses import HeadSpec
+from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.decoder import Compute, Params, functional, initialise
+from kdjax.tokenizer import Tokenizer, load_tokenizer
+
+BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """The checkpoints of a run, opened and understood but not yet read."""
+
+    teacher: TensorTable
+    student: TensorTable
+    teacher_spec: ArchSpec
+    student_spec: ArchSpec
+    tokenizer: Tokenizer
+    vocabulary: teacher.Vocabulary
+
+
+@dataclasses.dataclass
+class Job:
+    """Everything the loop needs; built by `assemble`."""
+
+    config: Config
+    workdir: Path
+    mesh: Mesh
+    sources: Sources
+    rows: RowSet
+    teacher: teacher.Teacher
+    step_spec: step.StepSpec
+    train_step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    shardings: step.TrainState
+    abstract: step.TrainState
+    identity: Callable[[], dict[str, Any]]  # waits for the hashes when first called
+
+    def state(self, checkpoints: Checkpoints) -> tuple[step.TrainState, dict[str, Any] | None]:
+        """The state to start from, in this order: own checkpoint, student's file, random weights.
+
+        Returns the checkpoint's run record as well, or None for a new run. Raises `UserError` if
+        the checkpoint is of a run that this config would not continue.
+        """
+        latest = checkpoints.latest()
+        if latest is not None:
+            run = checkpoints.read_run(latest)
+            check_same_run(run["identity"], self.identity(), self.workdir)
+            return checkpoints.restore(latest, abstract_state(self.abstract, self.shardings)), run
+        return self._fresh_state(), None
+
+    def _fresh_state(self) -> step.TrainState:
+        source, spec = self.sources.student, self.sources.student_spec
+        if self.config.student.init == "checkpoint":
+            params = load_params(source, spec, self.abstract.params, self.mesh)
+        else:
+            make = functools.partial(initialise, spec, Compute(), self.config.train.seed)
+            params = jax.jit(make, out_shardings=self.shardings.params)()
+        begin = functools.partial(step.init_state, tx=self.step_spec.tx)
+        return jax.jit(begin, out_shardings=self.shardings, donate_argnums=0)(params)
+
+    def train_batches(self, state: dict[str, Any] | None) -> Any:
+        """The iterator over training batches, at `state` if resumed."""
+        iterator = pipeline.make_iterator(
+            self.rows.train,
+            batch_size=self.config.train.batch_size,
+            seed=self.config.train.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        if state is not None:
+            iterator.set_state(state)
+        return iterator
+
+    def eval_batches(self) -> Iterator[dict[str, Any]]:
+        """Held-out batches on the devices, in a fixed order."""
+        batches = pipeline.eval_batches(
+            self.rows.heldout,
+            batch_size=self.config.eval.batch_size,
+            limit=self.config.eval.rows or None,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        return (self.put(batch) for batch in batches)
+
+    def put(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A host batch onto the mesh, without the row ids."""
+        columns = {k: v for k, v in batch.items() if k != "row_ids"}
+        return sharding.put_batch(columns, self.mesh)
+
+    def flops_per_token(self) -> float:
+        """Teacher forward, student forward and backward (twice the forward), causal attention."""
+        length = self.config.data.seq_len
+        spec = self.sources
+        return spec.teacher_spec.forward_flops(length) + 3 * spec.student_spec.forward_flops(length)
+
+
+def open_sources(config: Config) -> Sources:
+    """Opens both checkpoints, compares their vocabularies and contexts; reads headers only."""
+    tables = open_table(config.teacher.path), open_table(config.student.path)
+    teacher_spec, student_spec = (spec_from_table(table) for table in tables)
+    head = config.student.head
+    tied = tied_in_fact(tables[1]) if head == "auto" else head == "tied"
+    student_spec = dataclasses.replace(student_spec, tied=tied)
+    for name, spec in (("teacher", teacher_spec), ("student", student_spec)):
+        if config.data.seq_len > spec.max_positions:
+            raise UserError(
+                f"data.seq_len={config.data.seq_len} exceeds the {name}'s context of "
+                f"{spec.max_positions} positions. Lower data.seq_len."
+            )
+    tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
+    vocabulary = teacher.align(
+        student_spec, teacher_spec, tokenizer, load_tokenizer(config.teacher.path)
+    )
+    return Sources(*tables, teacher_spec, student_spec, tokenizer, vocabulary)
+
+
+def _check_batches(config: Config, mesh: Mesh) -> None:
+    shards = sharding.row_shards(mesh)
+    for name, rows in (
+        ("train.batch_size / train.microbatches", config.train.batch_size // config.train.microbatches),
+        ("eval.batch_size", config.eval.batch_size),
+    ):
+        if rows % shards:
+            raise UserError(
+                f"{name} = {rows} rows cannot be split over mesh.data x mesh.fsdp = {shards} "
+                f"devices. Use a multiple of {shards}."
+            )
+
+
+def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
+    """Packed rows of the configured text, from the cache if they are there."""
+    data = config.data
+    end = tokenizer.end_of_text_id
+    if data.end_of_document:
+        if data.end_of_document not in tokenizer.tokens:
+            raise UserError(
+                f"data.end_of_document={data.end_of_document!r} is not a token of the tokenizer; "
+                "leave it empty for the tokenizer's own end-of-text."
+            )
+        end = tokenizer.tokens.index(data.end_of_document)
+    return prepare_rows(
+        data.train,
+        data.heldout,
+        tokenizer=tokenizer,
+        seq_len=data.seq_len,
+        heldout_fraction=data.heldout_fraction,
+        end_of_document_id=end,
+        cache_dir=Path(data.cache_dir).expanduser(),
+        max_segments=data.max_segments,
+    )
+
+
+def teacher_backend(config: Config) -> str:
+    """The backend asked for: `KDJAX_TEACHER_BACKEND`, else the config."""
+    backend = os.environ.get(BACKEND_VARIABLE) or config.teacher.backend
+    if backend not in teacher.BACKENDS:
+        raise UserError(
+            f"{BACKEND_VARIABLE}={backend!r}: must be one of {', '.join(teacher.BACKENDS)}"
+        )
+    return backend
+
+
+def assemble(config: Config, workdir: Path) -> Job:
+    """Builds the job. Raises `UserError` for anything a user can mend."""
+    teacher_backend(config)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    _check_batches(config, mesh)
+    sources = open_sources(config)
+    vocabulary = sources.vocabulary
+    logging.info("student: %s", _describe(sources.student, sources.student_spec))
+    logging.info("teacher: %s", _describe(sources.teacher, sources.teacher_spec))
+    logging.info("shared vocabulary: %d ids, head width %d", vocabulary.real, vocabulary.width)
+    rows = prepare(config, sources.tokenizer)
+    logging.info("rows: %s", rows.info)
+
+    pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)  # hashing overlaps loading
+    hashes = [pool.submit(content_hash, t) for t in (sources.teacher, sources.student)]
+
+    dtype = jnp.dtype(config.train.compute_dtype)
+    shared = dict(dtype=dtype, max_segments=config.data.max_segments)
+    frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
+    provider = teacher.dequantized(sources.teacher, sources.teacher_spec, frozen, mesh)
+    logging.info("%s", provider.info)
+    apply, shapes = functional(sources.student_spec, Compute(remat=config.student.remat, **shared))
+    step_spec = _step_spec(config, apply, provider, vocabulary)
+    abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
+    shardings = step.state_shardings(abstract, step_spec.tx, mesh)
+    train_step, eval_step = step.compile_steps(step_spec, shardings, mesh)
+
+    def run_identity() -> dict[str, Any]:
+        sha = {f"{k}.sha256": h.result() for k, h in zip(("teacher", "student"), hashes, strict=True)}
+        return identity(config) | sha | {"data.rows": rows.key}
+
+    return Job(config, workdir, mesh, sources, rows, provider, step_spec, train_step, eval_step,
+               shardings, abstract, run_identity)  # fmt: skip
+
+
+def _step_spec(config: Config, apply: Any, provider: teacher.Teacher,
+               vocabulary: teacher.Vocabulary) -> step.StepSpec:  # fmt: skip
+    settings = dataclasses.asdict(config.optim)
+    optim_spec = optim.OptimSpec(total_steps=config.train.steps, **settings)
+    head = HeadSpec(
+        temperature=config.loss.temperature,
+        alpha=config.loss.alpha,
+        width=vocabulary.width,
+        real_vocab=vocabulary.real,
+        chunk_tokens=config.loss.chunk_tokens,
+    )
+    return step.StepSpec(
+        student=apply,
+        teacher=provider.apply,
+        head=head,
+        tx=optim.optimizer(optim_spec),
+        schedule=optim.schedule(optim_spec),
+        microbatches=config.train.microbatches,
+    )
+
+
+def _describe(table: TensorTable, spec: ArchSpec) -> str:
+    head = "tied" if spec.tied else "untied"
+    return (
+        f"{table.paths[0].name}: {spec.family}, {spec.num_layers} layers, width {spec.hidden_size}, "
+        f"{spec.vocab_size:,} rows, {head}, {spec.parameters() / 1e9:.3f} B parameters"
+    )

@@ -1,0 +1,151 @@
+"""The training loop. It alone touches the clock, and its order is a contract."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import jax
+
+from kdjax.checkpoint import Checkpoints
+from kdjax.evaluate import held_out
+from kdjax.hooks import Action, Hook, Run, StepRecord
+from kdjax.job import Job
+from kdjax.metrics import step_figures
+
+
+class StopSignals:
+    """SIGTERM and the first SIGINT ask for a save and a clean end; the second SIGINT interrupts."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+        # os.write: print is not safe inside a signal handler.
+        os.write(2, b"\nstopping after this step; interrupt again to stop at once\n")
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class _Delivery:
+    """Hands each step's figures to the hooks one step late, when the device has them anyway."""
+
+    def __init__(self, hooks: Sequence[Hook]):
+        self._hooks = hooks
+        self._pending: tuple[int, Any, Any] | None = None
+        self._last = time.perf_counter()
+        self.stop = False
+
+    def push(self, step: int, metrics: Any, batch: Any) -> None:
+        """Delivers the previous step and keeps this one."""
+        self.flush()
+        self._pending = step, metrics, batch
+
+    def flush(self) -> None:
+        """Delivers what is pending; waits for that step."""
+        if self._pending is None:
+            return
+        (step, metrics, batch), self._pending = self._pending, None
+        figures = step_figures({k: float(v) for k, v in jax.device_get(metrics).items()})
+        now = time.perf_counter()
+        record = StepRecord(step, figures, now - self._last, batch)
+        self._last = now
+        for hook in self._hooks:
+            self.stop |= hook.step_end(record) is Action.STOP
+
+    def restart_clock(self) -> None:
+        """Leaves the pause that just ended out of the next step's time."""
+        self._last = time.perf_counter()
+
+
+def train(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], peak_flops: float | None) -> str:
+    """Runs the job to its end or to a stop request; returns "finished" or "interrupted".
+
+    A run that already finished returns at once. Hooks may raise; whatever is raised passes
+    through, after every hook's `train_end("failed")`.
+    """
+    total = job.config.train.steps
+    if checkpoints.latest() == total:
+        return "finished"
+    state, saved = job.state(checkpoints)
+    start = int(state.step)
+    run = Run(
+        workdir=job.workdir,
+        start_step=start,
+        total_steps=total,
+        tokens_per_step=job.config.train.batch_size * job.config.data.seq_len,
+        flops_per_token=job.flops_per_token(),
+        peak_flops=peak_flops,
+        log_every=job.config.log.every,
+        config=job.identity(),
+    )
+    reason = "failed"
+    begun: list[Hook] = []
+    try:
+        for hook in hooks:
+            hook.train_begin(run)
+            begun.append(hook)
+        with StopSignals() as signals:
+            reason = _steps(job, checkpoints, hooks, signals, state, start, saved)
+    finally:
+        for hook in begun:
+            hook.train_end(reason)
+    return reason
+
+
+def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: StopSignals,
+           state: Any, start: int, saved: Any) -> str:  # fmt: skip
+    config, total = job.config, job.config.train.steps
+    data = job.train_batches(saved["data"] if saved else None)
+    delivery = _Delivery(hooks)
+
+    def due(every: int, step: int) -> bool:
+        return step == total or (every > 0 and step % every == 0)
+
+    def evaluate(step: int) -> None:
+        figures = held_out(job.eval_step, state.params, job.teacher.params, job.eval_batches(),
+                           config.loss.temperature)  # fmt: skip
+        for hook in hooks:
+            hook.eval_end(step, figures)
+        delivery.restart_clock()
+
+    def save(step: int) -> None:
+        checkpoints.save(step, state, {"data": data.get_state(), "identity": job.identity()})
+        for hook in hooks:
+            hook.checkpoint(step)
+        delivery.restart_clock()
+
+    if start == 0:
+        evaluate(0)
+    # The order is a contract: the batch is drawn after the save that recorded the position before
+    # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
+    for step in range(start + 1, total + 1):
+        batch = next(data)
+        with jax.transfer_guard("disallow"):
+            state, metrics = job.train_step(state, job.teacher.params, job.put(batch))
+        delivery.push(step, metrics, batch)
+        stopping = signals.requested or delivery.stop
+        if stopping or due(config.checkpoint.every, step) or due(config.eval.every, step):
+            delivery.flush()
+        if due(config.eval.every, step) and not stopping:
+            evaluate(step)
+        if due(config.checkpoint.every, step) or stopping:
+            save(step)
+        if stopping and step < total:
+            return "interrupted"
+    return "finished"

@@ -1,0 +1,102 @@
+"""python -m kdjax.main --config=configs/qwen7b_0p5b.py --workdir=runs/a
+
+Flags, runtime, loop. Kept short: what it calls can be imported and tested.
+
+Exit status: 0 finished, 2 bad input, 4 loss or gradient not finite, 75 stopped by a signal and
+saved (the same command resumes).
+"""
+
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from kdjax import runtime
+from kdjax.config import Config, flatten, validate
+from kdjax.errors import UserError
+from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard
+
+FINISHED, BAD_INPUT, NOT_FINITE, INTERRUPTED = 0, 2, 4, 75
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with get_config().")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and logs go.")
+
+
+def open_workdir(path: str) -> Path:
+    """Creates the folder; raises `UserError` if nothing can be written there."""
+    workdir = Path(path)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--workdir={path} cannot be written: {error.strerror}. Give a folder you own."
+        ) from error
+    return workdir
+
+
+def hooks_for(config: Config, workdir: Path) -> list[Hook]:
+    """The watchers of a run; the guard first, so that nothing records a broken step as good."""
+    from kdjax import writers
+
+    hooks: list[Hook] = [NonFiniteGuard(workdir), writers.JsonLines(workdir), writers.Terminal()]
+    if config.log.tensorboard:
+        hooks.append(writers.TensorBoard(workdir))
+    if config.log.wandb_project:
+        hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
+    return hooks
+
+
+def distil(config: Config, workdir: Path) -> str:
+    """Assembles and trains; returns how the run ended."""
+    from kdjax.checkpoint import Checkpoints
+    from kdjax.job import assemble
+    from kdjax.loop import train
+
+    validate(config)
+    for line in runtime.configure().describe():
+        logging.info("%s", line)
+    devices = runtime.device_summary()
+    logging.info("%s", devices)
+    with contextlib.closing(Checkpoints(workdir, config.checkpoint.keep)) as checkpoints:
+        if checkpoints.latest() == config.train.steps:
+            logging.info("%s already holds step %d of %d: nothing to do.", workdir,
+                         config.train.steps, config.train.steps)  # fmt: skip
+            return "finished"
+        job = assemble(config, workdir)
+        return train(job, checkpoints, hooks_for(config, workdir), devices.peak_flops)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; fields are set with --config.<field>=")
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO)
+    try:
+        reason = distil(_CONFIG.value, open_workdir(_WORKDIR.value))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except NonFiniteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NOT_FINITE
+    if reason == "interrupted":
+        print(f"saved; resume with: {' '.join(['python -m kdjax.main', *sys.argv[1:]])}")
+        return INTERRUPTED
+    print(f"done: {_WORKDIR.value}")
+    return FINISHED
+
+
+def cli() -> None:
+    """Entry point: a config error prints one clear line, not a traceback."""
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,261 @@
+"""Decoder architectures as plain numbers, read from a checkpoint's own header.
+
+One frozen `ArchSpec` describes Qwen2/2.5, Qwen3 and Llama alike; `decoder.Decoder` builds any of them.
+Sources: Transformers' modeling_qwen2.py, modeling_qwen3.py, modeling_llama.py and
+modeling_rope_utils.py; llama.cpp's gguf-py/gguf/constants.py for the GGUF keys.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kdjax.errors import UserError
+from kdjax.formats import TensorTable
+from kdjax.formats.blocks import decode
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    `kind` is "linear", "llama3", "yarn" or "divisors" (explicit per-frequency divisors, as llama.cpp
+    stores Llama 3.1's in `rope_freqs.weight`).
+    """
+
+    kind: str
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    divisors: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ArchSpec:
+    """Everything that fixes a decoder's shapes and arithmetic."""
+
+    family: str
+    vocab_size: int  # rows of the embedding, padding rows included
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    max_positions: int
+    rope_theta: float
+    rms_eps: float
+    tied: bool  # the head is the embedding
+    qkv_bias: bool
+    o_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before rope (Qwen3)
+    rope_scaling: RopeScaling | None = None
+
+    def parameters(self) -> int:
+        """Number of weights, the head counted once if tied."""
+        d, hd = self.hidden_size, self.head_dim
+        qo, kv = self.num_heads * hd, self.num_kv_heads * hd
+        layer = 2 * d * qo + 2 * d * kv + 3 * d * self.mlp_size + 2 * d
+        layer += (qo + 2 * kv) * self.qkv_bias + d * self.o_bias + 2 * hd * self.qk_norm
+        return self.num_layers * layer + self.vocab_size * d * (1 if self.tied else 2) + d
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Floating-point operations a token of one forward pass, causal attention and head included."""
+        d, hd = self.hidden_size, self.head_dim
+        qo, kv = self.num_heads * hd, self.num_kv_heads * hd
+        products = self.num_layers * (2 * d * qo + 2 * d * kv + 3 * d * self.mlp_size)
+        products += self.vocab_size * d
+        return 2.0 * products + 2.0 * self.num_layers * qo * seq_len
+
+
+def rope_frequencies(spec: ArchSpec) -> tuple[np.ndarray, float]:
+    """Inverse frequencies `[head_dim / 2]` (float32, radians a position) and the factor on cos and sin.
+
+    Follows Transformers' modeling_rope_utils.py, so that checkpoints mean the same here.
+    """
+    exponent = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
+    inverse = (1.0 / np.float32(spec.rope_theta) ** exponent).astype(np.float32)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return inverse, 1.0
+    if scaling.kind == "linear":
+        return inverse / np.float32(scaling.factor), 1.0
+    if scaling.kind == "divisors":
+        return inverse / np.asarray(scaling.divisors, np.float32), 1.0
+    if scaling.kind == "llama3":
+        return _llama3(inverse, scaling), 1.0
+    return _yarn(inverse, spec, scaling)
+
+
+def _llama3(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    wavelength = 2 * np.pi / inverse
+    low = scaling.original_positions / scaling.low_freq_factor
+    high = scaling.original_positions / scaling.high_freq_factor
+    stretched = np.where(wavelength > low, inverse / scaling.factor, inverse)
+    smooth = (scaling.original_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - smooth) * stretched / scaling.factor + smooth * stretched
+    medium = (wavelength >= high) & (wavelength <= low)
+    return np.where(medium, between, stretched).astype(np.float32)
+
+
+def _yarn(
+    inverse: np.ndarray, spec: ArchSpec, scaling: RopeScaling
+) -> tuple[np.ndarray, float]:
+    def boundary(rotations: float) -> float:
+        turns = math.log(scaling.original_positions / (rotations * 2 * math.pi))
+        return spec.head_dim * turns / (2 * math.log(spec.rope_theta))
+
+    low = max(math.floor(boundary(scaling.beta_fast)), 0)
+    high = min(math.ceil(boundary(scaling.beta_slow)), spec.head_dim - 1)
+    ramp = (np.arange(spec.head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
+    keep = 1 - np.clip(ramp, 0, 1)
+    frequencies = inverse / scaling.factor * (1 - keep) + inverse * keep
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return frequencies.astype(np.float32), float(factor)
+
+
+def spec_from_table(table: TensorTable) -> ArchSpec:
+    """Reads the spec from a checkpoint's header; raises `UserError` for what this decoder is not."""
+    if "general.architecture" in table.metadata:
+        return _from_gguf(table)
+    return _from_hf(table)
+
+
+def _family(name: object, table: TensorTable) -> str:
+    if name not in FAMILIES:
+        raise UserError(
+            f"{table.paths[0]} holds a {name!r} model; kdjax knows {', '.join(FAMILIES)}. "
+            "Use a checkpoint of one of these families."
+        )
+    return str(name)
+
+
+def _from_gguf(table: TensorTable) -> ArchSpec:
+    meta = table.metadata
+    family = _family(meta["general.architecture"], table)
+
+    def key(name: str, default: Any = None) -> Any:
+        value = meta.get(f"{family}.{name}", default)
+        if value is None:
+            raise UserError(
+                f"{table.paths[0]}: the GGUF header has no {family}.{name}. The file is incomplete; "
+                "convert it again with llama.cpp's convert_hf_to_gguf.py, or download it again."
+            )
+        return value
+
+    if "token_embd.weight" not in table:
+        raise UserError(f"{table.paths[0]}: no tensor token_embd.weight; this is not a whole model.")
+    hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
+    return ArchSpec(
+        family=family,
+        vocab_size=table.info("token_embd.weight").shape[0],
+        hidden_size=hidden,
+        num_layers=int(key("block_count")),
+        num_heads=heads,
+        num_kv_heads=int(key("attention.head_count_kv", heads)),
+        head_dim=int(key("attention.key_length", hidden // heads)),
+        mlp_size=int(key("feed_forward_length")),
+        max_positions=int(key("context_length")),
+        rope_theta=float(key("rope.freq_base", 10000.0)),
+        rms_eps=float(key("attention.layer_norm_rms_epsilon")),
+        tied="output.weight" not in table,
+        qkv_bias="blk.0.attn_q.bias" in table,
+        o_bias="blk.0.attn_output.bias" in table,
+        qk_norm="blk.0.attn_q_norm.weight" in table,
+        rope_scaling=_gguf_scaling(table, family),
+    )
+
+
+def _gguf_scaling(table: TensorTable, family: str) -> RopeScaling | None:
+    meta = table.metadata
+    if "rope_freqs.weight" in table:
+        info = table.info("rope_freqs.weight")
+        divisors = np.asarray(decode(table.raw("rope_freqs.weight"), info.dtype))
+        return RopeScaling("divisors", divisors=tuple(float(x) for x in divisors))
+    kind = meta.get(f"{family}.rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    factor = float(meta.get(f"{family}.rope.scaling.factor", 1.0))
+    original = int(meta.get(f"{family}.rope.scaling.original_context_length", 0))
+    if kind not in ("linear", "yarn"):
+        raise UserError(
+            f"{table.paths[0]}: rope scaling {kind!r} is not one of none, linear, yarn."
+        )
+    return RopeScaling(kind, factor=factor, original_positions=original)
+
+
+def _from_hf(table: TensorTable) -> ArchSpec:
+    config = table.metadata
+    family = _family(config.get("model_type"), table)
+
+    def key(name: str, default: Any = None) -> Any:
+        value = config.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"{table.paths[0].parent}/config.json has no {name!r}.")
+        return value
+
+    for name in ("mlp_bias", "use_sliding_window"):
+        if config.get(name):
+            raise UserError(
+                f"{table.paths[0].parent}/config.json sets {name}=true, which this decoder does not "
+                "implement. Use a checkpoint without it."
+            )
+    hidden, heads = int(key("hidden_size")), int(key("num_attention_heads"))
+    # Transformers 5 moved rope_theta and rope_scaling into rope_parameters.
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    biased = bool(config.get("attention_bias", False))
+    return ArchSpec(
+        family=family,
+        vocab_size=int(key("vocab_size")),
+        hidden_size=hidden,
+        num_layers=int(key("num_hidden_layers")),
+        num_heads=heads,
+        num_kv_heads=int(key("num_key_value_heads", heads)),
+        head_dim=int(key("head_dim", 128 if family == "qwen3" else hidden // heads)),
+        mlp_size=int(key("intermediate_size")),
+        max_positions=int(key("max_position_embeddings")),
+        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        rms_eps=float(key("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or biased,
+        o_bias=family != "qwen2" and biased,
+        qk_norm=family == "qwen3",
+        rope_scaling=_hf_scaling(table, rope),
+    )
+
+
+def _hf_scaling(table: TensorTable, rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise UserError(
+            f"{table.paths[0].parent}/config.json: rope type {kind!r} is not one of default, linear, "
+            "llama3, yarn."
+        )
+    return RopeScaling(
+        kind,
+        factor=float(rope.get("factor", 1.0)),
+        original_positions=int(
+            rope.get("original_max_position_embeddings")
+            or table.metadata.get("max_position_embeddings", 0)
+        ),
+        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        attention_factor=rope.get("attention_factor"),
+    )

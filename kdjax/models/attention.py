@@ -1,0 +1,110 @@
+"""Causal attention within documents, on two paths: pure XLA everywhere, cuDNN on NVIDIA GPUs.
+
+Letters: B rows, T query positions, S key positions, H query heads, K key heads, G = H / K,
+D head width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+QUERY_BLOCK = 512  # queries a block on the XLA path: scores take B*H*512*S*4 bytes, never T*S
+
+
+def attend(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    implementation: str = "auto",
+    max_segments: int = 1,
+) -> Float[Array, "B T H D"]:
+    """Softmax attention over earlier positions of the same segment, scaled by D^-1/2.
+
+    `implementation` is "xla", "cudnn" or "auto" (cuDNN for half precision on a GPU). `max_segments`
+    bounds the segment ids of one row; cuDNN's packed kernel needs it to be static.
+    """
+    if implementation == "auto":
+        half = q.dtype in (jnp.bfloat16, jnp.float16)
+        gpu = jax.default_backend() == "gpu"
+        implementation = "cudnn" if gpu and half and q.shape[-1] % 8 == 0 else "xla"
+    if implementation == "cudnn":
+        return _cudnn(q, k, v, segment_ids, max_segments)
+    return _blockwise(q, k, v, segment_ids)
+
+
+def _blockwise(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    batch, length, heads, width = q.shape
+    block = min(QUERY_BLOCK, length)
+    blocks = -(-length // block)
+    if blocks == 1:
+        return _query_block(q, segment_ids, jnp.int32(0), k, v, segment_ids)
+    pad = blocks * block - length
+    q_rows = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    q_rows = q_rows.reshape(batch, blocks, block, heads, width).swapaxes(0, 1)
+    ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(batch, blocks, block).swapaxes(0, 1)
+    starts = jnp.arange(blocks, dtype=jnp.int32) * block
+    # checkpoint: the scores of a block are recomputed in the backward pass, never stored.
+    step = jax.checkpoint(functools.partial(_query_block, k=k, v=v, key_ids=segment_ids))
+    out = jax.lax.map(lambda xs: step(*xs), (q_rows, ids, starts))
+    return out.swapaxes(0, 1).reshape(batch, blocks * block, heads, width)[:, :length]
+
+
+def _query_block(
+    q: Array, query_ids: Array, start: Array, k: Array, v: Array, key_ids: Array
+) -> Array:
+    batch, block, heads, width = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(batch, block, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum("BTKGD,BSKD->BKGTS", q, k, preferred_element_type=jnp.float32)
+    rows = start + jnp.arange(block, dtype=jnp.int32)
+    causal = rows[:, None] >= jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
+    mask = causal[None] & (query_ids[:, :, None] == key_ids[:, None, :])
+    # -1e30 and not -inf: a padded query sees no key, and softmax of all -inf is NaN.
+    scores = jnp.where(mask[:, None, None], scores * width**-0.5, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("BKGTS,BSKD->BTKGD", weights, v)
+    return out.reshape(batch, block, heads, width)
+
+
+def _cudnn(q: Array, k: Array, v: Array, segment_ids: Array, max_segments: int) -> Array:
+    # The public jax.nn.dot_product_attention has no segment ids, and a boolean mask there becomes a
+    # [T, S] bias; cuDNN's packed layout is reached through the private module only.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    if max_segments == 1:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    lengths, starts = packed_layout(segment_ids, max_segments)
+    return cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=starts,
+        kv_offsets=starts,
+        scale=q.shape[-1] ** -0.5,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    )
+
+
+def packed_layout(
+    segment_ids: Int[Array, "B T"], max_segments: int
+) -> tuple[Int[Array, "B M"], Int[Array, "B M1"]]:
+    """Lengths `[B, max_segments + 1]` and starts `[B, max_segments + 2]` of each row's segments.
+
+    Absent segments are -1. Padding counts as one more segment: cuDNN leaves positions outside every
+    segment unwritten, and a NaN there would reach the weights' gradient.
+    """
+    slots = max_segments + 1
+    slot = jnp.where(segment_ids == 0, max_segments, segment_ids - 1)
+    member = slot[:, :, None] == jnp.arange(slots, dtype=segment_ids.dtype)[None, None, :]
+    lengths = jnp.sum(member, axis=1, dtype=jnp.int32)
+    starts = jnp.cumsum(lengths, axis=1) - lengths
+    absent = lengths == 0
+    tail = jnp.full((segment_ids.shape[0], 1), -1, jnp.int32)
+    starts = jnp.concatenate([jnp.where(absent, -1, starts), tail], axis=1)
+    return jnp.where(absent, -1, lengths), starts

@@ -1,0 +1,227 @@
+"""The decoder-only transformer of the Qwen2, Qwen3 and Llama families, as a Flax NNX module.
+
+Layers are stacked on a leading axis and scanned: 24 layers compile as one and dispatch as 15 leaves.
+Weights are stored (out, in), as in the files, so that loading and export move no element.
+
+Letters: B rows, T positions, D hidden width, L layers, V vocabulary rows.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kdjax.models.arch import ArchSpec, rope_frequencies
+from kdjax.models.attention import attend
+
+Params = dict[str, Any]  # nested dict of arrays, as `nnx.to_pure_dict` gives it
+
+REMAT_POLICIES: dict[str, Callable | None] = {
+    "none": None,  # keep every activation
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,  # keep each layer's input only
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a decoder computes, apart from what it computes."""
+
+    dtype: Any = jnp.float32  # of activations and of weights when multiplied
+    param_dtype: Any = jnp.float32  # of weights as stored
+    remat: str = "none"  # a key of REMAT_POLICIES
+    attention: str = "auto"
+    max_segments: int = 1
+
+
+class Linear(nnx.Module):
+    """y = x W^T (+ b), W `[out, in]`."""
+
+    def __init__(self, inner: int, outer: int, bias: bool, dtype: Any, rngs: nnx.Rngs):
+        self.weight = nnx.Param(
+            jax.random.normal(rngs.params(), (outer, inner), dtype) * jnp.asarray(0.02, dtype)
+        )
+        self.bias = nnx.Param(jnp.zeros((outer,), dtype)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = jnp.einsum("...d,fd->...f", x, self.weight[...].astype(x.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)[None, None]
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis; the statistics are float32 whatever x is."""
+
+    def __init__(self, width: int, eps: float, dtype: Any):
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        x32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        weight = self.weight[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x32 * scale).astype(x.dtype) * weight
+
+
+def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "B T H D"]:
+    """Rotary embedding of the halves (i, i + D/2); cos and sin are float32 `[B, T, 1, D/2]`.
+
+    Angles stay float32: in bf16 position 257 is 256.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions and, in Qwen3, normalised queries and keys."""
+
+    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
+        d, hd, dtype = spec.hidden_size, spec.head_dim, compute.param_dtype
+        self.q = Linear(d, spec.num_heads * hd, spec.qkv_bias, dtype, rngs)
+        self.k = Linear(d, spec.num_kv_heads * hd, spec.qkv_bias, dtype, rngs)
+        self.v = Linear(d, spec.num_kv_heads * hd, spec.qkv_bias, dtype, rngs)
+        self.o = Linear(spec.num_heads * hd, d, spec.o_bias, dtype, rngs)
+        self.q_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
+        self.head_dim = hd
+        self.implementation = compute.attention
+        self.max_segments = compute.max_segments
+
+    def __call__(self, x: Array, cos: Array, sin: Array, segment_ids: Array) -> Array:
+        batch, length, _ = x.shape
+        q, k, v = (
+            project(x).reshape(batch, length, -1, self.head_dim)
+            for project in (self.q, self.k, self.v)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(
+            rotate(q, cos, sin),
+            rotate(k, cos, sin),
+            v,
+            segment_ids,
+            implementation=self.implementation,
+            max_segments=self.max_segments,
+        )
+        return self.o(out.reshape(batch, length, -1))
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, spec: ArchSpec, dtype: Any, rngs: nnx.Rngs):
+        self.gate = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
+        self.up = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
+        self.down = Linear(spec.mlp_size, spec.hidden_size, False, dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: attention, then MLP, each on the residual stream."""
+
+    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
+        dtype = compute.param_dtype
+        self.attn_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
+        self.attn = Attention(spec, compute, rngs)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
+        self.mlp = MLP(spec, dtype, rngs)
+
+    def __call__(self, x: Array, cos: Array, sin: Array, segment_ids: Array) -> Array:
+        x = x + self.attn(self.attn_norm(x), cos, sin, segment_ids)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """Tokens to hidden states; the head stays apart, for losses that never hold all logits."""
+
+    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
+        def block(rngs: nnx.Rngs) -> Block:
+            return Block(spec, compute, rngs)
+
+        def table() -> nnx.Param:
+            shape, dtype = (spec.vocab_size, spec.hidden_size), compute.param_dtype
+            draw = jax.random.normal(rngs.params(), shape, dtype)
+            return nnx.Param(draw * jnp.asarray(0.02, dtype))
+
+        self.embed = table()
+        self.blocks = nnx.split_rngs(splits=spec.num_layers)(nnx.vmap(block))(rngs)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_eps, compute.param_dtype)
+        self.head = None if spec.tied else table()
+        self.spec = spec
+        self.compute = compute
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm, in the compute dtype."""
+        return self.hidden_and_layers(tokens, segment_ids, positions)[0]
+
+    def hidden_and_layers(
+        self, tokens: Array, segment_ids: Array, positions: Array, *, keep_layers: bool = False
+    ) -> tuple[Array, Array | None]:
+        """As `hidden`, and with `keep_layers` each layer's output `[L, B, T, D]`, for parity tests."""
+        inverse, factor = rope_frequencies(self.spec)
+        angle = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(inverse)[None, None, None]
+        cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+        graph, stacked = nnx.split(self.blocks)
+
+        def layer(x: Array, weights: Any) -> tuple[Array, Array | None]:
+            x = nnx.merge(graph, weights)(x, cos, sin, segment_ids)
+            return x, (x if keep_layers else None)
+
+        policy = REMAT_POLICIES[self.compute.remat]
+        if policy is not None:
+            # Inside scan the loop already keeps XLA from merging the recomputation away.
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        x = self.embed[...][tokens].astype(self.compute.dtype)
+        x, layers = jax.lax.scan(layer, x, stacked)
+        return self.norm(x), layers
+
+    def head_weight(self) -> Float[Array, "V D"]:
+        """The unembedding, `[V, D]`, in the stored dtype; the embedding itself if tied."""
+        return (self.embed if self.head is None else self.head)[...]
+
+    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """float32 logits of every position: for evaluation and tests; training uses `losses`."""
+        head = self.head_weight().astype(hidden.dtype)
+        return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Apply:
+    """A decoder as pure functions of its parameters; made once by `functional`."""
+
+    graph: nnx.GraphDef
+    spec: ArchSpec
+
+    def hidden(
+        self, params: Params, tokens: Array, segment_ids: Array, positions: Array
+    ) -> Float[Array, "B T D"]:
+        """See `Decoder.hidden`."""
+        return nnx.merge(self.graph, params).hidden(tokens, segment_ids, positions)
+
+    def head(self, params: Params) -> Float[Array, "V D"]:
+        """See `Decoder.head_weight`."""
+        return nnx.merge(self.graph, params).head_weight()
+
+
+def functional(spec: ArchSpec, compute: Compute) -> tuple[Apply, Params]:
+    """Pure functions and the abstract parameter tree (`ShapeDtypeStruct` leaves); allocates nothing."""
+    abstract = nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    return Apply(graph, spec), nnx.to_pure_dict(state)
+
+
+def initialise(spec: ArchSpec, compute: Compute, seed: int) -> Params:
+    """Random parameters: normal(0, 0.02) matrices, unit norms, zero biases."""
+    model = Decoder(spec, compute, nnx.Rngs(seed))
+    return nnx.to_pure_dict(nnx.state(model))

@@ -1,0 +1,63 @@
+"""One table from tree paths to checkpoint names, used by loading and by export."""
+
+from typing import NamedTuple
+
+from kdjax.models.arch import ArchSpec
+
+
+class Name(NamedTuple):
+    """Where one parameter of the tree lives in each kind of checkpoint.
+
+    `{i}` stands for the layer. `rotary` names the head count whose rows llama.cpp permutes for
+    the Llama family, "q" or "k".
+    """
+
+    path: tuple[str, ...]
+    gguf: str
+    hf: str
+    rotary: str = ""
+
+
+_TOP = (
+    Name(("embed",), "token_embd.weight", "model.embed_tokens.weight"),
+    Name(("norm", "weight"), "output_norm.weight", "model.norm.weight"),
+    Name(("head",), "output.weight", "lm_head.weight"),
+)
+
+_LAYER = tuple(
+    Name(("blocks", *path.split(".")), "blk.{i}." + gguf, "model.layers.{i}." + hf, rotary)
+    for path, gguf, hf, rotary in (
+        ("attn_norm.weight", "attn_norm.weight", "input_layernorm.weight", ""),
+        ("attn.q.weight", "attn_q.weight", "self_attn.q_proj.weight", "q"),
+        ("attn.q.bias", "attn_q.bias", "self_attn.q_proj.bias", "q"),
+        ("attn.k.weight", "attn_k.weight", "self_attn.k_proj.weight", "k"),
+        ("attn.k.bias", "attn_k.bias", "self_attn.k_proj.bias", "k"),
+        ("attn.v.weight", "attn_v.weight", "self_attn.v_proj.weight", ""),
+        ("attn.v.bias", "attn_v.bias", "self_attn.v_proj.bias", ""),
+        ("attn.o.weight", "attn_output.weight", "self_attn.o_proj.weight", ""),
+        ("attn.o.bias", "attn_output.bias", "self_attn.o_proj.bias", ""),
+        ("attn.q_norm.weight", "attn_q_norm.weight", "self_attn.q_norm.weight", ""),
+        ("attn.k_norm.weight", "attn_k_norm.weight", "self_attn.k_norm.weight", ""),
+        ("mlp_norm.weight", "ffn_norm.weight", "post_attention_layernorm.weight", ""),
+        ("mlp.gate.weight", "ffn_gate.weight", "mlp.gate_proj.weight", ""),
+        ("mlp.up.weight", "ffn_up.weight", "mlp.up_proj.weight", ""),
+        ("mlp.down.weight", "ffn_down.weight", "mlp.down_proj.weight", ""),
+    )
+)
+
+# Tensors a checkpoint may hold that are not parameters: derived or metadata.
+IGNORED = ("rope_freqs.weight", "rotary_emb.inv_freq")
+
+_BY_PATH = {name.path: name for name in (*_TOP, *_LAYER)}
+
+
+def name_of(path: tuple[str, ...]) -> Name:
+    """The row of the table for a tree path; `KeyError` if the tree has a parameter it lacks."""
+    return _BY_PATH[path]
+
+
+def head_count(name: Name, spec: ArchSpec) -> int:
+    """Heads whose rotary rows the Llama GGUF layout interleaves, or 0 where nothing is permuted."""
+    if spec.family != "llama" or not name.rotary:
+        return 0
+    return spec.num_heads if name.rotary == "q" else spec.num_kv_heads

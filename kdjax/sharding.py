@@ -1,0 +1,83 @@
+"""One mesh (`data`, `fsdp`, `tensor`) and the rules that place parameters and batches on it.
+
+One device is the 1 x 1 x 1 mesh: the same code runs on a laptop and on a host of GPUs.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kdjax.errors import UserError
+
+AXES = ("data", "fsdp", "tensor")
+
+# Last keys of a parameter's path -> axes of its last two dimensions, (out, in). Column-parallel
+# products split their outputs over `tensor`, row-parallel ones their inputs; `fsdp` splits the other.
+_COLUMN, _ROW = ("tensor", "fsdp"), ("fsdp", "tensor")
+_RULES = {
+    "q": _COLUMN, "k": _COLUMN, "v": _COLUMN, "gate": _COLUMN, "up": _COLUMN,
+    "o": _ROW, "down": _ROW, "embed": _COLUMN, "head": _COLUMN,
+}  # fmt: skip
+
+
+def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = None) -> Mesh:
+    """The mesh over `devices` (default: all); `data=-1` takes what the other axes leave."""
+    devices = jax.devices() if devices is None else devices
+    rest = fsdp * tensor
+    if data == -1 and rest > 0 and len(devices) % rest == 0:
+        data = len(devices) // rest
+    if data < 1 or data * rest != len(devices):
+        raise UserError(
+            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not make "
+            f"{len(devices)} devices. Set the three so that their product is {len(devices)}; "
+            "mesh.data=-1 fills in the rest."
+        )
+    # Auto: the compiler propagates shardings. make_mesh would default to Explicit axes.
+    grid = np.asarray(devices).reshape(data, fsdp, tensor)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def parameter_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The partition of one parameter; an axis that does not divide its dimension is dropped."""
+    key = next((k for k in (path[-1], path[-2] if len(path) > 1 else "") if k in _RULES), None)
+    if key is None or path[-1] == "bias" or len(shape) < 2:
+        return P()
+    axes = [None] * (len(shape) - 2) + [
+        axis if size % mesh.shape[axis] == 0 else None
+        for axis, size in zip(_RULES[key], shape[-2:], strict=True)
+    ]
+    return P(*axes)
+
+
+def parameter_shardings(abstract: Any, mesh: Mesh) -> Any:
+    """`NamedSharding` leaves for a nested dict of parameters or their shapes."""
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        keys = tuple(key.key for key in path)
+        return NamedSharding(mesh, parameter_spec(keys, leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(place, abstract)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on every device."""
+    return NamedSharding(mesh, P())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows split over `data` and `fsdp`."""
+    return NamedSharding(mesh, P(("data", "fsdp")))
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Over how many devices a batch's rows are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """This process's rows onto its devices, as one global array a column."""
+    place = batch_sharding(mesh)
+    return {k: jax.make_array_from_process_local_data(place, v) for k, v in batch.items()}

@@ -1,0 +1,145 @@
+"""The training step and the evaluation step: pure functions, jitted in one place."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from kdjax.losses import EvalSums, HeadSpec, LossSums, head_evaluation, head_loss
+from kdjax.models.decoder import Apply, Params
+from kdjax.sharding import parameter_shardings, replicated
+
+Batch = dict[str, Array]  # tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32
+
+
+@struct.dataclass
+class TrainState:
+    """Everything that is donated and saved, and nothing else: the teacher is not in it."""
+
+    step: Int[Array, ""]  # optimizer steps done
+    params: Params  # float32 masters
+    opt_state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """What `kd_step` needs besides arrays; fixed for a run."""
+
+    student: Apply
+    teacher: Apply
+    head: HeadSpec
+    tx: optax.GradientTransformation
+    schedule: optax.Schedule
+    microbatches: int = 1  # parts a batch is split into, one after the other; the sums stay the same
+
+
+def _hidden_and_heads(
+    spec: StepSpec, params: Params, teacher: Params, batch: Batch
+) -> tuple[Array, Array, Array, Array]:
+    where = batch["tokens"], batch["segment_ids"], batch["positions"]
+    h_t = jax.lax.stop_gradient(spec.teacher.hidden(teacher, *where))
+    return spec.student.hidden(params, *where), spec.student.head(params), h_t, spec.teacher.head(teacher)
+
+
+def _split(batch: Batch, parts: int) -> Batch:
+    """`[B, T]` to `[parts, B / parts, T]`, part m taking rows m, m + parts, ...
+
+    Interleaved, so that every device keeps an equal share of each part.
+    """
+    return {k: v.reshape(-1, parts, *v.shape[1:]).swapaxes(0, 1) for k, v in batch.items()}
+
+
+def kd_gradients(
+    params: Params, teacher: Params, batch: Batch, spec: StepSpec
+) -> tuple[Params, LossSums, Array]:
+    """Gradients of the loss averaged over the batch's weighted positions; sums and their count.
+
+    The count of the whole batch divides once, after all microbatches: a mean of microbatch means
+    would weigh positions of short microbatches more.
+    """
+
+    def summed(params: Params, part: Batch) -> tuple[Array, LossSums]:
+        sums = head_loss(
+            *_hidden_and_heads(spec, params, teacher, part),
+            part["labels"],
+            part["weights"],
+            spec.head,
+        )
+        return sums.loss, sums
+
+    gradient = jax.grad(summed, has_aux=True)
+    if spec.microbatches == 1:
+        grads, sums = gradient(params, batch)
+    else:
+
+        def accumulate(carry: Any, part: Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, gradient(params, part)), None
+
+        zero = jnp.zeros((), jnp.float32)
+        start = jax.tree.map(jnp.zeros_like, params), LossSums(zero, zero, zero)
+        (grads, sums), _ = jax.lax.scan(accumulate, start, _split(batch, spec.microbatches))
+    # Counted in int32: float32 sums of ones stop counting at 2^24.
+    count = jnp.sum(batch["weights"] != 0, dtype=jnp.int32).astype(jnp.float32)
+    grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
+    return grads, sums, count
+
+
+def kd_step(
+    state: TrainState, teacher: Params, batch: Batch, *, spec: StepSpec
+) -> tuple[TrainState, dict[str, Array]]:
+    """One optimizer step; returns the next state and float32 scalars, sums not yet divided.
+
+    `teacher` is an argument: closed over it would be folded into the program as constants. It gets
+    no gradient, no optimizer slot, and is never donated.
+    """
+    grads, sums, count = kd_gradients(state.params, teacher, batch, spec)
+    updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = dict(sums._asdict(), count=count, grad_norm=optax.global_norm(grads),
+                   learning_rate=spec.schedule(state.step))  # fmt: skip
+    return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def eval_step(params: Params, teacher: Params, batch: Batch, *, spec: StepSpec) -> EvalSums:
+    """Held-out sums of one batch; rows of weight 0 count nothing."""
+    h_s, w_s, h_t, w_t = _hidden_and_heads(spec, params, teacher, batch)
+    return head_evaluation(h_s, w_s, h_t, w_t, batch["labels"], batch["weights"], spec.head)
+
+
+def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+
+def state_shardings(abstract: TrainState, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Parameters by the rules, their moments beside them, everything else replicated."""
+    params = parameter_shardings(abstract.params, mesh)
+    everywhere = replicated(mesh)
+    opt_state = optax.tree.map_params(
+        tx,
+        lambda _, sharding: sharding,
+        abstract.opt_state,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return TrainState(everywhere, params, opt_state)  # type: ignore[arg-type]
+
+
+def compile_steps(
+    spec: StepSpec, shardings: TrainState, mesh: Mesh
+) -> tuple[Callable[..., tuple[TrainState, dict[str, Array]]], Callable[..., EvalSums]]:
+    """The only `jax.jit` of training and evaluation: (state, teacher, batch) and (params, teacher, batch)."""
+    train = jax.jit(
+        functools.partial(kd_step, spec=spec),
+        donate_argnums=0,
+        out_shardings=(shardings, replicated(mesh)),
+    )
+    evaluate = jax.jit(functools.partial(eval_step, spec=spec), out_shardings=replicated(mesh))
+    return train, evaluate

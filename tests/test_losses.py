@@ -1,0 +1,355 @@
+"""The loss against float64 values derived here with SciPy, never with the code under test."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import entr, logsumexp, rel_entr, softmax
+
+from kdjax import losses
+from kdjax.losses import HeadSpec, cross_entropy, kd_logit_gradient, kd_loss, kl_divergence
+
+VOCAB = 151_936
+
+
+def oracle_parts(student, teacher, labels, temperature):
+    """(CE, KL) in float64: CE from logsumexp, KL as SciPy's relative entropy of softmaxes."""
+    s, t = np.asarray(student, np.float64), np.asarray(teacher, np.float64)
+    ce = logsumexp(s, axis=-1) - np.take_along_axis(s, labels[..., None], -1)[..., 0]
+    kl = rel_entr(softmax(t / temperature, -1), softmax(s / temperature, -1)).sum(-1)
+    return ce, kl
+
+
+def oracle_loss(student, teacher, labels, temperature, alpha):
+    ce, kl = oracle_parts(student, teacher, labels, temperature)
+    return alpha * ce + (1 - alpha) * temperature**2 * kl
+
+
+def draw(seed, *shape, scale=3.0):
+    return np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32)
+
+
+def case(seed=0, shape=(3, 5), vocab=37):
+    labels = np.random.default_rng(seed + 9).integers(0, vocab, shape).astype(np.int32)
+    return draw(seed, *shape, vocab), draw(seed + 1, *shape, vocab), labels
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_loss_equals_float64_definition(temperature, alpha):
+    s, t, labels = case()
+    got = kd_loss(s, t, labels, temperature=temperature, alpha=alpha)
+    np.testing.assert_allclose(got, oracle_loss(s, t, labels, temperature, alpha), rtol=2e-5)
+
+
+def test_hand_worked_value():
+    # Two ids. Student (0, 0) is uniform; teacher (0, 4) at T = 4 is (1, e) / (1 + e).
+    # KL = ln 2 - H(1 / (1 + e)) = 0.693147 - 0.582203; CE = ln 2.
+    s, t = np.zeros(2, np.float32), np.array([0, 4], np.float32)
+    e = np.e
+    entropy = entr(1 / (1 + e)) + entr(e / (1 + e))
+    want = 0.3 * np.log(2) + 0.7 * 16 * (np.log(2) - entropy)
+    got = kd_loss(s, t, np.array(0), temperature=4.0, alpha=0.3)
+    assert abs(float(got) - want) < 1e-6
+    assert abs(want - 1.450519) < 1e-5  # the same, by pocket calculator
+
+
+def test_known_kl_is_kl_and_not_soft_cross_entropy():
+    """Soft cross-entropy is larger by the teacher's entropy; both have one gradient, so only values tell."""
+    s, t, labels = case(3)
+    got = np.asarray(kd_loss(s, t, labels, temperature=2.0, alpha=0.0)) / 4
+    soft_ce = -(softmax(t / 2.0, -1) * np.log(softmax(s / 2.0, -1))).sum(-1)
+    np.testing.assert_allclose(got, soft_ce - entr(softmax(t / 2.0, -1)).sum(-1), rtol=1e-4)
+
+
+def test_direction_is_teacher_to_student():
+    s, t, labels = case(4)
+    got = kd_loss(s, t, labels, temperature=1.0, alpha=0.0)
+    reverse = rel_entr(softmax(s.astype(float), -1), softmax(t.astype(float), -1)).sum(-1)
+    assert np.all(np.abs(np.asarray(got) / reverse - 1) > 1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_gradient_is_analytic_and_agrees_with_autodiff(temperature, alpha):
+    s, t, labels = case(5)
+    options = dict(temperature=temperature, alpha=alpha)
+    analytic = kd_logit_gradient(s, t, labels, **options)
+    auto = jax.grad(lambda x: kd_loss(x, t, labels, **options).sum())(s)
+    s64, t64 = s.astype(np.float64), t.astype(np.float64)
+    want = alpha * (softmax(s64, -1) - np.eye(37)[labels]) + (1 - alpha) * temperature * (
+        softmax(s64 / temperature, -1) - softmax(t64 / temperature, -1)
+    )
+    np.testing.assert_allclose(analytic, want, atol=2e-6)
+    np.testing.assert_allclose(auto, want, atol=2e-6)
+
+
+def test_gradient_of_squared_temperature_kl_has_a_finite_limit():
+    """T^2 KL tends to sum((d - mean d)^2) / 2V, d = t - s, as T grows: without T^2 it would vanish."""
+    s, t, labels = case(6)
+    d = (t - s).astype(np.float64)
+    limit = ((d - d.mean(-1, keepdims=True)) ** 2).sum(-1) / (2 * 37)
+    # T = 300 and not larger: in float32 the KL itself falls below the rounding of probabilities.
+    got = kd_loss(s, t, labels, temperature=300.0, alpha=0.0)
+    np.testing.assert_allclose(got, limit, rtol=0.05)
+
+
+def test_teacher_gets_exactly_no_gradient():
+    s, t, labels = case(7)
+    g = jax.grad(lambda x: kd_loss(s, x, labels, temperature=2.0, alpha=0.3).sum())(t)
+    assert not np.any(np.asarray(g))
+
+
+def test_alpha_one_is_cross_entropy():
+    s, t, labels = case(8)
+    got = kd_loss(s, t, labels, temperature=4.0, alpha=1.0)
+    np.testing.assert_allclose(got, oracle_parts(s, t, labels, 1.0)[0], rtol=1e-5)
+    np.testing.assert_array_equal(got, cross_entropy(s, labels))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 8.0])
+def test_student_equal_to_teacher_has_no_loss_and_no_gradient(temperature):
+    s, _, labels = case(9, vocab=1000)
+    options = dict(temperature=temperature, alpha=0.0)
+    np.testing.assert_array_equal(kd_loss(s, s, labels, **options), np.zeros((3, 5)))
+    np.testing.assert_array_equal(kd_logit_gradient(s, s, labels, **options), np.zeros(s.shape))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), near=st.floats(0.05, 0.5), ratio=st.floats(1.3, 4))
+def test_loss_grows_with_divergence(seed, near, ratio):
+    """Along a straight line away from the teacher's logits, KL only grows (it is convex)."""
+    t, direction, labels = draw(seed, 4, 21), draw(seed + 1, 4, 21), np.zeros(4, np.int32)
+    loss = functools.partial(kd_loss, temperature=2.0, alpha=0.0)
+    assert np.all(np.asarray(loss(t + near * ratio * direction, t, labels))
+                  > np.asarray(loss(t + near * direction, t, labels)))  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)
+@given(shift_s=st.floats(-50, 50), shift_t=st.floats(-50, 50))
+def test_shifting_logits_changes_nothing(shift_s, shift_t):
+    s, t, labels = case(10)
+    options = dict(temperature=2.0, alpha=0.3)
+    moved = kd_loss(s + np.float32(shift_s), t + np.float32(shift_t), labels, **options)
+    np.testing.assert_allclose(moved, kd_loss(s, t, labels, **options), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
+def test_extreme_logits_stay_finite(size):
+    s, t, labels = case(11)
+    options = dict(temperature=4.0, alpha=0.3)
+    for a, b in ((s * size, t), (s, t * size), (s * size, t * size)):
+        a, b = a.astype(np.float32), b.astype(np.float32)
+        assert np.all(np.isfinite(kd_loss(a, b, labels, **options)))
+        assert np.all(np.isfinite(kd_logit_gradient(a, b, labels, **options)))
+        assert np.all(np.isfinite(jax.grad(lambda x, y=b: kd_loss(x, y, labels, **options).sum())(a)))
+
+
+@pytest.mark.parametrize("target", [1e-1, 1e-2, 1e-3, 1e-4])
+def test_kl_over_the_whole_vocabulary_is_precise_and_never_negative(target):
+    """bf16 softmaxes put +57% on a KL of 3e-4 here and turn it negative; float32 must hold 1%."""
+    t = draw(12, 4, VOCAB, scale=2.5)
+    noise = draw(13, 4, VOCAB, scale=1.0)
+    s = t + noise * np.float32(np.sqrt(2 * target))
+    labels = np.zeros(4, np.int32)
+    want = oracle_parts(s, t, labels, 1.0)[1]
+    got = np.asarray(kd_loss(s, t, labels, temperature=1.0, alpha=0.0))
+    assert np.all(got > 0) and np.all(want < 10 * target)
+    np.testing.assert_allclose(got, want, rtol=1e-2)
+
+
+def test_bf16_logits_are_widened_before_anything_else():
+    s, t, labels = case(14, vocab=500)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in (s, t)]
+    got = kd_loss(*half, labels, temperature=2.0, alpha=0.3)
+    assert got.dtype == jnp.float32
+    want = oracle_loss(*(np.asarray(x, np.float64) for x in half), labels, 2.0, 0.3)
+    np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
+def test_any_leading_axes():
+    s, t, labels = case(15, shape=(2, 3, 4))
+    options = dict(temperature=2.0, alpha=0.3)
+    whole = kd_loss(s, t, labels, **options)
+    flat = kd_loss(s.reshape(24, -1), t.reshape(24, -1), labels.reshape(24), **options)
+    assert whole.shape == (2, 3, 4)
+    np.testing.assert_allclose(whole.reshape(24), flat, rtol=1e-6)
+    one = kd_loss(s[0, 0, 0], t[0, 0, 0], np.array(labels[0, 0, 0]), **options)
+    np.testing.assert_allclose(one, whole[0, 0, 0], rtol=1e-6)
+
+
+# --- the chunked loss ---------------------------------------------------------------------------
+
+B, T, D_S, D_T, V = 3, 11, 8, 12, 50
+
+
+def head_case(seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    arrays = dict(
+        student_hidden=rng.normal(0, 1, (B, T, D_S)),
+        student_head=rng.normal(0, 1, (V, D_S)),
+        teacher_hidden=rng.normal(0, 1, (B, T, D_T)),
+        teacher_head=rng.normal(0, 1, (V + 6, D_T)),
+    )
+    arrays = {k: jnp.asarray(v, dtype) for k, v in arrays.items()}
+    labels = jnp.asarray(rng.integers(0, V - 4, (B, T)), jnp.int32)
+    weights = jnp.asarray(rng.random((B, T)) < 0.7, jnp.float32)
+    return arrays, labels, weights
+
+
+def spec(**changes):
+    base = dict(temperature=2.0, alpha=0.3, width=V, real_vocab=V, chunk_tokens=10_000)
+    return HeadSpec(**{**base, **changes})
+
+
+def value_and_gradients(arrays, labels, weights, head_spec):
+    def f(student):
+        args = {**arrays, **student}
+        return losses.head_loss(*args.values(), labels, weights, head_spec).loss
+
+    return jax.value_and_grad(f)({k: arrays[k] for k in ("student_hidden", "student_head")})
+
+
+def naive(arrays, labels, weights, head_spec):
+    """All logits at once, plain autodiff over the public unreduced loss."""
+
+    def f(student):
+        args = {**arrays, **student}
+        s = args["student_hidden"] @ args["student_head"].T
+        t = (args["teacher_hidden"] @ args["teacher_head"].T)[..., :V]
+        s, t = s[..., : head_spec.real_vocab], t[..., : head_spec.real_vocab]
+        per = kd_loss(s, t, labels, temperature=head_spec.temperature, alpha=head_spec.alpha)
+        return jnp.sum(per * weights)
+
+    return jax.value_and_grad(f)({k: arrays[k] for k in ("student_hidden", "student_head")})
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 6, 7, 12, 33, 34, 10_000])
+@pytest.mark.parametrize("real_vocab", [V, V - 4])
+def test_chunked_equals_unchunked(chunk_tokens, real_vocab):
+    """Ragged chunk counts included: 11 positions in chunks of 1, 2, 4 and 11."""
+    case_ = head_case()
+    head_spec = spec(chunk_tokens=chunk_tokens, real_vocab=real_vocab)
+    value, grads = value_and_gradients(*case_, head_spec)
+    want, want_grads = naive(*case_, head_spec)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    for key in grads:
+        np.testing.assert_allclose(grads[key], want_grads[key], rtol=1e-4, atol=1e-5)
+
+
+def test_loss_is_made_of_its_parts():
+    arrays, labels, weights = head_case(1)
+    sums = losses.head_loss(*arrays.values(), labels, weights, spec())
+    np.testing.assert_allclose(sums.loss, 0.3 * sums.ce + 0.7 * 4.0 * sums.kl, rtol=1e-6)
+
+
+def test_masked_positions_have_no_effect_whatever_they_hold():
+    arrays, labels, weights = head_case(2)
+    value, grads = value_and_gradients(arrays, labels, weights, spec())
+    off = np.asarray(weights) == 0
+    for poison in (np.nan, 1e30, np.inf):
+        bad = dict(arrays)
+        for key in ("student_hidden", "teacher_hidden"):
+            filled = np.array(arrays[key])
+            filled[off] = poison
+            bad[key] = jnp.asarray(filled)
+        bad_labels = jnp.where(weights == 0, 0, labels)
+        got, got_grads = value_and_gradients(bad, bad_labels, weights, spec())
+        np.testing.assert_array_equal(got, value)
+        for key in grads:
+            np.testing.assert_array_equal(got_grads[key], grads[key])
+    assert not np.any(np.asarray(grads["student_hidden"])[off])
+
+
+def test_all_masked_gives_zero_and_finite_gradients():
+    arrays, labels, weights = head_case(3)
+    value, grads = value_and_gradients(arrays, labels, jnp.zeros_like(weights), spec())
+    assert value == 0
+    assert all(not np.any(np.asarray(g)) for g in grads.values())
+
+
+def test_every_unmasked_position_of_every_row_counts():
+    arrays, labels, _ = head_case(4)
+    whole = losses.head_loss(*arrays.values(), labels, jnp.ones((B, T)), spec()).loss
+    single = 0.0
+    for b in range(B):
+        for t in range(T):
+            one = jnp.zeros((B, T)).at[b, t].set(1.0)
+            value, grads = value_and_gradients(arrays, labels, one, spec())
+            assert value > 0 and np.any(np.asarray(grads["student_hidden"])[b, t])
+            single += float(value)
+    np.testing.assert_allclose(whole, single, rtol=1e-5)
+
+
+def test_padding_rows_cannot_move_the_loss():
+    """Neither the teacher's extra rows nor the ids beyond the tokenizer, on either side."""
+    arrays, labels, weights = head_case(5)
+    head_spec = spec(real_vocab=V - 4)
+    value, grads = value_and_gradients(arrays, labels, weights, head_spec)
+    moved = dict(arrays)
+    moved["teacher_head"] = arrays["teacher_head"].at[V - 4 :].set(1e3)
+    moved["student_head"] = arrays["student_head"].at[V - 4 :].set(-1e3)
+    got, got_grads = value_and_gradients(moved, labels, weights, head_spec)
+    np.testing.assert_array_equal(got, value)
+    np.testing.assert_array_equal(got_grads["student_head"], grads["student_head"])
+    assert not np.any(np.asarray(grads["student_head"])[V - 4 :])
+
+
+def test_teacher_is_sliced_before_the_softmax():
+    arrays, labels, weights = head_case(6)
+    value, _ = value_and_gradients(arrays, labels, weights, spec())
+    s = np.asarray(arrays["student_hidden"], np.float64) @ np.asarray(arrays["student_head"]).T
+    t = np.asarray(arrays["teacher_hidden"], np.float64) @ np.asarray(arrays["teacher_head"]).T
+    per = oracle_loss(s, t[..., :V], np.asarray(labels), 2.0, 0.3)
+    np.testing.assert_allclose(value, (per * np.asarray(weights)).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 11])
+def test_head_gradient_does_not_lose_precision_with_chunks(chunks):
+    """In bf16 the head's gradient must not accumulate in bf16."""
+    arrays, labels, weights = head_case(7, jnp.bfloat16)
+    exact = {k: jnp.asarray(v, jnp.float32) for k, v in arrays.items()}
+    arrays["student_head"] = exact["student_head"]  # float32 master, as in training
+    _, grads = value_and_gradients(arrays, labels, weights, spec(chunk_tokens=B * (-(-T // chunks))))
+    _, want = naive(exact, labels, weights, spec())
+    got, want = np.asarray(grads["student_head"]), np.asarray(want["student_head"])
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 6e-3
+
+
+def test_training_never_holds_all_logits():
+    """Compiled temporary memory stays far under one [tokens, vocab] float32 array."""
+    tokens, vocab = 512, 4096
+    shapes = [(1, tokens, 16), (vocab, 16), (1, tokens, 16), (vocab, 16)]
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    labels = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    weights = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
+    head_spec = HeadSpec(2.0, 0.3, vocab, vocab, chunk_tokens=16)
+
+    def f(h, w, ht, wt, labels, weights):
+        return losses.head_loss(h, w, ht, wt, labels, weights, head_spec).loss
+
+    compiled = jax.jit(jax.grad(f, (0, 1))).lower(*args, labels, weights).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < tokens * vocab * 4 / 4
+
+
+def test_evaluation_sums_match_the_oracle():
+    arrays, labels, weights = head_case(8)
+    got = losses.head_evaluation(*arrays.values(), labels, weights, spec(chunk_tokens=6))
+    s = np.asarray(arrays["student_hidden"], np.float64) @ np.asarray(arrays["student_head"]).T
+    t = (np.asarray(arrays["teacher_hidden"], np.float64) @ np.asarray(arrays["teacher_head"]).T)[..., :V]
+    w, labels = np.asarray(weights), np.asarray(labels)
+    ce, kl_1 = oracle_parts(s, t, labels, 1.0)
+    teacher_ce, kl_t = oracle_parts(t, t, labels, 1.0)[0], oracle_parts(s, t, labels, 2.0)[1]
+    same = s.argmax(-1) == t.argmax(-1)
+    want = [(x * w).sum() for x in (ce, teacher_ce, kl_t, kl_1, same, np.ones_like(w))]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_kl_divergence_accepts_plain_log_probabilities():
+    t, s = np.log([0.5, 0.5]).astype(np.float32), np.log([0.25, 0.75]).astype(np.float32)
+    want = 0.5 * np.log(2) + 0.5 * np.log(2 / 3)
+    np.testing.assert_allclose(kl_divergence(t, s), want, rtol=1e-6)
