@@ -1,0 +1,301 @@
+"""Valid GGUF files of random weights, for tests, benchmarks and machines without a network.
+
+A file has the shapes, block types, key-values and tokenizer of a Qwen2 model as llama.cpp
+quantizes it, and random blocks, so that everything but what it says is like the real thing.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from kdjax.errors import UserError
+from kdjax.formats import open_table
+from kdjax.formats.blocks import BLOCKS, encode, row_bytes
+from kdjax.formats.gguf import write_gguf
+
+# Bytes of blocks drawn at a time: bounds memory, and is part of what a seed means.
+_CHUNK_BYTES = 1 << 24
+_NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # token types, `enum llama_token_type` in llama.h
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# In order of rank, left and right joined by "+"; each is a byte or an earlier result. "Ġ" is the
+# space and "Ċ" the line feed of GPT-2's alphabet.
+_PAIRS = """
+    Ġ+Ġ ĠĠ+ĠĠ i+n r+e e+r s+e l+f se+lf o+r f+or d+e de+f u+r t+ur re+tur retur+n i+m p+or im+por
+    impor+t a+n an+d in+t n+e n+o no+t o+n l+e le+n a+r i+f i+s T+r u+e Tr+ue F+a a+l Fa+l Fal+se
+    e+l el+se Ċ+ĠĠĠĠ Ġ+= Ġ+self =+= (+)
+"""
+_MERGES = tuple(pair.replace("+", " ") for pair in _PAIRS.split())
+_CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+LayerOrder = Literal["published", "numeric"]
+
+
+class ModelShape(NamedTuple):
+    """Sizes of a Qwen2 model; `rows` of the embedding, padding included."""
+
+    label: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    rows: int
+    tied: bool  # no output.weight; the published 0.5B and 1.5B files are untied, with a copy
+
+
+# https://huggingface.co/Qwen/Qwen2.5-Coder-7B-Instruct/blob/main/config.json and its sisters.
+QWEN25_SHAPES: dict[str, ModelShape] = {
+    "0.5b": ModelShape("0.5B", 24, 896, 14, 2, 4864, 151936, tied=True),
+    "1.5b": ModelShape("1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True),
+    "7b": ModelShape("7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
+    # Two toys whose vocabularies share their tokens and differ in padding, as 7B and 0.5B do;
+    # the student's width of 128 is no whole K-block, so the recipe falls back to Q5_0 and Q8_0.
+    "tiny-teacher": ModelShape("tiny-teacher", 3, 256, 4, 2, 512, 384, tied=False),
+    "tiny-student": ModelShape("tiny-student", 2, 128, 4, 2, 256, 320, tied=True),
+}
+
+
+class Recipe(NamedTuple):
+    """Block types of matrices: most, those that get more bits, the output; `general.file_type`."""
+
+    base: str
+    more: str
+    output: str
+    file_type: int
+
+
+RECIPES: dict[str, Recipe] = {
+    "q4_k_m": Recipe("Q4_K", "Q6_K", "Q6_K", 15),
+    "q5_k_m": Recipe("Q5_K", "Q6_K", "Q6_K", 17),
+    "q6_k": Recipe("Q6_K", "Q6_K", "Q6_K", 18),
+    "q8_0": Recipe("Q8_0", "Q8_0", "Q8_0", 7),
+    "q5_0": Recipe("Q5_0", "Q5_0", "Q6_K", 8),
+    "q4_0": Recipe("Q4_0", "Q4_0", "Q6_K", 2),
+    "bf16": Recipe("BF16", "BF16", "BF16", 32),
+    "f16": Recipe("F16", "F16", "F16", 1),
+    "f32": Recipe("F32", "F32", "F32", 0),
+}
+# What llama-quant.cpp takes for rows that are no whole K-blocks.
+_FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
+def _gets_more_bits(place: int, layers: int) -> bool:
+    """`use_more_bits` of llama-quant.cpp: the first and last eighth, and every third between."""
+    eighth = layers // 8
+    return place < eighth or place >= 7 * layers // 8 or (place - eighth) % 3 == 2
+
+
+def _fitting(dtype: str, width: int) -> str:
+    return dtype if width % BLOCKS[dtype].elements == 0 else _FALLBACKS[dtype]
+
+
+def tensor_plan(
+    shape: ModelShape, recipe: Recipe, layer_order: LayerOrder = "published"
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, block type, row-major shape) of every tensor, as `llama-quantize` chooses them.
+
+    With "published", exactly as in the published Qwen2.5-Coder files (if untied, as they are).
+    """
+    hidden, kv_width = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
+    plan: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def matrix(name: str, dtype: str, rows: int, width: int) -> None:
+        plan.append((f"{name}.weight", _fitting(dtype, width), (rows, width)))
+
+    def projection(part: str, dtype: str, rows: int) -> None:
+        plan.append((f"{block}.attn_{part}.bias", "F32", (rows,)))
+        matrix(f"{block}.attn_{part}", dtype, rows, hidden)
+
+    # A tied embedding is the output too, and gets the output's bits.
+    if not shape.tied:
+        matrix("output", recipe.output, shape.rows, hidden)
+    matrix("token_embd", recipe.output if shape.tied else recipe.base, shape.rows, hidden)
+    # The rule for more bits counts layers in the order in which they stand in the file. Converters
+    # of 2024 wrote them sorted as text (0, 1, 10, 11, ..., 2, 20, ...), so that in the published
+    # files the richer layers look scattered: 0, 1, 5-10, 13, 16, ... of 28.
+    order = sorted(range(shape.layers), key=str if layer_order == "published" else int)
+    for place, layer in enumerate(order):
+        block = f"blk.{layer}"
+        more = recipe.more if _gets_more_bits(place, shape.layers) else recipe.base
+        plan.append((f"{block}.attn_norm.weight", "F32", (hidden,)))
+        matrix(f"{block}.ffn_down", more, hidden, shape.ffn)
+        matrix(f"{block}.ffn_gate", recipe.base, shape.ffn, hidden)
+        matrix(f"{block}.ffn_up", recipe.base, shape.ffn, hidden)
+        plan.append((f"{block}.ffn_norm.weight", "F32", (hidden,)))
+        projection("k", recipe.base, kv_width)
+        matrix(f"{block}.attn_output", recipe.base, hidden, hidden)
+        projection("q", recipe.base, hidden)
+        projection("v", more, kv_width)
+    plan.append(("output_norm.weight", "F32", (hidden,)))
+    return plan
+
+
+# Root mean square of a weight for d = 1, when all integers of a block are drawn uniformly:
+# of q alone, and for K types times that of the scales.
+_RMS_Q = {"Q4": 4.61, "Q5": 9.23, "Q6": 18.5, "Q8": 73.9}
+_RMS_SCALE = {"Q4_K": 36.5, "Q5_K": 36.5, "Q6_K": 73.9}
+
+
+def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float) -> np.ndarray:
+    """Valid blocks, uint8 `[blocks, nbytes]`, that decode to mean 0 and about `std`."""
+    block = BLOCKS[dtype]
+    if block.elements == 1:
+        return encode(rng.standard_normal((blocks, 1), np.float32) * np.float32(std), dtype)
+    words = rng.integers(0, 1 << 64, -(-blocks * block.nbytes // 8), np.uint64)
+    data = words.view(np.uint8)[: blocks * block.nbytes].reshape(blocks, block.nbytes)
+    # Scales differ from block to block, by up to a quarter; types whose q range is lopsided
+    # (-8 to 7) get either sign, else every row would share a mean of -d/2.
+    d = rng.random((blocks, 1), np.float32) * np.float32(0.5) + np.float32(0.75)
+    d *= std / (_RMS_Q[dtype[:2]] * _RMS_SCALE.get(dtype, 1.0))
+    middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(dtype)
+    if middle is None:
+        d *= np.float32(1) - 2 * (data[:, -3:-2] & 1).astype(np.float32)
+    d = d.astype("<f2")
+    at = block.nbytes - 2 if dtype == "Q6_K" else 0
+    data[:, at : at + 2] = d.view(np.uint8)
+    if middle is not None:
+        data[:, 2:4] = (d.astype(np.float32) * np.float32(middle)).astype("<f2").view(np.uint8)
+    if dtype in ("Q4_K", "Q5_K"):
+        # The minimum of each group equals its scale, so that with dmin = d * middle its weights
+        # are d * scale * (q - middle), centred: bytes 4-7 and 8-11 hold the two's low bits, and
+        # 12-15 the rest in a nibble each.
+        data[:, 8:12] = data[:, 4:8]
+        data[:, 12:16] = (data[:, 12:16] & 15) * 17
+    return data
+
+
+def _tensor_data(
+    name: str, dtype: str, shape: tuple[int, ...], seed: tuple[int, int]
+) -> Iterator[np.ndarray]:
+    """The tensor's bytes in chunks."""
+    rng = np.random.Generator(np.random.SFC64(seed))
+    if name.endswith("norm.weight"):
+        yield encode(np.ones(shape, np.float32), dtype)
+    elif name.endswith(".bias"):
+        yield encode(rng.standard_normal(shape, np.float32) * np.float32(0.02), dtype)
+    else:
+        block = BLOCKS[dtype]
+        left = shape[0] * row_bytes(dtype, shape[1]) // block.nbytes
+        while left:
+            count = min(left, _CHUNK_BYTES // block.nbytes)
+            yield random_blocks(rng, dtype, count, 1 / math.sqrt(shape[1]))
+            left -= count
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters that stand for bytes in GPT-2's byte-level BPE, in order of token id.
+
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py `bytes_to_unicode`: printable
+    Latin-1 stands for itself, the other 68 bytes for U+0100 onwards.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [chr(byte) for byte in printable] + [chr(0x100 + n) for n in range(68)]
+
+
+def _small_tokenizer() -> dict[str, Any]:
+    tokens = byte_alphabet() + [merge.replace(" ", "") for merge in _MERGES]
+    types = [_NORMAL] * len(tokens) + [_CONTROL] * len(_SPECIAL)
+    tokens += _SPECIAL
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": list(_MERGES),
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+        "tokenizer.ggml.padding_token_id": tokens.index("<|endoftext|>"),
+        "tokenizer.ggml.bos_token_id": tokens.index("<|endoftext|>"),
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": _CHAT_TEMPLATE,
+    }
+
+
+def _tokenizer(rows: int, source: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """The built-in tokenizer or that of `source`, its padding cut or grown to `rows` tokens."""
+    if source is None:
+        values = _small_tokenizer()
+    else:
+        metadata = open_table(source).metadata
+        values = {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}
+        if "tokenizer.ggml.tokens" not in values or "tokenizer.ggml.token_type" not in values:
+            raise UserError(
+                f"{source}: found no tokenizer.ggml.tokens and token_type; expected a model with "
+                "its tokenizer. Pass a complete GGUF file, not a later shard."
+            )
+    tokens = list(values["tokenizer.ggml.tokens"])
+    types = [int(kind) for kind in values["tokenizer.ggml.token_type"]]
+    while types and types[-1] == _UNUSED:
+        tokens.pop()
+        types.pop()
+    if len(tokens) > rows:
+        raise UserError(
+            f"found a tokenizer of {len(tokens)} tokens ({source or 'built in'}); expected at most "
+            f"{rows}, the rows of the embedding. Choose a shape with more rows."
+        )
+    tokens += [f"[PAD{index}]" for index in range(len(tokens), rows)]
+    types += [_UNUSED] * (rows - len(types))
+    return values | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+
+
+def _metadata(shape: ModelShape, recipe: Recipe) -> dict[str, Any]:
+    return {
+        "general.architecture": "qwen2",
+        "general.type": "model",
+        "general.name": f"Random Qwen2 {shape.label}",
+        "general.finetune": "random",
+        "general.basename": "Random-Qwen2",
+        "general.size_label": shape.label,
+        "qwen2.block_count": shape.layers,
+        "qwen2.context_length": 32768,
+        "qwen2.embedding_length": shape.hidden,
+        "qwen2.feed_forward_length": shape.ffn,
+        "qwen2.attention.head_count": shape.heads,
+        "qwen2.attention.head_count_kv": shape.kv_heads,
+        "qwen2.rope.freq_base": 1e6,
+        "qwen2.attention.layer_norm_rms_epsilon": 1e-6,
+        "general.file_type": recipe.file_type,
+        "general.quantization_version": 2,
+    }
+
+
+def _stream(*args: Any) -> Callable[[], Iterator[np.ndarray]]:
+    return lambda: _tensor_data(*args)
+
+
+def write_random_gguf(
+    path: str | os.PathLike[str],
+    shape: ModelShape,
+    *,
+    seed: int = 0,
+    recipe: str = "q4_k_m",
+    layer_order: LayerOrder = "published",
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes a Qwen2 model of random weights, matrices of standard deviation 1/sqrt(inputs).
+
+    Streams, so memory stays near 0.25 GB at any size. The same arguments give the same bytes.
+    `tokenizer_from` is a GGUF file to copy the tokenizer from; by default a byte-level BPE of a few
+    dozen merges. Raises `UserError` for an unknown recipe, a negative seed, and a tokenizer of more
+    tokens than `shape.rows`.
+    """
+    if recipe not in RECIPES:
+        raise UserError(f"found recipe {recipe!r}; expected one of {', '.join(RECIPES)}. Pick one.")
+    if seed < 0:
+        raise UserError(f"found seed {seed}; expected 0 or more. Pick another.")
+    chosen = RECIPES[recipe]
+    metadata = _metadata(shape, chosen) | _tokenizer(shape.rows, tokenizer_from)
+    plan = tensor_plan(shape, chosen, layer_order)
+    write_gguf(
+        path,
+        metadata,
+        [(*row, _stream(*row, (seed, index))) for index, row in enumerate(plan)],
+    )

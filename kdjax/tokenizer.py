@@ -1,0 +1,183 @@
+"""Tokenizers, rebuilt from a GGUF header or read from a Hugging Face folder.
+
+Encoding is `tokenizers`' and chat templates are `transformers`' own; what lives here is the bridge
+from GGUF key-values to them.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Encoder
+
+from kdjax.errors import UserError
+from kdjax.formats import open_table
+
+# How text is cut before merging, by `tokenizer.ggml.pre`. Sources: the pre_tokenizer of the published
+# tokenizer.json files, and llama.cpp's llama-vocab.cpp.
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_PRE = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2, "default": _GPT2}
+_NFC = ("qwen2",)  # families whose tokenizer.json normalizes to NFC
+
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # enum llama_token_type in llama.h
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back, with what vocabulary alignment and chat data need beside it."""
+
+    encoder: Encoder
+    tokens: tuple[str, ...]  # by id, padding entries left out
+    merges: tuple[str, ...]  # "left right", in order of rank
+    special_ids: frozenset[int]
+    eos_id: int
+    chat_template: str | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that some token has; heads are often padded beyond it."""
+        return len(self.tokens)
+
+    @property
+    def end_of_text_id(self) -> int:
+        """The id that closes a document; an instruct model's `eos_id` closes a turn instead."""
+        known = (self.encoder.token_to_id(name) for name in _END_OF_TEXT)
+        return next((i for i in known if i is not None), self.eos_id)
+
+    @functools.cached_property
+    def content_hash(self) -> str:
+        """SHA-256 of all that decides ids: the encoder as `tokenizers` serialises it, and the template."""
+        whole = self.encoder.to_str() + json.dumps([sorted(self.special_ids), self.chat_template])
+        return hashlib.sha256(whole.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text; nothing is added at its ends."""
+        return self.encoder.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode`, on all cores."""
+        encoded = self.encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [e.ids for e in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included."""
+        return self.encoder.decode(list(ids), skip_special_tokens=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation through the chat template, without a generation prompt.
+
+        Raises `UserError` if the tokenizer has no template or the template refuses the messages.
+        """
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if self.chat_template is None:
+            raise UserError(
+                "the tokenizer has no chat template, so `messages` cannot be rendered; use an "
+                "instruct model's tokenizer (data.tokenizer), or plain `text`."
+            )
+        try:
+            rendered, _ = render_jinja_template([list(messages)], chat_template=self.chat_template)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise UserError(f"the chat template refuses the messages: {error}") from error
+        return rendered[0]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a GGUF file or of a Hugging Face folder; raises `UserError` if it has none."""
+    table = open_table(path)
+    if "general.architecture" in table.metadata:
+        return from_gguf(table.metadata, str(path))
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return _from_folder(folder)
+
+
+def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+    """Rebuilds a byte-level BPE tokenizer from GGUF key-values; `source` is named in errors."""
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise UserError(
+            f"{source} holds no tokenizer (no tokenizer.ggml.tokens); set data.tokenizer to a folder "
+            "or file that does."
+        )
+    model = metadata.get("tokenizer.ggml.model")
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if model != "gpt2" or pre not in _PRE:
+        raise UserError(
+            f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds "
+            f"model 'gpt2' with one of {', '.join(_PRE)}. Set data.tokenizer to a Hugging Face "
+            "folder with a tokenizer.json instead."
+        )
+    tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
+    types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))]
+    merges: list[str] = list(metadata.get("tokenizer.ggml.merges", []))
+    while types and types[-1] == _UNUSED:  # "[PAD151665]" and its like
+        types.pop()
+    tokens = tokens[: len(types)]
+    added = {i for i, t in enumerate(types) if t in (_CONTROL, _USER_DEFINED)}
+    vocab = {token: i for i, token in enumerate(tokens) if i not in added}
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    encoder = Encoder(models.BPE(vocab=vocab, merges=pairs))
+    if pre in _NFC:
+        encoder.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(_PRE[pre]), behavior="isolated", invert=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    encoder.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    encoder.decoder = decoders.ByteLevel()
+    encoder.add_tokens(
+        [AddedToken(tokens[i], special=types[i] == _CONTROL, normalized=False) for i in sorted(added)]
+    )
+    for i in sorted(added):  # added tokens number themselves: prove that they kept their ids
+        if encoder.token_to_id(tokens[i]) != i:
+            raise UserError(f"{source}: special token {tokens[i]!r} is not at the end of the vocabulary")
+    return Tokenizer(
+        encoder=encoder,
+        tokens=tuple(tokens),
+        merges=tuple(merges),
+        special_ids=frozenset(i for i in added if types[i] == _CONTROL),
+        eos_id=int(metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1)),
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"{folder} has no tokenizer.json; save the tokenizer there with "
+            "`AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)`, or set data.tokenizer."
+        )
+    from transformers import AutoTokenizer
+
+    fast = AutoTokenizer.from_pretrained(folder)
+    encoder = fast.backend_tokenizer
+    encoder.no_truncation()
+    encoder.no_padding()
+    by_id = {i: token for token, i in encoder.get_vocab(with_added_tokens=True).items()}
+    size = max(by_id) + 1
+    missing = [i for i in range(size) if i not in by_id]
+    if missing:
+        raise UserError(f"{folder}/tokenizer.json has no token with id {missing[0]}")
+    model = json.loads(encoder.to_str())["model"]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
+    added = fast.added_tokens_decoder
+    return Tokenizer(
+        encoder=encoder,
+        tokens=tuple(by_id[i] for i in range(size)),
+        merges=tuple(merges),
+        special_ids=frozenset(i for i, token in added.items() if token.special),
+        eos_id=int(fast.eos_token_id if fast.eos_token_id is not None else size - 1),
+        chat_template=fast.chat_template if isinstance(fast.chat_template, str) else None,
+    )

@@ -1,0 +1,157 @@
+"""Block codecs against gguf-py, the reference implementation in Python."""
+
+from functools import partial
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdjax.errors import UserError
+from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes
+from kdjax.formats.synthetic import random_blocks
+
+ENCODED = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_0")
+
+
+def reference(raw, dtype):
+    kind = gguf.GGMLQuantizationType[dtype]
+    with np.errstate(all="ignore"):  # arbitrary bytes hold infinities and NaN
+        return gguf.quants.dequantize(raw, kind)
+
+
+def bits(array):
+    return np.asarray(array).view(np.uint32)
+
+
+def arbitrary_rows(rng, dtype, rows=24, elements=768):
+    return rng.integers(0, 256, (rows, row_bytes(dtype, elements)), np.uint8)
+
+
+def test_the_table_agrees_with_gguf_py():
+    for name, block in BLOCKS.items():
+        kind = gguf.GGMLQuantizationType[name]
+        assert kind.value == block.ggml
+        assert gguf.GGML_QUANT_SIZES[kind] == (block.elements, block.nbytes)
+
+
+@pytest.mark.parametrize("dtype", BLOCKS)
+def test_decode_is_bit_exact_under_jit(dtype, rng):
+    blocks = 3 * 768 // BLOCKS[dtype].elements
+    valid = random_blocks(rng, dtype, blocks, 0.02).reshape(3, -1)
+    got = jax.jit(partial(decode, dtype_name=dtype))(valid)
+    assert got.dtype == jnp.float32 and got.shape == (3, 768)
+    np.testing.assert_array_equal(bits(got), bits(reference(valid, dtype)))
+
+
+@pytest.mark.parametrize("dtype", BLOCKS)
+def test_decode_is_bit_exact_on_arbitrary_bytes(dtype, rng):
+    raw = arbitrary_rows(rng, dtype)
+    got, expected = jax.jit(decode, static_argnums=1)(raw, dtype), reference(raw, dtype)
+    number = ~np.isnan(expected)  # of a NaN only the payload may differ
+    assert number.mean() > 0.9
+    np.testing.assert_array_equal(bits(got)[number], bits(expected)[number])
+    np.testing.assert_array_equal(np.isnan(got), ~number)
+
+
+@pytest.mark.parametrize("dtype", BLOCKS)
+def test_decode_keeps_leading_axes_and_casts_last(dtype, rng):
+    raw = random_blocks(rng, dtype, 6 * 256 // BLOCKS[dtype].elements, 1.0).reshape(2, 3, -1)
+    jitted = jax.jit(decode, static_argnums=(1, 2))
+    got, exact = jitted(jnp.asarray(raw), dtype, jnp.bfloat16), jitted(raw, dtype, jnp.float32)
+    assert got.shape == (2, 3, 256) and got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(jitted(raw[1, 2], dtype, jnp.float32), exact[1, 2])
+
+
+def test_q4_k_by_hand():
+    block = np.zeros(144, np.uint8)
+    block[0:2] = np.array([2.0], np.float16).view(np.uint8)
+    block[2:4] = np.array([0.5], np.float16).view(np.uint8)
+    block[4] = 3  # scale of group 0
+    block[8] = 10  # minimum of group 0
+    block[4 + 1] = 0b11 << 6  # high bits of the scale of group 5
+    block[12 + 1] = 0x0F  # its low bits
+    block[16] = 0x07  # element 0 of group 0
+    block[16 + 64] = 0x90  # element 0 of group 5
+    got = np.asarray(decode(block, "Q4_K"))
+    assert got[0] == 2.0 * 3 * 7 - 0.5 * 10
+    assert got[1] == -5.0
+    assert got[5 * 32] == 2.0 * 63 * 9
+
+
+def test_q6_k_by_hand():
+    block = np.zeros(210, np.uint8)
+    block[208:210] = np.array([0.25], np.float16).view(np.uint8)
+    block[192] = 0x100 - 4  # scale of elements 0-15: -4
+    block[0], block[128] = 0x0F, 0x03  # q of element 0: all six bits
+    got = np.asarray(decode(block, "Q6_K"))
+    assert got[0] == 0.25 * -4 * (63 - 32)
+    assert got[1] == 0.25 * -4 * -32
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 300.0])
+@pytest.mark.parametrize("dtype", ENCODED)
+def test_encode_equals_the_reference(dtype, scale, rng):
+    array = (rng.standard_normal((5, 7, 96)) * scale).astype(np.float32)
+    array[0, 0] = 0.0  # a block without a scale
+    array[1] = np.round(2 * array[1]) / 2  # halves, where roundings differ
+    array[2, 3, :32] = -array[2, 3, :32].max()
+    got = encode(array, dtype)
+    assert got.dtype == np.uint8 and got.shape == (5, 7, row_bytes(dtype, 96))
+    with np.errstate(over="ignore"):
+        expected = gguf.quants.quantize(array, gguf.GGMLQuantizationType[dtype])
+    np.testing.assert_array_equal(got, expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "Q5_0", "Q4_0"])
+def test_encode_takes_scales_without_an_inverse_for_zero(dtype):
+    array = np.full((1, 32), 1e-38, np.float32)  # 127 / 1e-38 is beyond float32
+    assert not np.asarray(decode(encode(array, dtype), dtype)).any()
+
+
+def test_encode_works_in_parts(rng, monkeypatch):
+    array = rng.standard_normal((11, 64)).astype(np.float32)
+    whole = {dtype: encode(array, dtype) for dtype in ENCODED}
+    monkeypatch.setattr("kdjax.formats.blocks._ENCODE_ELEMENTS", 96)
+    for dtype in ENCODED:
+        np.testing.assert_array_equal(encode(array, dtype), whole[dtype])
+
+
+def test_encode_accepts_other_floats_and_any_layout(rng):
+    array = rng.standard_normal((64, 8)).astype(np.float16).T
+    np.testing.assert_array_equal(decode(encode(array, "F16"), "F16"), array.astype(np.float32))
+    np.testing.assert_array_equal(encode(array.astype(np.float64), "F16"), encode(array, "F16"))
+
+
+def test_bfloat16_rounds_to_even_and_keeps_nan():
+    array = np.array([1 + 2**-8, 1 + 3 * 2**-8, np.nan, -np.inf, 3.4e38], np.float32)
+    got = np.asarray(decode(encode(array, "BF16"), "BF16"))
+    expected = np.array([1, 1 + 2**-6, np.nan, -np.inf, np.inf], np.float32)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "Q5_0", "Q4_0", "Q4_1", "Q5_1"])
+def test_row_bytes(dtype):
+    assert row_bytes(dtype, 64) == 2 * BLOCKS[dtype].nbytes
+    with pytest.raises(UserError, match=rf"rows of 65 elements stored as {dtype}.*multiple of 32"):
+        row_bytes(dtype, 65)
+
+
+def test_errors_say_what_fits():
+    with pytest.raises(UserError, match=r"rows of 896 elements stored as Q4_K.*256.*Q8_0"):
+        row_bytes("Q4_K", 896)
+    with pytest.raises(UserError, match=r"'IQ4_XS'.*expected one of F32, F16, BF16, Q4_0"):
+        row_bytes("IQ4_XS", 256)
+    with pytest.raises(UserError, match=r"rows of 145 bytes stored as Q4_K.*multiple of 144"):
+        decode(np.zeros((2, 145), np.uint8), "Q4_K")
+    with pytest.raises(UserError, match=r"'Q4_K' to write.*F32, F16, BF16, Q8_0, Q5_0, Q4_0"):
+        encode(np.zeros((1, 256), np.float32), "Q4_K")
+
+
+@pytest.mark.parametrize("dtype", ["F16", "Q8_0", "Q4_0"])
+def test_encode_refuses_what_float16_cannot_hold(dtype):
+    array = np.full((1, 32), 1e8, np.float32)
+    with pytest.raises(UserError, match=rf"1e\+08 to store as {dtype}.*65504"):
+        encode(array, dtype)

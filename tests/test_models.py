@@ -1,0 +1,152 @@
+"""The decoder against Transformers' own outputs, committed as goldens; shapes, NaNs, attention."""
+
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kdjax import sharding
+from kdjax.errors import UserError
+from kdjax.formats import open_table
+from kdjax.loading import load_params
+from kdjax.models import attention
+from kdjax.models.arch import spec_from_table
+from kdjax.models.decoder import Compute, Decoder, functional, initialise
+
+GOLDENS = Path(__file__).parent / "goldens"
+CASES = sorted(p.parent.name for p in GOLDENS.glob("*/expected.npz"))
+
+
+def one_device():
+    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+def load(folder, compute=None):
+    table = open_table(folder)
+    spec = spec_from_table(table)
+    apply, abstract = functional(spec, compute or Compute())
+    return apply, load_params(table, spec, abstract, one_device())
+
+
+def rows(tokens):
+    tokens = jnp.asarray(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    return tokens, jnp.ones_like(tokens), positions
+
+
+def relative(got, want):
+    return np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layer_and_the_logits_equal_transformers(case):
+    expected = np.load(GOLDENS / case / "expected.npz")
+    apply, params = load(GOLDENS / case)
+    model = nnx.merge(apply.graph, params)
+    hidden, layers = jax.jit(
+        lambda p, *where: nnx.merge(apply.graph, p).hidden_and_layers(*where, keep_layers=True)
+    )(params, *rows(expected["tokens"]))
+    for i, want in enumerate(expected["layers"]):
+        assert relative(layers[i], want) < 1e-5, f"layer {i}"
+    logits = model.unembed(hidden)
+    chex.assert_shape(logits, expected["logits"].shape)
+    assert relative(logits, expected["logits"]) < 1e-5
+    np.testing.assert_allclose(logits, expected["logits"], rtol=1e-4, atol=1e-4)
+
+
+def test_goldens_cover_every_family_and_rope_kind():
+    assert {"qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3", "llama", "llama_scaled"} <= set(CASES)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_memory_and_nothing_else(remat):
+    tokens = np.load(GOLDENS / "qwen2_tied" / "expected.npz")["tokens"]
+
+    def gradient(compute):
+        apply, params = load(GOLDENS / "qwen2_tied", compute)
+        return jax.grad(lambda p: jnp.sum(apply.hidden(p, *rows(tokens)) ** 2))(params)
+
+    chex.assert_trees_all_close(
+        gradient(Compute(remat=remat)), gradient(Compute()), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_bf16_follows_float32():
+    expected = np.load(GOLDENS / "qwen2_tied" / "expected.npz")
+    bf16 = Compute(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    apply, params = load(GOLDENS / "qwen2_tied", bf16)
+    chex.assert_tree_all_finite(params)
+    hidden = apply.hidden(params, *rows(expected["tokens"]))
+    assert hidden.dtype == jnp.bfloat16
+    logits = nnx.merge(apply.graph, params).unembed(hidden)
+    assert logits.dtype == jnp.float32
+    assert relative(logits, expected["logits"]) < 0.03
+
+
+def test_documents_of_a_row_do_not_see_each_other():
+    """Two documents packed in one row give what each gives alone."""
+    apply, params = load(GOLDENS / "qwen3")
+    rng = np.random.default_rng(0)
+    first, second = (rng.integers(0, 160, (1, n)).astype(np.int32) for n in (9, 13))
+    packed = np.concatenate([first, second, np.zeros((1, 2), np.int32)], 1)
+    segments = jnp.asarray([[1] * 9 + [2] * 13 + [0] * 2], jnp.int32)
+    positions = jnp.asarray([[*range(9), *range(13), 0, 1]], jnp.int32)
+    together = apply.hidden(params, jnp.asarray(packed), segments, positions)
+    for alone, part in ((first, slice(0, 9)), (second, slice(9, 22))):
+        np.testing.assert_allclose(
+            together[:, part], apply.hidden(params, *rows(alone)), rtol=1e-4, atol=1e-4
+        )
+    chex.assert_tree_all_finite(together)
+
+
+@pytest.mark.parametrize("length", [7, 16, 21])
+def test_blockwise_attention_equals_one_block(monkeypatch, length):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, length, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True)
+    )
+    segments = jnp.asarray(np.sort(np.random.default_rng(1).integers(1, 4, (2, length)), 1))
+
+    def value_and_gradient():
+        f = lambda q, k, v: jnp.sum(jnp.sin(attention.attend(q, k, v, segments)))
+        return jax.value_and_grad(f, (0, 1, 2))(q, k, v)
+
+    whole = value_and_gradient()
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+    chex.assert_trees_all_close(value_and_gradient(), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_layout_counts_padding_as_a_segment():
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 0], [1, 2, 2, 3, 3, 3]], jnp.int32)
+    lengths, starts = attention.packed_layout(segments, 3)
+    np.testing.assert_array_equal(lengths, [[3, 2, -1, 1], [1, 2, 3, -1]])
+    np.testing.assert_array_equal(starts, [[0, 3, -1, 5, -1], [0, 1, 3, -1, -1]])
+
+
+def test_parameter_count_is_the_tree():
+    for case in CASES:
+        spec = spec_from_table(open_table(GOLDENS / case))
+        leaves = jax.tree.leaves(functional(spec, Compute())[1])
+        assert spec.parameters() == sum(leaf.size for leaf in leaves), case
+
+
+def test_random_initialisation_has_the_shapes_of_loading():
+    spec = spec_from_table(open_table(GOLDENS / "qwen3"))
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        initialise(spec, Compute(), 0), functional(spec, Compute())[1]
+    )
+    model = Decoder(spec, Compute(), nnx.Rngs(0))
+    weight = np.asarray(model.blocks.mlp.gate.weight[...])
+    assert abs(weight.std() - 0.02) < 0.002
+    assert not np.allclose(weight[0], weight[1])  # every layer its own draw
+
+
+def test_unknown_family_is_named():
+    table = open_table(GOLDENS / "llama")
+    table.metadata["model_type"] = "mamba"  # type: ignore[index]
+    with pytest.raises(UserError, match=r"'mamba'.*qwen2, qwen3, llama"):
+        spec_from_table(table)
