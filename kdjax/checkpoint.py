@@ -35,9 +35,7 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
         """Starts saving; returns once the arrays are copied, so the caller may donate them."""
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
-        )
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         self._manager.save(step, args=items)
 
     def read_run(self, step: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.loading import load_params, tied_in_fact
 from kdjax.losses import HeadSpec
 from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.decoder import Compute, Params, functional, initialise
+from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.tokenizer import Tokenizer, load_tokenizer
 
 BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
@@ -144,7 +144,10 @@ def open_sources(config: Config) -> Sources:
 def _check_batches(config: Config, mesh: Mesh) -> None:
     shards = sharding.row_shards(mesh)
     for name, rows in (
-        ("train.batch_size / train.microbatches", config.train.batch_size // config.train.microbatches),
+        (
+            "train.batch_size / train.microbatches",
+            config.train.batch_size // config.train.microbatches,
+        ),
         ("eval.batch_size", config.eval.batch_size),
     ):
         if rows % shards:
@@ -215,7 +218,9 @@ def assemble(config: Config, workdir: Path) -> Job:
     train_step, eval_step = step.compile_steps(step_spec, shardings, mesh)
 
     def run_identity() -> dict[str, Any]:
-        sha = {f"{k}.sha256": h.result() for k, h in zip(("teacher", "student"), hashes, strict=True)}
+        sha = {
+            f"{k}.sha256": h.result() for k, h in zip(("teacher", "student"), hashes, strict=True)
+        }
         return identity(config) | sha | {"data.rows": rows.key}
 
     return Job(config, workdir, mesh, sources, rows, provider, step_spec, train_step, eval_step,

@@ -73,7 +73,9 @@ class _Delivery:
         self._last = time.perf_counter()
 
 
-def train(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], peak_flops: float | None) -> str:
+def train(
+    job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], peak_flops: float | None
+) -> str:
     """Runs the job to its end or to a stop request; returns "finished" or "interrupted".
 
     A run that already finished returns at once. Hooks may raise; whatever is raised passes

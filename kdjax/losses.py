@@ -39,7 +39,9 @@ def kl_divergence(
     return jnp.sum(p_t * (teacher_log_probs - student_log_probs) + (p_s - p_t), axis=-1)
 
 
-def cross_entropy(logits: Float[AnyArray, "*B V"], labels: Int[AnyArray, "*B"]) -> Float[Array, "*B"]:
+def cross_entropy(
+    logits: Float[AnyArray, "*B V"], labels: Int[AnyArray, "*B"]
+) -> Float[Array, "*B"]:
     """Negative log-likelihood of the labels in nats, in float32, at temperature 1."""
     logits = jnp.asarray(logits, jnp.float32)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
@@ -179,7 +181,9 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
         ce = cross_entropy(s, label)
         kl = kl_divergence(_log_softmax(t, spec.temperature), _log_softmax(s, spec.temperature))
         loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
-        sums = LossSums(*(a + jnp.sum(weight * b) for a, b in zip(sums, (loss, ce, kl), strict=True)))
+        sums = LossSums(
+            *(a + jnp.sum(weight * b) for a, b in zip(sums, (loss, ce, kl), strict=True))
+        )
         if not with_gradient:
             return (sums, d_head), None
         g = kd_logit_gradient(s, t, label, **options) * weight[..., None]

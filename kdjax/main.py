@@ -15,7 +15,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from kdjax import runtime
-from kdjax.config import Config, flatten, validate
+from kdjax.config import Config, validate
 from kdjax.errors import UserError
 from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard
 
@@ -74,7 +74,9 @@ def distil(config: Config, workdir: Path) -> str:
 def main(argv: list[str]) -> int:
     """Runs the command; returns the exit status."""
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; fields are set with --config.<field>=")
+        raise app.UsageError(
+            f"unexpected arguments {argv[1:]}; fields are set with --config.<field>="
+        )
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     try:

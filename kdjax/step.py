@@ -37,7 +37,9 @@ class StepSpec:
     head: HeadSpec
     tx: optax.GradientTransformation
     schedule: optax.Schedule
-    microbatches: int = 1  # parts a batch is split into, one after the other; the sums stay the same
+    microbatches: int = (
+        1  # parts a batch is split into, one after the other; the sums stay the same
+    )
 
 
 def _hidden_and_heads(
@@ -45,7 +47,12 @@ def _hidden_and_heads(
 ) -> tuple[Array, Array, Array, Array]:
     where = batch["tokens"], batch["segment_ids"], batch["positions"]
     h_t = jax.lax.stop_gradient(spec.teacher.hidden(teacher, *where))
-    return spec.student.hidden(params, *where), spec.student.head(params), h_t, spec.teacher.head(teacher)
+    return (
+        spec.student.hidden(params, *where),
+        spec.student.head(params),
+        h_t,
+        spec.teacher.head(teacher),
+    )
 
 
 def _split(batch: Batch, parts: int) -> Batch:
@@ -118,7 +125,9 @@ def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
-def state_shardings(abstract: TrainState, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def state_shardings(
+    abstract: TrainState, tx: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
     """Parameters by the rules, their moments beside them, everything else replicated."""
     params = parameter_shardings(abstract.params, mesh)
     everywhere = replicated(mesh)

@@ -77,8 +77,13 @@ class Tokenizer:
         """Text of the ids, special tokens included."""
         return self.encoder.decode(list(ids), skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation through the chat template, without a generation prompt.
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids, and the characters `[start, end)` of `text` that each came from."""
+        encoded = self.encoder.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:
+        """The conversation through the chat template; `answer_next` opens the assistant's next turn.
 
         Raises `UserError` if the tokenizer has no template or the template refuses the messages.
         """
@@ -91,7 +96,11 @@ class Tokenizer:
                 "instruct model's tokenizer (data.tokenizer), or plain `text`."
             )
         try:
-            rendered, _ = render_jinja_template([list(messages)], chat_template=self.chat_template)
+            rendered, _ = render_jinja_template(
+                [list(messages)],
+                chat_template=self.chat_template,
+                add_generation_prompt=answer_next,
+            )
         except (TemplateError, TypeError, KeyError) as error:
             raise UserError(f"the chat template refuses the messages: {error}") from error
         return rendered[0]
@@ -138,11 +147,16 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     encoder.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     encoder.decoder = decoders.ByteLevel()
     encoder.add_tokens(
-        [AddedToken(tokens[i], special=types[i] == _CONTROL, normalized=False) for i in sorted(added)]
+        [
+            AddedToken(tokens[i], special=types[i] == _CONTROL, normalized=False)
+            for i in sorted(added)
+        ]
     )
     for i in sorted(added):  # added tokens number themselves: prove that they kept their ids
         if encoder.token_to_id(tokens[i]) != i:
-            raise UserError(f"{source}: special token {tokens[i]!r} is not at the end of the vocabulary")
+            raise UserError(
+                f"{source}: special token {tokens[i]!r} is not at the end of the vocabulary"
+            )
     return Tokenizer(
         encoder=encoder,
         tokens=tuple(tokens),

@@ -1,6 +1,8 @@
 """Block codecs against gguf-py, the reference implementation in Python."""
 
+import os
 from functools import partial
+from pathlib import Path
 
 import gguf
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from kdjax.errors import UserError
+from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes
 from kdjax.formats.synthetic import random_blocks
 
@@ -155,3 +158,22 @@ def test_encode_refuses_what_float16_cannot_hold(dtype):
     array = np.full((1, 32), 1e8, np.float32)
     with pytest.raises(UserError, match=rf"1e\+08 to store as {dtype}.*65504"):
         encode(array, dtype)
+
+
+@pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="KDJAX_MODELS names no folder")
+def test_real_files_decode_like_gguf_py():
+    paths = sorted(Path(os.environ["KDJAX_MODELS"]).glob("*.gguf"))
+    assert paths
+    for path in paths:
+        table, seen = open_table(path), set()
+        assert (
+            len(table.metadata["tokenizer.ggml.tokens"]) == table.info("token_embd.weight").shape[0]
+        )
+        for name in table:
+            info = table.info(name)
+            if info.dtype in seen:
+                continue
+            seen.add(info.dtype)
+            raw = table.raw(name)[:512]
+            expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[info.dtype])
+            np.testing.assert_array_equal(decode(raw, info.dtype), expected)

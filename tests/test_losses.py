@@ -146,7 +146,9 @@ def test_extreme_logits_stay_finite(size):
         a, b = a.astype(np.float32), b.astype(np.float32)
         assert np.all(np.isfinite(kd_loss(a, b, labels, **options)))
         assert np.all(np.isfinite(kd_logit_gradient(a, b, labels, **options)))
-        assert np.all(np.isfinite(jax.grad(lambda x, y=b: kd_loss(x, y, labels, **options).sum())(a)))
+        assert np.all(
+            np.isfinite(jax.grad(lambda x, y=b: kd_loss(x, y, labels, **options).sum())(a))
+        )
 
 
 @pytest.mark.parametrize("target", [1e-1, 1e-2, 1e-3, 1e-4])
@@ -314,7 +316,9 @@ def test_head_gradient_does_not_lose_precision_with_chunks(chunks):
     arrays, labels, weights = head_case(7, jnp.bfloat16)
     exact = {k: jnp.asarray(v, jnp.float32) for k, v in arrays.items()}
     arrays["student_head"] = exact["student_head"]  # float32 master, as in training
-    _, grads = value_and_gradients(arrays, labels, weights, spec(chunk_tokens=B * (-(-T // chunks))))
+    _, grads = value_and_gradients(
+        arrays, labels, weights, spec(chunk_tokens=B * (-(-T // chunks)))
+    )
     _, want = naive(exact, labels, weights, spec())
     got, want = np.asarray(grads["student_head"]), np.asarray(want["student_head"])
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 6e-3
@@ -340,7 +344,9 @@ def test_evaluation_sums_match_the_oracle():
     arrays, labels, weights = head_case(8)
     got = losses.head_evaluation(*arrays.values(), labels, weights, spec(chunk_tokens=6))
     s = np.asarray(arrays["student_hidden"], np.float64) @ np.asarray(arrays["student_head"]).T
-    t = (np.asarray(arrays["teacher_hidden"], np.float64) @ np.asarray(arrays["teacher_head"]).T)[..., :V]
+    t = (np.asarray(arrays["teacher_hidden"], np.float64) @ np.asarray(arrays["teacher_head"]).T)[
+        ..., :V
+    ]
     w, labels = np.asarray(weights), np.asarray(labels)
     ce, kl_1 = oracle_parts(s, t, labels, 1.0)
     teacher_ce, kl_t = oracle_parts(t, t, labels, 1.0)[0], oracle_parts(s, t, labels, 2.0)[1]

@@ -59,7 +59,9 @@ def test_every_layer_and_the_logits_equal_transformers(case):
 
 
 def test_goldens_cover_every_family_and_rope_kind():
-    assert {"qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3", "llama", "llama_scaled"} <= set(CASES)
+    assert {"qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3", "llama", "llama_scaled"} <= set(
+        CASES
+    )
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
@@ -107,7 +109,8 @@ def test_documents_of_a_row_do_not_see_each_other():
 def test_blockwise_attention_equals_one_block(monkeypatch, length):
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
-        jax.random.normal(key, (2, length, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True)
+        jax.random.normal(key, (2, length, heads, 8))
+        for key, heads in zip(keys, (4, 2, 2), strict=True)
     )
     segments = jnp.asarray(np.sort(np.random.default_rng(1).integers(1, 4, (2, length)), 1))
 

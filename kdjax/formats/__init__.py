@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import runtime_checkable
 
 from kdjax.errors import MissingFileError
 from kdjax.formats.gguf import GGUFTable
@@ -13,9 +12,6 @@ from kdjax.formats.safetensors import SafetensorsTable
 from kdjax.formats.table import TensorInfo, TensorTable
 
 __all__ = ["TensorInfo", "TensorTable", "content_hash", "open_table"]
-
-# Tests check annotations with isinstance, which a protocol refuses unless it is marked so.
-runtime_checkable(TensorTable)
 
 _PUBLISHED = re.compile(
     r"qwen2\.5-coder-(0\.5b|1\.5b|3b|7b|14b|32b)-instruct-\w+(-\d{5}-of-\d{5})?\.gguf",

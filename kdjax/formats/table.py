@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ class TensorInfo(NamedTuple):
     nbytes: int  # of the tensor's data in the file
 
 
+@runtime_checkable  # tests check annotations with isinstance
 class TensorTable(Protocol):
     """Tensors of a checkpoint, by name; opening one reads headers only.
 

@@ -108,9 +108,7 @@ def _llama3(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return np.where(medium, between, stretched).astype(np.float32)
 
 
-def _yarn(
-    inverse: np.ndarray, spec: ArchSpec, scaling: RopeScaling
-) -> tuple[np.ndarray, float]:
+def _yarn(inverse: np.ndarray, spec: ArchSpec, scaling: RopeScaling) -> tuple[np.ndarray, float]:
     def boundary(rotations: float) -> float:
         turns = math.log(scaling.original_positions / (rotations * 2 * math.pi))
         return spec.head_dim * turns / (2 * math.log(spec.rope_theta))
@@ -156,7 +154,9 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
         return value
 
     if "token_embd.weight" not in table:
-        raise UserError(f"{table.paths[0]}: no tensor token_embd.weight; this is not a whole model.")
+        raise UserError(
+            f"{table.paths[0]}: no tensor token_embd.weight; this is not a whole model."
+        )
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
     return ArchSpec(
         family=family,

@@ -170,7 +170,9 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, Array | None]:
         """As `hidden`, and with `keep_layers` each layer's output `[L, B, T, D]`, for parity tests."""
         inverse, factor = rope_frequencies(self.spec)
-        angle = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(inverse)[None, None, None]
+        angle = (
+            positions.astype(jnp.float32)[..., None, None] * jnp.asarray(inverse)[None, None, None]
+        )
         cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
         graph, stacked = nnx.split(self.blocks)
 

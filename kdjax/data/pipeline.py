@@ -1,0 +1,90 @@
+"""Batches from rows: shuffled, split over processes, prefetched; the only importer of Grain.
+
+Grain's map-style datasets make the position plain arithmetic: batch g is rows g*B .. g*B + B - 1 of
+the shuffled sequence, so a resumed run, on any number of processes, sees the same rows.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from kdjax.data.rows import Rows
+
+THREADS, PREFETCH = 2, 8  # threads that build rows, and batches they run ahead
+
+
+class _Source:
+    """Grain's random-access source over rows; an index past the end is a row without weight."""
+
+    def __init__(self, rows: Rows):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return example(self._rows, int(index))
+
+
+def example(rows: Rows, index: int) -> dict[str, np.ndarray]:
+    """One row as arrays `[T]`: tokens, labels, segment_ids, positions (int32), weights (float32).
+
+    A position has weight 1 if its target is in the same document and carries loss. Positions count
+    from 0 within each document.
+    """
+    tokens = rows.tokens[index].astype(np.int32)
+    segments = rows.segments[index].astype(np.int32)
+    inputs, targets = segments[:-1], segments[1:]
+    trained = (inputs == targets) & (inputs != 0) & (rows.mask[index][1:] != 0)
+    where = np.arange(len(inputs), dtype=np.int32)
+    starts = np.concatenate([[True], inputs[1:] != inputs[:-1]])
+    return {
+        "tokens": tokens[:-1],
+        "labels": tokens[1:],
+        "segment_ids": inputs,
+        "positions": where - np.maximum.accumulate(np.where(starts, where, 0)),
+        "weights": trained.astype(np.float32),
+        "row_ids": np.int64(index),
+    }
+
+
+def make_iterator(
+    rows: Rows,
+    *,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Any:
+    """Endless iterator over this process's share of each global batch of `batch_size` rows.
+
+    Reshuffled every epoch. `get_state()` is a small JSON-able dict; `set_state` on a fresh iterator
+    continues with the very next batch. `batch_size` must be divisible by `process_count`.
+    """
+    dataset = grain.MapDataset.source(_Source(rows)).shuffle(seed=seed).repeat()
+    dataset = dataset[process_index::process_count].batch(batch_size // process_count)
+    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCH)
+    return iter(dataset.to_iter_dataset(options))
+
+
+def eval_batches(
+    rows: Rows,
+    *,
+    batch_size: int,
+    limit: int | None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[dict[str, np.ndarray]]:
+    """The same at most `limit` rows each time, spread evenly over all; the last batch is padded.
+
+    Padding rows have weight 0 and row id -1.
+    """
+    count = min(len(rows), limit or len(rows))
+    chosen = np.linspace(0, len(rows) - 1, count).astype(np.int64)
+    empty = {k: np.zeros_like(v) for k, v in example(rows, 0).items()} | {"row_ids": np.int64(-1)}
+    for start in range(0, count, batch_size):
+        mine = range(start + process_index, start + batch_size, process_count)
+        parts = [example(rows, chosen[i]) if i < count else empty for i in mine]
+        yield {key: np.stack([part[key] for part in parts]) for key in empty}

@@ -1,0 +1,229 @@
+"""Documents from files: plain text and source code, JSON lines, Parquet; text or conversations."""
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kdjax.errors import MissingFileError, UserError
+from kdjax.tokenizer import Tokenizer
+
+# What a directory is searched for; a file named outright is read whatever its suffix.
+TEXT_SUFFIXES = frozenset(
+    [
+        ".txt",
+        ".md",
+        ".rst",
+        ".py",
+        ".pyi",
+        ".ipynb",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".cu",
+        ".cuh",
+        ".hpp",
+        ".rs",
+        ".go",
+        ".java",
+        ".kt",
+        ".scala",
+        ".js",
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".rb",
+        ".php",
+        ".pl",
+        ".lua",
+        ".r",
+        ".jl",
+        ".swift",
+        ".cs",
+        ".hs",
+        ".ml",
+        ".ex",
+        ".erl",
+        ".clj",
+        ".sh",
+        ".bash",
+        ".sql",
+        ".html",
+        ".css",
+        ".xml",
+        ".yaml",
+        ".yml",
+        ".toml",
+        ".ini",
+        ".cfg",
+        ".json",
+        ".tex",
+        ".proto",
+        ".cmake",
+        ".dockerfile",
+    ]
+)
+TABLE_SUFFIXES = frozenset((".jsonl", ".parquet"))
+_SKIPPED_FOLDERS = ("__pycache__", "node_modules")
+
+
+class Document(NamedTuple):
+    """One text to train on.
+
+    `trained` lists the character spans whose tokens carry loss; None means all of them. A document
+    that is `open` gets an end-of-document token; a conversation ends as its template ends it.
+    """
+
+    text: str
+    source: str  # "file" or "file:line"
+    trained: tuple[tuple[int, int], ...] | None = None
+    open: bool = True
+
+    def digest(self) -> bytes:
+        """SHA-256 of the text: what decides the held-out split."""
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()
+
+
+def find_files(patterns: str) -> list[Path]:
+    """Files of comma-separated directories, globs and names, sorted, each once.
+
+    Raises `MissingFileError` naming the first pattern that matches nothing.
+    """
+    found: set[Path] = set()
+    for pattern in filter(None, (p.strip() for p in patterns.split(","))):
+        expanded = os.path.expanduser(pattern)
+        matches = sorted(glob.glob(expanded, recursive=True)) or [expanded]
+        files: set[Path] = set()
+        for path in map(Path, matches):
+            files |= (
+                set(_walk(path)) if path.is_dir() else {path} & {p for p in [path] if p.is_file()}
+            )
+        if not files:
+            raise MissingFileError(
+                f"{pattern}: no file found. Give a directory of text, a glob such as 'src/**/*.py', or "
+                "a .txt, .jsonl or .parquet file."
+            )
+        found |= files
+    if not found:
+        raise MissingFileError("no text was named: set data.train to directories, globs or files.")
+    return sorted(found)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for here, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
+        for name in names:
+            if Path(name).suffix.lower() in TEXT_SUFFIXES | TABLE_SUFFIXES:
+                yield Path(here, name)
+
+
+def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]:
+    """Every non-empty document of the files, in order.
+
+    Raises `UserError` naming file and line (or row) of the first thing that cannot be read.
+    """
+    for path in files:
+        suffix = path.suffix.lower()
+        if suffix == ".jsonl":
+            records = _json_lines(path)
+        elif suffix == ".parquet":
+            records = _parquet(path)
+        else:
+            text = _read_text(path)
+            if text.strip():
+                yield Document(text, str(path))
+            continue
+        for source, record in records:
+            document = _from_record(record, source, tokenizer)
+            if document.text.strip():
+                yield document
+
+
+def _read_text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(
+            f"{path}:{line}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8. Convert the "
+            "file to UTF-8 or leave it out of data.train."
+        ) from error
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    # Split on newlines only: str.splitlines would cut inside strings at U+2028.
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}). Each line must be "
+                'one object with a "text" or a "messages" field.'
+            ) from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        names = [n for n in ("text", "messages") if n in file.schema_arrow.names]
+        if not names:
+            raise UserError(
+                f"{path}: no column 'text' or 'messages' among {', '.join(file.schema_arrow.names)}."
+            )
+        number = 0
+        for batch in file.iter_batches(columns=names[:1]):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{path}:{number}", record
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
+
+
+def _from_record(record: Any, source: str, tokenizer: Tokenizer) -> Document:
+    if isinstance(record, Mapping) and isinstance(record.get("text"), str):
+        return Document(record["text"], source)
+    if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
+        return _conversation(record["messages"], source, tokenizer)
+    found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
+    raise UserError(
+        f'{source}: expected an object with "text" (a string) or "messages" (a list); found {found}.'
+    )
+
+
+def _conversation(messages: list[Any], source: str, tokenizer: Tokenizer) -> Document:
+    """Renders the messages; only what the assistant says, its end token included, carries loss."""
+    for i, message in enumerate(messages):
+        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+            raise UserError(f"{source}: message {i} must be an object with a role and content.")
+    try:
+        text = tokenizer.render(messages)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if i == 0:
+                raise UserError("a conversation cannot start with the assistant")
+            before = tokenizer.render(messages[:i], answer_next=True)
+            after = tokenizer.render(messages[: i + 1])
+            if not (text.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    f"the chat template renders message {i} differently once more messages follow, so "
+                    "its tokens cannot be found; split the conversation into single turns"
+                )
+            # What follows the end token (a newline in ChatML) is the template's, not the model's.
+            spans.append((len(before), len(after.rstrip())))
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    if not spans:
+        raise UserError(f"{source}: no message of the assistant, so nothing would be trained.")
+    return Document(text, source, tuple(spans), open=False)
