@@ -5,7 +5,6 @@ teacher, which is recorded by path, size and hash. A save is written aside and r
 any moment leaves the previous one whole.
 """
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ class Checkpoints:
     """Checkpoints of one workdir, under `workdir/checkpoints/<step>`."""
 
     def __init__(self, workdir: Path, keep: int):
-        # Orbax logs a dozen lines a save at INFO; they would drown the run's own.
-        logging.getLogger("absl").setLevel(logging.WARNING)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )

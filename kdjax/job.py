@@ -7,6 +7,7 @@ are read.
 import concurrent.futures
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax.sharding import Mesh
 
 from kdjax import optim, sharding, step, teacher
@@ -29,6 +29,8 @@ from kdjax.losses import HeadSpec
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger("kdjax")
 
 BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
 
@@ -197,11 +199,11 @@ def assemble(config: Config, workdir: Path) -> Job:
     _check_batches(config, mesh)
     sources = open_sources(config)
     vocabulary = sources.vocabulary
-    logging.info("student: %s", _describe(sources.student, sources.student_spec))
-    logging.info("teacher: %s", _describe(sources.teacher, sources.teacher_spec))
-    logging.info("shared vocabulary: %d ids, head width %d", vocabulary.real, vocabulary.width)
+    _log.info("student: %s", _describe(sources.student, sources.student_spec))
+    _log.info("teacher: %s", _describe(sources.teacher, sources.teacher_spec))
+    _log.info("shared vocabulary: %d ids, head width %d", vocabulary.real, vocabulary.width)
     rows = prepare(config, sources.tokenizer)
-    logging.info("rows: %s", rows.info)
+    _log.info("rows: %s", rows.info)
 
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)  # hashing overlaps loading
     hashes = [pool.submit(content_hash, t) for t in (sources.teacher, sources.student)]
@@ -210,7 +212,7 @@ def assemble(config: Config, workdir: Path) -> Job:
     shared = dict(dtype=dtype, max_segments=config.data.max_segments)
     frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
     provider = teacher.dequantized(sources.teacher, sources.teacher_spec, frozen, mesh)
-    logging.info("%s", provider.info)
+    _log.info("%s", provider.info)
     apply, shapes = functional(sources.student_spec, Compute(remat=config.student.remat, **shared))
     step_spec = _step_spec(config, apply, provider, vocabulary)
     abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)

@@ -7,17 +7,21 @@ saved (the same command resumes).
 """
 
 import contextlib
+import logging
 import sys
 import tempfile
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import app, flags
+from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from kdjax import runtime
 from kdjax.config import Config, validate
 from kdjax.errors import UserError
 from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard
+
+_log = logging.getLogger("kdjax")
 
 FINISHED, BAD_INPUT, NOT_FINITE, INTERRUPTED = 0, 2, 4, 75
 
@@ -59,12 +63,12 @@ def distil(config: Config, workdir: Path) -> str:
 
     validate(config)
     for line in runtime.configure().describe():
-        logging.info("%s", line)
+        _log.info("%s", line)
     devices = runtime.device_summary()
-    logging.info("%s", devices)
+    _log.info("%s", devices)
     with contextlib.closing(Checkpoints(workdir, config.checkpoint.keep)) as checkpoints:
         if checkpoints.latest() == config.train.steps:
-            logging.info("%s already holds step %d of %d: nothing to do.", workdir,
+            _log.info("%s already holds step %d of %d: nothing to do.", workdir,
                          config.train.steps, config.train.steps)  # fmt: skip
             return "finished"
         job = assemble(config, workdir)
@@ -77,8 +81,12 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(
             f"unexpected arguments {argv[1:]}; fields are set with --config.<field>="
         )
-    logging.use_absl_handler()
-    logging.set_verbosity(logging.INFO)
+    # Libraries log through absl at INFO, Orbax a dozen lines a save; the run's own lines stay apart.
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    _log.handlers, _log.propagate = [handler], False
+    _log.setLevel(logging.INFO)
     try:
         reason = distil(_CONFIG.value, open_workdir(_WORKDIR.value))
     except UserError as error:
