@@ -34,6 +34,10 @@ class Checkpoints:
         """Starts saving; returns once the arrays are copied, so the caller may donate them."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         self._manager.save(step, args=items)
+        if jax.default_backend() == "cpu":
+            # There the copy lives in the same memory as the next step's temporaries: 6 GB for a
+            # 0.5B student. Waiting keeps the two from adding up.
+            self._manager.wait_until_finished()
 
     def read_run(self, step: int) -> dict[str, Any]:
         """What `save` was given as `run`, without reading arrays."""

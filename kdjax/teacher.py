@@ -12,7 +12,7 @@ from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Apply, Compute, Params, functional
+from kdjax.models.decoder import Apply, Compute, Params, functional, to_bits
 from kdjax.tokenizer import Tokenizer
 
 BACKENDS = ("auto", "dequant")
@@ -50,6 +50,8 @@ def dequantized(table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh
     """Every tensor as numbers of `compute.param_dtype`, made on the device at load."""
     apply, abstract = functional(spec, compute)
     params = load_params(table, spec, abstract, mesh)
+    if jax.default_backend() == "cpu":
+        params = jax.tree.map(jax.jit(to_bits, donate_argnums=0), params)
     resident = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     info = TeacherInfo(
         f"dequant ({jnp.dtype(compute.param_dtype).name})",
