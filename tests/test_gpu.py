@@ -1,0 +1,68 @@
+"""What only a GPU can show; skipped elsewhere. `JAX_PLATFORMS=cuda python -m pytest tests/test_gpu.py`"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdjax.formats.blocks import BLOCKS, block_type, decode
+from kdjax.models.attention import attend
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+
+def packed(rng, rows, length, most):
+    """Segment ids of random cuts, with padding at the end of every other row."""
+    ids = np.zeros((rows, length), np.int32)
+    for row in range(rows):
+        cuts = np.sort(rng.choice(np.arange(1, length), rng.integers(0, most), replace=False))
+        ids[row] = 1 + np.searchsorted(cuts, np.arange(length), side="right")
+        if row % 2:
+            ids[row, length - 37 :] = 0
+    return jnp.asarray(ids)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(14, 2, 64), (28, 4, 128)])
+def test_packed_cudnn_attention_equals_the_reference(heads, kv_heads, width):
+    rng = np.random.default_rng(0)
+    rows, length, most = 4, 1024, 8
+    segments = packed(rng, rows, length, most)
+    shapes = [(rows, length, h, width) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, cotangent = (jnp.asarray(rng.normal(0, 1, s), jnp.bfloat16) for s in shapes)
+    cotangent = jnp.where((segments != 0)[..., None, None], cotangent, 0)
+
+    def outputs(implementation, dtype):
+        def f(q, k, v):
+            out = attend(q, k, v, segments, implementation=implementation, max_segments=most)
+            return out, jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32))
+
+        args = [x.astype(dtype) for x in (q, k, v)]
+        grads, out = jax.jit(jax.grad(lambda *a: f(*a)[::-1], (0, 1, 2), has_aux=True))(*args)
+        return [np.asarray(x, np.float32) for x in (out, *grads)]
+
+    real = np.asarray(segments != 0)
+    want, got, half = (
+        outputs(i, d)
+        for i, d in (("xla", jnp.float32), ("cudnn", jnp.bfloat16), ("xla", jnp.bfloat16))
+    )
+    for name, exact, fused, plain in zip(("out", "dq", "dk", "dv"), want, got, half, strict=True):
+        assert np.all(np.isfinite(fused)), name
+        scale = np.linalg.norm(exact[real])
+        error = np.linalg.norm((fused - exact)[real]) / scale
+        reference = np.linalg.norm((plain - exact)[real]) / scale
+        print(f"{name}: cudnn {error:.2e}, xla bf16 {reference:.2e}")
+        assert error < 2 * reference + 2e-3, name
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_blocks_decode_as_on_the_cpu(name):
+    """Up to one unit in the last place: the GPU may contract d * q - m into one rounding."""
+    rng = np.random.default_rng(1)
+    raw = rng.integers(0, 256, (64, 8 * block_type(name).nbytes), dtype=np.uint8)
+    here = np.asarray(jax.jit(lambda x: decode(x, name))(raw))
+    with jax.default_device(jax.devices("cpu")[0]):
+        there = np.asarray(jax.jit(lambda x: decode(x, name))(raw))
+    same = (here == there) | (np.isnan(here) & np.isnan(there))
+    close = np.isclose(here, there, rtol=2e-7, atol=0)
+    print(f"{name}: {np.mean(same):.6f} equal bits")
+    assert np.all(same | close)
