@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from kdjax.losses import EvalSums, HeadSpec, LossSums, head_evaluation, head_loss
 from kdjax.models.decoder import Apply, Params
@@ -23,7 +23,7 @@ Batch = dict[str, Array]  # tokens, labels, segment_ids, positions: int32 [B, T]
 class TrainState:
     """Everything that is donated and saved, and nothing else: the teacher is not in it."""
 
-    step: Int[Array, ""]  # optimizer steps done
+    step: Any  # int32 scalar: optimizer steps done
     params: Params  # float32 masters
     opt_state: optax.OptState
 
@@ -109,7 +109,7 @@ def kd_step(
     grads, sums, count = kd_gradients(state.params, teacher, batch, spec)
     updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = dict(sums._asdict(), count=count, grad_norm=optax.global_norm(grads),
+    metrics = dict(sums._asdict(), count=count, grad_norm=optax.tree.norm(grads),
                    learning_rate=spec.schedule(state.step))  # fmt: skip
     return TrainState(state.step + 1, params, opt_state), metrics
 

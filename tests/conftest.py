@@ -21,3 +21,36 @@ def rng():
     import numpy as np
 
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folder with teacher.gguf and student.gguf: random Q4_K_M files of two toy models."""
+    from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("teacher", "student")):
+        write_random_gguf(folder / f"{name}.gguf", QWEN25_SHAPES[f"tiny-{name}"], seed=seed)
+    return folder
+
+
+@pytest.fixture
+def tiny_config(models, tmp_path, monkeypatch):
+    """The 7B config's tiny double on those models and a small text; caches under tmp_path."""
+    from kdjax.config import Config, tiny
+
+    monkeypatch.delenv("KDJAX_TEACHER_BACKEND", raising=False)
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(12):
+        body = "\n".join(f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(12))
+        (text / f"{i:02}.py").write_text(body)
+    config = tiny(Config())
+    config.teacher.path, config.student.path = (
+        str(models / f"{name}.gguf") for name in ("teacher", "student")
+    )
+    config.data.train, config.data.cache_dir = str(text), str(tmp_path / "rows")
+    config.data.seq_len = 32
+    config.train.steps, config.eval.every, config.checkpoint.every = 10, 5, 5
+    config.log.tensorboard = False
+    return config

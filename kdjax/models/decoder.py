@@ -62,7 +62,9 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outer,), dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = jnp.einsum("ND,FD->NF", x.reshape(-1, x.shape[-1]), from_bits(self.weight[...]).astype(x.dtype))
+        y = jnp.einsum(
+            "ND,FD->NF", x.reshape(-1, x.shape[-1]), from_bits(self.weight[...]).astype(x.dtype)
+        )
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + from_bits(self.bias[...]).astype(x.dtype)[None, None]
 

@@ -1,0 +1,250 @@
+"""The step: normalisation over the whole batch, every tensor stepped, any split, any mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from kdjax import optim, sharding, step
+from kdjax.formats import open_table
+from kdjax.loading import load_params
+from kdjax.losses import HeadSpec
+from kdjax.models.arch import spec_from_table
+from kdjax.models.decoder import Compute, functional
+
+GOLDENS = Path(__file__).parent / "goldens"
+ROWS, LENGTH = 8, 12
+OPTIM = optim.OptimSpec(
+    learning_rate=1e-3, final_learning_rate=0.0, warmup_steps=0, total_steps=100,
+    weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, clip_norm=0.0,
+)  # fmt: skip
+
+
+def mesh_of(data=1, fsdp=1, tensor=1):
+    return sharding.make_mesh(data, fsdp, tensor, jax.devices()[: data * fsdp * tensor])
+
+
+@functools.cache
+def model(name, mesh):
+    table = open_table(GOLDENS / name)
+    spec = spec_from_table(table)
+    apply, abstract = functional(spec, Compute(max_segments=4))
+    return apply, abstract, load_params(table, spec, abstract, mesh)
+
+
+class Built(NamedTuple):
+    spec: step.StepSpec
+    state: step.TrainState
+    teacher: dict
+    shardings: step.TrainState
+    mesh: jax.sharding.Mesh
+    gradients: Callable
+    step: Callable  # without donation, so that a state serves several tests
+
+
+@functools.cache
+def build(mesh=None, *, microbatches=1, optim_spec=OPTIM, student="qwen2_tied", alpha=0.3):
+    mesh = mesh or mesh_of()
+    student_apply, abstract, params = model(student, mesh)
+    teacher_apply, _, teacher = model("qwen2_untied", mesh)
+    head = HeadSpec(temperature=2.0, alpha=alpha, width=160, real_vocab=157, chunk_tokens=40)
+    tx, schedule = optim.optimizer(optim_spec), optim.schedule(optim_spec)
+    spec = step.StepSpec(student_apply, teacher_apply, head, tx, schedule, microbatches)
+    abstract = jax.eval_shape(functools.partial(step.init_state, tx=tx), abstract)
+    shardings = step.state_shardings(abstract, tx, mesh)
+    state = jax.device_put(step.init_state(params, tx), shardings)
+    gradients = jax.jit(lambda p, t, b: step.kd_gradients(p, t, b, spec))
+    one_step = jax.jit(functools.partial(step.kd_step, spec=spec), out_shardings=(shardings, None))
+    return Built(spec, state, teacher, shardings, mesh, gradients, one_step)
+
+
+def batch(seed=0, lengths=(2, 2, 2, 2, 12, 12, 12, 12)):
+    """Rows of very different numbers of trained positions, two documents each."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 157, (ROWS, LENGTH + 1)).astype(np.int32)
+    segments = np.where(np.arange(LENGTH) < 5, 1, 2).astype(np.int32)[None].repeat(ROWS, 0)
+    positions = np.where(np.arange(LENGTH) < 5, np.arange(LENGTH), np.arange(LENGTH) - 5)
+    weights = (np.arange(LENGTH)[None] < np.array(lengths)[:, None]).astype(np.float32)
+    return {
+        "tokens": tokens[:, :-1], "labels": tokens[:, 1:], "segment_ids": segments,
+        "positions": positions.astype(np.int32)[None].repeat(ROWS, 0), "weights": weights,
+    }  # fmt: skip
+
+
+def gradients(built, data):
+    return built.gradients(built.state.params, built.teacher, sharding.put_batch(data, built.mesh))
+
+
+def step_once(built, data=None):
+    """Parameters before, state after, metrics."""
+    data = sharding.put_batch(batch() if data is None else data, built.mesh)
+    after, metrics = built.step(built.state, built.teacher, data)
+    return jax.tree.map(np.asarray, built.state.params), after, metrics
+
+
+def assert_equal_gradients(got, want):
+    """Loss, parts and count to 1e-6; gradients to float32 rounding (measured: 1.3e-6 of the norm)."""
+    chex.assert_trees_all_close(got[1:], want[1:], rtol=1e-6)
+    got, want = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t[0])]) for t in (got, want))
+    assert np.linalg.norm(got - want) < 3e-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_any_split_into_microbatches_is_the_same(microbatches):
+    """Rows with 2 and 12 trained positions: a mean of microbatch means would differ by far."""
+    want, got = gradients(build(), batch()), gradients(build(microbatches=microbatches), batch())
+    assert_equal_gradients(got, want)
+
+
+@pytest.mark.parametrize(
+    ("axes", "microbatches"),
+    [(dict(data=8), 1), (dict(fsdp=4), 1), (dict(tensor=2), 1), (dict(tensor=4), 1),
+     (dict(data=2, fsdp=2, tensor=2), 1), (dict(data=2, fsdp=2), 2)],
+)  # fmt: skip
+def test_any_mesh_is_the_same(axes, microbatches):
+    """`tensor` splits the vocabulary of the heads too: the chunked loss must not notice."""
+    want = gradients(build(), batch())
+    got = gradients(build(mesh_of(**axes), microbatches=microbatches), batch())
+    assert_equal_gradients(got, want)
+
+
+def test_parameters_are_really_split():
+    state = build(mesh_of(data=2, fsdp=2, tensor=2)).state
+    gate = state.params["blocks"]["mlp"]["gate"]["weight"]
+    assert gate.addressable_shards[0].data.size * 4 == gate.size
+    moments = optax.tree.get(state.opt_state, "mu")["blocks"]["mlp"]["gate"]["weight"]
+    assert moments.sharding == gate.sharding
+
+
+def test_mean_is_over_trained_positions_of_the_whole_batch():
+    """Each row alone, weighted by its own count, adds up to the batch."""
+    built = build()
+    _, sums, count = gradients(built, batch())
+    total = weight = 0.0
+    for row in range(ROWS):
+        lengths = np.zeros(ROWS, int)
+        lengths[row] = batch()["weights"][row].sum()
+        _, alone, n = gradients(built, batch(lengths=lengths))
+        total, weight = total + float(alone.loss), weight + float(n)
+    assert weight == float(count) == 56
+    np.testing.assert_allclose(sums.loss, total, rtol=1e-5)
+
+
+def test_batch_without_trained_positions_changes_nothing_but_the_counter():
+    before, after, metrics = step_once(build(), batch(lengths=np.zeros(ROWS, int)))
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and after.step == 1
+    chex.assert_trees_all_equal(after.params, before)
+
+
+def first_delta(learning_rate):
+    built = build(optim_spec=dataclasses.replace(OPTIM, learning_rate=learning_rate))
+    before, after, metrics = step_once(built)
+    np.testing.assert_allclose(metrics["learning_rate"], learning_rate, rtol=1e-6)
+    return jax.tree.map(lambda a, b: np.asarray(a) - b, after.params, before)
+
+
+def test_twice_the_learning_rate_is_twice_the_first_step():
+    one, two = first_delta(1e-4), first_delta(2e-4)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        assert np.linalg.norm(b) / np.linalg.norm(a) == pytest.approx(2.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("student", ["qwen2_tied", "qwen2_untied", "qwen3"])
+def test_every_tensor_of_the_student_is_stepped(student):
+    before, after, _ = step_once(build(student=student))
+    moved = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != b)), after.params, before)
+    # A key bias adds one constant to all scores of a query, and softmax takes constants out.
+    moved["blocks"]["attn"].get("k", {}).pop("bias", None)
+    assert all(jax.tree.leaves(moved)), moved
+    layers = np.any(np.asarray(after.params["blocks"]["mlp"]["up"]["weight"])
+                    != before["blocks"]["mlp"]["up"]["weight"], axis=(1, 2))  # fmt: skip
+    assert layers.all()
+
+
+def test_tied_embedding_learns_from_both_its_uses():
+    grads, *_ = gradients(build(), batch())
+    embed = np.abs(np.asarray(grads["embed"])).sum(1)
+    used = np.unique(batch()["tokens"])
+    absent = np.setdiff1d(np.arange(157), np.union1d(used, np.unique(batch()["labels"])))
+    assert np.all(embed[used] > 0)  # as input
+    assert len(absent) and np.all(embed[absent] > 0)  # as output only: softmax touches every id
+    assert not np.any(embed[157:])  # ids that no token has
+
+
+def test_teacher_is_an_argument_and_keeps_its_bytes():
+    built = build()
+    before = jax.tree.map(np.array, built.teacher)
+    data = sharding.put_batch(batch(), built.mesh)
+    train, _ = step.compile_steps(built.spec, built.shardings, built.mesh)
+    arguments = (jax.tree.map(jnp.copy, built.state), built.teacher, data)
+    compiled = train.lower(*arguments).compile()
+    sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[:2]))
+    assert compiled.memory_analysis().argument_size_in_bytes >= sizes  # not folded to constants
+    train(*arguments)
+    chex.assert_trees_all_equal(built.teacher, before)
+
+
+def test_one_trace_and_a_falling_loss_over_steps():
+    built = build(student="qwen3", alpha=0.0)
+    chex.clear_trace_counter()
+    counted = chex.assert_max_traces(lambda s, t, b: step.kd_step(s, t, b, spec=built.spec), n=1)
+    train = jax.jit(counted, out_shardings=(built.shardings, sharding.replicated(built.mesh)))
+    state, losses = built.state, []
+    for _ in range(12):
+        state, metrics = train(state, built.teacher, sharding.put_batch(batch(), built.mesh))
+        chex.assert_tree_all_finite(metrics)
+        losses.append(float(metrics["loss"]))
+    assert state.step == 12
+    assert losses[-1] < 0.8 * losses[0] and all(np.diff(losses) < 0)
+
+
+def test_clipping_divides_after_the_count():
+    """The clipped norm is of the averaged gradient, so it does not depend on microbatches."""
+    clipped = dataclasses.replace(OPTIM, clip_norm=0.1)
+    updates = []
+    for microbatches in (1, 4):
+        before, after, metrics = step_once(build(microbatches=microbatches, optim_spec=clipped))
+        assert metrics["grad_norm"] > 0.1  # the figure reported is before clipping
+        updates.append(np.asarray(after.params["embed"]) - before["embed"])
+    np.testing.assert_allclose(*updates, rtol=1e-3, atol=1e-7)
+
+
+def test_schedule():
+    spec = dataclasses.replace(OPTIM, learning_rate=1.5e-5, final_learning_rate=5e-7,
+                               warmup_steps=4, total_steps=20)  # fmt: skip
+    rate = optim.schedule(spec)
+    np.testing.assert_allclose([rate(s) for s in range(4)], 1.5e-5 * np.arange(1, 5) / 5, rtol=1e-6)
+    np.testing.assert_allclose(rate(4), 1.5e-5, rtol=1e-6)
+    np.testing.assert_allclose(rate(12), (1.5e-5 + 5e-7) / 2, rtol=1e-5)
+    np.testing.assert_allclose([rate(20), rate(25)], 5e-7, rtol=1e-5)
+
+
+def test_decay_mask_is_matrices_only():
+    _, abstract, _ = model("qwen3", mesh_of())
+    flat = jax.tree_util.tree_flatten_with_path(optim.decay_mask(abstract))[0]
+    masked = {".".join(k.key for k in path): on for path, on in flat}
+    assert masked["embed"] and masked["blocks.attn.q.weight"] and masked["blocks.mlp.down.weight"]
+    assert not any(masked[k] for k in masked if "norm" in k or k.endswith("bias"))
+
+
+def test_mesh_that_does_not_fit_names_the_numbers():
+    with pytest.raises(ValueError, match=r"mesh.data=3 x mesh.fsdp=1 x mesh.tensor=1 .* 8 devices"):
+        sharding.make_mesh(3, 1, 1)
+
+
+def test_evaluation_ignores_rows_without_weight():
+    built = build()
+    evaluate = jax.jit(functools.partial(step.eval_step, spec=built.spec))
+    data = batch()
+    half = {**data, "weights": data["weights"] * (np.arange(ROWS) < 4).astype(np.float32)[:, None]}
+    first = {k: v[:4] for k, v in data.items()}
+    a, b = (evaluate(built.state.params, built.teacher, x) for x in (half, first))
+    np.testing.assert_allclose(a, b, rtol=1e-5)
