@@ -135,7 +135,7 @@ def _load_leaf(table: TensorTable, sources: list[str], leaf: Any, place: Any, he
     if not stacked:
         how = dict(dtype=table.info(sources[0]).dtype, out_dtype=leaf.dtype, heads=heads)
         return _jitted(_decode, place, **how)(raw(sources[0]))
-    buffer = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=place)()
+    buffer = jnp.zeros(leaf.shape, leaf.dtype, device=place)
     for layer, name in enumerate(sources):
         store = _jitted(_store, place, donate=True, dtype=table.info(name).dtype, heads=heads)
         buffer = store(buffer, raw(name), jnp.int32(layer))

@@ -72,7 +72,9 @@ def distil(config: Config, workdir: Path) -> str:
                          config.train.steps, config.train.steps)  # fmt: skip
             return "finished"
         job = assemble(config, workdir)
-        return train(job, checkpoints, hooks_for(config, workdir), devices.peak_flops)
+        reason = train(job, checkpoints, hooks_for(config, workdir), devices.peak_flops)
+        _log.info("%s", runtime.peak_memory())
+        return reason
 
 
 def main(argv: list[str]) -> int:

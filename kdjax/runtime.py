@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import enum
 import os
+import resource
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,11 @@ def device_summary() -> Devices:
     names = sorted((n for n in _PEAK_BF16 if n in first.device_kind), key=len)
     peak = _PEAK_BF16[names[-1]] * len(devices) if names else None
     return Devices(first.platform, first.device_kind, len(devices), stats.get("bytes_limit"), peak)
+
+
+def peak_memory() -> str:
+    """One line: the most memory that XLA held on a device, and the most this process held in RAM."""
+    host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9:.1f} GB host"
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+    return f"peak memory: {max(peaks) / 1e9:.1f} GB a device, {host}" if peaks else f"peak memory: {host}"
