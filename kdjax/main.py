@@ -104,10 +104,25 @@ def main(argv: list[str]) -> int:
     return FINISHED
 
 
+def parse(argv: list[str]) -> list[str]:
+    """Parses the command line; ends with status 2 and one clear message if it is wrong."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        message = str(error)
+    except UserError as error:
+        message = str(error)
+    except KeyError as error:  # ml_collections: a field that the dataclass does not have
+        known = "\n  ".join(f"--config.{name}" for name in flatten(Config()))
+        message = f"{error.args[0]}. The fields are:\n  {known}"
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
 def cli() -> None:
-    """Entry point: a config error prints one clear line, not a traceback."""
+    """Entry point."""
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    app.run(main, flags_parser=parse)
 
 
 if __name__ == "__main__":

@@ -257,4 +257,8 @@ def peak_memory() -> str:
     host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9:.1f} GB host"
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
-    return f"peak memory: {max(peaks) / 1e9:.1f} GB a device, {host}" if peaks else f"peak memory: {host}"
+    return (
+        f"peak memory: {max(peaks) / 1e9:.1f} GB a device, {host}"
+        if peaks
+        else f"peak memory: {host}"
+    )

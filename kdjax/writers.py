@@ -211,7 +211,7 @@ class Terminal(Hook):
 
     def checkpoint(self, step: int) -> None:
         """Says that a save was started."""
-        self._print(f"checkpoint at step {step} (saving in the background)")
+        self._print(f"checkpoint at step {step}")
 
     def train_end(self, reason: str) -> None:
         """Takes the bar down and says how the run ended."""

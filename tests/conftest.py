@@ -1,6 +1,7 @@
 """Test session: 8 emulated CPU devices, strict ranks, full matmul precision."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -12,6 +13,11 @@ from absl import flags
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+# Tests compile the same small programs again and again; most of their time would go there.
+_CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
 
@@ -52,5 +58,6 @@ def tiny_config(models, tmp_path, monkeypatch):
     config.data.train, config.data.cache_dir = str(text), str(tmp_path / "rows")
     config.data.seq_len = 32
     config.train.steps, config.eval.every, config.checkpoint.every = 10, 5, 5
+    config.train.microbatches = 1
     config.log.tensorboard = False
     return config

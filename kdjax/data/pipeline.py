@@ -86,5 +86,5 @@ def eval_batches(
     empty = {k: np.zeros_like(v) for k, v in example(rows, 0).items()} | {"row_ids": np.int64(-1)}
     for start in range(0, count, batch_size):
         mine = range(start + process_index, start + batch_size, process_count)
-        parts = [example(rows, chosen[i]) if i < count else empty for i in mine]
+        parts = [example(rows, int(chosen[i])) if i < count else empty for i in mine]
         yield {key: np.stack([part[key] for part in parts]) for key in empty}

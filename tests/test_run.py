@@ -1,0 +1,434 @@
+"""Whole runs on small files: resume, signals, kills, NaN, meshes, and what bad input says."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from kdjax import config as config_module
+from kdjax import main, sharding, step
+from kdjax.checkpoint import Checkpoints, abstract_state
+from kdjax.errors import MissingFileError, UserError
+from kdjax.hooks import Action, Hook, NonFiniteError
+from kdjax.job import assemble
+from kdjax.loop import train
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+class Recorder(Hook):
+    """Notes every call; asks for a stop after `stop_at`."""
+
+    def __init__(self, stop_at=None):
+        self.calls, self.stop_at = [], stop_at
+
+    def train_begin(self, run):
+        self.calls.append(("begin", run.start_step))
+
+    def step_end(self, record):
+        self.calls.append(("step", record.step, dict(record.figures)))
+        return Action.STOP if record.step == self.stop_at else Action.CONTINUE
+
+    def eval_end(self, step, figures):
+        self.calls.append(("eval", step, dict(figures)))
+
+    def checkpoint(self, step):
+        self.calls.append(("checkpoint", step))
+
+    def train_end(self, reason):
+        self.calls.append(("end", reason))
+
+    def curve(self):
+        return [call for call in self.calls if call[0] in ("step", "eval")]
+
+
+def go(config, workdir, *hooks, asynchronous=True):
+    """One process's run; returns how it ended and its last saved state as NumPy arrays."""
+    workdir.mkdir(exist_ok=True)
+    config_module.validate(config)
+    store = Checkpoints(workdir, config.checkpoint.keep, asynchronous=asynchronous)
+    with contextlib.closing(store) as checkpoints:
+        reason = train(assemble(config, workdir), checkpoints, hooks, None)
+    return reason
+
+
+def saved(config, workdir):
+    job = assemble(config, workdir)
+    with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
+        latest = checkpoints.latest()
+        state = checkpoints.restore(latest, abstract_state(job.abstract, job.shardings))
+    return latest, jax.tree.map(np.asarray, state)
+
+
+def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_path):
+    straight, first, second = Recorder(), Recorder(stop_at=4), Recorder()
+    assert go(tiny_config, tmp_path / "straight", straight) == "finished"
+    tiny_config.checkpoint.every = 0
+    assert go(tiny_config, tmp_path / "resumed", first) == "interrupted"
+    assert first.calls[-2:] == [("checkpoint", 5), ("end", "interrupted")]
+    assert go(tiny_config, tmp_path / "resumed", second) == "finished"
+    assert second.calls[0] == ("begin", 5)
+    evals = [call for call in straight.curve() if call[:2] == ("eval", 5)]
+    resumed = [*first.curve(), *evals, *second.curve()]
+    assert resumed == straight.curve()
+    (a, one), (b, two) = (saved(tiny_config, tmp_path / name) for name in ("straight", "resumed"))
+    assert a == b == 10
+    chex.assert_trees_all_equal(one, two)
+
+
+def test_hooks_are_called_in_order(tiny_config, tmp_path):
+    recorder = Recorder()
+    go(tiny_config, tmp_path / "run", recorder)
+    names = [call[:2] for call in recorder.calls]
+    steps = [("step", i) for i in range(1, 11)]
+    assert names == [
+        ("begin", 0), ("eval", 0), *steps[:5], ("eval", 5), ("checkpoint", 5), *steps[5:],
+        ("eval", 10), ("checkpoint", 10), ("end", "finished"),
+    ]  # fmt: skip
+    kl = [call[2]["kl_temperature"] for call in recorder.calls if call[0] == "eval"]
+    assert kl[0] > kl[1] > kl[2] > 0
+
+
+def test_a_finished_run_does_nothing(tiny_config, tmp_path):
+    go(tiny_config, tmp_path / "run")
+    recorder = Recorder()
+    assert go(tiny_config, tmp_path / "run", recorder) == "finished"
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("optim.learning_rate", 5e-4), ("train.steps", 12), ("data.seq_len", 16), ("train.seed", 1),
+     ("loss.alpha", 0.5)],
+)  # fmt: skip
+def test_a_changed_config_is_not_resumed(tiny_config, tmp_path, field, value):
+    tiny_config.optim.warmup_steps = 0
+    go(tiny_config, tmp_path / "run", Recorder(stop_at=1))
+    section, name = field.split(".")
+    setattr(getattr(tiny_config, section), name, value)
+    with pytest.raises(UserError, match=rf"{field}: the checkpoint has .* now {value}"):
+        go(tiny_config, tmp_path / "run")
+
+
+def test_changed_text_or_models_are_not_resumed_and_cadence_may_change(tiny_config, tmp_path):
+    go(tiny_config, tmp_path / "run", Recorder(stop_at=3))
+    text = Path(tiny_config.data.train) / "00.py"
+    before = text.read_text()
+    text.write_text(before + "\nmore = 1\n")
+    with pytest.raises(UserError, match=r"data.rows: the checkpoint has"):
+        go(tiny_config, tmp_path / "run")
+    text.write_text(before)
+    tiny_config.eval.every, tiny_config.log.every, tiny_config.loss.chunk_tokens = 3, 2, 64
+    assert go(tiny_config, tmp_path / "run") == "finished"
+
+
+def test_nan_stops_keeps_the_batch_and_the_last_good_checkpoint(tiny_config, tmp_path):
+    tiny_config.optim.learning_rate = 1e30
+    tiny_config.optim.warmup_steps, tiny_config.checkpoint.every = 0, 1
+    tiny_config.checkpoint.keep = 10
+    tiny_config.eval.every = 0
+    run, recorder = tmp_path / "run", Recorder()
+    run.mkdir()
+    hooks = main.hooks_for(tiny_config, run)
+    with pytest.raises(NonFiniteError, match=r"step (\d+): .*nonfinite_step_\1.npz"):
+        go(tiny_config, run, *hooks, recorder)
+    last = recorder.calls[-2:]
+    assert last[-1] == ("end", "failed")
+    (kept,) = run.glob("nonfinite_step_*.npz")
+    bad = int(kept.stem.rsplit("_", 1)[1])
+    with np.load(kept) as batch:
+        assert batch["tokens"].shape == (8, 32) and "row_ids" in batch
+    step_saved, state = saved(tiny_config, run)
+    assert step_saved == bad - 1
+    chex.assert_tree_all_finite(jax.tree.map(np.asarray, state.params))
+
+
+def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
+    tiny_config.mesh = config_module.MeshConfig(data=2, fsdp=2, tensor=2)
+    go(tiny_config, tmp_path / "run", Recorder(stop_at=4))
+    job = assemble(tiny_config, tmp_path / "run")
+    _, whole = saved(tiny_config, tmp_path / "run")
+    batch = next(job.train_batches(None))
+    batch.pop("row_ids")
+    losses = []
+    for shape in ((2, 2, 2), (1, 2, 2), (4, 1, 1), (1, 1, 1)):
+        mesh = sharding.make_mesh(*shape, jax.devices()[: int(np.prod(shape))])
+        shardings = step.state_shardings(job.abstract, job.step_spec.tx, mesh)
+        with contextlib.closing(Checkpoints(tmp_path / "run", 2)) as checkpoints:
+            state = checkpoints.restore(
+                checkpoints.latest(), abstract_state(job.abstract, shardings)
+            )
+        chex.assert_trees_all_equal(jax.tree.map(np.asarray, state), whole)
+        assert all(s.is_equivalent_to(x.sharding, x.ndim) for s, x in
+                   zip(jax.tree.leaves(shardings), jax.tree.leaves(state), strict=True))  # fmt: skip
+        teacher = jax.device_put(
+            jax.tree.map(np.asarray, job.teacher.params),
+            sharding.parameter_shardings(job.teacher.params, mesh),
+        )
+        train_step, _ = step.compile_steps(job.step_spec, shardings, mesh)
+        _, metrics = train_step(state, teacher, sharding.put_batch(batch, mesh))
+        losses.append(float(metrics["loss"] / metrics["count"]))
+    np.testing.assert_allclose(losses, losses[0], rtol=2e-6)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def command(config, workdir):
+    """The command line that sets every field of `config`."""
+    changed = {
+        k: v for k, v in config_module.flatten(config).items()
+        if v != config_module.flatten(config_module.tiny(config_module.Config()))[k]
+    }  # fmt: skip
+    flags = [f"--config.{k}={v}" for k, v in changed.items()]
+    return [sys.executable, "-m", "kdjax.main", "--config=configs/qwen7b_0p5b.py:tiny",
+            f"--workdir={workdir}", *flags]  # fmt: skip
+
+
+def environment(tmp_path):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    return clean | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"),
+                    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
+
+
+def start(config, workdir, tmp_path):
+    return subprocess.Popen(command(config, workdir), cwd=REPOSITORY, env=environment(tmp_path),
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+
+
+def run_command(config, workdir, tmp_path):
+    process = start(config, workdir, tmp_path)
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def curve(workdir):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def test_the_command_survives_kills_and_signals(tiny_config, tmp_path):
+    """SIGTERM saves and exits 75; kill -9, once in the middle of a save, loses only what follows it."""
+    tiny_config.train.steps, tiny_config.checkpoint.every = 60, 5
+    tiny_config.eval.every = 20
+    code, output = run_command(tiny_config, tmp_path / "straight", tmp_path)
+    assert code == 0, output
+    assert "held-out at step 60" in output and "tok/s" in output and "ETA" in output
+    workdir = tmp_path / "killed"
+
+    process = start(tiny_config, workdir, tmp_path)
+    wait_for(lambda: '"step": 7,' in _read(workdir / "metrics.jsonl"), process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == main.INTERRUPTED, output
+    assert "resume with: python -m kdjax.main --config=configs/qwen7b_0p5b.py:tiny" in output
+
+    process = start(tiny_config, workdir, tmp_path)  # killed in the middle of a save
+    seen = set(_steps(workdir))
+    wait_for(lambda: set(_steps(workdir)) - seen and _saving(workdir), process)
+    process.kill()
+    process.communicate()
+    process = start(tiny_config, workdir, tmp_path)  # and between saves
+    wait_for(lambda: '"step": 43,' in _read(workdir / "metrics.jsonl"), process)
+    process.kill()
+    process.communicate()
+
+    code, output = run_command(tiny_config, workdir, tmp_path)
+    assert code == 0, output
+    assert curve(workdir) == curve(tmp_path / "straight")
+    assert not _saving(workdir)  # leftovers of the interrupted save are gone
+    before = curve(workdir)
+    code, output = run_command(tiny_config, workdir, tmp_path)
+    assert code == 0 and "nothing to do" in output and curve(workdir) == before
+
+
+def _read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def _steps(workdir):
+    return [p.name for p in (workdir / "checkpoints").glob("*") if p.name.isdigit()]
+
+
+def _saving(workdir):
+    return list((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
+
+
+def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
+    tiny_config.teacher.path = "models/qwen2.5-coder-7b-instruct-q4_k_m.gguf"
+    code, output = run_command(tiny_config, tmp_path / "run", tmp_path)
+    assert code == main.BAD_INPUT and "Traceback" not in output
+    assert "hf download Qwen/Qwen2.5-Coder-7B-Instruct-GGUF" in output
+    process = subprocess.run([*command(tiny_config, tmp_path / "run"), "--config.optim.lr=1"],
+                             cwd=REPOSITORY, env=environment(tmp_path), text=True,
+                             capture_output=True)  # fmt: skip
+    assert process.returncode == main.BAD_INPUT and "Traceback" not in process.stderr
+    assert "Field lr not found" in process.stderr
+    assert "--config.optim.learning_rate" in process.stderr
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+def test_unwritable_workdir(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--workdir=.*file/run cannot be written"):
+        main.open_workdir(str(tmp_path / "file" / "run"))
+
+
+def test_missing_teacher_names_the_download(tiny_config, tmp_path):
+    tiny_config.teacher.path = str(tmp_path / "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
+    with pytest.raises(
+        MissingFileError, match=r"hf download Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF"
+    ):
+        assemble(tiny_config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss.temperature": 0.0}, r"loss.temperature=0.0: must be greater than 0"),
+        ({"loss.temperature": -1.0}, r"loss.temperature=-1.0"),
+        ({"loss.alpha": 1.5}, r"loss.alpha=1.5: must be between 0 and 1"),
+        ({"loss.alpha": -0.1, "train.steps": 0}, r"(?s)loss.alpha=-0.1.*train.steps=0"),
+        ({"train.microbatches": 3}, r"train.batch_size=8: must be divisible by .*=3"),
+        ({"optim.warmup_steps": 10}, r"optim.warmup_steps=10: must be less than train.steps=10"),
+        ({"optim.final_learning_rate": 1.0}, r"must not exceed optim.learning_rate"),
+        ({"teacher.backend": "gpu"}, r"teacher.backend='gpu': must be one of auto, dequant"),
+        ({"data.train": ""}, r"data.train='': must be set"),
+    ],
+)
+def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message):
+    for field, value in changes.items():
+        section, name = field.split(".")
+        setattr(getattr(tiny_config, section), name, value)
+    with pytest.raises(UserError, match=message):
+        config_module.validate(tiny_config)
+
+
+def test_every_field_has_a_rule_or_is_free():
+    free = {"data.heldout", "data.end_of_document", "data.tokenizer", "data.cache_dir",
+            "train.seed", "log.tensorboard", "log.wandb_project"}  # fmt: skip
+    assert set(config_module.flatten(config_module.Config())) == free | set(config_module._RULES)
+
+
+def test_batch_that_the_mesh_cannot_split(tiny_config, tmp_path):
+    tiny_config.train.batch_size = 12
+    with pytest.raises(
+        UserError, match=r"= 12 rows cannot be split .* = 8 devices.* multiple of 8"
+    ):
+        assemble(tiny_config, tmp_path)
+
+
+def test_rows_longer_than_the_context(tiny_config, tmp_path):
+    tiny_config.data.seq_len = 1_000_000
+    with pytest.raises(UserError, match=r"data.seq_len=1000000 exceeds the teacher's context of"):
+        assemble(tiny_config, tmp_path)
+
+
+def test_teacher_smaller_than_student(tiny_config, tmp_path):
+    config = dataclasses.replace(tiny_config)
+    config.teacher.path, config.student.path = config.student.path, config.teacher.path
+    with pytest.raises(UserError, match=r"teacher's vocabulary \(.* 320 rows\) is smaller .* 384"):
+        assemble(config, tmp_path)
+
+
+def test_tokenizer_mismatch_names_the_first_id(tiny_config, tmp_path):
+    from kdjax.formats import open_table
+    from kdjax.formats.gguf import write_gguf
+
+    table = open_table(tiny_config.teacher.path)
+    tokens = list(table.metadata["tokenizer.ggml.tokens"])
+    tokens[7], tokens[9] = tokens[9], tokens[7]
+    tensors = [(name, *table.info(name)[2:0:-1], table.raw(name)) for name in table]
+    metadata = dict(table.metadata) | {"tokenizer.ggml.tokens": tokens}
+    write_gguf(tmp_path / "other.gguf", metadata, tensors)
+    tiny_config.teacher.path = str(tmp_path / "other.gguf")
+    with pytest.raises(
+        UserError, match=rf"differ at id 7: .* {re.escape(repr(tokens[9]))}, the teacher"
+    ):
+        assemble(tiny_config, tmp_path)
+
+
+def test_missing_misshapen_and_unknown_tensors_are_listed_together(tiny_config, tmp_path):
+    from kdjax.formats import open_table
+    from kdjax.formats.gguf import write_gguf
+
+    table = open_table(tiny_config.student.path)
+    tensors = []
+    for name in table:
+        info, raw = table.info(name), table.raw(name)
+        if name == "blk.1.ffn_up.weight":
+            continue
+        if name == "blk.0.attn_k.weight":
+            tensors.append((name, info.dtype, (info.shape[0] // 2, info.shape[1]), raw[::2]))
+        else:
+            tensors.append((name, info.dtype, info.shape, raw))
+    tensors.append(("blk.0.surprise", "F32", (1,), np.zeros(4, np.uint8)))
+    write_gguf(tmp_path / "broken.gguf", dict(table.metadata), tensors)
+    tiny_config.student.path = str(tmp_path / "broken.gguf")
+    with pytest.raises(UserError, match="3 tensors") as error:
+        go(tiny_config, tmp_path / "run")
+    for line in ("blk.1.ffn_up.weight: missing, expected shape [256, 128]",
+                 "blk.0.attn_k.weight: shape [32, 128], expected [64, 128]",
+                 "blk.0.surprise: not a tensor of this architecture"):  # fmt: skip
+        assert line in str(error.value)
+
+
+def test_empty_corpus_writes_nothing(tiny_config, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "a.py").write_text(" \n")
+    tiny_config.data.train = str(empty)
+    with pytest.raises(UserError, match="the text is empty"):
+        assemble(tiny_config, tmp_path)
+    assert not list((tmp_path / "rows").glob("*"))
+
+
+def test_unknown_backend_in_the_environment(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("KDJAX_TEACHER_BACKEND", "cuda")
+    with pytest.raises(
+        UserError, match=r"KDJAX_TEACHER_BACKEND='cuda': must be one of auto, dequant"
+    ):
+        assemble(tiny_config, tmp_path)
+
+
+def test_unknown_size_of_a_config():
+    from ml_collections.config_flags import config_flags
+
+    del config_flags  # the flag machinery is tested through the command above
+    sys.path.insert(0, str(REPOSITORY / "configs"))
+    try:
+        import qwen1p5b_0p5b
+        import qwen7b_0p5b
+    finally:
+        sys.path.pop(0)
+    plan = qwen7b_0p5b.get_config()
+    assert (plan.loss.temperature, plan.loss.alpha) == (4.0, 0.3)
+    assert (plan.optim.learning_rate, plan.optim.final_learning_rate) == (1.5e-5, 5e-7)
+    best = qwen1p5b_0p5b.get_config()
+    assert (best.loss.temperature, best.loss.alpha, best.optim.learning_rate) == (1.0, 0.0, 2e-5)
+    for module in (qwen7b_0p5b, qwen1p5b_0p5b):
+        config_module.validate(module.get_config())
+        config_module.validate(module.get_config("tiny"))
+        with pytest.raises(UserError, match="'tiny'"):
+            module.get_config("huge")
