@@ -20,10 +20,12 @@ class Checkpoints:
     """Checkpoints of one workdir, under `workdir/checkpoints/<step>`."""
 
     def __init__(self, workdir: Path, keep: int, *, asynchronous: bool | None = None):
-        # On a CPU the copy that a background save needs (6 GB for a 0.5B student) would sit in the
-        # same memory as the next step's temporaries.
+        # On a CPU the copies that a background save makes (6 GB for a 0.5B student) would sit in the
+        # same memory as the next step's temporaries: save there at once, 1 GB at a time.
+        on_cpu = jax.default_backend() == "cpu"
         if asynchronous is None:
-            asynchronous = jax.default_backend() != "cpu"
+            asynchronous = not on_cpu
+        handler = ocp.StandardCheckpointHandler(**({"save_concurrent_gb": 1} if on_cpu else {}))
         folder = (workdir / "checkpoints").resolve()
         if jax.process_index() == 0:
             # Saves that a kill cut short. Orbax would remove them in a thread, which prints a
@@ -34,7 +36,12 @@ class Checkpoints:
             max_to_keep=keep,
             enable_async_checkpointing=asynchronous,
         )
-        self._manager = ocp.CheckpointManager(folder, options=options, item_names=("state", "run"))
+        self._manager = ocp.CheckpointManager(
+            folder,
+            options=options,
+            item_names=("state", "run"),
+            item_handlers={"state": handler, "run": ocp.JsonCheckpointHandler()},
+        )
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""

@@ -17,7 +17,7 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from kdjax import runtime
-from kdjax.config import Config, validate
+from kdjax.config import Config, flatten, validate
 from kdjax.errors import UserError
 from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard
 

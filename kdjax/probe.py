@@ -110,20 +110,21 @@ def _ask_device(cuda: Any, index: int, failures: list[str]) -> Device:
 
 
 def probe_devices(
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     *,
     command: tuple[str, ...] = (sys.executable, "-I", "-S", __file__),
     timeout: float = 60.0,
 ) -> Probe:
-    """Asks the driver in a child process that sees `environ`; `timeout` in seconds. Never raises.
+    """Asks the driver in a child process that sees `environ`, or this one's. Never raises.
 
-    The driver itself honours CUDA_VISIBLE_DEVICES. A child that crashes, hangs or says nothing
-    sensible counts as one device that answered nothing. A minute is long for a probe, but a node
-    of eight GPUs without the persistence daemon takes tens of seconds to wake.
+    The driver itself honours CUDA_VISIBLE_DEVICES. A child that crashes, says nothing sensible or
+    takes longer than `timeout` seconds counts as one device that answered nothing. A minute is long
+    for a probe, but a driver without its persistence daemon has to wake every GPU first.
     """
+    env = dict(os.environ if environ is None else environ)
     try:
         child = subprocess.run(
-            command, env=dict(environ), capture_output=True, text=True, timeout=timeout, check=False
+            command, env=env, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
         return _broken(f"the driver did not answer in {timeout:g} s")

@@ -1,264 +1,393 @@
-"""What must be decided before JAX touches a device: allocator, memory fraction, compilation cache.
+"""What must be decided before JAX touches a device: allocator, memory, compilation cache, cluster.
 
 XLA does not know about GPUs that share memory with the CPU (GB10, Jetson): its default grabs 75% of
-what the driver calls total, which there is the machine's own RAM. So the driver is asked first,
-through libcuda and without creating a context, and the answer decides the environment that JAX reads
-at its first use of a device. A setting of the user's own always wins.
+what the driver calls total, which there is the machine's own RAM. So the driver is asked first
+(`probe`), and the answer decides the environment that JAX reads at its first use of a device. A
+setting of the user's own always wins. Importing this module starts nothing.
 """
 
-import ctypes
 import dataclasses
 import enum
+import logging
 import os
+import re
 import resource
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-from absl import logging
+import jax.numpy as jnp
+import jax.typing
 
 from kdjax.errors import UserError
+from kdjax.probe import Device, Probe, probe_devices
+
+_log = logging.getLogger(__name__)
 
 GIB = 2**30
 
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # deprecated; JAX refuses to start with both
+UNIFIED = "TF_FORCE_UNIFIED_MEMORY"
+PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+MANAGED = "MANAGED_MEMORY"  # ours: 1 forces unified memory, 0 forbids it
+CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
 
-class Memory(enum.Enum):
+
+class DeviceMemory(enum.Enum):
     """How a machine's GPU memory relates to its RAM."""
 
-    NONE = "none"  # no NVIDIA driver or no visible device
+    NONE = "none"  # no NVIDIA driver, or no visible device
     DISCRETE = "discrete"  # memory of its own behind a bus
     COHERENT = "coherent"  # memory of its own, page tables shared with the CPU (GH200, GB200)
     INTEGRATED = "integrated"  # the machine's RAM (GB10, Jetson)
-    UNKNOWN = "unknown"  # the driver answered with an error
+    UNKNOWN = "unknown"  # the driver failed, or its answers make no sense together
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """One device as the driver describes it; None where it would not say."""
-
-    integrated: int | None  # CU_DEVICE_ATTRIBUTE_INTEGRATED, 18
-    host_page_tables: int | None  # CU_..._PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES, 100
-    total_bytes: int | None = None
-
-
-def classify_device_memory(devices: Sequence[Device] | None) -> Memory:
+def classify_device_memory(devices: Sequence[Device]) -> DeviceMemory:
     """The kind of memory of the visible devices; total over every combination of answers.
 
-    `None` or no device is NONE. One refused answer, or devices of different kinds, is UNKNOWN:
-    an error is never read as "integrated".
+    One refused answer makes a device UNKNOWN, and so do devices of different kinds: an error is
+    never read as "integrated".
     """
-    if not devices:
-        return Memory.NONE
     kinds = {_classify(device) for device in devices}
-    return kinds.pop() if len(kinds) == 1 else Memory.UNKNOWN
+    if not kinds:
+        return DeviceMemory.NONE
+    return kinds.pop() if len(kinds) == 1 else DeviceMemory.UNKNOWN
 
 
-def _classify(device: Device) -> Memory:
-    if device.integrated is None:
-        return Memory.UNKNOWN
-    if device.integrated == 1:
-        return Memory.INTEGRATED
-    if device.host_page_tables is None:
-        return Memory.UNKNOWN
-    return Memory.COHERENT if device.host_page_tables == 1 else Memory.DISCRETE
+def _classify(device: Device) -> DeviceMemory:
+    if None in dataclasses.astuple(device):
+        return DeviceMemory.UNKNOWN
+    if not {device.integrated, device.pageable, device.host_page_tables} <= {0, 1}:
+        return DeviceMemory.UNKNOWN
+    if device.integrated:
+        return DeviceMemory.INTEGRATED
+    # Pageable access alone is common: on x86 the open kernel driver offers it (HMM) for any card.
+    coherent = device.pageable and device.host_page_tables
+    return DeviceMemory.COHERENT if coherent else DeviceMemory.DISCRETE
 
 
-def probe_devices(load: Callable[[str], Any] = ctypes.CDLL) -> list[Device] | None:
-    """Asks libcuda for every visible device; None without driver or devices. Creates no context.
+def parse_mem_available(meminfo: str) -> int | None:
+    """Bytes of MemAvailable in the text of /proc/meminfo; None if it is not there."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
-    CUDA_VISIBLE_DEVICES is honoured by the driver itself. A failing `cuInit` or count on a present
-    driver gives one device that answered nothing.
-    """
+
+def mem_available() -> int | None:
+    """Bytes of RAM that can be had without swapping; None where the kernel does not say."""
     try:
-        cuda = load("libcuda.so.1")
+        return parse_mem_available(Path("/proc/meminfo").read_text())
     except OSError:
         return None
-    silent = Device(None, None)
-    no_device = 100  # CUDA_ERROR_NO_DEVICE
-    status = cuda.cuInit(0)
-    if status:
-        return None if status == no_device else [silent]
-    count = ctypes.c_int()
-    if cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return [silent]
-    return [_ask(cuda, i) for i in range(count.value)]
 
 
-def _ask(cuda: Any, index: int) -> Device:
-    handle = ctypes.c_int()
-    if cuda.cuDeviceGet(ctypes.byref(handle), index):
-        return Device(None, None)
+def memory_policy(
+    devices: Sequence[Device], *, environ: Mapping[str, str], mem_available: int | None
+) -> tuple[dict[str, str], list[str]]:
+    """The environment settings to add for these devices, and the reasons, one line each.
 
-    def attribute(number: int) -> int | None:
-        value = ctypes.c_int()
-        failed = cuda.cuDeviceGetAttribute(ctypes.byref(value), number, handle)
-        return None if failed else value.value
-
-    total = ctypes.c_size_t()
-    failed = cuda.cuDeviceTotalMem_v2(ctypes.byref(total), handle)
-    return Device(attribute(18), attribute(100), None if failed else total.value)
-
-
-def mem_available(meminfo: str) -> int | None:
-    """Bytes of MemAvailable in the text of /proc/meminfo; None if it is not there."""
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _read_meminfo() -> str:
-    try:
-        return Path("/proc/meminfo").read_text()
-    except OSError:
-        return ""
-
-
-def memory_policy(kind: Memory, devices: Sequence[Device], available: int | None,
-                  managed: str | None) -> tuple[dict[str, str], str]:  # fmt: skip
-    """Environment settings for this kind of memory, and the reason in one line.
-
-    `available` is MemAvailable in bytes. `managed` is MANAGED_MEMORY: "1" asks for unified memory
-    (cuMemAllocManaged, which XLA reaches only through the bfc allocator), "0" forbids it, None
-    leaves it off. Raises `UserError` for anything else.
+    `mem_available` is in bytes. What `environ` already sets is left out of the settings and named
+    in the reasons; an empty value counts as not set. MANAGED_MEMORY=1 asks for unified memory, 0
+    forbids it. Raises `UserError` for another value, and for both names of the memory fraction.
     """
-    if managed not in (None, "0", "1"):
-        raise UserError(f"MANAGED_MEMORY={managed!r}: must be 1 (use unified memory) or 0 (never).")
-    if kind in (Memory.NONE, Memory.UNKNOWN):
-        why = "no NVIDIA GPU" if kind is Memory.NONE else "the driver did not answer"
-        return {}, f"{why}: nothing changed"
-    settings = {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"}
-    if managed == "1":
-        settings |= {"TF_FORCE_UNIFIED_MEMORY": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        return settings, "MANAGED_MEMORY=1: unified memory, which ignores fractions below 1"
-    if managed == "0":
-        settings["TF_FORCE_UNIFIED_MEMORY"] = "0"
-    if kind is Memory.INTEGRATED:
-        # The driver's free figure leaves out reclaimable page cache: MemAvailable is the budget.
-        total = min((d.total_bytes for d in devices if d.total_bytes), default=0)
-        settings |= {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "4",  # pinned staging is the same RAM
-        }
-        if not total or available is None:
-            return settings, "integrated memory of unknown size: grown on demand"
-        reserve = max(8 * GIB, total // 10)
-        fraction = min(max((available - reserve) / total, 0.1), 0.75)
-        settings["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.3f}"
-        return settings, (
-            f"integrated memory: {fraction:.0%} of {total / GIB:.0f} GiB, from {available / GIB:.0f} "
-            f"GiB available less {reserve / GIB:.0f}; grown on demand, no unified allocations"
+    asked = environ.get(MANAGED) or None
+    if asked not in (None, "0", "1"):
+        raise UserError(
+            f"{MANAGED}={asked!r}: must be 1 (force unified memory), 0 (forbid it), or not set "
+            "(off unless TF_FORCE_UNIFIED_MEMORY asks for it)."
         )
-    fraction = "0.90" if kind is Memory.DISCRETE else "0.85"
-    settings |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_CLIENT_MEM_FRACTION": fraction}
-    return settings, f"{kind.value} memory: {fraction} of it, preallocated"
+    kind = classify_device_memory(devices)
+    if kind is DeviceMemory.NONE:
+        return {}, ["nothing to set"]
+    if environ.get(FRACTION) and environ.get(OLD_FRACTION):
+        raise UserError(
+            f"{FRACTION} and {OLD_FRACTION} are both set, and JAX refuses to start with both: "
+            f"unset {OLD_FRACTION}, the deprecated name."
+        )
+    unified = (environ.get(UNIFIED) or asked or "0").lower() in ("1", "true")
+    if unified:
+        wanted, reason = _unified(kind)
+    elif kind is DeviceMemory.INTEGRATED:
+        wanted, reason = _integrated(devices, mem_available)
+    elif kind is DeviceMemory.UNKNOWN:
+        wanted, reason = {}, "the driver did not tell, so JAX's defaults stay"
+    else:
+        wanted, reason = _own_memory(kind)
+    if asked:
+        wanted[UNIFIED] = asked
+    settings, kept = _yield_to_user(wanted, environ)
+    return settings, [reason, *kept, *_traps(environ, unified)]
 
 
-# A name the user set -> the settings that it replaces. XLA refuses both fraction names at once.
-_OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+def _unified(kind: DeviceMemory) -> tuple[dict[str, str], str]:
+    # With preallocation XLA would take 100% of the device at once, whatever the fraction says.
+    settings = {ALLOCATOR: "bfc", PREALLOCATE: "false"}
+    if kind is DeviceMemory.INTEGRATED:
+        settings[PINNED_GIB] = "4"
+    return settings, (
+        "unified allocations, as asked: grown on demand by bfc, the only allocator that makes "
+        "them; fractions below 1 have no effect"
+    )
+
+
+def _integrated(devices: Sequence[Device], available: int | None) -> tuple[dict[str, str], str]:
+    # Unified allocations stay off: plain ones already are the shared RAM, JAX copies host arrays
+    # in any case, and in unified mode XLA ignores the fraction, the only bound there is.
+    settings = {ALLOCATOR: "bfc", PREALLOCATE: "false", PINNED_GIB: "4"}
+    if available is None:
+        return settings, "grown on demand by bfc to XLA's 75%: no MemAvailable to go by"
+    total = min(device.total_bytes or 0 for device in devices)
+    # Not the driver's free figure, which leaves out the page cache: it can say 2 GiB with 73 GiB
+    # of cache to give back.
+    reserve = max(8 * GIB, total // 10)
+    share = (available - reserve) / len(devices) / max(total, 1)
+    fraction = min(max(share, 0.1), 0.75)
+    return settings | {FRACTION: f"{fraction:.3f}"}, (
+        f"up to {fraction:.1%} of {total / GIB:.1f} GiB, grown on demand by bfc: "
+        f"{available / GIB:.1f} GiB are available, of which {reserve / GIB:.1f} stay for the system"
+    )
+
+
+def _own_memory(kind: DeviceMemory) -> tuple[dict[str, str], str]:
+    # The rest is for what XLA does not allocate: the context, cuDNN, cuBLAS, NCCL. On a superchip
+    # the operating system may also place page cache in the device's memory.
+    fraction = "0.90" if kind is DeviceMemory.DISCRETE else "0.85"
+    settings = {ALLOCATOR: "default", PREALLOCATE: "true", FRACTION: fraction}
+    return settings, f"XLA's default allocator takes {fraction} of it at the start"
+
+
+def _yield_to_user(
+    wanted: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    settings, kept = {}, []
+    for name, value in wanted.items():
+        names = (FRACTION, OLD_FRACTION) if name == FRACTION else (name,)
+        already = [n for n in names if environ.get(n)]
+        if already:
+            kept.append(f"{already[0]}={environ[already[0]]} was set already and stays")
+        else:
+            settings[name] = value
+    return settings, kept
+
+
+def _traps(environ: Mapping[str, str], unified: bool) -> list[str]:
+    """Settings of the user's that do not do what they seem to."""
+    traps = []
+    preallocate = environ.get(PREALLOCATE, "")
+    if preallocate not in ("false", "False") and preallocate.lower() in ("false", "no", "off"):
+        traps.append(f"{PREALLOCATE}={preallocate} means true: only false, False and 0 mean false")
+    allocator = environ.get(ALLOCATOR, "").lower()
+    if unified and allocator not in ("", "default", "bfc"):
+        traps.append(f"{ALLOCATOR}={allocator} never allocates unified memory: only bfc does")
+    return traps
 
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """What was decided, and what was applied."""
+    """What was decided, why, and what was really applied."""
 
-    kind: Memory
-    reason: str
-    applied: Mapping[str, str]
-    kept: Mapping[str, str]  # the user's own values that won
-    cache: str
+    kind: DeviceMemory
+    settings: Mapping[str, str]  # added to the environment; empty if JAX had already started
+    reasons: Sequence[str]
+    cache: str  # the compilation cache's folder, or why it is off
+    processes: str = "one process"
 
     def describe(self) -> list[str]:
         """Lines for the log."""
-        lines = [f"device memory: {self.kind.value}; {self.reason}"]
-        if self.applied:
-            lines.append("set " + " ".join(f"{k}={v}" for k, v in self.applied.items()))
-        if self.kept:
-            lines.append("kept " + " ".join(f"{k}={v}" for k, v in self.kept.items()))
-        return [*lines, f"compilation cache: {self.cache}"]
+        lines = [f"device memory: {self.kind.value}; {self.reasons[0]}"]
+        lines += [f"  {reason}" for reason in self.reasons[1:]]
+        if self.settings:
+            lines.append("  set " + " ".join(f"{k}={v}" for k, v in self.settings.items()))
+        return [*lines, f"compilation cache: {self.cache}", f"cluster: {self.processes}"]
 
 
 def configure(
     *,
-    environ: MutableMapping[str, str] = os.environ,
-    probe: Callable[[], Sequence[Device] | None] = probe_devices,
-    meminfo: Callable[[], str] = _read_meminfo,
-    cache_dir: Path = Path("~/.cache/kdjax/xla"),
+    cache_dir: str | Path | None = None,
+    distributed: bool = False,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    environ: MutableMapping[str, str] | None = None,
+    probe: Callable[[Mapping[str, str]], Probe] = probe_devices,
+    mem_available: Callable[[], int | None] = mem_available,
 ) -> Runtime:
-    """Decides and applies everything; call it before the first use of a JAX device.
+    """Decides and applies everything; call it once, before the first use of a JAX device.
 
-    Warns, naming the settings, if JAX already started and can no longer see them.
+    `cache_dir` is where compiled programs are kept (default ~/.cache/kdjax/xla; a
+    JAX_COMPILATION_CACHE_DIR wins). `distributed` joins a cluster: `join_cluster` takes the three
+    arguments after it. Warns, naming the settings, if JAX already started and can no longer see
+    them. Raises `UserError` for settings that cannot work. The rest is for tests: `environ` is
+    os.environ if left out.
     """
-    devices = None if environ.get("JAX_PLATFORMS") == "cpu" else probe()
-    kind = classify_device_memory(devices)
-    managed = environ.get("MANAGED_MEMORY")
-    wanted, reason = memory_policy(kind, devices or (), mem_available(meminfo()), managed)
-    if _OLD_FRACTION in environ:
-        wanted.pop("XLA_CLIENT_MEM_FRACTION", None)
-    kept = {name: environ[name] for name in (*wanted, _OLD_FRACTION) if name in environ}
-    applied = {name: value for name, value in wanted.items() if name not in environ}
-    from jax._src import xla_bridge  # no public way to ask
+    from jax._src import xla_bridge  # there is no public way to ask
 
-    if applied and xla_bridge.backends_are_initialized():
-        logging.warning("JAX already started: too late for %s", " ".join(applied))
-        applied = {}
-    environ.update(applied)
-    return Runtime(kind, reason, applied, kept, _compilation_cache(environ, cache_dir))
+    environ = os.environ if environ is None else environ
+    probed = probe(environ) if _wants_gpu(environ) else Probe(note="JAX_PLATFORMS excludes GPUs")
+    kind = classify_device_memory(probed.devices)
+    settings, reasons = memory_policy(
+        probed.devices, environ=environ, mem_available=mem_available()
+    )
+    if probed.note:
+        reasons.append(probed.note)
+    if kind is DeviceMemory.UNKNOWN:
+        _log.warning("device memory: %s; %s", kind.value, "; ".join(reasons))
+    if settings and xla_bridge.backends_are_initialized():
+        late = " ".join(f"{name}={value}" for name, value in settings.items())
+        _log.warning("JAX has already started; too late to set %s", late)
+        reasons.append(f"not applied, because JAX had already started: {late}")
+        settings = {}
+    environ.update(settings)
+    cache = _compilation_cache(environ, cache_dir)
+    if not distributed:
+        return Runtime(kind, settings, reasons, cache)
+    processes = join_cluster(environ, coordinator, num_processes, process_id)
+    return Runtime(kind, settings, reasons, cache, processes)
 
 
-def _compilation_cache(environ: Mapping[str, str], cache_dir: Path) -> str:
-    if "JAX_COMPILATION_CACHE_DIR" in environ:
-        return environ["JAX_COMPILATION_CACHE_DIR"]
-    folder = cache_dir.expanduser()
+def _wants_gpu(environ: Mapping[str, str]) -> bool:
+    platforms = environ.get("JAX_PLATFORMS", "").split(",")
+    return platforms == [""] or not {"cuda", "gpu"}.isdisjoint(platforms)
+
+
+def _compilation_cache(environ: Mapping[str, str], cache_dir: str | Path | None) -> str:
+    if CACHE_DIR in environ:
+        # JAX reads its own variables once, when imported: too early for one set since.
+        jax.config.update("jax_compilation_cache_dir", environ[CACHE_DIR] or None)
+        return environ[CACHE_DIR] or f"off ({CACHE_DIR} is empty)"
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    if chosen and cache_dir is None:
+        return str(chosen)  # by the program that called us
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(cache_dir or "~/.cache/kdjax/xla").expanduser()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs what it finds in there
     except OSError as error:
-        return f"off ({folder}: {error.strerror})"
+        return f"off ({error})"
+    except RuntimeError as error:  # expanduser, for a user without a home
+        return f"off ({error} Set {CACHE_DIR}.)"
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     return str(folder)
 
 
-# Dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets (half of "with sparsity").
-_PEAK_BF16 = {
-    "H200": 989e12, "H100": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-    "L40S": 362e12, "L4": 121e12, "B200": 2250e12,
-}  # fmt: skip
+def join_cluster(
+    environ: Mapping[str, str],
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    initialize: Callable[..., None] = jax.distributed.initialize,
+) -> str:
+    """Makes this process one of several; returns one line for the log.
+
+    An argument left out comes from KDJAX_COORDINATOR (host:port), KDJAX_NUM_PROCESSES or
+    KDJAX_PROCESS_ID, else from what JAX recognises (SLURM, Open MPI, Kubernetes, Cloud TPU).
+    Raises `UserError` if that is not enough, and JAX's RuntimeError once devices have been used:
+    a process that trains alone by mistake must not go unnoticed.
+    """
+    if jax.distributed.is_initialized():
+        return "joined earlier"
+    coordinator = coordinator or environ.get("KDJAX_COORDINATOR") or None
+    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
+        raise UserError(f"coordinator {coordinator!r}: must be host:port, such as 10.0.0.1:1234.")
+    if num_processes is None:
+        num_processes = _integer(environ, "KDJAX_NUM_PROCESSES")
+    if process_id is None:
+        process_id = _integer(environ, "KDJAX_PROCESS_ID")
+    try:
+        initialize(coordinator, num_processes, process_id)
+    except ValueError as error:
+        raise UserError(
+            f"distributed=True, but this process found no complete cluster: {error} Start it under "
+            "SLURM, Open MPI or Kubernetes, or set KDJAX_COORDINATOR=host:port, "
+            "KDJAX_NUM_PROCESSES and KDJAX_PROCESS_ID (from 0)."
+        ) from error
+    where = f" at {coordinator}" if coordinator else ", found by JAX"
+    return f"joined{where}"
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    if text and not text.isdecimal():
+        raise UserError(f"{name}={text!r}: must be a whole number from 0.")
+    return int(text) if text else None
+
+
+# Dense FLOP/s of bf16 or f16 matrix products with float32 accumulation, per device, for the whole
+# of the driver's name: "H100 PCIe", "RTX 4090 D" and MIG slices are other devices with other peaks.
+# Data sheets print the rate with sparsity, twice the dense one. None is published for GB10.
+_PEAK_FLOPS = {
+    r"H200": 989e12,  # H200 data sheet, SXM: 1979 with sparsity
+    r"H100 80GB HBM3": 989e12,  # H100 data sheet, SXM: 1979 with sparsity
+    r"A100-(SXM4|PCIE)-[48]0GB|A100 80GB PCIe": 312e12,  # A100 data sheet
+    r"B200": 2250e12,  # HGX B200 data sheet: 36 PFLOP/s with sparsity for eight
+    r"L40S": 362e12,  # L40S data sheet: 733 with sparsity
+    r"L4": 121e12,  # L4 data sheet: 242 with sparsity
+    r"GeForce RTX 4090": 165.2e12,  # Ada architecture white paper, appendix
+    r"GeForce RTX 3090": 71e12,  # GA102 architecture white paper, appendix
+}
+
+
+def peak_matmul_flops(device_kind: str, dtype: jax.typing.DTypeLike) -> float | None:
+    """FLOP/s that one device could do at most, for utilisation; None where no figure is sure."""
+    if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
+        return None  # float32 depends on whether TF32 is allowed
+    name = device_kind.removeprefix("NVIDIA ")
+    return next((peak for kind, peak in _PEAK_FLOPS.items() if re.fullmatch(kind, name)), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices JAX found."""
+    """The devices JAX found, over all processes."""
 
     platform: str
     kind: str
     count: int
-    memory_bytes: int | None  # that one device lets XLA use
-    peak_flops: float | None  # of all together, dense bf16, where known
+    memory_bytes: int | None  # that XLA may use on one device; on CPU, available to all together
+    peak_flops: float | None  # of all together, dense bf16; None if unknown
+    driver: str | None = None  # NVIDIA's kernel driver, such as 580.95.05
 
     def __str__(self) -> str:
-        memory = f", {self.memory_bytes / 1e9:.1f} GB each" if self.memory_bytes else ""
-        return f"{self.count} x {self.kind} ({self.platform}{memory}), jax {jax.__version__}"
+        shared = "available" if self.platform == "cpu" else "each"
+        memory = f", {self.memory_bytes / 1e9:.1f} GB {shared}" if self.memory_bytes else ""
+        driver = f", driver {self.driver}" if self.driver else ""
+        where = f"{self.platform}{memory}{driver}"
+        return f"{self.count} x {self.kind} ({where}), jax {jax.__version__}"
 
 
 def device_summary() -> Devices:
     """What JAX runs on; starts JAX if nothing did before."""
     devices = jax.devices()
-    first = devices[0]
-    stats = first.memory_stats() or {}
-    names = sorted((n for n in _PEAK_BF16 if n in first.device_kind), key=len)
-    peak = _PEAK_BF16[names[-1]] * len(devices) if names else None
-    return Devices(first.platform, first.device_kind, len(devices), stats.get("bytes_limit"), peak)
+    first = jax.local_devices()[0]  # another process's device has no statistics here
+    memory = (first.memory_stats() or {}).get("bytes_limit")
+    if first.platform == "cpu":
+        memory = mem_available()
+    peak = peak_matmul_flops(first.device_kind, jnp.bfloat16)
+    return Devices(
+        platform=first.platform,
+        kind=first.device_kind,
+        count=len(devices),
+        memory_bytes=memory,
+        peak_flops=peak and peak * len(devices),
+        driver=_driver_version() if first.platform == "gpu" else None,
+    )
+
+
+def _driver_version(path: Path = Path("/sys/module/nvidia/version")) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None
 
 
 def peak_memory() -> str:
-    """One line: the most memory that XLA held on a device, and the most this process held in RAM."""
+    """One line: the most memory that XLA held on a device, and this process in RAM."""
     host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9:.1f} GB host"
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
-    return (
-        f"peak memory: {max(peaks) / 1e9:.1f} GB a device, {host}"
-        if peaks
-        else f"peak memory: {host}"
-    )
+    device = f"{max(peaks) / 1e9:.1f} GB a device, " if peaks else ""
+    return f"peak memory: {device}{host}"

@@ -13,10 +13,11 @@ run() {
     --config.teacher.path="$models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" \
     --config.student.path="$models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf" \
     --config.data.train="$stdlib/json,$stdlib/email,$stdlib/asyncio" \
-    --config.data.heldout="$stdlib/http" --config.data.cache_dir="$out/rows" \
+    --config.data.heldout_fraction=0.1 --config.data.cache_dir="$out/rows" \
     --config.data.seq_len=64 --config.train.batch_size=2 --config.train.compute_dtype=float32 \
     --config.train.steps=20 --config.optim.warmup_steps=2 --config.loss.chunk_tokens=128 \
-    --config.eval.every=10 --config.eval.rows=16 --config.eval.batch_size=4 \
+    --config.optim.learning_rate=1e-5 \
+    --config.eval.every=10 --config.eval.rows=24 --config.eval.batch_size=4 \
     --config.checkpoint.every=5 --config.checkpoint.keep=1 --config.log.every=1
 }
 run "$out/straight"

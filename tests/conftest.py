@@ -13,6 +13,9 @@ from absl import flags
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # A third of the suite's time is LLVM optimizing programs that run once.
+    jax.config.update("jax_disable_most_optimizations", True)
 # Tests compile the same small programs again and again; most of their time would go there.
 _CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))

@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped elsewhere. `JAX_PLATFORMS=cuda python -m pytest tests/test_gpu.py`"""
+"""What only a GPU can show: `JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py`."""
 
 import jax
 import jax.numpy as jnp

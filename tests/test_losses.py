@@ -59,7 +59,7 @@ def test_hand_worked_value():
 
 
 def test_known_kl_is_kl_and_not_soft_cross_entropy():
-    """Soft cross-entropy is larger by the teacher's entropy; both have one gradient, so only values tell."""
+    """Soft cross-entropy is larger by the teacher's entropy, with the same gradient."""
     s, t, labels = case(3)
     got = np.asarray(kd_loss(s, t, labels, temperature=2.0, alpha=0.0)) / 4
     soft_ce = -(softmax(t / 2.0, -1) * np.log(softmax(s / 2.0, -1))).sum(-1)
@@ -89,7 +89,7 @@ def test_gradient_is_analytic_and_agrees_with_autodiff(temperature, alpha):
 
 
 def test_gradient_of_squared_temperature_kl_has_a_finite_limit():
-    """T^2 KL tends to sum((d - mean d)^2) / 2V, d = t - s, as T grows: without T^2 it would vanish."""
+    """T^2 KL tends to sum((d - mean d)^2) / 2V, d = t - s, as T grows; without T^2 to 0."""
     s, t, labels = case(6)
     d = (t - s).astype(np.float64)
     limit = ((d - d.mean(-1, keepdims=True)) ** 2).sum(-1) / (2 * 37)
@@ -187,6 +187,7 @@ def test_any_leading_axes():
 # --- the chunked loss ---------------------------------------------------------------------------
 
 B, T, D_S, D_T, V = 3, 11, 8, 12, 50
+NAMES = ("student_hidden", "student_head", "teacher_hidden", "teacher_head")  # jit sorts dicts
 
 
 def head_case(seed=0, dtype=np.float32):
@@ -208,14 +209,16 @@ def spec(**changes):
     return HeadSpec(**{**base, **changes})
 
 
+@functools.partial(jax.jit, static_argnums=3)
 def value_and_gradients(arrays, labels, weights, head_spec):
     def f(student):
         args = {**arrays, **student}
-        return losses.head_loss(*args.values(), labels, weights, head_spec).loss
+        return losses.head_loss(*(args[k] for k in NAMES), labels, weights, head_spec).loss
 
     return jax.value_and_grad(f)({k: arrays[k] for k in ("student_hidden", "student_head")})
 
 
+@functools.partial(jax.jit, static_argnums=3)
 def naive(arrays, labels, weights, head_spec):
     """All logits at once, plain autodiff over the public unreduced loss."""
 

@@ -1,5 +1,6 @@
 """The decoder against Transformers' own outputs, committed as goldens; shapes, NaNs, attention."""
 
+import functools
 from pathlib import Path
 
 import chex
@@ -25,6 +26,7 @@ def one_device():
     return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
 
 
+@functools.cache
 def load(folder, compute=None):
     table = open_table(folder)
     spec = spec_from_table(table)
@@ -70,7 +72,8 @@ def test_remat_changes_memory_and_nothing_else(remat):
 
     def gradient(compute):
         apply, params = load(GOLDENS / "qwen2_tied", compute)
-        return jax.grad(lambda p: jnp.sum(apply.hidden(p, *rows(tokens)) ** 2))(params)
+        loss = jax.jit(jax.grad(lambda p: jnp.sum(apply.hidden(p, *rows(tokens)) ** 2)))
+        return loss(params)
 
     chex.assert_trees_all_close(
         gradient(Compute(remat=remat)), gradient(Compute()), rtol=1e-4, atol=1e-3
@@ -82,7 +85,7 @@ def test_bf16_follows_float32():
     bf16 = Compute(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     apply, params = load(GOLDENS / "qwen2_tied", bf16)
     chex.assert_tree_all_finite(params)
-    hidden = apply.hidden(params, *rows(expected["tokens"]))
+    hidden = jax.jit(apply.hidden)(params, *rows(expected["tokens"]))
     assert hidden.dtype == jnp.bfloat16
     logits = nnx.merge(apply.graph, params).unembed(hidden)
     assert logits.dtype == jnp.float32
@@ -97,10 +100,11 @@ def test_documents_of_a_row_do_not_see_each_other():
     packed = np.concatenate([first, second, np.zeros((1, 2), np.int32)], 1)
     segments = jnp.asarray([[1] * 9 + [2] * 13 + [0] * 2], jnp.int32)
     positions = jnp.asarray([[*range(9), *range(13), 0, 1]], jnp.int32)
-    together = apply.hidden(params, jnp.asarray(packed), segments, positions)
+    hidden = jax.jit(apply.hidden)
+    together = hidden(params, jnp.asarray(packed), segments, positions)
     for alone, part in ((first, slice(0, 9)), (second, slice(9, 22))):
         np.testing.assert_allclose(
-            together[:, part], apply.hidden(params, *rows(alone)), rtol=1e-4, atol=1e-4
+            together[:, part], hidden(params, *rows(alone)), rtol=1e-4, atol=1e-4
         )
     chex.assert_tree_all_finite(together)
 
@@ -115,8 +119,10 @@ def test_blockwise_attention_equals_one_block(monkeypatch, length):
     segments = jnp.asarray(np.sort(np.random.default_rng(1).integers(1, 4, (2, length)), 1))
 
     def value_and_gradient():
-        f = lambda q, k, v: jnp.sum(jnp.sin(attention.attend(q, k, v, segments)))
-        return jax.value_and_grad(f, (0, 1, 2))(q, k, v)
+        def f(q, k, v):
+            return jnp.sum(jnp.sin(attention.attend(q, k, v, segments)))
+
+        return jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v)
 
     whole = value_and_gradient()
     monkeypatch.setattr(attention, "QUERY_BLOCK", 5)

@@ -1,196 +1,513 @@
 """Device memory policy, driven with the drivers of machines that are not here."""
 
+import dataclasses
 import itertools
 import json
+import logging
 import os
+import socket
 import subprocess
 import sys
 
 import jax
 import pytest
+from jax._src import xla_bridge
 
-from kdjax import runtime
+from kdjax import probe, runtime
 from kdjax.errors import UserError
-from kdjax.runtime import GIB, Device, Memory, classify_device_memory, configure, memory_policy
+from kdjax.probe import Device, Probe
+from kdjax.runtime import GIB, DeviceMemory, classify_device_memory, configure, memory_policy
 
-H200 = [Device(0, 0, 140 * GIB)]
-RTX_4090 = [Device(0, 0, 24 * GIB)]
-GB10 = [Device(1, 0, 120 * GIB)]
-ORIN = [Device(1, 0, 60 * GIB)]
-GH200 = [Device(0, 1, 96 * GIB)]
-MEMINFO = "MemTotal: 125829120 kB\nMemFree: 1 kB\nMemAvailable: 104857600 kB\n"
+# integrated, pageable access, host page tables, compute capability, total memory
+H200 = Device(0, 0, 0, 9, 0, 140 * GIB)
+RTX_4090 = Device(0, 1, 0, 8, 9, 24 * GIB)  # pageable through HMM, not through page tables
+GB10 = Device(1, 1, 1, 12, 1, 120 * GIB)
+ORIN = Device(1, 0, 0, 8, 7, 60 * GIB)
+GH200 = Device(0, 1, 1, 9, 0, 96 * GIB)
+SILENT = Device()
+
+NUMBERS = {"integrated": 18, "pageable": 88, "host_page_tables": 100, "major": 75, "minor": 76}
+CALLS = ("cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceTotalMem_v2")
 
 
 class FakeCuda:
-    """libcuda that answers from a table; `failing` names the call that returns an error."""
+    """libcuda of a machine with `devices`; `failing` (a call or an attribute) returns `status`."""
 
-    def __init__(self, attributes, failing="", status=1):
-        self.attributes, self.failing, self.status = attributes, failing, status
+    def __init__(self, *devices, failing=None, status=999):
+        self.devices, self.failing, self.status = devices, failing, status
 
     def __getattr__(self, name):
         def call(*args):
-            if name == self.failing:
+            if self.failing in (name, args[1] if name == "cuDeviceGetAttribute" else name):
                 return self.status
             if name == "cuDeviceGetCount":
-                args[0]._obj.value = 1
+                args[0]._obj.value = len(self.devices)
+            elif name == "cuDeviceGet":
+                args[0]._obj.value = args[1]
             elif name == "cuDeviceTotalMem_v2":
-                args[0]._obj.value = 8 * GIB
+                args[0]._obj.value = self.devices[args[1].value].total_bytes
             elif name == "cuDeviceGetAttribute":
-                args[0]._obj.value = self.attributes[args[1]]
-            elif name not in ("cuInit", "cuDeviceGet"):
-                raise AssertionError(f"{name} would create a context")
+                field = next(f for f, number in NUMBERS.items() if number == args[1])
+                args[0]._obj.value = getattr(self.devices[args[2].value], field)
+            elif name != "cuInit":
+                raise AssertionError(f"{name} is not a harmless question")
             return 0
 
         return call
 
 
-def run(devices, environ=None, **kwargs):
-    environ = {} if environ is None else environ
-    environ.setdefault("JAX_COMPILATION_CACHE_DIR", "/unused")
-    return configure(
-        environ=environ, probe=lambda: devices, meminfo=lambda: MEMINFO, **kwargs
-    ), environ
+def policy(*devices, available=100 * GIB, **environ):
+    return memory_policy(devices, environ=environ, mem_available=available)
+
+
+def run(*devices, note="", available=100 * GIB, environ=None, **kwargs):
+    """configure() on a machine with these devices and nothing else in its environment."""
+    environ = {"JAX_COMPILATION_CACHE_DIR": ""} | (environ or {})
+    result = configure(
+        environ=environ,
+        probe=lambda _: Probe(devices, note),
+        mem_available=lambda: available,
+        **kwargs,
+    )
+    return result, environ
+
+
+@pytest.fixture(autouse=True)
+def jax_as_it_was():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture
-def jax_not_started(monkeypatch):
-    from jax._src import xla_bridge
-
+def not_started(monkeypatch):
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+
+
+@pytest.fixture
+def warnings_logged():
+    """Messages of kdjax.runtime's logger, whatever the root logger does."""
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("kdjax.runtime")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+# The probe.
+
+
+@pytest.mark.parametrize("devices", [(H200,), (RTX_4090,), (GB10,), (ORIN,), (H200, GH200)])
+def test_probe_repeats_what_the_driver_says(devices):
+    assert probe.ask_driver(lambda _: FakeCuda(*devices)) == Probe(devices)
+
+
+@pytest.mark.parametrize("failing", [*CALLS, *NUMBERS.values()])
+def test_each_call_of_a_broken_driver_failing_in_turn_is_unknown(failing):
+    answer = probe.ask_driver(lambda _: FakeCuda(GB10, failing=failing))
+    assert classify_device_memory(answer.devices) is DeviceMemory.UNKNOWN
+    assert "returned 999" in answer.note
+    assert str(failing).removesuffix("_v2") in answer.note
+
+
+def test_a_library_without_the_entry_points_is_unknown():
+    answer = probe.ask_driver(lambda _: object())
+    assert classify_device_memory(answer.devices) is DeviceMemory.UNKNOWN
+
+
+def test_no_driver_and_no_device_are_none():
+    def missing(_):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    hidden = FakeCuda(H200, failing="cuInit", status=100)  # CUDA_VISIBLE_DEVICES is empty
+    for load in (missing, lambda _: hidden, lambda _: FakeCuda()):
+        answer = probe.ask_driver(load)
+        assert classify_device_memory(answer.devices) is DeviceMemory.NONE and answer.note
+
+
+def python(code):
+    return (sys.executable, "-I", "-S", "-c", code)
+
+
+def test_the_real_child_answers_and_leaves_libcuda_to_itself():
+    answer = probe.probe_devices({"CUDA_VISIBLE_DEVICES": ""})
+    assert answer.devices == () and answer.note
+
+
+def test_the_child_sees_the_given_environment_and_its_answer_arrives():
+    code = (
+        "import os; assert os.environ['CUDA_VISIBLE_DEVICES'] == '1'; print('driver chatter');"
+        f"print({Probe((GB10, SILENT), 'x').to_json()!r})"
+    )
+    answer = probe.probe_devices({"CUDA_VISIBLE_DEVICES": "1"}, command=python(code))
+    assert answer == Probe((GB10, SILENT), "x")
+
+
+@pytest.mark.parametrize(
+    ("command", "note"),
+    [(python("import os; os.abort()"), "status -6"), (python("print('{}')"), "status 0"),
+     (python(""), "status 0"), (python("import time; time.sleep(60)"), "did not answer in 0.3 s"),
+     (("/no/such/python",), "could not be asked")],
+)  # fmt: skip
+def test_a_child_that_crashes_hangs_or_mumbles_is_unknown(command, note):
+    answer = probe.probe_devices(
+        {}, command=command, timeout=0.3 if "sleep" in command[-1] else 60.0
+    )
+    assert classify_device_memory(answer.devices) is DeviceMemory.UNKNOWN
+    assert note in answer.note
+
+
+# The classification.
 
 
 @pytest.mark.parametrize(
     ("devices", "kind"),
-    [(H200, Memory.DISCRETE), (RTX_4090, Memory.DISCRETE), (GB10, Memory.INTEGRATED),
-     (ORIN, Memory.INTEGRATED), (GH200, Memory.COHERENT), (None, Memory.NONE), ([], Memory.NONE),
-     (H200 + GB10, Memory.UNKNOWN), (GB10 + GB10, Memory.INTEGRATED)],
+    [((H200,), "discrete"), ((RTX_4090,), "discrete"), ((GB10,), "integrated"),
+     ((ORIN,), "integrated"), ((GH200,), "coherent"), ((), "none"), ((SILENT,), "unknown"),
+     ((H200, H200), "discrete"), ((H200, GB10), "unknown"), ((GB10, SILENT), "unknown")],
 )  # fmt: skip
 def test_known_machines(devices, kind):
-    assert classify_device_memory(devices) is kind
+    assert classify_device_memory(devices) is DeviceMemory(kind)
+
+
+def every_device():
+    """Each flag refused, 0, 1 or nonsense; capability and size answered or refused."""
+    flags = itertools.product((None, 0, 1, 2), repeat=3)
+    rest = itertools.product((None, 12), (None, 1), (None, 0, 120 * GIB))
+    for first, last in itertools.product(flags, rest):
+        yield Device(*first, *last)
 
 
 def test_classification_is_total_and_an_error_is_never_integrated():
-    for integrated, tables in itertools.product((None, 0, 1, 2), repeat=2):
-        kind = classify_device_memory([Device(integrated, tables)])
-        assert (kind is Memory.INTEGRATED) == (integrated == 1)
-        if integrated is None:
-            assert kind is Memory.UNKNOWN
+    seen = set()
+    for device in every_device():
+        kind = classify_device_memory([device])
+        seen.add(kind)
+        if None in dataclasses.astuple(device):
+            assert kind is DeviceMemory.UNKNOWN
+        if kind is DeviceMemory.INTEGRATED:
+            assert device.integrated == 1
+        for other in (H200, GB10):
+            together = classify_device_memory([device, other])
+            same = kind is classify_device_memory([other])
+            assert together is (kind if same else DeviceMemory.UNKNOWN)
+    assert seen == set(DeviceMemory) - {DeviceMemory.NONE}
 
 
-def test_probe_reads_the_attributes():
-    cuda = FakeCuda({18: 1, 100: 0})
-    assert runtime.probe_devices(lambda _: cuda) == [Device(1, 0, 8 * GIB)]
-
-
-@pytest.mark.parametrize(
-    "failing", ["cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetAttribute"]
-)
-def test_a_broken_driver_is_unknown_and_changes_nothing(failing, jax_not_started):
-    cuda = FakeCuda({18: 1, 100: 0}, failing)
-    devices = runtime.probe_devices(lambda _: cuda)
-    assert classify_device_memory(devices) is Memory.UNKNOWN
-    result, environ = run(devices)
-    assert not result.applied and set(environ) == {"JAX_COMPILATION_CACHE_DIR"}
-
-
-def test_no_driver_and_no_device():
-    def missing(_):
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    assert runtime.probe_devices(missing) is None
-    assert runtime.probe_devices(lambda _: FakeCuda({}, "cuInit", status=100)) is None
+# The policy.
 
 
 @pytest.mark.parametrize(
-    ("devices", "preallocate", "fraction"),
-    [(H200, "true", "0.90"), (RTX_4090, "true", "0.90"), (GH200, "true", "0.85"),
-     (GB10, "false", "0.733"), (ORIN, "false", "0.750")],
+    ("device", "expected"),
+    [(H200, ("default", "true", "0.90", None)), (RTX_4090, ("default", "true", "0.90", None)),
+     (GH200, ("default", "true", "0.85", None)),
+     (GB10, ("bfc", "false", "0.733", "4")),  # (100 GiB available - 12 reserved) / 120
+     (ORIN, ("bfc", "false", "0.750", "4")), (SILENT, (None,) * 4)],
 )  # fmt: skip
-def test_policy_by_machine(devices, preallocate, fraction, jax_not_started):
-    # GB10: (100 GiB available - 12 reserved) / 120.
-    _, environ = run(devices)
-    assert environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "bfc"
-    assert environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == preallocate
-    assert environ["XLA_CLIENT_MEM_FRACTION"] == fraction
-    assert "TF_FORCE_UNIFIED_MEMORY" not in environ
-    assert ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in environ) == (preallocate == "false")
+def test_policy_by_machine(device, expected):
+    settings, _ = policy(device)
+    names = (runtime.ALLOCATOR, runtime.PREALLOCATE, runtime.FRACTION, runtime.PINNED_GIB)
+    assert settings == {n: v for n, v in zip(names, expected, strict=True) if v is not None}
 
 
-def test_integrated_budget_follows_available_memory():
-    little, _ = memory_policy(Memory.INTEGRATED, GB10, 20 * GIB, None)
-    assert little["XLA_CLIENT_MEM_FRACTION"] == "0.100"
-    unknown, _ = memory_policy(Memory.INTEGRATED, [Device(1, 0)], None, None)
-    assert "XLA_CLIENT_MEM_FRACTION" not in unknown
-
-
-@pytest.mark.parametrize("devices", [H200, GB10, GH200])
-def test_managed_memory_can_be_forced_or_forbidden(devices, jax_not_started):
-    _, forced = run(devices, {"MANAGED_MEMORY": "1"})
-    assert forced["TF_FORCE_UNIFIED_MEMORY"] == "1"
-    assert forced["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-    _, forbidden = run(devices, {"MANAGED_MEMORY": "0"})
-    assert forbidden["TF_FORCE_UNIFIED_MEMORY"] == "0"
-    with pytest.raises(UserError, match=r"MANAGED_MEMORY='yes': must be 1 .* or 0"):
-        run(devices, {"MANAGED_MEMORY": "yes"})
+def test_without_a_gpu_nothing_is_set():
+    assert policy(MANAGED_MEMORY="1") == ({}, ["nothing to set"])
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"],
+    ("devices", "available", "fraction"),
+    [((GB10,), 20, "0.100"), ((GB10,), 5, "0.100"), ((GB10,), 60, "0.400"), ((GB10,), 119, "0.750"),
+     ((ORIN,), 38, "0.500"), ((GB10, GB10), 60, "0.200"), ((GB10,), None, None)],
+)  # fmt: skip
+def test_integrated_budget_follows_available_memory(devices, available, fraction):
+    settings, _ = policy(*devices, available=available and available * GIB)
+    assert settings.get(runtime.FRACTION) == fraction
+
+
+@pytest.mark.parametrize("device", [H200, GB10, GH200, SILENT])
+def test_managed_memory_forces_or_forbids(device):
+    forced, _ = policy(device, MANAGED_MEMORY="1")
+    assert forced[runtime.UNIFIED] == "1" and forced[runtime.ALLOCATOR] == "bfc"
+    assert forced[runtime.PREALLOCATE] == "false" and runtime.FRACTION not in forced
+    assert (runtime.PINNED_GIB in forced) == (device is GB10)
+    plain, _ = policy(device)
+    forbidden, _ = policy(device, MANAGED_MEMORY="0")
+    assert runtime.UNIFIED not in plain
+    assert forbidden == plain | {runtime.UNIFIED: "0"}
+    assert policy(device, MANAGED_MEMORY="") == policy(device)
+
+
+@pytest.mark.parametrize("devices", [(), (H200,), (SILENT,)])
+@pytest.mark.parametrize("value", ["yes", "true", "2", " 1"])
+def test_other_values_of_managed_memory_are_refused_everywhere(devices, value):
+    with pytest.raises(UserError, match=rf"MANAGED_MEMORY='{value}': must be 1 .* 0 .* not set"):
+        policy(*devices, MANAGED_MEMORY=value)
+
+
+ALL_SETTINGS = (runtime.ALLOCATOR, runtime.PREALLOCATE, runtime.FRACTION, runtime.UNIFIED,
+                runtime.PINNED_GIB)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL_SETTINGS)
+@pytest.mark.parametrize("device", [H200, GB10])
+@pytest.mark.parametrize("managed", ["", "0", "1"])
+def test_the_users_own_setting_wins(name, device, managed):
+    without, _ = policy(device, MANAGED_MEMORY=managed)
+    settings, reasons = policy(device, MANAGED_MEMORY=managed, **{name: "0"})
+    assert name not in settings
+    assert (f"{name}=0 was set already and stays" in reasons) == (name in without)
+
+
+def test_managed_memory_yields_to_xlas_own_name():
+    off, reasons = policy(H200, MANAGED_MEMORY="1", TF_FORCE_UNIFIED_MEMORY="0")
+    assert off == policy(H200)[0] and "TF_FORCE_UNIFIED_MEMORY=0 was set" in reasons[1]
+    # Unified memory that is asked for by that name must not be preallocated either.
+    on, _ = policy(H200, MANAGED_MEMORY="0", TF_FORCE_UNIFIED_MEMORY="true")
+    assert on == {runtime.ALLOCATOR: "bfc", runtime.PREALLOCATE: "false"}
+
+
+def test_both_fraction_names_never_come_out():
+    fractions = (None, "", "0.5")
+    for device in (*every_device(), H200, GB10, GH200):
+        for new, old, managed in itertools.product(fractions, fractions, (None, "0", "1")):
+            own = {runtime.FRACTION: new, runtime.OLD_FRACTION: old, "MANAGED_MEMORY": managed}
+            own = {name: value for name, value in own.items() if value is not None}
+            if new and old:
+                with pytest.raises(UserError, match="unset XLA_PYTHON_CLIENT_MEM_FRACTION"):
+                    policy(device, **own)
+                continue
+            settings, _ = policy(device, **own)
+            after = own | settings
+            assert not (after.get(runtime.FRACTION) and after.get(runtime.OLD_FRACTION))
+            assert runtime.OLD_FRACTION not in settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "warned"),
+    [("XLA_PYTHON_CLIENT_PREALLOCATE", "FALSE", True),
+     ("XLA_PYTHON_CLIENT_PREALLOCATE", "no", True),
+     ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", False),
+     ("XLA_PYTHON_CLIENT_PREALLOCATE", "0", False), ("XLA_PYTHON_CLIENT_ALLOCATOR", "bfc", False),
+     ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", True)],
+)  # fmt: skip
+def test_traps_are_named(name, value, warned):
+    _, reasons = policy(H200, MANAGED_MEMORY="1", **{name: value})
+    assert any("means true" in r or "never allocates unified" in r for r in reasons) == warned
+
+
+# configure().
+
+
+def test_configure_applies_and_describes(not_started, warnings_logged):
+    result, environ = run(GB10, environ={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
+    assert environ.items() >= result.settings.items() and runtime.FRACTION not in environ
+    text = "\n".join(result.describe())
+    for part in ("device memory: integrated", "XLA_PYTHON_CLIENT_ALLOCATOR=bfc", "one process",
+                 "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 was set already"):  # fmt: skip
+        assert part in text
+    assert not warnings_logged
+
+
+def test_configuring_twice_changes_nothing(not_started):
+    _, environ = run(GB10)
+    again, after = run(GB10, available=30 * GIB, environ=environ)
+    assert not again.settings and after == environ
+
+
+def test_a_broken_driver_warns_and_changes_nothing(not_started, warnings_logged):
+    result, environ = run(SILENT, note="cuInit returned 999")
+    assert set(environ) == {"JAX_COMPILATION_CACHE_DIR"} and not result.settings
+    assert "cuInit returned 999" in warnings_logged[0]
+    assert result.kind is DeviceMemory.UNKNOWN and "cuInit returned 999" in result.reasons
+
+
+@pytest.mark.parametrize(
+    ("platforms", "probed"),
+    [("cpu", False), ("tpu,cpu", False), ("cuda", True), ("gpu,cpu", True), ("", True)],
 )
-def test_the_users_own_setting_wins(name, jax_not_started):
-    result, environ = run(H200, {name: "mine"})
-    assert environ[name] == "mine" and result.kept == {name: "mine"} and name not in result.applied
+def test_only_a_gpu_platform_is_probed(platforms, probed, not_started):
+    result, _ = run(H200, environ={"JAX_PLATFORMS": platforms})
+    assert result.kind is (DeviceMemory.DISCRETE if probed else DeviceMemory.NONE)
 
 
-def test_both_fraction_names_are_never_set(jax_not_started):
-    _, environ = run(H200, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"})
-    assert "XLA_CLIENT_MEM_FRACTION" not in environ
-
-
-def test_cpu_platform_is_not_probed(jax_not_started):
-    result, _ = run(H200, {"JAX_PLATFORMS": "cpu"})
-    assert result.kind is Memory.NONE and not result.applied
-
-
-def test_too_late_warns_and_sets_nothing(monkeypatch):
+def test_too_late_warns_and_sets_nothing(warnings_logged):
     jax.devices()
-    warned = []
-    monkeypatch.setattr(runtime.logging, "warning", lambda text, *args: warned.append(text % args))
     result, environ = run(H200)
-    assert "XLA_CLIENT_MEM_FRACTION" in warned[0] and "XLA_CLIENT_MEM_FRACTION" not in environ
-    assert not result.applied
+    (message,) = warnings_logged
+    assert "already started" in message and "XLA_CLIENT_MEM_FRACTION=0.90" in message
+    assert set(environ) == {"JAX_COMPILATION_CACHE_DIR"} and not result.settings
+    assert "not applied" in "\n".join(result.describe())
+    run(H200, environ={name: "0" for name in ALL_SETTINGS})  # nothing to add, nothing to warn of
+    assert len(warnings_logged) == 1
 
 
-def test_unwritable_cache_is_off_with_a_reason(tmp_path, jax_not_started):
+def test_compilation_cache_precedence(tmp_path, not_started):
+    def cache(environ, cache_dir=None):
+        run_environ = {"HOME": str(tmp_path)} | environ
+        return configure(environ=run_environ, probe=lambda _: Probe(), cache_dir=cache_dir).cache
+
+    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    assert cache({}, mine) == mine == jax.config.jax_compilation_cache_dir
+    assert (tmp_path / "mine").stat().st_mode & 0o077 == 0
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 1.0
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    assert cache({}) == mine  # chosen through jax.config before, and so is what goes with it
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.5
+    slow = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "9"}
+    assert cache(slow, mine) == mine
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.5
+    assert cache({"JAX_COMPILATION_CACHE_DIR": theirs}, mine) == theirs
+    assert jax.config.jax_compilation_cache_dir == theirs
+    assert cache({"JAX_COMPILATION_CACHE_DIR": ""}, mine).startswith("off (")
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_unwritable_cache_is_off_with_a_reason(tmp_path, not_started):
     (tmp_path / "file").write_text("")
-    environ: dict[str, str] = {}
-    result = configure(
-        environ=environ, probe=lambda: None, meminfo=str, cache_dir=tmp_path / "file" / "x"
-    )
-    assert result.cache.startswith("off (")
+    result = configure(environ={}, probe=lambda _: Probe(), cache_dir=tmp_path / "file" / "x")
+    assert result.cache.startswith("off (") and "file" in result.cache
+
+
+# Clusters.
+
+
+def test_a_cluster_is_joined_from_arguments_or_the_environment():
+    joined = []
+
+    def join(environ, *args):
+        return runtime.join_cluster(environ, *args, initialize=lambda *a: joined.append(a))
+
+    environ = {"KDJAX_COORDINATOR": "a:1", "KDJAX_NUM_PROCESSES": "2", "KDJAX_PROCESS_ID": "1"}
+    assert join(environ) == "joined at a:1"
+    assert join(environ, "b:2", 4, 0) == "joined at b:2"
+    assert join({}) == "joined, found by JAX"
+    assert joined == [("a:1", 2, 1), ("b:2", 4, 0), (None, None, None)]
+    with pytest.raises(UserError, match="KDJAX_PROCESS_ID='one': must be a whole number"):
+        join(environ | {"KDJAX_PROCESS_ID": "one"})
+    with pytest.raises(UserError, match="coordinator 'a': must be host:port"):
+        join({"KDJAX_COORDINATOR": "a"})
+
+
+def test_no_cluster_is_an_error_with_a_way_out():
+    def initialize(*_):
+        raise ValueError("coordinator_address should be defined.")
+
+    with pytest.raises(UserError, match=r"no complete cluster: .* set KDJAX_COORDINATOR"):
+        runtime.join_cluster({}, initialize=initialize)
+
+
+def test_joining_after_jax_started_is_an_error():
+    jax.devices()
+    with pytest.raises(RuntimeError, match="must be called before"):
+        run(distributed=True, coordinator="localhost:1", num_processes=1, process_id=0)
+
+
+# After JAX started.
 
 
 def test_mem_available():
-    assert runtime.mem_available(MEMINFO) == 100 * GIB
-    assert runtime.mem_available("nothing") is None
+    meminfo = "MemTotal: 125829120 kB\nMemFree:  1 kB\nMemAvailable:   104857600 kB\nX: 2 kB\n"
+    assert runtime.parse_mem_available(meminfo) == 100 * GIB
+    for text in ("", "MemTotal: 1 kB", "MemAvailable: lots kB", "NotMemAvailable: 1 kB"):
+        assert runtime.parse_mem_available(text) is None
 
+
+def test_device_summary_on_the_cpu():
+    devices = runtime.device_summary()
+    assert (devices.platform, devices.count) == ("cpu", jax.device_count())
+    assert devices.peak_flops is None and devices.driver is None
+    assert devices.memory_bytes is None or "GB available" in str(devices)
+    assert runtime.peak_memory().endswith("GB host")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "peak"),
+    [("NVIDIA H200", "bfloat16", 989e12), ("NVIDIA H100 80GB HBM3", "float16", 989e12),
+     ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12), ("NVIDIA A100 80GB PCIe", "bfloat16", 312e12),
+     ("NVIDIA L4", "bfloat16", 121e12), ("NVIDIA L40S", "bfloat16", 362e12),
+     ("NVIDIA GeForce RTX 4090", jax.numpy.bfloat16, 165.2e12),
+     # Neighbours in name, not in speed; and what has no published figure.
+     ("NVIDIA L40", "bfloat16", None), ("NVIDIA GB200", "bfloat16", None),
+     ("NVIDIA H100 PCIe", "bfloat16", None), ("NVIDIA GeForce RTX 4090 D", "bfloat16", None),
+     ("NVIDIA GeForce RTX 3090 Ti", "bfloat16", None),
+     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
+     ("NVIDIA GB10", "bfloat16", None), ("cpu", "bfloat16", None),
+     ("NVIDIA H200", "float32", None)],
+)  # fmt: skip
+def test_peaks_are_for_the_exact_device(kind, dtype, peak):
+    assert runtime.peak_matmul_flops(kind, dtype) == peak
+
+
+# What a real process ends up with.
 
 _CHILD = """
 import json, os
+from jax._src import xla_bridge
 from jaxlib import xla_client
-from kdjax.runtime import GIB, Device, configure
-configure(probe=lambda: [Device(1, 0, 120 * GIB)], meminfo=lambda: "MemAvailable: 104857600 kB")
-print(json.dumps([{k: v for k, v in os.environ.items() if k.startswith(("XLA_", "TF_FORCE"))},
-                  xla_client.generate_pjrt_gpu_plugin_options()]))
+from kdjax.probe import Device, Probe
+from kdjax.runtime import GIB, configure
+import_started = xla_bridge.backends_are_initialized()
+device = Device(*json.loads(os.environ.pop("DEVICE")))
+configure(probe=lambda _: Probe((device,)), mem_available=lambda: 100 * GIB)
+import jax
+print(json.dumps({"started": import_started or xla_bridge.backends_are_initialized(),
+                  "environ": dict(os.environ), "cache": jax.config.jax_compilation_cache_dir,
+                  "options": xla_client.generate_pjrt_gpu_plugin_options()}))
 """
 
 
-def test_a_child_process_and_its_jax_see_the_settings(tmp_path):
+@pytest.mark.parametrize(
+    ("device", "own", "allocator", "fraction", "preallocate"),
+    [(GB10, {}, "bfc", 0.733, False), (H200, {}, "default", 0.9, True),
+     (H200, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "default", 0.5, True)],
+)  # fmt: skip
+def test_a_child_process_and_its_jax_see_the_settings(
+    tmp_path, device, own, allocator, fraction, preallocate
+):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "TF_FORCE"))}
+    clean |= {"HOME": str(tmp_path), "DEVICE": json.dumps(dataclasses.astuple(device))} | own
     child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True,
-                           env=clean | {"HOME": str(tmp_path)}, check=True)  # fmt: skip
-    environ, options = json.loads(child.stdout.splitlines()[-1])
-    assert environ["XLA_CLIENT_MEM_FRACTION"] == "0.733"
-    assert options["allocator"] == "bfc" and options["memory_fraction"] == 0.733
-    assert options["preallocate"] is False
+                           env=clean, check=True)  # fmt: skip
+    seen = json.loads(child.stdout.splitlines()[-1])
+    assert not seen["started"], "importing kdjax.runtime or configuring started JAX"
+    assert seen["options"]["allocator"] == allocator
+    assert seen["options"]["memory_fraction"] == fraction
+    assert seen["options"]["preallocate"] is preallocate
+    assert seen["cache"] == str(tmp_path / ".cache/kdjax/xla")
+    assert seen["environ"].get(runtime.PINNED_GIB) == ("4" if device is GB10 else None)
+    assert runtime.UNIFIED not in seen["environ"]
+
+
+_MEMBER = """
+from kdjax.runtime import configure
+line = configure(distributed=True).describe()[-1]
+import jax
+print(jax.process_index(), jax.process_count(), jax.device_count(), line)
+"""
+
+
+def test_two_processes_join_through_the_environment(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environ = os.environ | {
+        "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
+        "KDJAX_COORDINATOR": address, "JAX_COORDINATOR_BIND_ADDRESS": address,
+        "KDJAX_NUM_PROCESSES": "2",
+    }  # fmt: skip
+    members = [
+        subprocess.Popen([sys.executable, "-c", _MEMBER], text=True, stdout=subprocess.PIPE,
+                         env=environ | {"KDJAX_PROCESS_ID": str(i)})
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        said = [member.communicate(timeout=60)[0].split(maxsplit=3) for member in members]
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    assert said == [[str(i), "2", "2", f"cluster: joined at {address}\n"] for i in range(2)]

@@ -91,7 +91,7 @@ def step_once(built, data=None):
 
 
 def assert_equal_gradients(got, want):
-    """Loss, parts and count to 1e-6; gradients to float32 rounding (measured: 1.3e-6 of the norm)."""
+    """Loss, parts and count to 1e-6; gradients to float32 rounding (1.3e-6 seen)."""
     chex.assert_trees_all_close(got[1:], want[1:], rtol=1e-6)
     got, want = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t[0])]) for t in (got, want))
     assert np.linalg.norm(got - want) < 3e-6 * np.linalg.norm(want)
