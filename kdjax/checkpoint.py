@@ -20,12 +20,12 @@ class Checkpoints:
     """Checkpoints of one workdir, under `workdir/checkpoints/<step>`."""
 
     def __init__(self, workdir: Path, keep: int, *, asynchronous: bool | None = None):
-        # On a CPU the copies that a background save makes (6 GB for a 0.5B student) would sit in the
-        # same memory as the next step's temporaries: save there at once, 1 GB at a time.
+        # On a CPU the copies of a background save (6 GB for a 0.5B student) would sit in the same
+        # memory as the next step's temporaries: save there at once, 1 GB at a time.
         on_cpu = jax.default_backend() == "cpu"
         if asynchronous is None:
             asynchronous = not on_cpu
-        handler = ocp.StandardCheckpointHandler(**({"save_concurrent_gb": 1} if on_cpu else {}))
+        handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
         folder = (workdir / "checkpoints").resolve()
         if jax.process_index() == 0:
             # Saves that a kill cut short. Orbax would remove them in a thread, which prints a
@@ -48,7 +48,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
-        """Saves, in the background if asynchronous; the caller may donate the arrays once it returns."""
+        """Saves, in the background if asynchronous; once it returns, the arrays may be donated."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         self._manager.save(step, args=items)
 
@@ -81,9 +81,9 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path
     """Raises `UserError` naming every field in which the saved run differs from this one."""
     missing = "(absent)"
     differences = [
-        f"{name}: the checkpoint has {saved.get(name, missing)!r}, now {current.get(name, missing)!r}"
+        f"{name}: the checkpoint has {was!r}, now {now!r}"
         for name in sorted(saved.keys() | current.keys())
-        if saved.get(name, missing) != current.get(name, missing)
+        if (was := saved.get(name, missing)) != (now := current.get(name, missing))
     ]
     if differences:
         raise UserError(

@@ -1,10 +1,11 @@
-"""What may watch a run and stop it. The loop calls these in order and knows none of them by name."""
+"""What may watch a run and stop it: the loop calls these in order and knows none by name."""
 
 import dataclasses
 import enum
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +77,8 @@ class NonFiniteGuard(Hook):
         if not bad:
             return Action.CONTINUE
         path = self._workdir / f"nonfinite_step_{record.step}.npz"
-        np.savez_compressed(path, **dict(record.batch))
+        columns: dict[str, Any] = dict(record.batch)
+        np.savez_compressed(path, **columns)
         raise NonFiniteError(
             f"step {record.step}: {', '.join(bad)} not finite. The step's batch is in {path}; the "
             "last checkpoint is from before it. Lower optim.learning_rate, or look at those rows."

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kdjax import optim, sharding, step, teacher
+from kdjax import optim, sharding, step
 from kdjax.checkpoint import Checkpoints, abstract_state, check_same_run
 from kdjax.config import Config, identity
 from kdjax.data import pipeline
@@ -28,6 +28,7 @@ from kdjax.loading import load_params, tied_in_fact
 from kdjax.losses import HeadSpec
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.decoder import Compute, functional, initialise
+from kdjax.teacher import BACKENDS, Teacher, Vocabulary, align, dequantized
 from kdjax.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -44,7 +45,7 @@ class Sources:
     teacher_spec: ArchSpec
     student_spec: ArchSpec
     tokenizer: Tokenizer
-    vocabulary: teacher.Vocabulary
+    vocabulary: Vocabulary
 
 
 @dataclasses.dataclass
@@ -56,7 +57,7 @@ class Job:
     mesh: Mesh
     sources: Sources
     rows: RowSet
-    teacher: teacher.Teacher
+    teacher: Teacher
     step_spec: step.StepSpec
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
@@ -137,9 +138,7 @@ def open_sources(config: Config) -> Sources:
                 f"{spec.max_positions} positions. Lower data.seq_len."
             )
     tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
-    vocabulary = teacher.align(
-        student_spec, teacher_spec, tokenizer, load_tokenizer(config.teacher.path)
-    )
+    vocabulary = align(student_spec, teacher_spec, tokenizer, load_tokenizer(config.teacher.path))
     return Sources(*tables, teacher_spec, student_spec, tokenizer, vocabulary)
 
 
@@ -185,10 +184,8 @@ def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
 def teacher_backend(config: Config) -> str:
     """The backend asked for: `KDJAX_TEACHER_BACKEND`, else the config."""
     backend = os.environ.get(BACKEND_VARIABLE) or config.teacher.backend
-    if backend not in teacher.BACKENDS:
-        raise UserError(
-            f"{BACKEND_VARIABLE}={backend!r}: must be one of {', '.join(teacher.BACKENDS)}"
-        )
+    if backend not in BACKENDS:
+        raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {', '.join(BACKENDS)}")
     return backend
 
 
@@ -209,9 +206,9 @@ def assemble(config: Config, workdir: Path) -> Job:
     hashes = [pool.submit(content_hash, t) for t in (sources.teacher, sources.student)]
 
     dtype = jnp.dtype(config.train.compute_dtype)
-    shared = dict(dtype=dtype, max_segments=config.data.max_segments)
+    shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
     frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
-    provider = teacher.dequantized(sources.teacher, sources.teacher_spec, frozen, mesh)
+    provider = dequantized(sources.teacher, sources.teacher_spec, frozen, mesh)
     _log.info("%s", provider.info)
     apply, shapes = functional(sources.student_spec, Compute(remat=config.student.remat, **shared))
     step_spec = _step_spec(config, apply, provider, vocabulary)
@@ -229,8 +226,8 @@ def assemble(config: Config, workdir: Path) -> Job:
                shardings, abstract, run_identity)  # fmt: skip
 
 
-def _step_spec(config: Config, apply: Any, provider: teacher.Teacher,
-               vocabulary: teacher.Vocabulary) -> step.StepSpec:  # fmt: skip
+def _step_spec(config: Config, apply: Any, provider: Teacher,
+               vocabulary: Vocabulary) -> step.StepSpec:  # fmt: skip
     settings = dataclasses.asdict(config.optim)
     optim_spec = optim.OptimSpec(total_steps=config.train.steps, **settings)
     head = HeadSpec(
@@ -253,6 +250,7 @@ def _step_spec(config: Config, apply: Any, provider: teacher.Teacher,
 def _describe(table: TensorTable, spec: ArchSpec) -> str:
     head = "tied" if spec.tied else "untied"
     return (
-        f"{table.paths[0].name}: {spec.family}, {spec.num_layers} layers, width {spec.hidden_size}, "
-        f"{spec.vocab_size:,} rows, {head}, {spec.parameters() / 1e9:.3f} B parameters"
+        f"{table.paths[0].name}: {spec.family}, {spec.num_layers} layers, width "
+        f"{spec.hidden_size}, {spec.vocab_size:,} rows, {head}, "
+        f"{spec.parameters() / 1e9:.3f} B parameters"
     )

@@ -83,7 +83,8 @@ def _check(plan: dict[tuple[str, ...], list[str]], abstract: Any, table: TensorT
     if problems:
         shown = "\n  ".join(problems[:40]) + ("\n  ..." if len(problems) > 40 else "")
         raise UserError(
-            f"{table.paths[0]} does not match its own header ({len(problems)} tensors):\n  {shown}\n"
+            f"{table.paths[0]} does not match its own header ({len(problems)} tensors):\n"
+            f"  {shown}\n"
             "The file is damaged or of another architecture: download or convert it again."
         )
 
@@ -106,7 +107,7 @@ def _store(buffer: Array, raw: Array, layer: Array, **how: Any) -> Array:
 
 
 def load_params(table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh) -> Params:
-    """Reads every parameter of `abstract` from the table onto the mesh, in the dtypes `abstract` asks.
+    """Reads every parameter of `abstract` from the table onto the mesh, in `abstract`'s dtypes.
 
     Raises `UserError` listing all tensors that are missing, misshapen or unknown.
     """

@@ -204,6 +204,7 @@ def _head_loss_forward(student_hidden, student_head, teacher_hidden, teacher_hea
     sums, d_hidden, d_head = _head_loss(student_hidden, student_head, teacher_hidden, teacher_head,
                                         labels, weights, spec, with_gradient=True)  # fmt: skip
     batch, length, width = student_hidden.shape
+    assert d_hidden is not None
     d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, width)[:, :length]
     extra = student_head.shape[0] - d_head.shape[0]
     d_head = jnp.pad(d_head, ((0, extra), (0, 0))).astype(student_head.dtype)

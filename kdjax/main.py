@@ -80,17 +80,15 @@ def distil(config: Config, workdir: Path) -> str:
 def main(argv: list[str]) -> int:
     """Runs the command; returns the exit status."""
     if len(argv) > 1:
-        raise app.UsageError(
-            f"unexpected arguments {argv[1:]}; fields are set with --config.<field>="
-        )
-    # Libraries log through absl at INFO, Orbax a dozen lines a save; the run's own lines stay apart.
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; set fields by --config.<field>=")
+    # Libraries log through absl at INFO (Orbax a dozen lines a save); the run's own lines do not.
     absl_logging.set_verbosity(absl_logging.WARNING)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     _log.handlers, _log.propagate = [handler], False
     _log.setLevel(logging.INFO)
     try:
-        reason = distil(_CONFIG.value, open_workdir(_WORKDIR.value))
+        reason = distil(_CONFIG.value, open_workdir(str(_WORKDIR.value)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

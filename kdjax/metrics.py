@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from kdjax.losses import EvalSums
 
@@ -11,11 +12,11 @@ def held_out_figures(sums: Iterable[EvalSums], temperature: float) -> dict[str, 
 
     Perplexity is exp of the merged mean, never a mean of perplexities.
     """
-    totals = [math.fsum(float(x) for x in column) for column in zip(*sums, strict=True)]
-    total = EvalSums(*totals)  # type: ignore[arg-type]
-    if total.count == 0:
+    totals: list[Any] = [math.fsum(float(x) for x in column) for column in zip(*sums, strict=True)]
+    total = EvalSums(*totals)
+    if float(total.count) == 0:
         raise ZeroDivisionError("no held-out position carries weight")
-    mean = {name: value / total.count for name, value in total._asdict().items()}
+    mean = {name: float(value) / float(total.count) for name, value in total._asdict().items()}
     return {
         "student_ce": mean["student_ce"],
         "student_perplexity": math.exp(min(mean["student_ce"], 700.0)),
@@ -25,7 +26,7 @@ def held_out_figures(sums: Iterable[EvalSums], temperature: float) -> dict[str, 
         "kl_temperature": mean["kl_temperature"],
         "temperature": temperature,
         "agreement": mean["agreement"],
-        "tokens": total.count,
+        "tokens": float(total.count),
     }
 
 

@@ -10,7 +10,7 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class OptimSpec:
-    """AdamW with linear warmup and cosine decay; learning rates are absolute, steps are optimizer steps."""
+    """AdamW with linear warmup and cosine decay; steps are optimizer steps."""
 
     learning_rate: float
     final_learning_rate: float
@@ -42,7 +42,7 @@ def schedule(spec: OptimSpec) -> optax.Schedule:
 
 
 def decay_mask(params: Any) -> Any:
-    """True for matrices; False for norms and biases, which stacked layers make two-dimensional too."""
+    """True for matrices, False for norms and biases; by name, for stacked ones are all 2-d."""
 
     def matrix(path: tuple[Any, ...], _: Any) -> bool:
         keys = [key.key for key in path]

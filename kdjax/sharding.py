@@ -15,7 +15,7 @@ from kdjax.errors import UserError
 AXES = ("data", "fsdp", "tensor")
 
 # Last keys of a parameter's path -> axes of its last two dimensions, (out, in). Column-parallel
-# products split their outputs over `tensor`, row-parallel ones their inputs; `fsdp` splits the other.
+# products split their outputs over `tensor`, row-parallel ones their inputs; `fsdp` the rest.
 _COLUMN, _ROW = ("tensor", "fsdp"), ("fsdp", "tensor")
 _RULES = {
     "q": _COLUMN, "k": _COLUMN, "v": _COLUMN, "gate": _COLUMN, "up": _COLUMN,
@@ -25,7 +25,7 @@ _RULES = {
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = None) -> Mesh:
     """The mesh over `devices` (default: all); `data=-1` takes what the other axes leave."""
-    devices = jax.devices() if devices is None else devices
+    devices = list(jax.devices()) if devices is None else devices
     rest = fsdp * tensor
     if data == -1 and rest > 0 and len(devices) % rest == 0:
         data = len(devices) // rest
@@ -42,10 +42,10 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = Non
 
 def parameter_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
     """The partition of one parameter; an axis that does not divide its dimension is dropped."""
-    key = next((k for k in (path[-1], path[-2] if len(path) > 1 else "") if k in _RULES), None)
+    key = next((k for k in reversed(path[-2:]) if k in _RULES), None)
     if key is None or path[-1] == "bias" or len(shape) < 2:
         return P()
-    axes = [None] * (len(shape) - 2) + [
+    axes: list[Any] = [None] * (len(shape) - 2) + [
         axis if size % mesh.shape[axis] == 0 else None
         for axis, size in zip(_RULES[key], shape[-2:], strict=True)
     ]

@@ -73,7 +73,7 @@ def kd_gradients(
     """
 
     def summed(params: Params, part: Batch) -> tuple[Array, LossSums]:
-        sums = head_loss(
+        sums: LossSums = head_loss(  # pyright: ignore[reportAssignmentType]: custom_vjp hides it
             *_hidden_and_heads(spec, params, teacher, part),
             part["labels"],
             part["weights"],
@@ -108,7 +108,7 @@ def kd_step(
     """
     grads, sums, count = kd_gradients(state.params, teacher, batch, spec)
     updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params: Any = optax.apply_updates(state.params, updates)
     metrics = dict(sums._asdict(), count=count, grad_norm=optax.tree.norm(grads),
                    learning_rate=spec.schedule(state.step))  # fmt: skip
     return TrainState(state.step + 1, params, opt_state), metrics
@@ -144,7 +144,7 @@ def state_shardings(
 def compile_steps(
     spec: StepSpec, shardings: TrainState, mesh: Mesh
 ) -> tuple[Callable[..., tuple[TrainState, dict[str, Array]]], Callable[..., EvalSums]]:
-    """The only `jax.jit` of training and evaluation: (state, teacher, batch) and (params, teacher, batch)."""
+    """The only `jax.jit` of the two steps: (state, teacher, batch) and (params, teacher, batch)."""
     train = jax.jit(
         functools.partial(kd_step, spec=spec),
         donate_argnums=0,

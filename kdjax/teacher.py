@@ -90,7 +90,8 @@ def align(student: ArchSpec, teacher: ArchSpec, student_tokenizer: Tokenizer,
     for i in range(real):
         if ours[i] != theirs[i]:
             raise UserError(
-                f"tokenizers differ at id {i}: the student has {ours[i]!r}, the teacher {theirs[i]!r}. "
+                f"tokenizers differ at id {i}: the student has {ours[i]!r}, the teacher "
+                f"{theirs[i]!r}. "
                 "Logits of different tokens cannot be compared: choose models of one tokenizer."
             )
     _check_rest(student_tokenizer, teacher_tokenizer)
@@ -106,7 +107,8 @@ def _check_rest(student: Tokenizer, teacher: Tokenizer) -> None:
     for i, (ours, theirs) in enumerate(zip(student.merges, teacher.merges, strict=False)):
         if ours != theirs:
             raise UserError(
-                f"tokenizers differ at merge {i}: the student has {ours!r}, the teacher {theirs!r}. "
+                f"tokenizers differ at merge {i}: the student has {ours!r}, the teacher "
+                f"{theirs!r}. "
                 "The same text would be cut differently: choose models of one tokenizer."
             )
     specials: list[tuple[str, Any, Any]] = [

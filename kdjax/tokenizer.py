@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Encoder
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 
-# How text is cut before merging, by `tokenizer.ggml.pre`. Sources: the pre_tokenizer of the published
-# tokenizer.json files, and llama.cpp's llama-vocab.cpp.
+# How text is cut before merging, by `tokenizer.ggml.pre`. Sources: the pre_tokenizer entries of
+# published tokenizer.json files, and llama.cpp's llama-vocab.cpp.
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,7 +60,7 @@ class Tokenizer:
 
     @functools.cached_property
     def content_hash(self) -> str:
-        """SHA-256 of all that decides ids: the encoder as `tokenizers` serialises it, and the template."""
+        """SHA-256 of all that decides ids: the serialised encoder, and the template."""
         whole = self.encoder.to_str() + json.dumps([sorted(self.special_ids), self.chat_template])
         return hashlib.sha256(whole.encode()).hexdigest()
 
@@ -83,7 +83,7 @@ class Tokenizer:
         return encoded.ids, encoded.offsets
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:
-        """The conversation through the chat template; `answer_next` opens the assistant's next turn.
+        """The conversation through the chat template; `answer_next` opens the assistant's turn.
 
         Raises `UserError` if the tokenizer has no template or the template refuses the messages.
         """
@@ -97,7 +97,7 @@ class Tokenizer:
             )
         try:
             rendered, _ = render_jinja_template(
-                [list(messages)],
+                [[dict(message) for message in messages]],
                 chat_template=self.chat_template,
                 add_generation_prompt=answer_next,
             )
@@ -107,7 +107,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a GGUF file or of a Hugging Face folder; raises `UserError` if it has none."""
+    """The tokenizer of a GGUF file or Hugging Face folder; raises `UserError` if it has none."""
     table = open_table(path)
     if "general.architecture" in table.metadata:
         return from_gguf(table.metadata, str(path))
@@ -119,8 +119,8 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """Rebuilds a byte-level BPE tokenizer from GGUF key-values; `source` is named in errors."""
     if "tokenizer.ggml.tokens" not in metadata:
         raise UserError(
-            f"{source} holds no tokenizer (no tokenizer.ggml.tokens); set data.tokenizer to a folder "
-            "or file that does."
+            f"{source} holds no tokenizer (no tokenizer.ggml.tokens); set data.tokenizer to a "
+            "folder or file that does."
         )
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre", "default")

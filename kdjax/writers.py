@@ -15,7 +15,7 @@ from kdjax.hooks import Action, Hook, Run, StepRecord
 class JsonLines(Hook):
     """One JSON object a line in `workdir/metrics.jsonl`: kind, step and figures.
 
-    On resumption, lines of steps after the checkpoint are dropped first: they will be written again.
+    On resumption, lines of steps after the checkpoint are dropped: they will be written again.
     """
 
     def __init__(self, workdir: Path):

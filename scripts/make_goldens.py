@@ -1,4 +1,4 @@
-"""Makes tests/goldens: small random models and what Transformers (torch, float32) computes with them.
+"""Makes tests/goldens: small random models and what Transformers (torch, float32) makes of them.
 
     pip install -e '.[parity]' && python scripts/make_goldens.py
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, seed: int) -> Any:
-    """A random float32 Transformers model of the case, in eval mode; every weight is random, norms too."""
+    """A random float32 Transformers model of the case, in eval mode; norms are random too."""
     import torch
     import transformers
 
@@ -59,7 +59,7 @@ def build(name: str, seed: int) -> Any:
     return model
 
 
-def expected(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+def expected(model: Any, tokens: np.ndarray) -> dict[str, Any]:
     """float32 logits `[B, T, V]` and layer outputs `[L, B, T, D]` (before the final norm)."""
     import torch
 

@@ -44,7 +44,7 @@ def collect(package: str, out: Path) -> tuple[int, int]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--train", required=True, help="package names joined by commas")
     parser.add_argument("--heldout", default="")

@@ -24,11 +24,11 @@ class _Source:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return example(self._rows, int(index))
 
 
-def example(rows: Rows, index: int) -> dict[str, np.ndarray]:
+def example(rows: Rows, index: int) -> dict[str, Any]:
     """One row as arrays `[T]`: tokens, labels, segment_ids, positions (int32), weights (float32).
 
     A position has weight 1 if its target is in the same document and carries loss. Positions count

@@ -22,6 +22,7 @@ from kdjax.tokenizer import Tokenizer
 
 FORMAT = 1  # raise when the same inputs would give other bytes
 _COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
+_SIDES = ("train", "heldout")
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
 
 
@@ -148,7 +149,7 @@ def prepare_rows(
     cache_dir: Path,
     max_segments: int,
 ) -> RowSet:
-    """Rows of the text in `train` and `heldout` (comma-separated patterns), from the cache if there.
+    """Rows of the text in `train` and `heldout` (comma-separated patterns), cached by content.
 
     With `heldout` empty, `heldout_fraction` of the documents is held out, each by the hash of its
     own text: copies of a document land on one side, whatever the order or number of the others.
@@ -170,9 +171,7 @@ def prepare_rows(
     cache_dir.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".making-", dir=cache_dir))
     try:
-        packers = [
-            _Packer(aside / side, seq_len + 1, max_segments) for side in ("train", "heldout")
-        ]
+        packers = [_Packer(aside / side, seq_len + 1, max_segments) for side in _SIDES]
         _fill(packers, files, heldout_fraction, tokenizer, end_of_document_id)
         info = _check_sides(packers, seq_len, bool(heldout))
         (aside / "meta.json").write_text(json.dumps(info, indent=1))
@@ -207,10 +206,12 @@ def _fill(packers: list[_Packer], files: tuple[list[Path], list[Path]], fraction
 
 
 def _check_sides(packers: list[_Packer], seq_len: int, explicit: bool) -> dict[str, Any]:
-    sides = dict(zip(("train", "heldout"), (p.counts for p in packers), strict=True))
-    for name, counts in sides.items():
+    sides: dict[str, Any] = {}
+    for name, packer in zip(_SIDES, packers, strict=True):
+        counts = packer.counts
+        sides[name] = dict(counts)
         if counts["rows"]:
-            counts["fill"] = round(counts["tokens"] / (counts["rows"] * (seq_len + 1)), 4)
+            sides[name]["fill"] = round(counts["tokens"] / (counts["rows"] * (seq_len + 1)), 4)
             continue
         total = sum(p.counts["documents"] for p in packers)
         if total == 0:
@@ -218,7 +219,7 @@ def _check_sides(packers: list[_Packer], seq_len: int, explicit: bool) -> dict[s
         hint = (
             "all of data.train is also in data.heldout" if explicit and name == "train"
             else "data.heldout holds no text" if explicit
-            else "change data.heldout_fraction, add documents, or name held-out files in data.heldout"
+            else "change data.heldout_fraction, add documents, or set data.heldout"
         )  # fmt: skip
         raise UserError(f"no document is left for {name} out of {total}: {hint}.")
     return sides
@@ -228,18 +229,17 @@ def _open(folder: Path, row_length: int, key: str) -> RowSet | None:
     """The cached rows, or None if they are absent or not whole."""
     try:
         info = json.loads((folder / "meta.json").read_text())
-        sides = [
-            Rows(
-                *(
-                    _map(folder / side / f"{name}.bin", dtype, info[side]["rows"], row_length)
-                    for name, dtype in _COLUMNS.items()
-                )
-            )  # fmt: skip
-            for side in ("train", "heldout")
-        ]
+        train, heldout = (
+            _open_side(folder / side, info[side]["rows"], row_length) for side in _SIDES
+        )
     except (OSError, ValueError, KeyError):
         return None
-    return RowSet(*sides, info, key)
+    return RowSet(train, heldout, info, key)
+
+
+def _open_side(folder: Path, rows: int, length: int) -> Rows:
+    columns = {n: _map(folder / f"{n}.bin", t, rows, length) for n, t in _COLUMNS.items()}
+    return Rows(**columns)
 
 
 def _map(path: Path, dtype: Any, rows: int, length: int) -> np.ndarray:

@@ -12,61 +12,15 @@ from kdjax.errors import MissingFileError, UserError
 from kdjax.tokenizer import Tokenizer
 
 # What a directory is searched for; a file named outright is read whatever its suffix.
-TEXT_SUFFIXES = frozenset(
-    [
-        ".txt",
-        ".md",
-        ".rst",
-        ".py",
-        ".pyi",
-        ".ipynb",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".cu",
-        ".cuh",
-        ".hpp",
-        ".rs",
-        ".go",
-        ".java",
-        ".kt",
-        ".scala",
-        ".js",
-        ".jsx",
-        ".ts",
-        ".tsx",
-        ".rb",
-        ".php",
-        ".pl",
-        ".lua",
-        ".r",
-        ".jl",
-        ".swift",
-        ".cs",
-        ".hs",
-        ".ml",
-        ".ex",
-        ".erl",
-        ".clj",
-        ".sh",
-        ".bash",
-        ".sql",
-        ".html",
-        ".css",
-        ".xml",
-        ".yaml",
-        ".yml",
-        ".toml",
-        ".ini",
-        ".cfg",
-        ".json",
-        ".tex",
-        ".proto",
-        ".cmake",
-        ".dockerfile",
-    ]
-)
+# fmt: off
+TEXT_SUFFIXES = frozenset((
+    ".txt", ".md", ".rst", ".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".cu", ".cuh",
+    ".hpp", ".rs", ".go", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".rb", ".php",
+    ".pl", ".lua", ".r", ".jl", ".swift", ".cs", ".hs", ".ml", ".ex", ".erl", ".clj", ".sh",
+    ".bash", ".sql", ".html", ".css", ".xml", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".json",
+    ".tex", ".proto", ".cmake", ".dockerfile",
+))
+# fmt: on
 TABLE_SUFFIXES = frozenset((".jsonl", ".parquet"))
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 
@@ -99,13 +53,11 @@ def find_files(patterns: str) -> list[Path]:
         matches = sorted(glob.glob(expanded, recursive=True)) or [expanded]
         files: set[Path] = set()
         for path in map(Path, matches):
-            files |= (
-                set(_walk(path)) if path.is_dir() else {path} & {p for p in [path] if p.is_file()}
-            )
+            files |= set(_walk(path)) if path.is_dir() else ({path} if path.is_file() else set())
         if not files:
             raise MissingFileError(
-                f"{pattern}: no file found. Give a directory of text, a glob such as 'src/**/*.py', or "
-                "a .txt, .jsonl or .parquet file."
+                f"{pattern}: no file found. Give a directory of text, a glob such as "
+                "'src/**/*.py', or a .txt, .jsonl or .parquet file."
             )
         found |= files
     if not found:
@@ -150,8 +102,8 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(
-            f"{path}:{line}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8. Convert the "
-            "file to UTF-8 or leave it out of data.train."
+            f"{path}:{line}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8. Convert "
+            "the file to UTF-8 or leave it out of data.train."
         ) from error
 
 
@@ -164,8 +116,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}:{number}", json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(
-                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}). Each line must be "
-                'one object with a "text" or a "messages" field.'
+                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}). Each line must "
+                'be one object with a "text" or a "messages" field.'
             ) from error
 
 
@@ -178,7 +130,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         names = [n for n in ("text", "messages") if n in file.schema_arrow.names]
         if not names:
             raise UserError(
-                f"{path}: no column 'text' or 'messages' among {', '.join(file.schema_arrow.names)}."
+                f"{path}: no column 'text' or 'messages' among "
+                f"{', '.join(file.schema_arrow.names)}."
             )
         number = 0
         for batch in file.iter_batches(columns=names[:1]):
@@ -196,7 +149,8 @@ def _from_record(record: Any, source: str, tokenizer: Tokenizer) -> Document:
         return _conversation(record["messages"], source, tokenizer)
     found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise UserError(
-        f'{source}: expected an object with "text" (a string) or "messages" (a list); found {found}.'
+        f'{source}: expected an object with "text" (a string) or "messages" (a list); '
+        f"found {found}."
     )
 
 
@@ -217,8 +171,8 @@ def _conversation(messages: list[Any], source: str, tokenizer: Tokenizer) -> Doc
             after = tokenizer.render(messages[: i + 1])
             if not (text.startswith(before) and text.startswith(after)):
                 raise UserError(
-                    f"the chat template renders message {i} differently once more messages follow, so "
-                    "its tokens cannot be found; split the conversation into single turns"
+                    f"the chat template renders message {i} differently once more messages follow, "
+                    "so its tokens cannot be found; split the conversation into single turns"
                 )
             # What follows the end token (a newline in ChatML) is the template's, not the model's.
             spans.append((len(before), len(after.rstrip())))

@@ -1,6 +1,6 @@
 """Decoder architectures as plain numbers, read from a checkpoint's own header.
 
-One frozen `ArchSpec` describes Qwen2/2.5, Qwen3 and Llama alike; `decoder.Decoder` builds any of them.
+One frozen `ArchSpec` describes Qwen2/2.5, Qwen3 and Llama alike; `decoder.Decoder` builds them.
 Sources: Transformers' modeling_qwen2.py, modeling_qwen3.py, modeling_llama.py and
 modeling_rope_utils.py; llama.cpp's gguf-py/gguf/constants.py for the GGUF keys.
 """
@@ -23,8 +23,8 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    `kind` is "linear", "llama3", "yarn" or "divisors" (explicit per-frequency divisors, as llama.cpp
-    stores Llama 3.1's in `rope_freqs.weight`).
+    `kind` is "linear", "llama3", "yarn" or "divisors" (one divisor a frequency, as llama.cpp stores
+    Llama 3.1's in `rope_freqs.weight`).
     """
 
     kind: str
@@ -68,7 +68,7 @@ class ArchSpec:
         return self.num_layers * layer + self.vocab_size * d * (1 if self.tied else 2) + d
 
     def forward_flops(self, seq_len: int) -> float:
-        """Floating-point operations a token of one forward pass, causal attention and head included."""
+        """FLOP a token of one forward pass, causal attention and head included."""
         d, hd = self.hidden_size, self.head_dim
         qo, kv = self.num_heads * hd, self.num_kv_heads * hd
         products = self.num_layers * (2 * d * qo + 2 * d * kv + 3 * d * self.mlp_size)
@@ -77,7 +77,7 @@ class ArchSpec:
 
 
 def rope_frequencies(spec: ArchSpec) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[head_dim / 2]` (float32, radians a position) and the factor on cos and sin.
+    """Inverse frequencies `[head_dim / 2]` (float32, radians a position), factor on cos and sin.
 
     Follows Transformers' modeling_rope_utils.py, so that checkpoints mean the same here.
     """
@@ -125,7 +125,7 @@ def _yarn(inverse: np.ndarray, spec: ArchSpec, scaling: RopeScaling) -> tuple[np
 
 
 def spec_from_table(table: TensorTable) -> ArchSpec:
-    """Reads the spec from a checkpoint's header; raises `UserError` for what this decoder is not."""
+    """Reads the spec from a checkpoint's header; raises `UserError` for unknown architectures."""
     if "general.architecture" in table.metadata:
         return _from_gguf(table)
     return _from_hf(table)
@@ -148,8 +148,8 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
         value = meta.get(f"{family}.{name}", default)
         if value is None:
             raise UserError(
-                f"{table.paths[0]}: the GGUF header has no {family}.{name}. The file is incomplete; "
-                "convert it again with llama.cpp's convert_hf_to_gguf.py, or download it again."
+                f"{table.paths[0]}: the GGUF header has no {family}.{name}. The file is "
+                "incomplete; convert it again with convert_hf_to_gguf.py, or download it again."
             )
         return value
 
@@ -210,8 +210,8 @@ def _from_hf(table: TensorTable) -> ArchSpec:
     for name in ("mlp_bias", "use_sliding_window"):
         if config.get(name):
             raise UserError(
-                f"{table.paths[0].parent}/config.json sets {name}=true, which this decoder does not "
-                "implement. Use a checkpoint without it."
+                f"{table.paths[0].parent}/config.json sets {name}=true, which this decoder does "
+                "not implement. Use a checkpoint without it."
             )
     hidden, heads = int(key("hidden_size")), int(key("num_attention_heads"))
     # Transformers 5 moved rope_theta and rope_scaling into rope_parameters.
@@ -243,8 +243,8 @@ def _hf_scaling(table: TensorTable, rope: Mapping[str, Any]) -> RopeScaling | No
         return None
     if kind not in ("linear", "llama3", "yarn"):
         raise UserError(
-            f"{table.paths[0].parent}/config.json: rope type {kind!r} is not one of default, linear, "
-            "llama3, yarn."
+            f"{table.paths[0].parent}/config.json: rope type {kind!r} is not one of default, "
+            "linear, llama3, yarn."
         )
     return RopeScaling(
         kind,

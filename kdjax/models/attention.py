@@ -5,6 +5,7 @@ D head width.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def _cudnn(q: Array, k: Array, v: Array, segment_ids: Array, max_segments: int) 
     if max_segments == 1:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     lengths, starts = packed_layout(segment_ids, max_segments)
-    return cudnn.dot_product_attention(
+    out: Any = cudnn.dot_product_attention(
         q,
         k,
         v,
@@ -89,6 +90,7 @@ def _cudnn(q: Array, k: Array, v: Array, segment_ids: Array, max_segments: int) 
         scale=q.shape[-1] ** -0.5,
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
     )
+    return out
 
 
 def packed_layout(

@@ -1,6 +1,6 @@
 """The decoder-only transformer of the Qwen2, Qwen3 and Llama families, as a Flax NNX module.
 
-Layers are stacked on a leading axis and scanned: 24 layers compile as one and dispatch as 15 leaves.
+Layers are stacked on a leading axis and scanned: 24 layers compile as one, and are 15 leaves.
 Weights are stored (out, in), as in the files, so that loading and export move no element.
 
 Letters: B rows, T positions, D hidden width, L layers, V vocabulary rows.
@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
     def hidden_and_layers(
         self, tokens: Array, segment_ids: Array, positions: Array, *, keep_layers: bool = False
     ) -> tuple[Array, Array | None]:
-        """As `hidden`, and with `keep_layers` each layer's output `[L, B, T, D]`, for parity tests."""
+        """As `hidden`; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
         inverse, factor = rope_frequencies(self.spec)
         angle = (
             positions.astype(jnp.float32)[..., None, None] * jnp.asarray(inverse)[None, None, None]
@@ -234,7 +234,7 @@ class Apply:
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[Apply, Params]:
-    """Pure functions and the abstract parameter tree (`ShapeDtypeStruct` leaves); allocates nothing."""
+    """Pure functions and the parameters' shapes (`ShapeDtypeStruct` leaves); allocates nothing."""
     abstract = nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     return Apply(graph, spec), nnx.to_pure_dict(state)
