@@ -5,6 +5,7 @@ more than one tensor, and the device never more than the model and one tensor.
 """
 
 import functools
+import mmap
 from typing import Any
 
 import jax
@@ -131,7 +132,10 @@ def _load_leaf(table: TensorTable, sources: list[str], leaf: Any, place: Any, he
                stacked: bool) -> Array:  # fmt: skip
     def raw(name: str) -> Array:
         whole = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-        return jax.device_put(table.raw(name), whole)
+        view = table.raw(name)
+        moved = jax.block_until_ready(jax.device_put(view, whole, may_alias=False))
+        _forget_pages(view)
+        return moved
 
     if not stacked:
         how = dict(dtype=table.info(sources[0]).dtype, out_dtype=leaf.dtype, heads=heads)
@@ -141,6 +145,15 @@ def _load_leaf(table: TensorTable, sources: list[str], leaf: Any, place: Any, he
         store = _jitted(_store, place, donate=True, dtype=table.info(name).dtype, heads=heads)
         buffer = store(buffer, raw(name), jnp.int32(layer))
     return buffer
+
+
+def _forget_pages(view: np.ndarray) -> None:
+    """Takes the file's pages out of this process; they stay in the page cache, to be read again."""
+    base: Any = view
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 @functools.cache

@@ -96,6 +96,11 @@ class _Packer:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
+        self.release()
+
+    def release(self) -> None:
+        """Closes the files, whole or not."""
+        for file in self._files.values():
             file.close()
 
 
@@ -182,6 +187,8 @@ def prepare_rows(
             if not final.is_dir():  # else another process was first, with the same bytes
                 raise
     finally:
+        for packer in packers:
+            packer.release()
         shutil.rmtree(aside, ignore_errors=True)
     made = _open(final, seq_len + 1, key)
     assert made is not None, final

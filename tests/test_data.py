@@ -1,0 +1,412 @@
+"""From text to batches: tokenizer, documents, packed rows, split, position; all by hand."""
+
+import json
+import os
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from kdjax.data import pipeline, rows, text
+from kdjax.errors import MissingFileError, UserError
+from kdjax.formats import open_table
+from kdjax.tokenizer import from_gguf, load_tokenizer
+
+END = 999  # an id that no text gives
+
+
+@pytest.fixture(scope="module")
+def tokenizer(models):
+    return load_tokenizer(models / "student.gguf")
+
+
+def prepare(folder, tokenizer, patterns, **changes):
+    options = dict(seq_len=7, heldout_fraction=0.5, end_of_document_id=END,
+                   cache_dir=folder / "cache", max_segments=32)  # fmt: skip
+    heldout = changes.pop("heldout", "")
+    return rows.prepare_rows(patterns, heldout, tokenizer=tokenizer, **{**options, **changes})
+
+
+# --- tokenizer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sample", ["", "def f(self):\n    return x", "héllo  \t\n\n", "日本 🐍", "\r\n"]
+)
+def test_text_survives_a_round_trip(tokenizer, sample):
+    assert tokenizer.decode(tokenizer.encode(sample)) == sample
+    assert tokenizer.encode_batch([sample, sample]) == [tokenizer.encode(sample)] * 2
+
+
+def test_special_tokens_padding_and_ends(tokenizer, models):
+    metadata = open_table(models / "student.gguf").metadata
+    assert tokenizer.vocab_size == 305 < len(metadata["tokenizer.ggml.tokens"])
+    assert not any(t.startswith("[PAD") for t in tokenizer.tokens)
+    (im_end,) = tokenizer.encode("<|im_end|>")
+    assert im_end == tokenizer.eos_id != tokenizer.end_of_text_id
+    assert tokenizer.tokens[tokenizer.end_of_text_id] == "<|endoftext|>"
+    assert tokenizer.special_ids == {302, 303, 304}
+
+
+def test_nfc_for_qwen2(tokenizer):
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+
+
+@pytest.mark.parametrize(
+    ("pre", "sample", "pieces"),
+    [("qwen2", "a 1234  b\n\nit's", ["a", "Ġ", "1", "2", "3", "4", "Ġ", "Ġb", "ĊĊ", "it", "'s"]),
+     ("llama-bpe", "a 1234", ["a", "Ġ", "123", "4"]),
+     ("gpt-2", "a 1234!", ["a", "Ġ1234", "!"])],
+)  # fmt: skip
+def test_pre_tokenizers_cut_as_published(models, pre, sample, pieces):
+    metadata = dict(open_table(models / "student.gguf").metadata) | {"tokenizer.ggml.pre": pre}
+    cut = from_gguf(metadata, "x").encoder.pre_tokenizer.pre_tokenize_str(sample)
+    assert [piece for piece, _ in cut] == pieces
+
+
+def test_unknown_tokenizers_are_named(models):
+    metadata = dict(open_table(models / "student.gguf").metadata)
+    with pytest.raises(UserError, match=r"pre-tokenizer 'mystery'.*qwen2, llama-bpe"):
+        from_gguf(metadata | {"tokenizer.ggml.pre": "mystery"}, "file.gguf")
+    del metadata["tokenizer.ggml.tokens"]
+    with pytest.raises(UserError, match=r"file.gguf holds no tokenizer"):
+        from_gguf(metadata, "file.gguf")
+
+
+def test_a_hugging_face_folder_gives_the_same_tokenizer(tokenizer, tmp_path):
+    special = ["<|im_start|>", "<|endoftext|>"]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.encoder,
+        eos_token="<|im_end|>",
+        additional_special_tokens=special,
+    )
+    fast.chat_template = tokenizer.chat_template
+    fast.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    from kdjax.tokenizer import _from_folder
+
+    same = _from_folder(tmp_path)
+    sample = "def f(self):\n    return <|im_end|> not int"
+    assert same.encode(sample) == tokenizer.encode(sample)
+    assert same.tokens == tokenizer.tokens and same.merges == tokenizer.merges
+    assert same.special_ids == tokenizer.special_ids and same.eos_id == tokenizer.eos_id
+    with pytest.raises(UserError, match=r"has no tokenizer.json"):
+        _from_folder(tmp_path / "..")
+
+
+@pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
+def test_ids_of_the_published_tokenizer():
+    real = load_tokenizer(os.path.join(os.environ["KDJAX_MODELS"],
+                                       "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"))  # fmt: skip
+    assert real.vocab_size == 151665
+    # From tiktoken with the published ranks and pattern.
+    assert real.encode("Hello world 2024\n") == [9707, 1879, 220, 17, 15, 17, 19, 198]
+    assert real.encode("<|im_start|>user") == [151644, 872]
+
+
+# --- documents ----------------------------------------------------------------------------------
+
+
+def test_files_of_patterns(tmp_path):
+    for name in ("b.py", "a.txt", "skip.bin", ".hidden/c.py", "__pycache__/d.py", "sub/e.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    names = [p.name for p in text.find_files(str(tmp_path))]
+    assert names == ["a.txt", "b.py", "e.jsonl"]
+    both = text.find_files(f"{tmp_path}/*.py, {tmp_path}/sub,{tmp_path}/b.py")
+    assert [p.name for p in both] == ["b.py", "e.jsonl"]
+    assert [p.name for p in text.find_files(str(tmp_path / "skip.bin"))] == ["skip.bin"]
+    with pytest.raises(MissingFileError, match=r"nothing/\*\.py: no file found"):
+        text.find_files(f"{tmp_path}/nothing/*.py")
+
+
+def chat(*turns):
+    roles = ["user", "assistant"]
+    return [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
+
+
+def test_only_the_assistant_carries_loss(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": chat("hi", "one", "more", "two")}) + "\n")
+    (document,) = text.documents([path], tokenizer)
+    assert [document.text[a:b] for a, b in document.trained] == ["one<|im_end|>", "two<|im_end|>"]
+    assert document.source == f"{path}:1" and not document.open
+
+
+def test_json_lines_and_parquet(tokenizer, tmp_path):
+    separator = "a\u2028b"  # a line separator inside a string is not a line end
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': separator}, ensure_ascii=False)}\n\n")
+    pq.write_table(pa.table({"text": ["first", " ", "third"]}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"messages": [chat("q", "a")]}), tmp_path / "c.parquet")
+    found = list(text.documents(text.find_files(str(tmp_path)), tokenizer))
+    assert [d.text for d in found][:3] == [separator, "first", "third"]
+    assert found[2].source.endswith("b.parquet:3") and found[3].trained
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a.jsonl:2: not JSON \(.* at column"),
+        ("a.jsonl", b'{"txt": "x"}', r"a.jsonl:1: expected .* found \['txt'\]"),
+        ("a.jsonl", b'{"text": 3}', r"a.jsonl:1: expected"),
+        ("a.jsonl", b'[1]', r"a.jsonl:1: expected .* found list"),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}',
+         r"a.jsonl:1: a conversation cannot start with the assistant"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}',
+         r"a.jsonl:1: no message of the assistant"),
+        ("a.jsonl", b'{"messages": ["x"]}', r"a.jsonl:1: message 0 must be an object"),
+        ("a.py", b"ok\nfine\n\xff", r"a.py:3: byte 8 \(0xff\) is not UTF-8"),
+        ("a.parquet", b"PAR1 not really", r"a.parquet: not a readable Parquet file"),
+        ("a.py", b"  \n", r"the text is empty"),
+    ],
+)  # fmt: skip
+def test_bad_input_names_file_and_line_and_writes_nothing(
+    tokenizer, tmp_path, name, content, message
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path, tokenizer, str(tmp_path / name))
+    assert not list(tmp_path.glob("cache/*"))
+
+
+def test_parquet_without_a_column_and_tokenizer_without_a_template(tokenizer, tmp_path):
+    import dataclasses
+
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"no column 'text' or 'messages' among body"):
+        list(text.documents([tmp_path / "a.parquet"], tokenizer))
+    path = tmp_path / "b.jsonl"
+    path.write_text(json.dumps({"messages": chat("q", "a")}))
+    plain = dataclasses.replace(tokenizer, chat_template=None)
+    with pytest.raises(UserError, match=r"b.jsonl:1: the tokenizer has no chat template"):
+        list(text.documents([path], plain))
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def pack(folder, documents, length=8, most=32):
+    packer = rows._Packer(folder / "side", length, most)
+    for ids in documents:
+        packer.add(np.asarray(ids, np.uint32), np.ones(len(ids), np.uint8))
+    packer.close()
+    return rows._open_side(folder / "side", packer.counts["rows"], length)
+
+
+def test_packing_by_hand(tmp_path):
+    packed = pack(tmp_path, [[1, 2, 3], [4], list(range(10, 22)), [5, 6]])
+    # [4] has no target. The long one is cut after 14; the next row repeats 14 as its first input.
+    np.testing.assert_array_equal(packed.tokens, [[1, 2, 3, 10, 11, 12, 13, 14],
+                                                  [14, 15, 16, 17, 18, 19, 20, 21],
+                                                  [5, 6, 0, 0, 0, 0, 0, 0]])  # fmt: skip
+    np.testing.assert_array_equal(packed.segments, [[1, 1, 1, 2, 2, 2, 2, 2], [1] * 8,
+                                                    [1, 1, 0, 0, 0, 0, 0, 0]])  # fmt: skip
+
+
+def test_a_row_closes_at_the_most_segments(tmp_path):
+    packed = pack(tmp_path, [[1, 2], [3, 4], [5, 6]], most=2)
+    np.testing.assert_array_equal(packed.tokens[:, :4], [[1, 2, 3, 4], [5, 6, 0, 0]])
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), most=st.integers(1, 5))
+def test_every_id_but_a_documents_first_is_a_target_once(tmp_path_factory, lengths, most):
+    start, documents = 1, []
+    for n in (*lengths, 2):
+        documents.append(list(range(start, start + n)))
+        start += n
+    packed = pack(tmp_path_factory.mktemp("pack"), documents, 8, most)
+    targets = []
+    for i in range(len(packed)):
+        one = pipeline.example(packed, i)
+        on = one["weights"] > 0
+        targets += list(one["labels"][on])
+        np.testing.assert_array_equal(one["labels"][on], one["tokens"][on] + 1)
+        assert not np.any(on & (one["segment_ids"] == 0))
+    assert targets == [t for d in documents if len(d) > 1 for t in d[1:]]
+
+
+def test_examples_by_hand():
+    packed = rows.Rows(np.array([[7, 8, 9, 4, 5, 0]], np.uint32),
+                       np.array([[1, 1, 1, 2, 2, 0]], np.uint16),
+                       np.array([[0, 0, 1, 1, 1, 0]], np.uint8))  # fmt: skip
+    one = pipeline.example(packed, 0)
+    np.testing.assert_array_equal(one["tokens"], [7, 8, 9, 4, 5])
+    np.testing.assert_array_equal(one["labels"], [8, 9, 4, 5, 0])
+    np.testing.assert_array_equal(one["positions"], [0, 1, 2, 0, 1])
+    # 8 carries no loss; 4 follows another document; the last has no target.
+    np.testing.assert_array_equal(one["weights"], [0, 1, 0, 1, 0])
+
+
+def test_chat_trains_the_first_and_the_end_token_and_nothing_after(tokenizer, tmp_path):
+    lines = [json.dumps({"messages": chat(f"q{i}", "ab")}) for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    made = prepare(tmp_path, tokenizer, str(tmp_path), seq_len=60)
+    one = pipeline.example(made.train, 0)
+    trained = one["labels"][one["weights"] > 0]
+    turn = [*tokenizer.encode("ab"), tokenizer.eos_id]
+    np.testing.assert_array_equal(trained[: 2 * len(turn)], turn * 2)
+    assert END not in one["tokens"]  # a conversation ends as its template ends it
+
+
+def write_documents(folder, count, word="w"):
+    folder.mkdir(exist_ok=True)
+    for i in range(count):
+        (folder / f"{i:03}.py").write_text(f"{word}{i} = {i}\n" * 3)
+
+
+def words(side):
+    return {t.tobytes() for t in side.tokens}
+
+
+def test_text_documents_end_with_the_end_token(tokenizer, tmp_path):
+    write_documents(tmp_path / "t", 8)
+    made = prepare(tmp_path, tokenizer, str(tmp_path / "t"))
+    tokens = np.concatenate([made.train.tokens.ravel(), made.heldout.tokens.ravel()])
+    assert (tokens == END).sum() == 8
+
+
+def test_copies_land_on_one_side_and_others_do_not_move_them(tokenizer, tmp_path):
+    folder = tmp_path / "t"
+    write_documents(folder, 20)
+    for i in range(20):
+        (folder / f"z{i:03}.py").write_text((folder / f"{i:03}.py").read_text())
+    digests = {}
+    for i, document in enumerate(text.documents(text.find_files(str(folder)), tokenizer)):
+        digests[i] = rows._is_heldout(document.digest(), 0.5)
+    assert [digests[i] for i in range(20)] == [digests[20 + i] for i in range(20)]
+    made = prepare(tmp_path, tokenizer, str(folder), seq_len=60)
+    assert 5 < made.info["heldout"]["documents"] / 2 < 15
+    total = sum(made.info[side]["documents"] for side in ("train", "heldout"))
+    assert total == 40
+
+
+def test_explicit_heldout_takes_its_copies_out_of_training(tokenizer, tmp_path):
+    write_documents(tmp_path / "t", 6)
+    write_documents(tmp_path / "h", 2)  # the same two texts as in t
+    made = prepare(tmp_path, tokenizer, str(tmp_path / "t"), heldout=str(tmp_path / "h"))
+    assert (made.info["train"]["documents"], made.info["heldout"]["documents"]) == (4, 2)
+    with pytest.raises(UserError, match=r"no document is left for train out of 6.*also in"):
+        prepare(tmp_path, tokenizer, str(tmp_path / "t"), heldout=str(tmp_path / "t"))
+
+
+def test_one_sided_split_is_refused(tokenizer, tmp_path):
+    write_documents(tmp_path / "t", 3)
+    with pytest.raises(UserError, match=r"no document is left for heldout out of 3: change data"):
+        prepare(tmp_path, tokenizer, str(tmp_path / "t"), heldout_fraction=1e-9)
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_cache_is_by_content(tokenizer, tmp_path, monkeypatch):
+    write_documents(tmp_path / "t", 8)
+    first = prepare(tmp_path, tokenizer, str(tmp_path / "t"))
+    calls = []
+    real = rows._fill
+    monkeypatch.setattr(rows, "_fill", lambda *args: (calls.append(1), real(*args)))
+    assert prepare(tmp_path, tokenizer, str(tmp_path / "t")).key == first.key and not calls
+    keys = {first.key}
+    for change in (dict(seq_len=9), dict(max_segments=3), dict(end_of_document_id=5),
+                   dict(heldout_fraction=0.4)):  # fmt: skip
+        keys.add(prepare(tmp_path, tokenizer, str(tmp_path / "t"), **change).key)
+    (tmp_path / "t" / "000.py").write_text("changed\n")
+    keys.add(prepare(tmp_path, tokenizer, str(tmp_path / "t")).key)
+    assert len(keys) == 6 and len(calls) == 5
+
+
+def test_a_broken_cache_is_made_again_and_a_failed_one_leaves_nothing(
+    tokenizer, tmp_path, monkeypatch
+):
+    write_documents(tmp_path / "t", 8)
+    first = prepare(tmp_path, tokenizer, str(tmp_path / "t"))
+    before = np.array(first.train.tokens)
+    column = tmp_path / "cache" / first.key / "train" / "tokens.bin"
+    column.write_bytes(column.read_bytes()[:-4])
+    np.testing.assert_array_equal(
+        prepare(tmp_path, tokenizer, str(tmp_path / "t")).train.tokens, before
+    )
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(rows.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        prepare(tmp_path, tokenizer, str(tmp_path / "t"), seq_len=11)
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [first.key]
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(tmp_path):
+    return pack(tmp_path, [[100 * i + j for j in range(8)] for i in range(1, 13)])
+
+
+def take(iterator, n):
+    return [next(iterator)["row_ids"] for _ in range(n)]
+
+
+def test_each_epoch_has_every_row_once_in_another_order(packed):
+    epochs = np.concatenate(take(pipeline.make_iterator(packed, batch_size=4, seed=0), 6))
+    first, second = epochs[:12], epochs[12:]
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert list(first) != list(second) and list(first) != list(range(12))
+
+
+def test_batches_have_the_promised_types(packed):
+    batch = next(pipeline.make_iterator(packed, batch_size=4, seed=0))
+    assert all(batch[k].shape == (4, 7) for k in batch if k != "row_ids")
+    assert batch["weights"].dtype == np.float32
+    assert all(batch[k].dtype == np.int32 for k in ("tokens", "labels", "segment_ids", "positions"))
+
+
+def test_a_restored_iterator_continues_with_the_next_batch(packed):
+    iterator = pipeline.make_iterator(packed, batch_size=4, seed=3)
+    take(iterator, 4)
+    state = json.loads(json.dumps(iterator.get_state()))
+    rest = take(iterator, 5)
+    fresh = pipeline.make_iterator(packed, batch_size=4, seed=3)
+    fresh.set_state(state)
+    np.testing.assert_array_equal(take(fresh, 5), rest)
+    other = pipeline.make_iterator(packed, batch_size=4, seed=4)
+    other.set_state(state)
+    assert np.any(np.array(take(other, 5)) != np.array(rest))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_any_number_of_processes_sees_the_same_rows_and_position(packed, count):
+    whole = pipeline.make_iterator(packed, batch_size=4, seed=0)
+    first = take(whole, 2)
+    state = whole.get_state()
+    parts = []
+    for index in range(count):
+        part = pipeline.make_iterator(
+            packed, batch_size=4, seed=0, process_index=index, process_count=count
+        )
+        assert [len(ids) for ids in take(part, 2)] == [4 // count] * 2
+        assert part.get_state() == state
+        fresh = pipeline.make_iterator(
+            packed, batch_size=4, seed=0, process_index=index, process_count=count
+        )
+        parts.append(take(fresh, 2))
+    for step in range(2):
+        assert sorted(np.concatenate([p[step] for p in parts])) == sorted(first[step])
+
+
+def test_eval_batches_are_even_padded_and_the_same_for_processes(packed):
+    batches = list(pipeline.eval_batches(packed, batch_size=4, limit=6))
+    ids = np.concatenate([b["row_ids"] for b in batches])
+    np.testing.assert_array_equal(ids, [0, 2, 4, 6, 8, 11, -1, -1])
+    assert not batches[1]["weights"][2:].any() and batches[1]["weights"][:2].any()
+    split = [list(pipeline.eval_batches(packed, batch_size=4, limit=6, process_index=i,
+                                        process_count=2)) for i in range(2)]  # fmt: skip
+    for whole, *halves in zip(batches, *split, strict=True):
+        assert sorted(whole["row_ids"]) == sorted(np.concatenate([h["row_ids"] for h in halves]))
+    everything = pipeline.eval_batches(packed, batch_size=5, limit=None)
+    assert sum((b["row_ids"] >= 0).sum() for b in everything) == 12

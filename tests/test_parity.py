@@ -1,0 +1,67 @@
+"""Live parity with Transformers on torch, float32: needs the `parity` extra; `pytest -m parity`."""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from test_models import load, relative, rows
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import make_goldens  # noqa: E402
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+
+def compare(path, model, tokens):
+    """Largest relative error over the layers, and of the logits."""
+    apply, params = load(path)
+    expected = make_goldens.expected(model, tokens)
+
+    def run(p, *where):
+        decoder = nnx.merge(apply.graph, p)
+        hidden, layers = decoder.hidden_and_layers(*where, keep_layers=True)
+        return decoder.unembed(hidden), layers
+
+    logits, layers = jax.jit(run)(params, *rows(tokens))
+    by_layer = [relative(a, b) for a, b in zip(layers, expected["layers"], strict=True)]
+    return max(by_layer), relative(logits, expected["logits"])
+
+
+@pytest.mark.parametrize("case", make_goldens.CASES)
+@pytest.mark.parametrize("seed", [101, 102])
+def test_random_models(case, seed, tmp_path):
+    model = make_goldens.build(case, seed)
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(seed).integers(0, 160, (3, 40)).astype(np.int32)
+    layers, logits = compare(tmp_path, model, tokens)
+    assert layers < 1e-4 and logits < 1e-4
+
+
+def gguf_parity(path, tokens):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    return compare(path, model, tokens)
+
+
+@pytest.mark.parametrize("name", ["teacher", "student"])
+def test_quantized_files_through_transformers_own_loader(models, name):
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 48)).astype(np.int32)
+    layers, logits = gguf_parity(models / f"{name}.gguf", tokens)
+    assert layers < 1e-4 and logits < 1e-4
+
+
+@pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
+def test_the_published_half_billion():
+    path = Path(os.environ["KDJAX_MODELS"]) / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    tokens = np.random.default_rng(0).integers(0, 151_000, (1, 32)).astype(np.int32)
+    layers, logits = gguf_parity(path, tokens)
+    print(f"published 0.5B: layers {layers:.1e}, logits {logits:.1e}")
+    assert layers < 1e-4 and logits < 1e-4
