@@ -18,7 +18,7 @@ from ml_collections import config_flags
 
 from kdjax import runtime
 from kdjax.config import Config, flatten, validate
-from kdjax.errors import UserError
+from kdjax.errors import MissingFileError, UserError
 from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard
 
 _log = logging.getLogger("kdjax")
@@ -88,6 +88,9 @@ def main(argv: list[str]) -> int:
     _log.handlers, _log.propagate = [handler], False
     _log.setLevel(logging.INFO)
     try:
+        if not isinstance(_CONFIG.value, Config):
+            name = config_flags.get_config_filename(flags.FLAGS["config"])
+            raise MissingFileError(f"--config={name}: no such file, or no get_config() -> Config.")
         reason = distil(_CONFIG.value, open_workdir(str(_WORKDIR.value)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -106,10 +109,11 @@ def parse(argv: list[str]) -> list[str]:
     """Parses the command line; ends with status 2 and one clear message if it is wrong."""
     try:
         return flags.FLAGS(argv)
-    except flags.Error as error:
-        message = str(error)
-    except UserError as error:
-        message = str(error)
+    except flags.Error as error:  # one of get_config() comes with its whole traceback
+        message = str(error).strip().splitlines()[-1]
+    except OSError:  # the config file itself; ml_collections does not name it here
+        named = next((arg for arg in argv if arg.startswith("--config=")), "--config")
+        message = f"{named}: no such file, or no get_config() -> Config."
     except KeyError as error:  # ml_collections: a field that the dataclass does not have
         known = "\n  ".join(f"--config.{name}" for name in flatten(Config()))
         message = f"{error.args[0]}. The fields are:\n  {known}"

@@ -279,6 +279,13 @@ def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
     code, output = run_command(tiny_config, tmp_path / "run", tmp_path)
     assert code == main.BAD_INPUT and "Traceback" not in output
     assert "hf download Qwen/Qwen2.5-Coder-7B-Instruct-GGUF" in output
+    wrong = [*command(tiny_config, tmp_path / "run")]
+    for index, message in ((f"{wrong[3]}-x", "'tiny'"), ("--config=no.py", "no.py")):
+        wrong[3] = index
+        process = subprocess.run(wrong, cwd=REPOSITORY, env=environment(tmp_path), text=True,
+                                 capture_output=True)  # fmt: skip
+        assert process.returncode == main.BAD_INPUT and "Traceback" not in process.stderr
+        assert message in process.stderr
     process = subprocess.run([*command(tiny_config, tmp_path / "run"), "--config.optim.lr=1"],
                              cwd=REPOSITORY, env=environment(tmp_path), text=True,
                              capture_output=True)  # fmt: skip

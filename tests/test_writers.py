@@ -1,0 +1,116 @@
+"""What a run prints and writes, driven without a run."""
+
+import io
+import json
+import sys
+import types
+
+import pytest
+
+from kdjax import writers
+from kdjax.errors import UserError
+from kdjax.hooks import Action, NonFiniteError, NonFiniteGuard, Run, StepRecord
+
+FIGURES = dict(loss=1.5, ce=2.0, kl=0.5, grad_norm=3.0, learning_rate=1e-5, tokens=60.0)
+HELD_OUT = dict(
+    student_ce=1.5,
+    student_perplexity=4.48,
+    teacher_ce=1.2,
+    teacher_perplexity=3.3,
+    kl=0.3,
+    kl_temperature=0.1,
+    temperature=4.0,
+    agreement=0.8,
+    tokens=1000.0,
+)
+
+
+def a_run(workdir, start=0):
+    flops = dict(flops_per_token=1e9, peak_flops=1e12)
+    return Run(workdir, start, 4, 64, **flops, log_every=2, config={})
+
+
+def record(step, **changes):
+    return StepRecord(step, FIGURES | changes, seconds=0.5, batch={})
+
+
+def play(hook, workdir):
+    hook.train_begin(a_run(workdir))
+    hook.eval_end(0, HELD_OUT)
+    for step in range(1, 5):
+        assert hook.step_end(record(step)) is Action.CONTINUE
+    hook.checkpoint(4)
+    hook.train_end("finished")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_plain_lines_say_everything(tmp_path):
+    stream = io.StringIO()
+    play(writers.Terminal(stream), tmp_path)
+    lines = stream.getvalue().splitlines()
+    steps = [line for line in lines if line.startswith("step")]
+    assert [line.split()[1] for line in steps] == ["1/4", "2/4", "4/4"]
+    # 64 positions in 0.5 s; 128 tokens/s x 1 GFLOP of 1 TFLOP/s; two steps left.
+    assert "128 tok/s  MFU 12.8%  ETA 0:01" in steps[1]
+    assert "loss 1.5000  ce 2.0000  kl 0.5000  lr 1.00e-05  grad 3.000" in steps[1]
+    assert "tok/s" not in steps[0]  # it holds compilation
+    assert "kl 0.3000  kl(T=4) 0.1000  agreement 0.8000" in lines[0]
+
+
+def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    play(writers.Terminal(stream), tmp_path)
+    assert "4/4" in stream.getvalue() and "━" in stream.getvalue()
+    assert "finished after" in stream.getvalue()
+
+
+def test_metrics_jsonl_drops_what_will_be_written_again(tmp_path):
+    play(writers.JsonLines(tmp_path), tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(entry["kind"], entry["step"]) for entry in lines] == [
+        ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("train", 4)
+    ]  # fmt: skip
+    assert lines[1]["tokens_per_second"] == 128
+    path.write_text(path.read_text() + '{"kind": "tr')  # cut short by a kill
+    resumed = writers.JsonLines(tmp_path)
+    resumed.train_begin(a_run(tmp_path, start=2))
+    resumed.train_end("interrupted")
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_tensorboard_holds_the_scalars(tmp_path):
+    play(writers.TensorBoard(tmp_path), tmp_path)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    data = events.read_bytes()
+    assert b"train/loss" in data and b"eval/agreement" in data
+
+
+def test_wandb_is_asked_for_and_used(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install 'kdjax\[wandb\]'"):
+        writers.WeightsAndBiases("project", tmp_path)
+    logged = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)),
+        finish=lambda exit_code: logged.append(("end", exit_code)),
+    )
+    fake = types.SimpleNamespace(init=lambda **kwargs: run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    play(writers.WeightsAndBiases("project", tmp_path), tmp_path)
+    assert [step for step, _ in logged] == [0, 2, 4, "end"]
+    assert logged[1][1]["train/loss"] == 1.5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_guard_names_what_is_not_finite(tmp_path, bad):
+    guard = NonFiniteGuard(tmp_path)
+    assert guard.step_end(record(1)) is Action.CONTINUE
+    with pytest.raises(NonFiniteError, match=r"step 2: grad_norm not finite"):
+        guard.step_end(record(2, grad_norm=bad))
+    assert (tmp_path / "nonfinite_step_2.npz").exists()
