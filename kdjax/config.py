@@ -27,7 +27,7 @@ class StudentConfig:
     path: str = ""  # a GGUF file, or a Hugging Face folder
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
-    remat: str = "none"  # none | dots | full: what the backward pass recomputes
+    remat: str = "full"  # none | dots | full: what the backward pass recomputes
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class LossConfig:
 
     temperature: float = 4.0
     alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
-    chunk_tokens: int = 2048  # positions whose logits exist at the same time
+    chunk_tokens: int = 1024  # positions whose logits exist at the same time
 
 
 @dataclasses.dataclass

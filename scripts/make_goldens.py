@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, seed: int) -> Any:
     """A random float32 Transformers model of the case, in eval mode; norms are random too."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     import transformers
 
     prefix, overrides = CASES[name]
@@ -61,7 +61,7 @@ def build(name: str, seed: int) -> Any:
 
 def expected(model: Any, tokens: np.ndarray) -> dict[str, Any]:
     """float32 logits `[B, T, V]` and layer outputs `[L, B, T, D]` (before the final norm)."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     captured: list[Any] = []
     handles = [

@@ -97,7 +97,7 @@ def assert_equal_gradients(got, want):
     assert np.linalg.norm(got - want) < 3e-6 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [2, 4])
 def test_any_split_into_microbatches_is_the_same(microbatches):
     """Rows with 2 and 12 trained positions: a mean of microbatch means would differ by far."""
     want, got = gradients(build(), batch()), gradients(build(microbatches=microbatches), batch())
@@ -106,8 +106,8 @@ def test_any_split_into_microbatches_is_the_same(microbatches):
 
 @pytest.mark.parametrize(
     ("axes", "microbatches"),
-    [(dict(data=8), 1), (dict(fsdp=4), 1), (dict(tensor=2), 1), (dict(tensor=4), 1),
-     (dict(data=2, fsdp=2, tensor=2), 1), (dict(data=2, fsdp=2), 2)],
+    [(dict(data=8), 1), (dict(tensor=4), 1), (dict(data=2, fsdp=2, tensor=2), 1),
+     (dict(data=2, fsdp=2), 2)],
 )  # fmt: skip
 def test_any_mesh_is_the_same(axes, microbatches):
     """`tensor` splits the vocabulary of the heads too: the chunked loss must not notice."""
