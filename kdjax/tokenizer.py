@@ -108,11 +108,12 @@ class Tokenizer:
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a GGUF file or Hugging Face folder; raises `UserError` if it has none."""
+    if Path(path).is_dir():  # which may hold a tokenizer and no weights
+        return _from_folder(Path(path))
     table = open_table(path)
     if "general.architecture" in table.metadata:
         return from_gguf(table.metadata, str(path))
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    return _from_folder(folder)
+    return _from_folder(Path(path).parent)
 
 
 def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:

@@ -16,7 +16,7 @@ run() {
     --config.data.heldout_fraction=0.1 --config.data.cache_dir="$out/rows" \
     --config.data.seq_len=64 --config.train.batch_size=2 --config.train.compute_dtype=float32 \
     --config.train.steps=20 --config.optim.warmup_steps=2 --config.loss.chunk_tokens=128 \
-    --config.optim.learning_rate=1e-5 \
+    --config.optim.learning_rate=1e-5 --config.student.remat=none \
     --config.eval.every=10 --config.eval.rows=24 --config.eval.batch_size=4 \
     --config.checkpoint.every=5 --config.checkpoint.keep=1 --config.log.every=1
 }

@@ -86,16 +86,13 @@ def test_a_hugging_face_folder_gives_the_same_tokenizer(tokenizer, tmp_path):
     )
     fast.chat_template = tokenizer.chat_template
     fast.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    from kdjax.tokenizer import _from_folder
-
-    same = _from_folder(tmp_path)
+    same = load_tokenizer(tmp_path)
     sample = "def f(self):\n    return <|im_end|> not int"
     assert same.encode(sample) == tokenizer.encode(sample)
     assert same.tokens == tokenizer.tokens and same.merges == tokenizer.merges
     assert same.special_ids == tokenizer.special_ids and same.eos_id == tokenizer.eos_id
     with pytest.raises(UserError, match=r"has no tokenizer.json"):
-        _from_folder(tmp_path / "..")
+        load_tokenizer(tmp_path / "..")
 
 
 @pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
