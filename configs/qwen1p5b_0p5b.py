@@ -3,8 +3,8 @@
     python -m kdjax.main --config=configs/qwen1p5b_0p5b.py --workdir=runs/b
 
 Text, `:tiny` and the comparison with T = 4, alpha = 0.3, 1.5e-5: as in configs/qwen7b_0p5b.py.
-One H200 runs it at 61,300 tokens/s. After 200 steps (3.3 M tokens, about a minute) on Python source
-the held-out KL had gone from 0.291 to 0.228 and top-1 agreement from 0.826 to 0.847: docs/results.md.
+One H200 runs it at 61,300 tokens/s. After 200 steps (3.3 M tokens, a minute) on Python source the
+held-out KL had gone from 0.291 to 0.228 and top-1 agreement from 0.826 to 0.847: docs/results.md.
 """
 
 from kdjax.config import Config, tiny
