@@ -29,15 +29,11 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Not "default", nor none at all: llama.cpp then cuts as no published tokenizer does.
-_PRE = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2}
+_PRE = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2, "default": _GPT2}
 _NFC = ("qwen2",)  # families whose tokenizer.json normalizes to NFC
-_WHOLE = ("llama-bpe",)  # ... takes a piece that is a token as it is (`ignore_merges`)
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # enum llama_token_type in llama.h
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
-# Template variable and the key-value that names its token.
-_NAMED = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +46,6 @@ class Tokenizer:
     special_ids: frozenset[int]
     eos_id: int
     chat_template: str | None
-    named_tokens: tuple[tuple[str, str], ...] = ()  # what templates call "bos_token" and so on
 
     @property
     def vocab_size(self) -> int:
@@ -61,13 +56,13 @@ class Tokenizer:
     def end_of_text_id(self) -> int:
         """The id that closes a document; an instruct model's `eos_id` closes a turn instead."""
         known = (self.encoder.token_to_id(name) for name in _END_OF_TEXT)
-        return next((i for i in known if i in self.special_ids), self.eos_id)
+        return next((i for i in known if i is not None), self.eos_id)
 
     @functools.cached_property
     def content_hash(self) -> str:
         """SHA-256 of all that decides ids: the serialised encoder, and the template."""
-        others = [sorted(self.special_ids), self.chat_template, self.named_tokens]
-        return hashlib.sha256((self.encoder.to_str() + json.dumps(others)).encode()).hexdigest()
+        whole = self.encoder.to_str() + json.dumps([sorted(self.special_ids), self.chat_template])
+        return hashlib.sha256(whole.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text; nothing is added at its ends."""
@@ -105,7 +100,6 @@ class Tokenizer:
                 [[dict(message) for message in messages]],
                 chat_template=self.chat_template,
                 add_generation_prompt=answer_next,
-                **dict(self.named_tokens),
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise UserError(f"the chat template refuses the messages: {error}") from error
@@ -130,7 +124,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             "folder or file that does."
         )
     model = metadata.get("tokenizer.ggml.model")
-    pre = metadata.get("tokenizer.ggml.pre")
+    pre = metadata.get("tokenizer.ggml.pre", "default")
     if model != "gpt2" or pre not in _PRE:
         raise UserError(
             f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds "
@@ -146,7 +140,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     added = {i for i, t in enumerate(types) if t in (_CONTROL, _USER_DEFINED)}
     vocab = {token: i for i, token in enumerate(tokens) if i not in added}
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-    encoder = Encoder(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in _WHOLE))
+    encoder = Encoder(models.BPE(vocab=vocab, merges=pairs))
     if pre in _NFC:
         encoder.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(_PRE[pre]), behavior="isolated", invert=False)
@@ -164,7 +158,6 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             raise UserError(
                 f"{source}: special token {tokens[i]!r} is not at the end of the vocabulary"
             )
-    named = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
     return Tokenizer(
         encoder=encoder,
         tokens=tuple(tokens),
@@ -172,9 +165,6 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         special_ids=frozenset(i for i in added if types[i] == _CONTROL),
         eos_id=int(metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1)),
         chat_template=metadata.get("tokenizer.chat_template"),
-        named_tokens=tuple(
-            (name, tokens[i]) for name, i in named.items() if i is not None and i < len(tokens)
-        ),
     )
 
 
@@ -184,20 +174,12 @@ def _from_folder(folder: Path) -> Tokenizer:
             f"{folder} has no tokenizer.json; save the tokenizer there with "
             "`AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)`, or set data.tokenizer."
         )
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
-    try:
-        # Not AutoTokenizer: the class that tokenizer_config.json names may cut text in its own way.
-        fast = PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:  # the Rust parser raises nothing narrower
-        raise UserError(
-            f"{folder} holds a tokenizer that cannot be read ({error}); save it again with "
-            "`AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)`."
-        ) from error
+    fast = AutoTokenizer.from_pretrained(folder)
     encoder = fast.backend_tokenizer
     encoder.no_truncation()
     encoder.no_padding()
-    encoder.post_processor = None  # it would add tokens, and trim spaces off offsets
     by_id = {i: token for token, i in encoder.get_vocab(with_added_tokens=True).items()}
     size = max(by_id) + 1
     missing = [i for i in range(size) if i not in by_id]
@@ -206,16 +188,11 @@ def _from_folder(folder: Path) -> Tokenizer:
     model = json.loads(encoder.to_str())["model"]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     added = fast.added_tokens_decoder
-    template = fast.chat_template
-    if isinstance(template, dict):  # several, by name
-        template = template.get("default")
-    names = fast.special_tokens_map
     return Tokenizer(
         encoder=encoder,
         tokens=tuple(by_id[i] for i in range(size)),
         merges=tuple(merges),
         special_ids=frozenset(i for i, token in added.items() if token.special),
         eos_id=int(fast.eos_token_id if fast.eos_token_id is not None else size - 1),
-        chat_template=template if isinstance(template, str) else None,
-        named_tokens=tuple((name, str(names[name])) for name in _NAMED if names.get(name)),
+        chat_template=fast.chat_template if isinstance(fast.chat_template, str) else None,
     )

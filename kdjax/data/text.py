@@ -43,14 +43,14 @@ class Document(NamedTuple):
 
 
 def find_files(patterns: str) -> list[Path]:
-    """Files of comma-separated directories, globs and names, sorted, each once by any name.
+    """Files of comma-separated directories, globs and names, sorted, each once.
 
     Raises `MissingFileError` naming the first pattern that matches nothing.
     """
     found: set[Path] = set()
     for pattern in filter(None, (p.strip() for p in patterns.split(","))):
         expanded = os.path.expanduser(pattern)
-        matches = [expanded] if os.path.exists(expanded) else glob.glob(expanded, recursive=True)
+        matches = sorted(glob.glob(expanded, recursive=True)) or [expanded]
         files: set[Path] = set()
         for path in map(Path, matches):
             files |= set(_walk(path)) if path.is_dir() else ({path} if path.is_file() else set())
@@ -62,10 +62,7 @@ def find_files(patterns: str) -> list[Path]:
         found |= files
     if not found:
         raise MissingFileError("no text was named: set data.train to directories, globs or files.")
-    unique: dict[str, Path] = {}
-    for path in sorted(found):
-        unique.setdefault(os.path.realpath(path), path)
-    return list(unique.values())
+    return sorted(found)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -88,7 +85,7 @@ def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]
         elif suffix == ".parquet":
             records = _parquet(path)
         else:
-            text = _utf8(path.read_bytes(), path)
+            text = _read_text(path)
             if text.strip():
                 yield Document(text, str(path))
             continue
@@ -98,35 +95,30 @@ def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]
                 yield document
 
 
-def _utf8(data: bytes, path: Path, line: int = 1, offset: int = 0) -> str:
-    """Decodes what starts at that line and byte of the file."""
+def _read_text(path: Path) -> str:
+    data = path.read_bytes()
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line += data[: error.start].count(b"\n")
+        line = data[: error.start].count(b"\n") + 1
         raise UserError(
-            f"{path}:{line}: byte {offset + error.start} ({data[error.start]:#04x}) is not UTF-8. "
-            "Convert the file to UTF-8 or leave it out of data.train."
+            f"{path}:{line}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8. Convert "
+            "the file to UTF-8 or leave it out of data.train."
         ) from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    offset = 0
-    # Binary files are cut at line feeds only; text would be at U+2028 inside strings as well.
-    with path.open("rb") as file:
-        for number, data in enumerate(file, 1):
-            line = _utf8(data, path, number, offset).removeprefix("\ufeff" if number == 1 else "")
-            offset += len(data)
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{path}:{number}: not JSON ({error.msg} at column {error.colno}). Each line "
-                    'must be one object with a "text" or a "messages" field.'
-                ) from error
-            yield f"{path}:{number}", record
+    # Split on newlines only: str.splitlines would cut inside strings at U+2028.
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}). Each line must "
+                'be one object with a "text" or a "messages" field.'
+            ) from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -134,35 +126,28 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = [n for n in ("text", "messages") if n in file.schema_arrow.names]
-            if not names:
-                raise UserError(
-                    f"{path}: no column 'text' or 'messages' among "
-                    f"{', '.join(file.schema_arrow.names)}."
-                )
-            number = 0
-            for batch in file.iter_batches(columns=names[:1]):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", record
-    except (pyarrow.ArrowException, OSError) as error:
+        file = pyarrow.parquet.ParquetFile(path)
+        names = [n for n in ("text", "messages") if n in file.schema_arrow.names]
+        if not names:
+            raise UserError(
+                f"{path}: no column 'text' or 'messages' among "
+                f"{', '.join(file.schema_arrow.names)}."
+            )
+        number = 0
+        for batch in file.iter_batches(columns=names[:1]):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{path}:{number}", record
+    except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
 
 
 def _from_record(record: Any, source: str, tokenizer: Tokenizer) -> Document:
-    fields = record if isinstance(record, Mapping) else {}
-    document = None
-    if isinstance(fields.get("text"), str):
-        document = Document(fields["text"], source)
-    elif isinstance(fields.get("messages"), list):
-        document = _conversation(fields["messages"], source, tokenizer)
-    if document is not None:
-        if any("\ud800" <= c <= "\udfff" for c in document.text):
-            raise UserError(f"{source}: half of a surrogate pair (\\ud800 to \\udfff) is no text.")
-        return document
-    kinds = [f'"{k}": {type(fields[k]).__name__}' for k in ("text", "messages") if k in fields]
-    found = kinds or (sorted(fields) if record is fields else type(record).__name__)
+    if isinstance(record, Mapping) and isinstance(record.get("text"), str):
+        return Document(record["text"], source)
+    if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
+        return _conversation(record["messages"], source, tokenizer)
+    found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise UserError(
         f'{source}: expected an object with "text" (a string) or "messages" (a list); '
         f"found {found}."
