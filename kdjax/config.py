@@ -10,14 +10,17 @@ from typing import Any
 
 from kdjax.errors import UserError
 
+TEACHER_BACKENDS = ("auto", "dequant", "q4k")
+
 
 @dataclasses.dataclass
 class TeacherConfig:
     """The frozen teacher."""
 
     path: str = ""  # a GGUF file, or a Hugging Face folder
-    backend: str = "auto"  # auto | dequant; KDJAX_TEACHER_BACKEND wins over it
-    param_dtype: str = "bfloat16"  # of the weights on the device
+    backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
+    param_dtype: str = "bfloat16"  # of the weights once dequantized
+    allow_degenerate: bool = False  # accept a student that already is the teacher
 
 
 @dataclasses.dataclass
@@ -165,7 +168,7 @@ _PRESENT = bool, "set: a GGUF file or a Hugging Face folder"
 
 _RULES: dict[str, tuple[Any, str]] = {
     "teacher.path": _PRESENT,
-    "teacher.backend": _choice("auto", "dequant"),
+    "teacher.backend": _choice(*TEACHER_BACKENDS),
     "teacher.param_dtype": _choice("bfloat16", "float32"),
     "student.path": _PRESENT,
     "student.init": _choice("checkpoint", "random"),

@@ -19,33 +19,24 @@ from jax.sharding import Mesh
 
 from kdjax import optim, sharding, step
 from kdjax.checkpoint import Checkpoints, abstract_state, check_same_run
-from kdjax.config import Config, identity
+from kdjax.config import TEACHER_BACKENDS, Config, identity
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, prepare_rows
 from kdjax.errors import UserError
-from kdjax.formats import TensorTable, content_hash, open_table
-from kdjax.loading import load_params, tied_in_fact
+from kdjax.formats import TensorTable, content_hash
+from kdjax.loading import load_params
 from kdjax.losses import HeadSpec
-from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional, initialise
-from kdjax.teacher import BACKENDS, Teacher, Vocabulary, align, dequantized
-from kdjax.tokenizer import Tokenizer, load_tokenizer
+from kdjax.plan import Plan, choose
+from kdjax.runtime import device_summary
+from kdjax.sources import Sources, open_sources
+from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, Vocabulary, truncated
+from kdjax.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 
 BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
-
-
-@dataclasses.dataclass(frozen=True)
-class Sources:
-    """The checkpoints of a run, opened and understood but not yet read."""
-
-    teacher: TensorTable
-    student: TensorTable
-    teacher_spec: ArchSpec
-    student_spec: ArchSpec
-    tokenizer: Tokenizer
-    vocabulary: Vocabulary
 
 
 @dataclasses.dataclass
@@ -57,7 +48,7 @@ class Job:
     mesh: Mesh
     sources: Sources
     rows: RowSet
-    teacher: Teacher
+    teacher: TeacherLogitsProvider
     step_spec: step.StepSpec
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
@@ -124,24 +115,6 @@ class Job:
         return spec.teacher_spec.forward_flops(length) + 3 * spec.student_spec.forward_flops(length)
 
 
-def open_sources(config: Config) -> Sources:
-    """Opens both checkpoints, compares their vocabularies and contexts; reads headers only."""
-    tables = open_table(config.teacher.path), open_table(config.student.path)
-    teacher_spec, student_spec = (spec_from_table(table) for table in tables)
-    head = config.student.head
-    tied = tied_in_fact(tables[1]) if head == "auto" else head == "tied"
-    student_spec = dataclasses.replace(student_spec, tied=tied)
-    for name, spec in (("teacher", teacher_spec), ("student", student_spec)):
-        if config.data.seq_len > spec.max_positions:
-            raise UserError(
-                f"data.seq_len={config.data.seq_len} exceeds the {name}'s context of "
-                f"{spec.max_positions} positions. Lower data.seq_len."
-            )
-    tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
-    vocabulary = align(student_spec, teacher_spec, tokenizer, load_tokenizer(config.teacher.path))
-    return Sources(*tables, teacher_spec, student_spec, tokenizer, vocabulary)
-
-
 def _check_batches(config: Config, mesh: Mesh) -> None:
     shards = sharding.row_shards(mesh)
     for name, rows in (
@@ -184,14 +157,18 @@ def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
 def teacher_backend(config: Config) -> str:
     """The backend asked for: `KDJAX_TEACHER_BACKEND`, else the config."""
     backend = os.environ.get(BACKEND_VARIABLE) or config.teacher.backend
-    if backend not in BACKENDS:
-        raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {', '.join(BACKENDS)}")
+    if backend not in TEACHER_BACKENDS:
+        valid = ", ".join(TEACHER_BACKENDS)
+        raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {valid}")
     return backend
 
 
-def assemble(config: Config, workdir: Path) -> Job:
-    """Builds the job. Raises `UserError` for anything a user can mend."""
-    teacher_backend(config)
+def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
+    """Opens, compares and plans; reads headers and allocates nothing.
+
+    Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
+    """
+    backend = teacher_backend(config)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     _check_batches(config, mesh)
     sources = open_sources(config)
@@ -199,6 +176,14 @@ def assemble(config: Config, workdir: Path) -> Job:
     _log.info("student: %s", _describe(sources.student, sources.student_spec))
     _log.info("teacher: %s", _describe(sources.teacher, sources.teacher_spec))
     _log.info("shared vocabulary: %d ids, head width %d", vocabulary.real, vocabulary.width)
+    return mesh, sources, choose(config, sources, mesh, device_summary(), backend)
+
+
+def assemble(config: Config, workdir: Path) -> Job:
+    """Builds the job. Raises `UserError` for anything a user can mend."""
+    mesh, sources, plan = survey(config)
+    vocabulary = sources.vocabulary
+    _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare(config, sources.tokenizer)
     _log.info("rows: %s", rows.info)
 
@@ -208,7 +193,8 @@ def assemble(config: Config, workdir: Path) -> Job:
     dtype = jnp.dtype(config.train.compute_dtype)
     shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
     frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
-    provider = dequantized(sources.teacher, sources.teacher_spec, frozen, mesh)
+    provider = PROVIDERS[plan.backend](sources.teacher, sources.teacher_spec, frozen, mesh)
+    provider = truncated(provider, vocabulary.width)
     _log.info("%s", provider.info)
     apply, shapes = functional(sources.student_spec, Compute(remat=config.student.remat, **shared))
     step_spec = _step_spec(config, apply, provider, vocabulary)
@@ -226,7 +212,7 @@ def assemble(config: Config, workdir: Path) -> Job:
                shardings, abstract, run_identity)  # fmt: skip
 
 
-def _step_spec(config: Config, apply: Any, provider: Teacher,
+def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider,
                vocabulary: Vocabulary) -> step.StepSpec:  # fmt: skip
     settings = dataclasses.asdict(config.optim)
     optim_spec = optim.OptimSpec(total_steps=config.train.steps, **settings)

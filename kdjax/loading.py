@@ -1,7 +1,7 @@
 """From checkpoint to device: shapes, then shardings, then bytes, one tensor at a time.
 
-Packed blocks travel to the device as they are and become numbers there; the host never holds
-more than one tensor, and the device never more than the model and one tensor.
+Packed blocks travel to the device as they are, to become numbers there or to stay; the host never
+holds more than one tensor, and the device never more than the model and one tensor.
 """
 
 import functools
@@ -11,16 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
-from kdjax.formats.blocks import decode
+from kdjax.formats.blocks import decode, split
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Params
-from kdjax.sharding import parameter_spec
+from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.weights import Mixed, Packed
+from kdjax.sharding import parameter_spec, replicated
 
 # Two quantizations of one matrix differ by a few percent; unrelated matrices by about 140%.
 SAME_MATRIX = 0.2
@@ -63,6 +64,16 @@ def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[
     return [name.format(i=i) for i in range(spec.num_layers)]
 
 
+def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], list[str]]:
+    """The tensors of each parameter: tree path to one name, or to one a layer."""
+    _, abstract = functional(spec, Compute())
+    leaves = jax.tree_util.tree_flatten_with_path(abstract)[0]
+    paths = [tuple(key.key for key in keys) for keys, _ in leaves]
+    sources = {path: _sources(path, spec, table) for path in paths}
+    _check(sources, abstract, table)
+    return sources
+
+
 def _check(plan: dict[tuple[str, ...], list[str]], abstract: Any, table: TensorTable) -> None:
     """Raises one `UserError` that lists every missing, misshapen or unknown tensor."""
     problems, known = [], set()
@@ -102,49 +113,102 @@ def _decode(raw: Array, *, dtype: str, out_dtype: Any, heads: int) -> Array:
     return decode(_unpermute(raw, heads), dtype, out_dtype)
 
 
-def _store(buffer: Array, raw: Array, layer: Array, **how: Any) -> Array:
-    value = _decode(raw, out_dtype=buffer.dtype, **how)
-    return jax.lax.dynamic_update_index_in_dim(buffer, value, layer, 0)
+def _split(raw: Array, *, dtype: str, heads: int) -> tuple[Array, ...]:
+    return split(_unpermute(raw, heads), dtype)
 
 
-def load_params(table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh) -> Params:
-    """Reads every parameter of `abstract` from the table onto the mesh, in `abstract`'s dtypes.
+def _store(buffers: Any, raw: Array, layer: Array, *, read: Any) -> Any:
+    """Writes what `read` makes of a tensor into layer `layer` of its stacks."""
+    return jax.tree.map(
+        lambda buffer, value: jax.lax.dynamic_update_index_in_dim(buffer, value, layer, 0),
+        buffers,
+        read(raw),
+    )
 
-    Raises `UserError` listing all tensors that are missing, misshapen or unknown.
+
+def load_params(
+    table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh, *, packed: bool = False
+) -> Params:
+    """Reads every parameter of `abstract` from the table onto the mesh.
+
+    Weights become numbers of `abstract`'s dtypes on the device; with `packed` matrices stay there
+    in the file's blocks, as `Packed` and `Mixed`. Raises `UserError` listing all tensors that are
+    missing, misshapen or unknown.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(abstract)[0]
-    plan = {tuple(k.key for k in keys): leaf for keys, leaf in leaves}
-    sources = {path: _sources(path, spec, table) for path in plan}
-    _check(sources, abstract, table)
+    sources = tensor_names(table, spec)
     params: Params = {}
-    for path, leaf in plan.items():
-        place = jax.sharding.NamedSharding(mesh, parameter_spec(path, leaf.shape, mesh))
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]:
+        path = tuple(key.key for key in keys)
         heads = names.head_count(names.name_of(path), spec) if is_gguf(table) else 0
-        value = _load_leaf(table, sources[path], leaf, place, heads, stacked=path[0] == "blocks")
+        matrix = len(leaf.shape) - (path[0] == "blocks") == 2
+        load = _load_packed if packed and matrix else _load_dense
         node = params
         for key in path[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = value
+        node[path[-1]] = load(table, sources[path], path, leaf, mesh, heads)
     return params
 
 
-def _load_leaf(table: TensorTable, sources: list[str], leaf: Any, place: Any, heads: int, *,
-               stacked: bool) -> Array:  # fmt: skip
-    def raw(name: str) -> Array:
-        whole = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-        view = table.raw(name)
-        moved = jax.block_until_ready(jax.device_put(view, whole, may_alias=False))
-        _forget_pages(view)
-        return moved
-
-    if not stacked:
+def _load_dense(table: TensorTable, sources: list[str], path: tuple[str, ...], leaf: Any,
+                mesh: Mesh, heads: int) -> Array:  # fmt: skip
+    place = NamedSharding(mesh, parameter_spec(path, leaf.shape, mesh))
+    if path[0] != "blocks":
         how = dict(dtype=table.info(sources[0]).dtype, out_dtype=leaf.dtype, heads=heads)
-        return _jitted(_decode, place, **how)(raw(sources[0]))
+        return _jitted(_decode, place, **how)(_to_device(table, sources[0], mesh))
     buffer = jnp.zeros(leaf.shape, leaf.dtype, device=place)
     for layer, name in enumerate(sources):
-        store = _jitted(_store, place, donate=True, dtype=table.info(name).dtype, heads=heads)
-        buffer = store(buffer, raw(name), jnp.int32(layer))
+        how = dict(dtype=table.info(name).dtype, out_dtype=leaf.dtype, heads=heads)
+        store = _storing(_decode, place, **how)
+        buffer = store(buffer, _to_device(table, name, mesh), jnp.int32(layer))
     return buffer
+
+
+def _load_packed(table: TensorTable, sources: list[str], path: tuple[str, ...], leaf: Any,
+                 mesh: Mesh, heads: int) -> Packed | Mixed:  # fmt: skip
+    def stack(block: str, members: list[str]) -> Packed:
+        how = dict(dtype=block, heads=heads)
+        first = jax.eval_shape(functools.partial(_split, **how), table.raw(members[0]))
+        lead = () if path[0] != "blocks" else (len(members),)
+        shapes = [(*lead, *field.shape) for field in first]
+        place = tuple(_field_sharding(path, shape, len(lead), mesh) for shape in shapes)
+        if not lead:
+            fields = _jitted(_split, place, **how)(_to_device(table, members[0], mesh))
+            return Packed(fields, block, leaf.dtype)
+        fields = tuple(
+            jnp.zeros(shape, field.dtype, device=p)
+            for shape, field, p in zip(shapes, first, place, strict=True)
+        )
+        for slot, name in enumerate(members):
+            raw = _to_device(table, name, mesh)
+            fields = _storing(_split, place, **how)(fields, raw, jnp.int32(slot))
+        return Packed(fields, block, leaf.dtype)
+
+    types = [table.info(name).dtype for name in sources]
+    kinds = sorted(set(types))
+    stacks = tuple(
+        stack(kind, [n for n, t in zip(sources, types, strict=True) if t == kind]) for kind in kinds
+    )
+    if len(stacks) == 1:
+        return stacks[0]
+    which = [kinds.index(kind) for kind in types]
+    slot = [types[:layer].count(kind) for layer, kind in enumerate(types)]
+    index = functools.partial(jnp.asarray, dtype=jnp.int32, device=replicated(mesh))
+    return Mixed(stacks, index(which), index(slot))
+
+
+def _field_sharding(path: tuple[str, ...], shape: tuple[int, ...], lead: int,
+                    mesh: Mesh) -> NamedSharding:  # fmt: skip
+    """As the weight itself, its inputs counted in blocks; a block stays whole."""
+    spec = parameter_spec(path, shape[: lead + 2], mesh)
+    return NamedSharding(mesh, spec)
+
+
+def _to_device(table: TensorTable, name: str, mesh: Mesh) -> Array:
+    """The tensor's bytes, on every device."""
+    view = table.raw(name)
+    moved = jax.block_until_ready(jax.device_put(view, replicated(mesh), may_alias=False))
+    _forget_pages(view)
+    return moved
 
 
 def _forget_pages(view: np.ndarray) -> None:
@@ -157,9 +221,11 @@ def _forget_pages(view: np.ndarray) -> None:
 
 
 @functools.cache
-def _jitted(function: Any, place: Any, donate: bool = False, **how: Any) -> Any:
-    return jax.jit(
-        functools.partial(function, **how),
-        out_shardings=place,
-        donate_argnums=(0,) if donate else (),
-    )
+def _jitted(function: Any, place: Any, **how: Any) -> Any:
+    return jax.jit(functools.partial(function, **how), out_shardings=place)
+
+
+@functools.cache
+def _storing(read: Any, place: Any, **how: Any) -> Any:
+    store = functools.partial(_store, read=functools.partial(read, **how))
+    return jax.jit(store, out_shardings=place, donate_argnums=0)

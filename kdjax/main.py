@@ -8,6 +8,7 @@ saved (the same command resumes).
 
 import contextlib
 import logging
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,7 @@ FINISHED, BAD_INPUT, NOT_FINITE, INTERRUPTED = 0, 2, 4, 75
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with get_config().")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and logs go.")
+_PLAN = flags.DEFINE_bool("plan", False, "Only print what would live where, and whether it fits.")
 
 
 def open_workdir(path: str) -> Path:
@@ -77,6 +79,20 @@ def distil(config: Config, workdir: Path) -> str:
         return reason
 
 
+def show_plan(config: Config) -> bool:
+    """Prints the plan of a run, allocating nothing; returns whether it fits."""
+    from kdjax.job import survey
+
+    validate(config)
+    os.environ.setdefault(runtime.PREALLOCATE, "false")
+    for line in runtime.configure().describe():
+        _log.info("%s", line)
+    _log.info("%s", runtime.device_summary())
+    plan = survey(config)[2]
+    print("\n".join(plan.lines()))
+    return not plan.missing
+
+
 def main(argv: list[str]) -> int:
     """Runs the command; returns the exit status."""
     if len(argv) > 1:
@@ -91,7 +107,11 @@ def main(argv: list[str]) -> int:
         if not isinstance(_CONFIG.value, Config):
             name = config_flags.get_config_filename(flags.FLAGS["config"])
             raise MissingFileError(f"--config={name}: no such file, or no get_config() -> Config.")
-        reason = distil(_CONFIG.value, open_workdir(str(_WORKDIR.value)))
+        if _PLAN.value:
+            return FINISHED if show_plan(_CONFIG.value) else BAD_INPUT
+        if not _WORKDIR.value:
+            raise UserError("--workdir is missing: name the folder that checkpoints go to.")
+        reason = distil(_CONFIG.value, open_workdir(_WORKDIR.value))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -123,7 +143,7 @@ def parse(argv: list[str]) -> list[str]:
 
 def cli() -> None:
     """Entry point."""
-    flags.mark_flags_as_required(["config", "workdir"])
+    flags.mark_flag_as_required("config")
     app.run(main, flags_parser=parse)
 
 

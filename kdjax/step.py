@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from kdjax.losses import EvalSums, HeadSpec, LossSums, head_evaluation, head_loss
-from kdjax.models.decoder import Apply, Params
+from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.sharding import parameter_shardings, replicated
 
 Batch = dict[str, Array]  # tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32
@@ -32,8 +32,8 @@ class TrainState:
 class StepSpec:
     """What `kd_step` needs besides arrays; fixed for a run."""
 
-    student: Apply
-    teacher: Apply
+    student: ModelFunctions
+    teacher: ModelFunctions
     head: HeadSpec
     tx: optax.GradientTransformation
     schedule: optax.Schedule

@@ -1,21 +1,24 @@
-"""The frozen teacher: where its weights live, and how its hidden states and head reach the loss."""
+"""The frozen teacher: where its weights live, and how its hidden states and head reach the loss.
+
+A provider is pure functions, the arrays they take, and what it says of itself. Its kinds:
+`dequantized`, `packed`, `fixture`, and `truncated`, a narrower view of any of them.
+"""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Apply, Compute, Params, functional, to_bits
+from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
+from kdjax.models.weights import to_bits
 from kdjax.tokenizer import Tokenizer
-
-BACKENDS = ("auto", "dequant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,41 +28,118 @@ class TeacherInfo:
     kind: str
     vocab_size: int  # rows of the head
     resident_bytes: int  # on all devices together
-    path: Path
+    source: str
 
     def __str__(self) -> str:
         return (
-            f"{self.kind} teacher {self.path.name}: {self.resident_bytes / 1e9:.2f} GB resident, "
+            f"{self.kind} teacher {self.source}: {self.resident_bytes / 1e9:.2f} GB resident, "
             f"{self.vocab_size:,} head rows"
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Teacher:
+class TeacherLogitsProvider:
     """A provider of teacher hidden states and head: pure functions and the arrays they take.
 
-    Logits exist only inside a chunk of the loss, so hidden states and head stay apart here.
+    Logits exist only inside a chunk of the loss, so hidden states and head stay apart here; the
+    arrays are an argument of the step, never closed over.
     """
 
-    apply: Apply
+    apply: ModelFunctions
     params: Params
     info: TeacherInfo
 
+    def logits(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> Float[Array, "B T V"]:
+        """float32 logits of every position at once: for tests and small inputs."""
+        hidden = self.apply.hidden(self.params, tokens, segment_ids, positions)
+        head = self.apply.head(self.params).astype(hidden.dtype)
+        return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
 
-def dequantized(table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh) -> Teacher:
+
+def _resident(params: Params) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def dequantized(
+    table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh
+) -> TeacherLogitsProvider:
     """Every tensor as numbers of `compute.param_dtype`, made on the device at load."""
     apply, abstract = functional(spec, compute)
     params = load_params(table, spec, abstract, mesh)
     if jax.default_backend() == "cpu":
         params = jax.tree.map(jax.jit(to_bits, donate_argnums=0), params)
-    resident = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    info = TeacherInfo(
-        f"dequant ({jnp.dtype(compute.param_dtype).name})",
-        spec.vocab_size,
-        resident,
-        table.paths[0],
+    kind = f"dequant ({jnp.dtype(compute.param_dtype).name})"
+    info = TeacherInfo(kind, spec.vocab_size, _resident(params), table.paths[0].name)
+    return TeacherLogitsProvider(apply, params, info)
+
+
+def packed(
+    table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh
+) -> TeacherLogitsProvider:
+    """Matrices in the file's own blocks, whatever their type, decoded a layer at a time.
+
+    The numbers are those of `dequantized`, bit for bit: decoded in float32 and rounded to
+    `compute.param_dtype`.
+    """
+    apply, abstract = functional(spec, compute)
+    params = load_params(table, spec, abstract, mesh, packed=True)
+    info = TeacherInfo("q4k (packed)", spec.vocab_size, _resident(params), table.paths[0].name)
+    return TeacherLogitsProvider(apply, params, info)
+
+
+PROVIDERS = {"dequant": dequantized, "q4k": packed}
+
+
+def truncated(teacher: TeacherLogitsProvider, vocab_size: int) -> TeacherLogitsProvider:
+    """The same teacher over the first `vocab_size` ids: rows of the head are cut off, once.
+
+    Cutting before the softmax renormalises the probabilities over the ids that are left. Raises
+    `UserError` for a size of 0 and for more rows than there are.
+    """
+    rows = teacher.info.vocab_size
+    if not 0 < vocab_size <= rows:
+        raise UserError(
+            f"{teacher.info.source}: found a teacher of {rows:,} rows to cut to {vocab_size:,}; "
+            f"expected 1 to {rows:,}. Choose a teacher of at least the student's vocabulary."
+        )
+    if vocab_size == rows:
+        return teacher
+    # A tied head is the embedding; ids beyond the cut are no token's, so nothing looks them up.
+    name = "head" if "head" in teacher.params else "embed"
+    # Packed rows as well: blocks never cross from one row to the next.
+    cut = jax.tree.map(jax.jit(lambda x: x[:vocab_size]), teacher.params[name])
+    params = teacher.params | {name: jax.block_until_ready(cut)}
+    info = dataclasses.replace(
+        teacher.info, vocab_size=vocab_size, resident_bytes=_resident(params)
     )
-    return Teacher(apply, params, info)
+    return TeacherLogitsProvider(teacher.apply, params, info)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fixture:
+    vocab_size: int
+    logit: float
+
+    def hidden(self, params: Params, tokens: Array, segment_ids: Array, positions: Array) -> Array:
+        return self.logit * jax.nn.one_hot(tokens, self.vocab_size, dtype=jnp.float32)
+
+    def head(self, params: Params) -> Array:
+        return params["head"]
+
+
+def fixture(vocab_size: int, logit: float = 10.0) -> TeacherLogitsProvider:
+    """A teacher for tests: after id i it gives `logit` to id i + 1 (the last wraps), 0 to others.
+
+    It looks at nothing but the last token, so each of its figures can be computed by hand.
+    """
+    head = jnp.roll(jnp.eye(vocab_size, dtype=jnp.float32), 1, axis=0)
+    info = TeacherInfo("fixture", vocab_size, head.nbytes, "(none)")
+    return TeacherLogitsProvider(_Fixture(vocab_size, logit), {"head": head}, info)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ never crosses from one row to the next. Layouts: `ggml-common.h`, arithmetic: `g
 (https://github.com/ggml-org/llama.cpp/tree/master/ggml/src).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,18 +21,26 @@ _ENCODE_ELEMENTS = 1 << 20
 
 
 class BlockType(NamedTuple):
-    """One storage type: `decode` maps uint8 `[..., blocks, nbytes]` to float32 `[..., elements]`
-    per block."""
+    """One storage type: what a block holds, in order, and what that means.
+
+    A field of 2 bytes is one word, uint16 `[...]`; any other is uint8 `[..., size]`. `decode` maps
+    the fields of a block to its numbers, float32 `[..., elements]`.
+    """
 
     elements: int
-    nbytes: int
+    fields: tuple[int, ...]  # sizes in bytes
     ggml: int  # its number in GGUF files, `enum ggml_type` in ggml.h
-    decode: Callable[[Array], Array]
+    decode: Callable[..., Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one block."""
+        return sum(self.fields)
 
 
-def _float16(pair: Array) -> Array:
-    """uint8 `[..., 2]` to float32 `[...]`: bitcast consumes a trailing axis of exactly 2 bytes."""
-    return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)
+def _float16(word: Array) -> Array:
+    """uint16 to float32 of the same shape."""
+    return lax.bitcast_convert_type(word, jnp.float16).astype(jnp.float32)
 
 
 def _fields(data: Array, shifts: tuple[int, ...], mask: int) -> Array:
@@ -72,84 +80,82 @@ def _f32(block: Array) -> Array:
     return lax.bitcast_convert_type(block, jnp.float32)[..., None]
 
 
-def _f16(block: Array) -> Array:
-    return _float16(block)[..., None]
+def _f16(word: Array) -> Array:
+    return _float16(word)[..., None]
 
 
-def _bf16(block: Array) -> Array:
+def _bf16(word: Array) -> Array:
     # By integers: a shift keeps NaN payloads and subnormals, a conversion may not.
-    word = lax.bitcast_convert_type(block, jnp.uint16).astype(jnp.uint32) << 16
+    word = word.astype(jnp.uint32) << 16
     return lax.bitcast_convert_type(word, jnp.float32)[..., None]
 
 
-def _q4_0(block: Array) -> Array:
-    q = _nibbles(block[..., 2:18], 16).astype(jnp.int8) - 8
-    return _float16(block[..., 0:2])[..., None] * q.astype(jnp.float32)
+def _q4_0(d: Array, low: Array) -> Array:
+    q = _nibbles(low, 16).astype(jnp.int8) - 8
+    return _float16(d)[..., None] * q.astype(jnp.float32)
 
 
-def _q4_1(block: Array) -> Array:
-    d, low = _float16(block[..., 0:2]), _float16(block[..., 2:4])
-    return d[..., None] * _nibbles(block[..., 4:20], 16).astype(jnp.float32) + low[..., None]
+def _q4_1(d: Array, minimum: Array, low: Array) -> Array:
+    q = _nibbles(low, 16).astype(jnp.float32)
+    return _float16(d)[..., None] * q + _float16(minimum)[..., None]
 
 
-def _q5_0(block: Array) -> Array:
-    q = (_nibbles(block[..., 6:22], 16) | _fifth_bits(block[..., 2:6])).astype(jnp.int8) - 16
-    return _float16(block[..., 0:2])[..., None] * q.astype(jnp.float32)
+def _q5_0(d: Array, high: Array, low: Array) -> Array:
+    q = (_nibbles(low, 16) | _fifth_bits(high)).astype(jnp.int8) - 16
+    return _float16(d)[..., None] * q.astype(jnp.float32)
 
 
-def _q5_1(block: Array) -> Array:
-    d, low = _float16(block[..., 0:2]), _float16(block[..., 2:4])
-    q = _nibbles(block[..., 8:24], 16) | _fifth_bits(block[..., 4:8])
-    return d[..., None] * q.astype(jnp.float32) + low[..., None]
+def _q5_1(d: Array, minimum: Array, high: Array, low: Array) -> Array:
+    q = (_nibbles(low, 16) | _fifth_bits(high)).astype(jnp.float32)
+    return _float16(d)[..., None] * q + _float16(minimum)[..., None]
 
 
-def _q8_0(block: Array) -> Array:
-    q = lax.bitcast_convert_type(block[..., 2:34], jnp.int8)
-    return _float16(block[..., 0:2])[..., None] * q.astype(jnp.float32)
+def _q8_0(d: Array, q: Array) -> Array:
+    q = lax.bitcast_convert_type(q, jnp.int8)
+    return _float16(d)[..., None] * q.astype(jnp.float32)
 
 
-def _scale_and_minimum(block: Array, q: Array) -> Array:
+def _scale_and_minimum(d: Array, dmin: Array, scales: Array, q: Array) -> Array:
     """`d * scale * q - dmin * minimum` for eight groups of 32, as Q4_K and Q5_K share it."""
     # Exact on every backend, fused multiply-add or not: d has 11 significant bits, a scale 6 and
     # q at most 5, so both products fit the 24 of float32 and only the subtraction rounds.
-    d, dmin = _float16(block[..., 0:2]), _float16(block[..., 2:4])
-    scales, minimums = _six_bit_scales(block[..., 4:16])
-    scales, minimums = d[..., None] * scales, dmin[..., None] * minimums
-    x = scales[..., None] * _shape(q, 8, 32).astype(jnp.float32) - minimums[..., None]
+    factors, minimums = _six_bit_scales(scales)
+    factors, minimums = _float16(d)[..., None] * factors, _float16(dmin)[..., None] * minimums
+    x = factors[..., None] * _shape(q, 8, 32).astype(jnp.float32) - minimums[..., None]
     return x.reshape(q.shape)
 
 
-def _q4_k(block: Array) -> Array:
-    return _scale_and_minimum(block, _nibbles(block[..., 16:144], 32))
+def _q4_k(d: Array, dmin: Array, scales: Array, low: Array) -> Array:
+    return _scale_and_minimum(d, dmin, scales, _nibbles(low, 32))
 
 
-def _q5_k(block: Array) -> Array:
-    high = _fields(block[..., 16:48], tuple(range(8)), 1)
-    q = _nibbles(block[..., 48:176], 32)
-    return _scale_and_minimum(block, q | (high.reshape(q.shape) << 4))
+def _q5_k(d: Array, dmin: Array, scales: Array, high: Array, low: Array) -> Array:
+    fifth = _fields(high, tuple(range(8)), 1)
+    q = _nibbles(low, 32)
+    return _scale_and_minimum(d, dmin, scales, q | (fifth.reshape(q.shape) << 4))
 
 
-def _q6_k(block: Array) -> Array:
-    low = _nibbles(block[..., 0:128], 64)
-    high = _fields(_shape(block[..., 128:192], 2, 32), (0, 2, 4, 6), 3)
+def _q6_k(low: Array, high: Array, scales: Array, d: Array) -> Array:
+    low = _nibbles(low, 64)
+    high = _fields(_shape(high, 2, 32), (0, 2, 4, 6), 3)
     q = (low | (high.reshape(low.shape) << 4)).astype(jnp.int8) - 32
-    scales = lax.bitcast_convert_type(block[..., 192:208], jnp.int8).astype(jnp.float32)
-    scales = _float16(block[..., 208:210])[..., None] * scales
-    return (scales[..., None] * _shape(q, 16, 16).astype(jnp.float32)).reshape(q.shape)
+    factors = lax.bitcast_convert_type(scales, jnp.int8).astype(jnp.float32)
+    factors = _float16(d)[..., None] * factors
+    return (factors[..., None] * _shape(q, 16, 16).astype(jnp.float32)).reshape(q.shape)
 
 
 BLOCKS: dict[str, BlockType] = {
-    "F32": BlockType(1, 4, 0, _f32),
-    "F16": BlockType(1, 2, 1, _f16),
-    "BF16": BlockType(1, 2, 30, _bf16),
-    "Q4_0": BlockType(32, 18, 2, _q4_0),
-    "Q4_1": BlockType(32, 20, 3, _q4_1),
-    "Q5_0": BlockType(32, 22, 6, _q5_0),
-    "Q5_1": BlockType(32, 24, 7, _q5_1),
-    "Q8_0": BlockType(32, 34, 8, _q8_0),
-    "Q4_K": BlockType(256, 144, 12, _q4_k),
-    "Q5_K": BlockType(256, 176, 13, _q5_k),
-    "Q6_K": BlockType(256, 210, 14, _q6_k),
+    "F32": BlockType(1, (4,), 0, _f32),
+    "F16": BlockType(1, (2,), 1, _f16),
+    "BF16": BlockType(1, (2,), 30, _bf16),
+    "Q4_0": BlockType(32, (2, 16), 2, _q4_0),
+    "Q4_1": BlockType(32, (2, 2, 16), 3, _q4_1),
+    "Q5_0": BlockType(32, (2, 4, 16), 6, _q5_0),
+    "Q5_1": BlockType(32, (2, 2, 4, 16), 7, _q5_1),
+    "Q8_0": BlockType(32, (2, 32), 8, _q8_0),
+    "Q4_K": BlockType(256, (2, 2, 12, 128), 12, _q4_k),
+    "Q5_K": BlockType(256, (2, 2, 12, 32, 128), 13, _q5_k),
+    "Q6_K": BlockType(256, (128, 64, 16, 2), 14, _q6_k),
 }
 
 
@@ -175,15 +181,13 @@ def row_bytes(dtype_name: str, n: int) -> int:
     return n // block.elements * block.nbytes
 
 
-def decode(
-    raw: UInt8[Array, "*lead row_bytes"] | UInt8[np.ndarray, "*lead row_bytes"],
-    dtype_name: str,
-    out_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Float[Array, "*lead n"]:
-    """Packed rows, uint8 `[..., row_bytes]`, as numbers `[..., n]`; usable inside jit.
+def split(
+    raw: UInt8[Array, "*lead row_bytes"] | UInt8[np.ndarray, "*lead row_bytes"], dtype_name: str
+) -> tuple[Shaped[Array, "..."], ...]:
+    """Packed rows as one aligned array a field of the block: the same bytes in another order.
 
-    Computed in float32 as `dequantize_row_*` in ggml-quants.c does, bit for bit, then cast to
-    `out_dtype`. Raises `UserError` for an unknown type or a broken last block.
+    A word comes as uint16 `[..., blocks]`, another field as uint8 `[..., blocks, size]`. Usable
+    inside jit. Raises `UserError` for an unknown type or a broken last block.
     """
     block = block_type(dtype_name)
     blocks, rest = divmod(raw.shape[-1], block.nbytes)
@@ -193,8 +197,34 @@ def decode(
             f"{block.nbytes}, the bytes of one block. Pass whole rows, as `TensorTable.raw` does."
         )
     rows = jnp.asarray(raw).reshape(*raw.shape[:-1], blocks, block.nbytes)
-    values = block.decode(rows).reshape(*raw.shape[:-1], blocks * block.elements)
-    return values.astype(out_dtype)
+    fields, at = [], 0
+    for size in block.fields:
+        field = rows[..., at : at + size]
+        # bitcast consumes a trailing axis of exactly 2 bytes.
+        fields.append(lax.bitcast_convert_type(field, jnp.uint16) if size == 2 else field)
+        at += size
+    return tuple(fields)
+
+
+def decode_fields(
+    fields: Sequence[Array], dtype_name: str, out_dtype: jax.typing.DTypeLike = jnp.float32
+) -> Float[Array, "*lead n"]:
+    """What `split` gave as numbers `[..., n]`; usable inside jit.
+
+    Computed in float32 as `dequantize_row_*` in ggml-quants.c does, bit for bit, then cast to
+    `out_dtype`.
+    """
+    values = block_type(dtype_name).decode(*fields)
+    return values.reshape(*values.shape[:-2], -1).astype(out_dtype)
+
+
+def decode(
+    raw: UInt8[Array, "*lead row_bytes"] | UInt8[np.ndarray, "*lead row_bytes"],
+    dtype_name: str,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Float[Array, "*lead n"]:
+    """Packed rows, uint8 `[..., row_bytes]`, as numbers `[..., n]`: `decode_fields` of `split`."""
+    return decode_fields(split(raw, dtype_name), dtype_name, out_dtype)
 
 
 def _bytes(array: np.ndarray, dtype: str) -> np.ndarray:

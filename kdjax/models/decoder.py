@@ -8,7 +8,7 @@ Letters: B rows, T positions, D hidden width, L layers, V vocabulary rows.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.models.arch import ArchSpec, rope_frequencies
 from kdjax.models.attention import attend
+from kdjax.models.weights import dense, from_bits, layers
 
-Params = dict[str, Any]  # nested dict of arrays, as `nnx.to_pure_dict` gives it
+Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,  # keep every activation
@@ -36,20 +37,6 @@ class Compute:
     remat: str = "none"  # a key of REMAT_POLICIES
     attention: str = "auto"
     max_segments: int = 1
-
-
-def to_bits(x: Array) -> Array:
-    """bf16 numbers as uint16; anything else as it is.
-
-    XLA's CPU backend slices no bf16: it would widen a whole stack of layers to float32 before the
-    scan, 2.6 GB of weights becoming 5.2 beside it. Slices of uint16 stay slices.
-    """
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def from_bits(x: Array) -> Array:
-    """Undoes `to_bits`."""
-    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 class Linear(nnx.Module):
@@ -192,27 +179,43 @@ class Decoder(nnx.Module):
         )
         cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
         graph, stacked = nnx.split(self.blocks)
+        slices, read = layers(stacked)
 
         def layer(x: Array, weights: Any) -> tuple[Array, Array | None]:
-            x = nnx.merge(graph, weights)(x, cos, sin, segment_ids)
+            x = nnx.merge(graph, read(weights))(x, cos, sin, segment_ids)
             return x, (x if keep_layers else None)
 
         policy = REMAT_POLICIES[self.compute.remat]
         if policy is not None:
             # Inside scan the loop already keeps XLA from merging the recomputation away.
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x = from_bits(self.embed[...][tokens]).astype(self.compute.dtype)
-        x, layers = jax.lax.scan(layer, x, stacked)
-        return self.norm(x), layers
+        x = dense(self.embed.get_value()[tokens]).astype(self.compute.dtype)
+        x, outputs = jax.lax.scan(layer, x, slices)
+        return self.norm(x), outputs
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """The unembedding, `[V, D]`, in the stored dtype; the embedding itself if tied."""
-        return from_bits((self.embed if self.head is None else self.head)[...])
+        """The unembedding, `[V, D]`, as stored or decoded; the embedding itself if tied."""
+        return dense((self.embed if self.head is None else self.head).get_value())
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits of every position: for evaluation and tests; training uses `losses`."""
         head = self.head_weight().astype(hidden.dtype)
         return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+
+
+@runtime_checkable  # tests check annotations with isinstance
+class ModelFunctions(Protocol):
+    """What the step asks of a model, student or teacher; hashable, so that it can be static."""
+
+    def hidden(
+        self, params: Params, tokens: Array, segment_ids: Array, positions: Array
+    ) -> Float[Array, "B T D"]:
+        """Final hidden states of a batch."""
+        ...
+
+    def head(self, params: Params) -> Float[Array, "V D"]:
+        """The unembedding."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

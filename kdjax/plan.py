@@ -1,0 +1,274 @@
+"""What will live where, before anything is allocated: memory by part, and the speed's upper bound.
+
+Resident bytes are exact. Temporaries follow the step's phases: what XLA keeps alive in each, as its
+memory reports on an H200 showed (jax 0.11.2; docs/performance.md compares plan and measurement).
+
+Letters: N positions computed at a time on one device, C of them in a chunk of the loss, V
+vocabulary rows, D hidden width, F MLP width.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from kdjax import optim, sharding
+from kdjax.config import Config, flatten
+from kdjax.errors import UserError
+from kdjax.formats.blocks import BLOCKS
+from kdjax.loading import tensor_names
+from kdjax.models.arch import ArchSpec
+from kdjax.models.decoder import Compute, functional
+from kdjax.runtime import Devices
+from kdjax.sources import Sources
+
+Size = int | float  # bytes, or bytes a position
+
+# Plans of 15 measured steps were between 2.2% below the peak and 4.7% above it.
+_MARGIN = 1.03
+# Library workspaces (cuBLAS takes 32 MiB a product in flight), code, and gaps between buffers.
+_GPU_OVERHEAD = 0.35e9
+# XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
+_CPU_FACTOR = 1.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes on one device, by part; `phases` are alternatives, of which one is the peak."""
+
+    backend: str
+    platform: str
+    resident: dict[str, Size]
+    phases: dict[str, dict[str, Size]]
+    limit: Size | None  # what one device offers; None if unknown
+    tokens_per_s: float | None  # bound by arithmetic at the data sheet's rate, all devices
+    choice: str = ""  # the backend and why
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak(self) -> Size:
+        """Bytes of everything resident and of the largest phase."""
+        return sum(self.resident.values()) + sum(self.phases[self.peak_phase].values())
+
+    @property
+    def missing(self) -> Size:
+        """Bytes that the device lacks for the peak and a margin; 0 if nothing is known."""
+        return max(0.0, _MARGIN * self.peak - self.limit) if self.limit else 0.0
+
+    def lines(self) -> Iterator[str]:
+        """The plan as text, in GB of 10^9 bytes."""
+        yield "on each device, GB:"
+        for name, size in self.resident.items():
+            yield f"  {name:<44} {size / 1e9:8.2f}"
+        for phase, parts in self.phases.items():
+            peak = "  <- the peak" if phase == self.peak_phase else ""
+            yield f"  while {phase + ':':<38} {sum(parts.values()) / 1e9:8.2f}{peak}"
+            for name, size in parts.items():
+                yield f"    {name:<51} {size / 1e9:8.2f}"
+        limit = f"of {self.limit / 1e9:.2f}" if self.limit else "of an unknown amount"
+        verdict = f"{self.missing / 1e9:.2f} too much" if self.missing else "fits"
+        yield f"  {'peak':<44} {self.peak / 1e9:8.2f} {limit}: {verdict}"
+        if self.tokens_per_s:
+            yield f"at most {self.tokens_per_s:,.0f} tokens/s: arithmetic at the chip's peak rate"
+        yield self.choice
+
+
+def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, backend: str) -> Plan:
+    """The plan of a run with one teacher backend; allocates nothing."""
+    shapes = functional(sources.student_spec, Compute())[1]
+    student = _tree_bytes(shapes, mesh)
+    tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
+    moments = _total(jax.eval_shape(tx.init, shapes)) * student / _total(shapes)
+    names = {"dequant": f"teacher, {config.teacher.param_dtype}", "q4k": "teacher, packed blocks"}
+    resident = {
+        names[backend]: _teacher_bytes(config, sources, mesh, backend),
+        "student, float32 masters": student,
+        "optimizer moments": moments,
+    }
+    limit = devices.memory_bytes
+    if limit and devices.platform == "cpu":
+        limit = limit / devices.count  # emulated devices share the machine's memory
+    bound = _bound(config, sources, devices)
+    plan = Plan(backend, devices.platform, resident, {}, limit, bound)
+    return _with_phases(plan, config, sources, mesh)
+
+
+def _with_phases(plan: Plan, config: Config, sources: Sources, mesh: Mesh) -> Plan:
+    on_cpu = plan.platform == "cpu"
+    factor, overhead = (_CPU_FACTOR, 0.0) if on_cpu else (1.0, _GPU_OVERHEAD)
+    gradients = plan.resident["student, float32 masters"]
+    phases = {
+        name: {part: size * factor for part, size in parts.items() if size}
+        | ({"workspace": overhead} if overhead else {})
+        for name, parts in _phases(config, sources, mesh, plan.backend, plan.platform, gradients)
+    }
+    return dataclasses.replace(plan, phases=phases)
+
+
+def _total(abstract: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+
+
+def _bound(config: Config, sources: Sources, devices: Devices) -> float | None:
+    length = config.data.seq_len
+    flops = sources.teacher_spec.forward_flops(length)
+    flops += 3 * sources.student_spec.forward_flops(length)
+    return devices.peak_flops / flops if devices.peak_flops else None
+
+
+def _shards(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> int:
+    axes = [axis for axis in sharding.parameter_spec(path, shape, mesh) if axis]
+    return functools.reduce(lambda n, axis: n * mesh.shape[axis], axes, 1)
+
+
+def _tree_bytes(abstract: Any, mesh: Mesh) -> Size:
+    leaves = jax.tree_util.tree_flatten_with_path(abstract)[0]
+    return sum(
+        leaf.size * leaf.dtype.itemsize / _shards(tuple(k.key for k in keys), leaf.shape, mesh)
+        for keys, leaf in leaves
+    )
+
+
+def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -> Size:
+    spec, table = sources.teacher_spec, sources.teacher
+    kept = sources.vocabulary.width / spec.vocab_size  # rows of the head that are not cut off
+    dtype = jnp.dtype(config.teacher.param_dtype)
+    abstract = functional(spec, Compute(param_dtype=dtype))[1]
+    if backend == "dequant":
+        cut = dataclasses.replace(spec, vocab_size=sources.vocabulary.width)
+        narrow = functional(cut, Compute(param_dtype=dtype))[1]
+        head = "embed" if spec.tied else "head"
+        return _tree_bytes(abstract | {head: narrow[head]}, mesh)
+    total = 0.0
+    for path, names in tensor_names(table, spec).items():
+        infos = [table.info(name) for name in names]
+        share = kept if path in (("head",), ("embed",) if spec.tied else ()) else 1.0
+        for info in infos:
+            if len(info.shape) == 2:
+                blocks = info.shape[0], info.shape[1] // BLOCKS[info.dtype].elements
+                total += share * info.nbytes / _shards(path, blocks, mesh)
+            else:
+                total += dtype.itemsize * info.shape[0]
+    return total
+
+
+def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform: str,
+            gradients: Size) -> Iterator[tuple[str, dict[str, Size]]]:  # fmt: skip
+    size = jnp.dtype(config.train.compute_dtype).itemsize
+    teacher, student = sources.teacher_spec, sources.student_spec
+    width = sources.vocabulary.width / mesh.shape["tensor"]
+    shards = sharding.row_shards(mesh)
+    parts, length = config.train.microbatches, config.data.seq_len
+    positions = config.train.batch_size // parts // shards * length
+    kept = positions * _kept_a_position(student, config.student.remat, size)
+    if config.student.remat == "none":
+        kept += size * student.parameters()  # weights as cast for the products
+    accumulator = {"gradients, accumulated": gradients if parts > 1 else 0.0}
+    packed = backend == "q4k"
+    decoded = jnp.dtype(config.teacher.param_dtype).itemsize if packed else 0
+    layer = (teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size) / (
+        teacher.num_layers * mesh.shape["tensor"]
+    )
+
+    def forward(tokens: Size) -> dict[str, Size]:
+        row = 2 * teacher.mlp_size / mesh.shape["tensor"] + 5 * teacher.hidden_size
+        return {"teacher's activations": tokens * size * row, "a teacher layer": layer * decoded}
+
+    def heads(tokens: Size, logits: Size, moved: int) -> dict[str, Size]:
+        chunk = min(config.loss.chunk_tokens / shards, tokens)
+        both = 2 * teacher.hidden_size + 3 * student.hidden_size
+        return {
+            "logits of a chunk": chunk * width * logits,
+            "student's head": width * student.hidden_size * (size + moved),
+            "teacher's head": width * teacher.hidden_size * decoded,
+            "hidden states": tokens * size * both,
+        }
+
+    # cuDNN's packed backward pass keeps float32 sums for each slot of a row as if it were a row.
+    slots = config.data.max_segments + 1 if config.data.max_segments > 1 else 1
+    attention = 8 * slots * student.num_heads * student.head_dim if platform != "cpu" else 0
+    widest = max(attention, 6 * size * student.mlp_size) / mesh.shape["tensor"]
+    layer_bytes = positions * (widest + 10 * size * student.hidden_size)
+    kept_on = {"student's kept activations": kept} | accumulator
+    yield "the teacher runs forward", forward(positions) | accumulator
+    # float32 logits of both and one intermediate; their gradient in the compute dtype.
+    yield "the loss is computed", heads(positions, 12 + size, 4) | kept_on
+    backward = {"gradients": gradients, "student's layer": layer_bytes}
+    yield "the student runs backward", backward | kept_on
+    tokens = config.eval.batch_size // shards * length
+    yield "evaluating: the teacher runs forward", forward(tokens)
+    yield "evaluating: logits are compared", heads(tokens, 8, 0)
+
+
+def _kept_a_position(spec: ArchSpec, remat: str, size: int) -> Size:
+    """Bytes that the backward pass keeps of the forward pass, all layers, a position."""
+    d, f = spec.hidden_size, spec.mlp_size
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    elements = {
+        "full": d,  # each layer's input
+        "dots": 2 * f + 4 * d + heads,  # and every product
+        "none": 6 * f + 13 * d + heads,  # and everything between, the norms in float32
+    }[remat]
+    return spec.num_layers * elements * size
+
+
+def choose(config: Config, sources: Sources, mesh: Mesh, devices: Devices, backend: str) -> Plan:
+    """The plan that will be run: of `backend`, or with "auto" of the fastest one that fits.
+
+    Raises `UserError` when "auto" finds none, naming what is missing and settings that fit. A
+    backend that was asked for by name is not refused: the plan may be wrong by a few percent.
+    """
+    if backend != "auto":
+        plan = make_plan(config, sources, mesh, devices, backend)
+        return dataclasses.replace(plan, choice=f"teacher backend {backend}: asked for")
+    plans = [make_plan(config, sources, mesh, devices, kind) for kind in ("dequant", "q4k")]
+    fast, lean = plans
+    sizes = [f"{plan.backend} needs {plan.peak / 1e9:.2f} GB" for plan in plans]
+    if not fast.missing:
+        why = "it fits" if fast.limit else "this device does not tell its memory"
+        reason = f"teacher backend dequant, by auto: {sizes[0]}, and {why}"
+        return dataclasses.replace(fast, choice=reason)
+    offered = f"the device offers {(fast.limit or 0) / 1e9:.2f}"
+    if not lean.missing:
+        reason = f"teacher backend q4k, by auto: {', '.join(sizes)}; {offered}"
+        return dataclasses.replace(lean, choice=reason)
+    raise UserError(
+        f"this run does not fit: {', '.join(sizes)}; {offered}, {lean.missing / 1e9:.2f} too "
+        f"little. {_remedy(config, sources, mesh, lean)}"
+    )
+
+
+def _remedy(config: Config, sources: Sources, mesh: Mesh, plan: Plan) -> str:
+    """The mildest settings under which `plan`, of the packed teacher, would fit."""
+    shards = sharding.row_shards(mesh)
+    rows = config.train.batch_size // shards
+    asked = config.train.microbatches, config.loss.chunk_tokens, config.eval.batch_size
+    parts = [n for n in range(asked[0], rows + 1) if rows % n == 0]
+    chunks = [c for c in (asked[1], 512, 256, 128) if c <= asked[1]]
+    evals = sorted({asked[2], shards}, reverse=True)
+    for part, chunk, held_out in itertools.product(parts, chunks, evals):
+        trial = dataclasses.replace(
+            config,
+            student=dataclasses.replace(config.student, remat="full"),
+            loss=dataclasses.replace(config.loss, chunk_tokens=chunk),
+            train=dataclasses.replace(config.train, microbatches=part),
+            eval=dataclasses.replace(config.eval, batch_size=held_out),
+        )
+        least = _with_phases(plan, trial, sources, mesh)
+        before, after = flatten(config), flatten(trial)
+        flags = " ".join(f"--config.{k}={v}" for k, v in after.items() if before[k] != v)
+        if not least.missing:
+            return f"It would fit with {flags} ({least.peak / 1e9:.2f} GB)."
+    return (
+        f"Even with {flags} it needs {least.peak / 1e9:.2f} GB: take shorter rows "
+        "(data.seq_len), a smaller model, or a larger device."
+    )
