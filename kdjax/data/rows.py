@@ -212,6 +212,29 @@ def _fill(packers: list[_Packer], files: tuple[list[Path], list[Path]], fraction
         packer.close()
 
 
+def pack_rows(
+    patterns: str,
+    folder: Path,
+    *,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    end_of_document_id: int,
+    max_segments: int,
+) -> Rows:
+    """Rows of all the text in `patterns`, made in `folder/rows`; for evaluation, not cached."""
+    packer = _Packer(folder / "rows", seq_len + 1, max_segments)
+    try:
+        source = documents(find_files(patterns), tokenizer)
+        for _, ids, mask in _tokenized(source, tokenizer, end_of_document_id):
+            packer.add(ids, mask)
+        packer.close()
+    finally:
+        packer.release()
+    if not packer.counts["rows"]:
+        raise UserError(f"{patterns}: the text is empty: no document has two tokens or more.")
+    return _open_side(folder / "rows", packer.counts["rows"], seq_len + 1)
+
+
 def _check_sides(packers: list[_Packer], seq_len: int, explicit: bool) -> dict[str, Any]:
     sides: dict[str, Any] = {}
     for name, packer in zip(_SIDES, packers, strict=True):

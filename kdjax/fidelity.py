@@ -1,0 +1,245 @@
+"""How alike two forms of a model are, on text: what quantization, or a way of computing, costs.
+
+    python -m kdjax.fidelity teacher.gguf@dequant:bfloat16 teacher.gguf@q4k \\
+        --data=code=corpus/heldout --data=prose='docs/**/*.md'
+
+A form is PATH[@BACKEND[:DTYPE]]: `dequant` (the default) or `q4k`, computed in `bfloat16` (the
+default) or `float32`. One form is on the device at a time: hidden states of the first wait on the
+host, so that two models fit where one does.
+
+Exit status: 0 done, 2 bad input.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kdjax import runtime, sharding
+from kdjax.data import pipeline
+from kdjax.data.rows import Rows, pack_rows
+from kdjax.errors import UserError
+from kdjax.formats import TensorTable, open_table
+from kdjax.losses import ComparisonSums, HeadSpec, head_comparison
+from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.decoder import Compute
+from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, align
+from kdjax.tokenizer import Tokenizer, load_tokenizer
+
+_DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A model file, how its weights are kept, and what they are computed in."""
+
+    path: str
+    backend: str = "dequant"
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def parse(cls, text: str) -> "Form":
+        """From PATH[@BACKEND[:DTYPE]]; a path may hold an @ if a form follows it."""
+        path, at, how = text.rpartition("@")
+        if not at or "/" in how:
+            return cls(text)
+        backend, _, dtype = how.partition(":")
+        if backend not in PROVIDERS or (dtype or _DTYPES[0]) not in _DTYPES:
+            raise UserError(
+                f"{text!r}: found the form {how!r}; expected {' or '.join(PROVIDERS)}, then "
+                f"nothing or : and {' or '.join(_DTYPES)}, such as {path}@q4k:bfloat16."
+            )
+        return cls(path, backend, dtype or _DTYPES[0])
+
+    def __str__(self) -> str:
+        return f"{Path(self.path).name}@{self.backend}:{self.dtype}"
+
+
+class _Opened(NamedTuple):
+    form: Form
+    table: TensorTable
+    spec: ArchSpec
+    tokenizer: Tokenizer
+
+
+def _open(text: str) -> _Opened:
+    form = Form.parse(text)
+    table = open_table(form.path)
+    return _Opened(form, table, spec_from_table(table), load_tokenizer(form.path))
+
+
+def _provider(opened: _Opened, mesh: Mesh, max_segments: int) -> TeacherLogitsProvider:
+    dtype = jnp.dtype(opened.form.dtype)
+    compute = Compute(dtype=dtype, param_dtype=dtype, max_segments=max_segments)
+    return PROVIDERS[opened.form.backend](opened.table, opened.spec, compute, mesh)
+
+
+def _forward(provider: TeacherLogitsProvider, batches: list[dict[str, Any]],
+             mesh: Mesh) -> Iterator[jax.Array]:  # fmt: skip
+    hidden = jax.jit(provider.apply.hidden)
+    for batch in batches:
+        columns = [batch[name] for name in ("tokens", "segment_ids", "positions")]
+        yield hidden(provider.params, *jax.device_put(columns, sharding.batch_sharding(mesh)))
+
+
+def compare(
+    a: str, b: str, domains: dict[str, str], *, rows: int, seq_len: int, batch_size: int
+) -> dict[str, dict[str, float]]:
+    """Figures by domain, and over "all" of them: means in nats a token, and two extremes.
+
+    `domains` maps a name to comma-separated files, folders or globs; at most `rows` rows of
+    `seq_len` positions are taken of each, spread evenly. Raises `UserError` for files that cannot
+    be read and for models of different tokenizers.
+    """
+    mesh = sharding.make_mesh(-1, 1, 1)
+    batch_size = math.lcm(batch_size, sharding.row_shards(mesh))
+    first, second = _open(a), _open(b)
+    narrow, wide = sorted((first, second), key=lambda o: o.spec.vocab_size)
+    vocabulary = align(narrow.spec, wide.spec, narrow.tokenizer, wide.tokenizer)
+    spec = HeadSpec(1.0, 0.0, vocabulary.width, vocabulary.real, chunk_tokens=512)
+    batches = _batches(domains, first.tokenizer, rows, seq_len, batch_size)
+    flat = [batch for domain in batches.values() for batch in domain]
+    most = max(int(batch["segment_ids"].max()) for batch in flat)
+
+    with _precision(first):
+        provider = _provider(first, mesh, most)
+        print(provider.info, file=sys.stderr)
+        waiting = [np.asarray(hidden) for hidden in _forward(provider, flat, mesh)]
+        head = jax.block_until_ready(jax.jit(provider.apply.head)(provider.params))
+        del provider
+    measure = jax.jit(functools.partial(head_comparison, spec=spec))
+    sums: list[ComparisonSums] = []
+    with _precision(first, second):
+        provider = _provider(second, mesh, most)
+        print(provider.info, file=sys.stderr)
+        other = jax.jit(provider.apply.head)(provider.params)
+        hidden_b = _forward(provider, flat, mesh)
+        for one, two, batch in zip(waiting, hidden_b, flat, strict=True):
+            text = batch["labels"], batch["weights"]
+            sums.append(jax.device_get(measure(one, head, two, other, *text)))
+    figures, at = {}, 0
+    for name, domain in batches.items():
+        figures[name] = _figures(sums[at : at + len(domain)])
+        at += len(domain)
+    return figures | {"all": _figures(sums)} if len(batches) > 1 else figures
+
+
+def _precision(*opened: _Opened) -> Any:
+    """Without this a GPU multiplies float32 in TF32, 10 bits of mantissa."""
+    exact = any(o.form.dtype == "float32" for o in opened)
+    return jax.default_matmul_precision("highest" if exact else "default")
+
+
+def _batches(domains: dict[str, str], tokenizer: Tokenizer, rows: int, seq_len: int,
+             batch_size: int) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+    batches = {}
+    for name, patterns in domains.items():
+        with tempfile.TemporaryDirectory() as folder:
+            packed: Rows = pack_rows(
+                patterns,
+                Path(folder),
+                tokenizer=tokenizer,
+                seq_len=seq_len,
+                end_of_document_id=tokenizer.end_of_text_id,
+                max_segments=seq_len,
+            )
+            batches[name] = list(pipeline.eval_batches(packed, batch_size=batch_size, limit=rows))
+    return batches
+
+
+def _figures(sums: list[ComparisonSums]) -> dict[str, float]:
+    columns = ComparisonSums(*([float(x) for x in column] for column in zip(*sums, strict=True)))
+    count = math.fsum(columns.count)
+    if not count:
+        raise UserError("the text has no position to compare: give longer documents.")
+    means = {
+        name: math.fsum(column) / count
+        for name, column in columns._asdict().items()
+        if name not in ("count", "max_difference", "min_cosine")
+    }
+    perplexities = {f"perplexity_{m}": math.exp(min(means[f"ce_{m}"], 700.0)) for m in "ab"}
+    extremes = {
+        "max_difference": max(columns.max_difference),
+        "min_cosine": min(columns.min_cosine),
+    }
+    return means | perplexities | extremes | {"tokens": count}
+
+
+_LABELS = {
+    "kl_ab": "KL(A || B), nats",
+    "kl_ba": "KL(B || A), nats",
+    "agreement": "top-1 agreement",
+    "entropy_a": "entropy of A, nats",
+    "entropy_b": "entropy of B, nats",
+    "perplexity_a": "perplexity of A",
+    "perplexity_b": "perplexity of B",
+    "cosine": "cosine of logits, mean",
+    "min_cosine": "cosine of logits, least",
+    "max_difference": "|logit difference|, most",
+    "tokens": "positions",
+}
+
+
+def table(figures: dict[str, dict[str, float]]) -> str:
+    """The figures as text, one column a domain."""
+    width = max(12, *(len(name) + 2 for name in figures))
+    lines = [" " * 26 + "".join(f"{name:>{width}}" for name in figures)]
+    for key, label in _LABELS.items():
+        form = ",.0f" if key == "tokens" else ".3e" if key.startswith("kl") else ".6g"
+        lines.append(f"{label:<26}" + "".join(f"{f[key]:>{width}{form}}" for f in figures.values()))
+    return "\n".join(lines)
+
+
+def _domains(texts: list[str]) -> dict[str, str]:
+    """NAME=PATHS, or PATHS, which names itself."""
+    split = [text.partition("=") for text in texts]
+    return {name: paths if equals else name for name, equals, paths in split}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kdjax.fidelity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("a", metavar="A", help="PATH[@dequant|q4k[:bfloat16|float32]]")
+    parser.add_argument("b", metavar="B")
+    text = "text of one domain: folders, globs, files, joined by commas"
+    parser.add_argument("--data", action="append", required=True, metavar="[NAME=]PATHS", help=text)
+    parser.add_argument("--rows", type=int, default=16, help="rows of each domain, at most")
+    parser.add_argument("--seq-len", type=int, default=1024, help="positions a row")
+    parser.add_argument("--batch-size", type=int, default=4, help="rows at a time")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    args = parser.parse_args(argv)
+    try:
+        for name in ("rows", "seq_len", "batch_size"):
+            if getattr(args, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
+        runtime.configure()
+        print(runtime.device_summary(), file=sys.stderr)
+        figures = compare(args.a, args.b, _domains(args.data), rows=args.rows,
+                          seq_len=args.seq_len, batch_size=args.batch_size)  # fmt: skip
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"A = {Form.parse(args.a)}\nB = {Form.parse(args.b)}\n\n{table(figures)}")
+    if args.json:
+        document = {"a": args.a, "b": args.b, "figures": figures}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
