@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import content_hash, open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes
-from kdjax.formats.gguf import GGUFTable, write_gguf
+from kdjax.formats.gguf import GGUFTable
+from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import random_blocks
 
 METADATA = {
