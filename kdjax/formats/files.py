@@ -1,6 +1,7 @@
 """What the readers and writers of checkpoint files share: checked reading, atomic writing."""
 
 import contextlib
+import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,18 @@ def map_file(path: Path) -> np.ndarray:
     if not path.stat().st_size:
         return np.empty(0, np.uint8)
     return np.asarray(np.memmap(path, np.uint8, mode="r"))
+
+
+def load_json(path: Path, data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in `data`, which `what` describes; the last of equal keys counts."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise bad(path, f"{what} that is no JSON ({error})", "a JSON object", DOWNLOAD) from error
+    if not isinstance(value, dict):
+        found = f"{what} that is a JSON {type(value).__name__}"
+        raise bad(path, found, "a JSON object", DOWNLOAD)
+    return value
 
 
 class Cursor:
