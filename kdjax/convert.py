@@ -183,6 +183,9 @@ def _restore(table: AprTable, stored: Any, target: Path) -> None:
             layout = GGUFTable(file.name)
         except UserError as error:
             raise bad(path, f"a stored GGUF header that {error}", "a whole one", _AGAIN) from error
+        if len(layout) != len(table):
+            found = f"{len(layout)} tensors in its GGUF header"
+            raise bad(path, found, f"the {len(table)} of the file", _AGAIN)
         for name in layout:
             hf, info = hf_name(name) or name, layout.info(name)
             if hf not in table or table.info(hf)[1:] != info[1:]:

@@ -204,7 +204,8 @@ class AprTable:
         self._data = map_file(self._path)
         self._header = _read_header(self._path, self._data.data)
         self._tensors = _read_index(self._path, self._data.data, self._header)
-        self._metadata = as_config(self._path, self.stored(), self)
+        infos = {name: info for name, (info, _) in self._tensors.items()}
+        self._metadata = as_config(self._path, self.stored(), infos)
 
     @property
     def paths(self) -> tuple[Path, ...]:

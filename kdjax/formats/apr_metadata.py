@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.formats.files import bad, load_json
-from kdjax.formats.table import TensorTable
+from kdjax.formats.table import TensorInfo
 
 # The key under which `kdjax.convert` keeps what it needs to restore a GGUF file.
 GGUF_KEY = "kdjax.gguf"
@@ -156,20 +156,21 @@ def _tokenizer(path: Path, stored: Mapping[str, Any], family: object) -> dict[st
     return {name: value for name, value in parts.items() if value is not None}
 
 
-def as_config(path: Path, stored: Mapping[str, Any], tensors: TensorTable) -> dict[str, Any]:
+def as_config(
+    path: Path, stored: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> dict[str, Any]:
     """The model's `config.json` and tokenizer, from the metadata and a `config.json` beside it.
 
     `config.json` wins where both speak, except of a file that was a GGUF file, which says all.
-    `tensors` is the file's table. Raises `UserError` for malformed values, and where neither has
-    what fixes the architecture.
+    Raises `UserError` for malformed values, and where neither has what fixes the architecture.
     """
     said = _architecture(path, stored)
     if "model.embed_tokens.weight" in tensors:
         # The vocabulary's size may leave out the padding rows that the embedding has.
-        said["vocab_size"] = tensors.info("model.embed_tokens.weight").shape[0]
+        said["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
     sibling, required = path.with_name("config.json"), ["model_type"]
     required += [INTEGERS[key] for key in INTEGERS if key not in _OPTIONAL]
-    if GGUF_KEY not in stored and sibling.is_file():
+    if stored.get(GGUF_KEY) is None and sibling.is_file():
         config = load_json(sibling, sibling.read_bytes(), "a file")
         said |= {key: value for key, value in config.items() if value is not None}
     else:
