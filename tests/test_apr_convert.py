@@ -6,9 +6,12 @@ import json
 import struct
 from pathlib import Path
 
+import chex
+import jax
 import numpy as np
 import pytest
 
+from kdjax import sharding
 from kdjax.convert import convert
 from kdjax.errors import UserError
 from kdjax.formats import open_table
@@ -16,7 +19,9 @@ from kdjax.formats.apr import AprTable, verify_footer, write_apr
 from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+from kdjax.loading import load_params
 from kdjax.models.arch import spec_from_table
+from kdjax.models.decoder import Compute, functional
 from kdjax.models.names import gguf_name, hf_name
 from kdjax.tokenizer import load_tokenizer
 
@@ -102,6 +107,32 @@ def test_the_apr_file_is_the_model(pair):
         np.testing.assert_array_equal(table.raw(hf), gguf.raw(name))
     assert "model.layers.2.mlp.down_proj.weight" in table and "lm_head.weight" in table
     verify_footer(pair[1])
+
+
+def loaded(path):
+    table = open_table(path)
+    spec = spec_from_table(table)
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    return spec, load_params(table, spec, functional(spec, Compute())[1], mesh)
+
+
+def test_both_files_load_the_same_parameters(pair):
+    (gguf_spec, gguf), (apr_spec, found) = map(loaded, pair)
+    assert apr_spec == gguf_spec
+    chex.assert_trees_all_equal(found, gguf)
+
+
+@pytest.mark.parametrize("case", ["qwen2_tied", "qwen2_yarn", "qwen3", "llama_scaled"])
+def test_a_hugging_face_model_as_apr(tmp_path, case):
+    folder = Path(__file__).parent / "goldens" / case
+    table = open_table(folder)
+    infos = [table.info(name) for name in table]
+    tensors = [(i.name, i.dtype, i.shape, table.raw(i.name)) for i in infos]
+    write_apr(tmp_path / "x.apr", {"architecture": case.split("_")[0]}, tensors)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (spec, want), (found_spec, found) = loaded(folder), loaded(tmp_path / "x.apr")
+    assert found_spec == spec
+    chex.assert_trees_all_equal(found, want)
 
 
 def test_a_converted_file_needs_no_config(pair, tmp_path):
