@@ -115,7 +115,7 @@ def _read_header(path: Path, data: memoryview) -> _Header:
         raise bad(path, found, f"{_checksum(packed):08x}, as its bytes say", DOWNLOAD)
     if kinds := [name for flag, name in _REFUSED.items() if flags & flag]:
         remedy = "Write it again whole, row-major, uncompressed and unencrypted."
-        raise bad(path, f"a {', '.join(kinds)} .apr file", "a plain one", remedy)
+        raise bad(path, f"an .apr file that is {', '.join(kinds)}", "a plain one", remedy)
     if metadata_size > MAX_METADATA:
         wanted = f"at most {MAX_METADATA}"
         raise bad(path, f"{metadata_size} bytes of metadata", wanted, DOWNLOAD)
