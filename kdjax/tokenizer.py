@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _PRE = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2, "default": _GPT2}
 _NFC = ("qwen2",)  # families whose tokenizer.json normalizes to NFC
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # enum llama_token_type in llama.h
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
+_PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
@@ -107,13 +109,18 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a GGUF file or Hugging Face folder; raises `UserError` if it has none."""
-    if Path(path).is_dir():  # which may hold a tokenizer and no weights
-        return _from_folder(Path(path))
+    """The tokenizer of a GGUF or .apr file, or of a Hugging Face folder.
+
+    A file without one of its own takes the `tokenizer.json` beside it. Raises `UserError` if there
+    is none.
+    """
+    path = Path(path)
+    if path.is_dir():  # which may hold a tokenizer and no weights
+        return _from_folder(path)
     table = open_table(path)
-    if "general.architecture" in table.metadata:
+    if "general.architecture" in table.metadata or "tokenizer.ggml.tokens" in table.metadata:
         return from_gguf(table.metadata, str(path))
-    return _from_folder(Path(path).parent)
+    return _from_folder(path.parent)
 
 
 def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
@@ -132,8 +139,9 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             "folder with a tokenizer.json instead."
         )
     tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
-    types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))]
     merges: list[str] = list(metadata.get("tokenizer.ggml.merges", []))
+    stored = metadata.get("tokenizer.ggml.token_type")
+    types = _guess_types(tokens, merges) if stored is None else [int(t) for t in stored]
     while types and types[-1] == _UNUSED:  # "[PAD151665]" and its like
         types.pop()
     tokens = tokens[: len(types)]
@@ -166,6 +174,14 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         eos_id=int(metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1)),
         chat_template=metadata.get("tokenizer.chat_template"),
     )
+
+
+def _guess_types(tokens: Sequence[str], merges: Sequence[str]) -> list[int]:
+    """Types that a file does not tell: merging makes all tokens but single bytes and added ones."""
+    made = {merge.replace(" ", "") for merge in merges}
+    known = ((_NORMAL if len(t) == 1 or t in made else _CONTROL) for t in tokens)
+    pairs = zip(tokens, known, strict=True)
+    return [_UNUSED if kind == _CONTROL and _PADDING.fullmatch(t) else kind for t, kind in pairs]
 
 
 def _from_folder(folder: Path) -> Tokenizer:

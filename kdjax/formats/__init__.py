@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from kdjax.errors import MissingFileError
+from kdjax.formats.apr import AprTable, is_apr
 from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.safetensors import SafetensorsTable
 from kdjax.formats.table import TensorInfo, TensorTable
@@ -31,7 +32,7 @@ def _download_command(path: Path) -> tuple[str, bool]:
 
 
 def open_table(path: str | os.PathLike[str]) -> TensorTable:
-    """Opens a checkpoint: a Hugging Face folder, a `.safetensors` file, or a GGUF file.
+    """Opens a checkpoint: a Hugging Face folder, or a `.safetensors`, `.apr` or GGUF file.
 
     Reads headers only. Raises `MissingFileError` for a path that does not exist, with the command
     that downloads it where the name is a published one, and `UserError` for a broken file.
@@ -46,6 +47,8 @@ def open_table(path: str | os.PathLike[str]) -> TensorTable:
         )
     if path.is_dir() or path.suffix == ".safetensors":
         return SafetensorsTable(path)
+    if is_apr(path):
+        return AprTable(path)
     return GGUFTable(path)
 
 

@@ -4,7 +4,6 @@ Format: https://github.com/huggingface/safetensors#format. The header is read he
 library, whose NumPy views have no bfloat16.
 """
 
-import json
 import math
 import os
 import re
@@ -14,34 +13,19 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from kdjax.errors import MissingFileError, UserError
+from kdjax.errors import MissingFileError
 from kdjax.formats.blocks import BLOCKS
+from kdjax.formats.files import DOWNLOAD, bad, load_json, map_file
 from kdjax.formats.table import TensorInfo
 
 _DTYPES = ("F32", "F16", "BF16")
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
-_DOWNLOAD = "Download the file again."
 
 
 class _Tensor(NamedTuple):
     info: TensorInfo
     data: np.ndarray  # uint8, flat
-
-
-def _bad(path: Path, found: str, expected: str, remedy: str) -> UserError:
-    return UserError(f"{path}: found {found}; expected {expected}. {remedy}")
-
-
-def _load_json(path: Path, data: bytes, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise _bad(path, f"{what} that is no JSON ({error})", "a JSON object", _DOWNLOAD) from error
-    if not isinstance(value, dict):
-        found = f"{what} that is a JSON {type(value).__name__}"
-        raise _bad(path, found, "a JSON object", _DOWNLOAD)
-    return value
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
@@ -54,34 +38,34 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[TensorInf
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         found = f"tensor {name!r} described as {str(entry)[:80]}"
-        raise _bad(path, found, "its dtype, shape and data_offsets", _DOWNLOAD)
+        raise bad(path, found, "its dtype, shape and data_offsets", DOWNLOAD)
     dtype = fields.get("dtype")
     if dtype not in _DTYPES:
         remedy = (
             "Save the model again in bfloat16: `model.to(torch.bfloat16).save_pretrained(...)`."
         )
-        raise _bad(path, f"tensor {name!r} of type {dtype}", f"one of {', '.join(_DTYPES)}", remedy)
+        raise bad(path, f"tensor {name!r} of type {dtype}", f"one of {', '.join(_DTYPES)}", remedy)
     start, end = offsets
     nbytes = math.prod(shape) * BLOCKS[dtype].nbytes
     if end - start != nbytes:
         found = f"{end - start} bytes for tensor {name!r}"
-        raise _bad(path, found, f"{nbytes}, as its shape and dtype say", _DOWNLOAD)
+        raise bad(path, found, f"{nbytes}, as its shape and dtype say", DOWNLOAD)
     if end > size:
         found = f"a file {end - size} bytes too short for tensor {name!r}"
-        raise _bad(path, found, "all of its data", "The download broke off: download it again.")
+        raise bad(path, found, "all of its data", "The download broke off: download it again.")
     return TensorInfo(name, tuple(shape), dtype, nbytes), start
 
 
 def _read_file(path: Path) -> dict[str, _Tensor]:
     """All tensors of one file, as views into it."""
-    size = path.stat().st_size
-    data = np.asarray(np.memmap(path, np.uint8, mode="r")) if size else np.empty(0, np.uint8)
+    data = map_file(path)
+    size = data.size
     length = int.from_bytes(data[:8].tobytes(), "little")
     if size < 8 or length > size - 8:
         found = f"{size} bytes, with a header of {length}"
         remedy = "The download broke off, or this is no safetensors file: download it again."
-        raise _bad(path, found, "a safetensors file at least as long as its header", remedy)
-    header = _load_json(path, data[8 : 8 + length].tobytes(), "a header")
+        raise bad(path, found, "a safetensors file at least as long as its header", remedy)
+    header = load_json(path, data[8 : 8 + length].tobytes(), "a header")
     body = data[8 + length :]
     tensors = {}
     for name, entry in header.items():
@@ -94,12 +78,12 @@ def _read_file(path: Path) -> dict[str, _Tensor]:
 
 def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
     """Shards in the order of their names, and the tensors that the index lists."""
-    where = _load_json(index, index.read_bytes(), "an index").get("weight_map")
+    where = load_json(index, index.read_bytes(), "an index").get("weight_map")
     if not isinstance(where, dict) or not all(
         isinstance(name, str) and name == Path(name).name for name in where.values()
     ):
         found = "no weight_map, or one that names other folders"
-        raise _bad(index, found, "a weight_map from tensors to files beside it", _DOWNLOAD)
+        raise bad(index, found, "a weight_map from tensors to files beside it", DOWNLOAD)
     names = sorted(set(where.values()))
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise MissingFileError(
@@ -110,7 +94,7 @@ def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
     if lost := [tensor for tensor, name in where.items() if tensor not in files[name]]:
         found = f"tensors that their files do not hold: {', '.join(lost[:8])}"
         remedy = "Download index and shards from the same revision."
-        raise _bad(index, found, "every tensor of the index in the file it names", remedy)
+        raise bad(index, found, "every tensor of the index in the file it names", remedy)
     tensors = {tensor: files[name][tensor] for tensor, name in where.items()}
     return tuple(index.parent / name for name in names), tensors
 
@@ -120,13 +104,15 @@ def _read_folder(folder: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
         return _read_index(folder / _INDEX)
     if (folder / _SINGLE).is_file():
         return (folder / _SINGLE,), _read_file(folder / _SINGLE)
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".gguf", ".bin"))
+    others = sorted(
+        path.name for path in folder.iterdir() if path.suffix in (".gguf", ".apr", ".bin")
+    )
     found = f"a folder without {_SINGLE}" + (
         f", but with {', '.join(others[:4])}" if others else ""
     )
     raise MissingFileError(
         f"{folder}: found {found}; expected {_SINGLE} or {_INDEX} in it. Download the model with "
-        "`hf download OWNER/MODEL --local-dir FOLDER`, or name a GGUF file itself."
+        "`hf download OWNER/MODEL --local-dir FOLDER`, or name a GGUF or .apr file itself."
     )
 
 
@@ -144,7 +130,7 @@ class SafetensorsTable:
             self._paths, self._tensors = _read_folder(path)
         elif _SHARD.fullmatch(path.name) and (folder / _INDEX).is_file():
             remedy = f"Pass the folder: {folder}."
-            raise _bad(path, "one shard of several", "a whole checkpoint", remedy)
+            raise bad(path, "one shard of several", "a whole checkpoint", remedy)
         else:
             self._paths, self._tensors = (path,), _read_file(path)
         config = folder / _CONFIG
@@ -153,7 +139,7 @@ class SafetensorsTable:
                 f"{config}: found no such file; expected the model's {_CONFIG} beside its weights. "
                 "Copy it from the model's page, or download the whole folder."
             )
-        self._metadata = _load_json(config, config.read_bytes(), "a file")
+        self._metadata = load_json(config, config.read_bytes(), "a file")
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -1,5 +1,7 @@
 """One table from tree paths to checkpoint names, used by loading and by export."""
 
+import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kdjax.models.arch import ArchSpec
@@ -48,12 +50,33 @@ _LAYER = tuple(
 # Tensors a checkpoint may hold that are not parameters: derived or metadata.
 IGNORED = ("rope_freqs.weight", "rotary_emb.inv_freq")
 
+_LAYER_OF = re.compile(r"(blk|model\.layers)\.(?P<i>0|[1-9]\d{0,8})\.(?P<rest>.+)")
+_HF_OF = {name.gguf: name.hf for name in (*_TOP, *_LAYER)}
+_GGUF_OF = {hf: gguf for gguf, hf in _HF_OF.items()}
 _BY_PATH = {name.path: name for name in (*_TOP, *_LAYER)}
 
 
 def name_of(path: tuple[str, ...]) -> Name:
     """The row of the table for a tree path; `KeyError` if the tree has a parameter it lacks."""
     return _BY_PATH[path]
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str | None:
+    match = _LAYER_OF.fullmatch(name)
+    if match is None:
+        return names.get(name)
+    found = names.get(f"{match[1]}.{{i}}.{match['rest']}")
+    return found and found.format(i=match["i"])
+
+
+def hf_name(gguf: str) -> str | None:
+    """Hugging Face's name of the tensor; None for one that is no parameter of the table."""
+    return _renamed(gguf, _HF_OF)
+
+
+def gguf_name(hf: str) -> str | None:
+    """llama.cpp's name of the tensor; None for one that is no parameter of the table."""
+    return _renamed(hf, _GGUF_OF)
 
 
 def head_count(name: Name, spec: ArchSpec) -> int:

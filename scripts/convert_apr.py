@@ -1,0 +1,32 @@
+"""Converts a GGUF file to an .apr file, or back.
+
+    python scripts/convert_apr.py model.gguf model.apr
+    python scripts/convert_apr.py model.apr model.gguf
+
+A GGUF file that became an .apr file comes back byte for byte.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kdjax.convert import convert
+from kdjax.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, or 2 after one line on what the files have wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("source", help="the file to read, .gguf or .apr")
+    parser.add_argument("target", help="the file to write, .apr or .gguf")
+    args = parser.parse_args(argv)
+    try:
+        convert(args.source, args.target)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
