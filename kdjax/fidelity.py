@@ -159,21 +159,19 @@ def _batches(domains: dict[str, str], tokenizer: Tokenizer, rows: int, seq_len: 
 
 
 def _figures(sums: list[ComparisonSums]) -> dict[str, float]:
-    columns = ComparisonSums(*([float(x) for x in column] for column in zip(*sums, strict=True)))
-    count = math.fsum(columns.count)
+    values = [[float(x) for x in column] for column in zip(*sums, strict=True)]
+    columns = dict(zip(ComparisonSums._fields, values, strict=True))
+    extremes = {"max_difference": max, "min_cosine": min}
+    count = math.fsum(columns.pop("count"))
     if not count:
         raise UserError("the text has no position to compare: give longer documents.")
-    means = {
-        name: math.fsum(column) / count
-        for name, column in columns._asdict().items()
-        if name not in ("count", "max_difference", "min_cosine")
+    figures = {
+        name: extremes[name](column) if name in extremes else math.fsum(column) / count
+        for name, column in columns.items()
     }
-    perplexities = {f"perplexity_{m}": math.exp(min(means[f"ce_{m}"], 700.0)) for m in "ab"}
-    extremes = {
-        "max_difference": max(columns.max_difference),
-        "min_cosine": min(columns.min_cosine),
-    }
-    return means | perplexities | extremes | {"tokens": count}
+    for model in "ab":
+        figures[f"perplexity_{model}"] = math.exp(min(figures[f"ce_{model}"], 700.0))
+    return figures | {"tokens": count}
 
 
 _LABELS = {

@@ -300,5 +300,5 @@ def head_comparison(
 
     xs = _scan_inputs(hidden_a, hidden_b, labels, weights, spec)
     zero, one = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
-    start = ComparisonSums(*(zero,) * 10, one)
-    return jax.lax.scan(chunk, start, xs)[0]
+    start = dict.fromkeys(ComparisonSums._fields, zero) | {"min_cosine": one}
+    return jax.lax.scan(chunk, ComparisonSums(**start), xs)[0]
