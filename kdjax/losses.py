@@ -296,7 +296,8 @@ def head_comparison(
         most = jnp.max(jnp.where(counted, jnp.max(jnp.abs(a - b), axis=-1), 0.0))
         least = jnp.min(jnp.where(counted, cosine, 1.0))
         extremes = jnp.maximum(sums.max_difference, most), jnp.minimum(sums.min_cosine, least)
-        return ComparisonSums(*added, *extremes), None
+        sums = dict(zip(ComparisonSums._fields, (*added, *extremes), strict=True))
+        return ComparisonSums(**sums), None
 
     xs = _scan_inputs(hidden_a, hidden_b, labels, weights, spec)
     zero, one = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
