@@ -1,5 +1,16 @@
-"""Held-out evaluation: student against teacher and against the text."""
+"""Evaluation of a model: held-out text, a teacher, HumanEval and MBPP, and whether it is broken.
 
+    python -m kdjax.evaluate runs/a --data=corpus/heldout --teacher=teacher.gguf@q4k
+    python -m kdjax.evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl
+
+TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, or a Hugging
+Face folder. FORM is dequant (the default) or q4k, then nothing or :bfloat16 or :float32.
+
+Exit status: 0 done, 2 bad input, 8 the model does not run (pass@k is 0 then), 9 it runs and is
+broken: the evidence is printed.
+"""
+
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,3 +34,14 @@ def held_out(
     """
     sums = [eval_step(params, teacher, batch) for batch in batches]
     return held_out_figures(jax.device_get(sums), temperature)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    from kdjax.evaluation import command  # training needs nothing of it
+
+    return command.main(argv, "python -m kdjax.evaluate", __doc__ or "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -124,7 +124,7 @@ def block_sockets():
     import _socket
 
     for module in (socket, _socket):
-        module.socket = Refused
+        setattr(module, "socket", Refused)  # noqa: B010
     for name in ("create_connection", "create_server", "socketpair", "fromfd", "getaddrinfo",
                  "gethostbyname"):  # fmt: skip
         setattr(socket, name, refuse)
@@ -192,14 +192,17 @@ def main():
     fd = int(sys.argv[1])
     job = json.load(sys.stdin)
     sys.path += job["paths"]
-    held = enter_namespaces() if job["isolate"] else dict.fromkeys(("net", "pid", "mount"), False)
+    held = dict.fromkeys(("net", "pid", "mount", "ipc"), False)
+    if job["isolate"]:
+        held = enter_namespaces()
     if held["mount"]:
         try:
             make_read_only(job["scratch"], job["limits"]["scratch_bytes"])
             if os.getuid() == 0:
                 bind_libraries(job["scratch"])
         except OSError as error:
-            held["mount"], held["why"] = False, str(error)
+            held["mount"] = False
+            send(fd, {"why": str(error)})
     child = os.fork()
     if child == 0:
         supervise(job, fd, held)
@@ -207,4 +210,5 @@ def main():
     os._exit(0)
 
 
-main()
+if __name__ == "__main__":
+    main()

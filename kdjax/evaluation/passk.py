@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdjax.errors import UserError
 from kdjax.evaluation import problems as bench
 from kdjax.evaluation import sandbox
 from kdjax.evaluation.problems import Problem
 from kdjax.tokenizer import Tokenizer
 
 INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
-# What a batch of prompts becomes: (text, "stop" or "length") each, in order. `round` tells samples
-# of the same prompt apart. May raise: that batch's samples are failures then.
+# What prompts (ids) become until a stop string: (text, "stop" or "length") each, in order. May
+# raise: the samples of that call are failures then.
 Answer = tuple[str, str]
-Generate = Callable[[list[list[int]], tuple[str, ...], int], Sequence[Answer]]
+Generate = Callable[[list[list[int]], tuple[str, ...]], Sequence[Answer]]
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -47,7 +48,7 @@ class Settings:
     ks: tuple[int, ...] = (1,)
     batch_size: int = 16
     bos: int | None = None  # put before a base prompt, where the model's file asks for it
-    context: int | None = None  # positions that the model has
+    room: int | None = None  # ids that a prompt may have: the model's positions less the answer's
     limits: sandbox.Limits = sandbox.DEFAULT
 
 
@@ -66,19 +67,26 @@ def _ask(problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate,
          settings: Settings) -> list[tuple[Problem, Answer | Exception]]:  # fmt: skip
     """An answer, or what was raised instead of it, for every sample of every problem."""
     asked: list[tuple[Problem, Answer | Exception]] = []
-    for round_ in range(settings.samples):
-        for start in range(0, len(problems), settings.batch_size):
-            batch = problems[start : start + settings.batch_size]
+    # All samples of a problem go into one call: a row's place in it decides what is drawn.
+    together = max(1, settings.batch_size // settings.samples)
+    for start in range(0, len(problems), together):
+        batch, prompts = [], []
+        for problem in problems[start : start + together]:
             try:
-                prompts = [_encode(p, tokenizer, settings) for p in batch]
-                stops = bench.stop_strings(batch[0], settings.form)
-                answers = list(generate(prompts, stops, round_))
-                if len(answers) != len(batch):
-                    raise RuntimeError(f"{len(answers)} answers to {len(batch)} prompts")
-                asked += zip(batch, answers, strict=True)
-            # Whatever stops a model from answering is this model's failure, to be counted.
-            except Exception as error:
-                asked += [(problem, error) for problem in batch]
+                prompts += [_encode(problem, tokenizer, settings)] * settings.samples
+                batch += [problem] * settings.samples
+            except UserError as error:
+                asked += [(problem, error)] * settings.samples
+        if not batch:
+            continue
+        try:
+            answers = list(generate(prompts, bench.stop_strings(batch[0], settings.form)))
+            if len(answers) != len(batch):
+                raise RuntimeError(f"{len(answers)} answers to {len(batch)} prompts")
+            asked += zip(batch, answers, strict=True)
+        # Whatever stops a model from answering is this model's failure, to be counted.
+        except Exception as error:
+            asked += [(problem, error) for problem in batch]
     return asked
 
 
@@ -86,8 +94,10 @@ def _encode(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[
     ids = tokenizer.encode(bench.prompt_text(problem, settings.form, tokenizer))
     if settings.form == "base" and settings.bos is not None:
         ids = [settings.bos, *ids]
-    if settings.context is not None and len(ids) >= settings.context:
-        raise ValueError(f"a prompt of {len(ids)} ids in a context of {settings.context}")
+    if settings.room is not None and len(ids) > settings.room:
+        raise UserError(
+            f"{problem.task}: a prompt of {len(ids)} ids, with room for {settings.room}"
+        )
     return ids
 
 

@@ -65,7 +65,8 @@ def run(program: str, limits: Limits = DEFAULT, *, isolate: bool | None = None) 
     Passing means that its last line was reached: leaving early, also with status 0, does not pass.
     `isolate=False` uses no namespaces; by default they are used if `held` found that they work.
     """
-    isolate = held().get("isolate", False) if isolate is None else isolate
+    if isolate is None:
+        isolate = bool(held()["isolate"])
     return _run(program, limits, isolate)[0]
 
 

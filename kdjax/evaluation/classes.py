@@ -1,0 +1,98 @@
+"""What a token of a text is: identifier, keyword, number, ..., by Pygments' lexer for its file."""
+
+import bisect
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+# In this order in every table; `class_ids` are indices into it.
+CLASSES = ("identifier", "keyword", "number", "whitespace", "comment/string", "operator", "text",
+           "end of text")  # fmt: skip
+_ID = {name: i for i, name in enumerate(CLASSES)}
+END = _ID["end of text"]
+_LINE = re.compile(r":\d+$")  # "data.jsonl:12", a record of unknown language
+
+
+def _lexer(source: str, text: str):
+    from pygments.lexers import TextLexer, get_lexer_by_name, get_lexer_for_filename
+    from pygments.util import ClassNotFound
+
+    if _LINE.search(source):
+        # Records carry no name; Python is what this corpus is mostly made of, and prose is not.
+        try:
+            compile(text, "<text>", "exec", flags=0x400)  # ast.PyCF_ONLY_AST
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return TextLexer()
+        return get_lexer_by_name("python")
+    try:
+        return get_lexer_for_filename(source)
+    except ClassNotFound:
+        return TextLexer()
+
+
+def _class_of(kind) -> int:
+    from pygments.token import (
+        Comment,
+        Keyword,
+        Literal,
+        Name,
+        Number,
+        Operator,
+        Punctuation,
+        String,
+    )
+
+    # Subtypes before what they belong to: `and` is Operator.Word, a number is a Literal.
+    for parent, name in (
+        (Operator.Word, "keyword"), (Keyword, "keyword"), (Name, "identifier"),
+        (Number, "number"), (Comment, "comment/string"), (String, "comment/string"),
+        (Literal, "number"), (Operator, "operator"), (Punctuation, "operator"),
+    ):  # fmt: skip
+        if kind in parent:
+            return _ID[name]
+    return _ID["text"]
+
+
+def class_ids(text: str, source: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Class of each token of `text`, int8, from the characters `[start, end)` it came from.
+
+    A token is what its first character other than whitespace is, by the lexer for `source` (a
+    file's name, or file:line); of whitespace alone it is whitespace; of no character, end of text.
+    Prose, and files of no known language, fall into `text`, but for their numbers.
+    """
+    starts, kinds = [0], [_ID["text"]]
+    for at, kind, _ in _lexer(source, text).get_tokens_unprocessed(text):
+        starts.append(at)
+        kinds.append(_class_of(kind))
+    found = np.full(len(offsets), END, np.int8)
+    for i, (a, b) in enumerate(offsets):
+        piece = text[a:b]
+        if not piece:
+            continue
+        if not (bare := piece.lstrip()):
+            found[i] = _ID["whitespace"]
+            continue
+        kind = kinds[bisect.bisect_right(starts, b - len(bare)) - 1]
+        if kind == _ID["text"] and bare[0].isdigit():
+            kind = _ID["number"]
+        # Lexers call the dots of `import a.b` part of the name.
+        if kind == _ID["identifier"] and not (bare[0].isalnum() or bare[0] in "_$@"):
+            kind = _ID["operator"]
+        found[i] = kind
+    return found
+
+
+def token_bytes(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """UTF-8 bytes of `text` that each token stands for, int32; they add up to those of the text.
+
+    Of several tokens that share a character, the first has its bytes.
+    """
+    sizes = [len(c.encode("utf-8", "surrogatepass")) for c in text]
+    ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    counts, reached = np.zeros(len(offsets), np.int32), 0
+    for i, (a, b) in enumerate(offsets):
+        if b > reached:
+            counts[i] = ends[b] - ends[max(a, reached)]
+            reached = b
+    return counts
