@@ -8,7 +8,7 @@ of that holds, 1 if not.
 """
 
 import argparse
-import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ def rewritten(table: TensorTable, path: Path, dtype: str, metadata: dict | None 
     def chunks(name: str, kind: str) -> Iterator[np.ndarray]:
         info = table.info(name)
         raw = table.raw(name) if len(info.shape) > 1 else table.raw(name)[None]
-        step = max(1, _CHUNK // info.shape[-1])
+        step = max(1, _CHUNK // math.prod(info.shape[-1:]))
         for at in range(0, len(raw), step):
             rows = np.asarray(decode(raw[at : at + step], info.dtype))
             if change is not None and name.startswith(only):
@@ -50,11 +50,11 @@ def rewritten(table: TensorTable, path: Path, dtype: str, metadata: dict | None 
         info = table.info(name)
         kind = dtype if len(info.shape) > 1 else "F32"
         touched = change is not None and name.startswith(only)
-        if not touched and kind == info.dtype or dtype == "" and not touched:
+        if not touched and kind in ("", info.dtype):
             tensors.append((name, info.dtype, info.shape, table.raw(name)))
             continue
         kind = kind or "F16"
-        if info.shape[-1] % BLOCKS[kind].elements:
+        if math.prod(info.shape[-1:]) % BLOCKS[kind].elements:
             kind = "Q8_0"  # rows that are no whole K-blocks, as llama.cpp falls back
         tensors.append((name, kind, info.shape, lambda n=name, k=kind: chunks(n, k)))
     write_gguf(path, dict(table.metadata) | (metadata or {}), tensors)
@@ -97,7 +97,8 @@ def damaged(table: TensorTable) -> dict[str, tuple[str, dict]]:
             "worse_than_chance",
             dict(change=lambda n, x: rng.standard_normal(x.shape, np.float32), only="token_embd"),
         ),
-        "theta 1e4 instead of 1e6": ("rope_theta", dict(metadata={f"{family}.rope.freq_base": 1e4})),
+        "theta 1e4 instead of 1e6": ("rope_theta",
+                                     dict(metadata={f"{family}.rope.freq_base": 1e4})),
         "tokens in another order": ("worse_than_chance",
                                     dict(metadata={"tokenizer.ggml.tokens": mixed})),
         "EOS beyond the vocabulary": ("special_tokens",
@@ -105,15 +106,16 @@ def damaged(table: TensorTable) -> dict[str, tuple[str, dict]]:
     }  # fmt: skip
 
 
-def look(path: Path, dtype: str) -> tuple[list[str], dict, list[str]]:
-    """Findings (as lines), figures of the probe, and answers."""
+def look(path: Path, dtype: str, until: str) -> tuple[list[str], dict, list[str]]:
+    """Findings (as lines), figures of the probe, and answers; up to the finding `until`."""
     target = open_target(f"{path}@dequant:{dtype}")
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
-    found = examine.of_files(target, mesh)
-    provider = target.load(mesh)
-    more, figures = examine.of_logits(target, provider)
-    answers: list[str] = []
-    if not figures["non_finite"]:
+    found, more = examine.of_files(target, mesh), []
+    figures, answers = {}, []
+    if not any(f.detector == until for f in found):
+        provider = target.load(mesh)
+        more, figures = examine.of_logits(target, provider)
+    if not until:
         say = _speaker(target, provider, Sampling(max_tokens=examine.probes.ANSWER_TOKENS), 4)
         last, answers = examine.of_answers(target, say)
         more += last
@@ -141,7 +143,7 @@ def main() -> int:
         start = time.monotonic()
         try:
             where = make()
-            lines, figures, answers = look(where, args.dtype)
+            lines, figures, answers = look(where, args.dtype, expected)
         except Exception as error:
             if "to write" in str(error) and not expected:  # no encoder of that type yet
                 print(f"skip     {name}: {error}", flush=True)

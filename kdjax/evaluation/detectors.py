@@ -17,7 +17,7 @@ import numpy as np
 from kdjax.models.arch import ArchSpec
 from kdjax.tokenizer import Tokenizer
 
-DEAD = 1e-3  # of the median norm of a matrix's rows
+DEAD = 1e-3  # of the root mean square of the norms of a matrix's rows
 DEAD_ROWS, SAME_ROWS = 0.25, 0.25  # published tables have some thousand rows that never trained
 UNIFORM = 0.98  # of the entropy of a uniform distribution
 CONTEXT_NATS = 0.05  # mutual information between text and prediction

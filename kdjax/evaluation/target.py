@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from kdjax.checkpoint import saved_names, saved_params, saved_run, saved_steps
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import TensorTable, open_table
-from kdjax.forms import Form, precision
+from kdjax.forms import Form
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.weights import to_bits
@@ -65,8 +65,9 @@ class Target:
         return int(metadata["tokenizer.ggml.bos_token_id"])
 
     def precision(self) -> Any:
-        """See `forms.precision`."""
-        return precision(self)  # type: ignore[arg-type]  # reads `form` only
+        """Context in which a float32 form multiplies in float32, as `forms.precision`."""
+        exact = self.form.dtype == "float32"
+        return jax.default_matmul_precision("highest" if exact else "default")
 
     def load(self, mesh: Mesh, max_segments: int = 1) -> TeacherLogitsProvider:
         """Its weights on the mesh. Raises what reading or decoding them raises."""

@@ -1,0 +1,357 @@
+"""Every detector against a model that is broken in its way, and healthy ones left alone."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Encoder
+from tokenizers import normalizers
+
+from kdjax import runtime, sharding
+from kdjax.evaluation import detectors, examine, target
+from kdjax.evaluation.detectors import LogitStats, Output
+from kdjax.evaluation.target import open_target
+from kdjax.evaluation.weights import changed_tensors, matrix_stats
+from kdjax.formats import open_table
+from kdjax.formats.blocks import decode, encode
+from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+from kdjax.models.arch import spec_from_table
+from kdjax.tokenizer import load_tokenizer
+
+SHAPE = QWEN25_SHAPES["tiny-student"]._replace(layers=1)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+def altered(source, path, change=None, only="", metadata=None):
+    """The model with tensors that start with `only` changed, as F32."""
+    table = open_table(source)
+    tensors = []
+    for name in table:
+        info, raw, kind = table.info(name), table.raw(name), table.info(name).dtype
+        if change is not None and name.startswith(only):
+            numbers = np.array(decode(raw, kind))
+            numbers = np.asarray(change(numbers), np.float32)
+            raw, kind = encode(numbers, "F32"), "F32"
+        tensors.append((name, kind, info.shape, raw))
+    write_gguf(path, dict(table.metadata) | (metadata or {}), tensors)
+    return path
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("random") / "model.gguf"
+    write_random_gguf(path, SHAPE, seed=3, recipe="q8_0")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bigram(random_model, tmp_path_factory):
+    """A healthy toy: it has learned by counting which id follows which in the probe text.
+
+    Embedding rows are an orthogonal-ish code of the id, layers add next to nothing, and the head
+    turns the code into log-probabilities of the next id.
+    """
+    folder = tmp_path_factory.mktemp("bigram")
+    table, tokenizer = open_table(random_model), load_tokenizer(random_model)
+    ids = np.asarray(tokenizer.encode(examine.probes.TEXT))
+    rows, width = table.info("token_embd.weight").shape
+    rng = np.random.default_rng(0)
+    code = rng.standard_normal((rows, width)).astype(np.float32)
+    code /= np.sqrt(np.mean(code**2, axis=1, keepdims=True))  # the final norm leaves it alone
+    counts = np.full((rows, rows), 0.02)
+    np.add.at(counts, (ids[:-1], ids[1:]), 1.0)
+    wanted = np.log(counts / counts.sum(axis=1, keepdims=True))
+    wanted = 1.5 * (wanted - wanted.mean(axis=1, keepdims=True))  # sure, also where it is wrong
+    wanted += 0.01 * rng.standard_normal(wanted.shape)  # ids that never occur are still not one
+    head = np.linalg.lstsq(code, wanted, rcond=None)[0].T.astype(np.float32)
+    tensors = []
+    for name in table:
+        info, raw, kind = table.info(name), table.raw(name), table.info(name).dtype
+        if name == "token_embd.weight":
+            raw, kind = encode(code, "F32"), "F32"
+        elif name.endswith(("attn_output.weight", "ffn_down.weight")):
+            raw, kind = encode(np.array(decode(raw, kind)) * np.float32(1e-3), "F32"), "F32"
+        tensors.append((name, kind, info.shape, raw))
+    tensors.append(("output.weight", "F32", head.shape, encode(head, "F32")))
+    path = folder / "bigram.gguf"
+    # 1e6 and a short context: as published, and toys have no long one.
+    write_gguf(path, dict(table.metadata), tensors)
+    return path
+
+
+def findings(path, mesh, answers=None):
+    """What all detectors but those of generation say."""
+    opened = open_target(f"{path}@dequant:float32")
+    found = examine.of_files(opened, mesh)
+    found += examine.of_logits(opened, opened.load(mesh))[0]
+    return {finding.detector: finding.evidence for finding in found}
+
+
+def test_a_healthy_toy_has_no_finding(bigram, mesh):
+    assert findings(bigram, mesh) == {}
+
+
+def test_the_toys_of_the_demo_have_healthy_files(models, mesh):
+    """Their weights are random: only what they predict may be called broken."""
+    assert examine.of_files(open_target(f"{models}/student.gguf"), mesh) == []
+
+
+def nan(x):
+    x.flat[5] = np.nan
+    return x
+
+
+def inf(x):
+    x.flat[-1] = np.inf
+    return x
+
+
+def half_dead(x):
+    x[: len(x) // 2] *= 1e-9
+    return x
+
+
+def pairs(x):
+    x[1::2] = x[::2]
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "only", "detector", "evidence"),
+    [
+        (nan, "blk.0.ffn_up", "non_finite_weights", "blk.0.ffn_up.weight (1 NaN, 0 Inf of"),
+        (inf, "blk.0.attn_norm", "non_finite_weights", "blk.0.attn_norm.weight (0 NaN, 1 Inf"),
+        (nan, "output_norm", "non_finite_logits", "positions"),
+        (half_dead, "token_embd", "dead_rows", "token_embd.weight: 1"),
+        (half_dead, "output.w", "dead_rows", "output.weight"),
+        (pairs, "token_embd", "repeated_rows", "token_embd.weight: "),
+        (lambda x: x * 0 + 0.1, "blk.0.ffn_gate", "constant_weights", "blk.0.ffn_gate.weight"),
+        (lambda x: x * 0, "output_norm", "uniform_logits", "nats over"),
+        (lambda x: x * 1e-3, "output.w", "uniform_logits", "nats over"),
+        (lambda x: x * 1e-5 + x[:1], "token_embd", "constant_logits", "nats of the context"),
+        (lambda x: np.roll(x, 7, axis=0), "output.w", "worse_than_chance", "a uniform guess has"),
+    ],
+)  # fmt: skip
+def test_broken_weights_are_found(bigram, mesh, tmp_path, change, only, detector, evidence):
+    found = findings(altered(bigram, tmp_path / "x.gguf", change, only), mesh)
+    assert detector in found and evidence in found[detector], found
+
+
+@pytest.mark.parametrize(
+    ("metadata", "detector", "evidence"),
+    [
+        ({"qwen2.rope.freq_base": 10000.0}, "rope_theta", "10000 with 32,768 positions"),
+        ({"qwen2.rope.freq_base": 1.0}, "rope_theta", "outside of 1e3 to 1e9"),
+        ({"tokenizer.ggml.eos_token_id": 319}, "special_tokens", "is 319, the tokenizer has"),
+        ({"tokenizer.ggml.bos_token_id": 4000}, "special_tokens", "bos_token_id is 4000"),
+        ({"tokenizer.ggml.eos_token_id": 7}, "special_tokens", "is the ordinary token"),
+        ({"tokenizer.chat_template": "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"},
+         "special_tokens", "<|turn|>, which is no token"),
+    ],
+)  # fmt: skip
+def test_broken_headers_are_found(bigram, mesh, tmp_path, metadata, detector, evidence):
+    found = findings(altered(bigram, tmp_path / "x.gguf", metadata=metadata), mesh)
+    assert detector in found and evidence in found[detector], found
+
+
+def test_tokens_in_another_order_are_found(bigram, mesh, tmp_path):
+    """A tokenizer of the same size whose ids mean something else."""
+    tokens = list(open_table(bigram).metadata["tokenizer.ggml.tokens"])
+    used = sorted(set(load_tokenizer(bigram).encode(examine.probes.TEXT)))
+    for new, old in zip(used, [tokens[i] for i in reversed(used)], strict=True):
+        tokens[new] = old
+    path = altered(bigram, tmp_path / "x.gguf", metadata={"tokenizer.ggml.tokens": tokens})
+    assert "worse_than_chance" in findings(path, mesh)
+
+
+def test_a_tokenizer_that_loses_text_is_found(bigram):
+    tokenizer = load_tokenizer(bigram)
+    assert detectors.tokenizer_round_trip(tokenizer) is None
+    encoder = Encoder.from_str(tokenizer.encoder.to_str())
+    encoder.normalizer = normalizers.Lowercase()
+    found = detectors.tokenizer_round_trip(dataclasses.replace(tokenizer, encoder=encoder))
+    assert found is not None and "comes back as" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("rows", "broken"), [(100, True), (400, False), (1300, False), (5000, True)]
+)  # fmt: skip
+def test_tokenizer_size(bigram, rows, broken):
+    spec = dataclasses.replace(spec_from_table(open_table(bigram)), vocab_size=rows)
+    assert (detectors.tokenizer_size(load_tokenizer(bigram), spec) is not None) == broken
+
+
+@pytest.mark.parametrize(
+    ("family", "theta", "context", "broken"),
+    [
+        ("qwen2", 1e6, 32768, False),  # Qwen2.5
+        ("qwen2", 1e4, 4096, False),  # Qwen2-Math
+        ("qwen2", 1e4, 32768, True),
+        ("qwen3", 1e6, 40960, False),
+        ("qwen3", 1e4, 40960, True),
+        ("llama", 1e4, 4096, False),  # Llama 2
+        ("llama", 5e5, 131072, False),  # Llama 3
+        ("llama", 1e4, 131072, True),
+        ("llama", float("nan"), 4096, True),
+        ("qwen2", 1e12, 32768, True),
+    ],
+)
+def test_rope_theta_by_family(bigram, family, theta, context, broken):
+    spec = spec_from_table(open_table(bigram))
+    spec = dataclasses.replace(spec, family=family, rope_theta=theta, max_positions=context)
+    assert (detectors.rope_theta(spec) is not None) == broken
+
+
+def test_the_rope_probe_names_the_better_theta(bigram):
+    spec = spec_from_table(open_table(bigram))
+    asked = []
+
+    def ce_with(theta):
+        asked.append(theta)
+        return 2.0
+
+    assert detectors.rope_probe(spec, 2.05, ce_with) is None and asked == [1e4]
+    found = detectors.rope_probe(dataclasses.replace(spec, rope_theta=5e5), 2.5, ce_with)
+    assert (
+        found is not None and "500000 gives 2.500 nats a token, 10000 gives 2.000" in found.evidence
+    )
+    assert detectors.rope_probe(spec, float("nan"), ce_with) is None
+
+
+def test_the_rope_probe_runs_the_model_with_the_other_theta(bigram, mesh):
+    opened = open_target(f"{bigram}@dequant:float32")
+    facts = examine.of_logits(opened, opened.load(mesh))[1]
+    other = dataclasses.replace(opened, spec=dataclasses.replace(opened.spec, rope_theta=1e4))
+    want = examine.of_logits(other, other.load(mesh))[1]["ce"]
+    assert facts["ce_with_theta_10000"] == pytest.approx(want, rel=1e-6)
+    assert facts["ce_with_theta_10000"] != facts["ce"]
+
+
+def test_logit_stats_against_numpy(random_model, mesh):
+    opened = open_target(f"{random_model}@dequant:float32")
+    ids, real = examine.probe_ids(opened)[:70], 300
+    provider = opened.load(mesh)
+    tokens = np.asarray([ids[:-1]], np.int32)
+    places = np.arange(len(ids) - 1, dtype=np.int32)[None]
+    logits = np.asarray(provider.logits(*map(jax.numpy.asarray, (tokens, tokens * 0 + 1, places))))
+    logits = logits[0, :, :real].astype(np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    p = np.exp(log_p)
+    kept = [i if i < real else 0 for i in ids[1:]]
+    stats = examine.logit_stats(provider.apply, provider.params, [ids[0], *kept], real)
+    mean = p.mean(0)
+    if kept == ids[1:]:
+        assert stats.ce == pytest.approx(-log_p[range(len(kept)), kept].mean(), rel=1e-4)
+    assert stats.entropy == pytest.approx(-(p * log_p).sum(-1).mean(), rel=1e-3)
+    assert stats.mean_entropy == pytest.approx(-(mean * np.log(mean)).sum(), rel=1e-3)
+    assert stats.positions == len(ids) - 1 and stats.non_finite == 0
+
+
+def test_weight_figures_against_numpy(bigram):
+    stats = {s.name: s for s in matrix_stats(open_target(str(bigram)))}
+    embed = stats["token_embd.weight"]
+    tokenizer = load_tokenizer(bigram)
+    assert embed.rows == tokenizer.vocab_size and embed.repeated_rows == embed.dead_rows == 0
+    table = open_table(bigram)
+    raw, info = table.raw("blk.0.ffn_up.weight"), table.info("blk.0.ffn_up.weight")
+    numbers = np.asarray(decode(raw, info.dtype))
+    up = stats["blk.0.ffn_up.weight"]
+    assert up.size == numbers.size and up.rows == len(numbers)
+    assert up.spread == pytest.approx(float(numbers.max() - numbers.min()))
+    assert stats["output_norm.weight"].rows == 0
+
+
+def answers(*texts, reason="length"):
+    return [Output([ord(c) for c in text], text, reason) for text in texts]
+
+
+PROSE = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep."
+
+
+def test_loops_are_found_and_code_is_not():
+    loop = "so " + "again and " * 12
+    found = detectors.repetition(answers(loop, loop, loop, PROSE))
+    assert found is not None and "3 of 4" in found.evidence
+    assert detectors.repetition(answers(loop, PROSE, PROSE, PROSE)) is None  # one may
+    assert detectors.repetition(answers(loop, loop, loop, reason="stop")) is None
+    code = "def f(a):\n    if a:\n        return 1\n    if not a:\n        return 2\n" * 1
+    assert detectors.repetition(answers(code, code, PROSE, PROSE)) is None
+    assert detectors.loop_share([1, 2, 3] * 10) == 1.0
+    assert detectors.loop_share([9] * 10 + [1, 2] * 5) == 0.5
+    assert detectors.loop_share([1, 2, 1, 2]) == 0.0  # twice is no loop
+
+
+def test_output_that_is_no_text_is_found():
+    for junk in ("\ufffd\ufffdab" * 5, "a\x00b\x07c" * 5, "шум и ещё шум, много шума" * 2):
+        found = detectors.non_text(answers(junk, junk, PROSE))
+        assert found is not None and "2 of 3" in found.evidence
+        assert detectors.non_text(answers(junk, PROSE, PROSE)) is None
+    assert detectors.non_text(answers("naïve café — “quoted” 🎉 " + PROSE)) is None
+
+
+def test_silence_is_found():
+    assert detectors.silence(answers("", " \n")) is not None
+    assert detectors.silence(answers("", "x")) is None
+
+
+def test_weights_that_stayed_as_they_began_are_found(mesh, models, tmp_path, monkeypatch):
+    student = f"{models}/student.gguf"
+    opened = open_target(f"{student}@dequant:float32")
+    spec = dataclasses.replace(opened.spec, tied=True)
+    from kdjax.loading import load_params
+    from kdjax.models.decoder import Compute, functional
+
+    _, abstract = functional(spec, Compute())
+    params = load_params(opened.table, spec, abstract, mesh)
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    arrays = {"/".join(k.key for k in keys): np.array(leaf) for keys, leaf in leaves}
+    from kdjax.evaluation import weights
+
+    monkeypatch.setattr(weights, "saved_params", lambda workdir, step: sorted(arrays.items()))
+    saved = target.Saved(tmp_path, 10, "checkpoint", 0)
+    trained = dataclasses.replace(opened, spec=spec, saved=saved)
+    same = changed_tensors(trained, mesh)
+    assert len(same) == len(arrays) and not any(same.values())
+    found = detectors.unchanged_weights(same, 10)
+    assert found is not None and "after 10 steps 14 of 14 tensors are" in found.evidence
+    for array in arrays.values():
+        array.flat[0] += 1e-6
+    assert detectors.unchanged_weights(changed_tensors(trained, mesh), 10) is None
+    assert detectors.unchanged_weights(same, 0) is None  # nothing was trained yet
+    random = dataclasses.replace(trained, saved=dataclasses.replace(saved, init="random"))
+    from kdjax.models.decoder import initialise
+
+    made = jax.jit(lambda: initialise(spec, Compute(), 0))()
+    began = jax.tree_util.tree_flatten_with_path(made)[0]
+    arrays.clear()
+    arrays.update({"/".join(k.key for k in keys): np.array(leaf) for keys, leaf in began})
+    assert not any(changed_tensors(random, mesh).values())
+
+
+def test_a_broken_model_ends_with_status_9_and_its_evidence(
+    bigram, mesh, tmp_path, monkeypatch, capsys
+):
+    from kdjax import evaluate
+
+    monkeypatch.setattr(runtime, "configure", lambda: None)
+    path = altered(bigram, tmp_path / "x.gguf", nan, "blk.0.ffn_up")
+    assert evaluate.main([str(path), f"--json={tmp_path / 'out.json'}"]) == 9
+    printed = capsys.readouterr()
+    assert "BROKEN non_finite_weights: " in printed.out and "BROKEN" in printed.err
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["status"] == 9 and document["mode"] == "inference"
+    assert "non_finite_weights" in [f["detector"] for f in document["broken"]]
+
+
+def test_non_finite_figures_suppress_what_cannot_be_said():
+    broken = LogitStats(10, 3, 300, float("nan"), float("nan"), float("nan"))
+    assert detectors.non_finite_logits(broken) is not None
+    for other in (detectors.uniform_logits, detectors.constant_logits, detectors.worse_than_chance):
+        assert other(broken) is None
