@@ -290,12 +290,12 @@ def _figures(values: Sequence[Values], batches: Sequence[dict[str, np.ndarray]],
     }
 
 
-def _means(columns: dict[str, np.ndarray], where: np.ndarray, pair: bool) -> dict[str, float]:
+def _means(columns: dict[str, np.ndarray], where: np.ndarray, pair: bool) -> dict[str, Any]:
     """Sums over the positions of `where`, each divided once by their count."""
     names = Values._fields if pair else Values._fields[:3]
     count = int(where.sum())
     mean = {name: math.fsum(columns[name][where]) / count for name in names}
-    figures = {"tokens": count, "ce": mean.pop("ce")}
+    figures: dict[str, Any] = {"tokens": count, "ce": mean.pop("ce")}
     figures["perplexity"] = math.exp(min(figures["ce"], 700.0))
     if covered := int(columns["bytes"][where].sum()):
         # The end of a text is a token and no text: its nats have no bytes to be spread over.

