@@ -401,6 +401,8 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
         (["{p}/student.gguf", "--rows=0"], "--rows must be 1 or more"),
         (["{p}/student.gguf", "--seq-len=1"], "--seq-len must be 2"),
         (["{p}/student.gguf", "--k=1,2"], "between 1 and --samples=1"),
+        (["{p}/student.gguf", "--data={p}/text", "--seq-len=99999"], "the model has 32768 pos"),
+        (["{p}/student.gguf", "--mbpp={p}/m.jsonl", "--max-tokens=32768"], "leaves no room"),
         (["{p}/student.gguf", "--k=x"], "expected whole numbers"),
         (["{p}/student.gguf", "--samples=2", "--temperature=0"], "the same answer 2 times"),
         (["{p}/student.gguf", "--teacher={p}/teacher.gguf"], "name some with --data"),
@@ -410,6 +412,7 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
     ],
 )  # fmt: skip
 def test_bad_input_ends_with_status_2(command, pair, arguments, message):
+    mbpp(pair)
     status, document, printed = command(*(a.format(p=pair) for a in arguments))
     assert status == 2 and document is None
     assert re.search(message, printed.err), printed.err

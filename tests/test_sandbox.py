@@ -81,6 +81,12 @@ def test_a_fork_bomb_is_bounded():
     assert int(outcome.error.split()[-1]) < SMALL.processes
 
 
+@needs("user")
+def test_programs_do_not_share_a_user():
+    users = {run("import os; raise RuntimeError(os.getuid())", SMALL).error for _ in range(2)}
+    assert len(users) == 2 and all(int(user.split()[-1]) > 2**30 for user in users)
+
+
 def test_a_huge_file_is_refused():
     outcome = run("with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20))", SMALL)
     assert outcome.reason == "exception" and "File too large" in outcome.error

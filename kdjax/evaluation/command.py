@@ -174,8 +174,7 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
         made.document |= {"mode": passk.INFERENCE_FAILED, "inference_error": str(error)}
     if target is not None:
         made.document["model"] = str(target)
-        if teacher is not None:
-            heldout.vocabulary(target, teacher)
+        _check_together(request, target, teacher)
         made.found(made.attempt("reading it", lambda: examine.of_files(target, mesh)) or [])
         _run(made, target, mesh)
     for name, asked in request.benchmarks.items():
@@ -189,6 +188,21 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
     if request.benchmarks:
         made.document["sandbox"] = sandbox.describe(sandbox.held())
     return made.document, made.status()
+
+
+def _check_together(request: Request, target: Target, teacher: Target | None) -> None:
+    """Raises `UserError` for what was asked of this model and cannot be asked of it."""
+    args = request.args
+    if teacher is not None:
+        heldout.vocabulary(target, teacher)
+    most = target.spec.max_positions
+    if request.domains and args.seq_len > most:
+        raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
+    if request.benchmarks and args.max_tokens >= most:
+        raise UserError(f"--max-tokens={args.max_tokens} leaves no room for a prompt in {most} "
+                        "positions; lower it.")  # fmt: skip
+    if request.benchmarks and args.prompt == "instruct" and not target.tokenizer.chat_template:
+        raise UserError("--prompt=instruct: the tokenizer has no chat template; use base.")
 
 
 def _run(made: _Report, target: Target, mesh: Mesh) -> None:

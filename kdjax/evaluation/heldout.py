@@ -230,7 +230,7 @@ def measure(target: Target, teacher: Target | None, domains: dict[str, str], mes
     `UserError` for text or models that do not go together.
     """
     shared = vocabulary(target, teacher)
-    spec = HeadSpec(1.0, 0.0, shared.width, shared.real, chunk_tokens=512)
+    spec = HeadSpec(1.0, 0.0, shared.width, shared.real, chunk_tokens=256)
     texts = {
         name: read_text(patterns, target.tokenizer, rows=rows, seq_len=seq_len)
         for name, patterns in domains.items()

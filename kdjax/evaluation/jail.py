@@ -97,11 +97,10 @@ def limit(limits):
         resource.setrlimit(kind, (soft, hard))
 
 
-def drop_privileges(own_user):
-    """A user of its own if root, no capabilities in any case; returns whether the user changed."""
+def drop_privileges(user):
+    """That user if root, no capabilities in any case; returns whether the user changed."""
     changed = False
-    if own_user and os.getuid() == 0:
-        user = _OWN_USER + os.getppid() + os.getpid()
+    if user is not None and os.getuid() == 0:
         with contextlib.suppress(OSError):
             os.setgroups([])
             os.setresgid(user, user, user)
@@ -156,7 +155,7 @@ def send(fd, message):
 def run_program(job, fd, held):
     os.chdir(job["scratch"])
     limit(job["limits"])
-    changed = drop_privileges(held["mount"])
+    changed = drop_privileges(job["user"] if held["mount"] else None)
     block_sockets()
     held["user"] = changed
     # A root's limit on processes binds nothing.
@@ -192,6 +191,9 @@ def main():
     fd = int(sys.argv[1])
     job = json.load(sys.stdin)
     sys.path += job["paths"]
+    # By the number outside of the namespace: within, every program would be the same user, and
+    # they would share one limit on processes.
+    job["user"] = _OWN_USER + os.getpid()
     held = dict.fromkeys(("net", "pid", "mount", "ipc"), False)
     if job["isolate"]:
         held = enter_namespaces()

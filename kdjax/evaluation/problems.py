@@ -22,7 +22,7 @@ FORMATS = ("base", "instruct", "auto")
 HUMANEVAL_STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
 # MBPP's answer may begin with imports or helpers, so that a second `def` is no end.
 MBPP_STOPS = ("\nclass ", "\nassert", '\n"""', "\nprint", "\nif ", "\n```")
-INSTRUCT_STOPS = ("\n```",)
+INSTRUCT_STOPS = ("\n```\n",)
 _ASK = (
     "Please provide a self-contained Python script that solves the following problem in a "
     "markdown code block:\n```\n{}\n```\n"
@@ -143,7 +143,7 @@ def _definitions(code: str) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
     kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
-            ast.Assign, ast.AnnAssign)  # fmt: skip
+            ast.Assign, ast.AnnAssign, ast.Try)  # fmt: skip
     tree.body = [node for node in tree.body if isinstance(node, kept)]
     return ast.unparse(tree) if tree.body else code
 

@@ -60,9 +60,9 @@ class Target:
     def bos(self) -> int | None:
         """The id that its file asks to put before text, if any."""
         metadata = self.table.metadata
-        if not metadata.get("tokenizer.ggml.add_bos_token"):
-            return None
-        return int(metadata["tokenizer.ggml.bos_token_id"])
+        wanted = metadata.get("tokenizer.ggml.add_bos_token")
+        bos = metadata.get("tokenizer.ggml.bos_token_id")
+        return int(bos) if wanted and bos is not None else None
 
     def precision(self) -> Any:
         """Context in which a float32 form multiplies in float32, as `forms.precision`."""
