@@ -178,7 +178,8 @@ def align(student: ArchSpec, teacher: ArchSpec, student_tokenizer: Tokenizer,
     if not 0 < real <= student.vocab_size:
         raise UserError(
             f"the tokenizer has {real:,} tokens, but the student's head has {student.vocab_size:,} "
-            "rows: the checkpoint is not the one its tokenizer belongs to."
+            f"rows (the teacher's {teacher.vocab_size:,} rows): the checkpoint is not the one its "
+            "tokenizer belongs to."
         )
     return Vocabulary(student.vocab_size, real)
 

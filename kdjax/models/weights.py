@@ -35,7 +35,7 @@ def from_bits(x: Array) -> Array:
 class Packed:
     """A matrix `[..., out, in]` in its file's blocks, as `blocks.split` lays them out."""
 
-    fields: tuple[Array, ...]  # [..., out, blocks] or [..., out, blocks, size]
+    fields: tuple[Any, ...]  # arrays [..., out, blocks] or [..., out, blocks, size]
     block: str = dataclasses.field(metadata=dict(static=True))  # a key of `blocks.BLOCKS`
     dtype: Any = dataclasses.field(metadata=dict(static=True))  # of the numbers it stands for
 
@@ -56,9 +56,10 @@ class Mixed:
     Q4_K_M files keep half of their value and down projections in Q6_K.
     """
 
-    stacks: tuple[Packed, ...]
-    which: Int[Array, " L"]  # index into `stacks`
-    slot: Int[Array, " L"]  # index into that stack
+    # Typed loosely, as `Packed.fields`: JAX builds its own trees of shapes and shardings with them.
+    stacks: tuple[Any, ...]  # of Packed
+    which: Any  # int32 [L], index into `stacks`
+    slot: Any  # int32 [L], index into that stack
 
     def dense(self, which: Int[Array, ""], slot: Int[Array, ""]) -> Array:
         """The numbers of one layer, `[out, in]`; only its own type is decoded."""

@@ -1,0 +1,236 @@
+"""Teacher providers: the same numbers however the weights are kept, and what each keeps."""
+
+import contextlib
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdjax import sharding
+from kdjax.checkpoint import Checkpoints
+from kdjax.errors import UserError
+from kdjax.formats import open_table
+from kdjax.formats.blocks import BLOCKS, decode_fields, split
+from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+from kdjax.job import assemble
+from kdjax.losses import HeadSpec, head_evaluation
+from kdjax.models.arch import spec_from_table
+from kdjax.models.decoder import Compute
+from kdjax.models.weights import Mixed, Packed
+from kdjax.teacher import (
+    PROVIDERS,
+    TeacherLogitsProvider,
+    align,
+    dequantized,
+    fixture,
+    packed,
+    truncated,
+)
+
+HALF = Compute(param_dtype=jnp.bfloat16)
+
+
+def one_device():
+    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+def provider(path, make, compute=HALF, mesh=None):
+    table = open_table(path)
+    return make(table, spec_from_table(table), compute, mesh or one_device())
+
+
+def logits(teacher, seed=0, rows=2, length=16):
+    tokens = jnp.asarray(np.random.default_rng(seed).integers(0, 300, (rows, length)), jnp.int32)
+    where = jnp.ones_like(tokens), jnp.arange(length, dtype=jnp.int32)[None].repeat(rows, 0)
+
+    def f(params):
+        return TeacherLogitsProvider(teacher.apply, params, teacher.info).logits(tokens, *where)
+
+    return np.asarray(jax.jit(f)(teacher.params))
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """Random teachers of 3 and 9 layers whose value and down projections mix Q4_K and Q6_K."""
+    folder, paths = tmp_path_factory.mktemp("deep"), {}
+    for layers in (3, 9):
+        shape = QWEN25_SHAPES["tiny-teacher"]._replace(layers=layers)
+        paths[layers] = folder / f"{layers}.gguf"
+        write_random_gguf(paths[layers], shape)
+    return paths
+
+
+def as_llama(source, target):
+    """The same tensors under the Llama family, whose GGUF rows of q and k are interleaved."""
+    table = open_table(source)
+    metadata = {key.replace("qwen2.", "llama."): value for key, value in table.metadata.items()}
+    metadata["general.architecture"] = "llama"
+    tensors = [(n, table.info(n).dtype, table.info(n).shape, table.raw(n)) for n in table]
+    write_gguf(target, metadata, [t for t in tensors if not t[0].endswith(".bias")])
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_fields_are_the_same_bytes_and_numbers(name, rng):
+    block = BLOCKS[name]
+    raw = rng.integers(0, 256, (3, 5 * block.nbytes), dtype=np.uint8)
+    fields = [np.asarray(field) for field in split(raw, name)]
+    assert [f.shape for f in fields] == [(3, 5) if n == 2 else (3, 5, n) for n in block.fields]
+    flat = [f.view(np.uint8).reshape(3, 5, n) for f, n in zip(fields, block.fields, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(flat, axis=-1).reshape(raw.shape), raw)
+    assert decode_fields(split(raw, name), name).shape == (3, 5 * block.elements)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "llama", "tied", "Q5_0", "BF16"])
+def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_path, kind):
+    path = deep[9]
+    if kind == "llama":
+        path = tmp_path / "llama.gguf"
+        as_llama(deep[3], path)
+    elif kind != "mixed":
+        path = tmp_path / "x.gguf"
+        shape = QWEN25_SHAPES["tiny-student"]._replace(tied=kind == "tied")
+        write_random_gguf(path, shape, recipe="q4_k_m" if kind == "tied" else kind.lower())
+    lean, plain = provider(path, packed), provider(path, dequantized)
+    assert lean.info.vocab_size == plain.info.vocab_size
+    assert isinstance(lean.params["blocks"]["mlp"]["gate"]["weight"], Packed)
+    assert isinstance(lean.params["blocks"]["mlp"]["down"]["weight"], Mixed) == (
+        kind in ("mixed", "llama", "tied")
+    )
+    want = logits(plain)
+    assert np.std(want) > 0.1
+    np.testing.assert_array_equal(logits(lean), want)
+
+
+def test_every_layer_reads_its_own_blocks(deep):
+    """The published order scatters Q6_K over the layers; each layer must find its own."""
+    teacher, table = provider(deep[9], packed), open_table(deep[9])
+    down = teacher.params["blocks"]["mlp"]["down"]["weight"]
+    assert sorted(stack.block for stack in down.stacks) == ["Q4_K", "Q6_K"]
+    for layer in range(9):
+        name = f"blk.{layer}.ffn_down.weight"
+        assert down.stacks[down.which[layer]].block == table.info(name).dtype
+        got = np.asarray(jax.jit(Mixed.dense)(down, down.which[layer], down.slot[layer]))
+        fields = split(table.raw(name), table.info(name).dtype)
+        want = decode_fields(fields, table.info(name).dtype, jnp.bfloat16)
+        np.testing.assert_array_equal(got, np.asarray(want))
+
+
+def test_packed_keeps_the_bytes_of_the_file(deep):
+    lean, table = provider(deep[9], packed), open_table(deep[9])
+    matrices = [table.info(n) for n in table if len(table.info(n).shape) == 2]
+    vectors = sum(table.info(n).nbytes for n in table if len(table.info(n).shape) == 1)
+    want = sum(info.nbytes for info in matrices) + vectors // 2  # float32 in the file, bf16 here
+    indices = 2 * 2 * 9 * 4  # which and slot, of the two mixed stacks
+    assert lean.info.resident_bytes == want + indices
+    assert lean.info.resident_bytes < 0.35 * provider(deep[9], dequantized).info.resident_bytes
+    assert "q4k" in str(lean.info) and "GB resident, 384 head rows" in str(lean.info)
+
+
+def test_nothing_is_hoisted_out_of_the_layer_scan(deep):
+    """Three times the layers must not need room for a single decoded layer more."""
+    temporaries = {}
+    for layers, path in deep.items():
+        teacher = provider(path, packed)
+        rows = [jnp.ones((1, 16), jnp.int32)] * 3
+        compiled = jax.jit(teacher.apply.hidden).lower(teacher.params, *rows).compile()
+        temporaries[layers] = compiled.memory_analysis().temp_size_in_bytes
+    spec = spec_from_table(open_table(deep[3]))
+    layer = (spec.parameters() - 2 * spec.vocab_size * spec.hidden_size) / spec.num_layers
+    assert temporaries[3] > layer  # one decoded layer is there
+    assert temporaries[9] - temporaries[3] < 0.1 * layer
+
+
+def test_packed_on_a_mesh_equals_one_device(deep):
+    alone = logits(provider(deep[3], packed), rows=4)
+    mesh = sharding.make_mesh(2, 2, 2)
+    spread = provider(deep[3], packed, mesh=mesh)
+    gate = spread.params["blocks"]["mlp"]["gate"]["weight"]
+    assert gate.fields[-1].addressable_shards[0].data.shape[1] == 512 // 2
+    np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", PROVIDERS.values())
+@pytest.mark.parametrize("which", ["teacher", "student"])  # untied and tied
+def test_truncated_is_the_first_columns(models, make, which):
+    whole = provider(models / f"{which}.gguf", make)
+    cut = truncated(whole, 310)
+    assert cut.info.vocab_size == 310
+    assert cut.info.resident_bytes < whole.info.resident_bytes
+    np.testing.assert_allclose(logits(cut), logits(whole)[..., :310], rtol=1e-5, atol=1e-5)
+    assert truncated(whole, whole.info.vocab_size) is whole
+
+
+@pytest.mark.parametrize("size", [0, -1, 385, 1_000_000])
+def test_truncated_refuses_naming_both_sizes(models, size):
+    whole = provider(models / "teacher.gguf", packed)
+    with pytest.raises(UserError, match=rf"384 rows to cut to {size:,}; expected 1 to 384"):
+        truncated(whole, size)
+
+
+def test_truncation_renormalises_over_the_ids_that_are_left():
+    """A fixture teacher's held-out figures by hand, cut from 8 ids to 6."""
+    teacher = truncated(fixture(8, logit=2.0), 6)
+    tokens = jnp.asarray([[0, 4, 7]], jnp.int32)  # favours 1 and 5; 0 after the last
+    hidden = teacher.apply.hidden(teacher.params, tokens, tokens, tokens)
+    student = jnp.zeros((1, 3, 2), jnp.float32), jnp.zeros((6, 2), jnp.float32)  # uniform
+    spec = HeadSpec(temperature=1.0, alpha=0.0, width=6, real_vocab=6, chunk_tokens=3)
+    labels, weights = jnp.asarray([[1, 5, 3]], jnp.int32), jnp.ones((1, 3), jnp.float32)
+    head = teacher.apply.head(teacher.params)
+    sums = head_evaluation(*student, hidden, head, labels, weights, spec)
+    p = np.exp([2.0, 0, 0, 0, 0, 0])
+    p /= p.sum()
+    np.testing.assert_allclose(sums.kl, 3 * np.sum(p * np.log(p * 6)), rtol=1e-5)
+    np.testing.assert_allclose(sums.teacher_ce, -2 * np.log(p[0]) - np.log(p[1]), rtol=1e-5)
+
+
+def test_fixture_favours_the_next_id():
+    got = fixture(5, logit=3.0).logits(*[jnp.asarray([[0, 2, 4]], jnp.int32)] * 3)
+    np.testing.assert_array_equal(np.argmax(got, -1), [[1, 3, 0]])
+    np.testing.assert_array_equal(np.sort(got, -1)[0, 0], [0, 0, 0, 0, 3])
+
+
+def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path, monkeypatch):
+    figures = {}
+    for backend in ("dequant", "q4k"):
+        monkeypatch.setenv("KDJAX_TEACHER_BACKEND", backend)
+        job = assemble(tiny_config, tmp_path)
+        assert backend in job.teacher.info.kind
+        with contextlib.closing(Checkpoints(tmp_path / "none", 1)) as none:
+            state, _ = job.state(none)
+        batch = next(job.eval_batches())
+        figures[backend] = job.eval_step(state.params, job.teacher.params, batch)
+        assert job.teacher.info.vocab_size == 320  # the student's, of 384
+    assert figures["dequant"].kl > 0 and figures["dequant"].count > 0
+    chex.assert_trees_all_equal(figures["dequant"], figures["q4k"])
+
+
+def test_the_environment_wins_over_the_config(tiny_config, tmp_path, monkeypatch):
+    from kdjax.job import teacher_backend
+
+    tiny_config.teacher.backend = "dequant"
+    assert teacher_backend(tiny_config) == "dequant"
+    monkeypatch.setenv("KDJAX_TEACHER_BACKEND", "q4k")
+    assert teacher_backend(tiny_config) == "q4k"
+    monkeypatch.setenv("KDJAX_TEACHER_BACKEND", "cublas")
+    with pytest.raises(UserError, match=r"'cublas': must be one of auto, dequant, q4k"):
+        teacher_backend(tiny_config)
+
+
+@pytest.mark.parametrize(("student_rows", "teacher_rows"), [(384, 320), (320, 0), (0, 384)])
+def test_vocabularies_of_impossible_sizes_name_both(models, student_rows, teacher_rows):
+    from kdjax.tokenizer import load_tokenizer
+
+    specs = [spec_from_table(open_table(models / f"{n}.gguf")) for n in ("student", "teacher")]
+    tokenizer = load_tokenizer(models / "teacher.gguf")
+    sized = [
+        dataclasses.replace(spec, vocab_size=rows)
+        for spec, rows in zip(specs, (student_rows, teacher_rows), strict=True)
+    ]
+    with pytest.raises(UserError) as error:
+        align(*sized, tokenizer, tokenizer)
+    shown = {f"{rows:,} rows" for rows in (student_rows, teacher_rows)}
+    assert all(text in str(error.value) for text in shown)
