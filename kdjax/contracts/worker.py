@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ _LIBRARIES = (
 )  # fmt: skip
 # A fault must be seen by what the test itself compares, so annotations are not checked; .pyc files
 # go by the second and the size, so that a mutant could run as another one's bytes.
-_OPTIONS = ["-q", "-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider", "--tb=line"]
+_OPTIONS = [
+    "-q", "-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider", "--tb=line",
+    "-W", "ignore::pytest.PytestAssertRewriteWarning",  # plugins are among the libraries
+]  # fmt: skip
 # A mutant that does not run is no fault that a test found.
 _NOT_A_FAULT = (NameError, ImportError, SyntaxError)
 
@@ -75,8 +79,11 @@ def _run(request: dict[str, Any], answer: Path) -> dict[str, Any]:
     if not pid:
         try:
             _child(request, answer)
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(0)
     deadline = time.monotonic() + request["timeout"]
     while os.waitpid(pid, os.WNOHANG)[0] == 0:
