@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,12 @@ from kdjax.errors import UserError
 COPIED = ("kdjax", "tests", "configs", "scripts", "contracts", "pyproject.toml")
 CACHE_VARIABLE = "KDJAX_TEST_CACHE"  # read by tests/conftest.py
 TIMEOUT = 120.0  # seconds for the tests of one mutant
+# What the tests import, and takes long.
+LIBRARIES = (
+    "pytest", "hypothesis", "numpy", "scipy.special", "jax", "flax.nnx", "optax", "chex",
+    "absl.flags", "orbax.checkpoint", "grain", "tokenizers", "transformers", "gguf", "pyarrow",
+    "safetensors.numpy", "ml_collections.config_flags", "jaxtyping", "tensorboardX", "yaml",
+)  # fmt: skip
 
 
 class Verdict(NamedTuple):
@@ -32,7 +38,7 @@ class Verdict(NamedTuple):
 class Worker:
     """A scratch copy of the repository and the process that runs its tests."""
 
-    def __init__(self, root: Path, folder: Path):
+    def __init__(self, root: Path, folder: Path, libraries: Sequence[str] = LIBRARIES):
         self.folder = folder
         for name in COPIED:
             source = root / name
@@ -50,9 +56,8 @@ class Worker:
             CACHE_VARIABLE: str((root / ".pytest_cache" / "xla").resolve()),
             "OPENBLAS_NUM_THREADS": "1",  # threads do not survive the fork
         }
-        # Unbuffered, or a request could wait in the pipe's buffer.
         self._process = subprocess.Popen(
-            [sys.executable, str(script), str(folder / "answer.json")],
+            [sys.executable, str(script), str(folder / "answer.json"), *libraries],
             cwd=folder, env=os.environ | environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, bufsize=1,
         )  # fmt: skip
@@ -107,7 +112,8 @@ def try_mutant(worker: Worker, mutant: Mutant, nodes: dict[str, str], timeout: f
 
 
 def mutate(root: Path, claims: list[Claim], mutants: list[Mutant], *, jobs: int,
-           say: Callable[[str], None], timeout: float = TIMEOUT) -> list[Verdict]:  # fmt: skip
+           say: Callable[[str], None], timeout: float = TIMEOUT,
+           libraries: Sequence[str] = LIBRARIES) -> list[Verdict]:  # fmt: skip
     """Verdicts on all mutants, in order; `say` gets a line for each as it is found.
 
     First runs the same tests without a fault. Raises `UserError` if one of them is not green.
@@ -120,7 +126,7 @@ def mutate(root: Path, claims: list[Claim], mutants: list[Mutant], *, jobs: int,
         free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for i in range(jobs):
             (folder / str(i)).mkdir()
-            worker = Worker(root, folder / str(i))
+            worker = Worker(root, folder / str(i), libraries)
             stack.callback(worker.close)
             free.put(worker)
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(jobs))
@@ -138,7 +144,6 @@ def mutate(root: Path, claims: list[Claim], mutants: list[Mutant], *, jobs: int,
         def one(mutant: Mutant) -> Callable[[Worker], Verdict]:
             return lambda worker: _told(say, try_mutant(worker, mutant, nodes, timeout))
 
-        # Shares of whole files: two processes importing every file would take longer.
         shares = [tests[i::jobs] for i in range(jobs)]
         whole = timeout * len(tests)
         for done in [lent(lambda w, s=share: _green(w, s, whole)) for share in shares if share]:

@@ -1,5 +1,7 @@
 """Runs tests of one scratch copy, each run in a fresh child: `mutate` starts it as a script.
 
+    python worker.py ANSWER LIBRARY...
+
 Reads one JSON request a line, answers with one a line. Libraries are imported once, here, where
 JAX has not started; `kdjax` and the tests are imported by each child alone. So a run costs a second
 of imports instead of five, and no run sees another's modules.
@@ -16,11 +18,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_LIBRARIES = (
-    "pytest", "hypothesis", "numpy", "scipy.special", "jax", "flax.nnx", "optax", "chex",
-    "absl.flags", "orbax.checkpoint", "grain", "tokenizers", "transformers", "gguf", "pyarrow",
-    "safetensors.numpy", "ml_collections.config_flags", "jaxtyping", "tensorboardX", "yaml",
-)  # fmt: skip
 # A fault must be seen by what the test itself compares, so annotations are not checked; .pyc files
 # go by the second and the size, so that a mutant could run as another one's bytes.
 _OPTIONS = [
@@ -105,12 +102,12 @@ def main() -> None:
     sys.dont_write_bytecode = True
     # Started by path: the first entry is this package's folder, whose names are no top-level ones.
     sys.path[0] = os.getcwd()
-    for name in _LIBRARIES:
+    answer, *libraries = sys.argv[1:]
+    for name in libraries:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    answer = Path(sys.argv[1])
     for line in sys.stdin:
-        print(json.dumps(_run(json.loads(line), answer)), flush=True)
+        print(json.dumps(_run(json.loads(line), Path(answer))), flush=True)
 
 
 if __name__ == "__main__":
