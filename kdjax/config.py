@@ -49,10 +49,11 @@ class DataConfig:
 
 @dataclasses.dataclass
 class LossConfig:
-    """alpha * CE + (1 - alpha) * T^2 * KL(teacher_T || student_T)."""
+    """alpha * CE + (1 - alpha) * T^2 * KL(teacher_T || student_T), or another divergence."""
 
     temperature: float = 4.0
     alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
+    divergence: str = "forward_kl"  # forward_kl | reverse_kl (KL(student || teacher)) | jsd
     chunk_tokens: int = 1024  # positions whose logits exist at the same time
 
 
@@ -180,6 +181,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "data.max_segments": ((lambda v: 1 <= v <= 4096), "between 1 and 4096"),
     "loss.temperature": _POSITIVE,
     "loss.alpha": _FRACTION,
+    "loss.divergence": _choice("forward_kl", "reverse_kl", "jsd"),
     "loss.chunk_tokens": _POSITIVE,
     "optim.learning_rate": _POSITIVE,
     "optim.final_learning_rate": _NON_NEGATIVE,

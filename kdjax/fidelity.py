@@ -3,15 +3,13 @@
     python -m kdjax.fidelity teacher.gguf@dequant:bfloat16 teacher.gguf@q4k \\
         --data=code=corpus/heldout --data=prose='docs/**/*.md'
 
-A form is PATH[@BACKEND[:DTYPE]]: `dequant` (the default) or `q4k`, computed in `bfloat16` (the
-default) or `float32`. One form is on the device at a time: hidden states of the first wait on the
-host, so that two models fit where one does.
+A and B are forms, as `kdjax.forms` explains. One is on the device at a time: hidden states of the
+first wait on the host, so that two models fit where one does.
 
 Exit status: 0 done, 2 bad input.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -19,10 +17,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -30,59 +27,10 @@ from kdjax import runtime, sharding
 from kdjax.data import pipeline
 from kdjax.data.rows import Rows, pack_rows
 from kdjax.errors import UserError
-from kdjax.formats import TensorTable, open_table
+from kdjax.forms import Form, open_form, precision
 from kdjax.losses import ComparisonSums, HeadSpec, head_comparison
-from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.decoder import Compute
-from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, align
-from kdjax.tokenizer import Tokenizer, load_tokenizer
-
-_DTYPES = ("bfloat16", "float32")
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A model file, how its weights are kept, and what they are computed in."""
-
-    path: str
-    backend: str = "dequant"
-    dtype: str = "bfloat16"
-
-    @classmethod
-    def parse(cls, text: str) -> "Form":
-        """From PATH[@BACKEND[:DTYPE]]; a path may hold an @ if a form follows it."""
-        path, at, how = text.rpartition("@")
-        if not at or "/" in how:
-            return cls(text)
-        backend, _, dtype = how.partition(":")
-        if backend not in PROVIDERS or (dtype or _DTYPES[0]) not in _DTYPES:
-            raise UserError(
-                f"{text!r}: found the form {how!r}; expected {' or '.join(PROVIDERS)}, then "
-                f"nothing or : and {' or '.join(_DTYPES)}, such as {path}@q4k:bfloat16."
-            )
-        return cls(path, backend, dtype or _DTYPES[0])
-
-    def __str__(self) -> str:
-        return f"{Path(self.path).name}@{self.backend}:{self.dtype}"
-
-
-class _Opened(NamedTuple):
-    form: Form
-    table: TensorTable
-    spec: ArchSpec
-    tokenizer: Tokenizer
-
-
-def _open(text: str) -> _Opened:
-    form = Form.parse(text)
-    table = open_table(form.path)
-    return _Opened(form, table, spec_from_table(table), load_tokenizer(form.path))
-
-
-def _provider(opened: _Opened, mesh: Mesh, max_segments: int) -> TeacherLogitsProvider:
-    dtype = jnp.dtype(opened.form.dtype)
-    compute = Compute(dtype=dtype, param_dtype=dtype, max_segments=max_segments)
-    return PROVIDERS[opened.form.backend](opened.table, opened.spec, compute, mesh)
+from kdjax.teacher import TeacherLogitsProvider, align
+from kdjax.tokenizer import Tokenizer
 
 
 def _forward(provider: TeacherLogitsProvider, batches: list[dict[str, Any]],
@@ -104,7 +52,7 @@ def compare(
     """
     mesh = sharding.make_mesh(-1, 1, 1)
     batch_size = math.lcm(batch_size, sharding.row_shards(mesh))
-    first, second = _open(a), _open(b)
+    first, second = open_form(a), open_form(b)
     narrow, wide = sorted((first, second), key=lambda o: o.spec.vocab_size)
     vocabulary = align(narrow.spec, wide.spec, narrow.tokenizer, wide.tokenizer)
     spec = HeadSpec(1.0, 0.0, vocabulary.width, vocabulary.real, chunk_tokens=512)
@@ -112,16 +60,16 @@ def compare(
     flat = [batch for domain in batches.values() for batch in domain]
     most = max(int(batch["segment_ids"].max()) for batch in flat)
 
-    with _precision(first):
-        provider = _provider(first, mesh, most)
+    with precision(first):
+        provider = first.provider(mesh, most)
         print(provider.info, file=sys.stderr)
         waiting = [np.asarray(hidden) for hidden in _forward(provider, flat, mesh)]
         head = jax.block_until_ready(jax.jit(provider.apply.head)(provider.params))
         del provider
     measure = jax.jit(functools.partial(head_comparison, spec=spec))
     sums: list[ComparisonSums] = []
-    with _precision(first, second):
-        provider = _provider(second, mesh, most)
+    with precision(first, second):
+        provider = second.provider(mesh, most)
         print(provider.info, file=sys.stderr)
         other = jax.jit(provider.apply.head)(provider.params)
         hidden_b = _forward(provider, flat, mesh)
@@ -133,12 +81,6 @@ def compare(
         figures[name] = _figures(sums[at : at + len(domain)])
         at += len(domain)
     return figures | {"all": _figures(sums)} if len(batches) > 1 else figures
-
-
-def _precision(*opened: _Opened) -> Any:
-    """Without this a GPU multiplies float32 in TF32, 10 bits of mantissa."""
-    exact = any(o.form.dtype == "float32" for o in opened)
-    return jax.default_matmul_precision("highest" if exact else "default")
 
 
 def _batches(domains: dict[str, str], tokenizer: Tokenizer, rows: int, seq_len: int,

@@ -222,6 +222,7 @@ def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider,
         width=vocabulary.width,
         real_vocab=vocabulary.real,
         chunk_tokens=config.loss.chunk_tokens,
+        divergence=config.loss.divergence,
     )
     return step.StepSpec(
         student=apply,

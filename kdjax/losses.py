@@ -3,14 +3,17 @@
     loss = alpha * CE(student, labels) + (1 - alpha) * T^2 * KL(teacher_T || student_T)
 
 alpha weighs the cross-entropy with the labels; T softens both distributions; T^2 keeps the
-gradient's size independent of T (Hinton, Vinyals, Dean 2015, arXiv:1503.02531, section 2).
+gradient's size independent of T (Hinton, Vinyals, Dean 2015, arXiv:1503.02531, section 2). In place
+of KL(teacher || student), "forward_kl", `divergence` may be "reverse_kl", KL(student || teacher)
+(Gu et al. 2023, arXiv:2306.08543), or "jsd", the mean KL of both to their mixture.
 
 Letters: B rows, T positions, D hidden width, V vocabulary.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
 # In place of -inf for ids that do not exist: exp of it is 0, and 0 * (a - a) is not NaN.
 EXCLUDED = -1e30
@@ -39,6 +44,31 @@ def kl_divergence(
     return jnp.sum(p_t * (teacher_log_probs - student_log_probs) + (p_s - p_t), axis=-1)
 
 
+def soft_divergence(
+    teacher_log_probs: Float[AnyArray, "*B V"],
+    student_log_probs: Float[AnyArray, "*B V"],
+    divergence: str = "forward_kl",
+) -> Float[Array, "*B"]:
+    """The divergence of that name, a member of `DIVERGENCES`, in nats."""
+    if divergence == "forward_kl":
+        return kl_divergence(teacher_log_probs, student_log_probs)
+    if divergence == "reverse_kl":
+        return kl_divergence(student_log_probs, teacher_log_probs)
+    mixture = jnp.logaddexp(teacher_log_probs, student_log_probs) - math.log(2)
+    halves = kl_divergence(teacher_log_probs, mixture), kl_divergence(student_log_probs, mixture)
+    return 0.5 * sum(halves)
+
+
+def _soft_gradient(teacher_log_probs: Array, student_log_probs: Array, divergence: str) -> Array:
+    """d divergence / d (student logits / T) of the two that are no forward KL."""
+    slope = student_log_probs - teacher_log_probs
+    if divergence == "jsd":
+        mixture = jnp.logaddexp(teacher_log_probs, student_log_probs) - math.log(2)
+        slope = 0.5 * (student_log_probs - mixture)
+    p = jnp.exp(student_log_probs)
+    return p * (slope - jnp.sum(p * slope, axis=-1, keepdims=True))
+
+
 def cross_entropy(
     logits: Float[AnyArray, "*B V"], labels: Int[AnyArray, "*B"]
 ) -> Float[Array, "*B"]:
@@ -55,13 +85,14 @@ def kd_loss(
     *,
     temperature: float,
     alpha: float,
+    divergence: str = "forward_kl",
 ) -> Float[Array, "*B"]:
     """The distillation loss of each position, float32, unreduced; the teacher gets no gradient.
 
     Both logits span the same V ids: slice a wider teacher before calling.
     """
     teacher = jax.lax.stop_gradient(_log_softmax(teacher_logits, temperature))
-    kl = kl_divergence(teacher, _log_softmax(student_logits, temperature))
+    kl = soft_divergence(teacher, _log_softmax(student_logits, temperature), divergence)
     ce = cross_entropy(student_logits, labels)
     return alpha * ce + (1 - alpha) * temperature**2 * kl
 
@@ -73,15 +104,20 @@ def kd_logit_gradient(
     *,
     temperature: float,
     alpha: float,
+    divergence: str = "forward_kl",
 ) -> Float[Array, "*B V"]:
     """d kd_loss / d student_logits: alpha (p - onehot) + (1 - alpha) T (p_T - q_T), float32.
 
-    p_T and q_T are the softened student and teacher (Hinton et al. 2015, equation 2, times T^2).
+    p_T and q_T are the softened student and teacher (Hinton et al. 2015, equation 2, times T^2);
+    p_T - q_T belongs to the forward KL.
     """
     student = jnp.asarray(student_logits, jnp.float32)
     hard = jax.nn.softmax(student, axis=-1) - jax.nn.one_hot(
         labels, student.shape[-1], dtype=jnp.float32
     )
+    if divergence != "forward_kl":
+        soft = [_log_softmax(x, temperature) for x in (teacher_logits, student)]
+        return alpha * hard + (1 - alpha) * temperature * _soft_gradient(*soft, divergence)
     p = jnp.exp(_log_softmax(student, temperature))
     q = jnp.exp(_log_softmax(teacher_logits, temperature))
     return alpha * hard + (1 - alpha) * temperature * (p - q)
@@ -96,6 +132,7 @@ class HeadSpec:
     width: int  # rows of both heads that are used: the smaller of the two
     real_vocab: int  # ids that some token has; padding rows beyond it are excluded on both sides
     chunk_tokens: int  # positions whose logits exist at the same time, over all rows
+    divergence: str = "forward_kl"  # a member of DIVERGENCES
 
 
 class LossSums(NamedTuple):
@@ -103,7 +140,7 @@ class LossSums(NamedTuple):
 
     loss: Float[Array, ""]
     ce: Float[Array, ""]
-    kl: Float[Array, ""]  # at the training temperature, without T^2
+    kl: Float[Array, ""]  # the divergence trained on, at the training temperature, without T^2
 
 
 class EvalSums(NamedTuple):
@@ -172,14 +209,17 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
                *, with_gradient: bool):  # fmt: skip
     head = student_head[: spec.width].astype(student_hidden.dtype)
     teacher_head = teacher_head[: spec.width].astype(teacher_hidden.dtype)
-    options = dict(temperature=spec.temperature, alpha=spec.alpha)
+    options: dict[str, Any] = dict(
+        temperature=spec.temperature, alpha=spec.alpha, divergence=spec.divergence
+    )
 
     def chunk(carry, xs):
         sums, d_head = carry
         h_s, h_t, label, weight = xs
         s, t = _logits(h_s, head, spec), _logits(h_t, teacher_head, spec)
         ce = cross_entropy(s, label)
-        kl = kl_divergence(_log_softmax(t, spec.temperature), _log_softmax(s, spec.temperature))
+        soft = [_log_softmax(x, spec.temperature) for x in (t, s)]
+        kl = soft_divergence(*soft, spec.divergence)
         loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
         sums = LossSums(
             *(a + jnp.sum(weight * b) for a, b in zip(sums, (loss, ce, kl), strict=True))

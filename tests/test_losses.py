@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from scipy.special import entr, logsumexp, rel_entr, softmax
 
 from kdjax import losses
-from kdjax.losses import HeadSpec, cross_entropy, kd_logit_gradient, kd_loss, kl_divergence
+from kdjax.losses import (
+    DIVERGENCES,
+    HeadSpec,
+    cross_entropy,
+    kd_logit_gradient,
+    kd_loss,
+    kl_divergence,
+)
 
 VOCAB = 151_936
 
@@ -117,6 +124,45 @@ def test_student_equal_to_teacher_has_no_loss_and_no_gradient(temperature):
     options = dict(temperature=temperature, alpha=0.0)
     np.testing.assert_array_equal(kd_loss(s, s, labels, **options), np.zeros((3, 5)))
     np.testing.assert_array_equal(kd_logit_gradient(s, s, labels, **options), np.zeros(s.shape))
+
+
+def oracle_divergence(s, t, temperature, kind):
+    p, q = (softmax(np.asarray(x, np.float64) / temperature, -1) for x in (s, t))
+    middle = (p + q) / 2
+    if kind == "jsd":
+        return (rel_entr(p, middle).sum(-1) + rel_entr(q, middle).sum(-1)) / 2
+    return (rel_entr(q, p) if kind == "forward_kl" else rel_entr(p, q)).sum(-1)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_each_divergence_and_its_gradient(kind, temperature):
+    s, t, labels = case(21)
+    how = dict(temperature=temperature, alpha=0.2, divergence=kind)
+    ce = np.asarray(cross_entropy(s, labels), np.float64)
+    want = 0.2 * ce + 0.8 * temperature**2 * oracle_divergence(s, t, temperature, kind)
+    np.testing.assert_allclose(kd_loss(s, t, labels, **how), want, rtol=1e-5)
+    got = kd_logit_gradient(s, t, labels, **how)
+    auto = jax.grad(lambda x: kd_loss(x, t, labels, **how).sum())(jnp.asarray(s))
+    np.testing.assert_allclose(got, auto, rtol=1e-4, atol=1e-6)
+    none = kd_loss(t, t, labels, **how | {"alpha": 0.0})
+    np.testing.assert_allclose(none, np.zeros(none.shape), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_chunked_loss_minimises_the_divergence_asked_for(kind):
+    """Value and gradients, with ids that do not exist on either side."""
+    arrays, labels, weights = head_case(11)
+    head_spec = spec(real_vocab=V - 4, chunk_tokens=16, divergence=kind)
+    value, grads = value_and_gradients(arrays, labels, weights, head_spec)
+    s = np.asarray(arrays["student_hidden"], np.float64) @ np.asarray(arrays["student_head"]).T
+    t = np.asarray(arrays["teacher_hidden"], np.float64) @ np.asarray(arrays["teacher_head"]).T
+    s, t = s[..., : V - 4], t[..., : V - 4]
+    ce = np.asarray(cross_entropy(s.astype(np.float32), np.asarray(labels)), np.float64)
+    per = 0.3 * ce + 0.7 * 4.0 * oracle_divergence(s, t, 2.0, kind)
+    np.testing.assert_allclose(value, (per * np.asarray(weights)).sum(), rtol=1e-5)
+    assert all(np.all(np.isfinite(g)) for g in grads.values())
+    assert not np.any(np.asarray(grads["student_head"])[V - 4 :])
 
 
 @settings(max_examples=30, deadline=None)

@@ -65,3 +65,30 @@ def test_the_published_half_billion():
     layers, logits = gguf_parity(path, tokens)
     print(f"published 0.5B: layers {layers:.1e}, logits {logits:.1e}")
     assert layers < 1e-4 and logits < 1e-4
+
+
+@pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
+def test_greedy_decoding_of_the_published_half_billion():
+    """20 prompts x 64 tokens, ragged, in one batch here; one by one there."""
+    from kdjax.forms import open_form
+    from kdjax.generate import Sampling, generate
+
+    path = Path(os.environ["KDJAX_MODELS"]) / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    opened = open_form(f"{path}@dequant:float32")
+    source = Path(make_goldens.__file__).read_text() + Path(__file__).read_text()
+    prompts = [opened.tokenizer.encode(source[i * 97 : i * 97 + 20 + 11 * i]) for i in range(20)]
+    provider = opened.provider(jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1),
+                                                 ("data", "fsdp", "tensor")))  # fmt: skip
+    got = generate(provider, opened.tokenizer, prompts, Sampling(max_tokens=64), batch_size=20)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    same = 0
+    for prompt, completion in zip(prompts, got, strict=True):
+        with torch.no_grad():
+            ids = model.generate(
+                torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None
+            )
+        same += completion.ids == ids[0, len(prompt) :].tolist()
+    print(f"published 0.5B: {same} of 20 greedy continuations of 64 tokens equal")
+    assert same == 20

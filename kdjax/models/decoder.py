@@ -7,8 +7,9 @@ Letters: B rows, T positions, D hidden width, L layers, V vocabulary rows.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kdjax.models.arch import ArchSpec, rope_frequencies
-from kdjax.models.attention import attend
+from kdjax.models.attention import attend, attend_cached
 from kdjax.models.weights import dense, from_bits, layers
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
+
+# Attention of rotated queries and keys, and what the layer is to keep of them.
+Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,  # keep every activation
@@ -92,10 +96,8 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
         self.head_dim = hd
-        self.implementation = compute.attention
-        self.max_segments = compute.max_segments
 
-    def __call__(self, x: Array, cos: Array, sin: Array, segment_ids: Array) -> Array:
+    def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
         batch, length, _ = x.shape
         q, k, v = (
             project(x).reshape(batch, length, -1, self.head_dim)
@@ -103,15 +105,8 @@ class Attention(nnx.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(
-            rotate(q, cos, sin),
-            rotate(k, cos, sin),
-            v,
-            segment_ids,
-            implementation=self.implementation,
-            max_segments=self.max_segments,
-        )
-        return self.o(out.reshape(batch, length, -1))
+        out, kept = mix(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.o(out.reshape(batch, length, -1)), kept
 
 
 class MLP(nnx.Module):
@@ -136,9 +131,10 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
         self.mlp = MLP(spec, dtype, rngs)
 
-    def __call__(self, x: Array, cos: Array, sin: Array, segment_ids: Array) -> Array:
-        x = x + self.attn(self.attn_norm(x), cos, sin, segment_ids)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
+        mixed, kept = self.attn(self.attn_norm(x), cos, sin, mix)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), kept
 
 
 class Decoder(nnx.Module):
@@ -173,25 +169,91 @@ class Decoder(nnx.Module):
         self, tokens: Array, segment_ids: Array, positions: Array, *, keep_layers: bool = False
     ) -> tuple[Array, Array | None]:
         """As `hidden`; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
-        inverse, factor = rope_frequencies(self.spec)
-        angle = (
-            positions.astype(jnp.float32)[..., None, None] * jnp.asarray(inverse)[None, None, None]
-        )
-        cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+        cos, sin = self._angles(positions)
         graph, stacked = nnx.split(self.blocks)
         slices, read = layers(stacked)
 
         def layer(x: Array, weights: Any) -> tuple[Array, Array | None]:
-            x = nnx.merge(graph, read(weights))(x, cos, sin, segment_ids)
+            mix = functools.partial(self._mix, segment_ids)
+            x, _ = nnx.merge(graph, read(weights))(x, cos, sin, mix)
             return x, (x if keep_layers else None)
 
         policy = REMAT_POLICIES[self.compute.remat]
         if policy is not None:
             # Inside scan the loop already keeps XLA from merging the recomputation away.
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x = dense(self.embed.get_value()[tokens]).astype(self.compute.dtype)
-        x, outputs = jax.lax.scan(layer, x, slices)
+        x, outputs = jax.lax.scan(layer, self._embedded(tokens), slices)
         return self.norm(x), outputs
+
+    def _embedded(self, tokens: Array) -> Array:
+        return dense(self.embed.get_value()[tokens]).astype(self.compute.dtype)
+
+    def _angles(self, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
+        inverse, factor = rope_frequencies(self.spec)
+        angle = (
+            positions.astype(jnp.float32)[..., None, None] * jnp.asarray(inverse)[None, None, None]
+        )
+        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+    def _mix(self, segment_ids: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        out = attend(
+            q,
+            k,
+            v,
+            segment_ids,
+            implementation=self.compute.attention,
+            max_segments=self.compute.max_segments,
+        )
+        return out, (k, v)
+
+    def prefill(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
+    ) -> tuple[Float[Array, "B D"], "Cache"]:
+        """Reads prompts, padded behind; hidden states of their last ids, and a cache of `capacity`.
+
+        `capacity` counts positions, prompt and what is to come, and is at least T.
+        """
+        at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        cos, sin = self._angles(jnp.broadcast_to(at, tokens.shape))
+        graph, stacked = nnx.split(self.blocks)
+        slices, read = layers(stacked)
+        mix = functools.partial(self._mix, (at < lengths[:, None]).astype(jnp.int32))
+
+        def layer(x: Array, weights: Any) -> tuple[Array, Any]:
+            return nnx.merge(graph, read(weights))(x, cos, sin, mix)
+
+        x, (k, v) = jax.lax.scan(layer, self._embedded(tokens), slices)
+        room = ((0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0), (0, 0))
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return self.norm(last)[:, 0], Cache(jnp.pad(k, room), jnp.pad(v, room))
+
+    def extend(
+        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: "Cache"
+    ) -> tuple[Float[Array, "B D"], "Cache"]:
+        """One more id a row, at its own position; its hidden state, and the cache with it."""
+        where = positions[:, None]
+        cos, sin = self._angles(where)
+        graph, stacked = nnx.split(self.blocks)
+        slices, read = layers(stacked)
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+
+        def layer(carry: tuple[Array, Cache], xs: Any) -> tuple[tuple[Array, Cache], None]:
+            (x, cache), (index, weights) = carry, xs
+
+            def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+                # In the carry, so that a step writes one position and copies nothing.
+                kept = Cache(
+                    cache.k.at[index, rows, positions].set(k[:, 0]),
+                    cache.v.at[index, rows, positions].set(v[:, 0]),
+                )
+                return attend_cached(q, kept.k[index], kept.v[index], where), kept
+
+            return nnx.merge(graph, read(weights))(x, cos, sin, mix), None
+
+        numbered = jnp.arange(self.spec.num_layers, dtype=jnp.int32), slices
+        x = self._embedded(tokens[:, None])
+        (x, cache), _ = jax.lax.scan(layer, (x, cache), numbered)
+        return self.norm(x)[:, 0], cache
 
     def head_weight(self) -> Float[Array, "V D"]:
         """The unembedding, `[V, D]`, as stored or decoded; the embedding itself if tied."""
@@ -201,6 +263,13 @@ class Decoder(nnx.Module):
         """float32 logits of every position: for evaluation and tests; training uses `losses`."""
         head = self.head_weight().astype(hidden.dtype)
         return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+
+
+class Cache(NamedTuple):
+    """Keys and values of every layer, `[L, B, S, K, head_dim]`; slot s holds position s."""
+
+    k: Array
+    v: Array
 
 
 @runtime_checkable  # tests check annotations with isinstance
@@ -230,6 +299,18 @@ class Apply:
     ) -> Float[Array, "B T D"]:
         """See `Decoder.hidden`."""
         return nnx.merge(self.graph, params).hidden(tokens, segment_ids, positions)
+
+    def prefill(
+        self, params: Params, tokens: Array, lengths: Array, capacity: int
+    ) -> tuple[Array, Cache]:
+        """See `Decoder.prefill`."""
+        return nnx.merge(self.graph, params).prefill(tokens, lengths, capacity)
+
+    def extend(
+        self, params: Params, tokens: Array, positions: Array, cache: Cache
+    ) -> tuple[Array, Cache]:
+        """See `Decoder.extend`."""
+        return nnx.merge(self.graph, params).extend(tokens, positions, cache)
 
     def head(self, params: Params) -> Float[Array, "V D"]:
         """See `Decoder.head_weight`."""

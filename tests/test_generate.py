@@ -1,0 +1,197 @@
+"""Generation: the cache changes nothing, rows do not see each other, and each ends as it should."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdjax import generate as module
+from kdjax import runtime
+from kdjax.errors import UserError
+from kdjax.forms import open_form
+from kdjax.generate import Sampling, Stream, generate, pick
+from kdjax.sharding import make_mesh
+from kdjax.teacher import fixture
+
+
+@functools.cache
+def opened(path):
+    form = open_form(str(path))
+    return form.tokenizer, form.provider(make_mesh(1, 1, 1, jax.devices()[:1]))
+
+
+def prompts_of(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 300, int(rng.integers(1, 40))).tolist() for _ in range(count)]
+
+
+def run(models, form="teacher.gguf@dequant:float32", prompts=None, **sampling):
+    tokenizer, provider = opened(f"{models}/{form}")
+    batch_size = sampling.pop("batch_size", 4)
+    on_text = sampling.pop("on_text", None)
+    sampling = Sampling(**{"max_tokens": 20} | sampling)
+    prompts = prompts_of(4) if prompts is None else prompts
+    return generate(provider, tokenizer, prompts, sampling, batch_size=batch_size, on_text=on_text)
+
+
+def naive(models, prompt, count, form="teacher.gguf@dequant:float32"):
+    """Greedy ids and their log-probabilities, the whole text read again for each."""
+    tokenizer, provider = opened(f"{models}/{form}")
+    ids, log_probs = list(prompt), []
+    length = len(prompt) + count  # one program: what stands behind a position does not reach it
+    logits_of = jax.jit(lambda p, *where: module_logits(provider, p, where))
+    for at in range(len(prompt) - 1, length - 1):
+        row = np.zeros((1, length), np.int32)
+        row[0, : len(ids)] = ids
+        where = jnp.asarray(row), jnp.ones_like(row), jnp.arange(length, dtype=jnp.int32)[None]
+        logits = np.asarray(logits_of(provider.params, *where))[0, at, : tokenizer.vocab_size]
+        ids.append(int(np.argmax(logits)))
+        log_probs.append(float(jax.nn.log_softmax(logits)[ids[-1]]))
+    return ids[len(prompt) :], log_probs
+
+
+def module_logits(provider, params, where):
+    hidden = provider.apply.hidden(params, *where)
+    return jnp.einsum("BTD,VD->BTV", hidden, provider.apply.head(params).astype(hidden.dtype))
+
+
+def test_greedy_with_a_cache_is_greedy_without(models):
+    prompts = prompts_of(3)
+    got = run(models, prompts=prompts)
+    assert len({len(p) for p in prompts}) == 3  # of different lengths in one batch
+    for prompt, completion in zip(prompts, got, strict=True):
+        ids, log_probs = naive(models, prompt, 20)
+        assert completion.ids == ids and completion.reason == "length"
+        np.testing.assert_allclose(completion.log_probs, log_probs, atol=1e-4)
+
+
+def test_packed_generates_the_same(models):
+    forms = [f"teacher.gguf@{backend}:float32" for backend in ("dequant", "q4k")]
+    one, two = (run(models, form) for form in forms)
+    assert [c.ids for c in one] == [c.ids for c in two]
+    assert len({tuple(c.ids) for c in one}) > 1
+
+
+def test_a_row_does_not_depend_on_its_batch(models):
+    how = dict(temperature=1.0, top_p=0.9, seed=5)
+    prompts = prompts_of(5)
+    together = run(models, prompts=prompts, batch_size=5, **how)
+    apart = run(models, prompts=prompts, batch_size=2, **how)
+    assert [c.ids for c in together] == [c.ids for c in apart]
+    other = run(models, prompts=prompts, batch_size=5, **how | {"seed": 6})
+    assert [c.ids for c in together] != [c.ids for c in other]
+    same = run(models, prompts=[prompts[0]] * 5, batch_size=5, **how)
+    assert len({tuple(c.ids) for c in same}) == 5  # samples of one prompt differ
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [
+    (0, 1.0, [0, 1, 2, 3, 4]), (2, 1.0, [0, 1]), (0, 0.55, [0, 1]), (0, 0.4, [0]),
+    (3, 0.8, [0, 1]), (0, 0.94, [0, 1, 2, 3]), (1, 0.01, [0]), (9, 1.0, [0, 1, 2, 3, 4]),
+])  # fmt: skip
+def test_top_k_and_top_p_keep_the_right_ids(top_k, top_p, kept):
+    p = np.asarray([0.45, 0.25, 0.15, 0.1, 0.05], np.float32)
+    order = np.asarray([3, 0, 4, 1, 2])  # rank -> id
+    logits = np.zeros(5, np.float32)
+    logits[order] = np.log(p)
+    rows = 4000
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(rows))
+    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
+    draw = jax.jit(functools.partial(pick, sampling=sampling))
+    ids, log_probs = draw(jnp.broadcast_to(jnp.asarray(logits)[None], (rows, 5)), keys)
+    share = np.bincount(np.asarray(ids), minlength=5)[order] / rows
+    want = np.where(np.isin(np.arange(5), kept), p, 0)
+    np.testing.assert_allclose(share, want / want.sum(), atol=0.03)
+    assert np.all(share[want == 0] == 0)
+    np.testing.assert_allclose(np.exp(log_probs), p[np.argsort(order)][np.asarray(ids)], rtol=1e-5)
+
+
+def test_temperature_sharpens():
+    logits = jnp.broadcast_to(jnp.asarray([[1.0, 0.0]]), (4000, 2))
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(1), i))(jnp.arange(4000))
+    for temperature in (0.5, 2.0):
+        ids, _ = pick(logits, keys, Sampling(temperature=temperature))
+        want = 1 / (1 + np.exp(-1 / temperature))
+        assert np.mean(np.asarray(ids) == 0) == pytest.approx(want, abs=0.03)
+
+
+def test_stop_ids_end_a_row_and_are_left_out(models):
+    free = run(models)[0]
+    stop = free.ids[7]
+    first = free.ids.index(stop)
+    stopped = run(models, stop_ids=(stop,))[0]
+    assert stopped.ids == free.ids[:first] and stopped.reason == "stop"
+    assert len(stopped.log_probs) == first
+    at_once = run(models, stop_ids=(free.ids[0],))[0]
+    assert at_once == ([], "", "stop", [])
+
+
+def test_stop_strings_are_cut_off_even_inside_a_token(models):
+    tokenizer, _ = opened(f"{models}/teacher.gguf@dequant:float32")
+    free = run(models)[1]
+    stop = free.text[6:9]
+    end = free.text.index(stop)
+    stopped = run(models, stop_strings=("never", stop))[1]
+    assert stopped.text == free.text[:end] and stopped.reason == "stop"
+    assert tokenizer.decode(stopped.ids).startswith(stopped.text)
+    assert len(tokenizer.decode(stopped.ids[:-1])) < end
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 33])
+def test_exactly_so_many_tokens(models, count):
+    got = run(models, max_tokens=count)
+    assert [len(c.ids) for c in got] == [count] * 4
+    assert got[0].ids == run(models, max_tokens=40)[0].ids[:count]
+
+
+def test_text_streams_as_it_grows(models, capsys):
+    seen = []
+    got = run(models, prompts=prompts_of(1), batch_size=1, max_tokens=40,
+              on_text=lambda number, text: seen.append((number, text)))  # fmt: skip
+    texts = [text for number, text in seen if number == 0]
+    assert len(texts) == 4 and texts[-1] == got[0].text  # 1, 17, 33, 40 tokens
+    pairs = itertools.pairwise(texts)
+    assert all(b.startswith(a.rstrip("�")) for a, b in pairs)
+    stream = Stream()
+    for text in ("a", "a�", "aé", "aéb"):
+        stream(0, text)
+    assert capsys.readouterr().out == "aéb"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (dict(max_tokens=0), "max_tokens=0: must be 1 or more"),
+        (dict(temperature=-1.0), "temperature=-1.0: must be 0 or more"),
+        (dict(top_p=0.0), "top_p=0.0: must be above 0"),
+        (dict(top_k=-1), "top_k=-1"),
+        (dict(stop_strings=("",)), "no empty text"),
+        (dict(prompts=[[1], []]), r"prompt 1 is empty"),
+        (dict(max_tokens=40_000), r"prompt 0 has .* more than the model's 32768 positions"),
+    ],
+)
+def test_what_cannot_be_generated(models, how, message):
+    with pytest.raises(UserError, match=message):
+        run(models, **how)
+
+
+def test_a_provider_without_a_decoder_is_refused(models):
+    tokenizer, _ = opened(f"{models}/teacher.gguf@dequant:float32")
+    with pytest.raises(UserError, match=r"fixture.*no decoder to generate with"):
+        generate(fixture(320), tokenizer, [[1]], Sampling())
+
+
+def test_the_command(models, monkeypatch, capsys):
+    monkeypatch.setattr(runtime, "configure", lambda: None)
+    arguments = [f"{models}/teacher.gguf@q4k:float32", "--prompt=def f(", "--max-tokens=9"]
+    assert module.main(arguments) == 0
+    tokenizer, _ = opened(f"{models}/teacher.gguf@q4k:float32")
+    ends = (tokenizer.end_of_text_id, tokenizer.eos_id)
+    prompt = tokenizer.encode("def f(")
+    form = "teacher.gguf@q4k:float32"
+    want = run(models, form, [prompt], batch_size=1, max_tokens=9, stop_ids=ends)
+    assert capsys.readouterr().out == want[0].text.rstrip("�") + "\n"
+    assert module.main([arguments[0], "--prompt=x", "--top-p=2"]) == 2
+    assert "top_p=2.0: must be" in capsys.readouterr().err
