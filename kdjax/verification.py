@@ -1,6 +1,7 @@
 """Rechecks a receipt against the files that it names, and that training changed the student."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from kdjax.sharding import make_mesh
 from kdjax.tokenizer import load_tokenizer
 
 _SHOWN = 5  # failures in the message
+_GROUP_BYTES = 1 << 30  # parameters loaded together; alone those that are larger
 
 
 class _Failed(Exception):
@@ -36,7 +38,8 @@ def verify(workdir: Path) -> list[str]:
 
     Rehashes the config, both models, the packed rows, the text behind them and the checkpoint's
     parameters, and compares these with the student's file as it is loaded: every tensor must have
-    changed. A file that is gone fails its check. Uses the CPU, and host memory for one parameter.
+    changed. A file that is gone fails its check. Uses the CPU, and host memory for 1 GiB of
+    parameters or the largest one.
     """
     receipt = _open(workdir)
     _stay_on_the_cpu()
@@ -225,29 +228,53 @@ def _layers(
 
 
 def _initial(config: Config) -> Callable[[str], np.ndarray]:
-    """The student's parameters before training, by name, each loaded when asked for."""
+    """The student's parameters before training, by name, loaded group by group when asked for."""
     table = open_table(config.student.path)
     head = config.student.head
     tied = tied_in_fact(table) if head == "auto" else head == "tied"
     spec = dataclasses.replace(spec_from_table(table), tied=tied)
+    if config.student.init == "random":
+        drawn = _named(initialise(spec, Compute(), config.train.seed))
+        return lambda name: np.asarray(drawn[name])
     mesh = make_mesh(1, 1, 1, jax.devices("cpu")[:1])
-    _, abstract = functional(spec, Compute())
-    drawn = (
-        initialise(spec, Compute(), config.train.seed) if config.student.init == "random" else {}
-    )
+    groups = _groups(_named(functional(spec, Compute())[1]))
+    loaded: dict[str, Any] = {}
 
     def get(name: str) -> np.ndarray:
-        path = name.split("/")
-        tree: Any = drawn or abstract
-        for key in path:
-            tree = tree[key]
-        if not drawn:
-            for key in reversed(path):
-                tree = {key: tree}
-            (tree,) = jax.tree.leaves(load_params(table, spec, tree, mesh))
-        return np.asarray(tree)
+        if name not in loaded:
+            loaded.clear()
+            group = next(group for group in groups if name in group)
+            loaded.update(_named(load_params(table, spec, _nested(group), mesh)))
+        return np.asarray(loaded[name])
 
     return get
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """The leaves by name, in order of names."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return dict(sorted(("/".join(key.key for key in keys), leaf) for keys, leaf in leaves))
+
+
+def _nested(named: dict[str, Any]) -> Any:
+    tree: Any = {}
+    for name, leaf in named.items():
+        *path, last = name.split("/")
+        functools.reduce(lambda node, key: node.setdefault(key, {}), path, tree)[last] = leaf
+    return tree
+
+
+def _groups(named: dict[str, Any]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [{}]
+    size = 0
+    for name, leaf in named.items():
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if groups[-1] and size + nbytes > _GROUP_BYTES:
+            groups.append({})
+            size = 0
+        groups[-1][name] = leaf
+        size += nbytes
+    return groups
 
 
 _CHECKS: dict[str, Callable[[dict[str, Any], Path], str]] = {
