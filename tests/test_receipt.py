@@ -47,12 +47,15 @@ class Probe(Hook):
         self._look(step)
 
 
-def go(config, workdir, stop_at=None, error=None):
-    """A run with the command's hooks; returns a probe and the receipt it left."""
+def go(job, workdir, stop_at=None, error=None):
+    """A run with the command's hooks; returns a probe and the receipt it left.
+
+    `job` may have run before, elsewhere: its steps are compiled then.
+    """
     workdir.mkdir(exist_ok=True)
+    job, config = dataclasses.replace(job, workdir=workdir), job.config
     probe = Probe(workdir, stop_at, error)
     with contextlib.closing(Checkpoints(workdir, config.checkpoint.keep)) as checkpoints:
-        job = assemble(config, workdir)
         mine = receipt.Receipt(job, checkpoints, runtime.device_summary())
         hooks = [*hooks_for(config, workdir, mine), probe]
         with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
@@ -62,10 +65,10 @@ def go(config, workdir, stop_at=None, error=None):
 
 @pytest.fixture(scope="module")
 def finished(models, tmp_path_factory):
-    """A finished run of 10 steps: its config, workdir, probe and receipt."""
+    """A finished run of 10 steps: its job, workdir, probe and receipt."""
     folder = tmp_path_factory.mktemp("finished")
-    config = make_tiny_config(models, folder)
-    return config, folder / "run", *go(config, folder / "run")
+    job = assemble(make_tiny_config(models, folder), folder)
+    return job, folder / "run", *go(job, folder / "run")
 
 
 @pytest.fixture
@@ -86,7 +89,8 @@ def sha256(path):
 
 
 def test_a_finished_run_records_everything(finished):
-    config, workdir, _, found = finished
+    job, workdir, _, found = finished
+    config = job.config
     assert found["status"] == "finished"
     assert found["exit"] == dict(reason="finished", error=None, message=None, status=0)
     assert found["kdjax"]["version"] == __version__
@@ -163,12 +167,12 @@ def test_verify_accepts_a_finished_run(finished):
 
 
 def test_a_resumed_run_keeps_its_first_start(finished, tmp_path):
-    config, _, _, straight = finished
-    _, first = go(config, tmp_path / "run", stop_at=4)
+    job, _, _, straight = finished
+    _, first = go(job, tmp_path / "run", stop_at=4)
     assert first["status"] == "interrupted" and first["exit"]["status"] == 75
     assert first["output"]["step"] == first["steps"] == 5
     edit(tmp_path / "run", lambda r: r.update(started="2020-01-01T00:00:00+00:00"))
-    _, second = go(config, tmp_path / "run")
+    _, second = go(job, tmp_path / "run")
     assert second["started"] == "2020-01-01T00:00:00+00:00"
     assert second["resumed_from"] == [5]
     sessions = [(s["start_step"], s["end_step"], s["reason"]) for s in second["sessions"]]
@@ -180,19 +184,19 @@ def test_a_resumed_run_keeps_its_first_start(finished, tmp_path):
 
 
 def test_a_killed_session_is_told_apart(finished, copied):
-    config, _, probe, straight = finished
+    job, _, probe, straight = finished
     shutil.rmtree(copied / "checkpoints" / "10")
     edit(copied, lambda r: (r.clear(), r.update(probe.seen[5])))  # as a kill after step 5 leaves it
     with pytest.raises(UserError, match="end: status is running"):
         receipt.verify(copied)
-    _, found = go(config, copied)
+    _, found = go(job, copied)
     assert [s["reason"] for s in found["sessions"]] == ["killed", "finished"]
     assert found["held_out"] == straight["held_out"] and found["tokens"] == straight["tokens"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_a_failed_run_names_the_exception(tiny_config, tmp_path, error):
-    _, found = go(tiny_config, tmp_path / "run", stop_at=7, error=error)
+def test_a_failed_run_names_the_exception(finished, tmp_path, error):
+    _, found = go(finished[0], tmp_path / "run", stop_at=7, error=error)
     end = found["exit"]
     assert (found["status"], end["reason"]) == ("failed", "failed")
     assert (end["error"], end["message"]) == (type(error).__name__, str(error))
@@ -292,7 +296,8 @@ def _flip(path):
 @pytest.mark.parametrize("what", ["teacher", "student", "rows", "text"])
 def test_a_changed_input_is_found(finished, copied, tmp_path, what, monkeypatch):
     monkeypatch.delitem(verification._CHECKS, "parameters")
-    config, _, _, found = finished
+    job, _, _, found = finished
+    config = job.config
     path = {
         "teacher": Path(config.teacher.path),
         "student": Path(config.student.path),
@@ -329,10 +334,9 @@ def test_a_missing_or_foreign_receipt_is_named(tmp_path):
 
 def test_a_tensor_that_did_not_change_is_named(finished, tmp_path):
     """A checkpoint of which one layer and the last norm never trained, with a receipt to match."""
-    config, workdir, _, _ = finished
+    job, workdir, _, _ = finished
     copy = tmp_path / "copy"
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("10"))
-    job = assemble(config, copy)
     with contextlib.closing(Checkpoints(copy, 2)) as checkpoints:
         with contextlib.closing(Checkpoints(workdir, 2)) as source:
             state = source.restore(10, abstract_state(job.abstract, job.shardings))
