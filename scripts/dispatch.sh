@@ -32,6 +32,7 @@ run=$1
 shift
 check_run_name "$run"
 locate
+share_connection
 config=${CONFIG:-configs/qwen7b_0p5b.py}
 evidence=${EVIDENCE:-$root/runs/dispatch/$run}
 sha=$(git -C "$root" rev-parse HEAD)

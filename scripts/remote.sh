@@ -43,6 +43,21 @@ locate() {
   ssh_command+=("$HOST")
 }
 
+# Lets every later command use one connection: one handshake, one password of a key.
+share_connection() {
+  [ "${DRY_RUN:-0}" != 1 ] || return 0
+  control=$(mktemp -d "${TMPDIR:-/tmp}/kdjax.XXXXXX")
+  trap 'leave_connection' EXIT
+  local host=${ssh_command[${#ssh_command[@]} - 1]}
+  unset 'ssh_command[${#ssh_command[@]}-1]'
+  ssh_command+=(-o ControlMaster=auto -o ControlPersist=60 -o "ControlPath=$control/c" "$host")
+}
+
+leave_connection() {
+  "${ssh_command[@]:0:${#ssh_command[@]}-1}" -O exit "$HOST" >/dev/null 2>&1 || true
+  rm -rf "$control"
+}
+
 # on_host SCRIPT [ARGUMENT...]: runs a bash script there, without standard input. The script sees
 # the arguments as $1, $2, ... and needs no quoting of its own.
 on_host() { send_host "$@" </dev/null; }
