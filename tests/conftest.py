@@ -69,10 +69,15 @@ def models(tmp_path_factory):
 @pytest.fixture
 def tiny_config(models, tmp_path, monkeypatch):
     """The 7B config's tiny double on those models and a small text; caches under tmp_path."""
+    monkeypatch.delenv("KDJAX_TEACHER_BACKEND", raising=False)
+    return make_tiny_config(models, tmp_path)
+
+
+def make_tiny_config(models, folder):
+    """`tiny_config` for fixtures of a wider scope; text and caches under `folder`."""
     from kdjax.config import Config, tiny
 
-    monkeypatch.delenv("KDJAX_TEACHER_BACKEND", raising=False)
-    text = tmp_path / "text"
+    text = folder / "text"
     text.mkdir()
     for i in range(12):
         body = "\n".join(f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(12))
@@ -81,7 +86,7 @@ def tiny_config(models, tmp_path, monkeypatch):
     config.teacher.path, config.student.path = (
         str(models / f"{name}.gguf") for name in ("teacher", "student")
     )
-    config.data.train, config.data.cache_dir = str(text), str(tmp_path / "rows")
+    config.data.train, config.data.cache_dir = str(text), str(folder / "rows")
     config.data.seq_len = 32
     config.train.steps, config.eval.every, config.checkpoint.every = 10, 5, 5
     config.train.microbatches = 1

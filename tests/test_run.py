@@ -323,6 +323,8 @@ def test_missing_teacher_names_the_download(tiny_config, tmp_path):
         ({"optim.final_learning_rate": 1.0}, r"must not exceed optim.learning_rate"),
         ({"teacher.backend": "gpu"}, r"teacher.backend='gpu': must be one of auto, dequant"),
         ({"data.train": ""}, r"data.train='': must be set"),
+        ({"smoke.steps": -1}, r"smoke.steps=-1: must be 0 or more"),
+        ({"smoke.steps": 11}, r"smoke.steps=11: must not exceed train.steps=10"),
     ],
 )
 def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message):
