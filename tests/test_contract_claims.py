@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 from test_probe import GB10, H200
 
-from kdjax import plan, runtime, sharding, step
+from kdjax import plan, provenance, runtime, sharding, step
 from kdjax.checkpoint import Checkpoints, check_same_run
 from kdjax.config import TEACHER_BACKENDS, Config
 from kdjax.data import pipeline
@@ -22,7 +22,7 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.apr import AprTable, write_apr
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes, split
-from kdjax.hooks import Action, Hook
+from kdjax.hooks import Action, Hook, StepRecord
 from kdjax.job import teacher_backend
 from kdjax.loop import _Delivery
 from kdjax.losses import EvalSums, HeadSpec, head_loss, kd_logit_gradient, kd_loss
@@ -30,6 +30,7 @@ from kdjax.metrics import held_out_figures, step_figures
 from kdjax.models.weights import Packed
 from kdjax.probe import Device
 from kdjax.runtime import GIB, DeviceMemory, Devices, classify_device_memory, memory_policy
+from kdjax.smoke import Verdict
 from kdjax.sources import Sources, _refuse_degenerate
 from kdjax.teacher import fixture, truncated
 
@@ -396,3 +397,33 @@ def test_every_half_float_survives_decoding_and_encoding(name):
     assert finite.sum() > 60000
     again = encode(np.where(finite, numbers, 0), name).view(np.uint16)
     np.testing.assert_array_equal(again[finite], words[finite])
+
+
+# ---- smoke runs and receipts
+
+
+def test_a_trial_is_decided_only_by_all_of_its_steps():
+    """Trials of 1 to 6 steps, ended after 0 to 6, with a loss that fell."""
+    figures = dict(student_ce=2.0, kl_temperature=0.1, student_perplexity=1.0, kl=0.1)
+    for wanted, done in itertools.product(range(1, 6 + 1), range(6 + 1)):
+        config = Config()
+        config.smoke.steps = wanted
+        verdict = Verdict(config)
+        verdict.eval_end(0, figures)
+        for i in range(done):
+            verdict.step_end(StepRecord(i + 1, {}, 1.0, {}))
+        verdict.eval_end(done, figures | {"student_ce": 1.0} if done else figures)
+        outcome = verdict.outcome(None)
+        assert outcome["verdict"] == ("PASS" if done == wanted else "UNDECIDED")
+        assert outcome["steps"] == done
+
+
+def test_any_changed_bit_changes_the_hash_of_parameters():
+    """Each of the 512 bits of a tensor, and none of its neighbours' places."""
+    tensor = np.arange(16, dtype=np.float32)
+    seen = {provenance.params_hash([("a", tensor)])}
+    for bit in range(512):
+        changed = tensor.copy()
+        changed.view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        seen.add(provenance.params_hash([("a", changed)]))
+    assert len(seen) == 512 + 1
