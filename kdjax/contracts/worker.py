@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 # A fault must be seen by what the test itself compares, so annotations are not checked; .pyc files
 # go by the second and the size, so that a mutant could run as another one's bytes.
 _OPTIONS = [
@@ -40,16 +42,24 @@ class _Watch:
     def _test(self, nodeid: str) -> str:
         return next(w for w in self.wanted if nodeid == w or nodeid.startswith(f"{w}["))
 
-    def pytest_runtest_protocol(self, item: Any) -> bool | None:
-        return None if self.every or self._test(item.nodeid) not in self.failed else True
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        # As their file has them, and not as the command line does: that is how they are tested.
+        items.sort(key=lambda item: (str(item.path), item.location[1] or 0))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if not self.every and self._test(item.nodeid) in self.failed:
+            pytest.skip("red already")
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         if call.excinfo is None:
             if call.when == "call":
                 self.passed.add(self._test(item.nodeid))
+        elif issubclass(call.excinfo.type, pytest.skip.Exception):
+            return
         elif call.when != "call" or issubclass(call.excinfo.type, _NOT_A_FAULT):
             self.broken.append(f"{item.nodeid} ({call.when}): {call.excinfo.exconly()[:300]}")
-        elif call.excinfo.type.__name__ != "Skipped":
+        else:
             self.failed.add(self._test(item.nodeid))
 
 
@@ -60,8 +70,6 @@ def _child(request: dict[str, Any], answer: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    import pytest
-
     watch = _Watch(request["tests"], request["every"])
     options = _OPTIONS + request.get("options", [])
     code = pytest.main([*options, *request["tests"]], plugins=[watch])
