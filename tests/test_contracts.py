@@ -1,6 +1,7 @@
 """Contracts' machinery on small scratch projects: every rule, the binding, and planted faults."""
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -461,6 +462,24 @@ def test_a_receipt_is_verified_by_name(tmp_path, monkeypatch, capsys):
     assert command.main(["verify-receipt", str(tmp_path / "bad")]) == 1
     assert capsys.readouterr().err == "error: teacher: found another hash.\n"
     assert seen == [tmp_path, tmp_path / "bad"]
+
+
+def test_the_table_of_identifiers_names_what_there_is():
+    """Its last column points at claims and gates; a row that is kept as it was is one itself."""
+    folder = Path(__file__).parent.parent / "contracts"
+    there = {claim.id for claim in read_claims([folder])}
+    there |= {load(path).data["qa_gate"]["id"] for path in contract_files([folder])}
+    rows = re.findall(r"^\| (.+?) \| (kept|changed|n/a|open) \| (.+) \|$",
+                      (folder / "README.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert len(rows) > 120 and len({name for name, *_ in rows}) == len(rows)
+    pattern = r"\b(?:F|FT|KANI|FALSIFY)-[A-Z0-9-]+-\d+\b(?!-)"
+    for name, verdict, where in rows:
+        named = re.findall(pattern, where)
+        own = re.fullmatch(pattern, name) and verdict == "kept"
+        if "same id" in where or (own and not named and "mutant" not in where):
+            named = [*named, name]
+        if verdict in ("kept", "changed"):
+            assert set(named) <= there, (name, set(named) - there)
 
 
 def test_the_contracts_of_this_repository_are_valid_and_covered():
