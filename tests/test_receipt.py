@@ -55,7 +55,9 @@ def go(job, workdir, stop_at=None, error=None):
     workdir.mkdir(exist_ok=True)
     job, config = dataclasses.replace(job, workdir=workdir), job.config
     probe = Probe(workdir, stop_at, error)
-    with contextlib.closing(Checkpoints(workdir, config.checkpoint.keep)) as checkpoints:
+    # As on a GPU: the last save is in flight when the run ends.
+    store = Checkpoints(workdir, config.checkpoint.keep, asynchronous=True)
+    with contextlib.closing(store) as checkpoints:
         mine = receipt.Receipt(job, checkpoints, runtime.device_summary())
         hooks = [*hooks_for(config, workdir, mine), probe]
         with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
@@ -243,7 +245,7 @@ def test_odd_paths_random_weights_and_a_hook_that_fails_to_close(
     with contextlib.closing(Checkpoints(run, 2)) as checkpoints:
         mine = receipt.Receipt(job, checkpoints, runtime.device_summary())
         with pytest.raises(ConnectionError):
-            train(job, checkpoints, [Broken(), *hooks_for(tiny_config, run, mine)], None)
+            train(job, checkpoints, [Broken(), *hooks_for(tiny_config, run, mine), Broken()], None)
     assert provenance.read(run)["status"] == "finished"
     monkeypatch.chdir("/")
     assert "26 of 26 tensors changed" in receipt.verify(run)[-1]
@@ -373,6 +375,7 @@ def test_the_revision_of_the_source(tmp_path):
         return done.stdout.strip()
 
     git("init", "-q", cwd=tmp_path)  # somebody else's repository around it
+    git("commit", "-qm", "theirs", "--allow-empty", cwd=tmp_path)
     assert provenance.source_revision(root) == ("f00d", None)
     git("init", "-q")
     git("add", ".")
