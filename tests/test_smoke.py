@@ -190,6 +190,7 @@ def test_a_trial_that_breaks_off():
     error = NonFiniteError("step 2: loss not finite")
     outcome = judged(ce_kl(2.0, 0.1), None, done=1, error=error)
     assert (outcome["verdict"], outcome["why"]) == ("FAIL", str(error))
+    assert judged(ce_kl(2.0, 0.1), ce_kl(1.0, 0.1), done=2)["verdict"] == "UNDECIDED"
     outcome = judged(ce_kl(2.0, 0.1), None, done=1, error=MemoryError())
     assert outcome["verdict"] == "UNDECIDED" and "1 of 3 steps by MemoryError" in outcome["why"]
 
