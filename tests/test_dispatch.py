@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -88,6 +89,19 @@ def checkout(tmp_path_factory):
     return root
 
 
+class Watch(NamedTuple):
+    """A running watch.sh and the files that its two streams go to."""
+
+    process: subprocess.Popen
+    out: Path
+    err: Path
+
+    def ended(self):
+        """Its exit status and both streams, once it ended."""
+        status = self.process.wait(timeout=60)
+        return status, self.out.read_text(), self.err.read_text()
+
+
 class Site:
     """A remote folder, reached through the server by the scripts of the checkout."""
 
@@ -122,9 +136,13 @@ class Site:
 
     def watch(self, run, **settings):
         command = [str(self.checkout / "scripts" / "watch.sh"), run]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.watches.append(subprocess.Popen(command, env=self.environment | settings, **pipes))
-        return self.watches[-1]
+        number = len(self.watches)
+        out, err = (self.remote.parent / f"watch{number}.{name}" for name in ("out", "err"))
+        with out.open("w") as stdout, err.open("w") as stderr:
+            streams = dict(stdout=stdout, stderr=stderr)
+            process = subprocess.Popen(command, env=self.environment | settings, **streams)
+        self.watches.append(process)
+        return Watch(process, out, err)
 
     def cut_connections(self):
         """Kills every process of the server's that holds a connection; returns how many."""
@@ -150,7 +168,7 @@ def site(server, checkout, tmp_path):
             os.killpg(pid, signal.SIGKILL)
     for watch in place.watches:
         watch.kill()
-        watch.communicate()
+        watch.wait()
 
 
 def read(path):
@@ -186,10 +204,10 @@ def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
     until(lambda: "held-out at step 0" in read(log), "no evaluation")
     os.killpg(pid, signal.SIGSTOP)  # in the middle, for as long as this takes
     try:
+        until(lambda: "held-out at step 0" in read(watch.out), "the watch shows nothing")
         assert site.cut_connections() >= 1
-        lines = iter(watch.stderr.readline, "")
-        assert any("connection lost; trying again" in line for line in lines)
-        assert watch.poll() is None and not (site.folder("a-run") / "run.exit").exists()
+        until(lambda: "connection lost; trying again" in read(watch.err), "nobody noticed")
+        assert watch.process.poll() is None and not (site.folder("a-run") / "run.exit").exists()
         # Dispatched again it is the same run; with another config it is refused.
         said = site.dispatch("a-run", *flags, **settings)
         assert "is going on; nothing was started" in said and "copying" not in said
@@ -198,8 +216,8 @@ def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
         assert "> --config.optim.learning_rate=0.1" in said and site.pid("a-run") == pid
     finally:
         os.killpg(pid, signal.SIGCONT)
-    output, errors = watch.communicate(timeout=60)
-    assert watch.returncode == 3, output + errors
+    status, output, errors = watch.ended()
+    assert status == 3, output + errors
     assert [int(n) for n in re.findall(r"^step +(\d+)/12 ", output, re.M)] == [*range(1, 13)]
     assert output.count("F-DISTILL-SMOKE-001 FAIL") == 1 and output.count("held-out at") == 2
     assert "compilation cache" not in output  # of no interest here
@@ -273,16 +291,16 @@ def test_stopped_killed_and_finished_runs(stand_in):
     watch = site.watch(run)
     until(lambda: "step 2" in read(site.folder(run) / "run.log"), "no step")
     os.kill(first, signal.SIGTERM)  # the runner passes it on and notes the status
-    output, _ = watch.communicate(timeout=30)
-    assert watch.returncode == 75 and "saved; resume with" in output
+    status, output, _ = watch.ended()
+    assert status == 75 and "saved; resume with" in output
 
     site.dispatch(run)
     second = site.pid(run)
     assert second != first and not exit_file.exists()
     watch = site.watch(run)
     os.killpg(second, signal.SIGKILL)
-    output, errors = watch.communicate(timeout=30)
-    assert watch.returncode == 1 and "ended without an exit status" in errors
+    status, output, errors = watch.ended()
+    assert status == 1 and "ended without an exit status" in errors
     assert "saved" not in output  # of the attempt before
     (site.folder(run) / "run.pid").write_text(f"{os.getpid()}\n")  # the number is another's now
     site.dispatch(run)
@@ -295,16 +313,25 @@ def test_stopped_killed_and_finished_runs(stand_in):
     assert "finished with status 0 with another command" in said
     assert read(site.folder(run) / "run.log").count("== started") == 3
     watch = site.watch(run, ALL="1")
-    output, _ = watch.communicate(timeout=30)
-    assert watch.returncode == 0 and output.count("flags:") == 1  # the newest start only
+    status, output, _ = watch.ended()
+    assert status == 0 and output.count("flags:") == 1  # the newest start only
 
 
 def test_two_dispatches_at_once_start_one_run(stand_in):
     command = [str(stand_in.checkout / "scripts" / "dispatch.sh"), "twice"]
+    lock = stand_in.folder("twice") / ".starting"
+    lock.mkdir(parents=True)  # as a third one, in the middle of its start, would hold it
     both = [subprocess.Popen(command, env=stand_in.environment, stderr=subprocess.PIPE, text=True)
             for _ in range(2)]  # fmt: skip
-    said = [process.communicate(timeout=60)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    for process in both:
+        assert any("== start" in line for line in iter(process.stderr.readline, ""))
+    time.sleep(0.5)
+    assert not (lock.parent / "run.pid").exists()
+    lock.rmdir()
+    said = [process.stderr.read() for process in both]
+    assert [process.wait(timeout=60) for process in both] == [0, 0], said
+    for process in both:
+        process.stderr.close()
     stand_in.pid("twice")
     assert read(stand_in.folder("twice") / "run.log").count("== started") == 1
     assert sum("started, process" in text for text in said) == 1
@@ -355,10 +382,10 @@ def test_what_is_refused_before_anything_runs(stand_in, flags, settings, message
 def test_bad_names_and_hosts(stand_in):
     assert "run name '../x'" in stand_in.dispatch("../x", status=2)
     assert "Connection refused" in stand_in.dispatch("x", PORT="1", status=255)
-    watch = stand_in.watch("none")
-    assert "no run none in" in watch.communicate(timeout=30)[1] and watch.returncode == 2
-    watch = stand_in.watch("none", PORT="1", TRIES="2")
-    assert "after 2 tries" in watch.communicate(timeout=30)[1] and watch.returncode == 255
+    status, _, errors = stand_in.watch("none").ended()
+    assert "no run none in" in errors and status == 2
+    status, _, errors = stand_in.watch("none", PORT="1", TRIES="2").ended()
+    assert "after 2 tries" in errors and status == 255
     assert "set HOST" in stand_in.dispatch("x", HOST="", status=1)
 
 

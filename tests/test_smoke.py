@@ -24,7 +24,9 @@ from kdjax.smoke import Verdict
 @pytest.fixture(scope="module")
 def job(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke")
-    return assemble(make_tiny_config(models, folder), folder)
+    config = make_tiny_config(models, folder)
+    config.smoke.steps = 7
+    return assemble(config, folder)
 
 
 def go(job, workdir, steps, stop_at=None):
@@ -52,7 +54,11 @@ def test_a_trial_is_the_start_of_the_run_and_leaves_no_trace_in_it(job, tmp_path
     printed = capsys.readouterr().out
     steps = [call for call in trial.calls if call[0] == "step"]
     assert [call[1] for call in steps] == [1, 2, 3, 4, 5, 6, 7]
-    # The schedule is the whole run's: learning rates and losses are those of its first steps.
+    # The schedule is the whole run's: two steps of warmup, then a cosine over the other eight.
+    low, high = job.config.optim.final_learning_rate, job.config.optim.learning_rate
+    cosine = [low + (high - low) * 0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(5)]
+    rates = [call[2]["learning_rate"] for call in steps]
+    assert rates == pytest.approx([high / 3, high * 2 / 3, *cosine], rel=1e-5)
     assert steps == [call for call in straight.calls if call[0] == "step"][:7]
     evals = [call[1] for call in trial.calls if call[0] == "eval"]
     assert evals == [0, 5, 7]
@@ -184,6 +190,7 @@ def test_a_trial_that_breaks_off():
     error = NonFiniteError("step 2: loss not finite")
     outcome = judged(ce_kl(2.0, 0.1), None, done=1, error=error)
     assert (outcome["verdict"], outcome["why"]) == ("FAIL", str(error))
+    assert judged(ce_kl(2.0, 0.1), ce_kl(1.0, 0.1), done=2)["verdict"] == "UNDECIDED"
     outcome = judged(ce_kl(2.0, 0.1), None, done=1, error=MemoryError())
     assert outcome["verdict"] == "UNDECIDED" and "1 of 3 steps by MemoryError" in outcome["why"]
 
