@@ -117,7 +117,9 @@ def kd_logit_gradient(
     )
     if divergence != "forward_kl":
         soft = [_log_softmax(x, temperature) for x in (teacher_logits, student)]
-        return alpha * hard + (1 - alpha) * temperature * _soft_gradient(soft[0], soft[1], divergence)
+        return alpha * hard + (1 - alpha) * temperature * _soft_gradient(
+            soft[0], soft[1], divergence
+        )
     p = jnp.exp(_log_softmax(student, temperature))
     q = jnp.exp(_log_softmax(teacher_logits, temperature))
     return alpha * hard + (1 - alpha) * temperature * (p - q)
