@@ -121,3 +121,12 @@ class NonFiniteGuard(Hook):
             f"step {record.step}: {', '.join(bad)} not finite. The step's batch is in {path}; the "
             "last checkpoint is from before it. Lower optim.learning_rate, or look at those rows."
         )
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Raises `NonFiniteError` for a held-out figure that is none, before that step is saved."""
+        bad = [name for name, value in figures.items() if not math.isfinite(value)]
+        if bad:
+            raise NonFiniteError(
+                f"held-out evaluation at step {step}: {', '.join(bad)} not finite. The last "
+                "checkpoint is from before it. Lower optim.learning_rate, or look at the models."
+            )
