@@ -118,6 +118,16 @@ def _folder(workdir: Path, step: int) -> Any:
     return (workdir / "checkpoints" / str(step)).resolve()
 
 
+def check_fresh(latest: int | None, workdir: Path) -> None:
+    """Raises `UserError` if there is a checkpoint: a smoke run starts from the student's file."""
+    if latest is not None:
+        raise UserError(
+            f"{workdir} holds a checkpoint at step {latest}; a smoke run (smoke.steps) starts from "
+            "the student's own weights and saves nothing. Give it another --workdir, or set "
+            "smoke.steps=0 to resume the run."
+        )
+
+
 def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path) -> None:
     """Raises `UserError` naming every field in which the saved run differs from this one."""
     missing = "(absent)"

@@ -118,6 +118,13 @@ class LogConfig:
 
 
 @dataclasses.dataclass
+class SmokeConfig:
+    """A short trial of the configured run, which saves nothing and ends with a verdict."""
+
+    steps: int = 0  # optimizer steps of the trial, at most train.steps; 0: no trial, the whole run
+
+
+@dataclasses.dataclass
 class Config:
     """A whole run."""
 
@@ -131,6 +138,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    smoke: SmokeConfig = field(default_factory=SmokeConfig)
 
 
 # Fields that may change between a save and its resumption: they alter cost, place or reporting, not
@@ -138,7 +146,7 @@ class Config:
 RESUMABLE = (
     "teacher.path", "teacher.backend", "student.path", "student.remat", "data.train",
     "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
-    "train.microbatches", "eval.", "checkpoint.", "mesh.", "log.",
+    "train.microbatches", "eval.", "checkpoint.", "mesh.", "log.", "smoke.",
 )  # fmt: skip
 
 
@@ -155,6 +163,11 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """The flat fields that must not change when a run resumes."""
     return {k: v for k, v in flatten(config).items() if not k.startswith(RESUMABLE)}
+
+
+def last_step(config: Config) -> int:
+    """The optimizer step after which this process is done: of the run, or of its smoke trial."""
+    return config.smoke.steps or config.train.steps
 
 
 def _choice(*options: str) -> tuple[Any, str]:
@@ -204,6 +217,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "mesh.fsdp": _POSITIVE,
     "mesh.tensor": _POSITIVE,
     "log.every": _POSITIVE,
+    "smoke.steps": _NON_NEGATIVE,
 }
 
 
@@ -229,6 +243,11 @@ def validate(config: Config) -> None:
     if optim.warmup_steps >= train.steps > 0:
         problems.append(
             f"optim.warmup_steps={optim.warmup_steps}: must be less than train.steps={train.steps}"
+        )
+    if config.smoke.steps > train.steps > 0:
+        problems.append(
+            f"smoke.steps={config.smoke.steps}: must not exceed train.steps={train.steps}, the run "
+            "that it tries"
         )
     if problems:
         raise UserError("the config cannot run:\n  " + "\n  ".join(problems))

@@ -4,6 +4,9 @@ Each message says what was found, what was expected, and what to do. `main` prin
 traceback and exits with status 2.
 """
 
+# Exit statuses of `kdjax.main`. 1 is Python's own, for an error that nobody foresaw.
+FINISHED, BAD_INPUT, SMOKE_FAILED, NOT_FINITE, INTERRUPTED = 0, 2, 3, 4, 75
+
 
 class UserError(ValueError):
     """Bad input: a file, a field or a combination of them that cannot work."""

@@ -3,11 +3,21 @@
 import dataclasses
 import enum
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kdjax.errors import (
+    BAD_INPUT,
+    FINISHED,
+    INTERRUPTED,
+    NOT_FINITE,
+    SMOKE_FAILED,
+    UserError,
+)  # fmt: skip
 
 
 class Action(enum.Enum):
@@ -23,7 +33,7 @@ class Run:
 
     workdir: Path
     start_step: int  # optimizer steps already done
-    total_steps: int
+    total_steps: int  # the last step that this process will do
     tokens_per_step: int  # positions, padding included
     flops_per_token: float  # of teacher forward, student forward and backward
     peak_flops: float | None  # of all devices together, dense bf16, where known
@@ -58,7 +68,35 @@ class Hook:
         """After a save was started."""
 
     def train_end(self, reason: str) -> None:
-        """Once, however the run ends: "finished", "interrupted" or "failed"."""
+        """Once, however the run ends: "finished", "interrupted" or "failed".
+
+        Every hook is called, even after one that raised; `failure` tells what ended the run.
+        """
+
+
+def failure(reason: str) -> BaseException | None:
+    """Inside `train_end`: the exception that is ending the run, if one is."""
+    return sys.exc_info()[1] if reason == "failed" else None
+
+
+def exit_status(reason: str, error: BaseException | None, verdict: str | None = None) -> int:
+    """The exit status of a run that ended so; `verdict` is a smoke run's PASS, FAIL or UNDECIDED.
+
+    One place for `main`, which exits with it, and for the receipt, which records it.
+    """
+    if verdict in ("PASS", "FAIL"):
+        return FINISHED if verdict == "PASS" else SMOKE_FAILED
+    match error:
+        case None:
+            undecided = reason == "interrupted" or verdict is not None
+            return INTERRUPTED if undecided else FINISHED
+        case NonFiniteError():
+            return NOT_FINITE
+        case UserError():
+            return BAD_INPUT
+        case KeyboardInterrupt():
+            return 130  # what a shell reports for SIGINT
+    return 1
 
 
 class NonFiniteError(FloatingPointError):
@@ -83,3 +121,12 @@ class NonFiniteGuard(Hook):
             f"step {record.step}: {', '.join(bad)} not finite. The step's batch is in {path}; the "
             "last checkpoint is from before it. Lower optim.learning_rate, or look at those rows."
         )
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Raises `NonFiniteError` for a held-out figure that is none, before that step is saved."""
+        bad = [name for name, value in figures.items() if not math.isfinite(value)]
+        if bad:
+            raise NonFiniteError(
+                f"held-out evaluation at step {step}: {', '.join(bad)} not finite. The last "
+                "checkpoint is from before it. Lower optim.learning_rate, or look at the models."
+            )

@@ -133,6 +133,12 @@ def _check_batches(config: Config, mesh: Mesh) -> None:
 
 def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
     """Packed rows of the configured text, from the cache if they are there."""
+    folder = Path(config.data.cache_dir).expanduser()
+    return prepare_rows(**row_settings(config, tokenizer), cache_dir=folder)
+
+
+def row_settings(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What decides the rows: the arguments of `rows_key` and, but for the cache, `prepare_rows`."""
     data = config.data
     end = tokenizer.end_of_text_id
     if data.end_of_document:
@@ -142,14 +148,13 @@ def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
                 "leave it empty for the tokenizer's own end-of-text."
             )
         end = tokenizer.tokens.index(data.end_of_document)
-    return prepare_rows(
-        data.train,
-        data.heldout,
+    return dict(
+        train=data.train,
+        heldout=data.heldout,
         tokenizer=tokenizer,
         seq_len=data.seq_len,
         heldout_fraction=data.heldout_fraction,
         end_of_document_id=end,
-        cache_dir=Path(data.cache_dir).expanduser(),
         max_segments=data.max_segments,
     )
 

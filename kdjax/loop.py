@@ -1,5 +1,6 @@
 """The training loop. It alone touches the clock, and its order is a contract."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,7 +11,8 @@ from typing import Any
 
 import jax
 
-from kdjax.checkpoint import Checkpoints
+from kdjax.checkpoint import Checkpoints, check_fresh
+from kdjax.config import last_step
 from kdjax.evaluate import held_out
 from kdjax.hooks import Action, Hook, Run, StepRecord
 from kdjax.job import Job
@@ -78,18 +80,21 @@ def train(
 ) -> str:
     """Runs the job to its end or to a stop request; returns "finished" or "interrupted".
 
-    A run that already finished returns at once. Hooks may raise; whatever is raised passes
-    through, after every hook's `train_end("failed")`.
+    A run that already finished returns at once. A smoke run (`smoke.steps`) takes the first steps
+    of the same run, evaluates before and after, and saves nothing. Hooks may raise; whatever is
+    raised passes through, after every hook's `train_end("failed")`. Raises `UserError` for a smoke
+    run over a checkpoint.
     """
-    total = job.config.train.steps
-    if checkpoints.latest() == total:
+    if job.config.smoke.steps:
+        check_fresh(checkpoints.latest(), job.workdir)
+    if checkpoints.latest() == job.config.train.steps:
         return "finished"
     state, saved = job.state(checkpoints)
     start = int(state.step)
     run = Run(
         workdir=job.workdir,
         start_step=start,
-        total_steps=total,
+        total_steps=last_step(job.config),
         tokens_per_step=job.config.train.batch_size * job.config.data.seq_len,
         flops_per_token=job.flops_per_token(),
         peak_flops=peak_flops,
@@ -105,19 +110,21 @@ def train(
         with StopSignals() as signals:
             reason = _steps(job, checkpoints, hooks, signals, state, start, saved)
     finally:
-        for hook in begun:
-            hook.train_end(reason)
+        with contextlib.ExitStack() as ends:  # calls all, whatever one of them raises
+            for hook in reversed(begun):
+                ends.callback(hook.train_end, reason)
     return reason
 
 
 def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: StopSignals,
            state: Any, start: int, saved: Any) -> str:  # fmt: skip
-    config, total = job.config, job.config.train.steps
+    config, last = job.config, last_step(job.config)
+    saves = not config.smoke.steps  # a trial leaves nothing that the run could resume from
     data = job.train_batches(saved["data"] if saved else None)
     delivery = _Delivery(hooks)
 
     def due(every: int, step: int) -> bool:
-        return step == total or (every > 0 and step % every == 0)
+        return step == last or (every > 0 and step % every == 0)
 
     def evaluate(step: int) -> None:
         figures = held_out(job.eval_step, state.params, job.teacher.params, job.eval_batches(),
@@ -136,7 +143,7 @@ def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: S
         evaluate(0)
     # The order is a contract: the batch is drawn after the save that recorded the position before
     # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
-    for step in range(start + 1, total + 1):
+    for step in range(start + 1, last + 1):
         batch = next(data)
         with jax.transfer_guard("disallow"):
             state, metrics = job.train_step(state, job.teacher.params, job.put(batch))
@@ -146,8 +153,8 @@ def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: S
             delivery.flush()
         if due(config.eval.every, step) and not stopping:
             evaluate(step)
-        if due(config.checkpoint.every, step) or stopping:
+        if saves and (due(config.checkpoint.every, step) or stopping):
             save(step)
-        if stopping and step < total:
+        if stopping and step < last:
             return "interrupted"
     return "finished"

@@ -55,8 +55,8 @@ def soft_divergence(
     if divergence == "reverse_kl":
         return kl_divergence(student_log_probs, teacher_log_probs)
     mixture = jnp.logaddexp(teacher_log_probs, student_log_probs) - math.log(2)
-    halves = kl_divergence(teacher_log_probs, mixture), kl_divergence(student_log_probs, mixture)
-    return 0.5 * sum(halves)
+    ours, theirs = (kl_divergence(x, mixture) for x in (student_log_probs, teacher_log_probs))
+    return 0.5 * (ours + theirs)
 
 
 def _soft_gradient(teacher_log_probs: Array, student_log_probs: Array, divergence: str) -> Array:
@@ -117,7 +117,9 @@ def kd_logit_gradient(
     )
     if divergence != "forward_kl":
         soft = [_log_softmax(x, temperature) for x in (teacher_logits, student)]
-        return alpha * hard + (1 - alpha) * temperature * _soft_gradient(*soft, divergence)
+        return alpha * hard + (1 - alpha) * temperature * _soft_gradient(
+            soft[0], soft[1], divergence
+        )
     p = jnp.exp(_log_softmax(student, temperature))
     q = jnp.exp(_log_softmax(teacher_logits, temperature))
     return alpha * hard + (1 - alpha) * temperature * (p - q)
@@ -219,7 +221,7 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
         s, t = _logits(h_s, head, spec), _logits(h_t, teacher_head, spec)
         ce = cross_entropy(s, label)
         soft = [_log_softmax(x, spec.temperature) for x in (t, s)]
-        kl = soft_divergence(*soft, spec.divergence)
+        kl = soft_divergence(soft[0], soft[1], spec.divergence)
         loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
         sums = LossSums(
             *(a + jnp.sum(weight * b) for a, b in zip(sums, (loss, ce, kl), strict=True))

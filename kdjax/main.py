@@ -2,8 +2,8 @@
 
 Flags, runtime, loop. Kept short: what it calls can be imported and tested.
 
-Exit status: 0 finished, 2 bad input, 4 loss or gradient not finite, 75 stopped by a signal and
-saved (the same command resumes).
+Exit status: 0 finished, or a smoke run that passed; 2 bad input; 3 a smoke run that failed; 4 loss
+or gradient not finite; 75 stopped by a signal and saved (the same command resumes).
 """
 
 import contextlib
@@ -19,12 +19,21 @@ from ml_collections import config_flags
 
 from kdjax import runtime
 from kdjax.config import Config, flatten, validate
-from kdjax.errors import MissingFileError, UserError
-from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard
+from kdjax.errors import (
+    BAD_INPUT,
+    FINISHED,
+    INTERRUPTED,
+    NOT_FINITE,
+    SMOKE_FAILED,
+    MissingFileError,
+    UserError,
+)  # fmt: skip
+from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard, exit_status
+from kdjax.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
 
-FINISHED, BAD_INPUT, NOT_FINITE, INTERRUPTED = 0, 2, 4, 75
+__all__ = ["BAD_INPUT", "FINISHED", "INTERRUPTED", "NOT_FINITE", "SMOKE_FAILED"]
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with get_config().")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and logs go.")
@@ -45,23 +54,29 @@ def open_workdir(path: str) -> Path:
     return workdir
 
 
-def hooks_for(config: Config, workdir: Path) -> list[Hook]:
-    """The watchers of a run; the guard first, so that nothing records a broken step as good."""
+def hooks_for(config: Config, workdir: Path, *more: Hook) -> list[Hook]:
+    """The watchers of a run; the guard first, so that nothing records a broken step as good.
+
+    `more` comes right after it. A smoke run leaves no curves in TensorBoard or Weights & Biases:
+    they would be joined with those of the run that it tries.
+    """
     from kdjax import writers
 
-    hooks: list[Hook] = [NonFiniteGuard(workdir), writers.JsonLines(workdir), writers.Terminal()]
-    if config.log.tensorboard:
+    hooks: list[Hook] = [NonFiniteGuard(workdir), *more]
+    hooks += [writers.JsonLines(workdir), writers.Terminal()]
+    if config.log.tensorboard and not config.smoke.steps:
         hooks.append(writers.TensorBoard(workdir))
-    if config.log.wandb_project:
+    if config.log.wandb_project and not config.smoke.steps:
         hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
     return hooks
 
 
-def distil(config: Config, workdir: Path) -> str:
-    """Assembles and trains; returns how the run ended."""
-    from kdjax.checkpoint import Checkpoints
+def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str:
+    """Assembles and trains; returns how the run ended. A smoke run is judged by `verdict`."""
+    from kdjax.checkpoint import Checkpoints, check_fresh
     from kdjax.job import assemble
     from kdjax.loop import train
+    from kdjax.receipt import Receipt
 
     validate(config)
     for line in runtime.configure().describe():
@@ -69,12 +84,17 @@ def distil(config: Config, workdir: Path) -> str:
     devices = runtime.device_summary()
     _log.info("%s", devices)
     with contextlib.closing(Checkpoints(workdir, config.checkpoint.keep)) as checkpoints:
+        if config.smoke.steps:
+            check_fresh(checkpoints.latest(), workdir)
         if checkpoints.latest() == config.train.steps:
             _log.info("%s already holds step %d of %d: nothing to do.", workdir,
                          config.train.steps, config.train.steps)  # fmt: skip
             return "finished"
         job = assemble(config, workdir)
-        reason = train(job, checkpoints, hooks_for(config, workdir), devices.peak_flops)
+        hooks = hooks_for(config, workdir, Receipt(job, checkpoints, devices, verdict))
+        if verdict:
+            hooks.append(verdict)
+        reason = train(job, checkpoints, hooks, devices.peak_flops)
         _log.info("%s", runtime.peak_memory())
         return reason
 
@@ -103,6 +123,7 @@ def main(argv: list[str]) -> int:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     _log.handlers, _log.propagate = [handler], False
     _log.setLevel(logging.INFO)
+    verdict = None
     try:
         if not isinstance(_CONFIG.value, Config):
             name = config_flags.get_config_filename(flags.FLAGS["config"])
@@ -111,13 +132,14 @@ def main(argv: list[str]) -> int:
             return FINISHED if show_plan(_CONFIG.value) else BAD_INPUT
         if not _WORKDIR.value:
             raise UserError("--workdir is missing: name the folder that checkpoints go to.")
-        reason = distil(_CONFIG.value, open_workdir(_WORKDIR.value))
-    except UserError as error:
+        if _CONFIG.value.smoke.steps:
+            verdict = Verdict(_CONFIG.value)
+        reason = distil(_CONFIG.value, open_workdir(_WORKDIR.value), verdict)
+    except (UserError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except NonFiniteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NOT_FINITE
+        return exit_status("failed", error, verdict.result if verdict else None)
+    if verdict:
+        return exit_status(reason, None, verdict.result)
     if reason == "interrupted":
         print(f"saved; resume with: {' '.join(['python -m kdjax.main', *sys.argv[1:]])}")
         return INTERRUPTED

@@ -1,6 +1,7 @@
 """Hooks that write: metrics.jsonl, TensorBoard, Weights & Biases, and the terminal."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -40,8 +41,9 @@ class JsonLines(Hook):
         self._file = self._path.open("a", buffering=1)
 
     def _write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        entry = {"kind": kind, "step": step, **figures}
-        self._file.write(json.dumps(entry) + "\n")
+        # JSON has no NaN; the figures of a student that was ruined become null.
+        known = {k: v if math.isfinite(v) else None for k, v in figures.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **known}) + "\n")
 
     def step_end(self, record: StepRecord) -> Action:
         """Writes a `train` line."""

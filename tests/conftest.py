@@ -1,6 +1,8 @@
 """Test session: 8 emulated CPU devices, strict ranks, full matmul precision."""
 
+import json
 import os
+import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,12 +19,33 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # A third of the suite's time is LLVM optimizing programs that run once.
     jax.config.update("jax_disable_most_optimizations", True)
 # Tests compile the same small programs again and again; most of their time would go there.
-_CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
+# A scratch copy of the repository (`python -m kdjax.contracts mutate`) shares the original's.
+_STATE = Path(__file__).parent.parent / ".pytest_cache"
+_CACHE = Path(os.environ.get("KDJAX_TEST_CACHE") or _STATE / "xla")
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
+
+_results: dict[str, tuple[str, str]] = {}  # node id to outcome and time
+
+
+def pytest_runtest_logreport(report):
+    """Notes how each test ended, for `python -m kdjax.contracts status`."""
+    if report.when == "call" or report.outcome != "passed":
+        # A failing teardown follows a call that passed, and counts.
+        _results[report.nodeid] = report.outcome, time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def pytest_sessionfinish(session):
+    """Adds the session's results to those of others, unless nothing may be kept."""
+    if not _results or not session.config.pluginmanager.hasplugin("cacheprovider"):
+        return
+    path = _STATE / "kdjax_results.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(before | _results))
 
 
 @pytest.fixture
@@ -46,10 +69,15 @@ def models(tmp_path_factory):
 @pytest.fixture
 def tiny_config(models, tmp_path, monkeypatch):
     """The 7B config's tiny double on those models and a small text; caches under tmp_path."""
+    monkeypatch.delenv("KDJAX_TEACHER_BACKEND", raising=False)
+    return make_tiny_config(models, tmp_path)
+
+
+def make_tiny_config(models, folder):
+    """`tiny_config` for fixtures of a wider scope; text and caches under `folder`."""
     from kdjax.config import Config, tiny
 
-    monkeypatch.delenv("KDJAX_TEACHER_BACKEND", raising=False)
-    text = tmp_path / "text"
+    text = folder / "text"
     text.mkdir()
     for i in range(12):
         body = "\n".join(f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(12))
@@ -58,7 +86,7 @@ def tiny_config(models, tmp_path, monkeypatch):
     config.teacher.path, config.student.path = (
         str(models / f"{name}.gguf") for name in ("teacher", "student")
     )
-    config.data.train, config.data.cache_dir = str(text), str(tmp_path / "rows")
+    config.data.train, config.data.cache_dir = str(text), str(folder / "rows")
     config.data.seq_len = 32
     config.train.steps, config.eval.every, config.checkpoint.every = 10, 5, 5
     config.train.microbatches = 1

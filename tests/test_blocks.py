@@ -99,7 +99,9 @@ def test_q6_k_by_hand():
 def test_encode_equals_the_reference(dtype, scale, rng):
     array = (rng.standard_normal((5, 7, 96)) * scale).astype(np.float32)
     array[0, 0] = 0.0  # a block without a scale
-    array[1] = np.round(2 * array[1]) / 2  # halves, where roundings differ
+    # Halves, where roundings differ: of the values, and after division by Q8_0's scale, 1 here.
+    array[1] = np.round(2 * array[1]) / 2
+    array[3, 0, :32] = [127, *(np.arange(31) - 15.5)]
     array[2, 3, :32] = -array[2, 3, :32].max()
     got = encode(array, dtype)
     assert got.dtype == np.uint8 and got.shape == (5, 7, row_bytes(dtype, 96))

@@ -297,6 +297,14 @@ def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
 # --- bad input ----------------------------------------------------------------------------------
 
 
+def test_held_out_figures_that_are_none_stop_the_run_unsaved(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("kdjax.loop.held_out", lambda *_: {"kl": float("nan"), "tokens": 8.0})
+    guard = main.hooks_for(tiny_config, tmp_path)[0]
+    with pytest.raises(NonFiniteError, match="evaluation at step 0: kl not finite"):
+        go(tiny_config, tmp_path / "run", guard)
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+
+
 def test_unwritable_workdir(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--workdir=.*file/run cannot be written"):
@@ -323,6 +331,8 @@ def test_missing_teacher_names_the_download(tiny_config, tmp_path):
         ({"optim.final_learning_rate": 1.0}, r"must not exceed optim.learning_rate"),
         ({"teacher.backend": "gpu"}, r"teacher.backend='gpu': must be one of auto, dequant"),
         ({"data.train": ""}, r"data.train='': must be set"),
+        ({"smoke.steps": -1}, r"smoke.steps=-1: must be 0 or more"),
+        ({"smoke.steps": 11}, r"smoke.steps=11: must not exceed train.steps=10"),
     ],
 )
 def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message):

@@ -143,6 +143,43 @@ def _is_heldout(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
+def _find_sides(train: str, heldout: str) -> tuple[list[Path], list[Path]]:
+    return find_files(train), find_files(heldout) if heldout else []
+
+
+def rows_key(
+    train: str,
+    heldout: str,
+    *,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    heldout_fraction: float,
+    end_of_document_id: int,
+    max_segments: int,
+) -> str:
+    """SHA-256, in hex, of all text, the tokenizer and every parameter: the rows' cache folder."""
+    parameters = [FORMAT, seq_len, end_of_document_id, max_segments, tokenizer.content_hash]
+    parameters += [] if heldout else [heldout_fraction]
+    digest = hashlib.sha256(json.dumps(parameters).encode())
+    for side in _find_sides(train, heldout):
+        digest.update(b"|")
+        _hash_files(side, digest)
+    return digest.hexdigest()
+
+
+def packed_hash(folder: Path) -> str:
+    """SHA-256, in hex, of the cached rows themselves: every column file of both sides, in order.
+
+    Raises `FileNotFoundError` for one that is not there.
+    """
+    digest = hashlib.sha256()
+    for name in (f"{side}/{column}.bin" for side in _SIDES for column in _COLUMNS):
+        digest.update(name.encode() + b"\0")
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def prepare_rows(
     train: str,
     heldout: str,
@@ -161,14 +198,16 @@ def prepare_rows(
     With `heldout` given, training leaves out every document that is in it. Raises `UserError` for
     unreadable, empty or one-sided text; nothing is left behind then.
     """
-    files = find_files(train), find_files(heldout) if heldout else []
-    parameters = [FORMAT, seq_len, end_of_document_id, max_segments, tokenizer.content_hash]
-    parameters += [] if heldout else [heldout_fraction]
-    digest = hashlib.sha256(json.dumps(parameters).encode())
-    for side in files:
-        digest.update(b"|")
-        _hash_files(side, digest)
-    key = digest.hexdigest()
+    key = rows_key(
+        train,
+        heldout,
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        heldout_fraction=heldout_fraction,
+        end_of_document_id=end_of_document_id,
+        max_segments=max_segments,
+    )
+    files = _find_sides(train, heldout)
     final = cache_dir / key
     opened = _open(final, seq_len + 1, key)
     if opened is not None:

@@ -1,0 +1,207 @@
+"""The smoke verdict: exactly N steps of the configured run, judged on held-out text."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import types
+from pathlib import Path
+
+import pytest
+from conftest import make_tiny_config
+from test_run import Recorder
+
+from kdjax import main, provenance, receipt, runtime
+from kdjax.checkpoint import Checkpoints, saved_steps
+from kdjax.config import Config, SmokeConfig
+from kdjax.errors import UserError
+from kdjax.hooks import NonFiniteError, Run, StepRecord
+from kdjax.job import assemble
+from kdjax.loop import train
+from kdjax.smoke import Verdict
+
+
+@pytest.fixture(scope="module")
+def job(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smoke")
+    config = make_tiny_config(models, folder)
+    config.smoke.steps = 7
+    return assemble(config, folder)
+
+
+def go(job, workdir, steps, stop_at=None):
+    """A run of the command's hooks, a trial if `steps`; returns its parts."""
+    workdir.mkdir(exist_ok=True)
+    config = dataclasses.replace(job.config, smoke=SmokeConfig(steps=steps))
+    job = dataclasses.replace(job, workdir=workdir, config=config)
+    recorder, verdict = Recorder(stop_at), Verdict(config) if steps else None
+    with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
+        mine = receipt.Receipt(job, checkpoints, runtime.device_summary(), verdict)
+        hooks = [*main.hooks_for(config, workdir, mine), recorder, *([verdict] if verdict else [])]
+        reason = train(job, checkpoints, hooks, None)
+    return recorder, verdict, reason
+
+
+def metrics(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_trial_is_the_start_of_the_run_and_leaves_no_trace_in_it(job, tmp_path, capsys):
+    straight, _, _ = go(job, tmp_path / "straight", 0)
+    capsys.readouterr()
+    trial, verdict, reason = go(job, tmp_path / "run", 7)
+    assert (reason, verdict.result) == ("finished", "PASS")
+    printed = capsys.readouterr().out
+    steps = [call for call in trial.calls if call[0] == "step"]
+    assert [call[1] for call in steps] == [1, 2, 3, 4, 5, 6, 7]
+    # The schedule is the whole run's: two steps of warmup, then a cosine over the other eight.
+    low, high = job.config.optim.final_learning_rate, job.config.optim.learning_rate
+    cosine = [low + (high - low) * 0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(5)]
+    rates = [call[2]["learning_rate"] for call in steps]
+    assert rates == pytest.approx([high / 3, high * 2 / 3, *cosine], rel=1e-5)
+    assert steps == [call for call in straight.calls if call[0] == "step"][:7]
+    evals = [call[1] for call in trial.calls if call[0] == "eval"]
+    assert evals == [0, 5, 7]
+    assert saved_steps(tmp_path / "run") == []
+    assert not any(call[0] == "checkpoint" for call in trial.calls)
+    assert [e["step"] for e in metrics(tmp_path / "run") if e["kind"] == "train"][-1] == 7
+
+    found = provenance.read(tmp_path / "run")
+    first, last = (next(c[2] for c in trial.calls if c[:2] == ("eval", s)) for s in (0, 7))
+    loss = [0.3 * f["student_ce"] + 0.7 * 4.0**2 * f["kl_temperature"] for f in (first, last)]
+    smoke = found["smoke"]
+    assert (smoke["verdict"], smoke["steps"], smoke["full_run_steps"]) == ("PASS", 7, 10)
+    assert [smoke["before"]["loss"], smoke["after"]["loss"]] == pytest.approx(loss, rel=1e-12)
+    assert (
+        smoke["before"]["kl"] == first["kl"] and smoke["after"]["student_ce"] == last["student_ce"]
+    )
+    assert smoke["projected_seconds"] == pytest.approx(10 * smoke["median_step_seconds"])
+    assert found["exit"]["status"] == 0 and found["output"] is None
+    assert printed.startswith(f"F-DISTILL-SMOKE-001 PASS: held-out loss fell from {loss[0]:.6f} to "
+                              f"{loss[1]:.6f} in 7 steps\n")  # fmt: skip
+    for part in (f"kl {first['kl']:.6f} -> {last['kl']:.6f}", "s a step", "10 steps would take"):
+        assert part in printed
+    assert "checkpoint: none: a smoke run saves nothing" in "\n".join(
+        receipt.verify(tmp_path / "run")
+    )
+
+    # The run itself, in the same workdir, is what it would have been without the trial.
+    whole, _, _ = go(job, tmp_path / "run", 0)
+    assert whole.calls == straight.calls
+    found = provenance.read(tmp_path / "run")
+    assert found["smoke"] is None and found["resumed_from"] == []
+    assert [s["smoke"] for s in found["sessions"]] == ["PASS", None]
+    with pytest.raises(UserError, match=r"holds a checkpoint at step 10; a smoke run"):
+        go(job, tmp_path / "run", 7)
+
+
+def test_a_stopped_trial_is_not_decided(job, tmp_path, capsys):
+    _, verdict, reason = go(job, tmp_path / "run", 9, stop_at=3)
+    assert (reason, verdict.result) == ("interrupted", "UNDECIDED")
+    assert "F-DISTILL-SMOKE-001 UNDECIDED: stopped after 4 of 9 steps" in capsys.readouterr().out
+    assert saved_steps(tmp_path / "run") == []
+    found = provenance.read(tmp_path / "run")
+    assert found["exit"]["status"] == 75 and found["smoke"]["after"] is None
+
+
+def test_the_command_exits_3_when_the_loss_rises(tiny_config, tmp_path, monkeypatch, capsys):
+    """A learning rate that ruins the student, but leaves every figure finite."""
+    tiny_config.optim.learning_rate, tiny_config.optim.warmup_steps = 0.3, 0
+    tiny_config.smoke.steps = 2
+    tiny_config.log.tensorboard = True
+    monkeypatch.setattr(main, "_CONFIG", types.SimpleNamespace(value=tiny_config))
+    monkeypatch.setattr(main, "_WORKDIR", types.SimpleNamespace(value=str(tmp_path / "run")))
+    for name, kept in (("handlers", []), ("propagate", True), ("level", 0)):
+        monkeypatch.setattr(main._log, name, kept)  # which main sets
+    code = main.main(["kdjax"])
+    output = capsys.readouterr().out
+    assert code == main.SMOKE_FAILED == 3, output
+    assert "F-DISTILL-SMOKE-001 FAIL: held-out loss did not fall: " in output
+    assert "done:" not in output
+    found = provenance.read(tmp_path / "run")
+    assert found["smoke"]["after"]["loss"] > found["smoke"]["before"]["loss"]
+    assert found["exit"] == dict(reason="finished", error=None, message=None, status=3)
+    # A second curve in TensorBoard's folder would be joined to the run's own.
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "checkpoints", "metrics.jsonl", "receipt.json",
+    ]  # fmt: skip
+
+
+# --- the judgement, without a run ---------------------------------------------------------------
+
+
+def judged(before, after, *, steps=3, done=3, seconds=(9.0, 1.0, 3.0), error=None, **loss):
+    config = Config()
+    config.smoke.steps, config.train.steps = steps, 1000
+    config.loss = dataclasses.replace(config.loss, **loss)
+    verdict = Verdict(config)
+    verdict.train_begin(Run(Path(), 0, steps, 64, 1.0, None, 1, {}))
+    figures = dict(student_perplexity=1.0, kl=0.5, agreement=0.5)
+    verdict.eval_end(0, figures | before)
+    for i in range(done):
+        verdict.step_end(StepRecord(i + 1, {}, seconds[i], {}))
+    if after:
+        verdict.eval_end(steps, figures | after)
+    return verdict.outcome(error)
+
+
+def ce_kl(ce, kl):
+    return dict(student_ce=ce, kl_temperature=kl)
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        (ce_kl(2.0, 0.09), "PASS"),
+        (ce_kl(2.0, 0.1), "FAIL"),  # equal is not lower
+        (ce_kl(1.9, 0.11), "FAIL"),  # 0.3 * 0.1 less, 0.7 * 16 * 0.01 more
+        (ce_kl(2.3, 0.09), "PASS"),
+        (ce_kl(math.nan, 0.0), "FAIL"),
+        (ce_kl(2.0, -math.inf), "FAIL"),
+        (ce_kl(2.0, 0.09) | {"agreement": math.nan}, "FAIL"),
+        (None, "UNDECIDED"),
+    ],
+)
+def test_the_verdict_is_on_the_minimised_loss(after, verdict):
+    outcome = judged(ce_kl(2.0, 0.1), after)
+    assert outcome["verdict"] == verdict
+    assert outcome["before"]["loss"] == pytest.approx(0.3 * 2.0 + 0.7 * 16 * 0.1)
+
+
+def test_alpha_and_temperature_decide():
+    better_text, worse_teacher = ce_kl(1.0, 0.1), ce_kl(2.0, 0.05)
+    assert judged(worse_teacher, better_text, alpha=1.0)["verdict"] == "PASS"
+    assert judged(worse_teacher, better_text, alpha=0.0)["verdict"] == "FAIL"
+    # 0.5 * 1 less of text against 0.5 * T^2 * 0.05 more of KL: level at T = sqrt(20).
+    assert judged(worse_teacher, better_text, alpha=0.5, temperature=4.4)["verdict"] == "PASS"
+    assert judged(worse_teacher, better_text, alpha=0.5, temperature=4.6)["verdict"] == "FAIL"
+
+
+def test_the_projection_is_the_median_step_times_the_run():
+    outcome = judged(
+        ce_kl(2.0, 0.1), ce_kl(1.0, 0.1), steps=4, done=4, seconds=(90.0, 1.0, 9.0, 2.0)
+    )
+    assert outcome["median_step_seconds"] == 2.0  # the first holds compilation
+    assert outcome["projected_seconds"] == 2000.0
+    assert judged(ce_kl(2.0, 0.1), ce_kl(1.0, 0.1), steps=1, done=1)["median_step_seconds"] == 9.0
+
+
+def test_a_trial_that_breaks_off():
+    error = NonFiniteError("step 2: loss not finite")
+    outcome = judged(ce_kl(2.0, 0.1), None, done=1, error=error)
+    assert (outcome["verdict"], outcome["why"]) == ("FAIL", str(error))
+    assert judged(ce_kl(2.0, 0.1), ce_kl(1.0, 0.1), done=2)["verdict"] == "UNDECIDED"
+    outcome = judged(ce_kl(2.0, 0.1), None, done=1, error=MemoryError())
+    assert outcome["verdict"] == "UNDECIDED" and "1 of 3 steps by MemoryError" in outcome["why"]
+
+
+def test_metrics_stay_json_when_the_student_is_ruined(tmp_path):
+    from kdjax.writers import JsonLines
+
+    hook = JsonLines(tmp_path)
+    hook.train_begin(Run(tmp_path, 0, 1, 64, 1.0, None, 1, {}))
+    hook.eval_end(1, {"kl": math.nan, "student_ce": math.inf, "agreement": 0.5})
+    hook.train_end("finished")
+    text = (tmp_path / "metrics.jsonl").read_text()
+    parsed = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert parsed == {"kind": "eval", "step": 1, "kl": None, "student_ce": None, "agreement": 0.5}
