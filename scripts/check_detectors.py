@@ -93,13 +93,13 @@ def damaged(table: TensorTable) -> dict[str, tuple[str, dict]]:
                           dict(change=lambda n, x: 0 * x, only="blk.5.attn_output.w")),
         "final norm zero": ("uniform_logits",
                             dict(change=lambda n, x: 0 * x, only="output_norm")),
-        "embedding scaled to nothing but noise": (
-            "worse_than_chance",
+        "embedding of noise": (
+            "near_chance",
             dict(change=lambda n, x: rng.standard_normal(x.shape, np.float32), only="token_embd"),
         ),
         "theta 1e4 instead of 1e6": ("rope_theta",
                                      dict(metadata={f"{family}.rope.freq_base": 1e4})),
-        "tokens in another order": ("worse_than_chance",
+        "tokens in another order": ("near_chance",
                                     dict(metadata={"tokenizer.ggml.tokens": mixed})),
         "EOS beyond the vocabulary": ("special_tokens",
                                       dict(metadata={"tokenizer.ggml.eos_token_id": 151930})),

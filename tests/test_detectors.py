@@ -136,7 +136,7 @@ def pairs(x):
         (lambda x: x * 0, "output_norm", "uniform_logits", "nats over"),
         (lambda x: x * 1e-3, "output.w", "uniform_logits", "nats over"),
         (lambda x: x * 1e-5 + x[:1], "token_embd", "constant_logits", "nats of the context"),
-        (lambda x: np.roll(x, 7, axis=0), "output.w", "worse_than_chance", "a uniform guess has"),
+        (lambda x: np.roll(x, 7, axis=0), "output.w", "near_chance", "a uniform guess has"),
     ],
 )  # fmt: skip
 def test_broken_weights_are_found(bigram, mesh, tmp_path, change, only, detector, evidence):
@@ -168,7 +168,7 @@ def test_tokens_in_another_order_are_found(bigram, mesh, tmp_path):
     for new, old in zip(used, [tokens[i] for i in reversed(used)], strict=True):
         tokens[new] = old
     path = altered(bigram, tmp_path / "x.gguf", metadata={"tokenizer.ggml.tokens": tokens})
-    assert "worse_than_chance" in findings(path, mesh)
+    assert "near_chance" in findings(path, mesh)
 
 
 def test_a_tokenizer_that_loses_text_is_found(bigram):
@@ -353,5 +353,5 @@ def test_a_broken_model_ends_with_status_9_and_its_evidence(
 def test_non_finite_figures_suppress_what_cannot_be_said():
     broken = LogitStats(10, 3, 300, float("nan"), float("nan"), float("nan"))
     assert detectors.non_finite_logits(broken) is not None
-    for other in (detectors.uniform_logits, detectors.constant_logits, detectors.worse_than_chance):
+    for other in (detectors.uniform_logits, detectors.constant_logits, detectors.near_chance):
         assert other(broken) is None

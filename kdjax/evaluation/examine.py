@@ -105,7 +105,7 @@ def of_logits(
             detectors.non_finite_logits(stats),
             detectors.uniform_logits(stats),
             detectors.constant_logits(stats),
-            detectors.worse_than_chance(stats),
+            detectors.near_chance(stats),
         ]
         facts: dict[str, Any] = dataclasses.asdict(stats)
         # Theta means something only to weights that were trained with one.
