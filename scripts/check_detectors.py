@@ -99,7 +99,7 @@ def damaged(table: TensorTable) -> dict[str, tuple[str, dict]]:
         ),
         "theta 1e4 instead of 1e6": ("rope_theta",
                                      dict(metadata={f"{family}.rope.freq_base": 1e4})),
-        "tokens in another order": ("near_chance",
+        "tokens in another order": ("tokenizer_order",
                                     dict(metadata={"tokenizer.ggml.tokens": mixed})),
         "EOS beyond the vocabulary": ("special_tokens",
                                       dict(metadata={"tokenizer.ggml.eos_token_id": 151930})),

@@ -180,6 +180,17 @@ def test_a_tokenizer_that_loses_text_is_found(bigram):
     assert found is not None and "comes back as" in found.evidence
 
 
+def test_a_shuffled_vocabulary_is_found(bigram):
+    """All text comes back from it, and common tokens may have kept their ids."""
+    tokenizer = load_tokenizer(bigram)
+    assert detectors.tokenizer_order(tokenizer) is None
+    tokens = list(tokenizer.tokens)
+    tokens[256:296] = np.random.default_rng(0).permutation(tokens[256:296]).tolist()
+    shuffled = dataclasses.replace(tokenizer, tokens=tuple(tokens))
+    found = detectors.tokenizer_order(shuffled)
+    assert found is not None and "merges make a token" in found.evidence
+
+
 @pytest.mark.parametrize(
     ("rows", "broken"), [(100, True), (400, False), (1300, False), (5000, True)]
 )  # fmt: skip

@@ -24,6 +24,7 @@ CHANCE = 0.85  # of a uniform guess's CE; 0.1 for the published 0.5B, 0.9 with r
 CONTEXT_NATS = 0.05  # mutual information between text and prediction
 ROPE_GAIN = 0.1  # nats by which another theta explains text better
 SPARE_ROWS, SPARE_SHARE = 1024, 0.05  # rows of the embedding beyond the last token
+UNORDERED = 0.05  # of the merges; 0 in Qwen2.5
 LOOP_SHARE, LOOP_PERIOD, LOOP_IDS = 0.5, 32, 48
 ODD_SHARE = 1 / 32
 
@@ -212,6 +213,24 @@ def tokenizer_size(tokenizer: Tokenizer, spec: ArchSpec) -> Finding | None:
     if rows - tokens > max(SPARE_ROWS, SPARE_SHARE * rows):
         return Finding("tokenizer_size", f"{rows:,} rows of the embedding for {tokens:,} tokens")
     return None
+
+
+def tokenizer_order(tokenizer: Tokenizer) -> Finding | None:
+    """Ids that do not follow the ranks of the merges that make their tokens.
+
+    Byte-level BPE numbers its tokens as it learns them (GPT-2, Qwen, Llama 3), so a vocabulary in
+    another order has meanings that the weights do not know, though all text comes back from it.
+    """
+    places = {token: i for i, token in enumerate(tokenizer.tokens)}
+    made = [places.get(merge.replace(" ", "")) for merge in tokenizer.merges]
+    ids = np.asarray([i for i in made if i is not None])
+    if len(ids) < 2:
+        return None
+    wrong = len(made) - len(ids) + int(np.sum(np.diff(ids) < 0))
+    if wrong <= UNORDERED * len(made):
+        return None
+    text = f"{wrong:,} of {len(made):,} merges make a token of no id or of a lower one than before"
+    return Finding("tokenizer_order", text)
 
 
 def special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> Finding | None:

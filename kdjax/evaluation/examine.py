@@ -33,6 +33,7 @@ def of_files(target: Target, mesh: Mesh) -> list[Finding]:
     found = [
         detectors.tokenizer_round_trip(tokenizer),
         detectors.tokenizer_size(tokenizer, spec),
+        detectors.tokenizer_order(tokenizer),
         detectors.special_tokens(tokenizer, target.table.metadata),
         detectors.rope_theta(spec),
         detectors.non_finite_weights(stats),
