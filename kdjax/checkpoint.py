@@ -6,10 +6,12 @@ any moment leaves the previous one whole.
 """
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from kdjax.errors import UserError
@@ -75,6 +77,41 @@ def abstract_state(shapes: TrainState, shardings: TrainState) -> TrainState:
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
+
+
+def saved_steps(workdir: Path) -> list[int]:
+    """The complete steps under `workdir`, in order; touches nothing, unlike `Checkpoints`."""
+    return sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
+
+
+def saved_run(workdir: Path, step: int) -> dict[str, Any]:
+    """What `Checkpoints.save` was given as `run`."""
+    return dict(ocp.JsonCheckpointHandler().restore(_folder(workdir, step) / "run"))
+
+
+def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The student's parameters as saved, by name (`blocks/attn/q/weight`), in order of names.
+
+    Each is read to the host when its turn comes: no device memory, and no two of them at once.
+    """
+    folder = _folder(workdir, step) / "state"
+    handler = ocp.PyTreeCheckpointHandler()
+    metadata: Any = handler.metadata(folder)
+    tree = dict(getattr(metadata, "tree", metadata))["params"]
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = sorted(tuple(str(key.key) for key in keys) for keys, _ in leaves)
+    for path in paths:
+        item: Any = 0
+        for key in reversed(("params", *path)):
+            item = {key: item}
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
+        (array,) = jax.tree.leaves(handler.restore(folder, args=args))
+        yield "/".join(path), array
+
+
+def _folder(workdir: Path, step: int) -> Any:
+    return (workdir / "checkpoints" / str(step)).resolve()
 
 
 def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kdjax.errors import UserError
 from kdjax.formats import kquants
-from kdjax.formats.blocks import BLOCKS, encode, row_bytes
+from kdjax.formats.blocks import encode, row_bytes
 
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 LIMITS = {"Q4_K": 65504 * 63, "Q5_K": 65504 * 63, "Q6_K": 65504 * 31 * 127}
@@ -39,13 +39,14 @@ def bound(x, dtype):
     """The most an element of each block may be off, `[blocks, 1]`, in float64.
 
     Half a step of the integers, widened because a fit may leave a group's ends outside; the
-    rounding of scale and offset to the block's six bits (eight for Q6_K); and what float16 cannot
+    rounding of scale and offset to the block's six bits (eight for Q6_K, whose largest of the other
+    sign is cut); and what float16 cannot
     tell from 0, as often as the integers multiply it.
     """
     groups = np.float64(x).reshape(len(x), -1, 16 if dtype == "Q6_K" else 32)
     if dtype == "Q6_K":
         most = np.abs(groups).max(axis=(1, 2))
-        return (most * (1.0 / 31 + 32 / 31 / 254) + 32 * 2**-24)[:, None]
+        return (most * (1.0 / 31 + 32 / 31 / 128) + 32 * 2**-24)[:, None]
     top = 15 if dtype == "Q4_K" else 31
     low = np.minimum(groups.min(axis=2), 0)
     span, offset = (groups.max(axis=2) - low).max(axis=1), -low.min(axis=1)
@@ -89,10 +90,10 @@ def test_a_constant_comes_back(dtype, value):
 def test_what_the_format_can_say_exactly_stays(dtype, rng):
     """Blocks whose integers and scales are whole numbers, the largest scale in use."""
     low, high = {"Q4_K": (0, 15), "Q5_K": (0, 31), "Q6_K": (-32, 31)}[dtype]
-    k, top = (16, 127) if dtype == "Q6_K" else (32, 63)
+    k, top = (16, -128) if dtype == "Q6_K" else (32, 63)
     q = rng.integers(low, high + 1, (8, 256 // k, k))
     q[..., 0], q[..., 1] = low, high
-    scales = rng.integers(1, top + 1, (8, 256 // k, 1))
+    scales = rng.integers(1, 64, (8, 256 // k, 1))
     scales[:, 0] = top
     x = (q * scales).reshape(8, 256).astype(np.float32)
     np.testing.assert_array_equal(there_and_back(x, dtype), x)
@@ -165,5 +166,4 @@ def test_parts_and_threads_change_no_byte(dtype, rng, monkeypatch):
 def test_again_from_its_own_numbers_it_moves_little(dtype, rng):
     x = rng.standard_normal((16, 256)).astype(np.float32)
     once = there_and_back(x, dtype)
-    assert relative(once, there_and_back(once, dtype)) < 0.3 * relative(x, once)
-    assert BLOCKS[dtype].elements == 256
+    assert relative(once, there_and_back(once, dtype)) < 0.1 * relative(x, once)

@@ -24,7 +24,7 @@ _BLOCK = 256
 _PART = 512
 # With fewer blocks a thread, threads cost more than they bring.
 _THREAD = 1024
-_HALF_MAX = 65504.0
+_HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -33,13 +33,15 @@ def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _half(value: np.ndarray) -> np.ndarray:
-    """The least float16 not below `value >= 0`, `[n]`.
+    """`[n]` as float16: the nearest, or, where precision ends, the least of no smaller size.
 
-    Not the nearest: of subnormals that may be 0, or leave a group beyond the range of its scale.
+    The nearest subnormal may be 0, or leave a group beyond the range of its scale. Elsewhere the
+    nearest it must be: numbers that were decoded from blocks find their old scale again.
     """
     half = value.astype("<f2")
-    low = half.astype(np.float64) < value
-    half[low] = np.nextafter(half[low], np.float16(np.inf))
+    size = np.abs(half.astype(np.float64))
+    low = (size < np.abs(value)) & (size < _HALF_NORMAL)
+    half[low] = np.nextafter(half[low], np.copysign(np.float16(np.inf), half[low]))
     return half
 
 
@@ -162,10 +164,12 @@ def _encode_affine(blocks: np.ndarray, top: int, steps: np.ndarray) -> np.ndarra
 def _encode_q6_k(blocks: np.ndarray) -> np.ndarray:
     b, x = len(blocks), _groups(blocks, 16)
     scale = _symmetric(x, 32, _Q6_STEPS).reshape(b, 16)
-    d = _half(np.abs(scale).max(axis=1) / 127)
+    # The largest scale becomes -128, the one end of int8 that its other end lacks.
+    largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
+    d = _half(largest[:, 0] / -128)
     exact = d.astype(np.float64)[:, None]
-    scales = np.divide(scale, exact, out=np.zeros_like(scale), where=exact > 0)
-    scales = np.rint(scales).clip(-127, 127)
+    scales = np.divide(scale, exact, out=np.zeros_like(scale), where=exact != 0)
+    scales = np.rint(scales).clip(-128, 127)
     q = _integers(x, (exact * scales).ravel(), -32, 31, b)
     high = (q >> 4).reshape(b, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = np.bitwise_or.reduce(high, axis=2).reshape(b, 64)
