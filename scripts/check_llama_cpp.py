@@ -2,24 +2,23 @@
 
     python scripts/check_llama_cpp.py MODEL.gguf --text='docs/*.md' --out=/tmp/exports
 
-Loads MODEL with kdjax, exports it as GGUF in several types, and for each prints the perplexity of the
-text in kdjax and in llama.cpp, computed from each one's own logits on the same ids: windows of
-`--window` tokens, every position of the later half counted, as llama.cpp's own tool does. Then it
-encodes real tensors with kdjax and with llama.cpp and prints the ratio of their errors.
+Encodes real tensors with kdjax and with llama.cpp and prints the ratio of their errors. Then it
+loads MODEL with kdjax, exports it as GGUF in several types, and for each prints the perplexity of
+the text in kdjax and in llama.cpp, computed from each one's own logits on the same ids: windows of
+`--window` tokens, every position of the later half counted, as llama.cpp's own tool does.
 
 Needs `llama-cpp-python` (the extra `llama`), here or in the interpreter that `--python` names.
 Exit status: 0 within bounds, 1 beyond them, 2 bad input, 77 llama.cpp is missing.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import glob
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,8 @@ def quantize(kind, source, target):
         ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
     rows, width = x.shape
     out = np.empty((rows, library.ggml_row_size(int(kind), width)), np.uint8)
-    size = library.ggml_quantize_chunk(int(kind), x.ctypes.data, out.ctypes.data, 0, rows, width, None)
+    where = x.ctypes.data, out.ctypes.data
+    size = library.ggml_quantize_chunk(int(kind), *where, 0, rows, width, None)
     assert size == out.size, (size, out.size)
     np.save(target, out)
 

@@ -33,7 +33,7 @@ def model_card(spec: ArchSpec, *, name: str = "", step: int | None = None,
     """
     said = receipt or {}
     lines = ["---", "library_name: transformers", "tags:", "- distillation", "- kdjax", "---", "",
-             f"# {name or 'A distilled student'}", ""]  # fmt: skip
+             f"# {name or 'Exported student'}", ""]  # fmt: skip
     lines.append(_opening(spec, step, bool(said or identity)))
     unknown = []
     hashes = _hashes(said, identity or {})

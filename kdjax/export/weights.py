@@ -116,7 +116,7 @@ def tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
     ]
     # Embedding, layers, norm, head.
     order = {"embed": -1, "norm": spec.num_layers, "head": spec.num_layers + 1}
-    return sorted(found, key=lambda t: order.get(t.path[0], t.layer))
+    return sorted(found, key=lambda t: order.get(t.path[0], t.layer or 0))
 
 
 def _path(keys: Any) -> tuple[str, ...]:
