@@ -62,7 +62,7 @@ def model_card(spec: ArchSpec, *, name: str = "", step: int | None = None,
 
 
 def _opening(spec: ArchSpec, step: int | None, trained: bool) -> str:
-    size = f"{spec.parameters() / 1e9:.3f} billion parameters"
+    size = f"{spec.parameters():,} parameters"
     tied = "tied" if spec.tied else "untied"
     what = f"A {spec.family} model of {spec.num_layers} layers, {size}, {tied} head"
     if not trained and step is None:
