@@ -110,6 +110,8 @@ def _unpermute(rows: Array, heads: int) -> Array:
 
 
 def _decode(raw: Array, *, dtype: str, out_dtype: Any, heads: int) -> Array:
+    if raw.ndim == 1:  # a bias: its rows are numbers, which are several bytes each
+        return _unpermute(decode(raw, dtype, out_dtype), heads)
     return decode(_unpermute(raw, heads), dtype, out_dtype)
 
 

@@ -30,7 +30,7 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_PRE = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2, "default": _GPT2}
+PRE_TOKENIZERS = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2, "default": _GPT2}
 _NFC = ("qwen2",)  # families whose tokenizer.json normalizes to NFC
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
@@ -132,11 +132,11 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         )
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if model != "gpt2" or pre not in _PRE:
+    if model != "gpt2" or pre not in PRE_TOKENIZERS:
         raise UserError(
             f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds "
-            f"model 'gpt2' with one of {', '.join(_PRE)}. Set data.tokenizer to a Hugging Face "
-            "folder with a tokenizer.json instead."
+            f"model 'gpt2' with one of {', '.join(PRE_TOKENIZERS)}. Set data.tokenizer to a "
+            "Hugging Face folder with a tokenizer.json instead."
         )
     tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
     merges: list[str] = list(metadata.get("tokenizer.ggml.merges", []))
@@ -151,7 +151,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     encoder = Encoder(models.BPE(vocab=vocab, merges=pairs))
     if pre in _NFC:
         encoder.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(_PRE[pre]), behavior="isolated", invert=False)
+    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre]), behavior="isolated", invert=False)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     encoder.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     encoder.decoder = decoders.ByteLevel()

@@ -151,8 +151,8 @@ def test_errors_say_what_fits():
         row_bytes("IQ4_XS", 256)
     with pytest.raises(UserError, match=r"rows of 145 bytes stored as Q4_K.*multiple of 144"):
         decode(np.zeros((2, 145), np.uint8), "Q4_K")
-    with pytest.raises(UserError, match=r"'Q4_K' to write.*F32, F16, BF16, Q8_0, Q5_0, Q4_0"):
-        encode(np.zeros((1, 256), np.float32), "Q4_K")
+    with pytest.raises(UserError, match=r"'Q4_1' to write.*F32, F16, BF16, Q8_0, Q5_0, Q4_0, Q4_K"):
+        encode(np.zeros((1, 256), np.float32), "Q4_1")
 
 
 @pytest.mark.parametrize("dtype", ["F16", "Q8_0", "Q4_0"])

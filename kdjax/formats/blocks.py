@@ -5,6 +5,7 @@ never crosses from one row to the next. Layouts: `ggml-common.h`, arithmetic: `g
 (https://github.com/ggml-org/llama.cpp/tree/master/ggml/src).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped, UInt8
 
 from kdjax.errors import UserError
+from kdjax.formats.kquants import encode_k
 
 # Elements that `encode` handles at a time: bounds its temporaries to a few tens of MB.
 _ENCODE_ELEMENTS = 1 << 20
@@ -281,13 +283,15 @@ _ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q8_0": _encode_q8_0,
     "Q5_0": _encode_q5_0,
     "Q4_0": _encode_q4_0,
+    **{name: functools.partial(encode_k, dtype_name=name) for name in ("Q4_K", "Q5_K", "Q6_K")},
 }
 
 
 def encode(array: Shaped[np.ndarray, "*lead n"], dtype_name: str) -> UInt8[np.ndarray, "*lead b"]:
     """Numbers `[..., n]` as packed rows, uint8 `[..., row_bytes]`.
 
-    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit.
+    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit; the K types are
+    searched for, see `kquants`.
 
     Raises `UserError` for a type without an encoder, rows that are no whole blocks, and values
     whose float16 form or scale would overflow.
@@ -310,6 +314,7 @@ def encode(array: Shaped[np.ndarray, "*lead n"], dtype_name: str) -> UInt8[np.nd
         except FloatingPointError as error:
             raise UserError(
                 f"found values up to {np.abs(part).max():.4g} to store as {dtype_name}; expected "
-                "finite values within its float16 range, 65504. Keep this tensor as F32 or BF16."
+                "finite values whose float16 form or scale is within 65504. Keep this tensor as "
+                "F32 or BF16."
             ) from error
     return out.reshape(*array.shape[:-1], width)

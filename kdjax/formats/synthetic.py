@@ -15,6 +15,7 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, encode, row_bytes
 from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.recipes import RECIPES, Recipe, fitting, gets_more_bits
 
 # Bytes of blocks drawn at a time: bounds memory, and is part of what a seed means.
 _CHUNK_BYTES = 1 << 24
@@ -64,40 +65,6 @@ QWEN25_SHAPES: dict[str, ModelShape] = {
 }
 
 
-class Recipe(NamedTuple):
-    """Block types of matrices: most, those that get more bits, the output; `general.file_type`."""
-
-    base: str
-    more: str
-    output: str
-    file_type: int
-
-
-RECIPES: dict[str, Recipe] = {
-    "q4_k_m": Recipe("Q4_K", "Q6_K", "Q6_K", 15),
-    "q5_k_m": Recipe("Q5_K", "Q6_K", "Q6_K", 17),
-    "q6_k": Recipe("Q6_K", "Q6_K", "Q6_K", 18),
-    "q8_0": Recipe("Q8_0", "Q8_0", "Q8_0", 7),
-    "q5_0": Recipe("Q5_0", "Q5_0", "Q6_K", 8),
-    "q4_0": Recipe("Q4_0", "Q4_0", "Q6_K", 2),
-    "bf16": Recipe("BF16", "BF16", "BF16", 32),
-    "f16": Recipe("F16", "F16", "F16", 1),
-    "f32": Recipe("F32", "F32", "F32", 0),
-}
-# What llama-quant.cpp takes for rows that are no whole K-blocks.
-_FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-
-
-def _gets_more_bits(place: int, layers: int) -> bool:
-    """`use_more_bits` of llama-quant.cpp: the first and last eighth, and every third between."""
-    eighth = layers // 8
-    return place < eighth or place >= 7 * layers // 8 or (place - eighth) % 3 == 2
-
-
-def _fitting(dtype: str, width: int) -> str:
-    return dtype if width % BLOCKS[dtype].elements == 0 else _FALLBACKS[dtype]
-
-
 def tensor_plan(
     shape: ModelShape, recipe: Recipe, layer_order: LayerOrder = "published"
 ) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -109,7 +76,7 @@ def tensor_plan(
     plan: list[tuple[str, str, tuple[int, ...]]] = []
 
     def matrix(name: str, dtype: str, rows: int, width: int) -> None:
-        plan.append((f"{name}.weight", _fitting(dtype, width), (rows, width)))
+        plan.append((f"{name}.weight", fitting(dtype, width), (rows, width)))
 
     def projection(part: str, dtype: str, rows: int) -> None:
         plan.append((f"{block}.attn_{part}.bias", "F32", (rows,)))
@@ -125,7 +92,7 @@ def tensor_plan(
     order = sorted(range(shape.layers), key=str if layer_order == "published" else int)
     for place, layer in enumerate(order):
         block = f"blk.{layer}"
-        more = recipe.more if _gets_more_bits(place, shape.layers) else recipe.base
+        more = recipe.more if gets_more_bits(place, shape.layers) else recipe.base
         plan.append((f"{block}.attn_norm.weight", "F32", (hidden,)))
         matrix(f"{block}.ffn_down", more, hidden, shape.ffn)
         matrix(f"{block}.ffn_gate", recipe.base, shape.ffn, hidden)

@@ -1,0 +1,20 @@
+"""Students as files that others load: a Hugging Face folder, a GGUF file, an `.apr` file.
+
+    python -m kdjax.export runs/a --format=hf --out=exported/student
+
+Every export is written beside its target, read back and compared, and only then put in place.
+"""
+
+from kdjax.export.check import Report, SelfCheckError
+from kdjax.export.formats import APR_TYPES, GGUF_TYPES, HF_TYPES, export_apr, export_gguf, export_hf
+
+__all__ = [
+    "APR_TYPES",
+    "GGUF_TYPES",
+    "HF_TYPES",
+    "Report",
+    "SelfCheckError",
+    "export_apr",
+    "export_gguf",
+    "export_hf",
+]

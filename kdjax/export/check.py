@@ -1,0 +1,148 @@
+"""The self-check: an export is read back by kdjax's own readers before it takes its place."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kdjax.errors import UserError
+from kdjax.export.vocabulary import Source, differences
+from kdjax.export.weights import Tensor, interleave
+from kdjax.formats import TensorTable, open_table
+from kdjax.formats.apr import verify_footer
+from kdjax.formats.blocks import decode, encode
+from kdjax.loading import is_gguf, tensor_names
+from kdjax.models.arch import ArchSpec, rope_frequencies, spec_from_table
+from kdjax.tokenizer import load_tokenizer
+
+# Root mean square of the errors in a block of 256, relative to its largest element: what no valid
+# rounding exceeds. Half the worst step for the types with one scale, which are off by a whole step
+# at the end that their range lacks; about twice the worst seen of the K types.
+LIMITS = {"Q8_0": 1 / 230, "Q6_K": 0.03, "Q5_0": 1 / 15, "Q4_0": 1 / 7, "Q4_K": 0.13}
+_TINY = 64 * 2.0**-24  # float16's subnormals, as often as the integers multiply them
+_ELEMENTS = 1 << 22
+
+
+class SelfCheckError(RuntimeError):
+    """What was written does not read back as what was meant; nothing is left of it."""
+
+
+@dataclasses.dataclass
+class Report:
+    """What the check found."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    types: dict[str, int] = dataclasses.field(default_factory=dict)  # tensors of each type
+    error: float = 0.0  # root mean square over all quantized numbers, relative to theirs
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.types.items()))
+        lost = f"; relative error {self.error:.2%}" if self.error else "; equal bit for bit"
+        return f"{self.tensors} tensors ({kinds}), {self.nbytes / 1e6:,.1f} MB{lost}"
+
+
+def check(path: Path, tensors: Sequence[Tensor], spec: ArchSpec, source: Source) -> Report:
+    """Reads a written file or folder and compares all of it with what was meant.
+
+    Unquantized tensors must have the bytes that rounding gives, quantized ones lie within their
+    type's error; the architecture and the tokenizer must be the same. Raises `SelfCheckError`.
+    """
+    try:
+        if path.suffix == ".apr":
+            verify_footer(path)
+        table = open_table(path)
+        found = spec_from_table(table)
+        tensor_names(table, found)
+        written = load_tokenizer(path)
+    except (UserError, OSError, ValueError) as error:
+        raise SelfCheckError(f"the file just written cannot be read: {error}") from error
+    problems = _spec_differences(spec, found) + differences(source.tokenizer, written)
+    if path.is_dir():
+        problems += _folder_problems(path)
+    report, lost, total = Report(), 0.0, 0.0
+    for tensor in tensors:
+        name = tensor.gguf if is_gguf(table) else tensor.hf
+        info = table.info(name)
+        report.tensors += 1
+        report.nbytes += info.nbytes
+        report.types[info.dtype] = report.types.get(info.dtype, 0) + 1
+        wrong, squares = _compare(table, name, tensor.read(), tensor.heads * is_gguf(table))
+        problems += wrong
+        lost, total = lost + squares[0], total + squares[1]
+    if problems:
+        shown = "\n  ".join(problems[:12]) + ("\n  ..." if len(problems) > 12 else "")
+        raise SelfCheckError(f"the file just written is not what was meant:\n  {shown}")
+    report.error = (lost / total) ** 0.5 if total else 0.0
+    return report
+
+
+def _spec_differences(want: ArchSpec, found: ArchSpec) -> list[str]:
+    problems = []
+    for field in dataclasses.fields(ArchSpec):
+        a, b = getattr(want, field.name), getattr(found, field.name)
+        if field.name == "rope_scaling":
+            continue
+        # GGUF stores reals as float32.
+        same = np.isclose(a, b, rtol=1e-6, atol=0) if isinstance(a, float) else a == b
+        if not same:
+            problems.append(f"{field.name} = {b}, expected {a}")
+    if not problems:
+        (a, scale_a), (b, scale_b) = rope_frequencies(want), rope_frequencies(found)
+        if not np.allclose(a, b, rtol=1e-5, atol=0) or abs(scale_a - scale_b) > 1e-5:
+            problems.append("other rotary frequencies")
+    return problems
+
+
+def _folder_problems(folder: Path) -> list[str]:
+    config = json.loads((folder / "config.json").read_text())
+    problems = []
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"):
+        if not (folder / name).is_file():
+            problems.append(f"no {name}")
+    if config.get("tie_word_embeddings") and "lm_head.weight" in open_table(folder):
+        problems.append("a head beside a tied embedding")
+    return problems
+
+
+@functools.cache
+def _decoder(dtype: str) -> Any:
+    return jax.jit(functools.partial(decode, dtype_name=dtype))
+
+
+def _compare(table: TensorTable, name: str, want: np.ndarray,
+             heads: int) -> tuple[list[str], tuple[float, float]]:  # fmt: skip
+    """Problems of one tensor, and the squares of its errors and of its numbers if quantized."""
+    info, raw = table.info(name), table.raw(name)
+    if info.shape != want.shape:
+        return [f"{name}: shape {info.shape}, expected {want.shape}"], (0.0, 0.0)
+    want = interleave(want, heads)
+    rows, raw = want.reshape(-1, want.shape[-1]), raw.reshape(-1, raw.shape[-1])
+    lost = total = worst = 0.0
+    step = max(1, _ELEMENTS // rows.shape[1])
+    for start in range(0, len(rows), step):
+        part, bits = rows[start : start + step], raw[start : start + step]
+        if info.dtype not in LIMITS:
+            if not np.array_equal(bits, encode(part, info.dtype)):
+                return [f"{name}: not the bytes that {info.dtype} rounds to"], (0.0, 0.0)
+            continue
+        error = part - np.asarray(_decoder(info.dtype)(bits))
+        lost += float(np.vdot(error, error))
+        total += float(np.vdot(part, part))
+        worst = max(worst, _worst(error, part, LIMITS[info.dtype]))
+    if not worst <= 1:
+        return [f"{name}: off by {worst:.2f} times what {info.dtype} may be"], (0.0, 0.0)
+    return [], (lost, total)
+
+
+def _worst(error: np.ndarray, part: np.ndarray, limit: float) -> float:
+    """The largest error of a block, in units of the one allowed."""
+    block = 256 if error.shape[1] % 256 == 0 else 32
+    error, part = error.reshape(-1, block), part.reshape(-1, block)
+    rms = np.sqrt(np.mean(np.square(error, dtype=np.float64), axis=1))
+    return float(np.max(rms / (np.abs(part).max(axis=1) * limit + _TINY)))

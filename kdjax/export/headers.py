@@ -1,0 +1,198 @@
+"""What each format says of the model: config.json, GGUF key-values, `.apr` metadata.
+
+What the student's own file says is kept; what kdjax knows better (shapes, the tied head, types)
+replaces it. Sources: Transformers' configuration_{qwen2,qwen3,llama}.py and modeling_rope_utils.py,
+llama.cpp's gguf-py/gguf/constants.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from kdjax.errors import UserError
+from kdjax.formats import TensorTable
+from kdjax.formats.apr_metadata import INTEGERS, TOKENIZER
+from kdjax.loading import is_gguf
+from kdjax.models.arch import ArchSpec, RopeScaling, rope_frequencies
+
+_ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NEOX = 2  # `rope_type` of .apr: halves of a head rotate
+# Of the source's GGUF header what holds for its weights or its files only.
+_STALE = ("general.file_type", "general.quantization_version", "general.alignment", "quantize.",
+          "split.")  # fmt: skip
+# config.json entries likewise.
+_STALE_HF = ("quantization_config", "torch_dtype", "dtype", "transformers_version",
+             "_name_or_path", "tokenizer.")  # fmt: skip
+
+
+def _unscaled(spec: ArchSpec) -> np.ndarray:
+    return rope_frequencies(dataclasses.replace(spec, rope_scaling=None))[0]
+
+
+def rope_divisors(spec: ArchSpec) -> np.ndarray | None:
+    """float32 `[head_dim / 2]` for GGUF's `rope_freqs.weight`; None where the header says it all.
+
+    llama.cpp keeps Llama 3's scaling as one divisor a frequency.
+    """
+    scaling = spec.rope_scaling
+    if scaling is None or scaling.kind not in ("divisors", "llama3"):
+        return None
+    return (_unscaled(spec) / rope_frequencies(spec)[0]).astype(np.float32)
+
+
+def _published_llama3(spec: ArchSpec, scaling: RopeScaling) -> RopeScaling:
+    """The named scaling whose divisors these are; raises `UserError` if it is none of Llama 3's."""
+    named = RopeScaling("llama3", factor=max(scaling.divisors), original_positions=8192)
+    same = rope_frequencies(dataclasses.replace(spec, rope_scaling=named))[0]
+    if not np.allclose(same, rope_frequencies(spec)[0], rtol=1e-4):
+        raise UserError(
+            "found a model with rope divisors of its own (rope_freqs.weight); expected those of "
+            "Llama 3.1 or 3.2, the only ones that config.json can name. Export GGUF."
+        )
+    return named
+
+
+def _rope_parameters(spec: ArchSpec) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json."""
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return None
+    if scaling.kind == "divisors":
+        scaling = _published_llama3(spec, scaling)
+    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        found["original_max_position_embeddings"] = scaling.original_positions
+    if scaling.kind == "llama3":
+        found |= {"low_freq_factor": scaling.low_freq_factor,
+                  "high_freq_factor": scaling.high_freq_factor}  # fmt: skip
+    if scaling.kind == "yarn":
+        found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        if scaling.attention_factor is not None:
+            found["attention_factor"] = scaling.attention_factor
+    return found
+
+
+def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, Any]) -> dict:
+    """`config.json`; `ids` are the special tokens' ids by its names."""
+    shape = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.mlp_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": _short(spec.rms_eps),
+        "tie_word_embeddings": spec.tied,
+        "torch_dtype": TORCH_DTYPES[dtype],
+    }
+    if not is_gguf(source) and "architectures" in source.metadata:
+        kept = {
+            k: v for k, v in source.metadata.items() if not k.startswith((*_STALE_HF, "tokenizer."))
+        }
+        return kept | shape
+    config = {
+        "architectures": [_ARCHITECTURES[spec.family]],
+        "model_type": spec.family,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "rope_theta": _short(spec.rope_theta),
+        **shape,
+        **ids,
+    }
+    if scaling := _rope_parameters(spec):
+        config["rope_scaling"] = scaling
+    if spec.family == "qwen2":
+        config |= {"use_sliding_window": False, "max_window_layers": spec.num_layers}
+    else:
+        config |= {"attention_bias": spec.o_bias}
+    if spec.family == "llama":
+        config |= {"mlp_bias": False}
+    return config
+
+
+def _short(value: float) -> float:
+    """The shortest number that is the same float32: 1e-6 for 9.99999997e-07."""
+    return float(str(np.float32(value)))
+
+
+def _gguf_shape(spec: ArchSpec) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "block_count": spec.num_layers,
+        "context_length": spec.max_positions,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.mlp_size,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.layer_norm_rms_epsilon": float(spec.rms_eps),
+        "rope.freq_base": float(spec.rope_theta),
+    }
+    if spec.head_dim * spec.num_heads != spec.hidden_size:
+        values |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
+    if spec.family == "llama":
+        values |= {"rope.dimension_count": spec.head_dim, "vocab_size": spec.vocab_size}
+    scaling = spec.rope_scaling
+    if scaling is not None and scaling.kind in ("linear", "yarn"):
+        values |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
+        if scaling.original_positions:
+            values["rope.scaling.original_context_length"] = scaling.original_positions
+    return {f"{spec.family}.{key}": value for key, value in values.items()}
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, list | np.ndarray) and not len(value)
+
+
+def gguf_metadata(spec: ArchSpec, source: TensorTable, file_type: int,
+                  tokenizer: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
+    """Key-values of the GGUF header, the tokenizer's last, as converters order them."""
+    base: dict[str, Any] = {"general.architecture": spec.family, "general.type": "model"}
+    if is_gguf(source):
+        base |= {
+            key: source.metadata[key]
+            for key in source.metadata
+            if not key.startswith((*_STALE, "tokenizer.")) and not _is_empty(source.metadata[key])
+        }
+    base |= _gguf_shape(spec) | {"general.file_type": file_type}
+    return base | {"general.quantization_version": 2} | tokenizer
+
+
+def apr_metadata(spec: ArchSpec, name: str, tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Metadata of an `.apr` file; `tokenizer` as GGUF key-values."""
+    numbers = {
+        "num_layers": spec.num_layers,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "intermediate_size": spec.mlp_size,
+        "max_position_embeddings": spec.max_positions,
+    }
+    metadata: dict[str, Any] = {
+        "model_type": spec.family,
+        "name": name,
+        "original_format": "kdjax",
+        "architecture": spec.family,
+        "param_count": spec.parameters(),
+        **{key: numbers.get(key) or getattr(spec, key) for key in INTEGERS},
+        "rope_theta": _short(spec.rope_theta),
+        "rope_type": _NEOX,
+        "rms_norm_eps": _short(spec.rms_eps),
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": spec.o_bias,
+    }
+    if scaling := _rope_parameters(spec):
+        metadata["rope_scaling"] = scaling
+    said = {key: tokenizer.get(name) for key, name in TOKENIZER.items()}
+    return metadata | {key: _plain(value) for key, value in said.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,108 @@
+"""Writing beside the target and putting all of it in place at once, file or folder."""
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from kdjax.errors import UserError
+
+_AT_FDCWD, _EXCHANGE = -100, 2  # fcntl.h, RENAME_EXCHANGE of linux/fs.h
+
+
+def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
+    """Raises `UserError` for a target that is there, or that must not be replaced."""
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise UserError(
+            f"{out} is there already. Give another --out, or replace it with --overwrite."
+        )
+    if folder != out.is_dir():
+        kind = "a folder" if out.is_dir() else "a file"
+        wanted = "a folder" if folder else "a file"
+        raise UserError(f"{out} is {kind}; expected {wanted} to replace. Give another --out.")
+    if folder and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise UserError(
+            f"{out} is a folder without config.json, so not one that an export made; it is left "
+            "alone. Give another --out."
+        )
+
+
+@contextlib.contextmanager
+def staged(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]:
+    """A path in a hidden folder beside `out`, of the same name; it becomes `out` at the end.
+
+    If the block raises, nothing is left and `out` stays as it was; a kill leaves the hidden folder,
+    which the next export to `out` removes. Raises `UserError` as `check_target` does.
+    """
+    check_target(out, folder=folder, overwrite=overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(out)
+    aside = out.parent / f".{out.name}.{os.uname().nodename}-{os.getpid()}.partial"
+    aside.mkdir()
+    try:
+        yield aside / out.name
+        _sync(aside)
+        check_target(out, folder=folder, overwrite=overwrite)  # hours may have passed
+        _replace(aside / out.name, out)
+        _sync_one(out.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep(out: Path) -> None:
+    """Removes what killed exports of this machine left."""
+    prefix, suffix = f".{out.name}.{os.uname().nodename}-", ".partial"
+    for left in out.parent.iterdir():
+        name = left.name
+        if name.startswith(prefix) and name.endswith(suffix):
+            pid = name[len(prefix) : -len(suffix)]
+            if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync_one(path)
+    _sync_one(folder)
+
+
+def _replace(new: Path, out: Path) -> None:
+    """Puts `new` in the place of `out`, which a folder that is there takes in exchange."""
+    if not (new.is_dir() and out.exists()):
+        os.replace(new, out)
+        return
+    # No rename replaces a folder that is not empty. Linux can exchange two names at once.
+    with contextlib.suppress(OSError, AttributeError):
+        exchange = ctypes.CDLL(None, use_errno=True).renameat2
+        if not exchange(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(out), _EXCHANGE):
+            return
+    # Elsewhere there is a moment without either; what was there comes back if the second fails.
+    old = new.with_name(f"{new.name}.old")
+    os.rename(out, old)
+    try:
+        os.rename(new, out)
+    except BaseException:
+        os.rename(old, out)
+        raise

@@ -1,0 +1,123 @@
+"""A student's parameters as the tensors of a checkpoint: names, shapes, and bytes when asked."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from kdjax.errors import UserError
+from kdjax.formats.blocks import encode
+from kdjax.formats.files import Data
+from kdjax.models import names
+from kdjax.models.arch import ArchSpec
+from kdjax.models.decoder import Compute, Params, functional
+
+# Elements encoded at a time: bounds what an export holds beside the parameters.
+_ELEMENTS = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint, and the leaf of the tree (or layer of it) that it is."""
+
+    path: tuple[str, ...]
+    layer: int | None
+    leaf: Any  # an array of numbers, or of bf16 bits as uint16
+    heads: int  # whose rotary rows GGUF interleaves; 0 for none
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As in files, row-major."""
+        return tuple(self.leaf.shape if self.layer is None else self.leaf.shape[1:])
+
+    @property
+    def gguf(self) -> str:
+        """llama.cpp's name."""
+        return names.name_of(self.path).gguf.format(i=self.layer)
+
+    @property
+    def hf(self) -> str:
+        """Hugging Face's name."""
+        return names.name_of(self.path).hf.format(i=self.layer)
+
+    def read(self, *, interleaved: bool = False) -> np.ndarray:
+        """float32, in Hugging Face's row order or, `interleaved`, in GGUF's.
+
+        Raises `UserError` if a number is not finite.
+        """
+        array = np.asarray(self.leaf if self.layer is None else self.leaf[self.layer])
+        if array.dtype == np.uint16:
+            array = (array.astype(np.uint32) << 16).view(np.float32)
+        array = array.astype(np.float32, copy=False)
+        # The largest magnitude is NaN if any number is.
+        if not np.isfinite(max(array.max(), -array.min())):
+            count = array.size - np.count_nonzero(np.isfinite(array))
+            raise UserError(
+                f"found {count} numbers of {array.size} in {self.hf} that are not finite; expected "
+                "none. The run broke: export an earlier step with --step, or train again."
+            )
+        return interleave(array, self.heads) if interleaved else array
+
+    def stream(self, dtype: str, *, interleaved: bool = False) -> Data:
+        """What the writers take: a function that yields the encoded rows, a part at a time."""
+
+        def parts() -> Iterator[np.ndarray]:
+            array = self.read(interleaved=interleaved)
+            step = max(1, _ELEMENTS // array.shape[-1])
+            for start in range(0, len(array), step) if array.ndim > 1 else (None,):
+                rows = array if start is None else array[start : start + step]
+                yield _encoded(rows, dtype, self.hf)
+
+        return parts
+
+
+def _encoded(rows: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    try:
+        return encode(rows, dtype)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of rotary rows: per head (2, pairs) to (pairs, 2); `heads` = 0: as is."""
+    if not heads:
+        return rows
+    split = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
+    """Every tensor of the model, layer by layer; raises `UserError` if `params` are not of `spec`.
+
+    A tied head is the embedding and no tensor of its own.
+    """
+    _, abstract = functional(spec, Compute())
+    want = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]}
+    have = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    problems = [f"{'/'.join(p)}: missing" for p in want if p not in have]
+    problems += [f"{'/'.join(p)}: unknown" for p in have if p not in want]
+    problems += [
+        f"{'/'.join(p)}: shape {list(have[p].shape)}, expected {list(want[p].shape)}"
+        for p in want
+        if p in have and have[p].shape != want[p].shape
+    ]
+    if problems:
+        listed = "\n  ".join(problems[:20])
+        raise UserError(
+            f"the parameters are not those of this {spec.family} model:\n  {listed}\n"
+            "Give the student that the run started from, with --student=PATH."
+        )
+    found = [
+        Tensor(path, layer, have[path], names.head_count(names.name_of(path), spec))
+        for path in want
+        for layer in (range(spec.num_layers) if path[0] == "blocks" else (None,))
+    ]
+    # Embedding, layers, norm, head.
+    order = {"embed": -1, "norm": spec.num_layers, "head": spec.num_layers + 1}
+    return sorted(found, key=lambda t: order.get(t.path[0], t.layer or 0))
+
+
+def _path(keys: Any) -> tuple[str, ...]:
+    return tuple(str(key.key) for key in keys)

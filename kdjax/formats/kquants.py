@@ -1,0 +1,208 @@
+"""Encoders of the K-quants, Q4_K, Q5_K and Q6_K: numbers to blocks of 256, in NumPy.
+
+A block holds groups (eight of 32, or sixteen of 16), each with an integer scale of its own beside a
+float16 scale of the whole block. Taking the step from a group's largest value alone would waste a
+tenth of the precision; so each group tries several steps, fits scale and minimum by least squares
+to the integers that each gives, and keeps the best. The candidates are those of llama.cpp
+(`make_qkx2_quants`, `make_qx_quants` in ggml-quants.c), which weighs errors by the size of the
+element; here they count alike, so that what is minimised is the mean squared error.
+
+Work arrays are float32 `[k, n]`, k elements of each of n groups: sums over a group are then sums of
+whole vectors.
+"""
+
+import concurrent.futures
+import functools
+import os
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+_BLOCK = 256
+# Blocks that a search takes at a time: fewer cost more calls, more leave the cache.
+_PART = 512
+# With fewer blocks a thread, threads cost more than they bring.
+_THREAD = 1024
+_HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a / b in float64 `[n]`, 0 where b is not above 0."""
+    return np.divide(a, b, out=np.zeros(b.shape), where=b > 0, dtype=np.float64)
+
+
+def _half(value: np.ndarray) -> np.ndarray:
+    """`[n]` as float16: the nearest, or, where precision ends, the least of no smaller size.
+
+    The nearest subnormal may be 0, or leave a group beyond the range of its scale. Elsewhere the
+    nearest it must be: numbers that were decoded from blocks find their old scale again.
+    """
+    half = value.astype("<f2")
+    size = np.abs(half.astype(np.float64))
+    low = (size < np.abs(value)) & (size < _HALF_NORMAL)
+    half[low] = np.nextafter(half[low], np.copysign(np.float16(np.inf), half[low]))
+    return half
+
+
+def _round(y: np.ndarray, inverse: np.ndarray, low: int, high: int, out: np.ndarray) -> None:
+    """`out = clip(round(y * inverse), low, high)`, `inverse` float64 `[n]`, one a group."""
+    # Groups too small for an inverse in float32 get integers of 0; their scale would be 0 anyway.
+    factors = np.where(np.abs(inverse) < 1e37, inverse, 0).astype(np.float32)
+    np.multiply(y, factors, out=out)
+    np.rint(out, out=out)
+    np.clip(out, np.float32(low), np.float32(high), out=out)
+
+
+def _sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Sums over k of a * b, float64 `[n]`."""
+    return np.einsum("kn,kn->n", a, b).astype(np.float64)
+
+
+def _affine(x: np.ndarray, top: int, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and offset, float64 `[n]`, neither below 0, for x ~ scale * q - offset.
+
+    q runs from 0 to `top`; `steps` lists how many of them the range of x is divided into.
+    """
+    low = np.minimum(x.min(axis=0), 0)
+    y = x - low  # from 0 upwards: sums of y lose no digits to a common offset
+    low, span = low.astype(np.float64), y.max(axis=0).astype(np.float64)
+    ones = np.ones_like(y)
+    k, sum_y = float(len(y)), _sums(y, ones)
+    best = np.full(span.shape, np.inf)
+    scale, offset = np.zeros_like(span), -low
+    q = np.empty_like(y)
+    for step in steps:
+        _round(y, _divide(np.full_like(span, step), span), 0, top, q)
+        sum_q, sum_qq, sum_yq = _sums(q, ones), _sums(q, q), _sums(y, q)
+        fit = _divide(k * sum_yq - sum_y * sum_q, k * sum_qq - sum_q * sum_q)
+        shift = (sum_y - fit * sum_q) / k
+        # The format has no offset that lifts: where the fit wants one, it goes through 0.
+        lifts = shift + low > 0
+        fit = np.where(lifts, _divide(sum_yq + low * sum_q, sum_qq), fit)
+        shift = np.where(lifts, -low, shift)
+        # The squared error, less the sum of y * y.
+        error = fit * (fit * sum_qq + 2 * (shift * sum_q - sum_yq)) + shift * (
+            k * shift - 2 * sum_y
+        )
+        better = (error < best) & (fit >= 0)
+        for kept, new in ((best, error), (scale, fit), (offset, -low - shift)):
+            np.copyto(kept, new, where=better)
+    return scale, offset
+
+
+def _symmetric(x: np.ndarray, half: int, steps: np.ndarray) -> np.ndarray:
+    """Scale, float64 `[n]` of either sign, for x ~ scale * q, q from -half to half - 1.
+
+    The largest element takes the place -step for each step of `steps`.
+    """
+    extreme = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0].astype(np.float64)
+    sign, size = np.where(extreme > 0, -1.0, 1.0), np.abs(extreme)
+    best, scale = np.full(size.shape, -1.0), np.zeros(size.shape)
+    q = np.empty_like(x)
+    for step in steps:
+        _round(x, sign * _divide(np.full_like(size, step), size), -half, half - 1, q)
+        sum_qq, sum_xq = _sums(q, q), _sums(x, q)
+        fit = _divide(sum_xq, sum_qq)
+        gain = fit * sum_xq  # the sum of x * x less the squared error
+        better = gain > best
+        np.copyto(best, gain, where=better)
+        np.copyto(scale, fit, where=better)
+    return scale
+
+
+def _groups(blocks: np.ndarray, k: int) -> np.ndarray:
+    """`[b, 256]` to `[k, b * 256 / k]`."""
+    return np.ascontiguousarray(blocks.reshape(-1, k).T)
+
+
+def _integers(x: np.ndarray, scale: np.ndarray, low: int, high: int, b: int) -> np.ndarray:
+    """The final q, uint8 `[b, 256]`, counted from `low`, for scales as they will be decoded."""
+    q = np.empty_like(x)
+    _round(x, np.divide(1, scale, out=np.zeros(scale.shape), where=scale != 0), low, high, q)
+    return (q - low).astype(np.uint8).T.reshape(b, _BLOCK)
+
+
+def _six_bits(scale: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float16 bytes `[b, 2]`, integers uint8 `[b, 8]` below 64, and their products `[8 b]`."""
+    scale = scale.reshape(b, 8)
+    d = _half(scale.max(axis=1) / 63)
+    exact = d.astype(np.float64)[:, None]
+    q = np.rint(np.divide(scale, exact, out=np.zeros_like(scale), where=exact > 0)).clip(0, 63)
+    return d.view(np.uint8).reshape(b, 2), q.astype(np.uint8), (exact * q).ravel()
+
+
+def _pack_six_bits(scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """uint8 `[b, 8]` twice to `[b, 12]`, as `get_scale_min_k4` in ggml-quants.c reads them."""
+    low, high = (
+        scales[:, :4] | (scales[:, 4:] >> 4 << 6),
+        offsets[:, :4] | (offsets[:, 4:] >> 4 << 6),
+    )
+    return np.concatenate([low, high, (scales[:, 4:] & 15) | (offsets[:, 4:] << 4)], axis=1)
+
+
+def _pack_nibbles(q: np.ndarray, group: int) -> np.ndarray:
+    """uint8 below 16, `[b, 256]`, to `[b, 128]`: of 2 * group elements the first half is low."""
+    halves = q.reshape(len(q), -1, 2, group)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(len(q), -1)
+
+
+def _encode_affine(blocks: np.ndarray, top: int, steps: np.ndarray) -> np.ndarray:
+    b, x = len(blocks), _groups(blocks, 32)
+    scale, offset = _affine(x, top, steps)
+    d, scales, scale = _six_bits(scale, b)
+    dmin, offsets, offset = _six_bits(offset, b)
+    q = _integers(x + offset.astype(np.float32), scale, 0, top, b)
+    parts = [d, dmin, _pack_six_bits(scales, offsets)]
+    if top > 15:
+        # Byte i of the fifth bits holds element i of each of the eight groups.
+        fifth = (q >> 4).reshape(b, 8, 32)
+        parts.append(np.packbits(fifth, axis=1, bitorder="little").reshape(b, 32))
+    return np.concatenate([*parts, _pack_nibbles(q & 15, 32)], axis=1)
+
+
+def _encode_q6_k(blocks: np.ndarray) -> np.ndarray:
+    b, x = len(blocks), _groups(blocks, 16)
+    scale = _symmetric(x, 32, _Q6_STEPS).reshape(b, 16)
+    # The largest scale becomes -128, the one end of int8 that its other end lacks.
+    largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
+    d = _half(largest[:, 0] / -128)
+    exact = d.astype(np.float64)[:, None]
+    scales = np.divide(scale, exact, out=np.zeros_like(scale), where=exact != 0)
+    scales = np.rint(scales).clip(-128, 127)
+    q = _integers(x, (exact * scales).ravel(), -32, 31, b)
+    high = (q >> 4).reshape(b, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high = np.bitwise_or.reduce(high, axis=2).reshape(b, 64)
+    scales = scales.astype(np.int8).view(np.uint8)
+    return np.concatenate(
+        [_pack_nibbles(q & 15, 64), high, scales, d.view(np.uint8).reshape(b, 2)], axis=1
+    )
+
+
+_Q6_STEPS = 32 + 0.1 * np.arange(-9, 10)
+# Encoder of a type, and the largest value whose scale float16 holds.
+_TYPES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
+    "Q4_K": (functools.partial(_encode_affine, top=15, steps=15 + 0.1 * np.arange(-10, 11)),
+             _HALF_MAX * 63),
+    "Q5_K": (functools.partial(_encode_affine, top=31, steps=31 + 0.1 * np.arange(-5, 11)),
+             _HALF_MAX * 63),
+    "Q6_K": (_encode_q6_k, _HALF_MAX * 31 * 127),
+}  # fmt: skip
+
+
+def encode_k(
+    blocks: Float32[np.ndarray, "blocks 256"], dtype_name: str
+) -> UInt8[np.ndarray, "blocks nbytes"]:
+    """Blocks of Q4_K, Q5_K or Q6_K, on all cores; the same bytes whatever their number.
+
+    Raises `FloatingPointError` for values that are not finite or whose scale float16 cannot hold.
+    """
+    encoder, most = _TYPES[dtype_name]
+    if not np.abs(blocks).max(initial=0) <= most:  # a NaN is not, either
+        raise FloatingPointError(f"values beyond {most:.4g}")
+    parts = [blocks[i : i + _PART] for i in range(0, len(blocks), _PART)]
+    threads = min(os.cpu_count() or 1, len(blocks) // _THREAD)
+    if threads < 2:
+        return np.concatenate([encoder(part) for part in parts])
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        return np.concatenate(list(pool.map(encoder, parts)))

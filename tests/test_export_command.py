@@ -1,0 +1,173 @@
+"""The export command on a run's checkpoint, and exports in Transformers and llama.cpp."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exporting import a_student, corrupted, forward, load
+
+from kdjax.checkpoint import Checkpoints
+from kdjax.export import __main__ as command
+from kdjax.export import card, export_hf, vocabulary, weights
+from kdjax.step import TrainState
+from kdjax.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def student(models):
+    return a_student(models / "student.gguf")
+
+
+@pytest.fixture(scope="module")
+def workdir(student, tmp_path_factory):
+    """Two saved steps of a run and its receipt; the second step's weights are the student's."""
+    path, _, params = student
+    folder = tmp_path_factory.mktemp("run")
+    earlier = jax.tree.map(lambda x: x * np.float32(0.5), params)
+    identity = {"teacher.sha256": "aa", "student.sha256": "bb", "loss.alpha": 0.25}
+    with contextlib.closing(Checkpoints(folder, keep=2, asynchronous=False)) as checkpoints:
+        for step, tree in ((5, earlier), (10, params)):
+            state = TrainState(
+                jnp.int32(step), jax.tree.map(jnp.asarray, tree), {"mu": jnp.ones(3)}
+            )
+            checkpoints.save(step, state, {"identity": identity, "data": {}})
+    figures = {"step": 10, "student_ce": 1.25, "kl": 0.125, "agreement": 0.875, "tokens": 1000}
+    receipt = {
+        "format": 1,
+        "config": {"student": {"path": path.name}, "loss": {"alpha": 0.25}},
+        "cwd": str(path.parent),
+        "teacher": {"files": ["/models/big.gguf"], "sha256": "aa" * 32},
+        "held_out": {"first": figures | {"step": 0, "kl": 0.5}, "final": figures},
+        "exit": {"reason": "finished", "status": 0},
+    }
+    (folder / "receipt.json").write_text(json.dumps(receipt))
+    return folder
+
+
+def run(*arguments):
+    return command.main([str(argument) for argument in arguments])
+
+
+def test_the_command_exports_the_newest_step(workdir, student, tmp_path, capsys):
+    out = tmp_path / "made" / "hf"
+    assert run(workdir, "--format=hf", f"--out={out}") == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+    jax.tree.map(np.testing.assert_array_equal, load(out)[1], student[2])
+    readme = (out / "README.md").read_text()
+    for said in ("after 10 optimizer steps", "aa" * 32, "big.gguf", "| 0.5 | 0.125 |",
+                 '"loss.alpha": 0.25', "status 0", "## Not known"):  # fmt: skip
+        assert said in readme
+    assert run(workdir, "--format=gguf", "--step=5", f"--out={tmp_path}/a.gguf") == 0
+    half = jax.tree.map(lambda x: x * np.float32(0.5), student[2])
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "a.gguf")[1], half)
+
+
+def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monkeypatch):
+    def fails(wanted, *arguments, status=2):
+        assert run(*arguments) == status
+        assert re.search(wanted, capsys.readouterr().err, re.DOTALL)
+
+    out = f"--out={tmp_path}/a.gguf"
+    fails("no such folder", tmp_path / "none", "--format=gguf", out)
+    fails("holds no checkpoint", tmp_path, "--format=gguf", out)
+    fails("no step 7.*expected one of 5, 10", workdir, "--format=gguf", out, "--step=7")
+    fails("no such file or folder.*--student", workdir, "--format=gguf", out, "--student=gone.gguf")
+    bare = tmp_path / "bare"
+    (bare).mkdir()
+    (bare / "checkpoints").symlink_to(workdir / "checkpoints")
+    fails("does not say which student.*--student=PATH", bare, "--format=gguf", out)
+    assert run(bare, "--format=hf", f"--out={tmp_path}/hf", f"--student={student[0]}") == 0
+    readme = (tmp_path / "hf" / "README.md").read_text()
+    assert "`bb`" in readme and "How near it is to its teacher" in readme
+    (tmp_path / "a.gguf").write_bytes(b"before")
+    capsys.readouterr()
+    fails("there already", workdir, "--format=gguf", out)
+    monkeypatch.setattr(weights, "encode", corrupted(weights.encode))
+    fails("self-check failed", workdir, "--format=gguf", out, "--overwrite", status=5)
+    assert (tmp_path / "a.gguf").read_bytes() == b"before"
+
+
+def test_a_card_without_records_claims_nothing(student):
+    text = card.model_card(student[1])
+    assert "Which files the teacher and the student were" in text and "SHA-256" not in text
+    assert "distilled by" not in text and "The settings of the run." in text
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_transformers_loads_the_folder(dtype, student, tmp_path):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    path, spec, params = student
+    export_hf(params, spec, path, tmp_path / "hf", dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 32))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens)).logits.numpy()
+    spec, params = load(tmp_path / "hf")
+    ours = np.asarray(forward(spec)(params, tokens.astype(np.int32)))
+    assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert model.config.tie_word_embeddings and model.generation_config.eos_token_id
+
+
+@pytest.mark.parity
+def test_transformers_tokenizer_gives_the_same_ids(student, tmp_path):
+    import transformers
+
+    path, spec, params = student
+    export_hf(params, spec, path, tmp_path / "hf")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), load_tokenizer(path)
+    for text in vocabulary._SAMPLES:
+        assert theirs(text)["input_ids"] == ours.encode(text)
+    messages = [{"role": "user", "content": "def f(self): return"}]
+    rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == ours.render(messages, answer_next=True)
+    assert theirs(rendered)["input_ids"] == ours.encode(rendered)
+    assert (theirs.eos_token_id, theirs.pad_token) == (ours.eos_id, "<|endoftext|>")
+    assert len(theirs) == ours.vocab_size
+
+
+@pytest.mark.skipif("KDJAX_LLAMA_PYTHON" not in os.environ, reason="needs llama-cpp-python")
+def test_llama_cpp_loads_the_files_and_agrees(models, tmp_path):
+    """KDJAX_LLAMA_PYTHON names an interpreter with llama-cpp-python; the models are random."""
+    script = Path(__file__).parent.parent / "scripts" / "check_llama_cpp.py"
+    command = [sys.executable, str(script), str(models / "student.gguf"), "--text=README.md",
+               "--window=64", "--windows=4", f"--out={tmp_path}",
+               f"--python={os.environ['KDJAX_LLAMA_PYTHON']}"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parity
+@pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
+def test_the_published_half_billion_in_transformers(tmp_path):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    path = Path(os.environ["KDJAX_MODELS"]) / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    spec, params = load(path)
+    export_hf(params, spec, path, tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = Path(__file__).read_text()
+    ids = load_tokenizer(path).encode(text)
+    assert tokenizer(text)["input_ids"] == ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens = np.asarray([ids[:48]])
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens)).logits.numpy()
+    ours = np.asarray(forward(spec)(params, tokens.astype(np.int32)))
+    error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+    print(f"published 0.5B exported: logits {error:.1e}")
+    assert error < 1e-4

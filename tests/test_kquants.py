@@ -1,0 +1,169 @@
+"""K-quant encoders: what they promise of any block, and how near they come on ordinary ones.
+
+llama.cpp's own encoder, on real tensors, is the measure of `scripts/check_llama_cpp.py`.
+"""
+
+import functools
+
+import gguf
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from kdjax.errors import UserError
+from kdjax.formats import kquants
+from kdjax.formats.blocks import encode, row_bytes
+
+TYPES = ("Q4_K", "Q5_K", "Q6_K")
+LIMITS = {"Q4_K": 65504 * 63, "Q5_K": 65504 * 63, "Q6_K": 65504 * 31 * 127}
+EXAMPLES = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def decoded(raw, dtype):
+    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[dtype])
+
+
+def there_and_back(array, dtype):
+    raw = encode(array, dtype)
+    assert raw.shape == (*array.shape[:-1], row_bytes(dtype, array.shape[-1]))
+    return decoded(raw, dtype)
+
+
+def relative(x, y):
+    return np.linalg.norm(np.float64(x) - y) / np.linalg.norm(np.float64(x))
+
+
+def bound(x, dtype):
+    """The most an element of each block may be off, `[blocks, 1]`, in float64.
+
+    Half a step of the integers, widened because a fit may leave a group's ends outside; the
+    rounding of scale and offset to the block's six bits (eight for Q6_K, whose largest of the other
+    sign is cut); and what float16 cannot
+    tell from 0, as often as the integers multiply it.
+    """
+    groups = np.float64(x).reshape(len(x), -1, 16 if dtype == "Q6_K" else 32)
+    if dtype == "Q6_K":
+        most = np.abs(groups).max(axis=(1, 2))
+        return (most * (1.0 / 31 + 32 / 31 / 128) + 32 * 2**-24)[:, None]
+    top = 15 if dtype == "Q4_K" else 31
+    low = np.minimum(groups.min(axis=2), 0)
+    span, offset = (groups.max(axis=2) - low).max(axis=1), -low.min(axis=1)
+    return (1.2 * span / top + 1.3 * span / 126 + offset / 126 + (top + 1) * 2**-24)[:, None]
+
+
+finite = st.floats(-1.0, 1.0, width=32)
+
+
+@st.composite
+def any_blocks(draw):
+    """A few blocks over the whole range of exponents, some groups of another size than others."""
+    x = draw(hnp.arrays(np.float32, (2, 256), elements=finite, fill=st.just(np.float32(0))))
+    exponents = draw(hnp.arrays(np.int8, (2, 16), elements=st.integers(-12, 0)))
+    whole = draw(st.integers(-30, 21))
+    shift = draw(st.sampled_from([0.0, 0.0, 1.0, -1.0]))
+    return np.ldexp(x + np.float32(shift), np.repeat(exponents, 16, 1) + whole).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@hypothesis.given(x=any_blocks())
+@EXAMPLES
+def test_any_block_decodes_within_the_bound_of_its_scale(dtype, x):
+    error = np.abs(np.float64(x) - there_and_back(x, dtype))
+    assert (error <= bound(x, dtype)).all(), (error / bound(x, dtype)).max()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_zeros_are_zero_bytes(dtype):
+    assert not there_and_back(np.zeros((3, 512), np.float32), dtype).any()
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0, 3e-2, -700.0])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_constant_comes_back(dtype, value):
+    x = np.full((2, 256), value, np.float32)
+    np.testing.assert_allclose(there_and_back(x, dtype), x, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_the_format_can_say_exactly_stays(dtype, rng):
+    """Blocks whose integers and scales are whole numbers, the largest scale in use."""
+    low, high = {"Q4_K": (0, 15), "Q5_K": (0, 31), "Q6_K": (-32, 31)}[dtype]
+    k, top = (16, -128) if dtype == "Q6_K" else (32, 63)
+    q = rng.integers(low, high + 1, (8, 256 // k, k))
+    q[..., 0], q[..., 1] = low, high
+    scales = rng.integers(1, 64, (8, 256 // k, 1))
+    scales[:, 0] = top
+    x = (q * scales).reshape(8, 256).astype(np.float32)
+    np.testing.assert_array_equal(there_and_back(x, dtype), x)
+
+
+@pytest.mark.parametrize("dtype, most", [("Q4_K", 0.075), ("Q5_K", 0.038), ("Q6_K", 0.018)])
+def test_normal_weights_lose_as_little_as_they_must(dtype, most, rng):
+    x = rng.standard_normal((64, 1024)).astype(np.float32)
+    for scale in (1e-3, 1.0, 100.0):
+        y = there_and_back(x * np.float32(scale), dtype)
+        assert relative(x * np.float32(scale), y) < most
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_search_beats_the_plain_step(dtype, rng, monkeypatch):
+    x = rng.standard_t(4, (32, 1024)).astype(np.float32)
+    searched = relative(x, there_and_back(x, dtype))
+    encoder, limit = kquants._TYPES[dtype]
+    if dtype == "Q6_K":
+        monkeypatch.setattr(kquants, "_Q6_STEPS", kquants._Q6_STEPS[9:10])
+    else:
+        top = encoder.keywords["top"]
+        plain = functools.partial(encoder, steps=np.array([float(top)]))
+        monkeypatch.setitem(kquants._TYPES, dtype, (plain, limit))
+    assert searched < 0.99 * relative(x, there_and_back(x, dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_outlier_costs_its_own_group_only(dtype, rng):
+    x = rng.standard_normal((4, 256)).astype(np.float32)
+    x[:, 40] = 50.0
+    error = np.abs(x - there_and_back(x, dtype))
+    assert (error[:, 40] < 2.0).all()
+    assert error[:, 64:].max() < 0.5
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_subnormal_scales_lose_precision_and_not_the_block(dtype, rng):
+    x = (rng.standard_normal((4, 256)) * 3e-6).astype(np.float32)
+    assert relative(x, there_and_back(x, dtype)) < 0.2
+    assert not there_and_back(np.full((1, 256), 1e-40, np.float32), dtype).any()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_largest_values_fit_and_larger_ones_are_refused(dtype):
+    x = np.zeros((1, 256), np.float32)
+    x[0, 3], x[0, 4] = LIMITS[dtype], -LIMITS[dtype] / 2
+    y = there_and_back(x, dtype)
+    assert np.isfinite(y).all() and abs(y[0, 3] / x[0, 3] - 1) < 0.05
+    for value in (2.0 * LIMITS[dtype], np.inf, -np.inf, np.nan):
+        x[0, 5] = value
+        with pytest.raises(UserError, match=rf"to store as {dtype}.*65504"):
+            encode(x, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_parts_and_threads_change_no_byte(dtype, rng, monkeypatch):
+    x = rng.standard_normal((40, 256)).astype(np.float32)
+    whole = encode(x, dtype)
+    monkeypatch.setattr(kquants, "_PART", 7)
+    np.testing.assert_array_equal(encode(x, dtype), whole)
+    monkeypatch.setattr(kquants, "_THREAD", 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    np.testing.assert_array_equal(encode(x, dtype), whole)
+    one = np.concatenate([encode(row[None], dtype) for row in x])
+    np.testing.assert_array_equal(one, whole)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_again_from_its_own_numbers_it_moves_little(dtype, rng):
+    x = rng.standard_normal((16, 256)).astype(np.float32)
+    once = there_and_back(x, dtype)
+    assert relative(once, there_and_back(once, dtype)) < 0.1 * relative(x, once)
