@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Threads of the emulated devices. With one each (XLA's choice) a program of two collectives that do
+# not depend on each other can block them all: some devices wait in the one, some in the other.
+os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
