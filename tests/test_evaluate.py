@@ -445,8 +445,6 @@ def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mes
         open_target(str(work), tiny_config.teacher.path).load(mesh)
     status, _, printed = command(work)
     assert status == 2 and "name it with --student=PATH" in printed.err
-    named = {"config": {"student": {"path": tiny_config.student.path}, "data": {"tokenizer": ""}},
-             "cwd": "/"}  # fmt: skip
-    (work / "receipt.json").write_text(json.dumps(named))
-    newest = open_target(str(work))
-    assert newest.saved is not None and newest.saved.step == 2
+    named = {"student": {"path": tiny_config.student.path}, "data": {"tokenizer": ""}}
+    (work / "receipt.json").write_text(json.dumps({"config": named, "cwd": "/"}))
+    assert (newest := open_target(str(work)).saved) is not None and newest.step == 2
