@@ -86,11 +86,13 @@ def _header_of(path: Path, table: GGUFTable) -> bytes:
     return data[:first].tobytes()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A metadata value as JSON takes it."""
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _apr_metadata(table: GGUFTable, spec: ArchSpec, header: bytes, size: int) -> dict[str, Any]:
+def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[str, Any]:
+    """What `.apr` metadata say of a model but for rope scaling and tokenizer."""
     numbers = {
         "num_layers": spec.num_layers,
         "num_heads": spec.num_heads,
@@ -98,10 +100,10 @@ def _apr_metadata(table: GGUFTable, spec: ArchSpec, header: bytes, size: int) ->
         "intermediate_size": spec.mlp_size,
         "max_position_embeddings": spec.max_positions,
     }
-    metadata = {
+    return {
         "model_type": spec.family,
-        "name": str(table.metadata.get("general.name", "")),
-        "original_format": "gguf",
+        "name": name,
+        "original_format": original_format,
         "architecture": spec.family,
         "param_count": spec.parameters(),
         **{key: numbers.get(key) or getattr(spec, key) for key in INTEGERS},
@@ -111,6 +113,10 @@ def _apr_metadata(table: GGUFTable, spec: ArchSpec, header: bytes, size: int) ->
         "tie_word_embeddings": spec.tied,
         "attention_bias": spec.o_bias,
     }
+
+
+def _apr_metadata(table: GGUFTable, spec: ArchSpec, header: bytes, size: int) -> dict[str, Any]:
+    metadata = apr_architecture(spec, str(table.metadata.get("general.name", "")), "gguf")
     if scaling := spec.rope_scaling:
         metadata["rope_scaling"] = {
             "rope_type": scaling.kind,
@@ -119,7 +125,7 @@ def _apr_metadata(table: GGUFTable, spec: ArchSpec, header: bytes, size: int) ->
         }
     for key, name in TOKENIZER.items():
         if name in table.metadata:
-            metadata[key] = _plain(table.metadata[name])
+            metadata[key] = plain(table.metadata[name])
     stored = {"header": base64.b64encode(header).decode(), "size": size}
     return metadata | {GGUF_KEY: stored}
 

@@ -17,6 +17,7 @@ from collections import Counter
 import jaxtyping
 import numpy as np
 import pytest
+from test_apr import MODEL as ARCHITECTURE
 
 from kdjax.errors import UserError
 from kdjax.formats import open_table
@@ -45,17 +46,7 @@ METADATA = {
     "some.bools": [True, False],
     "an.array": np.arange(5, dtype=np.uint16),
 }
-MODEL = {
-    "architecture": "qwen2",
-    "hidden_size": 8,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "vocab_size": 30,
-    "intermediate_size": 16,
-    "max_position_embeddings": 64,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
+MODEL = ARCHITECTURE | {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "tokenizer.vocabulary": ["a", "b", "ab", "né"],
     "tokenizer.token_type": [1, 1, 1, 3],

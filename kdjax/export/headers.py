@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from kdjax.convert import apr_architecture, plain
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
-from kdjax.formats.apr_metadata import INTEGERS, TOKENIZER
+from kdjax.formats.apr_metadata import TOKENIZER
 from kdjax.loading import is_gguf
 from kdjax.models.arch import ArchSpec, RopeScaling, rope_frequencies
 
@@ -22,7 +23,6 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
 }
 TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_NEOX = 2  # `rope_type` of .apr: halves of a head rotate
 # Of the source's GGUF header what holds for its weights or its files only.
 _STALE = ("general.file_type", "general.quantization_version", "general.alignment", "quantize.",
           "split.")  # fmt: skip
@@ -168,31 +168,9 @@ def gguf_metadata(spec: ArchSpec, source: TensorTable, file_type: int,
 
 def apr_metadata(spec: ArchSpec, name: str, tokenizer: dict[str, Any]) -> dict[str, Any]:
     """Metadata of an `.apr` file; `tokenizer` as GGUF key-values."""
-    numbers = {
-        "num_layers": spec.num_layers,
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
-        "intermediate_size": spec.mlp_size,
-        "max_position_embeddings": spec.max_positions,
-    }
-    metadata: dict[str, Any] = {
-        "model_type": spec.family,
-        "name": name,
-        "original_format": "kdjax",
-        "architecture": spec.family,
-        "param_count": spec.parameters(),
-        **{key: numbers.get(key) or getattr(spec, key) for key in INTEGERS},
-        "rope_theta": _short(spec.rope_theta),
-        "rope_type": _NEOX,
-        "rms_norm_eps": _short(spec.rms_eps),
-        "tie_word_embeddings": spec.tied,
-        "attention_bias": spec.o_bias,
-    }
+    metadata = apr_architecture(spec, name, "kdjax")
+    metadata |= {"rope_theta": _short(spec.rope_theta), "rms_norm_eps": _short(spec.rms_eps)}
     if scaling := _rope_parameters(spec):
         metadata["rope_scaling"] = scaling
     said = {key: tokenizer.get(name) for key, name in TOKENIZER.items()}
-    return metadata | {key: _plain(value) for key, value in said.items() if value is not None}
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    return metadata | {key: plain(value) for key, value in said.items() if value is not None}

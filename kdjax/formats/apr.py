@@ -16,7 +16,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from kdjax.formats.files import (
     map_file,
     replacing,
 )
-from kdjax.formats.table import TensorInfo
+from kdjax.formats.table import NamedTensors, TensorInfo
 
 MAGIC, _OLD_MAGIC = b"APR\0", b"APRN"
 ALIGNMENT = 64
@@ -191,7 +191,7 @@ def _read_index(path: Path, data: memoryview, header: _Header) -> dict[str, tupl
     return tensors
 
 
-class AprTable:
+class AprTable(NamedTensors):
     """Tensors of an `.apr` file; see `TensorTable`.
 
     Opening reads header, metadata and index only, not the footer: see `verify_footer`. Raises
@@ -222,19 +222,6 @@ class AprTable:
         start = self._header.metadata
         data = self._data[start : start + self._header.metadata_size].tobytes()
         return load_json(self._path, data, "metadata")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        """Raises `KeyError` for a name the file does not hold."""
-        return self._tensors[name][0]
 
     def raw(self, name: str) -> np.ndarray:
         """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""

@@ -16,7 +16,7 @@ import numpy as np
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.blocks import BLOCKS, row_bytes
 from kdjax.formats.files import DOWNLOAD, Cursor, bad, map_file
-from kdjax.formats.table import TensorInfo
+from kdjax.formats.table import NamedTensors, TensorInfo
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # equal but for the big-endian files that 3 allows
@@ -272,7 +272,7 @@ def _read_shards(path: Path) -> tuple[_Shard, ...]:
     return shards
 
 
-class GGUFTable:
+class GGUFTable(NamedTensors):
     """Tensors of a GGUF file, or of all shards of a split one; see `TensorTable`.
 
     Opening reads the header only. Raises `MissingFileError` for a missing shard and `UserError`
@@ -301,19 +301,6 @@ class GGUFTable:
     def metadata(self) -> Mapping[str, Any]:
         """Key-values of the (first) file; lists of strings are decoded when asked for."""
         return self._metadata
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        """Raises `KeyError` for a name the file does not hold."""
-        return self._tensors[name][0]
 
     def raw(self, name: str) -> np.ndarray:
         """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""

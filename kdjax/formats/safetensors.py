@@ -7,7 +7,7 @@ library, whose NumPy views have no bfloat16.
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -16,7 +16,7 @@ import numpy as np
 from kdjax.errors import MissingFileError
 from kdjax.formats.blocks import BLOCKS
 from kdjax.formats.files import DOWNLOAD, bad, load_json, map_file
-from kdjax.formats.table import TensorInfo
+from kdjax.formats.table import NamedTensors, TensorInfo
 
 _DTYPES = ("F32", "F16", "BF16")
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -116,7 +116,7 @@ def _read_folder(folder: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
     )
 
 
-class SafetensorsTable:
+class SafetensorsTable(NamedTensors):
     """Tensors of a Hugging Face folder, or of one file with its `config.json`; see `TensorTable`.
 
     Opening reads headers only. Raises `MissingFileError` for a missing `config.json` or shard and
@@ -150,19 +150,6 @@ class SafetensorsTable:
     def metadata(self) -> Mapping[str, Any]:
         """The model's `config.json`."""
         return self._metadata
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        """Raises `KeyError` for a name the checkpoint does not hold."""
-        return self._tensors[name].info
 
     def raw(self, name: str) -> np.ndarray:
         """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""

@@ -47,3 +47,22 @@ class TensorTable(Protocol):
     def raw(self, name: str) -> np.ndarray:
         """uint8 `shape[:-1] + (row_bytes,)`; a 0-d tensor comes as shape `(itemsize,)`."""
         ...
+
+
+class NamedTensors:
+    """What tables share that hold their tensors in a dict, the `TensorInfo` of each first."""
+
+    _tensors: Mapping[str, tuple[Any, ...]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises `KeyError` for a name the checkpoint does not hold."""
+        return self._tensors[name][0]
