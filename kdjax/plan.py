@@ -230,19 +230,20 @@ def choose(config: Config, sources: Sources, mesh: Mesh, devices: Devices, backe
     if backend != "auto":
         plan = make_plan(config, sources, mesh, devices, backend)
         return dataclasses.replace(plan, choice=f"teacher backend {backend}: asked for")
-    plans = [make_plan(config, sources, mesh, devices, kind) for kind in ("dequant", "q4k")]
-    fast, lean = plans
-    sizes = [f"{plan.backend} needs {plan.peak / 1e9:.2f} GB" for plan in plans]
+    fast = make_plan(config, sources, mesh, devices, "dequant")
+    sizes = f"dequant needs {fast.peak / 1e9:.2f} GB"
     if not fast.missing:
         why = "it fits" if fast.limit else "this device does not tell its memory"
-        reason = f"teacher backend dequant, by auto: {sizes[0]}, and {why}"
+        reason = f"teacher backend dequant, by auto: {sizes}, and {why}"
         return dataclasses.replace(fast, choice=reason)
+    lean = make_plan(config, sources, mesh, devices, "q4k")
+    sizes += f", q4k needs {lean.peak / 1e9:.2f} GB"
     offered = f"the device offers {(fast.limit or 0) / 1e9:.2f}"
     if not lean.missing:
-        reason = f"teacher backend q4k, by auto: {', '.join(sizes)}; {offered}"
+        reason = f"teacher backend q4k, by auto: {sizes}; {offered}"
         return dataclasses.replace(lean, choice=reason)
     raise UserError(
-        f"this run does not fit: {', '.join(sizes)}; {offered}, {lean.missing / 1e9:.2f} too "
+        f"this run does not fit: {sizes}; {offered}, {lean.missing / 1e9:.2f} too "
         f"little. {_remedy(config, sources, mesh, lean)}"
     )
 
