@@ -24,8 +24,8 @@ from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, prepare_rows
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, content_hash
+from kdjax.head import HeadSpec
 from kdjax.loading import load_params
-from kdjax.losses import HeadSpec
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.plan import Plan, choose
