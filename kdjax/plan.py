@@ -89,9 +89,10 @@ def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, ba
     student = _tree_bytes(shapes, mesh)
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
     moments = _total(jax.eval_shape(tx.init, shapes)) * student / _total(shapes)
-    names = {"dequant": f"teacher, {config.teacher.param_dtype}", "q4k": "teacher, packed blocks"}
+    kinds = {"dequant": config.teacher.param_dtype, "q4k": "packed blocks"}
+    kind = kinds.get(backend, "float8 and scales")
     resident = {
-        names.get(backend, "teacher, float8 and scales"): _teacher_bytes(config, sources, mesh, backend),
+        f"teacher, {kind}": _teacher_bytes(config, sources, mesh, backend),
         "student, float32 masters": student,
         "optimizer moments": moments,
     }

@@ -116,8 +116,8 @@ def check_fp8() -> None:
         able = False
     if not able:
         raise UserError(
-            f"found a {device.device_kind} of compute capability {found}; expected an NVIDIA GPU of "
-            f"{_FP8_CAPABILITY} or more (Ada, Hopper and later) for fp8 products. "
+            f"found a {device.device_kind} of compute capability {found}; expected an NVIDIA GPU "
+            f"of {_FP8_CAPABILITY} or more (Ada, Hopper and later) for fp8 products. "
             "Set teacher.compute=train."
         )
 

@@ -140,7 +140,8 @@ def dense(weight: Any) -> Array:
 def layers(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
     """What a scan over layers slices, and the function from a slice to the layer's weights.
 
-    `Packed` and `Mixed` weights come out as numbers, others as they are. The stacks of a `Mixed` weight stay outside the scan's inputs: layers pick from them by index.
+    `Packed` and `Mixed` weights come out as numbers, others as they are. The stacks of a `Mixed`
+    weight stay outside the scan's inputs: layers pick from them by index.
     """
     xs = jax.tree.map(
         lambda w: (w.which, w.slot) if isinstance(w, Mixed) else w, stacked, is_leaf=_is_weight
