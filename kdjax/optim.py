@@ -127,7 +127,10 @@ def noise(shape: tuple[int, ...], seed: Any) -> UInt16[Array, "..."]:
 
 
 def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Every bit of the result depends on every bit of x: lowbias32 (nullprogram.com/blog/2018/07/31)."""
+    """A permutation of 32-bit numbers without visible pattern.
+
+    lowbias32 of Wellons 2018, https://nullprogram.com/blog/2018/07/31/.
+    """
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -41,7 +41,13 @@ def test_what_needs_no_rounding_stays():
 
 def test_noise_is_uniform_and_differs_by_place_and_seed():
     first, second = (np.asarray(optim.noise((64, 1024), seed)) for seed in (7, 8))
-    for draw in (first, second, first ^ second, first[1:] ^ first[:-1], first[:, 1:] ^ first[:, :-1]):
+    for draw in (
+        first,
+        second,
+        first ^ second,
+        first[1:] ^ first[:-1],
+        first[:, 1:] ^ first[:, :-1],
+    ):
         high, low = np.bincount(draw.ravel() >> 8, minlength=256), np.bincount(draw.ravel() & 255)
         for counts in (high, low):  # 256 each; chi-squared of 255 degrees: 255 +- 22.6
             assert np.sum((counts - counts.mean()) ** 2) / counts.mean() < 255 + 6 * 22.6
@@ -97,8 +103,8 @@ def steps(spec, start, gradients, place=lambda x: x):
 def test_float32_is_optax_adamw_bit_for_bit(rng):
     start, gradients = params(rng), [params(rng) for _ in range(3)]
     ours, state = steps(SPEC, start, gradients)
-    tx = optax.chain(optax.adamw(optim.schedule(SPEC), b1=SPEC.beta1, b2=SPEC.beta2, eps=SPEC.eps,
-                                 weight_decay=SPEC.weight_decay, mask=optim.decay_mask))  # fmt: skip
+    options = dict(eps=SPEC.eps, weight_decay=SPEC.weight_decay, mask=optim.decay_mask)
+    tx = optax.chain(optax.adamw(optim.schedule(SPEC), b1=0.9, b2=0.999, **options))
     theirs, want = start, tx.init(start)
     for g in gradients:
         updates, want = jax.jit(tx.update)(g, want, theirs)
@@ -130,6 +136,8 @@ def test_any_mesh_rounds_alike(rng):
     split = {"gate": {"weight": NamedSharding(mesh, P(None, "tensor", "fsdp"))},
              "norm": {"weight": NamedSharding(mesh, P())}}  # fmt: skip
     alone, want = steps(spec, start, gradients)
-    apart, got = steps(spec, jax.device_put(start, split), [jax.device_put(g, split) for g in gradients])
+    apart, got = steps(
+        spec, jax.device_put(start, split), [jax.device_put(g, split) for g in gradients]
+    )
     for a, b in zip(jax.tree.leaves((alone, want)), jax.tree.leaves((apart, got)), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))

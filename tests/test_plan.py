@@ -117,7 +117,8 @@ def test_the_plan_names_every_byte_of_the_7b_pair(pairs):
     made = plan.make_plan(config_of(8, 2048, parts=4), pairs["7b"], one_device(), H200, "q4k")
     sizes = {name: round(size / 1e9, 2) for name, size in made.resident.items()}
     assert sizes == {
-        "teacher, packed blocks": 4.68, "student, float32 masters": 1.98, "optimizer moments, float32": 3.95
+        "teacher, packed blocks": 4.68, "student, float32 masters": 1.98,
+        "optimizer moments, float32": 3.95,
     }  # fmt: skip
     text = "\n".join(made.lines())
     for part in (*made.resident, "logits of a chunk", "teacher's head", "gradients, accumulated",
