@@ -37,6 +37,7 @@ from kdjax.models.arch import spec_from_table
 VARIANTS: dict[str, dict[str, Any]] = {
     "dequant": {"teacher.backend": "dequant"},
     "dequant-bf16moments": {"teacher.backend": "dequant", "optim.moment_dtype": "bfloat16"},
+    "dequant-fast": {"teacher.backend": "dequant", "student.remat": "none"},
     "q4k": {"teacher.backend": "q4k"},
     "q4k-bf16moments": {"teacher.backend": "q4k", "optim.moment_dtype": "bfloat16"},
     "q4k-lean": {
