@@ -71,6 +71,7 @@ class OptimConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
+    moment_dtype: str = "float32"  # float32 | bfloat16 (stochastic rounding): of stored moments
 
 
 @dataclasses.dataclass
@@ -207,6 +208,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "optim.beta2": _BETA,
     "optim.eps": _POSITIVE,
     "optim.clip_norm": _NON_NEGATIVE,
+    "optim.moment_dtype": _choice("float32", "bfloat16"),
     "train.steps": _POSITIVE,
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,

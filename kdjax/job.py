@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,17 @@ from kdjax.tokenizer import Tokenizer
 _log = logging.getLogger("kdjax")
 
 BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
+
+
+class Steps(NamedTuple):
+    """What two checkpoints and a config make on a mesh: a teacher in memory, and both steps."""
+
+    teacher: TeacherLogitsProvider
+    step_spec: step.StepSpec
+    train_step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    shardings: step.TrainState
+    abstract: step.TrainState
 
 
 @dataclasses.dataclass
@@ -67,9 +78,10 @@ class Job:
             run = checkpoints.read_run(latest)
             check_same_run(run["identity"], self.identity(), self.workdir)
             return checkpoints.restore(latest, abstract_state(self.abstract, self.shardings)), run
-        return self._fresh_state(), None
+        return self.fresh_state(), None
 
-    def _fresh_state(self) -> step.TrainState:
+    def fresh_state(self) -> step.TrainState:
+        """The state before the first step: the student's file, or random weights of its shapes."""
         source, spec = self.sources.student, self.sources.student_spec
         if self.config.student.init == "checkpoint":
             params = load_params(source, spec, self.abstract.params, self.mesh)
@@ -200,7 +212,6 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
 def assemble(config: Config, workdir: Path) -> Job:
     """Builds the job. Raises `UserError` for anything a user can mend."""
     mesh, sources, plan = survey(config)
-    vocabulary = sources.vocabulary
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare(config, sources.tokenizer)
     _log.info("rows: %s", rows.info)
@@ -208,17 +219,8 @@ def assemble(config: Config, workdir: Path) -> Job:
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)  # hashing overlaps loading
     hashes = [pool.submit(content_hash, t) for t in (sources.teacher, sources.student)]
 
-    dtype = jnp.dtype(config.train.compute_dtype)
-    shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
-    frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
-    provider = PROVIDERS[plan.backend](sources.teacher, sources.teacher_spec, frozen, mesh)
-    provider = truncated(provider, vocabulary.width)
-    _log.info("%s", provider.info)
-    apply, shapes = functional(sources.student_spec, trained(config.student.remat, **shared))
-    step_spec = _step_spec(config, apply, provider, vocabulary)
-    abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
-    shardings = step.state_shardings(abstract, step_spec.tx, mesh)
-    train_step, eval_step = step.compile_steps(step_spec, shardings, mesh)
+    steps = build_steps(config, sources, mesh, plan.backend)
+    _log.info("%s", steps.teacher.info)
 
     def run_identity() -> dict[str, Any]:
         sha = {
@@ -226,8 +228,23 @@ def assemble(config: Config, workdir: Path) -> Job:
         }
         return identity(config) | sha | {"data.rows": rows.key}
 
-    return Job(config, workdir, mesh, sources, rows, provider, step_spec, train_step, eval_step,
-               shardings, abstract, run_identity)  # fmt: skip
+    return Job(config, workdir, mesh, sources, rows, *steps, run_identity)
+
+
+def build_steps(config: Config, sources: Sources, mesh: Mesh, backend: str) -> Steps:
+    """Loads the teacher in the form of `backend`, and prepares both steps; compiles nothing."""
+    vocabulary = sources.vocabulary
+    dtype = jnp.dtype(config.train.compute_dtype)
+    shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
+    frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
+    provider = PROVIDERS[backend](sources.teacher, sources.teacher_spec, frozen, mesh)
+    provider = truncated(provider, vocabulary.width)
+    apply, shapes = functional(sources.student_spec, trained(config.student.remat, **shared))
+    step_spec = _step_spec(config, apply, provider, vocabulary)
+    abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
+    shardings = step.state_shardings(abstract, step_spec.tx, mesh)
+    return Steps(provider, step_spec, *step.compile_steps(step_spec, shardings, mesh), shardings,
+                 abstract)  # fmt: skip
 
 
 def trained(remat: str, **shared: Any) -> Compute:

@@ -94,7 +94,7 @@ def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, ba
     resident = {
         f"teacher, {kind}": _teacher_bytes(config, sources, mesh, backend),
         "student, float32 masters": student,
-        "optimizer moments": moments,
+        f"optimizer moments, {config.optim.moment_dtype}": moments,
     }
     limit = devices.memory_bytes
     if limit and devices.platform == "cpu":
