@@ -38,7 +38,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dequant": {"teacher.backend": "dequant"},
     "dequant-bf16moments": {"teacher.backend": "dequant", "optim.moment_dtype": "bfloat16"},
     "dequant-fast": {"teacher.backend": "dequant", "student.remat": "none"},
+    "fp8": {"teacher.compute": "fp8"},
+    "fp8-fast": {"teacher.compute": "fp8", "student.remat": "none"},
     "q4k": {"teacher.backend": "q4k"},
+    "q4k-fast": {"teacher.backend": "q4k", "student.remat": "none"},
     "q4k-bf16moments": {"teacher.backend": "q4k", "optim.moment_dtype": "bfloat16"},
     "q4k-lean": {
         "teacher.backend": "q4k",
