@@ -240,7 +240,8 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     parts = []
     if good:
         parts.append(table(
-            ["program", "length", "step, ms", "processor time, ms", "tokens/s", "TFLOP/s", "of the product's rate",
+            ["program", "length", "step, ms", "processor time, ms", "tokens/s", "TFLOP/s",
+             "of the product's rate",
              "peak, GB", "arguments + temporaries, GB", "load, s", "compile, s", "first step, s",
              "x best peer"],
             [[row["program"], cell(row, "length", "d"), cell(row, "step_ms", ",.1f"),
