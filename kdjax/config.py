@@ -11,6 +11,7 @@ from typing import Any
 from kdjax.errors import UserError
 
 TEACHER_BACKENDS = ("auto", "dequant", "q4k")
+FP8_COMPUTES = ("fp8", "fp8_precise")
 
 
 @dataclasses.dataclass
@@ -20,6 +21,7 @@ class TeacherConfig:
     path: str = ""  # a GGUF file, or a Hugging Face folder
     backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
     param_dtype: str = "bfloat16"  # of the weights once dequantized
+    compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
     allow_degenerate: bool = False  # accept a student that already is the teacher
 
 
@@ -185,6 +187,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "teacher.path": _PRESENT,
     "teacher.backend": _choice(*TEACHER_BACKENDS),
     "teacher.param_dtype": _choice("bfloat16", "float32"),
+    "teacher.compute": _choice("train", *FP8_COMPUTES),
     "student.path": _PRESENT,
     "student.init": _choice("checkpoint", "random"),
     "student.head": _choice("auto", "tied", "untied"),

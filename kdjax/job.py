@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from kdjax import optim, sharding, step
 from kdjax.checkpoint import Checkpoints, abstract_state, check_same_run
-from kdjax.config import TEACHER_BACKENDS, Config, identity
+from kdjax.config import FP8_COMPUTES, TEACHER_BACKENDS, Config, identity
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, prepare_rows
 from kdjax.errors import UserError
@@ -31,7 +31,7 @@ from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.plan import Plan, choose
 from kdjax.runtime import device_summary
 from kdjax.sources import Sources, open_sources
-from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, Vocabulary, truncated
+from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, Vocabulary, check_fp8, truncated
 from kdjax.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -172,12 +172,23 @@ def row_settings(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def teacher_backend(config: Config) -> str:
-    """The backend asked for: `KDJAX_TEACHER_BACKEND`, else the config."""
+    """The backend asked for: `KDJAX_TEACHER_BACKEND`, else the config; or what fp8 needs.
+
+    Raises `UserError` for an unknown name, and for one beside an fp8 teacher.
+    """
     backend = os.environ.get(BACKEND_VARIABLE) or config.teacher.backend
     if backend not in TEACHER_BACKENDS:
         valid = ", ".join(TEACHER_BACKENDS)
         raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {valid}")
-    return backend
+    compute = config.teacher.compute
+    if compute == "train":
+        return backend
+    if backend != "auto":
+        raise UserError(
+            f"found teacher.compute={compute!r} with the teacher backend {backend!r}; expected "
+            "backend 'auto': fp8 products need weights of their own kind. Leave one of them out."
+        )
+    return compute
 
 
 def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
@@ -186,6 +197,8 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
     Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
     """
     backend = teacher_backend(config)
+    if backend in FP8_COMPUTES:
+        check_fp8()
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     _check_batches(config, mesh)
     sources = open_sources(config)
