@@ -145,8 +145,8 @@ class Config:
 # Fields that may change between a save and its resumption: they alter cost, place or reporting, not
 # the run. Models and text are compared by content instead of by path.
 RESUMABLE = (
-    "teacher.path", "teacher.backend", "teacher.cache", "student.path", "student.remat", "data.train",
-    "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
+    "teacher.path", "teacher.backend", "teacher.cache", "student.path", "student.remat",
+    "data.train", "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
     "train.microbatches", "eval.", "checkpoint.", "mesh.", "log.", "smoke.",
 )  # fmt: skip
 

@@ -105,9 +105,8 @@ def _take_apart(hidden: Array, head: Array, ids: Array, label: Array, spec: Head
     ids = join_ids(ids)
     inside = jnp.take_along_axis(logits, ids, axis=-1)
     of_label = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
-    # The tail is summed without the k ids: taking their sum from 1 would leave noise of a small one.
-    rest = _replace(logits, ids, jnp.full_like(inside, EXCLUDED))
-    rest = _existing(rest, spec)
+    # The tail is summed without the k ids: 1 minus their sum would be noise where it is small.
+    rest = _existing(_replace(logits, ids, jnp.full_like(inside, EXCLUDED)), spec)
     most = jnp.max(rest, axis=-1, keepdims=True)
     totals, tails = [], []
     for t in (spec.temperature, 1.0):
@@ -230,7 +229,8 @@ def top_k(logits: Float[Array, "*B V"], k: int) -> tuple[Float[Array, "*B K"], I
     """
     width = logits.shape[-1]
     if k * _GROUP >= width:
-        return jax.lax.top_k(logits, k)
+        values, ids = jax.lax.top_k(logits, k)
+        return values, ids
     pad = ((0, 0),) * (logits.ndim - 1) + ((0, -width % _GROUP),)
     groups = jnp.pad(logits, pad, constant_values=-jnp.inf)
     groups = groups.reshape(*logits.shape[:-1], -1, _GROUP)

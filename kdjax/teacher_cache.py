@@ -165,7 +165,7 @@ def _finished(folder: Path, about: About) -> dict[str, str]:
 def write(
     folder: Path, about: About, produce: Callable[[range], Iterable[np.ndarray]]
 ) -> dict[str, str]:
-    """Writes the shards that are missing; `produce(rows)` yields the records of those rows in order.
+    """Writes the missing shards; `produce(rows)` yields the records of those rows, in order.
 
     Each shard is written aside, hashed and renamed, then listed: a writer that is killed continues
     at the first shard that is not listed, or is not as listed. Returns names and SHA-256s. Raises

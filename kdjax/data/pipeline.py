@@ -5,7 +5,7 @@ the shuffled sequence, so a resumed run, on any number of processes, sees the sa
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -15,6 +15,7 @@ from kdjax.data.rows import Rows
 THREADS, PREFETCH = 2, 8  # threads that build rows, and batches they run ahead
 
 
+@runtime_checkable  # tests check annotations with isinstance
 class Columns(Protocol):
     """More columns of each row, such as what a teacher said of it."""
 
@@ -95,7 +96,8 @@ def eval_batches(
     """
     count = min(len(rows), limit or len(rows))
     chosen = np.linspace(0, len(rows) - 1, count).astype(np.int64)
-    empty = {k: np.zeros_like(v) for k, v in example(rows, 0, more).items()} | {"row_ids": np.int64(-1)}
+    empty = {k: np.zeros_like(v) for k, v in example(rows, 0, more).items()}
+    empty["row_ids"] = np.int64(-1)
     for start in range(0, count, batch_size):
         mine = range(start + process_index, start + batch_size, process_count)
         parts = [example(rows, int(chosen[i]), more) if i < count else empty for i in mine]
