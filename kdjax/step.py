@@ -68,9 +68,12 @@ def _teacher(spec: StepSpec, teacher: Params, batch: Batch) -> tuple[Array, Arra
 def _loss_sums(spec: StepSpec, params: Params, teacher: Params, batch: Batch) -> LossSums:
     """Sums of a batch or a part of it; its columns say whether the teacher is cached in it."""
     student, ends = _student(spec, params, batch), (batch["labels"], batch["weights"], spec.head)
+    sums: Any  # custom_vjp hides what it returns
     if "teacher_ids" in batch:
-        return cached_head_loss(*student, TopTeacher.of(batch), *ends)  # pyright: ignore[reportReturnType]: custom_vjp hides it
-    return head_loss(*student, *_teacher(spec, teacher, batch), *ends)  # pyright: ignore[reportReturnType]
+        sums = cached_head_loss(*student, TopTeacher.of(batch), *ends)
+    else:
+        sums = head_loss(*student, *_teacher(spec, teacher, batch), *ends)
+    return sums
 
 
 def _split(batch: Batch, parts: int) -> Batch:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import MissingFileError, UserError
-from kdjax.formats.files import replacing
+from kdjax.formats.files import chunks, replacing
 
 _log = logging.getLogger("kdjax")
 
@@ -92,7 +92,8 @@ def read_index(folder: Path) -> tuple[About, dict[str, Any]]:
         found = index["format"]
         if found != FORMAT:
             raise UserError(f"{path}: found format {found}; expected {FORMAT}. Make it again.")
-        made_of = {k: tuple(v) if isinstance(v, list) else v for k, v in index["about"].items()}
+        made_of: dict[str, Any] = index["about"]
+        made_of |= {name: tuple(made_of[name]) for name in ("vocabulary", "sides")}
         return About(**made_of), index
     except FileNotFoundError:
         raise MissingFileError(
@@ -192,9 +193,9 @@ def write(
         digest, written = hashlib.sha256(), 0
         with replacing(folder / name) as file:
             for block in produce(rows):
-                data = memoryview(np.ascontiguousarray(block)).cast("B")
-                digest.update(data)
-                file.write(data)
+                for data in chunks(block):
+                    digest.update(data)
+                    file.write(data)
                 written += len(block)
             assert written == len(rows), (written, rows)
         done[name] = digest.hexdigest()

@@ -72,7 +72,8 @@ def gradients(loss):
 
 def from_cache(spec, k):
     *_, labels, weights = hidden_states()
-    return gradients(lambda h, w: cached_head_loss(h, w, top(spec, k), labels, weights, spec))
+    cached = top(spec, k)
+    return gradients(lambda h, w: cached_head_loss(h, w, cached, labels, weights, spec))
 
 
 @pytest.mark.parametrize(("temperature", "alpha"), [(1.0, 0.0), (2.0, 0.3), (4.0, 1.0)])
@@ -445,7 +446,7 @@ def test_batches_carry_the_rows_own_columns(run, tmp_path):
     job = assemble(with_cache(run[0], make(run, "topk", 8)), tmp_path)
     batch, cache = next(job.train_batches(None)), job.cache
     for got, row in zip(batch["teacher_label"], batch["row_ids"], strict=True):
-        np.testing.assert_array_equal(got, cache.train[row]["teacher_label"])
+        np.testing.assert_array_equal(got, cache.train[int(row)]["teacher_label"])
     held = pipeline.eval_batches(job.rows.heldout, batch_size=2, limit=None, more=cache.heldout)
     got = next(held)["teacher_odds"][1]
     np.testing.assert_array_equal(got, cache.heldout[1]["teacher_odds"])
