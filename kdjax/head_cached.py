@@ -250,7 +250,7 @@ def top_of_teacher(
 ) -> TopTeacher:
     """What is cached of a teacher; k is at most `spec.real_vocab`. Finite whatever `weights` hides.
 
-    Logits go as float16 differences to the largest: docs/cached_teacher.md has the error by dtype.
+    Logits go as float16 differences to the largest: 8 times finer than bf16 at the same size.
     """
     head = head[: spec.width].astype(hidden.dtype)
 
