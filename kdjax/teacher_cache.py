@@ -56,7 +56,8 @@ class About:
     vocabulary: tuple[int, int]  # width of the heads, ids that exist
     positions: int  # a row
     width: int  # of the teacher's hidden states
-    dtype: str  # what the teacher computed in
+    dtype: str  # train.compute_dtype, that of hidden states
+    compute: str  # teacher.compute
     sides: tuple[int, int]  # rows of training, held-out rows
 
     @property
@@ -246,7 +247,7 @@ def open_cache(folder: Path, expected: About) -> TeacherCache:
     tokenizer, or for another temperature than `expected` says.
     """
     about, index = read_index(folder)
-    names = ["teacher", "rows", "tokenizer", "vocabulary", "positions", "sides"]
+    names = ["teacher", "compute", "rows", "tokenizer", "vocabulary", "positions", "sides"]
     if about.temperature is not None:
         names.append("temperature")
     if lines := about.differences(expected, names):

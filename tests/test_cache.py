@@ -187,7 +187,7 @@ def test_every_id_of_18_bits_comes_back():
 
 
 ABOUT = teacher_cache.About("topk", 4, 1.0, "a" * 64, "rows", "tokenizer", (50, 47), 6, 8,
-                            "float32", (7, 3))  # fmt: skip
+                            "float32", "train", (7, 3))  # fmt: skip
 
 
 @pytest.fixture
@@ -313,8 +313,8 @@ def test_a_shard_that_is_not_as_written_is_refused(tmp_path, small_shards, how):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("teacher", "b" * 64), ("rows", "other"), ("tokenizer", "other"), ("temperature", 2.0),
-     ("vocabulary", (50, 46)), ("sides", (6, 4))],
+    [("teacher", "b" * 64), ("compute", "fp8"), ("rows", "other"), ("tokenizer", "other"),
+     ("temperature", 2.0), ("vocabulary", (50, 46)), ("sides", (6, 4))],
 )  # fmt: skip
 def test_a_cache_of_something_else_is_refused_with_both_values(tmp_path, field, value):
     teacher_cache.write(tmp_path, ABOUT, produce)
