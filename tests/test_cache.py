@@ -179,8 +179,8 @@ def test_top_k_by_groups_is_top_k(rng, k):
 
 
 def test_every_id_of_18_bits_comes_back():
-    for start in range(0, 2**18, 2**16):
-        ids = start + jnp.arange(2**16, dtype=jnp.int32)
+    for start in range(0, 262144, 65536):
+        ids = start + jnp.arange(65536, dtype=jnp.int32)
         np.testing.assert_array_equal(join_ids(split_ids(ids)), ids)
 
 
