@@ -30,7 +30,7 @@ class StudentConfig:
     path: str = ""  # a GGUF file, or a Hugging Face folder
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
-    remat: str = "full"  # none | dots | full: what the backward pass recomputes
+    remat: str = "full"  # none | dots | full: what the backward pass recomputes, for memory
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from kdjax.losses import EvalSums
+from kdjax.head import EvalSums
 from kdjax.metrics import held_out_figures
 from kdjax.models.decoder import Params
 

@@ -28,7 +28,7 @@ from kdjax.data import pipeline
 from kdjax.data.rows import Rows, pack_rows
 from kdjax.errors import UserError
 from kdjax.forms import Form, open_form, precision
-from kdjax.losses import ComparisonSums, HeadSpec, head_comparison
+from kdjax.head import ComparisonSums, HeadSpec, head_comparison
 from kdjax.teacher import TeacherLogitsProvider, align
 from kdjax.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kdjax.losses import EvalSums
+from kdjax.head import EvalSums
 
 
 def held_out_figures(sums: Iterable[EvalSums], temperature: float) -> dict[str, float]:

@@ -215,8 +215,8 @@ def _kept_a_position(spec: ArchSpec, remat: str, size: int) -> Size:
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     elements = {
         "full": d,  # each layer's input
-        "dots": 2 * f + 4 * d + heads,  # and every product
-        "none": 6 * f + 13 * d + heads,  # and everything between, the norms in float32
+        "dots": 2 * f + 3 * d + heads,  # and every product
+        "none": 3 * f + 5 * d + heads,  # and everything between
     }[remat]
     return spec.num_layers * elements * size
 

@@ -12,7 +12,13 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from kdjax.losses import EvalSums, HeadSpec, LossSums, head_evaluation, head_loss
+from kdjax.head import (
+    EvalSums,
+    HeadSpec,
+    LossSums,
+    head_evaluation,
+    head_loss,
+)
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.sharding import parameter_shardings, replicated
 

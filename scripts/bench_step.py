@@ -72,7 +72,7 @@ def measure(backend: str, args: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from kdjax import sharding, step
-    from kdjax.losses import HeadSpec
+    from kdjax.head import HeadSpec
     from kdjax.models.arch import spec_from_table
     from kdjax.models.decoder import Compute, functional, initialise
     from kdjax.optim import OptimSpec, optimizer, schedule

@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--wheels", required=True, help="folders joined by commas")
     flags.add_argument("--heldout", default="", help="package names joined by commas")
     flags.add_argument("--benchmark", action="append", default=[], help="its problems are kept out")
-    flags.add_argument("--cap", type=float, default=0.5, help="MB of text a package")
+    flags.add_argument("--cap", type=float, default=0.6, help="MB of text a package")
     flags.add_argument("--conversations", type=int, default=600, help="about the most a package")
     try:
         build(flags.parse_args(argv))

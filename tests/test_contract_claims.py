@@ -22,10 +22,11 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.apr import AprTable, write_apr
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes, split
+from kdjax.head import EvalSums, HeadSpec, head_loss
 from kdjax.hooks import Action, Hook, StepRecord
 from kdjax.job import teacher_backend
 from kdjax.loop import _Delivery
-from kdjax.losses import EvalSums, HeadSpec, head_loss, kd_logit_gradient, kd_loss
+from kdjax.losses import kd_logit_gradient, kd_loss
 from kdjax.metrics import held_out_figures, step_figures
 from kdjax.models.weights import Packed
 from kdjax.probe import Device

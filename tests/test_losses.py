@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import entr, logsumexp, rel_entr, softmax
 
-from kdjax import losses
+from kdjax.head import HeadSpec, head_evaluation, head_loss
 from kdjax.losses import (
     DIVERGENCES,
-    HeadSpec,
     cross_entropy,
     kd_logit_gradient,
     kd_loss,
@@ -261,7 +260,7 @@ def spec(**changes):
 def value_and_gradients(arrays, labels, weights, head_spec):
     def f(student):
         args = {**arrays, **student}
-        return losses.head_loss(*(args[k] for k in NAMES), labels, weights, head_spec).loss
+        return head_loss(*(args[k] for k in NAMES), labels, weights, head_spec).loss
 
     return jax.value_and_grad(f)({k: arrays[k] for k in ("student_hidden", "student_head")})
 
@@ -297,7 +296,7 @@ def test_chunked_equals_unchunked(chunk_tokens, real_vocab):
 
 def test_loss_is_made_of_its_parts():
     arrays, labels, weights = head_case(1)
-    sums = losses.head_loss(*arrays.values(), labels, weights, spec())
+    sums = head_loss(*arrays.values(), labels, weights, spec())
     np.testing.assert_allclose(sums.loss, 0.3 * sums.ce + 0.7 * 4.0 * sums.kl, rtol=1e-6)
 
 
@@ -328,7 +327,7 @@ def test_all_masked_gives_zero_and_finite_gradients():
 
 def test_every_unmasked_position_of_every_row_counts():
     arrays, labels, _ = head_case(4)
-    whole = losses.head_loss(*arrays.values(), labels, jnp.ones((B, T)), spec()).loss
+    whole = head_loss(*arrays.values(), labels, jnp.ones((B, T)), spec()).loss
     single = 0.0
     for b in range(B):
         for t in range(T):
@@ -386,7 +385,7 @@ def test_training_never_holds_all_logits():
     head_spec = HeadSpec(2.0, 0.3, vocab, vocab, chunk_tokens=16)
 
     def f(h, w, ht, wt, labels, weights):
-        return losses.head_loss(h, w, ht, wt, labels, weights, head_spec).loss
+        return head_loss(h, w, ht, wt, labels, weights, head_spec).loss
 
     compiled = jax.jit(jax.grad(f, (0, 1))).lower(*args, labels, weights).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < tokens * vocab * 4 / 4
@@ -394,7 +393,7 @@ def test_training_never_holds_all_logits():
 
 def test_evaluation_sums_match_the_oracle():
     arrays, labels, weights = head_case(8)
-    got = losses.head_evaluation(*arrays.values(), labels, weights, spec(chunk_tokens=6))
+    got = head_evaluation(*arrays.values(), labels, weights, spec(chunk_tokens=6))
     s = np.asarray(arrays["student_hidden"], np.float64) @ np.asarray(arrays["student_head"]).T
     t = (np.asarray(arrays["teacher_hidden"], np.float64) @ np.asarray(arrays["teacher_head"]).T)[
         ..., :V

@@ -15,8 +15,8 @@ import pytest
 
 from kdjax import optim, sharding, step
 from kdjax.formats import open_table
+from kdjax.head import HeadSpec
 from kdjax.loading import load_params
-from kdjax.losses import HeadSpec
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute, functional
 

@@ -16,8 +16,8 @@ from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode_fields, split
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+from kdjax.head import HeadSpec, head_evaluation
 from kdjax.job import assemble
-from kdjax.losses import HeadSpec, head_evaluation
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute
 from kdjax.models.weights import Mixed, Packed

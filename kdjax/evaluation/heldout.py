@@ -21,7 +21,8 @@ from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
-from kdjax.losses import EXCLUDED, HeadSpec, cross_entropy, kl_divergence
+from kdjax.head import HeadSpec
+from kdjax.losses import EXCLUDED, cross_entropy, kl_divergence
 from kdjax.teacher import Vocabulary, align
 from kdjax.tokenizer import Tokenizer
 

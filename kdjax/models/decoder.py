@@ -39,6 +39,9 @@ class Compute:
     dtype: Any = jnp.float32  # of activations and of weights when multiplied
     param_dtype: Any = jnp.float32  # of weights as stored
     remat: str = "none"  # a key of REMAT_POLICIES
+    scan: bool = (
+        True  # layers in a loop, compiled once; written out, kept activations are not copied
+    )
     attention: str = "auto"
     max_segments: int = 1
 
@@ -180,9 +183,10 @@ class Decoder(nnx.Module):
 
         policy = REMAT_POLICIES[self.compute.remat]
         if policy is not None:
-            # Inside scan the loop already keeps XLA from merging the recomputation away.
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x, outputs = jax.lax.scan(layer, self._embedded(tokens), slices)
+            # A loop by itself keeps XLA from merging the recomputation away.
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.compute.scan)
+        loop = self.compute.scan
+        x, outputs = jax.lax.scan(layer, self._embedded(tokens), slices, unroll=not loop)
         return self.norm(x), outputs
 
     def _embedded(self, tokens: Array) -> Array:
