@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from kdjax import optim, sharding, step
 from kdjax.checkpoint import Checkpoints, abstract_state, check_same_run
-from kdjax.config import TEACHER_BACKENDS, Config, identity
+from kdjax.config import FP8_COMPUTES, TEACHER_BACKENDS, Config, identity
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, prepare_rows
 from kdjax.errors import UserError
@@ -28,15 +28,34 @@ from kdjax.head import HeadSpec
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional, initialise
-from kdjax.plan import Plan, choose
+from kdjax.plan import Plan, choose, step_flops
 from kdjax.runtime import device_summary
 from kdjax.sources import Sources, open_sources
-from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, Vocabulary, truncated
+from kdjax.teacher import (
+    PROVIDERS,
+    TeacherLogitsProvider,
+    Vocabulary,
+    cached,
+    check_fp8,
+    truncated,
+)
+from kdjax.teacher_cache import About, TeacherCache, open_cache, read_index
 from kdjax.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 
 BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
+
+
+class Steps(NamedTuple):
+    """What two checkpoints and a config make on a mesh: a teacher in memory, and both steps."""
+
+    teacher: TeacherLogitsProvider
+    step_spec: step.StepSpec
+    train_step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    shardings: step.TrainState
+    abstract: step.TrainState
 
 
 @dataclasses.dataclass
@@ -55,6 +74,7 @@ class Job:
     shardings: step.TrainState
     abstract: step.TrainState
     identity: Callable[[], dict[str, Any]]  # waits for the hashes when first called
+    cache: TeacherCache | None = None  # of the teacher, which is then not loaded
 
     def state(self, checkpoints: Checkpoints) -> tuple[step.TrainState, dict[str, Any] | None]:
         """The state to start from, in this order: own checkpoint, student's file, random weights.
@@ -67,9 +87,10 @@ class Job:
             run = checkpoints.read_run(latest)
             check_same_run(run["identity"], self.identity(), self.workdir)
             return checkpoints.restore(latest, abstract_state(self.abstract, self.shardings)), run
-        return self._fresh_state(), None
+        return self.fresh_state(), None
 
-    def _fresh_state(self) -> step.TrainState:
+    def fresh_state(self) -> step.TrainState:
+        """The state before the first step: the student's file, or random weights of its shapes."""
         source, spec = self.sources.student, self.sources.student_spec
         if self.config.student.init == "checkpoint":
             params = load_params(source, spec, self.abstract.params, self.mesh)
@@ -87,6 +108,7 @@ class Job:
             seed=self.config.train.seed,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            more=self.cache and self.cache.train,
         )
         if state is not None:
             iterator.set_state(state)
@@ -100,6 +122,7 @@ class Job:
             limit=self.config.eval.rows or None,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            more=self.cache and self.cache.heldout,
         )
         return (self.put(batch) for batch in batches)
 
@@ -110,9 +133,8 @@ class Job:
 
     def flops_per_token(self) -> float:
         """Teacher forward, student forward and backward (twice the forward), causal attention."""
-        length = self.config.data.seq_len
-        spec = self.sources
-        return spec.teacher_spec.forward_flops(length) + 3 * spec.student_spec.forward_flops(length)
+        length, kind = self.config.data.seq_len, self.cache and self.cache.about.kind
+        return step_flops(self.sources, length, kind)
 
 
 def _check_batches(config: Config, mesh: Mesh) -> None:
@@ -159,13 +181,53 @@ def row_settings(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     )
 
 
+def cache_about(
+    config: Config, sources: Sources, rows: RowSet, teacher: str, *, kind: str, k: int = 0
+) -> About:
+    """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
+    return About(
+        kind=kind,
+        k=k,
+        temperature=config.loss.temperature if kind == "topk" else None,
+        teacher=teacher,
+        rows=rows.key,
+        tokenizer=sources.tokenizer.content_hash,
+        vocabulary=(sources.vocabulary.width, sources.vocabulary.real),
+        positions=config.data.seq_len,
+        width=sources.teacher_spec.hidden_size,
+        dtype=config.train.compute_dtype,
+        compute=config.teacher.compute,
+        sides=(len(rows.train), len(rows.heldout)),
+    )
+
+
 def teacher_backend(config: Config) -> str:
-    """The backend asked for: `KDJAX_TEACHER_BACKEND`, else the config."""
+    """The backend asked for: the cache's kind, what fp8 needs, KDJAX_TEACHER_BACKEND, the config.
+
+    Raises `UserError` for an unknown name, and for one beside an fp8 teacher.
+    """
+    if config.teacher.cache:
+        kind = read_index(Path(config.teacher.cache))[0].kind
+        if kind == "topk" and config.loss.divergence != "forward_kl":
+            raise UserError(
+                f"teacher.cache={config.teacher.cache} holds the likeliest ids, over which only "
+                f"loss.divergence=forward_kl is defined; found {config.loss.divergence!r}. Use "
+                "that, or cache hidden states (--kind=hidden)."
+            )
+        return kind
     backend = os.environ.get(BACKEND_VARIABLE) or config.teacher.backend
     if backend not in TEACHER_BACKENDS:
         valid = ", ".join(TEACHER_BACKENDS)
         raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {valid}")
-    return backend
+    compute = config.teacher.compute
+    if compute == "train":
+        return backend
+    if backend != "auto":
+        raise UserError(
+            f"found teacher.compute={compute!r} with the teacher backend {backend!r}; expected "
+            "backend 'auto': fp8 products need weights of their own kind. Leave one of them out."
+        )
+    return compute
 
 
 def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
@@ -174,6 +236,8 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
     Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
     """
     backend = teacher_backend(config)
+    if backend in FP8_COMPUTES:
+        check_fp8()
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     _check_batches(config, mesh)
     sources = open_sources(config)
@@ -187,7 +251,6 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
 def assemble(config: Config, workdir: Path) -> Job:
     """Builds the job. Raises `UserError` for anything a user can mend."""
     mesh, sources, plan = survey(config)
-    vocabulary = sources.vocabulary
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare(config, sources.tokenizer)
     _log.info("rows: %s", rows.info)
@@ -195,26 +258,51 @@ def assemble(config: Config, workdir: Path) -> Job:
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)  # hashing overlaps loading
     hashes = [pool.submit(content_hash, t) for t in (sources.teacher, sources.student)]
 
-    dtype = jnp.dtype(config.train.compute_dtype)
-    shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
-    frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
-    provider = PROVIDERS[plan.backend](sources.teacher, sources.teacher_spec, frozen, mesh)
-    provider = truncated(provider, vocabulary.width)
-    _log.info("%s", provider.info)
-    apply, shapes = functional(sources.student_spec, trained(config.student.remat, **shared))
-    step_spec = _step_spec(config, apply, provider, vocabulary)
-    abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
-    shardings = step.state_shardings(abstract, step_spec.tx, mesh)
-    train_step, eval_step = step.compile_steps(step_spec, shardings, mesh)
+    cache = None
+    if config.teacher.cache:
+        expected = cache_about(config, sources, rows, hashes[0].result(), kind=plan.backend)
+        cache = open_cache(Path(config.teacher.cache), expected)
+        _log.info("%s", cache)
+    steps = build_steps(config, sources, mesh, plan.backend)
 
     def run_identity() -> dict[str, Any]:
         sha = {
             f"{k}.sha256": h.result() for k, h in zip(("teacher", "student"), hashes, strict=True)
         }
-        return identity(config) | sha | {"data.rows": rows.key}
+        made_of = {"teacher.cache": cache.sha256} if cache else {}
+        return identity(config) | sha | {"data.rows": rows.key} | made_of
 
-    return Job(config, workdir, mesh, sources, rows, provider, step_spec, train_step, eval_step,
-               shardings, abstract, run_identity)  # fmt: skip
+    return Job(config, workdir, mesh, sources, rows, *steps, run_identity, cache)
+
+
+def load_teacher(
+    config: Config, sources: Sources, backend: str, mesh: Mesh
+) -> TeacherLogitsProvider:
+    """The teacher, or what training needs of a cached one, over the shared vocabulary."""
+    frozen = Compute(
+        dtype=jnp.dtype(config.train.compute_dtype),
+        param_dtype=jnp.dtype(config.teacher.param_dtype),
+        max_segments=config.data.max_segments,
+    )
+    make = PROVIDERS.get(backend) or functools.partial(cached, kind=backend)
+    provider = make(sources.teacher, sources.teacher_spec, frozen, mesh)
+    provider = truncated(provider, sources.vocabulary.width)
+    _log.info("%s", provider.info)
+    return provider
+
+
+def build_steps(config: Config, sources: Sources, mesh: Mesh, backend: str) -> Steps:
+    """Loads the teacher in the form of `backend`, and prepares both steps; compiles nothing."""
+    vocabulary = sources.vocabulary
+    dtype = jnp.dtype(config.train.compute_dtype)
+    shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
+    provider = load_teacher(config, sources, backend, mesh)
+    apply, shapes = functional(sources.student_spec, trained(config.student.remat, **shared))
+    step_spec = _step_spec(config, apply, provider, vocabulary)
+    abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
+    shardings = step.state_shardings(abstract, step_spec.tx, mesh)
+    return Steps(provider, step_spec, *step.compile_steps(step_spec, shardings, mesh), shardings,
+                 abstract)  # fmt: skip
 
 
 def trained(remat: str, **shared: Any) -> Compute:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.models.arch import ArchSpec, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
-from kdjax.models.weights import dense, from_bits, layers
+from kdjax.models.weights import dense, from_bits, layers, project
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
 
@@ -56,9 +56,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outer,), dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = jnp.einsum(
-            "ND,FD->NF", x.reshape(-1, x.shape[-1]), from_bits(self.weight[...]).astype(x.dtype)
-        )
+        y = project(x.reshape(-1, x.shape[-1]), self.weight.get_value())
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + from_bits(self.bias[...]).astype(x.dtype)[None, None]
 
