@@ -55,6 +55,7 @@ class Job:
     shardings: step.TrainState
     abstract: step.TrainState
     identity: Callable[[], dict[str, Any]]  # waits for the hashes when first called
+    plan: Plan
 
     def state(self, checkpoints: Checkpoints) -> tuple[step.TrainState, dict[str, Any] | None]:
         """The state to start from, in this order: own checkpoint, student's file, random weights.
@@ -214,7 +215,7 @@ def assemble(config: Config, workdir: Path) -> Job:
         return identity(config) | sha | {"data.rows": rows.key}
 
     return Job(config, workdir, mesh, sources, rows, provider, step_spec, train_step, eval_step,
-               shardings, abstract, run_identity)  # fmt: skip
+               shardings, abstract, run_identity, plan)  # fmt: skip
 
 
 def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider,
