@@ -32,6 +32,7 @@ from kdjax.errors import (
     UserError,
 )  # fmt: skip
 from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard, exit_status
+from kdjax.report import FILE as REPORT
 from kdjax.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
@@ -157,6 +158,9 @@ def main(argv: list[str]) -> int:
         print(f"saved; resume with: {_same_command()}")
         return INTERRUPTED
     print(f"done: {_WORKDIR.value}")
+    report = Path(_WORKDIR.value) / REPORT
+    if report.exists():
+        print(f"report: {report}")
     return FINISHED
 
 

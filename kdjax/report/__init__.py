@@ -33,7 +33,7 @@ class Report(Hook):
             try:
                 from kdjax.report import page
 
-                _log.info("report: %s", page.write([self._workdir]))
+                page.write([self._workdir])
             except Exception as error:
                 _log.warning(
                     "no report: %s: %s\nTry again: python -m kdjax.report %s",

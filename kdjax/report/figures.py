@@ -28,6 +28,8 @@ COLOURS = {
 INK, MUTED, GRID, *SERIES = COLOURS
 _DASHES: list[Any] = ["-", (0, (5, 1.6)), (0, (1.5, 1.3)), (0, (6, 1.5, 1.5, 1.5))]
 _BINS = 160  # points of a curve; longer runs are averaged
+_PACE_STEPS = 8  # steps whose speed is averaged, at least: single ones are timed a step late
+_LEGEND_COLUMNS = 3
 _SIZE = 4.9, 2.9  # inches of 72 units: about as wide as a phone, so that 10 units stay legible
 _STYLE = {
     "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED,
@@ -79,12 +81,13 @@ def _draw(name: str, title: str, panel: Panel, runs: Sequence[RunRecord]) -> Dra
         note = panel(axes, runs)
         if note is None:
             return None
-        axes.set_title(title, pad=24 if axes.get_legend_handles_labels()[1] else 8)
+        labels = axes.get_legend_handles_labels()[1]
+        axes.set_title(title, pad=8 + 16 * -(-len(labels) // _LEGEND_COLUMNS))
         axes.set_xlabel("tokens trained")
         axes.xaxis.set_major_formatter(EngFormatter(sep="", places=None))
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        if labels := axes.get_legend_handles_labels()[1]:
-            axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=min(len(labels), 3),
+        if labels:
+            axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=_LEGEND_COLUMNS,
                         borderaxespad=0, handlelength=2.4, columnspacing=1.2)  # fmt: skip
         files = {}
         for kind, how in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 160})):
@@ -218,7 +221,7 @@ def _heldout_ce(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
 
 
 def _learning_rate(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=False)
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:.1e}".replace("e-0", "e-") if y else "0")
     note = _of_steps("learning_rate")(axes, runs)
     if len(runs) == 1 and (legend := axes.get_lines()):
         legend[0].set_label("_")
@@ -227,15 +230,21 @@ def _learning_rate(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
 
 
 def _throughput(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
-    drawn = []
+    sizes = [0]
     for i, run in enumerate(runs):
         good = np.isfinite(run.train["tokens_per_second"]) & ~run.compiled()
-        train = {name: column[good] for name, column in run.train.items()}
-        steady = dataclasses.replace(run, train=train)
-        label = run.label if len(runs) > 1 else "_"
-        drawn.append(_curve(axes, steady, "tokens_per_second", i, label))
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    if not any(drawn):
+        x, speed = run.train["tokens"][good], run.train["tokens_per_second"][good]
+        if not len(speed):
+            continue
+        sizes.append(max(_PACE_STEPS, -(-len(speed) // _BINS)))
+        starts = np.arange(0, len(speed), sizes[-1])
+        counts = np.diff([*starts, len(speed)])
+        pace = counts / np.add.reduceat(1 / speed, starts)  # times add up, speeds do not
+        axes.plot(x[starts + counts - 1], pace, marker="o" if len(pace) < 4 else None,
+                  label=run.label if len(runs) > 1 else "_", **_look(i))  # fmt: skip
+    if not max(sizes):
         return None
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylim(0, 1.06 * axes.dataLim.ymax)
-    return f"The first step of a session, which holds compilation, is left out. {_binned(max(drawn))}"
+    return (f"Over {max(sizes)} steps at a time, evaluations, saves and the first step of a "
+            "session, which holds compilation, left out.")  # fmt: skip

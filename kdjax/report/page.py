@@ -16,13 +16,14 @@ from kdjax.report.workdir import RunRecord, read_runs
 from kdjax.version import __version__
 
 COMPARISON = "comparison.html"
+_AT_T = "KL at T"
 # Column: its key in an evaluation's figures for the teacher, for the student, and its form.
 _COLUMNS = {
-    "CE, nats a token": ("teacher_ce", "student_ce", "{:.4f}"),
+    "CE": ("teacher_ce", "student_ce", "{:.4f}"),
     "perplexity": ("teacher_perplexity", "student_perplexity", "{:.3f}"),
     "bits a byte": ("teacher_bits_per_byte", "student_bits_per_byte", "{:.4f}"),
     "KL to the teacher": ("", "kl", "{:.4f}"),
-    "KL at T": ("", "kl_temperature", "{:.4f}"),
+    _AT_T: ("", "kl_temperature", "{:.4f}"),
     "agreement": ("", "agreement", "{:.2%}"),
 }
 _NOTHING = "–"
@@ -45,7 +46,7 @@ def write(workdirs: Sequence[Path], out: Path | None = None) -> Path:
         runs=runs, figures=figures, folder=out.stem, version=__version__,
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         columns=(results := results_table(runs))[0], rows=results[1], summary=summary(runs),
-        comparable=comparable(runs), differing=differing(runs),
+        measured=measured(runs), comparable=comparable(runs), differing=differing(runs),
         samples=[(run, list(_samples(run))) for run in runs if run.samples],
         settings=[_settings(run) for run in runs], facts=[_facts(run) for run in runs],
     )  # fmt: skip
@@ -92,35 +93,37 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
     """Columns and rows of held-out figures: teacher, student before, student after, of every run.
 
     A teacher or a start that several runs share is one row. A column that nobody has is left out,
-    KL at T as well where T is 1.
+    and KL at T where T is 1, or not the same in all runs.
     """
     before, after = [], []
+    temperatures = {run.temperature for run in runs}
+    at_t = len(temperatures) == 1 and 1.0 not in temperatures
+    columns = [c for c in _COLUMNS if c != _AT_T or at_t]
     for run in runs:
         name = f"{run.label}: " if len(runs) > 1 else ""
         if not run.evals:
             continue
         first, last = run.evals[0], run.evals[-1]
-        before.append((f"{name}teacher", _figures(last, 0)))
+        before.append((f"{name}teacher", _figures(last, 0, columns)))
         if first["step"] == 0:
-            before.append((f"{name}student before training", _figures(first, 1)))
+            before.append((f"{name}student before training", _figures(first, 1, columns)))
         if last["step"] > 0:
             kind = ", without the teacher (alpha = 1)" if run.without_teacher else ""
             after.append((f"{name}student after {last['step']:,.0f} steps{kind}",
-                          _figures(last, 1)))  # fmt: skip
+                          _figures(last, 1, columns)))  # fmt: skip
     rows = [*_joined(before), *after]
-    hidden = {"KL at T"} if all(run.temperature == 1 for run in runs) else set()
-    used = [c for c in _COLUMNS if c not in hidden and any(f[c] != _NOTHING for _, f in rows)]
+    used = [c for c in columns if any(f[c] != _NOTHING for _, f in rows)]
     return used, [(label, [figures[c] for c in used]) for label, figures in rows]
 
 
-def _figures(entry: Mapping[str, float], side: int) -> dict[str, str]:
+def _figures(entry: Mapping[str, float], side: int, columns: Sequence[str]) -> dict[str, str]:
     """The cells of one row; `side` is 0 for the teacher, 1 for the student."""
 
     def cell(key: str, form: str) -> str:
         value = entry.get(key, math.nan) if key else math.nan
         return form.format(value) if math.isfinite(value) else _NOTHING
 
-    return {column: cell(keys[side], form) for column, (*keys, form) in _COLUMNS.items()}
+    return {column: cell(_COLUMNS[column][side], _COLUMNS[column][2]) for column in columns}
 
 
 def _joined(rows: list[tuple[str, dict[str, str]]]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -147,13 +150,20 @@ def summary(runs: Sequence[RunRecord]) -> list[str]:
         lines.append(
             f"{name} KL to the teacher {_verb(*kl)} {kl[0]:.4f} to {kl[1]:.4f}{change}, agreement "
             f"{_verb(*agreement)} {agreement[0]:.1%} to {agreement[1]:.1%}, in "
-            f"{last['step']:,.0f} steps of {last['tokens']:,.0f} tokens together."
+            f"{last['step']:,.0f} steps ({last['tokens']:,.0f} tokens)."
         )
     return lines
 
 
 def _verb(before: float, after: float) -> str:
     return "fell from" if after < before else "rose from" if after > before else "went from"
+
+
+def measured(runs: Sequence[RunRecord]) -> str:
+    """Units of the results, and over how many positions they are."""
+    counts = sorted({run.evals[-1]["positions"] for run in runs if run.evals})
+    over = " or ".join(f"{count:,.0f}" for count in counts if math.isfinite(count))
+    return f"CE and KL in nats a token{f', over {over} positions' if over else ''}."
 
 
 def comparable(runs: Sequence[RunRecord]) -> list[str]:
