@@ -37,9 +37,7 @@ class StopSignals:
             self._heard, self._told = socket.socketpair()
             self._heard.setblocking(False)
             self._told.setblocking(False)
-            self._previous_fd = signal.set_wakeup_fd(
-                self._told.fileno(), warn_on_full_buffer=False
-            )
+            self._previous_fd = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
             self._listener = threading.Thread(target=self._listen, daemon=True)

@@ -149,8 +149,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return exit_status("failed", error, verdict.result if verdict else None)
     except KeyboardInterrupt:
-        print(f"stopped at once; what was saved before is kept. The same command goes on from there:"
-              f" {_same_command()}")  # fmt: skip
+        print("stopped at once; what was saved before is kept. The same command goes on from "
+              f"there: {_same_command()}")  # fmt: skip
         return QUIT
     if verdict:
         return exit_status(reason, None, verdict.result)

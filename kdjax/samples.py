@@ -1,4 +1,4 @@
-"""`samples.json`: what the student writes before and after training, judged id by id by the teacher.
+"""`samples.json`: what the student writes before and after training, judged by the teacher.
 
 The same held-out beginnings are continued greedily each time. Then the teacher reads the student's
 own continuation once: its most likely id at each place, and what it gives the student's.
@@ -52,9 +52,7 @@ def choose(rows: Rows, count: int) -> list[dict[str, Any]]:
         longest = np.bincount(segments)[1:].argmax() + 1
         ids = rows.tokens[index][segments == longest].tolist()
         cut = min(PROMPT_TOKENS, len(ids) // 2)
-        chosen.append(
-            dict(row=int(index), prompt=ids[:cut], reference=ids[cut : cut + NEW_TOKENS])
-        )
+        chosen.append(dict(row=int(index), prompt=ids[:cut], reference=ids[cut : cut + NEW_TOKENS]))
     return chosen
 
 
@@ -196,7 +194,9 @@ class Samples(Hook):
                     strict=True,
                 )
             ]  # fmt: skip
-            for at, token in enumerate(tokens if judged else ()):
+            for at, token in enumerate(tokens):
+                if judged is None:
+                    break
                 top = int(judged.top[row, at])
                 token["teacher"] = {
                     "id": top,

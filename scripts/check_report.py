@@ -151,8 +151,8 @@ def check(report: Path, shots: Path | None = None) -> list[str]:
 
 def main() -> int:
     """Runs the check; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("report", type=Path)
     parser.add_argument("--shots", type=Path, help="a folder for pictures of the page")
     args = parser.parse_args()

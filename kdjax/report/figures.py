@@ -29,15 +29,15 @@ INK, MUTED, GRID, *SERIES = COLOURS
 _DASHES: list[Any] = ["-", (0, (5, 1.6)), (0, (1.5, 1.3)), (0, (6, 1.5, 1.5, 1.5))]
 _BINS = 160  # points of a curve; longer runs are averaged
 _PACE_STEPS = 8  # steps whose speed is averaged, at least: single ones are timed a step late
-_LEGEND_COLUMNS = 3
+_LEGEND_COLUMNS, _LABEL = 3, 14  # and characters of a run's label
 _SIZE = 4.9, 2.9  # inches of 72 units: about as wide as a phone, so that 10 units stay legible
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED,
     "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED, "axes.linewidth": 0.8,
     "grid.color": GRID, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,
     "legend.frameon": False, "legend.fontsize": 9.5, "lines.linewidth": 1.8, "axes.grid": True,
-    "axes.facecolor": "none", "axes.axisbelow": True, "axes.titlesize": 11, "axes.titlelocation": "left",
-    "axes.titleweight": "bold", "xtick.major.size": 3, "ytick.major.size": 3,
+    "axes.facecolor": "none", "axes.axisbelow": True, "axes.titlesize": 11,
+    "axes.titlelocation": "left", "axes.titleweight": "bold", "xtick.major.size": 3, "ytick.major.size": 3,
 }  # fmt: skip
 
 
@@ -90,10 +90,9 @@ def _draw(name: str, title: str, panel: Panel, runs: Sequence[RunRecord]) -> Dra
             axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=_LEGEND_COLUMNS,
                         borderaxespad=0, handlelength=2.4, columnspacing=1.2)  # fmt: skip
         files = {}
-        for kind, how in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 160})):
+        for kind, paper in (("svg", "none"), ("png", "white")):
             with io.BytesIO() as file:
-                figure.savefig(file, format=kind, facecolor="none" if kind == "svg" else "white",
-                               **how)  # fmt: skip
+                figure.savefig(file, format=kind, facecolor=paper, dpi=160)
                 files[kind] = file.getvalue()
     return Drawn(name, title, note, _inline(files["svg"].decode(), title), files["png"])
 
@@ -110,6 +109,12 @@ def _inline(svg: str, title: str) -> str:
     return re.sub(r"\n\s*", "\n", svg)
 
 
+def _named(run: RunRecord) -> str:
+    """The run's label for a legend: its end, with nothing that matplotlib would interpret."""
+    text = run.label if len(run.label) <= _LABEL else "…" + run.label[1 - _LABEL :]
+    return " " * text.startswith("_") + text.replace("$", r"\$")
+
+
 def _look(index: int) -> dict[str, Any]:
     return {"color": SERIES[index % len(SERIES)], "linestyle": _DASHES[index % len(_DASHES)]}
 
@@ -122,7 +127,7 @@ def _curve(axes: Axes, run: RunRecord, name: str, index: int, label: str) -> int
         return 0
     size = -(-len(y) // _BINS)
     starts = np.arange(0, len(y), size)
-    counts = np.diff([*starts, len(y)])
+    counts = np.minimum(size, len(y) - starts)
     means = np.add.reduceat(y, starts) / counts
     at = x[starts + counts - 1]
     if size > 1:
@@ -164,7 +169,7 @@ def _formula(run: RunRecord) -> str:
 
 def _of_steps(name: str) -> Panel:
     def panel(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
-        sizes = [_curve(axes, run, name, i, run.label) for i, run in enumerate(runs)]
+        sizes = [_curve(axes, run, name, i, _named(run)) for i, run in enumerate(runs)]
         return _binned(max(sizes)) if any(sizes) else None
 
     return panel
@@ -173,7 +178,9 @@ def _of_steps(name: str) -> Panel:
 def _points(axes: Axes, run: RunRecord, name: str, index: int, label: str | None,
             form: str) -> bool:  # fmt: skip
     """A held-out figure over tokens: a ring at the start, a dot at each later evaluation."""
-    known = [(e["tokens"], e[name], e["step"]) for e in run.evals if np.isfinite(e.get(name, np.nan))]
+    known = [
+        (e["tokens"], e[name], e["step"]) for e in run.evals if np.isfinite(e.get(name, np.nan))
+    ]
     if not known:
         return False
     x, y, steps = zip(*known, strict=True)
@@ -194,7 +201,7 @@ def _points(axes: Axes, run: RunRecord, name: str, index: int, label: str | None
 def _of_evals(name: str, form: str) -> Panel:
     def panel(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
         alone = len(runs) == 1
-        drawn = [_points(axes, run, name, i, None if alone else run.label, form if alone else "")
+        drawn = [_points(axes, run, name, i, None if alone else _named(run), form if alone else "")
                  for i, run in enumerate(runs)]  # fmt: skip
         axes.margins(y=0.22 if alone else 0.08)
         return "Ring: before training." if any(drawn) else None
@@ -211,7 +218,7 @@ def _heldout_ce(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
     many = len(runs) > 1
     drawn = False
     for i, run in enumerate(runs):
-        drawn |= _points(axes, run, "student_ce", i, run.label if many else "student", "")
+        drawn |= _points(axes, run, "student_ce", i, _named(run) if many else "student", "")
     teachers = {e["teacher_ce"] for run in runs for e in run.evals[-1:]
                 if np.isfinite(e.get("teacher_ce", np.nan))}  # fmt: skip
     for i, ce in enumerate(sorted(teachers)):
@@ -222,11 +229,12 @@ def _heldout_ce(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
 
 def _learning_rate(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:.1e}".replace("e-0", "e-") if y else "0")
-    note = _of_steps("learning_rate")(axes, runs)
-    if len(runs) == 1 and (legend := axes.get_lines()):
-        legend[0].set_label("_")
+    if _of_steps("learning_rate")(axes, runs) is None:
+        return None
+    if len(runs) == 1:
+        axes.get_lines()[0].set_label("_")  # one curve needs no legend
     axes.set_ylim(0, 1.06 * axes.dataLim.ymax or 1)
-    return note and "As the optimizer used it."
+    return "As the optimizer used it."
 
 
 def _throughput(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
@@ -238,10 +246,10 @@ def _throughput(axes: Axes, runs: Sequence[RunRecord]) -> str | None:
             continue
         sizes.append(max(_PACE_STEPS, -(-len(speed) // _BINS)))
         starts = np.arange(0, len(speed), sizes[-1])
-        counts = np.diff([*starts, len(speed)])
+        counts = np.minimum(sizes[-1], len(speed) - starts)
         pace = counts / np.add.reduceat(1 / speed, starts)  # times add up, speeds do not
         axes.plot(x[starts + counts - 1], pace, marker="o" if len(pace) < 4 else None,
-                  label=run.label if len(runs) > 1 else "_", **_look(i))  # fmt: skip
+                  label=_named(run) if len(runs) > 1 else "_", **_look(i))  # fmt: skip
     if not max(sizes):
         return None
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
