@@ -31,13 +31,14 @@ _BINS = 160  # points of a curve; longer runs are averaged
 _PACE_STEPS = 8  # steps whose speed is averaged, at least: single ones are timed a step late
 _LEGEND_COLUMNS, _LABEL = 3, 14  # and characters of a run's label
 _SIZE = 4.9, 2.9  # inches of 72 units: about as wide as a phone, so that 10 units stay legible
-_STYLE: dict[Any, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED,
     "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED, "axes.linewidth": 0.8,
     "grid.color": GRID, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,
     "legend.frameon": False, "legend.fontsize": 9.5, "lines.linewidth": 1.8, "axes.grid": True,
     "axes.facecolor": "none", "axes.axisbelow": True, "axes.titlesize": 11,
-    "axes.titlelocation": "left", "axes.titleweight": "bold", "xtick.major.size": 3, "ytick.major.size": 3,
+    "axes.titlelocation": "left", "axes.titleweight": "bold",
+    "xtick.major.size": 3, "ytick.major.size": 3,
 }  # fmt: skip
 
 
