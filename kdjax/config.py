@@ -11,6 +11,7 @@ from typing import Any
 from kdjax.errors import UserError
 
 TEACHER_BACKENDS = ("auto", "dequant", "q4k")
+FP8_COMPUTES = ("fp8", "fp8_precise")
 
 
 @dataclasses.dataclass
@@ -20,6 +21,7 @@ class TeacherConfig:
     path: str = ""  # a GGUF file, or a Hugging Face folder
     backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
     param_dtype: str = "bfloat16"  # of the weights once dequantized
+    compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
     allow_degenerate: bool = False  # accept a student that already is the teacher
 
 
@@ -30,7 +32,7 @@ class StudentConfig:
     path: str = ""  # a GGUF file, or a Hugging Face folder
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
-    remat: str = "full"  # none | dots | full: what the backward pass recomputes
+    remat: str = "full"  # none | dots | full: what the backward pass recomputes, for memory
 
 
 @dataclasses.dataclass
@@ -69,6 +71,7 @@ class OptimConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
+    moment_dtype: str = "float32"  # float32 | bfloat16 (stochastic rounding): of stored moments
 
 
 @dataclasses.dataclass
@@ -185,6 +188,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "teacher.path": _PRESENT,
     "teacher.backend": _choice(*TEACHER_BACKENDS),
     "teacher.param_dtype": _choice("bfloat16", "float32"),
+    "teacher.compute": _choice("train", *FP8_COMPUTES),
     "student.path": _PRESENT,
     "student.init": _choice("checkpoint", "random"),
     "student.head": _choice("auto", "tied", "untied"),
@@ -205,6 +209,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "optim.beta2": _BETA,
     "optim.eps": _POSITIVE,
     "optim.clip_norm": _NON_NEGATIVE,
+    "optim.moment_dtype": _choice("float32", "bfloat16"),
     "train.steps": _POSITIVE,
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,

@@ -16,10 +16,9 @@ from jaxtyping import Array, Float, Int
 from kdjax.losses import (
     EXCLUDED,
     cross_entropy,
-    kd_logit_gradient,
+    kd_parts_and_gradient,
     kl_divergence,
     log_softmax,
-    soft_divergence,
 )
 
 
@@ -117,17 +116,14 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
         sums, d_head = carry
         h_s, h_t, label, weight = xs
         s, t = _logits(h_s, head, spec), _logits(h_t, teacher_head, spec)
-        ce = cross_entropy(s, label)
-        soft = [log_softmax(x, spec.temperature) for x in (t, s)]
-        kl = soft_divergence(soft[0], soft[1], spec.divergence)
+        ce, kl, g = kd_parts_and_gradient(s, t, label, **options)
         loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
         sums = LossSums(
             *(a + jnp.sum(weight * b) for a, b in zip(sums, (loss, ce, kl), strict=True))
         )
         if not with_gradient:
             return (sums, d_head), None
-        g = kd_logit_gradient(s, t, label, **options) * weight[..., None]
-        g = g.astype(h_s.dtype)
+        g = (g * weight[..., None]).astype(h_s.dtype)
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
         d_head += jnp.einsum("BTV,BTD->VD", g, h_s, preferred_element_type=jnp.float32)
         return (sums, d_head), d_hidden

@@ -10,6 +10,7 @@ vocabulary rows, D hidden width, F MLP width.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kdjax import optim, sharding
-from kdjax.config import Config, flatten
+from kdjax.config import FP8_COMPUTES, Config, flatten
 from kdjax.errors import UserError
 from kdjax.formats.blocks import BLOCKS
 from kdjax.loading import tensor_names
@@ -88,16 +89,17 @@ def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, ba
     student = _tree_bytes(shapes, mesh)
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
     moments = _total(jax.eval_shape(tx.init, shapes)) * student / _total(shapes)
-    names = {"dequant": f"teacher, {config.teacher.param_dtype}", "q4k": "teacher, packed blocks"}
+    kinds = {"dequant": config.teacher.param_dtype, "q4k": "packed blocks"}
+    kind = kinds.get(backend, "float8 and scales")
     resident = {
-        names[backend]: _teacher_bytes(config, sources, mesh, backend),
+        f"teacher, {kind}": _teacher_bytes(config, sources, mesh, backend),
         "student, float32 masters": student,
-        "optimizer moments": moments,
+        f"optimizer moments, {config.optim.moment_dtype}": moments,
     }
     limit = devices.memory_bytes
     if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
-    bound = _bound(config, sources, devices)
+    bound = _bound(config, sources, devices, backend)
     plan = Plan(backend, devices.platform, resident, {}, limit, bound)
     return _with_phases(plan, config, sources, mesh)
 
@@ -118,9 +120,11 @@ def _total(abstract: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
-def _bound(config: Config, sources: Sources, devices: Devices) -> float | None:
+def _bound(config: Config, sources: Sources, devices: Devices, backend: str) -> float | None:
     length = config.data.seq_len
     flops = sources.teacher_spec.forward_flops(length)
+    if backend in FP8_COMPUTES:
+        flops /= 2  # data sheets give float8 twice the rate of bf16
     flops += 3 * sources.student_spec.forward_flops(length)
     return devices.peak_flops / flops if devices.peak_flops else None
 
@@ -143,11 +147,12 @@ def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -
     kept = sources.vocabulary.width / spec.vocab_size  # rows of the head that are not cut off
     dtype = jnp.dtype(config.teacher.param_dtype)
     abstract = functional(spec, Compute(param_dtype=dtype))[1]
-    if backend == "dequant":
+    if backend != "q4k":
         cut = dataclasses.replace(spec, vocab_size=sources.vocabulary.width)
         narrow = functional(cut, Compute(param_dtype=dtype))[1]
         head = "embed" if spec.tied else "head"
-        return _tree_bytes(abstract | {head: narrow[head]}, mesh)
+        numbers = abstract | {head: narrow[head]}
+        return (_fp8_bytes if backend in FP8_COMPUTES else _tree_bytes)(numbers, mesh)
     total = 0.0
     for path, names in tensor_names(table, spec).items():
         infos = [table.info(name) for name in names]
@@ -159,6 +164,20 @@ def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -
             else:
                 total += dtype.itemsize * info.shape[0]
     return total
+
+
+def _fp8_bytes(abstract: Any, mesh: Mesh) -> Size:
+    """Of a dense teacher's shapes, its layers' matrices in float8 with a float32 scale a row."""
+    matrices = [
+        (tuple(key.key for key in keys), leaf.shape)
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract["blocks"])[0]
+        if len(leaf.shape) == 3
+    ]
+    rows = [(path, (*shape[:-1], 1)) for path, shape in matrices]
+    values = sum(math.prod(shape) / _shards(path, shape, mesh) for path, shape in matrices)
+    scales = sum(4 * math.prod(shape) / _shards(path, shape, mesh) for path, shape in rows)
+    rest = jax.tree.map(lambda leaf: None if len(leaf.shape) == 3 else leaf, abstract)
+    return values + scales + _tree_bytes(rest, mesh)
 
 
 def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform: str,
@@ -180,8 +199,10 @@ def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform
     )
 
     def forward(tokens: Size) -> dict[str, Size]:
-        row = 2 * teacher.mlp_size / mesh.shape["tensor"] + 5 * teacher.hidden_size
-        return {"teacher's activations": tokens * size * row, "a teacher layer": layer * decoded}
+        wide = teacher.mlp_size / mesh.shape["tensor"]
+        row = size * (2 * wide + 5 * teacher.hidden_size)
+        row += wide if backend in FP8_COMPUTES else 0  # what `down` multiplies, in float8
+        return {"teacher's activations": tokens * row, "a teacher layer": layer * decoded}
 
     def heads(tokens: Size, logits: Size, moved: int) -> dict[str, Size]:
         chunk = min(config.loss.chunk_tokens / shards, tokens)
@@ -215,8 +236,8 @@ def _kept_a_position(spec: ArchSpec, remat: str, size: int) -> Size:
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     elements = {
         "full": d,  # each layer's input
-        "dots": 2 * f + 4 * d + heads,  # and every product
-        "none": 6 * f + 13 * d + heads,  # and everything between, the norms in float32
+        "dots": 2 * f + 3 * d + heads,  # and every product
+        "none": 3 * f + 5 * d + heads,  # and everything between
     }[remat]
     return spec.num_layers * elements * size
 
