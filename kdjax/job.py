@@ -66,7 +66,7 @@ class Job:
     shardings: step.TrainState
     abstract: step.TrainState
     identity: Callable[[], dict[str, Any]]  # waits for the hashes when first called
-    plan: Plan
+    plan: Plan | None = None  # None where nothing was planned: a benchmark
 
     def state(self, checkpoints: Checkpoints) -> tuple[step.TrainState, dict[str, Any] | None]:
         """The state to start from, in this order: own checkpoint, student's file, random weights.

@@ -219,9 +219,11 @@ class Receipt(Hook):
             file.write(json.dumps(_finite(record), indent=1, allow_nan=False).encode() + b"\n")
 
 
-def _plan(job: Job) -> dict[str, Any]:
+def _plan(job: Job) -> dict[str, Any] | None:
     """Bytes on each device, as planned."""
     plan = job.plan
+    if plan is None:
+        return None
     parts = {"resident": plan.resident, "phases": plan.phases, "limit": plan.limit}
     return {"choice": plan.choice, "peak": plan.peak} | parts
 
