@@ -22,6 +22,7 @@ class TeacherConfig:
     backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
     param_dtype: str = "bfloat16"  # of the weights once dequantized
     compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
+    cache: str = ""  # folder of kdjax.cache_teacher: trains from it, the teacher is not loaded
     allow_degenerate: bool = False  # accept a student that already is the teacher
 
 
@@ -148,8 +149,8 @@ class Config:
 # Fields that may change between a save and its resumption: they alter cost, place or reporting, not
 # the run. Models and text are compared by content instead of by path.
 RESUMABLE = (
-    "teacher.path", "teacher.backend", "student.path", "student.remat", "data.train",
-    "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
+    "teacher.path", "teacher.backend", "teacher.cache", "student.path", "student.remat",
+    "data.train", "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
     "train.microbatches", "eval.", "checkpoint.", "mesh.", "log.", "smoke.",
 )  # fmt: skip
 

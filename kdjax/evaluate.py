@@ -17,12 +17,13 @@ from typing import Any
 import jax
 
 from kdjax.head import EvalSums
+from kdjax.head_cached import TopEvalSums
 from kdjax.metrics import held_out_figures
 from kdjax.models.decoder import Params
 
 
 def held_out(
-    eval_step: Callable[..., EvalSums],
+    eval_step: Callable[..., EvalSums | TopEvalSums],
     params: Params,
     teacher: Params,
     batches: Iterable[dict[str, Any]],

@@ -63,7 +63,7 @@ def _logits(hidden: Array, head: Array, spec: HeadSpec) -> Array:
     return jnp.where(exists, logits, EXCLUDED)
 
 
-def _chunked(x: Array, chunks: int, size: int) -> Array:
+def chunked(x: Array, chunks: int, size: int) -> Array:
     """`[B, T, ...]` to `[chunks, B, size, ...]`, T padded with zeros.
 
     Chunks run along T, so that rows stay where the mesh put them.
@@ -80,7 +80,7 @@ def _scan_inputs(student: Array, teacher: Array, labels: Array, weights: Array, 
     # A position without weight may hold anything, NaN too; zeros keep it out of 0 * NaN.
     keep = (weights != 0)[..., None]
     student, teacher = jnp.where(keep, student, 0), jnp.where(keep, teacher, 0)
-    return tuple(_chunked(x, chunks, size) for x in (student, teacher, labels, weights))
+    return tuple(chunked(x, chunks, size) for x in (student, teacher, labels, weights))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

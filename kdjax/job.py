@@ -28,10 +28,18 @@ from kdjax.head import HeadSpec
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional, initialise
-from kdjax.plan import Plan, choose
+from kdjax.plan import Plan, choose, step_flops
 from kdjax.runtime import device_summary
 from kdjax.sources import Sources, open_sources
-from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, Vocabulary, check_fp8, truncated
+from kdjax.teacher import (
+    PROVIDERS,
+    TeacherLogitsProvider,
+    Vocabulary,
+    cached,
+    check_fp8,
+    truncated,
+)
+from kdjax.teacher_cache import About, TeacherCache, open_cache, read_index
 from kdjax.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -67,6 +75,7 @@ class Job:
     abstract: step.TrainState
     identity: Callable[[], dict[str, Any]]  # waits for the hashes when first called
     plan: Plan | None = None  # None where nothing was planned: a benchmark
+    cache: TeacherCache | None = None  # of the teacher, which is then not loaded
 
     def state(self, checkpoints: Checkpoints) -> tuple[step.TrainState, dict[str, Any] | None]:
         """The state to start from, in this order: own checkpoint, student's file, random weights.
@@ -100,6 +109,7 @@ class Job:
             seed=self.config.train.seed,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            more=self.cache and self.cache.train,
         )
         if state is not None:
             iterator.set_state(state)
@@ -113,6 +123,7 @@ class Job:
             limit=self.config.eval.rows or None,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            more=self.cache and self.cache.heldout,
         )
         return (self.put(batch) for batch in batches)
 
@@ -123,9 +134,8 @@ class Job:
 
     def flops_per_token(self) -> float:
         """Teacher forward, student forward and backward (twice the forward), causal attention."""
-        length = self.config.data.seq_len
-        spec = self.sources
-        return spec.teacher_spec.forward_flops(length) + 3 * spec.student_spec.forward_flops(length)
+        length, kind = self.config.data.seq_len, self.cache and self.cache.about.kind
+        return step_flops(self.sources, length, kind)
 
 
 def _check_batches(config: Config, mesh: Mesh) -> None:
@@ -172,11 +182,40 @@ def row_settings(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     )
 
 
+def cache_about(
+    config: Config, sources: Sources, rows: RowSet, teacher: str, *, kind: str, k: int = 0
+) -> About:
+    """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
+    return About(
+        kind=kind,
+        k=k,
+        temperature=config.loss.temperature if kind == "topk" else None,
+        teacher=teacher,
+        rows=rows.key,
+        tokenizer=sources.tokenizer.content_hash,
+        vocabulary=(sources.vocabulary.width, sources.vocabulary.real),
+        positions=config.data.seq_len,
+        width=sources.teacher_spec.hidden_size,
+        dtype=config.train.compute_dtype,
+        compute=config.teacher.compute,
+        sides=(len(rows.train), len(rows.heldout)),
+    )
+
+
 def teacher_backend(config: Config) -> str:
-    """The backend asked for: `KDJAX_TEACHER_BACKEND`, else the config; or what fp8 needs.
+    """The backend asked for: the cache's kind, what fp8 needs, KDJAX_TEACHER_BACKEND, the config.
 
     Raises `UserError` for an unknown name, and for one beside an fp8 teacher.
     """
+    if config.teacher.cache:
+        kind = read_index(Path(config.teacher.cache))[0].kind
+        if kind == "topk" and config.loss.divergence != "forward_kl":
+            raise UserError(
+                f"teacher.cache={config.teacher.cache} holds the likeliest ids, over which only "
+                f"loss.divergence=forward_kl is defined; found {config.loss.divergence!r}. Use "
+                "that, or cache hidden states (--kind=hidden)."
+            )
+        return kind
     backend = os.environ.get(BACKEND_VARIABLE) or config.teacher.backend
     if backend not in TEACHER_BACKENDS:
         valid = ", ".join(TEACHER_BACKENDS)
@@ -220,16 +259,37 @@ def assemble(config: Config, workdir: Path) -> Job:
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)  # hashing overlaps loading
     hashes = [pool.submit(content_hash, t) for t in (sources.teacher, sources.student)]
 
+    cache = None
+    if config.teacher.cache:
+        expected = cache_about(config, sources, rows, hashes[0].result(), kind=plan.backend)
+        cache = open_cache(Path(config.teacher.cache), expected)
+        _log.info("%s", cache)
     steps = build_steps(config, sources, mesh, plan.backend)
-    _log.info("%s", steps.teacher.info)
 
     def run_identity() -> dict[str, Any]:
         sha = {
             f"{k}.sha256": h.result() for k, h in zip(("teacher", "student"), hashes, strict=True)
         }
-        return identity(config) | sha | {"data.rows": rows.key}
+        made_of = {"teacher.cache": cache.sha256} if cache else {}
+        return identity(config) | sha | {"data.rows": rows.key} | made_of
 
-    return Job(config, workdir, mesh, sources, rows, *steps, run_identity, plan)
+    return Job(config, workdir, mesh, sources, rows, *steps, run_identity, plan, cache)
+
+
+def load_teacher(
+    config: Config, sources: Sources, backend: str, mesh: Mesh
+) -> TeacherLogitsProvider:
+    """The teacher, or what training needs of a cached one, over the shared vocabulary."""
+    frozen = Compute(
+        dtype=jnp.dtype(config.train.compute_dtype),
+        param_dtype=jnp.dtype(config.teacher.param_dtype),
+        max_segments=config.data.max_segments,
+    )
+    make = PROVIDERS.get(backend) or functools.partial(cached, kind=backend)
+    provider = make(sources.teacher, sources.teacher_spec, frozen, mesh)
+    provider = truncated(provider, sources.vocabulary.width)
+    _log.info("%s", provider.info)
+    return provider
 
 
 def build_steps(config: Config, sources: Sources, mesh: Mesh, backend: str) -> Steps:
@@ -237,9 +297,7 @@ def build_steps(config: Config, sources: Sources, mesh: Mesh, backend: str) -> S
     vocabulary = sources.vocabulary
     dtype = jnp.dtype(config.train.compute_dtype)
     shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
-    frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
-    provider = PROVIDERS[backend](sources.teacher, sources.teacher_spec, frozen, mesh)
-    provider = truncated(provider, vocabulary.width)
+    provider = load_teacher(config, sources, backend, mesh)
     apply, shapes = functional(sources.student_spec, trained(config.student.remat, **shared))
     step_spec = _step_spec(config, apply, provider, vocabulary)
     abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)

@@ -1,32 +1,35 @@
 """Reduced numbers as (sum, count) pairs: merged over batches, divided once."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from kdjax.head import EvalSums
+from kdjax.head_cached import TopEvalSums
 
 
-def held_out_figures(sums: Iterable[EvalSums], temperature: float) -> dict[str, float]:
+def held_out_figures(
+    sums: Sequence[EvalSums | TopEvalSums], temperature: float
+) -> dict[str, float]:
     """Merges batches' sums (host floats, float64 here) into the held-out figures, in nats a token.
 
-    Perplexity is exp of the merged mean, never a mean of perplexities.
+    Perplexity is exp of the merged mean, never a mean of perplexities. Against a cache of likeliest
+    ids the KLs are called `kl_topk` and `kl_topk_temperature`: they are lower bounds.
     """
-    totals: list[Any] = [math.fsum(float(x) for x in column) for column in zip(*sums, strict=True)]
-    total = EvalSums(*totals)
-    if float(total.count) == 0:
+    totals = [math.fsum(float(x) for x in column) for column in zip(*sums, strict=True)]
+    fields = type(sums[0])._fields if sums else EvalSums._fields
+    total = dict(zip(fields, totals, strict=True)) if sums else {"count": 0.0}
+    if total["count"] == 0:
         raise ZeroDivisionError("no held-out position carries weight")
-    mean = {name: float(value) / float(total.count) for name, value in total._asdict().items()}
+    mean = {name: value / total["count"] for name, value in total.items()}
     return {
         "student_ce": mean["student_ce"],
         "student_perplexity": math.exp(min(mean["student_ce"], 700.0)),
         "teacher_ce": mean["teacher_ce"],
         "teacher_perplexity": math.exp(min(mean["teacher_ce"], 700.0)),
-        "kl": mean["kl"],
-        "kl_temperature": mean["kl_temperature"],
+        **{name: value for name, value in mean.items() if name.startswith("kl")},
         "temperature": temperature,
         "agreement": mean["agreement"],
-        "tokens": float(total.count),
+        "tokens": total["count"],
     }
 
 

@@ -30,6 +30,8 @@ from kdjax.sources import Sources
 
 Size = int | float  # bytes, or bytes a position
 
+# Teachers that do not run: their hidden states, or their likeliest ids, come with the batch.
+CACHED = ("hidden", "topk")
 # Plans of 15 measured steps were between 2.2% below the peak and 4.7% above it.
 _MARGIN = 1.03
 # Library workspaces (cuBLAS takes 32 MiB a product in flight), code, and gaps between buffers.
@@ -89,7 +91,8 @@ def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, ba
     student = _tree_bytes(shapes, mesh)
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
     moments = _total(jax.eval_shape(tx.init, shapes)) * student / _total(shapes)
-    kinds = {"dequant": config.teacher.param_dtype, "q4k": "packed blocks"}
+    kinds = {"dequant": config.teacher.param_dtype, "q4k": "packed blocks",
+             "hidden": "its head", "topk": "cached"}  # fmt: skip
     kind = kinds.get(backend, "float8 and scales")
     resident = {
         f"teacher, {kind}": _teacher_bytes(config, sources, mesh, backend),
@@ -120,9 +123,20 @@ def _total(abstract: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
+def step_flops(sources: Sources, length: int, cached: str | None = None) -> float:
+    """FLOP a token: teacher forward, or what its cache leaves of it, and student both ways."""
+    return _teacher_flops(sources, length, cached) + 3 * sources.student_spec.forward_flops(length)
+
+
+def _teacher_flops(sources: Sources, length: int, cached: str | None) -> float:
+    head = 2.0 * sources.vocabulary.width * sources.teacher_spec.hidden_size
+    left = {"topk": 0.0, "hidden": head}
+    return left[cached] if cached else sources.teacher_spec.forward_flops(length)
+
+
 def _bound(config: Config, sources: Sources, devices: Devices, backend: str) -> float | None:
     length = config.data.seq_len
-    flops = sources.teacher_spec.forward_flops(length)
+    flops = _teacher_flops(sources, length, backend if backend in CACHED else None)
     if backend in FP8_COMPUTES:
         flops /= 2  # data sheets give float8 twice the rate of bf16
     flops += 3 * sources.student_spec.forward_flops(length)
@@ -147,6 +161,9 @@ def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -
     kept = sources.vocabulary.width / spec.vocab_size  # rows of the head that are not cut off
     dtype = jnp.dtype(config.teacher.param_dtype)
     abstract = functional(spec, Compute(param_dtype=dtype))[1]
+    if backend in CACHED:
+        head = sources.vocabulary.width * spec.hidden_size * dtype.itemsize
+        return head / mesh.shape["tensor"] if backend == "hidden" else 0
     if backend != "q4k":
         cut = dataclasses.replace(spec, vocab_size=sources.vocabulary.width)
         narrow = functional(cut, Compute(param_dtype=dtype))[1]
@@ -206,7 +223,7 @@ def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform
 
     def heads(tokens: Size, logits: Size, moved: int) -> dict[str, Size]:
         chunk = min(config.loss.chunk_tokens / shards, tokens)
-        both = 2 * teacher.hidden_size + 3 * student.hidden_size
+        both = 3 * student.hidden_size + (0 if backend == "topk" else 2 * teacher.hidden_size)
         return {
             "logits of a chunk": chunk * width * logits,
             "student's head": width * student.hidden_size * (size + moved),
@@ -220,13 +237,16 @@ def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform
     widest = max(attention, 6 * size * student.mlp_size) / mesh.shape["tensor"]
     layer_bytes = positions * (widest + 10 * size * student.hidden_size)
     kept_on = {"student's kept activations": kept} | accumulator
-    yield "the teacher runs forward", forward(positions) | accumulator
+    runs = backend not in CACHED
+    if runs:
+        yield "the teacher runs forward", forward(positions) | accumulator
     # float32 logits of both and one intermediate; their gradient in the compute dtype.
     yield "the loss is computed", heads(positions, 12 + size, 4) | kept_on
     backward = {"gradients": gradients, "student's layer": layer_bytes}
     yield "the student runs backward", backward | kept_on
     tokens = config.eval.batch_size // shards * length
-    yield "evaluating: the teacher runs forward", forward(tokens)
+    if runs:
+        yield "evaluating: the teacher runs forward", forward(tokens)
     yield "evaluating: logits are compared", heads(tokens, 8, 0)
 
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdjax.config import Config
-from kdjax.hooks import Action, Hook, NonFiniteError, Run, StepRecord, failure
+from kdjax.hooks import Action, Hook, NonFiniteError, Run, StepRecord, failure, kl_names
 from kdjax.writers import format_seconds
 
 GATE = "F-DISTILL-SMOKE-001"
-_SHOWN = ("loss", "student_ce", "kl", "kl_temperature")
 
 
 class Verdict(Hook):
@@ -39,7 +38,7 @@ class Verdict(Hook):
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the held-out figures, and the loss that training minimises made of them."""
         loss = self._config.loss
-        kl = loss.temperature**2 * figures["kl_temperature"]
+        kl = loss.temperature**2 * figures[kl_names(figures)[1]]
         objective = loss.alpha * figures["student_ce"] + (1 - loss.alpha) * kl
         self._held_out[step] = {**figures, "loss": objective}
 
@@ -59,8 +58,8 @@ class Verdict(Hook):
             "verdict": verdict,
             "why": why,
             "steps": len(self._seconds),
-            "before": before and {name: before[name] for name in _SHOWN},
-            "after": after and {name: after[name] for name in _SHOWN},
+            "before": before and _shown(before),
+            "after": after and _shown(after),
             "median_step_seconds": median,
             "full_run_steps": total,
             "projected_seconds": median and median * total,
@@ -76,10 +75,11 @@ class Verdict(Hook):
         before, after = outcome["before"], outcome["after"]
         lines = [f"{GATE} {outcome['verdict']}: {outcome['why']}"]
         if before and after:
-            names = {"loss": "loss", "student_ce": "ce", "kl": "kl"}
+            kl, softened = kl_names(before)
+            names = {"loss": "loss", "student_ce": "ce", kl: kl}
             temperature = self._config.loss.temperature
             if temperature != 1:
-                names["kl_temperature"] = f"kl(T={temperature:g})"
+                names[softened] = f"{kl}(T={temperature:g})"
             pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items())
             lines.append("  held-out: " + "  ".join(pairs))
         if median := outcome["median_step_seconds"]:
@@ -91,6 +91,10 @@ class Verdict(Hook):
                 "saves and compilation not counted"
             )
         return lines
+
+
+def _shown(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: figures[name] for name in ("loss", "student_ce", *kl_names(figures))}
 
 
 def _judge(before: Mapping[str, float] | None, after: Mapping[str, float] | None,

@@ -1,7 +1,7 @@
 """The frozen teacher: where its weights live, and how its hidden states and head reach the loss.
 
 A provider is pure functions, the arrays they take, and what it says of itself. Its kinds:
-`dequantized`, `packed`, `scaled`, `fixture`, and `truncated`, a narrower view of any of them.
+`dequantized`, `packed`, `scaled`, `cached`, `fixture`, and `truncated`, a narrower view of any.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from kdjax.formats import TensorTable
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
-from kdjax.models.weights import Scaled, to_bits
+from kdjax.models.weights import Scaled, dense, to_bits
 from kdjax.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -153,6 +153,33 @@ PROVIDERS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Cached:
+    """The functions of a teacher whose outputs are columns of the batch."""
+
+    def hidden(self, params: Params, tokens: Array, segment_ids: Array, positions: Array) -> Array:
+        raise TypeError("a cached teacher does not run: its hidden states come with the batch")
+
+    def head(self, params: Params) -> Array:
+        return dense(next(iter(params.values())))
+
+
+def cached(
+    table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh, *, kind: str
+) -> TeacherLogitsProvider:
+    """A teacher whose outputs come with the batch: its head alone, for hidden states, or nothing.
+
+    `kind` is that of the cache: "hidden" or "topk".
+    """
+    params: Params = {}
+    if kind == "hidden":
+        name = "embed" if spec.tied else "head"
+        abstract = {name: functional(spec, compute)[1][name]}
+        params = _as_sliced(load_params(table, spec, abstract, mesh))
+    info = TeacherInfo(f"cached ({kind})", spec.vocab_size, _resident(params), table.paths[0].name)
+    return TeacherLogitsProvider(_Cached(), params, info)
+
+
 def truncated(teacher: TeacherLogitsProvider, vocab_size: int) -> TeacherLogitsProvider:
     """The same teacher over the first `vocab_size` ids: rows of the head are cut off, once.
 
@@ -165,7 +192,7 @@ def truncated(teacher: TeacherLogitsProvider, vocab_size: int) -> TeacherLogitsP
             f"{teacher.info.source}: found a teacher of {rows:,} rows to cut to {vocab_size:,}; "
             f"expected 1 to {rows:,}. Choose a teacher of at least the student's vocabulary."
         )
-    if vocab_size == rows:
+    if vocab_size == rows or not teacher.params:  # without a head there is nothing to cut
         return teacher
     # A tied head is the embedding; ids beyond the cut are no token's, so nothing looks them up.
     name = "head" if "head" in teacher.params else "embed"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
-from kdjax.hooks import Action, Hook, Run, StepRecord
+from kdjax.hooks import Action, Hook, Run, StepRecord, kl_names
 
 
 class JsonLines(Hook):
@@ -203,11 +203,12 @@ class Terminal(Hook):
         """Prints the held-out figures."""
         f = figures
         temperature = f["temperature"]
-        at = "" if temperature == 1 else f"  kl(T={temperature:g}) {f['kl_temperature']:.4f}"
+        kl, soft = kl_names(f)
+        at = "" if temperature == 1 else f"  {kl}(T={temperature:g}) {f[soft]:.4f}"
         self._print(
             f"held-out at step {step}: student ce {f['student_ce']:.4f} "
             f"(ppl {f['student_perplexity']:.3f})  teacher ce {f['teacher_ce']:.4f} "
-            f"(ppl {f['teacher_perplexity']:.3f})  kl {f['kl']:.4f}{at}  "
+            f"(ppl {f['teacher_perplexity']:.3f})  {kl} {f[kl]:.4f}{at}  "
             f"agreement {f['agreement']:.4f}  over {f['tokens']:,.0f} tokens"
         )
 

@@ -120,18 +120,22 @@ def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any]
     compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
     times = []
-    loss = float("nan")
-    for _ in range(request.steps + WARMUP):
+    loss, begun = float("nan"), 0.0
+    for step in range(request.steps + WARMUP):
+        if step == WARMUP:
+            begun = time.process_time()
         start = time.perf_counter()
         state, metrics = compiled(state, job.teacher.params, batch)
         loss = float(metrics["loss"] / metrics["count"])
         times.append(time.perf_counter() - start)
+    processor = (time.process_time() - begun) / request.steps
     timed = sorted(times[WARMUP:])
     median = timed[len(timed) // 2]
     tokens = job.config.train.batch_size * job.config.data.seq_len
     figures = {
         "step_ms": median * 1e3,
         "spread_ms": (timed[-1] - timed[0]) * 1e3,
+        "processor_ms": processor * 1e3,
         "tokens_per_s": tokens / median,
         "flops_per_token": job.flops_per_token(),
         "teacher_gb": job.teacher.info.resident_bytes / 1e9,

@@ -38,13 +38,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dequant": {"teacher.backend": "dequant"},
     "dequant-bf16moments": {"teacher.backend": "dequant", "optim.moment_dtype": "bfloat16"},
     "dequant-fast": {"teacher.backend": "dequant", "student.remat": "none"},
+    "fp8": {"teacher.compute": "fp8"},
+    "fp8-fast": {"teacher.compute": "fp8", "student.remat": "none"},
     "q4k": {"teacher.backend": "q4k"},
+    "q4k-fast": {"teacher.backend": "q4k", "student.remat": "none"},
     "q4k-bf16moments": {"teacher.backend": "q4k", "optim.moment_dtype": "bfloat16"},
     "q4k-lean": {
         "teacher.backend": "q4k",
         "optim.moment_dtype": "bfloat16",
         "loss.chunk_tokens": 512,
     },
+    "fp8": {"teacher.compute": "fp8"},
+    "fp8-fast": {"teacher.compute": "fp8", "student.remat": "none"},
 }
 TORCH = {f"torch-{mode}": mode for mode in MODES}
 
@@ -134,7 +139,8 @@ def run(script: str, request: dict[str, Any], name: str, args: argparse.Namespac
         cache: str = "") -> list[dict[str, Any]]:  # fmt: skip
     """The script's result, in a process of its own; a row with `error` if it gave none."""
     log = args.folder / f"{name.replace('/', '_')}.log"
-    environment = os.environ | {
+    inherited = {k: v for k, v in os.environ.items() if k != "KDJAX_TEACHER_BACKEND"}
+    environment = inherited | {
         "JAX_COMPILATION_CACHE_DIR": cache,  # empty: every compile time is a cold one
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.getenv("PYTHONPATH")])),
     }
@@ -237,10 +243,12 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     parts = []
     if good:
         parts.append(table(
-            ["program", "length", "step, ms", "tokens/s", "TFLOP/s", "of the product's rate",
+            ["program", "length", "step, ms", "processor time, ms", "tokens/s", "TFLOP/s",
+             "of the product's rate",
              "peak, GB", "arguments + temporaries, GB", "load, s", "compile, s", "first step, s",
              "x best peer"],
             [[row["program"], cell(row, "length", "d"), cell(row, "step_ms", ",.1f"),
+              cell(row, "processor_ms", ",.0f"),
               cell(row, "tokens_per_s"), cell(row, "tflops", ".4g"), cell(row, "of_matmul", ".2f"),
               cell(row, "peak_gb", ".2f"),
               " + ".join(filter(None, (cell(row, f"{part}_gb", ".2f")

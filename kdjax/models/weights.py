@@ -110,6 +110,10 @@ class Scaled:
         Both scales go on the output: cuBLASLt takes scales of whole operands only, but XLA gives it
         a product of two unscaled float8 arrays as it is, and fuses the rest with what comes next.
         """
+        if x.shape[-1] > self.values.shape[-2]:
+            # What feeds a narrowing product, silu(gate) * up, is 18,944 wide in a 7B. Reduced while
+            # it is computed it takes an H200 1.44 ms with its rounding; written first, less.
+            x = jax.lax.optimization_barrier(x)
         values, scale = quantize_rows(x)
         y = jax.lax.dot_general(
             values,
