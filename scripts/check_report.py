@@ -8,6 +8,7 @@ the window. Needs `chromium` (Debian: apt-get install chromium) or `CHROMIUM=PAT
 
 import argparse
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -40,19 +41,16 @@ class Page:
 
     def __init__(self, program: str, profile: str):
         to_browser, from_browser = os.pipe(), os.pipe()
-
-        def place() -> None:  # the protocol's pipes are descriptors 3 and 4
-            ends = os.dup(to_browser[0]), os.dup(from_browser[1])
-            os.dup2(ends[0], 3)
-            os.dup2(ends[1], 4)
-
+        # The protocol's pipes are descriptors 3 and 4; a shell puts them there, from above 9.
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_browser[0], from_browser[1])]
+        place = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         self._process = subprocess.Popen(
-            [program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
-             "--disable-dev-shm-usage", f"--user-data-dir={profile}", "about:blank"],
-            preexec_fn=place, close_fds=False, stderr=subprocess.DEVNULL,
+            ["bash", "-c", place, "bash", program, "--headless", "--no-sandbox", "--disable-gpu",
+             "--remote-debugging-pipe", "--disable-dev-shm-usage", f"--user-data-dir={profile}", "about:blank"],
+            pass_fds=ends, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        os.close(to_browser[0])
-        os.close(from_browser[1])
+        for end in (to_browser[0], from_browser[1], *ends):
+            os.close(end)
         self._out = os.fdopen(to_browser[1], "wb", buffering=0)
         self._in = os.fdopen(from_browser[0], "rb")
         self._number, self._session, self.events = 0, None, []

@@ -67,12 +67,12 @@ def test_before_training_a_signal_leaves_nothing_half_written(tiny_config, tmp_p
 
 # Like XLA's, this wait is one call in C, without the interpreter's lock: no Python handler runs.
 COMPUTING = """
-import ctypes
+import ctypes, threading
 from kdjax.interrupts import StopSignals
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
 libc.pthread_mutex_lock(mutex)
 with StopSignals():
-    print("ready", flush=True)
+    threading.Timer(1, print, ["ready"], {"flush": True}).start()  # once this one waits
     libc.pthread_mutex_lock(mutex)
 """
 
