@@ -46,7 +46,8 @@ class Page:
         place = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         self._process = subprocess.Popen(
             ["bash", "-c", place, "bash", program, "--headless", "--no-sandbox", "--disable-gpu",
-             "--remote-debugging-pipe", "--disable-dev-shm-usage", f"--user-data-dir={profile}", "about:blank"],
+             "--remote-debugging-pipe", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
+             "about:blank"],
             pass_fds=ends, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         for end in (to_browser[0], from_browser[1], *ends):
