@@ -70,6 +70,14 @@ class Checkpoints:
         """Waits for a save in flight; raises what it raised."""
         self._manager.wait_until_finished()
 
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes; whoever interrupts does not wait for a save in flight, which is then left out."""
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            self.close()
+
     def close(self) -> None:
         """Waits for a save in flight, then releases the threads."""
         self._manager.wait_until_finished()

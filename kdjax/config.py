@@ -93,6 +93,7 @@ class EvalConfig:
     every: int = 100  # optimizer steps; 0: only before and after training
     rows: int = 64  # at most this many held-out rows; 0: all
     batch_size: int = 8  # rows at a time, over all devices
+    samples: int = 3  # held-out beginnings continued before and after training; 0: none
 
 
 @dataclasses.dataclass
@@ -217,6 +218,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "eval.every": _NON_NEGATIVE,
     "eval.rows": _NON_NEGATIVE,
     "eval.batch_size": _POSITIVE,
+    "eval.samples": _NON_NEGATIVE,
     "checkpoint.every": _NON_NEGATIVE,
     "checkpoint.keep": _POSITIVE,
     "mesh.data": ((lambda v: v == -1 or v > 0), "-1 or greater than 0"),

@@ -15,6 +15,7 @@ from kdjax.errors import (
     FINISHED,
     INTERRUPTED,
     NOT_FINITE,
+    QUIT,
     SMOKE_FAILED,
     UserError,
 )  # fmt: skip
@@ -70,6 +71,9 @@ class Hook:
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """After each held-out evaluation; step 0 is before training."""
 
+    def student(self, step: int, params: Mapping[str, Any]) -> None:
+        """After `eval_end`: the parameters that were evaluated; the next step donates them."""
+
     def checkpoint(self, step: int) -> None:
         """After a save was started."""
 
@@ -101,7 +105,7 @@ def exit_status(reason: str, error: BaseException | None, verdict: str | None = 
         case UserError():
             return BAD_INPUT
         case KeyboardInterrupt():
-            return 130  # what a shell reports for SIGINT
+            return QUIT
     return 1
 
 

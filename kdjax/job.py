@@ -74,6 +74,7 @@ class Job:
     shardings: step.TrainState
     abstract: step.TrainState
     identity: Callable[[], dict[str, Any]]  # waits for the hashes when first called
+    plan: Plan | None = None  # None where nothing was planned: a benchmark
     cache: TeacherCache | None = None  # of the teacher, which is then not loaded
 
     def state(self, checkpoints: Checkpoints) -> tuple[step.TrainState, dict[str, Any] | None]:
@@ -272,7 +273,7 @@ def assemble(config: Config, workdir: Path) -> Job:
         made_of = {"teacher.cache": cache.sha256} if cache else {}
         return identity(config) | sha | {"data.rows": rows.key} | made_of
 
-    return Job(config, workdir, mesh, sources, rows, *steps, run_identity, cache)
+    return Job(config, workdir, mesh, sources, rows, *steps, run_identity, plan, cache)
 
 
 def load_teacher(

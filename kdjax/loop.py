@@ -1,12 +1,8 @@
 """The training loop. It alone touches the clock, and its order is a contract."""
 
 import contextlib
-import os
-import signal
-import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import jax
@@ -15,33 +11,9 @@ from kdjax.checkpoint import Checkpoints, check_fresh
 from kdjax.config import last_step
 from kdjax.evaluate import held_out
 from kdjax.hooks import Action, Hook, Run, StepRecord
+from kdjax.interrupts import StopSignals
 from kdjax.job import Job
 from kdjax.metrics import step_figures
-
-
-class StopSignals:
-    """SIGTERM and the first SIGINT ask for a save and a clean end; the second SIGINT interrupts."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-        # os.write: print is not safe inside a signal handler.
-        os.write(2, b"\nstopping after this step; interrupt again to stop at once\n")
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 class _Delivery:
@@ -131,6 +103,8 @@ def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: S
                            config.loss.temperature)  # fmt: skip
         for hook in hooks:
             hook.eval_end(step, figures)
+        for hook in hooks:
+            hook.student(step, state.params)
         delivery.restart_clock()
 
     def save(step: int) -> None:

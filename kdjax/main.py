@@ -3,12 +3,14 @@
 Flags, runtime, loop. Kept short: what it calls can be imported and tested.
 
 Exit status: 0 finished, or a smoke run that passed; 2 bad input; 3 a smoke run that failed; 4 loss
-or gradient not finite; 75 stopped by a signal and saved (the same command resumes).
+or gradient not finite; 75 stopped by a signal and saved (the same command resumes); 130 stopped by
+Ctrl-C at once.
 """
 
-import contextlib
 import logging
 import os
+import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -24,16 +26,18 @@ from kdjax.errors import (
     FINISHED,
     INTERRUPTED,
     NOT_FINITE,
+    QUIT,
     SMOKE_FAILED,
     MissingFileError,
     UserError,
 )  # fmt: skip
 from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard, exit_status
+from kdjax.report import FILE as REPORT
 from kdjax.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
 
-__all__ = ["BAD_INPUT", "FINISHED", "INTERRUPTED", "NOT_FINITE", "SMOKE_FAILED"]
+__all__ = ["BAD_INPUT", "FINISHED", "INTERRUPTED", "NOT_FINITE", "QUIT", "SMOKE_FAILED"]
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with get_config().")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and logs go.")
@@ -77,13 +81,15 @@ def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str
     from kdjax.job import assemble
     from kdjax.loop import train
     from kdjax.receipt import Receipt
+    from kdjax.report import Report
+    from kdjax.samples import Samples
 
     validate(config)
     for line in runtime.configure().describe():
         _log.info("%s", line)
     devices = runtime.device_summary()
     _log.info("%s", devices)
-    with contextlib.closing(Checkpoints(workdir, config.checkpoint.keep)) as checkpoints:
+    with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
         if config.smoke.steps:
             check_fresh(checkpoints.latest(), workdir)
         if checkpoints.latest() == config.train.steps:
@@ -94,6 +100,10 @@ def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str
         hooks = hooks_for(config, workdir, Receipt(job, checkpoints, devices, verdict))
         if verdict:
             hooks.append(verdict)
+        else:
+            hooks.append(Samples(workdir, config.eval.samples, job.step_spec.student, job.teacher,
+                                 job.sources.tokenizer, job.rows.heldout))  # fmt: skip
+            hooks.append(Report(workdir))  # last: it reads what the others wrote
         reason = train(job, checkpoints, hooks, devices.peak_flops)
         _log.info("%s", runtime.peak_memory())
         return reason
@@ -149,13 +159,25 @@ def main(argv: list[str]) -> int:
     except (UserError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_status("failed", error, verdict.result if verdict else None)
+    except KeyboardInterrupt:
+        print("stopped at once; what was saved before is kept. The same command goes on from "
+              f"there: {_same_command()}")  # fmt: skip
+        return QUIT
     if verdict:
         return exit_status(reason, None, verdict.result)
     if reason == "interrupted":
-        print(f"saved; resume with: {' '.join(['python -m kdjax.main', *sys.argv[1:]])}")
+        print(f"saved; resume with: {_same_command()}")
         return INTERRUPTED
     print(f"done: {_WORKDIR.value}")
+    report = Path(_WORKDIR.value) / REPORT
+    if report.exists():
+        print(f"report: {report}")
     return FINISHED
+
+
+def _same_command() -> str:
+    """What was typed, as a shell takes it."""
+    return shlex.join(sys.orig_argv)
 
 
 def parse(argv: list[str]) -> list[str]:
@@ -176,8 +198,16 @@ def parse(argv: list[str]) -> list[str]:
 
 def cli() -> None:
     """Entry point."""
+    # Until the loop listens to signals, SIGTERM is Ctrl-C: what was begun aside is removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     flags.mark_flag_as_required("config")
-    app.run(main, flags_parser=parse)
+    try:
+        app.run(main, flags_parser=parse)
+    except SystemExit as end:
+        if end.code == QUIT:  # threads that hash or save are not waited for
+            sys.stdout.flush()
+            os._exit(QUIT)
+        raise
 
 
 if __name__ == "__main__":

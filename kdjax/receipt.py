@@ -145,8 +145,8 @@ class Receipt(Hook):
         """Hashes the output and closes the receipt; raises what a save in flight raised."""
         error = failure(reason)
         problem = None
-        self._record["data"]["packed_sha256"] = self._hash_of_rows()
         if not isinstance(error, KeyboardInterrupt):  # who asked twice wants no more waiting
+            self._record["data"]["packed_sha256"] = self._hash_of_rows()
             try:
                 self._record["output"] = self._output()
             except Exception as raised:
@@ -219,6 +219,15 @@ class Receipt(Hook):
             file.write(json.dumps(_finite(record), indent=1, allow_nan=False).encode() + b"\n")
 
 
+def _plan(job: Job) -> dict[str, Any] | None:
+    """Bytes on each device, as planned."""
+    plan = job.plan
+    if plan is None:
+        return None
+    parts = {"resident": plan.resident, "phases": plan.phases, "limit": plan.limit}
+    return {"choice": plan.choice, "peak": plan.peak} | parts
+
+
 def _inputs(config: Config, run: Run, job: Job, rows: Path) -> dict[str, Any]:
     """What the run is made of."""
     nested = dataclasses.asdict(config)
@@ -242,6 +251,7 @@ def _inputs(config: Config, run: Run, job: Job, rows: Path) -> dict[str, Any]:
         "seed": config.train.seed,
         "cwd": os.getcwd(),  # relative paths of the config start here
         **files,
+        "plan": _plan(job),
         "data": {"rows": job.rows.key, "folder": str(rows), "packed_sha256": None},
         "ended": None,
         "exit": None,

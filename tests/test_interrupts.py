@@ -1,0 +1,119 @@
+"""Signals, as a run in a process of its own meets them: saved, resumed, or ended at once."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_run import REPOSITORY, _read, curve, environment, start, wait_for
+
+from kdjax import main
+from kdjax.errors import QUIT
+from kdjax.interrupts import StopSignals
+
+
+def finish(process, timeout=60):
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tmp_path):
+    """The printed line, run as it stands, goes on; once more, there is nothing to do."""
+    tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 60, 0, 0
+    workdir = tmp_path / "a run"  # which a shell must be told to keep together
+    process = start(tiny_config, workdir, tmp_path)
+    wait_for(lambda: '"step": 7,' in _read(workdir / "metrics.jsonl"), process)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == main.INTERRUPTED, output
+    assert "stopping after this step; Ctrl-C again quits at once" in output
+    (line,) = [x for x in output.splitlines() if x.startswith("saved; resume with: ")]
+    command = line.removeprefix("saved; resume with: ")
+    assert shlex.split(command) == [str(arg) for arg in process.args]
+    stopped = curve(workdir)[-1]["step"]
+    assert 7 <= stopped < 60 and (workdir / "checkpoints" / str(stopped)).is_dir()
+    assert not (workdir / "report.html").exists()
+
+    def again():
+        where = dict(cwd=REPOSITORY, env=environment(tmp_path), text=True)
+        return subprocess.run(command, shell=True, capture_output=True, timeout=120, **where)
+
+    resumed = again()
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"step {stopped + 1:>6}/60" in resumed.stderr
+    assert f"report: {workdir}/report.html" in resumed.stdout
+    assert "After training" in (workdir / "report.html").read_text()
+    before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
+    finished = again()
+    assert finished.returncode == 0 and "nothing to do" in finished.stderr
+    assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
+
+
+def test_before_training_a_signal_leaves_nothing_half_written(tiny_config, tmp_path):
+    """SIGTERM as soon as the process listens: rows being packed are removed."""
+    process = start(tiny_config, tmp_path / "run", tmp_path)
+    wait_for(lambda: (tmp_path / "run").is_dir(), process)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == QUIT and "Traceback" not in output, output
+    assert "stopped at once; what was saved before is kept" in output
+    assert not list((tmp_path / "rows").glob(".making-*"))
+
+
+# --- without a run ------------------------------------------------------------------------------
+
+# Like XLA's, this wait is one call in C, without the interpreter's lock: no Python handler runs.
+COMPUTING = """
+import ctypes, threading
+from kdjax.interrupts import StopSignals
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+libc.pthread_mutex_lock(mutex)
+with StopSignals():
+    threading.Timer(1, print, ["ready"], {"flush": True}).start()  # once this one waits
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.fixture
+def computing():
+    process = subprocess.Popen([sys.executable, "-c", COMPUTING], cwd=REPOSITORY, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_signal_is_answered_while_xla_computes(computing):
+    began = time.monotonic()
+    computing.send_signal(signal.SIGTERM)
+    assert computing.stderr.readline() == "\n"
+    assert computing.stderr.readline().startswith("stopping after this step")
+    assert time.monotonic() - began < 5 and computing.poll() is None
+
+
+def test_a_second_interrupt_ends_a_process_that_computes(computing):
+    began = time.monotonic()
+    computing.send_signal(signal.SIGINT)
+    computing.stderr.readline(), computing.stderr.readline()  # the first is heard on its own
+    computing.send_signal(signal.SIGINT)
+    assert computing.wait(timeout=20) == QUIT
+    assert time.monotonic() - began < 10
+    assert "quitting at once" in computing.stderr.read()
+
+
+def test_the_second_interrupt_raises_where_python_runs():
+    with pytest.raises(KeyboardInterrupt), StopSignals() as signals:
+        assert not signals.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        assert signals.requested
+        os.kill(os.getpid(), signal.SIGTERM)  # only Ctrl-C asks for more
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.set_wakeup_fd(-1) == -1

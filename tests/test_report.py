@@ -1,0 +1,343 @@
+"""Reports of runs of every kind: the page says what the files say, and needs nothing else."""
+
+import dataclasses
+import html.parser
+import importlib.util
+import json
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdjax.config import Config, tiny
+from kdjax.errors import UserError
+from kdjax.hooks import NonFiniteError, Run
+from kdjax.report import Report, page
+from kdjax.report.__main__ import main
+from kdjax.report.workdir import read_run, read_runs
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def evaluation(step, ce=2.0, kl=0.5, agreement=0.5, **more):
+    return dict(kind="eval", step=step, student_ce=ce, student_perplexity=float(np.exp(ce)),
+                teacher_ce=1.0, teacher_perplexity=2.718, kl=kl, kl_temperature=kl / 8,
+                temperature=4.0, agreement=agreement, tokens=1000.0) | more  # fmt: skip
+
+
+def step(number, loss=3.0, **more):
+    return dict(kind="train", step=number, loss=loss, ce=2.5, kl=0.2, grad_norm=1.0,
+                learning_rate=1e-4, tokens=100.0, tokens_per_second=50.0) | more  # fmt: skip
+
+
+def receipt(status="finished", sessions=((0, 4),), **config):
+    whole = tiny(Config())
+    for name, value in config.items():
+        section, _, field = name.partition("_")
+        setattr(getattr(whole, section), field, value)
+    return {
+        "format": 1, "status": status, "config": dataclasses.asdict(whole), "config_sha256": "c0ff",
+        "kdjax": {"version": "0.1.0", "git_sha": "abc123", "git_dirty": False},
+        "teacher": {"files": ["/m/teacher.gguf"], "sha256": "7ea"},
+        "student": {"files": ["/m/student.gguf"], "sha256": "57d"},
+        "data": {"rows": "key", "packed_sha256": "da7a"},
+        "platform": {"host": "here", "devices": {"kind": "H200"}, "packages": {"jax": "0.11.2"},
+                     "environment": {"XLA_FLAGS": "--x"}},
+        "sessions": [dict(started="then", ended="now", start_step=a, end_step=b, reason=status)
+                     for a, b in sessions],
+        "plan": {"choice": "teacher backend q4k", "peak": 5e9, "limit": None,
+                 "resident": {"teacher, packed blocks": 4e9}, "phases": {"evaluating": {"x": 1e9}}},
+        "output": {"path": "checkpoints/4", "params_sha256": "0e7"},
+        "exit": {"error": "NonFiniteError", "message": "step 3: loss not finite"},
+        "smoke": None,
+    }  # fmt: skip
+
+
+def token(text, agrees):
+    opinion = {"id": 5 if agrees else 6, "text": "T", "probability": 0.6, "of_students_id": 0.25}
+    return {"id": 5, "text": text, "probability": 0.5, "teacher": opinion}
+
+
+def a_sample():
+    before = {"step": 0, "ended_by": "length", "tokens": [token("<b>", True), token("\n", False)]}
+    after = {"step": 4, "ended_by": "stop", "tokens": [token("def", True), token(" f", True)]}
+    return {"row": 0, "prompt_ids": [1], "prompt": "p & q", "reference": "r", "before": before,
+            "after": after}  # fmt: skip
+
+
+WHOLE = [evaluation(0), *map(step, range(1, 3)), evaluation(2, 1.5, 0.4, 0.6),
+         *map(step, range(3, 5)), evaluation(4, 1.2, 0.25, 0.75)]  # fmt: skip
+
+
+def workdir(folder, lines=WHOLE, receipt=None, samples=None):
+    folder.mkdir(parents=True)
+    text = "".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    for name, value in (("receipt.json", receipt), ("samples.json", samples)):
+        if value is not None:
+            (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
+    return folder
+
+
+@pytest.fixture
+def whole(tmp_path):
+    return workdir(tmp_path / "a", WHOLE, receipt(), {"samples": [a_sample()]})
+
+
+class Text(html.parser.HTMLParser):
+    """The text of a page's tables by row, every address it would fetch, its classes and titles."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.rows, self.addresses, self.classes, self._in_row = [], [], [], False
+        self.feed(source)
+
+    def handle_starttag(self, tag, attributes):
+        self.addresses += [v for k, v in attributes if k in ("src", "href", "xlink:href", "action")]
+        self.classes += [(dict(attributes).get("class"), dict(attributes).get("title"))]
+        if tag == "tr":
+            self.rows.append([])
+            self._in_row = True
+
+    def handle_endtag(self, tag):
+        self._in_row &= tag != "tr"
+
+    def handle_data(self, data):
+        if self._in_row and data.strip():
+            self.rows[-1].append(data.strip())
+
+
+def test_the_page_of_a_run(whole):
+    out = page.write([whole])
+    assert out == whole / "report.html"
+    source = out.read_text()
+    rows = Text(source).rows
+    assert rows[:4] == [
+        ["CE", "perplexity", "KL to the teacher", "KL at T", "agreement"],
+        ["teacher", "1.0000", "2.718", "–", "–", "–"],
+        ["student before training", "2.0000", "7.389", "0.5000", "0.0625", "50.00%"],
+        ["student after 4 steps", "1.2000", "3.320", "0.2500", "0.0312", "75.00%"],
+    ]
+    assert "KL to the teacher fell from 0.5000 to 0.2500 (-50.0%), agreement rose from 50.0% to " \
+           "75.0%, in 4 steps (400 tokens)." in source  # fmt: skip
+    said = {row[0]: row[1:] for row in rows if len(row) > 1}
+    for name, value in {"config, SHA-256": "c0ff", "teacher, SHA-256": "7ea", "jax": "0.11.2",
+                        "output, SHA-256": "0e7", "XLA_FLAGS": "--x", "device, kind": "H200",
+                        "choice": "teacher backend q4k", "planned peak": "5.00 GB",
+                        "loss.temperature": "4"}.items():  # fmt: skip
+        assert said[name] == [value], name
+    assert "loss = 0.3 · CE + 11.2 · KL." in source
+    pictures = sorted(p.name for p in (whole / "report").iterdir())
+    assert pictures == ["agreement.png", "heldout_ce.png", "kl.png", "learning_rate.png",
+                        "loss.png", "throughput.png"]  # fmt: skip
+    for picture in (whole / "report").iterdir():
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert source.count("<svg") == 6 and 'class="note"' not in source
+
+
+def test_the_page_needs_nothing_else_and_its_figures_follow_the_colour_scheme(whole):
+    source = page.write([whole]).read_text()
+    outside = [a for a in Text(source).addresses if not a.startswith(("#", "data:"))]
+    assert outside == [] and "@import" not in source and "<script" not in source
+    assert not re.findall(r"url\((?!#)", source)
+    figures = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
+    assert not re.findall("#[0-9a-fA-F]{6}", figures)
+    used = set(re.findall(r"var\(--(\w+)\)", figures))
+    assert {"ink", "muted", "grid", "c0", "c1", "c2"} <= used
+    light, dark = source.split("prefers-color-scheme: dark")
+    assert all(f"--{name}: #" in part for name in used for part in (light, dark))
+
+
+def test_samples_are_marked_by_more_than_colour(whole):
+    source = page.write([whole]).read_text()
+    found = [c for c in Text(source).classes if c[0] in ("yes", "no") and c[1]]
+    assert [c[0] for c in found] == ["yes", "no", "yes", "yes"]
+    assert found[1][1] == "teacher gives it 25.0%; its own: 'T', 60.0%"
+    assert ".no {" in source and "text-decoration: underline" in source
+    assert "1 of 2 tokens are the teacher&#39;s choice" in source
+    assert "&lt;b&gt;" in source and "<b>" not in source  # what a model wrote is text
+    assert "p &amp; q" in source and "↵\n</span>" in source
+
+
+def test_several_runs_in_one_page(tmp_path):
+    """A baseline beside a distilled run: one teacher, one start, and where the settings differ."""
+    one = workdir(tmp_path / "x" / "run", WHOLE, receipt())
+    two = workdir(tmp_path / "y" / "run", [*WHOLE[:-1], evaluation(4, 1.3, 0.45, 0.55)],
+                  receipt(loss_alpha=1.0, train_seed=7))  # fmt: skip
+    out = page.write([one, two])
+    assert out == one / "comparison.html" and not (one / "report.html").exists()
+    rows = Text(out.read_text()).rows
+    assert [row[0] for row in rows[1:5]] == [
+        "teacher", "student before training", "x/run: student after 4 steps",
+        "y/run: student after 4 steps, without the teacher (alpha = 1)",
+    ]  # fmt: skip
+    assert rows[4][1] == "1.3000"
+    at = next(i for i, row in enumerate(rows) if row[:1] == ["field"])
+    assert rows[at : at + 3] == [["field", "x/run", "y/run"], ["loss.alpha", "0.3", "1"],
+                                 ["train.seed", "0", "7"]]  # fmt: skip
+    elsewhere = page.write([one, two], tmp_path / "out" / "both.html")
+    assert elsewhere.read_text().count("<svg") == 8
+    assert len(list((tmp_path / "out" / "both").glob("*.png"))) == 8
+    assert "compare them with care" not in out.read_text()
+
+
+def test_what_forbids_a_comparison_is_said(tmp_path):
+    one = workdir(tmp_path / "a", WHOLE, receipt())
+    other = receipt()
+    other["data"]["rows"] = "another"
+    two = workdir(tmp_path / "b", WHOLE, other)
+    assert (
+        "are of different held-out rows: compare them with care"
+        in page.write([one, two]).read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "record", "note"),
+    [
+        (WHOLE[:3], receipt("running"), "not finished: 2 of 20 steps so far"),
+        (WHOLE[:4], receipt("interrupted"), "stopped after 2 of 20 steps, and can be resumed"),
+        ([*WHOLE[:3], step(3, loss=None)], receipt("failed"),
+         "failed after 3 of 20 steps: NonFiniteError: step 3: loss not finite"),
+        ([*WHOLE[:3], step(3, loss=None)], receipt("failed"),
+         "loss is not finite or not logged in 1 steps, the first 3"),
+        ([step(1), step(2)], receipt(), "there was no held-out evaluation"),
+        ([evaluation(0)], receipt("running"), "no step was logged"),
+        ([], receipt("running"), "no step was logged"),
+        (WHOLE, None, "no receipt.json"),
+        (WHOLE, "{", "receipt.json cannot be read"),
+        ([*WHOLE, '{"kind": "tr'], receipt(), "1 of 8 lines of metrics.jsonl cannot be read"),
+        ([step(1, loss=None, ce=None, kl=None, learning_rate=None, tokens_per_second=None),
+          evaluation(0, None or float("nan"), float("nan"), float("nan"))], None,
+         "kl is not finite"),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_not_whole_is_shown_as_far_as_it_goes(tmp_path, lines, record, note):
+    source = page.write([workdir(tmp_path / "a", lines, record)]).read_text()
+    assert note in source and "nan" not in {cell for row in Text(source).rows for cell in row}
+
+
+def test_samples_that_are_not_whole(tmp_path):
+    half = a_sample() | {"after": None}
+    for token in half["before"]["tokens"]:
+        del token["teacher"]
+    source = page.write([workdir(tmp_path / "a", samples={"samples": [half]})]).read_text()
+    assert "not made" in source and "choice</span>" not in source
+    source = page.write([workdir(tmp_path / "b", samples="[")]).read_text()
+    assert "samples.json cannot be read" in source
+
+
+def test_figures_are_those_of_the_files(tmp_path):
+    """Tokens add up; a step's token count is not a held-out count; speed adds up times."""
+    run = read_run(workdir(tmp_path / "a", WHOLE, receipt(sessions=((0, 2), (2, 4)))))
+    assert run.train["tokens"].tolist() == [100, 200, 300, 400]
+    assert [e["tokens"] for e in run.evals] == [0, 200, 400]
+    assert [e["positions"] for e in run.evals] == [1000] * 3
+    assert run.compiled().tolist() == [True, False, True, False]
+    assert run.temperature == 4 and not run.without_teacher
+
+
+def test_curves_average_and_bands_span(tmp_path):
+    from matplotlib.figure import Figure
+
+    from kdjax.report import figures
+
+    lines = [step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)
+             for i in range(1, 4 * figures._BINS + 1)]  # fmt: skip
+    run = read_run(workdir(tmp_path / "a", lines))
+    axes = Figure().add_subplot()
+    assert figures._curve(axes, run, "loss", 0, "loss") == 4
+    (line,) = axes.get_lines()
+    assert line.get_ydata().tolist() == [1.5] * figures._BINS
+    assert line.get_xdata().tolist() == [400.0 * (i + 1) for i in range(figures._BINS)]
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (0, 3)
+    axes = Figure().add_subplot()
+    figures._throughput(axes, [run])
+    (line,) = axes.get_lines()
+    # Half of the steps at 10, half at 1000: 2 / (1/10 + 1/1000), not their mean 505.
+    np.testing.assert_allclose(np.median(line.get_ydata()), 2 / (1 / 10 + 1 / 1000))
+
+
+def test_errors_say_what_to_do(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"found neither figures .*python -m kdjax.main --config="):
+        read_run(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"nowhere: no such folder; expected the --workdir"):
+        read_run(tmp_path / "nowhere")
+    one = workdir(tmp_path / "a")
+    with pytest.raises(UserError, match="was given twice"):
+        read_runs([one, tmp_path / "b" / ".." / "a"])
+    with pytest.raises(UserError, match=r"--out=.*page: expected a name that ends in .html"):
+        page.write([one], tmp_path / "page")
+    (tmp_path / "file").write_text("")
+    assert main([str(one), "--out", str(tmp_path / "file" / "r.html")]) == 2
+    assert "r.html cannot be written" in capsys.readouterr().err
+    assert main([str(one)]) == 0
+    assert capsys.readouterr().out == f"{one / 'report.html'}\n"
+
+
+# --- at the end of a run ------------------------------------------------------------------------
+
+
+def a_run(folder):
+    return Run(folder, 0, 4, 64, 1.0, None, 1, {})
+
+
+def test_the_hook_draws_a_finished_run_and_not_an_interrupted_one(whole):
+    hook = Report(whole)
+    (whole / "report.html").write_text("of an earlier session")
+    hook.train_begin(a_run(whole))
+    assert not (whole / "report.html").exists()
+    hook.train_end("interrupted")
+    assert not (whole / "report.html").exists()
+    with pytest.raises(NonFiniteError):
+        try:
+            raise NonFiniteError("step 3")
+        finally:
+            hook.train_end("failed")
+    assert (whole / "report.html").exists()
+    (whole / "report.html").unlink()
+    hook.train_end("finished")
+    assert (whole / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_drawn_fails_no_run(whole, monkeypatch, caplog):
+    def broken(_):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
+    monkeypatch.setattr(page, "write", broken)
+    Report(whole).train_end("finished")
+    assert "no report: RuntimeError: no fonts" in caplog.text
+    assert f"python -m kdjax.report {whole}" in caplog.text
+
+
+def test_matplotlib_waits_for_the_first_drawing():
+    import subprocess
+    import sys
+
+    code = "import sys, kdjax.main, kdjax.report.page; sys.exit('matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+def test_it_renders_in_a_browser(whole, tmp_path):
+    """Headless, at both widths, light and dark: no error, no request, nothing wider than it."""
+    path = REPOSITORY / "scripts" / "check_report.py"
+    spec = importlib.util.spec_from_file_location("check_report", path)
+    check_report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check_report)
+    if check_report.browser() is None:
+        pytest.skip("no chromium")
+    other = workdir(tmp_path / ("a-long-name-without-a-break-" * 4), WHOLE,
+                    receipt(data_train="/text/" + "x" * 300))  # fmt: skip
+    for report in (page.write([whole]), page.write([whole, other])):
+        assert check_report.check(report) == []
+    broken = tmp_path / "broken.html"
+    wide = '<div style="width: 900px">x</div><script>undefined.x</script><img src="no.png">'
+    broken.write_text(wide)
+    problems = "\n".join(check_report.check(broken))
+    for problem in ("pixels wide", "says", "asks for", "shows no figure"):
+        assert problem in problems

@@ -1,0 +1,189 @@
+"""Completions before and after training: judged rightly, kept when resumed, changing nothing."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_tiny_config
+from test_run import Recorder, saved
+
+from kdjax import samples
+from kdjax.checkpoint import Checkpoints
+from kdjax.data.rows import Rows
+from kdjax.forms import open_form
+from kdjax.job import assemble
+from kdjax.loop import train
+from kdjax.samples import Samples, choose, judge, pieces
+from kdjax.sharding import make_mesh
+from kdjax.teacher import fixture
+
+
+@functools.cache
+def opened(path):
+    form = open_form(str(path))
+    return form.tokenizer, form.provider(make_mesh(1, 1, 1, jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def job(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    config = make_tiny_config(models, folder)
+    config.train.steps, config.eval.every, config.teacher.backend = 4, 2, "q4k"
+    return assemble(config, folder)
+
+
+def hook_for(job, workdir, count=2, teacher=None):
+    return Samples(workdir, count, job.step_spec.student, teacher or job.teacher,
+                   job.sources.tokenizer, job.rows.heldout)  # fmt: skip
+
+
+def go(job, workdir, *hooks):
+    workdir.mkdir(exist_ok=True)
+    job = dataclasses.replace(job, workdir=workdir)
+    with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
+        return train(job, checkpoints, hooks, None)
+
+
+def read(workdir):
+    return json.loads((workdir / samples.FILE).read_text())["samples"]
+
+
+@pytest.fixture(scope="module")
+def straight(job, tmp_path_factory):
+    """A run without samples, and one with them."""
+    folder = tmp_path_factory.mktemp("straight")
+    without, beside = Recorder(), Recorder()
+    go(job, folder / "without", without)
+    go(job, folder / "with", hook_for(job, folder / "with"), beside)
+    return folder, without, beside
+
+
+def test_samples_change_no_figure_and_no_weight(job, straight):
+    folder, without, beside = straight
+    assert without.calls == beside.calls and len(without.curve()) == 4 + 3
+    (_, one), (_, two) = (saved(job.config, folder / name) for name in ("without", "with"))
+    chex.assert_trees_all_equal(one, two)
+
+
+def test_the_students_own_words_before_and_after(job, straight):
+    found = read(straight[0] / "with")
+    assert len(found) == 2
+    for sample in found:
+        steps = [sample[when]["step"] for when in ("before", "after")]
+        assert steps == [0, 4]
+        assert 1 <= len(sample["prompt_ids"]) <= samples.PROMPT_TOKENS
+        assert sample["prompt"] == job.sources.tokenizer.decode(sample["prompt_ids"])
+        for when in ("before", "after"):
+            tokens = sample[when]["tokens"]
+            assert len(tokens) <= samples.NEW_TOKENS
+            ids = [token["id"] for token in tokens]
+            assert "".join(t["text"] for t in tokens) == job.sources.tokenizer.decode(ids)
+            for token in tokens:
+                opinion = token["teacher"]
+                assert 0 < opinion["of_students_id"] <= opinion["probability"] <= 1
+                same = opinion["of_students_id"] == opinion["probability"]
+                assert same == (opinion["id"] == token["id"])
+    assert found[0]["before"] != found[0]["after"]
+
+
+def test_a_resumed_run_keeps_what_was_written_before_training(job, straight, tmp_path):
+    run = tmp_path / "run"
+    assert go(job, run, hook_for(job, run), Recorder(stop_at=1)) == "interrupted"
+    first = read(run)
+    assert all(s["before"] and s["after"] is None for s in first)
+    other = 3  # what the config says now; the prompts are those of the start
+    assert go(job, run, hook_for(job, run, other)) == "finished"
+    assert read(run) == read(straight[0] / "with")
+
+
+def test_a_new_run_in_an_old_folder_starts_over(job, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / samples.FILE).write_text('{"format": 1, "samples": [{"prompt_ids": [9], "before": 1}]}')
+    go(job, run, hook_for(job, run), Recorder(stop_at=1))
+    assert [s["prompt_ids"] for s in read(run)] != [[9]]
+
+
+def test_what_goes_wrong_is_logged_and_harms_no_run(job, tmp_path, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
+    monkeypatch.setattr(samples, "generate", broken)
+    run = tmp_path / "run"
+    assert go(job, run, hook_for(job, run)) == "finished"
+    assert "no samples at step 0: RuntimeError: out of memory" in caplog.text
+    assert not (run / samples.FILE).exists()
+
+
+def test_none_are_made_if_none_are_wanted(job, tmp_path):
+    run = tmp_path / "run"
+    assert go(job, run, hook_for(job, run, count=0)) == "finished"
+    assert not (run / samples.FILE).exists()
+
+
+def test_a_teacher_without_a_decoder_has_no_opinion(job, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
+    caplog.set_level(logging.INFO, "kdjax")
+    hook = hook_for(job, tmp_path, teacher=fixture(320))
+    described = hook._described([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
+    assert "teacher" not in described[0]["tokens"][0] and "has no decoder" in caplog.text
+
+
+# --- its parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["dequant", "q4k"])
+def test_the_judgement_is_that_of_all_logits_at_once(models, form):
+    """Prompts of unlike lengths, one continuation shorter, against each row read on its own."""
+    tokenizer, teacher = opened(f"{models}/teacher.gguf@{form}:float32")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 300, n).tolist() for n in (3, 17, 64)]
+    continuations = [rng.integers(0, 300, n).tolist() for n in (12, 5, 1)]
+    real = tokenizer.vocab_size
+    found = judge(teacher, prompts, continuations, real)
+    for row, (prompt, ids) in enumerate(zip(prompts, continuations, strict=True)):
+        tokens = jnp.asarray([[*prompt, *ids]], jnp.int32)
+        at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        logits = np.asarray(teacher.logits(tokens, jnp.ones_like(tokens), at), np.float64)[0]
+        logits = logits[len(prompt) - 1 : -1, :real]
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        count = len(ids)
+        assert found.top[row, :count].tolist() == p.argmax(-1).tolist()
+        np.testing.assert_allclose(found.top_probability[row, :count], p.max(-1), rtol=1e-4)
+        np.testing.assert_allclose(found.probability[row, :count], p[range(count), ids], rtol=1e-4)
+
+
+def test_prompts_are_halves_of_the_longest_documents():
+    length = 200
+    tokens = np.arange(5 * length, dtype=np.uint32).reshape(5, length)
+    segments = np.ones((5, length), np.uint16)
+    segments[0, 3:], segments[0, 190:] = 2, 0
+    segments[4, :], segments[4, :4] = 0, 1
+    rows = Rows(tokens, segments, np.ones_like(segments, np.uint8))
+    first, *_, last = choose(rows, 5)
+    assert first["prompt"] == list(range(3, 3 + samples.PROMPT_TOKENS))
+    assert first["reference"] == list(range(67, 67 + samples.NEW_TOKENS))
+    assert (last["prompt"], last["reference"]) == ([800, 801], [802, 803])
+    assert [p["row"] for p in choose(rows, 2)] == [1, 3]
+    assert [p["row"] for p in choose(rows, 9)] == [0, 1, 2, 3, 4]
+    assert choose(rows, 0) == []
+
+
+def test_a_character_of_several_ids_is_shown_once(models):
+    tokenizer, _ = opened(f"{models}/teacher.gguf@dequant:float32")
+    text = "a € b"
+    ids = tokenizer.encode(text)
+    parts = pieces(tokenizer, ids)
+    assert len(parts) == len(ids) > len(text) and "".join(parts) == text
+    assert "€" in parts and parts[parts.index("€") - 1] == ""
+    cut = pieces(tokenizer, ids[: parts.index("€")])
+    assert "".join(cut) == "a \N{REPLACEMENT CHARACTER}"
