@@ -48,8 +48,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optim.moment_dtype": "bfloat16",
         "loss.chunk_tokens": 512,
     },
-    "fp8": {"teacher.compute": "fp8"},
-    "fp8-fast": {"teacher.compute": "fp8", "student.remat": "none"},
 }
 TORCH = {f"torch-{mode}": mode for mode in MODES}
 
