@@ -27,8 +27,8 @@ from kdjax.formats import TensorTable, content_hash
 from kdjax.head import HeadSpec
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Compute, functional, initialise
-from kdjax.plan import Plan, choose
+from kdjax.models.decoder import Compute, Params, functional, initialise
+from kdjax.plan import Plan, choose, step_flops
 from kdjax.runtime import device_summary
 from kdjax.sources import Sources, open_sources
 from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, Vocabulary, truncated
@@ -48,7 +48,7 @@ class Job:
     mesh: Mesh
     sources: Sources
     rows: RowSet
-    teacher: TeacherLogitsProvider
+    teacher: TeacherLogitsProvider | None  # None: trains on the text alone
     step_spec: step.StepSpec
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
@@ -103,6 +103,22 @@ class Job:
         )
         return (self.put(batch) for batch in batches)
 
+    @property
+    def teacher_params(self) -> Params:
+        """What the steps take as the teacher's arrays."""
+        return self.teacher.params if self.teacher else {}
+
+    @functools.cached_property
+    def heldout_bytes(self) -> int:
+        """UTF-8 bytes of the targets that held-out figures are of; 0 if the tokens do not tell."""
+        sizes, config = self.sources.tokenizer.token_bytes, self.config.eval
+        batches = pipeline.eval_batches(
+            self.rows.heldout, batch_size=config.batch_size, limit=config.rows or None
+        )
+        if sizes is None:
+            return 0
+        return sum(int(sizes[b["labels"][b["weights"] != 0]].sum()) for b in batches)
+
     def put(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A host batch onto the mesh, without the row ids."""
         columns = {k: v for k, v in batch.items() if k != "row_ids"}
@@ -110,9 +126,7 @@ class Job:
 
     def flops_per_token(self) -> float:
         """Teacher forward, student forward and backward (twice the forward), causal attention."""
-        length = self.config.data.seq_len
-        spec = self.sources
-        return spec.teacher_spec.forward_flops(length) + 3 * spec.student_spec.forward_flops(length)
+        return step_flops(self.config, self.sources)
 
 
 def _check_batches(config: Config, mesh: Mesh) -> None:
@@ -179,8 +193,11 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
     sources = open_sources(config)
     vocabulary = sources.vocabulary
     _log.info("student: %s", _describe(sources.student, sources.student_spec))
-    _log.info("teacher: %s", _describe(sources.teacher, sources.teacher_spec))
-    _log.info("shared vocabulary: %d ids, head width %d", vocabulary.real, vocabulary.width)
+    if sources.teacher is None or sources.teacher_spec is None:
+        _log.info("no teacher: held-out figures are the student's alone")
+    else:
+        _log.info("teacher: %s", _describe(sources.teacher, sources.teacher_spec))
+    _log.info("vocabulary: %d ids, head width %d", vocabulary.real, vocabulary.width)
     return mesh, sources, choose(config, sources, mesh, device_summary(), backend)
 
 
@@ -193,14 +210,13 @@ def assemble(config: Config, workdir: Path) -> Job:
     _log.info("rows: %s", rows.info)
 
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)  # hashing overlaps loading
-    hashes = [pool.submit(content_hash, t) for t in (sources.teacher, sources.student)]
-
+    hashes = {
+        f"{side}.sha256": None if table is None else pool.submit(content_hash, table)
+        for side, table in (("teacher", sources.teacher), ("student", sources.student))
+    }
     dtype = jnp.dtype(config.train.compute_dtype)
     shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
-    frozen = Compute(param_dtype=jnp.dtype(config.teacher.param_dtype), **shared)
-    provider = PROVIDERS[plan.backend](sources.teacher, sources.teacher_spec, frozen, mesh)
-    provider = truncated(provider, vocabulary.width)
-    _log.info("%s", provider.info)
+    provider = _load_teacher(config, sources, plan.backend, mesh)
     apply, shapes = functional(sources.student_spec, Compute(remat=config.student.remat, **shared))
     step_spec = _step_spec(config, apply, provider, vocabulary)
     abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
@@ -208,16 +224,31 @@ def assemble(config: Config, workdir: Path) -> Job:
     train_step, eval_step = step.compile_steps(step_spec, shardings, mesh)
 
     def run_identity() -> dict[str, Any]:
-        sha = {
-            f"{k}.sha256": h.result() for k, h in zip(("teacher", "student"), hashes, strict=True)
-        }
+        sha = {name: hashed and hashed.result() for name, hashed in hashes.items()}
         return identity(config) | sha | {"data.rows": rows.key}
 
     return Job(config, workdir, mesh, sources, rows, provider, step_spec, train_step, eval_step,
                shardings, abstract, run_identity)  # fmt: skip
 
 
-def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider,
+def _load_teacher(
+    config: Config, sources: Sources, backend: str, mesh: Mesh
+) -> TeacherLogitsProvider | None:
+    """The teacher over the shared vocabulary, on the mesh; None if there is none."""
+    if sources.teacher is None or sources.teacher_spec is None:
+        return None
+    frozen = Compute(
+        dtype=jnp.dtype(config.train.compute_dtype),
+        param_dtype=jnp.dtype(config.teacher.param_dtype),
+        max_segments=config.data.max_segments,
+    )
+    provider = PROVIDERS[backend](sources.teacher, sources.teacher_spec, frozen, mesh)
+    provider = truncated(provider, sources.vocabulary.width)
+    _log.info("%s", provider.info)
+    return provider
+
+
+def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider | None,
                vocabulary: Vocabulary) -> step.StepSpec:  # fmt: skip
     settings = dataclasses.asdict(config.optim)
     optim_spec = optim.OptimSpec(total_steps=config.train.steps, **settings)
@@ -231,7 +262,7 @@ def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider,
     )
     return step.StepSpec(
         student=apply,
-        teacher=provider.apply,
+        teacher=provider.apply if provider else None,
         head=head,
         tx=optim.optimizer(optim_spec),
         schedule=optim.schedule(optim_spec),

@@ -7,32 +7,39 @@ from typing import Any
 from kdjax.head import EvalSums
 
 
-def held_out_figures(sums: Iterable[EvalSums], temperature: float) -> dict[str, float]:
+def held_out_figures(
+    sums: Iterable[EvalSums], temperature: float, covered: int = 0
+) -> dict[str, float]:
     """Merges batches' sums (host floats, float64 here) into the held-out figures, in nats a token.
 
-    Perplexity is exp of the merged mean, never a mean of perplexities.
+    Perplexity is exp of the merged mean, never a mean of perplexities. `covered` is the UTF-8 bytes
+    of all the targets: with it there are bits per byte, without a teacher no figure that needs one.
     """
-    totals: list[Any] = [math.fsum(float(x) for x in column) for column in zip(*sums, strict=True)]
+    columns = [column for column in zip(*sums, strict=True)]
+    totals: list[Any] = [
+        None if None in column else math.fsum(float(x) for x in column) for column in columns
+    ]
     total = EvalSums(*totals)
     if float(total.count) == 0:
         raise ZeroDivisionError("no held-out position carries weight")
-    mean = {name: float(value) / float(total.count) for name, value in total._asdict().items()}
-    return {
-        "student_ce": mean["student_ce"],
-        "student_perplexity": math.exp(min(mean["student_ce"], 700.0)),
-        "teacher_ce": mean["teacher_ce"],
-        "teacher_perplexity": math.exp(min(mean["teacher_ce"], 700.0)),
-        "kl": mean["kl"],
-        "kl_temperature": mean["kl_temperature"],
-        "temperature": temperature,
-        "agreement": mean["agreement"],
-        "tokens": float(total.count),
-    }
+    mean = {k: v / float(total.count) for k, v in total._asdict().items() if v is not None}
+    figures: dict[str, float] = {}
+    for side in ("student", "teacher"):
+        if (ce := mean.get(f"{side}_ce")) is not None:
+            figures |= {f"{side}_ce": ce, f"{side}_perplexity": math.exp(min(ce, 700.0))}
+            if covered:
+                bits = ce * float(total.count) / math.log(2)
+                figures[f"{side}_bits_per_byte"] = bits / covered
+    if "kl" in mean:
+        figures |= {name: mean[name] for name in ("kl", "kl_temperature", "agreement")}
+        figures["temperature"] = temperature
+    figures |= {"bytes": float(covered)} if covered else {}
+    return figures | {"tokens": float(total.count)}
 
 
 def step_figures(raw: Mapping[str, float]) -> dict[str, float]:
     """One optimizer step's means from its sums: `loss`, `ce`, `kl`, and the rest as they are."""
     count = max(raw["count"], 1.0)
-    figures = {name: raw[name] / count for name in ("loss", "ce", "kl")}
+    figures = {name: raw[name] / count for name in ("loss", "ce", "kl") if name in raw}
     figures |= {name: raw[name] for name in ("grad_norm", "learning_rate")}
     return figures | {"tokens": raw["count"]}

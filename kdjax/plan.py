@@ -29,6 +29,7 @@ from kdjax.sources import Sources
 
 Size = int | float  # bytes, or bytes a position
 
+NO_TEACHER = "none"  # the backend of a run that trains on the text alone
 # Plans of 15 measured steps were between 2.2% below the peak and 4.7% above it.
 _MARGIN = 1.03
 # Library workspaces (cuBLAS takes 32 MiB a product in flight), code, and gaps between buffers.
@@ -89,11 +90,10 @@ def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, ba
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
     moments = _total(jax.eval_shape(tx.init, shapes)) * student / _total(shapes)
     names = {"dequant": f"teacher, {config.teacher.param_dtype}", "q4k": "teacher, packed blocks"}
-    resident = {
-        names[backend]: _teacher_bytes(config, sources, mesh, backend),
-        "student, float32 masters": student,
-        "optimizer moments": moments,
-    }
+    resident: dict[str, Size] = {}
+    if backend != NO_TEACHER:
+        resident[names[backend]] = _teacher_bytes(config, sources, mesh, backend)
+    resident |= {"student, float32 masters": student, "optimizer moments": moments}
     limit = devices.memory_bytes
     if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
@@ -118,11 +118,15 @@ def _total(abstract: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
+def step_flops(config: Config, sources: Sources) -> float:
+    """FLOP a token: the teacher's forward pass if the loss needs it, the student both ways."""
+    length, teacher = config.data.seq_len, sources.teacher_spec
+    forward = teacher.forward_flops(length) if teacher and config.loss.alpha < 1 else 0.0
+    return forward + 3 * sources.student_spec.forward_flops(length)
+
+
 def _bound(config: Config, sources: Sources, devices: Devices) -> float | None:
-    length = config.data.seq_len
-    flops = sources.teacher_spec.forward_flops(length)
-    flops += 3 * sources.student_spec.forward_flops(length)
-    return devices.peak_flops / flops if devices.peak_flops else None
+    return devices.peak_flops / step_flops(config, sources) if devices.peak_flops else None
 
 
 def _shards(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> int:
@@ -140,6 +144,7 @@ def _tree_bytes(abstract: Any, mesh: Mesh) -> Size:
 
 def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -> Size:
     spec, table = sources.teacher_spec, sources.teacher
+    assert spec is not None and table is not None
     kept = sources.vocabulary.width / spec.vocab_size  # rows of the head that are not cut off
     dtype = jnp.dtype(config.teacher.param_dtype)
     abstract = functional(spec, Compute(param_dtype=dtype))[1]
@@ -175,21 +180,24 @@ def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform
     accumulator = {"gradients, accumulated": gradients if parts > 1 else 0.0}
     packed = backend == "q4k"
     decoded = jnp.dtype(config.teacher.param_dtype).itemsize if packed else 0
-    layer = (teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size) / (
-        teacher.num_layers * mesh.shape["tensor"]
-    )
+    theirs = teacher.hidden_size if teacher else 0
 
     def forward(tokens: Size) -> dict[str, Size]:
+        if teacher is None:
+            return {}
         row = 2 * teacher.mlp_size / mesh.shape["tensor"] + 5 * teacher.hidden_size
+        layer = (teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size) / (
+            teacher.num_layers * mesh.shape["tensor"]
+        )
         return {"teacher's activations": tokens * size * row, "a teacher layer": layer * decoded}
 
     def heads(tokens: Size, logits: Size, moved: int) -> dict[str, Size]:
         chunk = min(config.loss.chunk_tokens / shards, tokens)
-        both = 2 * teacher.hidden_size + 3 * student.hidden_size
+        both = 2 * theirs + 3 * student.hidden_size
         return {
             "logits of a chunk": chunk * width * logits,
             "student's head": width * student.hidden_size * (size + moved),
-            "teacher's head": width * teacher.hidden_size * decoded,
+            "teacher's head": width * theirs * decoded,
             "hidden states": tokens * size * both,
         }
 
@@ -227,6 +235,9 @@ def choose(config: Config, sources: Sources, mesh: Mesh, devices: Devices, backe
     Raises `UserError` when "auto" finds none, naming what is missing and settings that fit. A
     backend that was asked for by name is not refused: the plan may be wrong by a few percent.
     """
+    if sources.teacher is None:
+        plan = make_plan(config, sources, mesh, devices, NO_TEACHER)
+        return dataclasses.replace(plan, choice="no teacher: trains on the text alone")
     if backend != "auto":
         plan = make_plan(config, sources, mesh, devices, backend)
         return dataclasses.replace(plan, choice=f"teacher backend {backend}: asked for")

@@ -15,7 +15,7 @@ from kdjax.hooks import Action, Hook, NonFiniteError, Run, StepRecord, failure
 from kdjax.writers import format_seconds
 
 GATE = "F-DISTILL-SMOKE-001"
-_SHOWN = ("loss", "student_ce", "kl", "kl_temperature")
+_SHOWN = ("loss", "student_ce", "kl", "kl_temperature")  # the last two only with a teacher
 
 
 class Verdict(Hook):
@@ -39,8 +39,9 @@ class Verdict(Hook):
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the held-out figures, and the loss that training minimises made of them."""
         loss = self._config.loss
-        kl = loss.temperature**2 * figures["kl_temperature"]
-        objective = loss.alpha * figures["student_ce"] + (1 - loss.alpha) * kl
+        objective = loss.alpha * figures["student_ce"]
+        if "kl_temperature" in figures:
+            objective += (1 - loss.alpha) * loss.temperature**2 * figures["kl_temperature"]
         self._held_out[step] = {**figures, "loss": objective}
 
     def outcome(self, error: BaseException | None) -> dict[str, Any]:
@@ -59,8 +60,8 @@ class Verdict(Hook):
             "verdict": verdict,
             "why": why,
             "steps": len(self._seconds),
-            "before": before and {name: before[name] for name in _SHOWN},
-            "after": after and {name: after[name] for name in _SHOWN},
+            "before": before and {name: before[name] for name in _SHOWN if name in before},
+            "after": after and {name: after[name] for name in _SHOWN if name in after},
             "median_step_seconds": median,
             "full_run_steps": total,
             "projected_seconds": median and median * total,
@@ -80,7 +81,8 @@ class Verdict(Hook):
             temperature = self._config.loss.temperature
             if temperature != 1:
                 names["kl_temperature"] = f"kl(T={temperature:g})"
-            pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items())
+            pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items()
+                     if k in before)  # fmt: skip
             lines.append("  held-out: " + "  ".join(pairs))
         if median := outcome["median_step_seconds"]:
             lines.append(

@@ -39,7 +39,7 @@ class StepSpec:
     """What `kd_step` needs besides arrays; fixed for a run."""
 
     student: ModelFunctions
-    teacher: ModelFunctions
+    teacher: ModelFunctions | None  # None: trains on the text alone, and compares with nothing
     head: HeadSpec
     tx: optax.GradientTransformation
     schedule: optax.Schedule
@@ -50,15 +50,13 @@ class StepSpec:
 
 def _hidden_and_heads(
     spec: StepSpec, params: Params, teacher: Params, batch: Batch
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array | None, Array | None]:
     where = batch["tokens"], batch["segment_ids"], batch["positions"]
+    student = spec.student.hidden(params, *where), spec.student.head(params)
+    if spec.teacher is None:
+        return *student, None, None
     h_t = jax.lax.stop_gradient(spec.teacher.hidden(teacher, *where))
-    return (
-        spec.student.hidden(params, *where),
-        spec.student.head(params),
-        h_t,
-        spec.teacher.head(teacher),
-    )
+    return *student, h_t, spec.teacher.head(teacher)
 
 
 def _split(batch: Batch, parts: int) -> Batch:
@@ -78,9 +76,12 @@ def kd_gradients(
     would weigh positions of short microbatches more.
     """
 
+    # At alpha = 1 the teacher would change nothing but the figures: it runs in evaluations only.
+    alone = dataclasses.replace(spec, teacher=None) if spec.head.alpha == 1 else spec
+
     def summed(params: Params, part: Batch) -> tuple[Array, LossSums]:
         sums: LossSums = head_loss(  # pyright: ignore[reportAssignmentType]: custom_vjp hides it
-            *_hidden_and_heads(spec, params, teacher, part),
+            *_hidden_and_heads(alone, params, teacher, part),
             part["labels"],
             part["weights"],
             spec.head,
@@ -96,7 +97,8 @@ def kd_gradients(
             return jax.tree.map(jnp.add, carry, gradient(params, part)), None
 
         zero = jnp.zeros((), jnp.float32)
-        start = jax.tree.map(jnp.zeros_like, params), LossSums(zero, zero, zero)
+        sums = LossSums(zero, zero, None if alone.teacher is None else zero)
+        start = jax.tree.map(jnp.zeros_like, params), sums
         (grads, sums), _ = jax.lax.scan(accumulate, start, _split(batch, spec.microbatches))
     # Counted in int32: float32 sums of ones stop counting at 2^24.
     count = jnp.sum(batch["weights"] != 0, dtype=jnp.int32).astype(jnp.float32)
@@ -109,13 +111,16 @@ def kd_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step; returns the next state and float32 scalars, sums not yet divided.
 
+    Without `kl` where the teacher has no part in the loss (alpha = 1).
+
     `teacher` is an argument: closed over it would be folded into the program as constants. It gets
     no gradient, no optimizer slot, and is never donated.
     """
     grads, sums, count = kd_gradients(state.params, teacher, batch, spec)
     updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
-    metrics = dict(sums._asdict(), count=count, grad_norm=optax.tree.norm(grads),
+    known = {name: value for name, value in sums._asdict().items() if value is not None}
+    metrics = dict(known, count=count, grad_norm=optax.tree.norm(grads),
                    learning_rate=spec.schedule(state.step))  # fmt: skip
     return TrainState(state.step + 1, params, opt_state), metrics
 
