@@ -11,6 +11,7 @@ from typing import Any
 from kdjax.errors import UserError
 
 TEACHER_BACKENDS = ("auto", "dequant", "q4k")
+FP8_COMPUTES = ("fp8", "fp8_precise")
 
 
 @dataclasses.dataclass
@@ -20,6 +21,8 @@ class TeacherConfig:
     path: str = ""  # a GGUF file, or a Hugging Face folder; empty: none, with loss.alpha=1
     backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
     param_dtype: str = "bfloat16"  # of the weights once dequantized
+    compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
+    cache: str = ""  # folder of kdjax.cache_teacher: trains from it, the teacher is not loaded
     allow_degenerate: bool = False  # accept a student that already is the teacher
 
 
@@ -30,7 +33,7 @@ class StudentConfig:
     path: str = ""  # a GGUF file, or a Hugging Face folder; of shapes alone if init=random
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
-    remat: str = "full"  # none | dots | full: what the backward pass recomputes
+    remat: str = "full"  # none | dots | full: what the backward pass recomputes, for memory
 
 
 @dataclasses.dataclass
@@ -69,6 +72,7 @@ class OptimConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
+    moment_dtype: str = "float32"  # float32 | bfloat16 (stochastic rounding): of stored moments
 
 
 @dataclasses.dataclass
@@ -144,8 +148,8 @@ class Config:
 # Fields that may change between a save and its resumption: they alter cost, place or reporting, not
 # the run. Models and text are compared by content instead of by path.
 RESUMABLE = (
-    "teacher.path", "teacher.backend", "student.path", "student.remat", "data.train",
-    "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
+    "teacher.path", "teacher.backend", "teacher.cache", "student.path", "student.remat",
+    "data.train", "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
     "train.microbatches", "eval.", "checkpoint.", "mesh.", "log.", "smoke.",
 )  # fmt: skip
 
@@ -183,6 +187,7 @@ _PRESENT = bool, "set: a GGUF file or a Hugging Face folder"
 _RULES: dict[str, tuple[Any, str]] = {
     "teacher.backend": _choice(*TEACHER_BACKENDS),
     "teacher.param_dtype": _choice("bfloat16", "float32"),
+    "teacher.compute": _choice("train", *FP8_COMPUTES),
     "student.path": _PRESENT,
     "student.init": _choice("checkpoint", "random"),
     "student.head": _choice("auto", "tied", "untied"),
@@ -203,6 +208,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "optim.beta2": _BETA,
     "optim.eps": _POSITIVE,
     "optim.clip_norm": _NON_NEGATIVE,
+    "optim.moment_dtype": _choice("float32", "bfloat16"),
     "train.steps": _POSITIVE,
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,
@@ -229,10 +235,10 @@ def validate(config: Config) -> None:
         if not good(flat[name])
     ]
     train, optim = config.train, config.optim
-    if not config.teacher.path and config.loss.alpha != 1:
+    if not config.teacher.path and (config.loss.alpha != 1 or config.teacher.cache):
         problems.append(
             "teacher.path='': must be set: a GGUF file or a Hugging Face folder; or loss.alpha be "
-            f"1 (now {config.loss.alpha}), which trains on the text alone"
+            f"1 (now {config.loss.alpha}) and teacher.cache empty, to train on the text alone"
         )
     if train.microbatches > 0 and train.batch_size % train.microbatches:
         problems.append(

@@ -4,7 +4,7 @@
     python -m kdjax.evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl
 
 TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, or a Hugging
-Face folder. FORM is dequant (the default) or q4k, then nothing or :bfloat16 or :float32.
+Face folder. FORM is dequant (the default), q4k or fp8, then nothing or :bfloat16 or :float32.
 
 Exit status: 0 done, 2 bad input, 8 the model does not run (pass@k is 0 then), 9 it runs and is
 broken: the evidence is printed.
@@ -17,12 +17,13 @@ from typing import Any
 import jax
 
 from kdjax.head import EvalSums
+from kdjax.head_cached import TopEvalSums
 from kdjax.metrics import held_out_figures
 from kdjax.models.decoder import Params
 
 
 def held_out(
-    eval_step: Callable[..., EvalSums],
+    eval_step: Callable[..., EvalSums | TopEvalSums],
     params: Params,
     teacher: Params,
     batches: Iterable[dict[str, Any]],

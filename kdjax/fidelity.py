@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("a", metavar="A", help="PATH[@dequant|q4k[:bfloat16|float32]]")
+    parser.add_argument("a", metavar="A", help="PATH[@dequant|q4k|fp8|fp8_precise[:DTYPE]]")
     parser.add_argument("b", metavar="B")
     text = "text of one domain: folders, globs, files, joined by commas"
     parser.add_argument("--data", action="append", required=True, metavar="[NAME=]PATHS", help=text)

@@ -1,6 +1,7 @@
 """A model file as commands name it: PATH[@BACKEND[:DTYPE]], how it is kept and computed in.
 
-BACKEND is `dequant` (the default) or `q4k`; DTYPE `bfloat16` (the default) or `float32`.
+BACKEND is `dequant` (the default), `q4k`, `fp8` or `fp8_precise`; DTYPE `bfloat16` (the default) or
+`float32`.
 """
 
 import dataclasses

@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="PATH[@dequant|q4k[:bfloat16|float32]]")
+    parser.add_argument("model", help="PATH[@dequant|q4k|fp8|fp8_precise[:DTYPE]]")
     parser.add_argument("--prompt", required=True, help="- reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="as a user's turn of the template")
     parser.add_argument("--max-tokens", type=int, default=256)

@@ -18,10 +18,9 @@ from jaxtyping import Array, Float, Int
 from kdjax.losses import (
     EXCLUDED,
     cross_entropy,
-    kd_logit_gradient,
+    kd_parts_and_gradient,
     kl_divergence,
     log_softmax,
-    soft_divergence,
 )
 
 
@@ -66,7 +65,7 @@ def _logits(hidden: Array, head: Array, spec: HeadSpec) -> Array:
     return jnp.where(exists, logits, EXCLUDED)
 
 
-def _chunked(x: Array, chunks: int, size: int) -> Array:
+def chunked(x: Array, chunks: int, size: int) -> Array:
     """`[B, T, ...]` to `[chunks, B, size, ...]`, T padded with zeros.
 
     Chunks run along T, so that rows stay where the mesh put them.
@@ -86,7 +85,7 @@ def _scan_inputs(
     keep = (weights != 0)[..., None]
     hidden = [x if x is None else jnp.where(keep, x, 0) for x in (student, teacher)]
     columns = (*hidden, labels, weights)
-    return tuple(x if x is None else _chunked(x, chunks, size) for x in columns)
+    return tuple(x if x is None else chunked(x, chunks, size) for x in columns)
 
 
 def _added(sums: Any, values: Any, weight: Array) -> Any:
@@ -131,15 +130,12 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
         h_s, h_t, label, weight = xs
         s = _logits(h_s, head, spec)
         t = s if h_t is None else _logits(h_t, teacher_head, spec)  # no teacher: nothing to learn
-        ce = cross_entropy(s, label)
-        soft = [log_softmax(x, spec.temperature) for x in (t, s)]
-        kl = soft_divergence(soft[0], soft[1], spec.divergence)
+        ce, kl, g = kd_parts_and_gradient(s, t, label, **options)
         loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
         sums = _added(sums, (loss, ce, kl), weight)
         if not with_gradient:
             return (sums, d_head), None
-        g = kd_logit_gradient(s, t, label, **options) * weight[..., None]
-        g = g.astype(h_s.dtype)
+        g = (g * weight[..., None]).astype(h_s.dtype)
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
         d_head += jnp.einsum("BTV,BTD->VD", g, h_s, preferred_element_type=jnp.float32)
         return (sums, d_head), d_hidden

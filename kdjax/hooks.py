@@ -51,6 +51,12 @@ class StepRecord:
     batch: Mapping[str, np.ndarray]
 
 
+def kl_names(figures: Mapping[str, float]) -> tuple[str, str]:
+    """What held-out figures call the KL at T = 1 and at T: over all ids, or over cached ones."""
+    name = "kl" if "kl" in figures else "kl_topk"
+    return name, f"{name}_temperature"
+
+
 class Hook:
     """Does nothing; subclasses override what they need."""
 

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from kdjax import optim, sharding, step
 from kdjax.checkpoint import Checkpoints, abstract_state, check_same_run
-from kdjax.config import TEACHER_BACKENDS, Config, identity
+from kdjax.config import FP8_COMPUTES, TEACHER_BACKENDS, Config, identity
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, prepare_rows
 from kdjax.errors import UserError
@@ -31,12 +31,31 @@ from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.plan import Plan, choose, step_flops
 from kdjax.runtime import device_summary
 from kdjax.sources import Sources, open_sources
-from kdjax.teacher import PROVIDERS, TeacherLogitsProvider, Vocabulary, truncated
+from kdjax.teacher import (
+    PROVIDERS,
+    TeacherLogitsProvider,
+    Vocabulary,
+    cached,
+    check_fp8,
+    truncated,
+)
+from kdjax.teacher_cache import About, TeacherCache, open_cache, read_index
 from kdjax.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 
 BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
+
+
+class Steps(NamedTuple):
+    """What two checkpoints and a config make on a mesh: a teacher in memory, and both steps."""
+
+    teacher: TeacherLogitsProvider | None
+    step_spec: step.StepSpec
+    train_step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    shardings: step.TrainState
+    abstract: step.TrainState
 
 
 @dataclasses.dataclass
@@ -55,6 +74,7 @@ class Job:
     shardings: step.TrainState
     abstract: step.TrainState
     identity: Callable[[], dict[str, Any]]  # waits for the hashes when first called
+    cache: TeacherCache | None = None  # of the teacher, which is then not loaded
 
     def state(self, checkpoints: Checkpoints) -> tuple[step.TrainState, dict[str, Any] | None]:
         """The state to start from, in this order: own checkpoint, student's file, random weights.
@@ -67,9 +87,10 @@ class Job:
             run = checkpoints.read_run(latest)
             check_same_run(run["identity"], self.identity(), self.workdir)
             return checkpoints.restore(latest, abstract_state(self.abstract, self.shardings)), run
-        return self._fresh_state(), None
+        return self.fresh_state(), None
 
-    def _fresh_state(self) -> step.TrainState:
+    def fresh_state(self) -> step.TrainState:
+        """The state before the first step: the student's file, or random weights of its shapes."""
         source, spec = self.sources.student, self.sources.student_spec
         if self.config.student.init == "checkpoint":
             params = load_params(source, spec, self.abstract.params, self.mesh)
@@ -87,6 +108,7 @@ class Job:
             seed=self.config.train.seed,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            more=self.cache and self.cache.train,
         )
         if state is not None:
             iterator.set_state(state)
@@ -100,6 +122,7 @@ class Job:
             limit=self.config.eval.rows or None,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            more=self.cache and self.cache.heldout,
         )
         return (self.put(batch) for batch in batches)
 
@@ -126,7 +149,8 @@ class Job:
 
     def flops_per_token(self) -> float:
         """Teacher forward, student forward and backward (twice the forward), causal attention."""
-        return step_flops(self.config, self.sources)
+        kind = self.cache and self.cache.about.kind
+        return step_flops(self.config, self.sources, kind)
 
 
 def _check_batches(config: Config, mesh: Mesh) -> None:
@@ -173,13 +197,54 @@ def row_settings(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     )
 
 
+def cache_about(
+    config: Config, sources: Sources, rows: RowSet, teacher: str, *, kind: str, k: int = 0
+) -> About:
+    """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
+    assert sources.teacher_spec is not None  # as `validate` asks
+    return About(
+        kind=kind,
+        k=k,
+        temperature=config.loss.temperature if kind == "topk" else None,
+        teacher=teacher,
+        rows=rows.key,
+        tokenizer=sources.tokenizer.content_hash,
+        vocabulary=(sources.vocabulary.width, sources.vocabulary.real),
+        positions=config.data.seq_len,
+        width=sources.teacher_spec.hidden_size,
+        dtype=config.train.compute_dtype,
+        compute=config.teacher.compute,
+        sides=(len(rows.train), len(rows.heldout)),
+    )
+
+
 def teacher_backend(config: Config) -> str:
-    """The backend asked for: `KDJAX_TEACHER_BACKEND`, else the config."""
+    """The backend asked for: the cache's kind, what fp8 needs, KDJAX_TEACHER_BACKEND, the config.
+
+    Raises `UserError` for an unknown name, and for one beside an fp8 teacher.
+    """
+    if config.teacher.cache:
+        kind = read_index(Path(config.teacher.cache))[0].kind
+        if kind == "topk" and config.loss.divergence != "forward_kl":
+            raise UserError(
+                f"teacher.cache={config.teacher.cache} holds the likeliest ids, over which only "
+                f"loss.divergence=forward_kl is defined; found {config.loss.divergence!r}. Use "
+                "that, or cache hidden states (--kind=hidden)."
+            )
+        return kind
     backend = os.environ.get(BACKEND_VARIABLE) or config.teacher.backend
     if backend not in TEACHER_BACKENDS:
         valid = ", ".join(TEACHER_BACKENDS)
         raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {valid}")
-    return backend
+    compute = config.teacher.compute
+    if compute == "train":
+        return backend
+    if backend != "auto":
+        raise UserError(
+            f"found teacher.compute={compute!r} with the teacher backend {backend!r}; expected "
+            "backend 'auto': fp8 products need weights of their own kind. Leave one of them out."
+        )
+    return compute
 
 
 def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
@@ -188,6 +253,8 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
     Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
     """
     backend = teacher_backend(config)
+    if backend in FP8_COMPUTES:
+        check_fp8()
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     _check_batches(config, mesh)
     sources = open_sources(config)
@@ -204,7 +271,6 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
 def assemble(config: Config, workdir: Path) -> Job:
     """Builds the job. Raises `UserError` for anything a user can mend."""
     mesh, sources, plan = survey(config)
-    vocabulary = sources.vocabulary
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare(config, sources.tokenizer)
     _log.info("rows: %s", rows.info)
@@ -214,27 +280,29 @@ def assemble(config: Config, workdir: Path) -> Job:
         f"{side}.sha256": None if table is None else pool.submit(content_hash, table)
         for side, table in (("teacher", sources.teacher), ("student", sources.student))
     }
-    dtype = jnp.dtype(config.train.compute_dtype)
-    shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
-    provider = _load_teacher(config, sources, plan.backend, mesh)
-    apply, shapes = functional(sources.student_spec, Compute(remat=config.student.remat, **shared))
-    step_spec = _step_spec(config, apply, provider, vocabulary)
-    abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
-    shardings = step.state_shardings(abstract, step_spec.tx, mesh)
-    train_step, eval_step = step.compile_steps(step_spec, shardings, mesh)
+
+    def sha256() -> dict[str, Any]:
+        return {name: hashed and hashed.result() for name, hashed in hashes.items()}
+
+    cache = None
+    if config.teacher.cache:
+        teacher = sha256()["teacher.sha256"]
+        expected = cache_about(config, sources, rows, teacher, kind=plan.backend)
+        cache = open_cache(Path(config.teacher.cache), expected)
+        _log.info("%s", cache)
+    steps = build_steps(config, sources, mesh, plan.backend)
 
     def run_identity() -> dict[str, Any]:
-        sha = {name: hashed and hashed.result() for name, hashed in hashes.items()}
-        return identity(config) | sha | {"data.rows": rows.key}
+        made_of = {"teacher.cache": cache.sha256} if cache else {}
+        return identity(config) | sha256() | {"data.rows": rows.key} | made_of
 
-    return Job(config, workdir, mesh, sources, rows, provider, step_spec, train_step, eval_step,
-               shardings, abstract, run_identity)  # fmt: skip
+    return Job(config, workdir, mesh, sources, rows, *steps, run_identity, cache)
 
 
-def _load_teacher(
+def load_teacher(
     config: Config, sources: Sources, backend: str, mesh: Mesh
 ) -> TeacherLogitsProvider | None:
-    """The teacher over the shared vocabulary, on the mesh; None if there is none."""
+    """The teacher, or what training needs of a cached one, over the shared vocabulary, if any."""
     if sources.teacher is None or sources.teacher_spec is None:
         return None
     frozen = Compute(
@@ -242,10 +310,34 @@ def _load_teacher(
         param_dtype=jnp.dtype(config.teacher.param_dtype),
         max_segments=config.data.max_segments,
     )
-    provider = PROVIDERS[backend](sources.teacher, sources.teacher_spec, frozen, mesh)
+    make = PROVIDERS.get(backend) or functools.partial(cached, kind=backend)
+    provider = make(sources.teacher, sources.teacher_spec, frozen, mesh)
     provider = truncated(provider, sources.vocabulary.width)
     _log.info("%s", provider.info)
     return provider
+
+
+def build_steps(config: Config, sources: Sources, mesh: Mesh, backend: str) -> Steps:
+    """Loads the teacher in the form of `backend`, and prepares both steps; compiles nothing."""
+    vocabulary = sources.vocabulary
+    dtype = jnp.dtype(config.train.compute_dtype)
+    shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
+    provider = load_teacher(config, sources, backend, mesh)
+    apply, shapes = functional(sources.student_spec, trained(config.student.remat, **shared))
+    step_spec = _step_spec(config, apply, provider, vocabulary)
+    abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
+    shardings = step.state_shardings(abstract, step_spec.tx, mesh)
+    return Steps(provider, step_spec, *step.compile_steps(step_spec, shardings, mesh), shardings,
+                 abstract)  # fmt: skip
+
+
+def trained(remat: str, **shared: Any) -> Compute:
+    """How a student that trains computes.
+
+    Layers are looped over only under remat "full": a loop copies what it keeps of each layer, 28 of
+    the 114 ms of forward and backward of a 0.5B at 16,384 positions on an H200.
+    """
+    return Compute(remat=remat, scan=remat == "full", **shared)
 
 
 def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider | None,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from kdjax.errors import UserError
@@ -20,7 +21,7 @@ from kdjax.formats.blocks import decode, split
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
-from kdjax.models.weights import Mixed, Packed
+from kdjax.models.weights import FP8, Mixed, Packed, Scaled, quantize_rows
 from kdjax.sharding import parameter_spec, replicated
 
 # Two quantizations of one matrix differ by a few percent; unrelated matrices by about 140%.
@@ -115,6 +116,10 @@ def _decode(raw: Array, *, dtype: str, out_dtype: Any, heads: int) -> Array:
     return decode(_unpermute(raw, heads), dtype, out_dtype)
 
 
+def _scaled(raw: Array, *, dtype: str, heads: int) -> Scaled:
+    return Scaled(*quantize_rows(_decode(raw, dtype=dtype, out_dtype=jnp.float32, heads=heads)))
+
+
 def _split(raw: Array, *, dtype: str, heads: int) -> tuple[Array, ...]:
     return split(_unpermute(raw, heads), dtype)
 
@@ -129,21 +134,24 @@ def _store(buffers: Any, raw: Array, layer: Array, *, read: Any) -> Any:
 
 
 def load_params(
-    table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh, *, packed: bool = False
+    table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh, *, matrices: str = "dense"
 ) -> Params:
     """Reads every parameter of `abstract` from the table onto the mesh.
 
-    Weights become numbers of `abstract`'s dtypes on the device; with `packed` matrices stay there
-    in the file's blocks, as `Packed` and `Mixed`. Raises `UserError` listing all tensors that are
-    missing, misshapen or unknown.
+    Weights become numbers of `abstract`'s dtypes on the device; with `matrices="packed"` matrices
+    stay there in the file's blocks, as `Packed` and `Mixed`; with "fp8" those of the layers become
+    `Scaled`. Raises `UserError` listing all tensors that are missing, misshapen or unknown.
     """
     sources = tensor_names(table, spec)
     params: Params = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]:
         path = tuple(key.key for key in keys)
         heads = names.head_count(names.name_of(path), spec) if is_gguf(table) else 0
-        matrix = len(leaf.shape) - (path[0] == "blocks") == 2
-        load = _load_packed if packed and matrix else _load_dense
+        of_layers = path[0] == "blocks"
+        load = _load_dense
+        if len(leaf.shape) - of_layers == 2:
+            load = {"dense": _load_dense, "packed": _load_packed,
+                    "fp8": _load_scaled if of_layers else _load_dense}[matrices]  # fmt: skip
         node = params
         for key in path[:-1]:
             node = node.setdefault(key, {})
@@ -163,6 +171,20 @@ def _load_dense(table: TensorTable, sources: list[str], path: tuple[str, ...], l
         store = _storing(_decode, place, **how)
         buffer = store(buffer, _to_device(table, name, mesh), jnp.int32(layer))
     return buffer
+
+
+def _load_scaled(table: TensorTable, sources: list[str], path: tuple[str, ...], leaf: Any,
+                 mesh: Mesh, heads: int) -> Scaled:  # fmt: skip
+    spec = parameter_spec(path, leaf.shape, mesh)
+    place = Scaled(NamedSharding(mesh, spec), NamedSharding(mesh, P(*spec[:-1])))
+    stack = Scaled(
+        jnp.zeros(leaf.shape, FP8, device=place.values),
+        jnp.zeros(leaf.shape[:-1], jnp.float32, device=place.scale),
+    )
+    for layer, name in enumerate(sources):
+        store = _storing(_scaled, place, dtype=table.info(name).dtype, heads=heads)
+        stack = store(stack, _to_device(table, name, mesh), jnp.int32(layer))
+    return stack
 
 
 def _load_packed(table: TensorTable, sources: list[str], path: tuple[str, ...], leaf: Any,

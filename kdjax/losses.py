@@ -11,6 +11,7 @@ Letters: B rows, T positions, D hidden width, V vocabulary.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,55 @@ def kd_loss(
     kl = soft_divergence(teacher, log_softmax(student_logits, temperature), divergence)
     ce = cross_entropy(student_logits, labels)
     return alpha * ce + (1 - alpha) * temperature**2 * kl
+
+
+def kd_parts_and_gradient(
+    student_logits: Float[Array, "*B V"],
+    teacher_logits: Float[Array, "*B V"],
+    labels: Int[Array, "*B"],
+    *,
+    temperature: float,
+    alpha: float,
+    divergence: str = "forward_kl",
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"], Float[Array, "*B V"]]:
+    """Cross-entropy, divergence and `kd_logit_gradient` of float32 logits, together.
+
+    For the forward KL each logit is read three times: for the maxima, for the sums, and for the
+    gradient. At 16,384 positions of 151,936 ids a reading of both models' takes 4.6 ms of an H200.
+    """
+    options: dict[str, Any] = dict(temperature=temperature, divergence=divergence)
+    if divergence != "forward_kl":
+        ours, theirs = (log_softmax(x, temperature) for x in (student_logits, teacher_logits))
+        return (
+            cross_entropy(student_logits, labels),
+            soft_divergence(theirs, ours, divergence),
+            kd_logit_gradient(student_logits, teacher_logits, labels, alpha=alpha, **options),
+        )
+    peaks = [jnp.max(x, axis=-1, keepdims=True) for x in (student_logits, teacher_logits)]
+
+    def below_peaks(ours: Array, theirs: Array) -> tuple[Array, Array, Array]:
+        hard = student_logits - ours
+        return hard, hard / temperature, (teacher_logits - theirs) / temperature
+
+    hard, ours, theirs = below_peaks(*peaks)
+    z_hard, z_ours, z_theirs = (
+        jnp.sum(jnp.exp(x), axis=-1, keepdims=True) for x in (hard, ours, theirs)
+    )
+    # Both sides start from their own maximum, so what cancels here is of order 1, not 30.
+    distance = jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1, keepdims=True)
+    kl = jnp.maximum(distance / z_theirs - jnp.log(z_theirs) + jnp.log(z_ours), 0.0)[..., 0]
+    chosen = jnp.take_along_axis(student_logits, labels[..., None], axis=-1)
+    ce = (jnp.log(z_hard) + peaks[0] - chosen)[..., 0]
+    # Made again: XLA would write the exponentials above out, to read them back here.
+    hard, ours, theirs = below_peaks(*jax.lax.optimization_barrier(tuple(peaks)))
+    gradient = jnp.zeros_like(hard)
+    if alpha > 0:
+        is_label = jax.nn.one_hot(labels, hard.shape[-1], dtype=jnp.float32)
+        gradient += alpha * (jnp.exp(hard) / z_hard - is_label)
+    if alpha < 1:
+        difference = jnp.exp(ours) / z_ours - jnp.exp(theirs) / z_theirs
+        gradient += (1 - alpha) * temperature * difference
+    return ce, kl, gradient
 
 
 def kd_logit_gradient(

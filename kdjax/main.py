@@ -113,28 +113,39 @@ def show_plan(config: Config) -> bool:
     return not plan.missing
 
 
-def main(argv: list[str]) -> int:
-    """Runs the command; returns the exit status."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; set fields by --config.<field>=")
+def log_to_terminal() -> None:
+    """Shows kdjax's own lines, with the time, and warnings of others."""
     # Libraries log through absl at INFO (Orbax a dozen lines a save); the run's own lines do not.
     absl_logging.set_verbosity(absl_logging.WARNING)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     _log.handlers, _log.propagate = [handler], False
     _log.setLevel(logging.INFO)
+
+
+def configured() -> Config:
+    """The config of the parsed flags; raises `MissingFileError` for a file without one."""
+    if not isinstance(_CONFIG.value, Config):
+        name = config_flags.get_config_filename(flags.FLAGS["config"])
+        raise MissingFileError(f"--config={name}: no such file, or no get_config() -> Config.")
+    return _CONFIG.value
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; set fields by --config.<field>=")
+    log_to_terminal()
     verdict = None
     try:
-        if not isinstance(_CONFIG.value, Config):
-            name = config_flags.get_config_filename(flags.FLAGS["config"])
-            raise MissingFileError(f"--config={name}: no such file, or no get_config() -> Config.")
+        config = configured()
         if _PLAN.value:
-            return FINISHED if show_plan(_CONFIG.value) else BAD_INPUT
+            return FINISHED if show_plan(config) else BAD_INPUT
         if not _WORKDIR.value:
             raise UserError("--workdir is missing: name the folder that checkpoints go to.")
-        if _CONFIG.value.smoke.steps:
-            verdict = Verdict(_CONFIG.value)
-        reason = distil(_CONFIG.value, open_workdir(_WORKDIR.value), verdict)
+        if config.smoke.steps:
+            verdict = Verdict(config)
+        reason = distil(config, open_workdir(_WORKDIR.value), verdict)
     except (UserError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_status("failed", error, verdict.result if verdict else None)

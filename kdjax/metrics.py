@@ -1,40 +1,43 @@
 """Reduced numbers as (sum, count) pairs: merged over batches, divided once."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from kdjax.head import EvalSums
+from kdjax.head_cached import TopEvalSums
 
 
 def held_out_figures(
-    sums: Iterable[EvalSums], temperature: float, covered: int = 0
+    sums: Sequence[EvalSums | TopEvalSums], temperature: float, covered: int = 0
 ) -> dict[str, float]:
     """Merges batches' sums (host floats, float64 here) into the held-out figures, in nats a token.
 
-    Perplexity is exp of the merged mean, never a mean of perplexities. `covered` is the UTF-8 bytes
-    of all the targets: with it there are bits per byte, without a teacher no figure that needs one.
+    Perplexity is exp of the merged mean, never a mean of perplexities. Against a cache of likeliest
+    ids the KLs are called `kl_topk` and `kl_topk_temperature`: they are lower bounds. `covered` is
+    the UTF-8 bytes of all the targets: with it there are bits per byte. What needs a teacher is
+    absent without one.
     """
-    columns = [column for column in zip(*sums, strict=True)]
-    totals: list[Any] = [
-        None if None in column else math.fsum(float(x) for x in column) for column in columns
-    ]
-    total = EvalSums(*totals)
-    if float(total.count) == 0:
+    columns = dict(zip(type(sums[0])._fields, zip(*sums, strict=True), strict=True)) if sums else {}
+    totals = {
+        name: math.fsum(float(x) for x in column)
+        for name, column in columns.items()
+        if None not in column
+    }
+    count = totals.get("count", 0.0)
+    if count == 0:
         raise ZeroDivisionError("no held-out position carries weight")
-    mean = {k: v / float(total.count) for k, v in total._asdict().items() if v is not None}
+    mean = {name: value / count for name, value in totals.items()}
     figures: dict[str, float] = {}
     for side in ("student", "teacher"):
         if (ce := mean.get(f"{side}_ce")) is not None:
             figures |= {f"{side}_ce": ce, f"{side}_perplexity": math.exp(min(ce, 700.0))}
             if covered:
-                bits = ce * float(total.count) / math.log(2)
-                figures[f"{side}_bits_per_byte"] = bits / covered
-    if "kl" in mean:
-        figures |= {name: mean[name] for name in ("kl", "kl_temperature", "agreement")}
-        figures["temperature"] = temperature
+                figures[f"{side}_bits_per_byte"] = ce * count / math.log(2) / covered
+    if "agreement" in mean:
+        figures |= {name: value for name, value in mean.items() if name.startswith("kl")}
+        figures |= {"temperature": temperature, "agreement": mean["agreement"]}
     figures |= {"bytes": float(covered)} if covered else {}
-    return figures | {"tokens": float(total.count)}
+    return figures | {"tokens": count}
 
 
 def step_figures(raw: Mapping[str, float]) -> dict[str, float]:

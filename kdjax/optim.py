@@ -1,11 +1,13 @@
-"""Schedule, decay mask and the optax chain."""
+"""Schedule, decay mask, the optax chain, and moments kept in bfloat16."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jaxtyping import Array, BFloat16, Float, UInt16, UInt32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class OptimSpec:
     beta2: float
     eps: float
     clip_norm: float  # global gradient norm; 0 turns clipping off
+    moment_dtype: str = "float32"  # of both moments as stored: float32 | bfloat16
 
 
 def schedule(spec: OptimSpec) -> optax.Schedule:
@@ -52,14 +55,82 @@ def decay_mask(params: Any) -> Any:
 
 
 def optimizer(spec: OptimSpec) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW with decoupled, masked decay; moments are float32."""
+    """Global-norm clipping, then AdamW with decoupled, masked decay, computed in float32."""
     chain = [optax.clip_by_global_norm(spec.clip_norm)] if spec.clip_norm else []
-    adamw = optax.adamw(
-        schedule(spec),
-        b1=spec.beta1,
-        b2=spec.beta2,
-        eps=spec.eps,
-        weight_decay=spec.weight_decay,
-        mask=decay_mask,
+    adam = optax.scale_by_adam(b1=spec.beta1, b2=spec.beta2, eps=spec.eps)
+    adamw = optax.chain(  # the parts of optax.adamw, so that the first can be wrapped
+        adam if spec.moment_dtype == "float32" else bfloat16_moments(adam),
+        optax.add_decayed_weights(spec.weight_decay, decay_mask),
+        optax.scale_by_learning_rate(schedule(spec)),
     )
     return optax.chain(*chain, adamw)
+
+
+def bfloat16_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`adam`, a float32 `scale_by_adam`, with both moments stored in bfloat16: half the memory.
+
+    Stored by stochastic rounding. To the nearest, a second moment would stall: with beta2 = 0.999
+    it falls by at most 0.1% a step, less than half of bfloat16's spacing of 0.4% to 0.8%, so that
+    it would never fall. Which numbers go up depends on the step and the place in the global array
+    alone: a resumed run and any mesh round alike.
+    """
+
+    def init(params: Any) -> optax.OptState:
+        state = cast(optax.ScaleByAdamState, adam.init(params))
+        return state._replace(
+            mu=optax.tree.cast(state.mu, jnp.bfloat16), nu=optax.tree.cast(state.nu, jnp.bfloat16)
+        )
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.OptState]:
+        full = state._replace(
+            mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32)
+        )
+        updates, after = adam.update(updates, full, params)
+        after = cast(optax.ScaleByAdamState, after)
+        leaves, treedef = jax.tree.flatten((after.mu, after.nu))
+        rounded = [
+            # Each leaf of each moment has a seed of its own in every step.
+            stochastic_bfloat16(x, noise(x.shape, state.count * len(leaves) + i))
+            for i, x in enumerate(leaves)
+        ]
+        mu, nu = jax.tree.unflatten(treedef, rounded)
+        return updates, after._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def stochastic_bfloat16(
+    x: Float[Array, "*shape"], bits: UInt16[Array, "*shape"]
+) -> BFloat16[Array, "*shape"]:
+    """float32 to one of its two neighbours in bfloat16: up in size if the lost bits + `bits` carry.
+
+    With uniform `bits` the expected result is x, exactly, up to the largest bfloat16. What
+    bfloat16 holds stays as it is, and so do infinities and NaN.
+    """
+    words = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)
+    high = (words >> 16).astype(jnp.uint16)
+    rounded = jax.lax.bitcast_convert_type(high, jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def noise(shape: tuple[int, ...], seed: Any) -> UInt16[Array, "..."]:
+    """Uniform 16 bits by position and seed: a hash, which fuses into whatever uses it.
+
+    `jax.random` has a kernel of its own on GPUs, whose counters and bits would take 16 bytes a
+    number for each of the student's largest tensors.
+    """
+    where = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = np.uint32(int(np.prod(shape[axis + 1 :], dtype=np.int64)) & 0xFFFFFFFF)
+        where += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return (_mixed(where ^ _mixed(jnp.asarray(seed, jnp.uint32))) >> 16).astype(jnp.uint16)
+
+
+def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """A permutation of 32-bit numbers without visible pattern.
+
+    lowbias32 of Wellons 2018, https://nullprogram.com/blog/2018/07/31/.
+    """
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)

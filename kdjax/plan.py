@@ -10,6 +10,7 @@ vocabulary rows, D hidden width, F MLP width.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kdjax import optim, sharding
-from kdjax.config import Config, flatten
+from kdjax.config import FP8_COMPUTES, Config, flatten
 from kdjax.errors import UserError
 from kdjax.formats.blocks import BLOCKS
 from kdjax.loading import tensor_names
@@ -30,6 +31,8 @@ from kdjax.sources import Sources
 Size = int | float  # bytes, or bytes a position
 
 NO_TEACHER = "none"  # the backend of a run that trains on the text alone
+# Teachers that do not run: their hidden states, or their likeliest ids, come with the batch.
+CACHED = ("hidden", "topk")
 # Plans of 15 measured steps were between 2.2% below the peak and 4.7% above it.
 _MARGIN = 1.03
 # Library workspaces (cuBLAS takes 32 MiB a product in flight), code, and gaps between buffers.
@@ -89,15 +92,20 @@ def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, ba
     student = _tree_bytes(shapes, mesh)
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
     moments = _total(jax.eval_shape(tx.init, shapes)) * student / _total(shapes)
-    names = {"dequant": f"teacher, {config.teacher.param_dtype}", "q4k": "teacher, packed blocks"}
+    kinds = {"dequant": config.teacher.param_dtype, "q4k": "packed blocks",
+             "hidden": "its head", "topk": "cached"}  # fmt: skip
+    kind = kinds.get(backend, "float8 and scales")
     resident: dict[str, Size] = {}
     if backend != NO_TEACHER:
-        resident[names[backend]] = _teacher_bytes(config, sources, mesh, backend)
-    resident |= {"student, float32 masters": student, "optimizer moments": moments}
+        resident[f"teacher, {kind}"] = _teacher_bytes(config, sources, mesh, backend)
+    resident |= {
+        "student, float32 masters": student,
+        f"optimizer moments, {config.optim.moment_dtype}": moments,
+    }
     limit = devices.memory_bytes
     if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
-    bound = _bound(config, sources, devices)
+    bound = _bound(config, sources, devices, backend)
     plan = Plan(backend, devices.platform, resident, {}, limit, bound)
     return _with_phases(plan, config, sources, mesh)
 
@@ -118,15 +126,26 @@ def _total(abstract: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
-def step_flops(config: Config, sources: Sources) -> float:
-    """FLOP a token: the teacher's forward pass if the loss needs it, the student both ways."""
-    length, teacher = config.data.seq_len, sources.teacher_spec
-    forward = teacher.forward_flops(length) if teacher and config.loss.alpha < 1 else 0.0
-    return forward + 3 * sources.student_spec.forward_flops(length)
+def step_flops(config: Config, sources: Sources, cached: str | None = None) -> float:
+    """FLOP a token: teacher forward, or what its cache leaves of it, and student both ways."""
+    student = 3 * sources.student_spec.forward_flops(config.data.seq_len)
+    return _teacher_flops(config, sources, cached) + student
 
 
-def _bound(config: Config, sources: Sources, devices: Devices) -> float | None:
-    return devices.peak_flops / step_flops(config, sources) if devices.peak_flops else None
+def _teacher_flops(config: Config, sources: Sources, cached: str | None) -> float:
+    teacher = sources.teacher_spec
+    if teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
+        return 0.0
+    left = {"topk": 0.0, "hidden": 2.0 * sources.vocabulary.width * teacher.hidden_size}
+    return left[cached] if cached else teacher.forward_flops(config.data.seq_len)
+
+
+def _bound(config: Config, sources: Sources, devices: Devices, backend: str) -> float | None:
+    flops = _teacher_flops(config, sources, backend if backend in CACHED else None)
+    if backend in FP8_COMPUTES:
+        flops /= 2  # data sheets give float8 twice the rate of bf16
+    flops += 3 * sources.student_spec.forward_flops(config.data.seq_len)
+    return devices.peak_flops / flops if devices.peak_flops else None
 
 
 def _shards(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> int:
@@ -148,11 +167,15 @@ def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -
     kept = sources.vocabulary.width / spec.vocab_size  # rows of the head that are not cut off
     dtype = jnp.dtype(config.teacher.param_dtype)
     abstract = functional(spec, Compute(param_dtype=dtype))[1]
-    if backend == "dequant":
+    if backend in CACHED:
+        head = sources.vocabulary.width * spec.hidden_size * dtype.itemsize
+        return head / mesh.shape["tensor"] if backend == "hidden" else 0
+    if backend != "q4k":
         cut = dataclasses.replace(spec, vocab_size=sources.vocabulary.width)
         narrow = functional(cut, Compute(param_dtype=dtype))[1]
         head = "embed" if spec.tied else "head"
-        return _tree_bytes(abstract | {head: narrow[head]}, mesh)
+        numbers = abstract | {head: narrow[head]}
+        return (_fp8_bytes if backend in FP8_COMPUTES else _tree_bytes)(numbers, mesh)
     total = 0.0
     for path, names in tensor_names(table, spec).items():
         infos = [table.info(name) for name in names]
@@ -164,6 +187,20 @@ def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -
             else:
                 total += dtype.itemsize * info.shape[0]
     return total
+
+
+def _fp8_bytes(abstract: Any, mesh: Mesh) -> Size:
+    """Of a dense teacher's shapes, its layers' matrices in float8 with a float32 scale a row."""
+    matrices = [
+        (tuple(key.key for key in keys), leaf.shape)
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract["blocks"])[0]
+        if len(leaf.shape) == 3
+    ]
+    rows = [(path, (*shape[:-1], 1)) for path, shape in matrices]
+    values = sum(math.prod(shape) / _shards(path, shape, mesh) for path, shape in matrices)
+    scales = sum(4 * math.prod(shape) / _shards(path, shape, mesh) for path, shape in rows)
+    rest = jax.tree.map(lambda leaf: None if len(leaf.shape) == 3 else leaf, abstract)
+    return values + scales + _tree_bytes(rest, mesh)
 
 
 def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform: str,
@@ -185,15 +222,17 @@ def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform
     def forward(tokens: Size) -> dict[str, Size]:
         if teacher is None:
             return {}
-        row = 2 * teacher.mlp_size / mesh.shape["tensor"] + 5 * teacher.hidden_size
+        wide = teacher.mlp_size / mesh.shape["tensor"]
+        row = size * (2 * wide + 5 * teacher.hidden_size)
+        row += wide if backend in FP8_COMPUTES else 0  # what `down` multiplies, in float8
         layer = (teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size) / (
             teacher.num_layers * mesh.shape["tensor"]
         )
-        return {"teacher's activations": tokens * size * row, "a teacher layer": layer * decoded}
+        return {"teacher's activations": tokens * row, "a teacher layer": layer * decoded}
 
     def heads(tokens: Size, logits: Size, moved: int) -> dict[str, Size]:
         chunk = min(config.loss.chunk_tokens / shards, tokens)
-        both = 2 * theirs + 3 * student.hidden_size
+        both = 3 * student.hidden_size + (0 if backend == "topk" else 2 * theirs)
         return {
             "logits of a chunk": chunk * width * logits,
             "student's head": width * student.hidden_size * (size + moved),
@@ -207,13 +246,16 @@ def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform
     widest = max(attention, 6 * size * student.mlp_size) / mesh.shape["tensor"]
     layer_bytes = positions * (widest + 10 * size * student.hidden_size)
     kept_on = {"student's kept activations": kept} | accumulator
-    yield "the teacher runs forward", forward(positions) | accumulator
+    runs = backend not in CACHED
+    if runs:
+        yield "the teacher runs forward", forward(positions) | accumulator
     # float32 logits of both and one intermediate; their gradient in the compute dtype.
     yield "the loss is computed", heads(positions, 12 + size, 4) | kept_on
     backward = {"gradients": gradients, "student's layer": layer_bytes}
     yield "the student runs backward", backward | kept_on
     tokens = config.eval.batch_size // shards * length
-    yield "evaluating: the teacher runs forward", forward(tokens)
+    if runs:
+        yield "evaluating: the teacher runs forward", forward(tokens)
     yield "evaluating: logits are compared", heads(tokens, 8, 0)
 
 
@@ -223,8 +265,8 @@ def _kept_a_position(spec: ArchSpec, remat: str, size: int) -> Size:
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     elements = {
         "full": d,  # each layer's input
-        "dots": 2 * f + 4 * d + heads,  # and every product
-        "none": 6 * f + 13 * d + heads,  # and everything between, the norms in float32
+        "dots": 2 * f + 3 * d + heads,  # and every product
+        "none": 3 * f + 5 * d + heads,  # and everything between
     }[remat]
     return spec.num_layers * elements * size
 

@@ -235,6 +235,8 @@ def _inputs(config: Config, run: Run, job: Job, rows: Path) -> dict[str, Any]:
     if job.teacher:
         info = job.teacher.info
         files["teacher"] |= {"backend": info.kind, "resident_bytes": info.resident_bytes}
+    if job.cache:
+        files["teacher"]["cache"] = job.cache.sha256
     return {
         "format": FORMAT,
         "kdjax": {"version": __version__, "git_sha": sha, "git_dirty": dirty},

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdjax.config import Config
-from kdjax.hooks import Action, Hook, NonFiniteError, Run, StepRecord, failure
+from kdjax.hooks import Action, Hook, NonFiniteError, Run, StepRecord, failure, kl_names
 from kdjax.writers import format_seconds
 
 GATE = "F-DISTILL-SMOKE-001"
-_SHOWN = ("loss", "student_ce", "kl", "kl_temperature")  # the last two only with a teacher
 
 
 class Verdict(Hook):
@@ -39,9 +38,8 @@ class Verdict(Hook):
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the held-out figures, and the loss that training minimises made of them."""
         loss = self._config.loss
-        objective = loss.alpha * figures["student_ce"]
-        if "kl_temperature" in figures:
-            objective += (1 - loss.alpha) * loss.temperature**2 * figures["kl_temperature"]
+        kl = loss.temperature**2 * figures.get(kl_names(figures)[1], 0.0)  # absent at alpha = 1
+        objective = loss.alpha * figures["student_ce"] + (1 - loss.alpha) * kl
         self._held_out[step] = {**figures, "loss": objective}
 
     def outcome(self, error: BaseException | None) -> dict[str, Any]:
@@ -60,8 +58,8 @@ class Verdict(Hook):
             "verdict": verdict,
             "why": why,
             "steps": len(self._seconds),
-            "before": before and {name: before[name] for name in _SHOWN if name in before},
-            "after": after and {name: after[name] for name in _SHOWN if name in after},
+            "before": before and _shown(before),
+            "after": after and _shown(after),
             "median_step_seconds": median,
             "full_run_steps": total,
             "projected_seconds": median and median * total,
@@ -77,10 +75,11 @@ class Verdict(Hook):
         before, after = outcome["before"], outcome["after"]
         lines = [f"{GATE} {outcome['verdict']}: {outcome['why']}"]
         if before and after:
-            names = {"loss": "loss", "student_ce": "ce", "kl": "kl"}
+            kl, softened = kl_names(before)
+            names = {"loss": "loss", "student_ce": "ce", kl: kl}
             temperature = self._config.loss.temperature
             if temperature != 1:
-                names["kl_temperature"] = f"kl(T={temperature:g})"
+                names[softened] = f"{kl}(T={temperature:g})"
             pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items()
                      if k in before)  # fmt: skip
             lines.append("  held-out: " + "  ".join(pairs))
@@ -93,6 +92,11 @@ class Verdict(Hook):
                 "saves and compilation not counted"
             )
         return lines
+
+
+def _shown(figures: Mapping[str, float]) -> dict[str, float]:
+    names = ("loss", "student_ce", *kl_names(figures))  # the last two only with a teacher
+    return {name: figures[name] for name in names if name in figures}
 
 
 def _judge(before: Mapping[str, float] | None, after: Mapping[str, float] | None,

@@ -1,10 +1,12 @@
 """The frozen teacher: where its weights live, and how its hidden states and head reach the loss.
 
 A provider is pure functions, the arrays they take, and what it says of itself. Its kinds:
-`dequantized`, `packed`, `fixture`, and `truncated`, a narrower view of any of them.
+`dequantized`, `packed`, `scaled`, `cached`, `fixture`, and `truncated`, a narrower view of any.
 """
 
 import dataclasses
+import functools
+import logging
 from typing import Any
 
 import jax
@@ -17,8 +19,13 @@ from kdjax.formats import TensorTable
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
-from kdjax.models.weights import to_bits
+from kdjax.models.weights import Scaled, dense, to_bits
 from kdjax.tokenizer import Tokenizer
+
+_log = logging.getLogger("kdjax")
+
+# Tensor cores multiply float8 from Ada (8.9) and Hopper (9.0) on.
+_FP8_CAPABILITY = 8.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +72,19 @@ def _resident(params: Params) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
+def _as_sliced(params: Params) -> Params:
+    """As a scan slices them without copies: bits on a CPU."""
+    if jax.default_backend() != "cpu":
+        return params
+    return jax.tree.map(jax.jit(to_bits, donate_argnums=0), params)
+
+
 def dequantized(
     table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh
 ) -> TeacherLogitsProvider:
     """Every tensor as numbers of `compute.param_dtype`, made on the device at load."""
     apply, abstract = functional(spec, compute)
-    params = load_params(table, spec, abstract, mesh)
-    if jax.default_backend() == "cpu":
-        params = jax.tree.map(jax.jit(to_bits, donate_argnums=0), params)
+    params = _as_sliced(load_params(table, spec, abstract, mesh))
     kind = f"dequant ({jnp.dtype(compute.param_dtype).name})"
     info = TeacherInfo(kind, spec.vocab_size, _resident(params), table.paths[0].name)
     return TeacherLogitsProvider(apply, params, info)
@@ -87,12 +99,85 @@ def packed(
     `compute.param_dtype`.
     """
     apply, abstract = functional(spec, compute)
-    params = load_params(table, spec, abstract, mesh, packed=True)
+    params = load_params(table, spec, abstract, mesh, matrices="packed")
     info = TeacherInfo("q4k (packed)", spec.vocab_size, _resident(params), table.paths[0].name)
     return TeacherLogitsProvider(apply, params, info)
 
 
-PROVIDERS = {"dequant": dequantized, "q4k": packed}
+def check_fp8() -> None:
+    """Raises `UserError` for a GPU without float8 products; a CPU emulates them."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return
+    found = getattr(device, "compute_capability", "unknown")
+    try:
+        able = float(found) >= _FP8_CAPABILITY
+    except ValueError:  # other makers' names, such as gfx942
+        able = False
+    if not able:
+        raise UserError(
+            f"found a {device.device_kind} of compute capability {found}; expected an NVIDIA GPU "
+            f"of {_FP8_CAPABILITY} or more (Ada, Hopper and later) for fp8 products. "
+            "Set teacher.compute=train."
+        )
+
+
+def scaled(table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh, *,
+           precise: bool = False) -> TeacherLogitsProvider:  # fmt: skip
+    """The layers' matrices as float8_e4m3fn with a float32 scale a row, multiplied as such.
+
+    Embedding, head, norms and biases are numbers of `compute.param_dtype`; what is no product runs
+    in `compute.dtype`. `precise` sums products in float32. Raises `UserError` on a GPU without
+    float8 products.
+    """
+    check_fp8()
+    if jax.default_backend() == "cpu":
+        _log.warning("fp8 products are emulated on the CPU: the same numbers, slowly")
+    apply, abstract = functional(spec, compute)
+    params = _as_sliced(load_params(table, spec, abstract, mesh, matrices="fp8"))
+    params = jax.tree.map(
+        lambda w: dataclasses.replace(w, precise=precise) if isinstance(w, Scaled) else w,
+        params,
+        is_leaf=lambda w: isinstance(w, Scaled),
+    )
+    kind = f"fp8 (e4m3, {'float32' if precise else 'fast'} sums)"
+    info = TeacherInfo(kind, spec.vocab_size, _resident(params), table.paths[0].name)
+    return TeacherLogitsProvider(apply, params, info)
+
+
+PROVIDERS = {
+    "dequant": dequantized,
+    "q4k": packed,
+    "fp8": scaled,
+    "fp8_precise": functools.partial(scaled, precise=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cached:
+    """The functions of a teacher whose outputs are columns of the batch."""
+
+    def hidden(self, params: Params, tokens: Array, segment_ids: Array, positions: Array) -> Array:
+        raise TypeError("a cached teacher does not run: its hidden states come with the batch")
+
+    def head(self, params: Params) -> Array:
+        return dense(next(iter(params.values())))
+
+
+def cached(
+    table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh, *, kind: str
+) -> TeacherLogitsProvider:
+    """A teacher whose outputs come with the batch: its head alone, for hidden states, or nothing.
+
+    `kind` is that of the cache: "hidden" or "topk".
+    """
+    params: Params = {}
+    if kind == "hidden":
+        name = "embed" if spec.tied else "head"
+        abstract = {name: functional(spec, compute)[1][name]}
+        params = _as_sliced(load_params(table, spec, abstract, mesh))
+    info = TeacherInfo(f"cached ({kind})", spec.vocab_size, _resident(params), table.paths[0].name)
+    return TeacherLogitsProvider(_Cached(), params, info)
 
 
 def truncated(teacher: TeacherLogitsProvider, vocab_size: int) -> TeacherLogitsProvider:
@@ -107,7 +192,7 @@ def truncated(teacher: TeacherLogitsProvider, vocab_size: int) -> TeacherLogitsP
             f"{teacher.info.source}: found a teacher of {rows:,} rows to cut to {vocab_size:,}; "
             f"expected 1 to {rows:,}. Choose a teacher of at least the student's vocabulary."
         )
-    if vocab_size == rows:
+    if vocab_size == rows or not teacher.params:  # without a head there is nothing to cut
         return teacher
     # A tied head is the embedding; ids beyond the cut are no token's, so nothing looks them up.
     name = "head" if "head" in teacher.params else "embed"

@@ -171,6 +171,8 @@ def _checkpoint(receipt: dict[str, Any], workdir: Path) -> str:
         "student.sha256": receipt["student"]["sha256"],
         "data.rows": receipt["data"]["rows"],
     }
+    if "cache" in receipt["teacher"]:
+        stated["teacher.cache"] = receipt["teacher"]["cache"]
     for name in sorted(saved.keys() | stated.keys()):
         _expect(f"in the checkpoint {name}", saved.get(name), stated.get(name))
     return f"{output['path']}, of the same config, models and rows"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
-from kdjax.hooks import Action, Hook, Run, StepRecord
+from kdjax.hooks import Action, Hook, Run, StepRecord, kl_names
 
 
 class JsonLines(Hook):
@@ -205,10 +205,11 @@ class Terminal(Hook):
             for side in ("student", "teacher")
             if f"{side}_ce" in f
         ]
-        if "kl" in f:
+        kl, soft = kl_names(f)
+        if kl in f:
             temperature = f["temperature"]
-            at = "" if temperature == 1 else f"  kl(T={temperature:g}) {f['kl_temperature']:.4f}"
-            parts += [f"kl {f['kl']:.4f}{at}", f"agreement {f['agreement']:.4f}"]
+            at = "" if temperature == 1 else f"  {kl}(T={temperature:g}) {f[soft]:.4f}"
+            parts += [f"{kl} {f[kl]:.4f}{at}", f"agreement {f['agreement']:.4f}"]
         over = f"over {f['tokens']:,.0f} tokens"
         self._print(f"held-out at step {step}: " + "  ".join([*parts, over]))
 

@@ -1,154 +1,357 @@
-"""Times the training step on random tokens: one line a variant, side by side in one process.
+"""Times the training step, kdjax's variants and PyTorch's side by side; prints Markdown tables.
 
-    python scripts/bench_step.py --folder=/tmp/m --variants=q4k,dequant --rows=8 --length=2048
+    python scripts/bench_step.py --folder=/tmp/m --variants=dequant,q4k,torch-compile
+    python scripts/bench_step.py --variants=dequant --sweep-length=512,2048,8192
+    python scripts/bench_step.py --variants=dequant --document-tokens=50:2000
+    python scripts/bench_step.py --teacher=demo-teacher --student=demo-student --length=256 \\
+        --dtype=float32 --variants=dequant,torch-eager-plain,torch-compile --rounds=3
 
-Models are random Q4_K_M files of the given shapes, made in the folder if they are not there. Peaks
-are those of the whole process so far, so name the leanest variant first.
+Each variant runs in a process of its own, so that peaks do not mix and one that fails leaves the
+others. A variant is a name of VARIANTS or TORCH; fields may follow, as in
+`q4k:loss.chunk_tokens=512:student.remat=dots`. Models are random Q4_K_M files of the given shapes,
+made in the folder if they are not there, or GGUF files of one's own. Rates of arithmetic count
+teacher forward, student forward and backward once, and stand beside the rate of a plain product in
+the same run.
 """
 
 import argparse
 import dataclasses
-import functools
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from kdjax import runtime
+from bench_program import Request
+from bench_torch import MODES
+
+from kdjax.errors import UserError
+from kdjax.formats import open_table
+from kdjax.formats.synthetic import QWEN25_SHAPES, ModelShape, write_random_gguf
+from kdjax.models.arch import spec_from_table
+
+# name: fields of kdjax/config.py. A new variant is a line here.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dequant": {"teacher.backend": "dequant"},
+    "dequant-bf16moments": {"teacher.backend": "dequant", "optim.moment_dtype": "bfloat16"},
+    "dequant-fast": {"teacher.backend": "dequant", "student.remat": "none"},
+    "fp8": {"teacher.compute": "fp8"},
+    "fp8-fast": {"teacher.compute": "fp8", "student.remat": "none"},
+    "q4k": {"teacher.backend": "q4k"},
+    "q4k-fast": {"teacher.backend": "q4k", "student.remat": "none"},
+    "q4k-bf16moments": {"teacher.backend": "q4k", "optim.moment_dtype": "bfloat16"},
+    "q4k-lean": {
+        "teacher.backend": "q4k",
+        "optim.moment_dtype": "bfloat16",
+        "loss.chunk_tokens": 512,
+    },
+    "fp8": {"teacher.compute": "fp8"},
+    "fp8-fast": {"teacher.compute": "fp8", "student.remat": "none"},
+}
+TORCH = {f"torch-{mode}": mode for mode in MODES}
+
+# A pair small enough for a CPU: 17.0 and 1.6 million parameters.
+DEMO_SHAPES = {
+    "demo-teacher": ModelShape("demo-teacher", 4, 512, 8, 4, 1536, 4352, tied=False),
+    "demo-student": ModelShape("demo-student", 4, 128, 4, 2, 512, 4096, tied=True),
+}
+SHAPES = QWEN25_SHAPES | DEMO_SHAPES
+HERE = Path(__file__).resolve().parent
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times the training step.")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for model files")
-    parser.add_argument("--teacher", default="7b", help="a known shape, or a file")
-    parser.add_argument("--student", default="0.5b")
-    parser.add_argument("--variants", default="q4k,dequant", help="teacher backends, joined by ,")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--segments", type=int, default=8, help="documents a row")
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--chunk-tokens", type=int, default=1024)
-    parser.add_argument("--remat", default="full")
-    parser.add_argument("--temperature", type=float, default=4.0)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--steps", type=int, default=12, help="timed ones, after three more")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--folder", type=Path, default=Path("runs/bench"), help="for model files and logs")
+    add("--teacher", default="7b", help="a known shape, or a file")
+    add("--student", default="0.5b")
+    add("--variants", default="dequant,q4k,q4k-lean,torch-compile", help="joined by commas")
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="for every variant")
+    add("--rows", type=int, default=8)
+    add("--length", type=int, default=2048)
+    add("--sweep-length", help="lengths joined by commas, in one process a variant")
+    add("--segments", type=int, default=1, help="documents a row (the peer's rows have one)")
+    add("--document-tokens", metavar="50:2000", help="also rows of documents of these lengths")
+    add("--dtype", default="bfloat16", help="of activations and of the teacher's weights")
+    add("--steps", type=int, default=12, help="timed ones, after three more")
+    add("--rounds", type=int, default=1, help="all variants in turn, this often; medians")
+    add("--host", action="store_true", help="also the loop, the device's idle time, the pipeline")
+    add("--startup", action="store_true", help="also with the programs compiled before")
+    add("--matmul", type=int, default=8192, help="size of the product for the chip's rate")
+    add("--timeout", type=int, default=900, help="seconds for one process")
+    add("--json", type=Path, help="where to write the figures")
+    return parser.parse_args(argv)
 
 
-def table_of(shape: str, folder: Path):
-    from kdjax.formats import open_table
-    from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+def model_file(shape: str, folder: Path) -> Path:
+    """The file of a known shape, written if it is not there, or the file that is named."""
+    path = folder / f"{shape}.gguf" if shape in SHAPES else Path(shape)
+    if not path.exists() and shape in SHAPES:
+        aside = path.with_suffix(".partial")
+        write_random_gguf(aside, SHAPES[shape])
+        aside.rename(path)
+    return path
 
-    path = folder / f"{shape}.gguf" if shape in QWEN25_SHAPES else Path(shape)
-    if not path.exists():
-        write_random_gguf(path, QWEN25_SHAPES[shape])
-    return open_table(path)
 
-
-def random_batch(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    """Rows of `segments` documents with random cuts, every position trained."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    shape = args.rows, args.length
-    cuts = np.sort(rng.integers(1, args.length, (args.rows, args.segments - 1)), axis=1)
-    at = np.arange(args.length)
-    segments = 1 + (at[None, None] >= cuts[:, :, None]).sum(axis=1)
-    starts = np.take_along_axis(np.pad(cuts, ((0, 0), (1, 0))), segments - 1, axis=1)
-    columns = {
-        "tokens": rng.integers(0, vocab_size, shape),
-        "labels": rng.integers(0, vocab_size, shape),
-        "segment_ids": segments,
-        "positions": at[None] - starts,
+def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A kdjax variant's config fields by name, defaults of the command below its own."""
+    name, *own = variant.split(":")
+    settings: dict[str, Any] = {
+        "teacher.path": str(model_file(args.teacher, args.folder)),
+        "student.path": str(model_file(args.student, args.folder)),
+        "student.init": "random",
+        "teacher.param_dtype": args.dtype,
+        "train.compute_dtype": args.dtype,
+        "train.batch_size": args.rows,
+        "data.max_segments": args.segments,
     }
-    batch: dict[str, Any] = {name: column.astype(np.int32) for name, column in columns.items()}
-    return batch | {"weights": np.ones(shape, np.float32)}
+    return settings | VARIANTS[name] | dict(pair.split("=", 1) for pair in [*args.set, *own])
 
 
-def measure(backend: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Builds, compiles and runs one variant; returns its figures."""
-    import jax
-    import jax.numpy as jnp
+def kdjax_request(variant: str, args: argparse.Namespace, **changes: Any) -> dict[str, Any]:
+    request = Request(settings_of(variant, args), lengths(args), str(args.segments), args.steps,
+                      args.host)  # fmt: skip
+    return dataclasses.asdict(request) | changes
 
-    from kdjax import sharding, step
-    from kdjax.head import HeadSpec
-    from kdjax.models.arch import spec_from_table
-    from kdjax.models.decoder import Compute, functional, initialise
-    from kdjax.optim import OptimSpec, optimizer, schedule
-    from kdjax.teacher import PROVIDERS, truncated
 
-    mesh = sharding.make_mesh(-1, 1, 1)
-    tables = table_of(args.teacher, args.folder), table_of(args.student, args.folder)
-    teacher_spec, student_spec = map(spec_from_table, tables)
-    student_spec = dataclasses.replace(student_spec, tied=True)
-    shared: dict[str, Any] = dict(dtype=jnp.dtype(args.dtype), max_segments=args.segments)
-    start = time.perf_counter()
-    frozen = Compute(param_dtype=jnp.bfloat16, **shared)
-    provider = PROVIDERS[backend](tables[0], teacher_spec, frozen, mesh)
-    provider = truncated(provider, student_spec.vocab_size)
-    jax.block_until_ready(provider.params)
-    loaded = time.perf_counter() - start
-    apply, shapes = functional(student_spec, Compute(remat=args.remat, **shared))
-    optim = OptimSpec(1.5e-5, 5e-7, 20, 1000, 0.01, 0.9, 0.95, 1e-8, 1.0)
-    head = HeadSpec(args.temperature, 0.3, student_spec.vocab_size, student_spec.vocab_size - 271 if
-                    student_spec.vocab_size > 1000 else student_spec.vocab_size,
-                    args.chunk_tokens)  # fmt: skip
-    tx = optimizer(optim)
-    spec = step.StepSpec(apply, provider.apply, head, tx, schedule(optim), args.microbatches)
-    abstract = jax.eval_shape(functools.partial(step.init_state, tx=tx), shapes)
-    shardings = step.state_shardings(abstract, tx, mesh)
-    begin = lambda: step.init_state(initialise(student_spec, Compute(), 0), tx)  # noqa: E731
-    state = jax.jit(begin, out_shardings=shardings)()
-    batch = sharding.put_batch(random_batch(args, head.real_vocab), mesh)
-    start = time.perf_counter()
-    train_step, eval_step = step.compile_steps(spec, shardings, mesh)
-    compiled = train_step.lower(state, provider.params, batch).compile()
-    seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    evaluation = eval_step.lower(state.params, provider.params, batch).compile().memory_analysis()
-    times = []
-    for _ in range(args.steps + 3):
-        start = time.perf_counter()
-        state, metrics = compiled(state, provider.params, batch)
-        loss = float(metrics["loss"] / metrics["count"])
-        times.append(time.perf_counter() - start)
-    median = sorted(times[3:])[args.steps // 2]
-    tokens = args.rows * args.length
-    flops = teacher_spec.forward_flops(args.length) + 3 * student_spec.forward_flops(args.length)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return {
-        "variant": backend,
-        "step_ms": median * 1e3,
-        "spread_ms": (max(times[3:]) - min(times[3:])) * 1e3,
-        "tokens_per_s": tokens / median,
-        "tflops": flops * tokens / median / 1e12,
-        "teacher_gb": provider.info.resident_bytes / 1e9,
-        "arguments_gb": memory.argument_size_in_bytes / 1e9,
-        "temporaries_gb": memory.temp_size_in_bytes / 1e9,
-        "evaluation_temporaries_gb": evaluation.temp_size_in_bytes / 1e9,
-        "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
-        "load_s": loaded,
-        "compile_s": seconds,
-        "loss": loss,
+def torch_request(variant: str, args: argparse.Namespace) -> dict[str, Any]:
+    specs = {
+        part: dataclasses.asdict(spec_from_table(open_table(model_file(shape, args.folder))))
+        for part, shape in (("teacher", args.teacher), ("student", args.student))
     }
+    vocab = specs["student"]["vocab_size"]
+    made = dict(vocab=vocab - 271 if vocab > 1000 else vocab, rows=args.rows, lengths=lengths(args))
+    loss = dict(temperature=4.0, alpha=0.3, chunk_tokens=2048)
+    return specs | made | loss | dict(mode=TORCH[variant], dtype=args.dtype, steps=args.steps)
 
 
-def main() -> None:
-    args = arguments()
-    runtime.configure()
-    devices = runtime.device_summary()
-    print(devices, flush=True)
-    rows = []
-    for variant in args.variants.split(","):
-        rows.append(measure(variant, args))
-        print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else v for k, v in rows[-1].items()),
-              flush=True)  # fmt: skip
+def lengths(args: argparse.Namespace) -> list[int]:
+    """Ascending, because a process's peak only grows."""
+    if args.sweep_length:
+        return sorted(int(part) for part in args.sweep_length.split(","))
+    return [args.length]
+
+
+def run(script: str, request: dict[str, Any], name: str, args: argparse.Namespace,
+        cache: str = "") -> list[dict[str, Any]]:  # fmt: skip
+    """The script's result, in a process of its own; a row with `error` if it gave none."""
+    log = args.folder / f"{name.replace('/', '_')}.log"
+    inherited = {k: v for k, v in os.environ.items() if k != "KDJAX_TEACHER_BACKEND"}
+    environment = inherited | {
+        "JAX_COMPILATION_CACHE_DIR": cache,  # empty: every compile time is a cold one
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.getenv("PYTHONPATH")])),
+    }
+    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
+        asked, answer = Path(folder, "request.json"), Path(folder, "result.json")
+        asked.write_text(json.dumps(request))
+        command = [sys.executable, str(HERE / script), str(asked), str(answer)]
+        try:
+            code = subprocess.run(command, stdout=output, stderr=output, timeout=args.timeout,
+                                  env=environment).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = f"none after {args.timeout} s"
+        if code == 0 and answer.exists():
+            return [row | {"program": name} for row in json.loads(answer.read_text())]
+    said = [line for line in log.read_text().splitlines() if line.strip()] or ["nothing"]
+    return [{"program": name, "error": f"status {code}, {said[-1][:300]} ({log})"}]
+
+
+def why_not(variant: str, args: argparse.Namespace) -> str:
+    """Why PyTorch's variants cannot run here; empty if they can."""
+    look = "import torch, transformers; print(torch.cuda.is_available())"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True)
+    if done.returncode:
+        return f"{variant}: skipped, {done.stderr.strip().splitlines()[-1]}"
+    if "True" not in done.stdout and SHAPES.get(args.teacher, SHAPES["7b"]).hidden > 512:
+        return f"{variant}: skipped, PyTorch finds no GPU and {args.teacher} is too large for a CPU"
+    return ""
+
+
+def measure(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows of one variant: its lengths, its packed rows, its warm start."""
+    if variant in TORCH:
+        reason = why_not(variant, args)
+        return [{"program": variant, "error": reason}] if reason else run(
+            "bench_torch.py", torch_request(variant, args), variant, args
+        )  # fmt: skip
+    script, request = "bench_program.py", kdjax_request(variant, args)
+    if not args.startup:
+        rows = run(script, request, variant, args)
+    else:
+        with tempfile.TemporaryDirectory() as cache:
+            rows = run(script, request, variant, args, cache)
+            again = request | {"steps": 1, "host": False, "lengths": request["lengths"][:1]}
+            rows += [row | {"cached": True} for row in run(script, again, variant, args, cache)]
+    if args.document_tokens:
+        most = {"data.max_segments": max(args.segments, 32)}
+        one = request | {"settings": request["settings"] | most}
+        many = one | {"documents": args.document_tokens}
+        for name, asked in (("one document a row", one), (args.document_tokens, many)):
+            found = run(script, asked, f"{variant}, {name}", args)
+            rows += [row | {"documents": name} for row in found]
+    return rows
+
+
+def middle(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One list of rows from several rounds: of each row the round with the median speed."""
+    found = []
+    most = max(map(len, rounds))  # a round that failed has one row, its error
+    for rows in zip(*(r for r in rounds if len(r) == most), strict=True):
+        good = sorted((r for r in rows if "error" not in r), key=lambda r: r["step_ms"])
+        if not good:
+            found.append(rows[0])
+            continue
+        figure = good[(len(good) - 1) // 2]
+        found.append(figure | {"rounds_ms": [round(r["step_ms"], 2) for r in good]})
+    return found
+
+
+def add_rates(rows: list[dict[str, Any]], matmul: float | None, args: argparse.Namespace) -> None:
+    """FLOP/s of every row, its share of the plain product's, and the speed over the best peer's."""
+    specs = [spec_from_table(open_table(model_file(s, args.folder)))
+             for s in (args.teacher, args.student)]  # fmt: skip
+    for row in rows:
+        if "error" in row:
+            continue
+        # For kdjax and the peer alike; a cached teacher's step does less than it counts.
+        flops = specs[0].forward_flops(row["length"]) + 3 * specs[1].forward_flops(row["length"])
+        row["tflops"] = row["tokens_per_s"] * flops / 1e12
+        if matmul:
+            row["of_matmul"] = row["tflops"] * 1e12 / matmul
+        peers = [r["tokens_per_s"] for r in rows
+                 if r["program"] in TORCH and r.get("length") == row["length"]]  # fmt: skip
+        if peers and not row.get("cached"):
+            row["over_peer"] = row["tokens_per_s"] / max(peers)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(row: dict[str, Any], name: str, form: str = ",.0f") -> str:
+    value = row.get(name)
+    return "" if value is None else format(value, form)
+
+
+def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """All tables that the rows fill, as Markdown."""
+    good = [row for row in rows if "error" not in row and not row.get("cached")]
+    parts = []
+    if good:
+        parts.append(table(
+            ["program", "length", "step, ms", "processor time, ms", "tokens/s", "TFLOP/s",
+             "of the product's rate",
+             "peak, GB", "arguments + temporaries, GB", "load, s", "compile, s", "first step, s",
+             "x best peer"],
+            [[row["program"], cell(row, "length", "d"), cell(row, "step_ms", ",.1f"),
+              cell(row, "processor_ms", ",.0f"),
+              cell(row, "tokens_per_s"), cell(row, "tflops", ".4g"), cell(row, "of_matmul", ".2f"),
+              cell(row, "peak_gb", ".2f"),
+              " + ".join(filter(None, (cell(row, f"{part}_gb", ".2f")
+                                       for part in ("arguments", "temporaries")))),
+              cell(row, "load_s", ".1f"), cell(row, "compile_s", ".1f"),
+              cell(row, "first_step_s", ".1f"), cell(row, "over_peer", ".2f")] for row in good],
+        ))  # fmt: skip
+    parts += sweep_lines(good, args) + document_lines(good)
+    if hosts := [row for row in good if "host_share" in row]:
+        parts.append(table(
+            ["program", "steps alone, ms", "steps in the loop, ms", "the loop's share",
+             "device idle (profile)", "pipeline, rows/s", "x the step's appetite"],
+            [[row["program"], cell(row, "bare_ms", ".1f"), cell(row, "loop_ms", ".1f"),
+              cell(row, "host_share", ".2%"), cell(row, "device_idle_share", ".2%"),
+              cell(row, "pipeline_rows_per_s"), cell(row, "pipeline_over_appetite")]
+             for row in hosts],
+        ))  # fmt: skip
+    if warm := [row for row in rows if row.get("cached") and "error" not in row]:
+        cold = {row["program"]: row for row in reversed(good)}
+        parts.append(table(
+            ["program", "load, s", "first step, cold, s", "first step, compiled before, s"],
+            [[row["program"], cell(row, "load_s", ".1f"),
+              cell(cold.get(row["program"], {}), "first_step_s", ".1f"),
+              cell(row, "first_step_s", ".1f")] for row in warm],
+        ))  # fmt: skip
+    parts += [f"{row['program']}: {row['error']}" for row in rows if "error" in row]
+    return "\n\n".join(parts)
+
+
+def sweep_lines(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """Speed at each length over that at the shortest, as measured and without attention's share."""
+    found = []
+    plain = [row for row in rows if "documents" not in row] if args.sweep_length else []
+    for name in dict.fromkeys(row["program"] for row in plain):
+        mine = [row for row in plain if row["program"] == name]
+        first = mine[0]
+        said = [
+            f"{row['length']}: {row['tokens_per_s'] / first['tokens_per_s']:.3f} "
+            f"(FLOP/s {row['tflops'] / first['tflops']:.3f})"
+            for row in mine
+        ]
+        found.append(f"{name}, tokens/s over those at {first['length']}: {', '.join(said)}")
+    return found
+
+
+def document_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Speed of packed rows over rows of one document, in the same program and in the plain one."""
+    found = []
+    for row in rows:
+        if row.get("documents") in (None, "one document a row"):
+            continue
+        variant = row["program"].rsplit(", ", 1)[0]
+        said = [f"{row['tokens_per_s'] / other['tokens_per_s']:.3f} of {other['program']}"
+                for other in rows if other["length"] == row["length"]
+                and other["program"] in (variant, f"{variant}, one document a row")]  # fmt: skip
+        found.append(f"{row['program']}, {row['length']}: {'; '.join(said)}")
+    return found
+
+
+def check(args: argparse.Namespace) -> list[str]:
+    """The variants asked for. Raises `UserError` for a name that there is not."""
+    variants = args.variants.split(",")
+    for variant in variants:
+        name = variant.split(":")[0]
+        if name not in VARIANTS and name not in TORCH:
+            raise UserError(f"--variants={name}: must be among {', '.join(VARIANTS | TORCH)}")
+    return variants
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    try:
+        variants = check(args)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for shape in (args.teacher, args.student):
+        model_file(shape, args.folder)
+    asked = dataclasses.asdict(Request({"train.compute_dtype": args.dtype}, [], matmul=args.matmul))
+    (rate,) = run("bench_program.py", asked, "matmul", args)
+    product = rate.get("matmul_flops")
+    print(rate.get("devices", rate.get("error")))
+    if product:
+        print(f"a {args.matmul}^3 {args.dtype} product: {product / 1e12:.4g} TFLOP/s", flush=True)
+    rounds: dict[str, list[list[dict[str, Any]]]] = {variant: [] for variant in variants}
+    for _ in range(args.rounds):
+        for variant in variants:
+            start = time.perf_counter()
+            rounds[variant].append(measure(variant, args))
+            took = time.perf_counter() - start
+            speed = [cell(row, "tokens_per_s") or row["error"] for row in rounds[variant][-1]]
+            print(f"{variant}: {', '.join(speed)} tokens/s ({took:.0f} s)", flush=True)
+    rows = [row for variant in variants for row in middle(rounds[variant])]
+    add_rates(rows, product, args)
+    print("\n" + report(rows, args))
     if args.json:
         settings = {k: str(v) for k, v in vars(args).items()}
-        document = {"devices": str(devices), "settings": settings, "rows": rows}
+        document = {"devices": rate.get("devices"), "matmul_flops": product, "settings": settings,
+                    "rows": rows}  # fmt: skip
         args.json.write_text(json.dumps(document, indent=1))
+    return 1 if any("error" in row and row["program"] not in TORCH for row in rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -343,7 +343,7 @@ def test_a_tensor_that_did_not_change_is_named(finished, tmp_path):
         with contextlib.closing(Checkpoints(workdir, 2)) as source:
             state = source.restore(10, abstract_state(job.abstract, job.shardings))
             run = source.read_run(10)
-        before = job._fresh_state().params
+        before = job.fresh_state().params
         params = jax.tree.map(lambda x: x, state.params)
         params["norm"]["weight"] = before["norm"]["weight"]
         up = params["blocks"]["mlp"]["up"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import chex
 import jax
 import numpy as np
+import optax
 import pytest
 
 from kdjax import config as config_module
@@ -71,7 +72,9 @@ def saved(config, workdir):
     return latest, jax.tree.map(np.asarray, state)
 
 
-def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_path):
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_path, moments):
+    tiny_config.optim.moment_dtype = moments
     straight, first, second = Recorder(), Recorder(stop_at=4), Recorder()
     assert go(tiny_config, tmp_path / "straight", straight) == "finished"
     tiny_config.checkpoint.every = 0
@@ -85,6 +88,7 @@ def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_pa
     (a, one), (b, two) = (saved(tiny_config, tmp_path / name) for name in ("straight", "resumed"))
     assert a == b == 10
     chex.assert_trees_all_equal(one, two)
+    assert {str(x.dtype) for x in jax.tree.leaves(optax.tree.get(one.opt_state, "nu"))} == {moments}
 
 
 def test_hooks_are_called_in_order(tiny_config, tmp_path):

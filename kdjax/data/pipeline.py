@@ -5,7 +5,7 @@ the shuffled sequence, so a resumed run, on any number of processes, sees the sa
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -15,21 +15,32 @@ from kdjax.data.rows import Rows
 THREADS, PREFETCH = 2, 8  # threads that build rows, and batches they run ahead
 
 
+@runtime_checkable  # tests check annotations with isinstance
+class Columns(Protocol):
+    """More columns of each row, such as what a teacher said of it."""
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        """Arrays `[T, ...]` of one row."""
+        ...
+
+
 class _Source:
     """Grain's random-access source over rows; an index past the end is a row without weight."""
 
-    def __init__(self, rows: Rows):
-        self._rows = rows
+    def __init__(self, rows: Rows, more: Columns | None):
+        self._rows, self._more = rows, more
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return example(self._rows, int(index))
+        return example(self._rows, int(index), self._more)
 
 
-def example(rows: Rows, index: int) -> dict[str, Any]:
+def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, Any]:
     """One row as arrays `[T]`: tokens, labels, segment_ids, positions (int32), weights (float32).
+
+    And the columns of `more`.
 
     A position has weight 1 if its target is in the same document and carries loss. Positions count
     from 0 within each document.
@@ -47,7 +58,7 @@ def example(rows: Rows, index: int) -> dict[str, Any]:
         "positions": where - np.maximum.accumulate(np.where(starts, where, 0)),
         "weights": trained.astype(np.float32),
         "row_ids": np.int64(index),
-    }
+    } | (more[index] if more else {})
 
 
 def make_iterator(
@@ -57,13 +68,14 @@ def make_iterator(
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
+    more: Columns | None = None,
 ) -> Any:
     """Endless iterator over this process's share of each global batch of `batch_size` rows.
 
     Reshuffled every epoch. `get_state()` is a small JSON-able dict; `set_state` on a fresh iterator
     continues with the very next batch. `batch_size` must be divisible by `process_count`.
     """
-    dataset = grain.MapDataset.source(_Source(rows)).shuffle(seed=seed).repeat()
+    dataset = grain.MapDataset.source(_Source(rows, more)).shuffle(seed=seed).repeat()
     dataset = dataset[process_index::process_count].batch(batch_size // process_count)
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCH)
     return iter(dataset.to_iter_dataset(options))
@@ -76,6 +88,7 @@ def eval_batches(
     limit: int | None,
     process_index: int = 0,
     process_count: int = 1,
+    more: Columns | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
     """The same at most `limit` rows each time, spread evenly over all; the last batch is padded.
 
@@ -83,8 +96,9 @@ def eval_batches(
     """
     count = min(len(rows), limit or len(rows))
     chosen = np.linspace(0, len(rows) - 1, count).astype(np.int64)
-    empty = {k: np.zeros_like(v) for k, v in example(rows, 0).items()} | {"row_ids": np.int64(-1)}
+    empty = {k: np.zeros_like(v) for k, v in example(rows, 0, more).items()}
+    empty["row_ids"] = np.int64(-1)
     for start in range(0, count, batch_size):
         mine = range(start + process_index, start + batch_size, process_count)
-        parts = [example(rows, int(chosen[i])) if i < count else empty for i in mine]
+        parts = [example(rows, int(chosen[i]), more) if i < count else empty for i in mine]
         yield {key: np.stack([part[key] for part in parts]) for key in empty}

@@ -135,7 +135,7 @@ def _open_saved(form: Form, workdir: Path, step: int, student: str, tokenizer: s
             "--student=PATH, the run's student.path."
         )
     if form.backend != "dequant":
-        raise UserError(f"{workdir}@{form.backend}: a checkpoint has no packed form; leave it out.")
+        raise UserError(f"{workdir}@{form.backend}: a checkpoint has no such form; leave it out.")
     table = open_shapes(source)
     tied = "head" not in saved_names(workdir, step)
     spec = dataclasses.replace(spec_from_table(table), tied=tied)

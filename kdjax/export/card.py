@@ -12,6 +12,7 @@ _FIGURES = {
     "student_ce": "cross-entropy with the text, nats a token",
     "student_perplexity": "perplexity",
     "kl": "KL(teacher to student) at T=1, nats a token",
+    "kl_topk": "KL(teacher to student) at T=1 over the cached ids and any other, a lower bound",
     "agreement": "top-1 agreement with the teacher",
     "teacher_ce": "the teacher's cross-entropy",
     "tokens": "positions measured",

@@ -59,7 +59,7 @@ def _sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.einsum("kn,kn->n", a, b).astype(np.float64)
 
 
-def _affine(x: np.ndarray, top: int, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def fit_affine(x: np.ndarray, top: int, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scale and offset, float64 `[n]`, neither below 0, for x ~ scale * q - offset.
 
     q runs from 0 to `top`; `steps` lists how many of them the range of x is divided into.
@@ -149,7 +149,7 @@ def _pack_nibbles(q: np.ndarray, group: int) -> np.ndarray:
 
 def _encode_affine(blocks: np.ndarray, top: int, steps: np.ndarray) -> np.ndarray:
     b, x = len(blocks), _groups(blocks, 32)
-    scale, offset = _affine(x, top, steps)
+    scale, offset = fit_affine(x, top, steps)
     d, scales, scale = _six_bits(scale, b)
     dmin, offsets, offset = _six_bits(offset, b)
     q = _integers(x + offset.astype(np.float32), scale, 0, top, b)

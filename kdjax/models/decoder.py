@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.models.arch import ArchSpec, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
-from kdjax.models.weights import dense, from_bits, layers
+from kdjax.models.weights import dense, from_bits, layers, project
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
 
@@ -39,6 +39,9 @@ class Compute:
     dtype: Any = jnp.float32  # of activations and of weights when multiplied
     param_dtype: Any = jnp.float32  # of weights as stored
     remat: str = "none"  # a key of REMAT_POLICIES
+    scan: bool = (
+        True  # layers in a loop, compiled once; written out, kept activations are not copied
+    )
     attention: str = "auto"
     max_segments: int = 1
 
@@ -53,9 +56,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outer,), dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = jnp.einsum(
-            "ND,FD->NF", x.reshape(-1, x.shape[-1]), from_bits(self.weight[...]).astype(x.dtype)
-        )
+        y = project(x.reshape(-1, x.shape[-1]), self.weight.get_value())
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + from_bits(self.bias[...]).astype(x.dtype)[None, None]
 
@@ -180,9 +181,10 @@ class Decoder(nnx.Module):
 
         policy = REMAT_POLICIES[self.compute.remat]
         if policy is not None:
-            # Inside scan the loop already keeps XLA from merging the recomputation away.
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x, outputs = jax.lax.scan(layer, self._embedded(tokens), slices)
+            # A loop by itself keeps XLA from merging the recomputation away.
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.compute.scan)
+        loop = self.compute.scan
+        x, outputs = jax.lax.scan(layer, self._embedded(tokens), slices, unroll=not loop)
         return self.norm(x), outputs
 
     def _embedded(self, tokens: Array) -> Array:

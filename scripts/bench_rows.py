@@ -1,0 +1,38 @@
+"""Rows of random tokens for the benchmarks; needs NumPy alone, so that the peer sees the same."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class MadeRows(NamedTuple):
+    """Arrays `[N, length + 1]` as `kdjax.data.rows.Rows` holds them."""
+
+    tokens: np.ndarray  # int32
+    segments: np.ndarray  # int32: 1, 2, ... within a row
+    mask: np.ndarray  # uint8: all trained
+
+
+def made_rows(rows: int, length: int, vocab: int, documents: str = "1", most: int = 32) -> MadeRows:
+    """Random rows, the same for the same arguments.
+
+    `documents` is how many there are in a row, cut at random ("8"), or the range of their lengths
+    ("50:2000"); the last of a row, and the `most`-th, goes to its end.
+    """
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab, (rows, length + 1), dtype=np.int32)
+    segments = np.empty_like(tokens)
+    for row in segments:
+        starts = np.zeros(length + 1, np.int32)
+        starts[_cuts(rng, length, documents, most)] = 1
+        row[:] = 1 + np.cumsum(starts)
+    return MadeRows(tokens, segments, np.ones(tokens.shape, np.uint8))
+
+
+def _cuts(rng: np.random.Generator, length: int, documents: str, most: int) -> np.ndarray:
+    if ":" not in documents:
+        count = min(int(documents), length)
+        return rng.choice(np.arange(1, length), count - 1, replace=False)
+    shortest, longest = (int(part) for part in documents.split(":"))
+    ends = np.cumsum(rng.integers(shortest, longest + 1, most - 1))
+    return ends[ends < length]

@@ -1,0 +1,149 @@
+"""The benchmark: one compile a length, memory by XLA's own report, and figures put side by side."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdjax import step
+from kdjax.errors import UserError
+from kdjax.losses import kd_loss
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+bench_step, bench_program, bench_rows, bench_torch = (
+    importlib.import_module(f"bench_{name}") for name in ("step", "program", "rows", "torch")
+)
+
+
+@pytest.fixture
+def args(models, tmp_path):
+    return bench_step.arguments([
+        f"--folder={tmp_path}", f"--teacher={models}/teacher.gguf", "--dtype=float32",
+        f"--student={models}/student.gguf", "--rows=8", "--length=64", "--steps=1",
+    ])  # fmt: skip
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """The lengths for which the step was traced."""
+    seen, original = [], step.kd_step
+
+    def counted(state, teacher, batch, *, spec):
+        seen.append(batch["tokens"].shape[1])
+        return original(state, teacher, batch, spec=spec)
+
+    monkeypatch.setattr(step, "kd_step", counted)
+    return seen
+
+
+def measured(variant, args, **changes):
+    request = bench_step.kdjax_request(variant, args, **changes)
+    return bench_program.measure(bench_program.Request(**request))
+
+
+def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args, traces):
+    found = {name: measured(name, args)[0] for name in ("dequant", "q4k-bf16moments")}
+    assert traces == [64, 64]
+    args.sweep_length = "64,32"
+    short, found["q4k"] = measured("q4k", args, documents="4:40")
+    assert traces == [64, 64, 32, 64] and (short["length"], found["q4k"]["length"]) == (32, 64)
+    assert short["temporaries_gb"] < found["q4k"]["temporaries_gb"]
+    arguments = {name: 1e9 * row["arguments_gb"] for name, row in found.items()}
+    teachers = {name: 1e9 * row["teacher_gb"] for name, row in found.items()}
+    saved = teachers["dequant"] - teachers["q4k"]
+    assert saved > 0.5 * teachers["dequant"]
+    # Rows are split over the devices, weights are not: the teacher's bytes are the difference.
+    assert arguments["dequant"] - arguments["q4k"] == pytest.approx(saved, rel=0.01)
+    student = 4 * bench_step.spec_from_table(bench_step.open_table(args.student)).parameters()
+    less = arguments["q4k"] - arguments["q4k-bf16moments"]
+    assert less == pytest.approx(student, rel=0.01)  # half of two moments of the student's size
+    assert all(np.isfinite(row["loss"]) for row in found.values())
+
+
+def test_unknown_names_say_which_there_are(args, capsys):
+    assert bench_step.main(["--variants=q5k"]) == 2
+    assert "dequant" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"teacher\.fancy='x': no such field"):
+        bench_program.configured({"teacher.fancy": "x"})
+    args.set = ["teacher.allow_degenerate=true"]
+    settings = bench_step.settings_of("q4k:loss.temperature=2:student.remat=dots", args)
+    config = bench_program.configured(settings)
+    assert config.loss.temperature == 2.0 and config.student.remat == "dots"
+    assert config.teacher.allow_degenerate is True and config.teacher.backend == "q4k"
+
+
+def test_a_variant_that_fails_leaves_a_row_that_says_why(args):
+    request = {"settings": {"train.steps": 0}, "lengths": [64]}
+    (row,) = bench_step.run("bench_program.py", request, "broken", args)
+    assert row["program"] == "broken" and "status 1" in row["error"]
+    assert (
+        "train.steps" in row["error"] or "Traceback" in Path(args.folder, "broken.log").read_text()
+    )
+
+
+def row(program, length, speed, **more):
+    return dict(program=program, length=length, tokens_per_s=speed, step_ms=1e3 / speed) | more
+
+
+def test_speeds_stand_beside_the_best_peer_of_the_same_length(args):
+    rows = [row("q4k", 64, 300.0), row("torch-eager", 64, 100.0), row("torch-compile", 64, 200.0),
+            row("q4k", 32, 90.0), {"program": "dequant", "error": "status 1"}]  # fmt: skip
+    bench_step.add_rates(rows, 2e9, args)
+    assert [r.get("over_peer") for r in rows] == [1.5, 0.5, 1.0, None, None]
+    specs = [
+        bench_step.spec_from_table(bench_step.open_table(p)) for p in (args.teacher, args.student)
+    ]
+    flops = specs[0].forward_flops(64) + 3 * specs[1].forward_flops(64)
+    assert rows[0]["of_matmul"] == pytest.approx(300 * flops / 2e9)
+    text = bench_step.report(rows, args)
+    assert "| q4k | 64 | 3.3 |  | 300 |" in text and "dequant: status 1" in text
+
+
+def test_rounds_give_the_median_and_a_failed_round_is_left_out():
+    rounds = [[row("q4k", 64, speed)] for speed in (100.0, 300.0, 200.0)]
+    (found,) = bench_step.middle(rounds)
+    assert found["tokens_per_s"] == 200.0 and len(found["rounds_ms"]) == 3
+    failed = [{"program": "q4k", "error": "x"}]
+    assert bench_step.middle([failed, *rounds])[0]["tokens_per_s"] == 200.0
+    assert bench_step.middle([failed])[0]["error"] == "x"
+
+
+def test_idle_share_counts_long_gaps_between_overlapping_events():
+    events = [(0, 10), (2, 4), (11, 20), (50, 100)]  # gaps of 1 and 30
+    assert bench_program.idle_share(events[::-1], 5) == pytest.approx(0.30)
+    assert bench_program.idle_share(events, 1) == pytest.approx(0.31)
+    assert bench_program.idle_share([], 5) is None
+
+
+def test_made_rows_hold_documents_of_the_lengths_asked_for():
+    made = bench_rows.made_rows(50, 400, 99, "20:90", most=32)
+    assert made.tokens.shape == (50, 401) and made.tokens.max() < 99
+    for segments in made.segments:
+        counts = np.bincount(segments)[1:]
+        assert np.all(np.diff(segments) >= 0) and counts[:-1].min() >= 20 and counts.max() <= 91
+    assert set(bench_rows.made_rows(5, 64, 9).segments.ravel()) == {1}
+    assert all(s.max() == 8 for s in bench_rows.made_rows(5, 64, 9, "8").segments)
+    again = bench_rows.made_rows(50, 400, 99, "20:90", most=32)
+    np.testing.assert_array_equal(made.segments, again.segments)
+
+
+@pytest.mark.parity
+def test_the_peer_minimises_the_same_loss(rng):
+    torch = pytest.importorskip("torch")
+    ours, theirs = (rng.standard_normal((6, n)).astype(np.float32) * 3 for n in (40, 44))
+    labels = rng.integers(0, 40, 6)
+    want = kd_loss(ours, theirs[:, :40], labels, temperature=4.0, alpha=0.3).sum()
+    got = bench_torch.kd_loss(*map(torch.from_numpy, (ours, theirs, labels)), 4.0, 0.3)
+    assert float(got) == pytest.approx(float(want), rel=1e-5)
+
+
+def test_the_peer_is_skipped_with_a_reason_where_it_cannot_run(args, monkeypatch):
+    said = "Traceback\nModuleNotFoundError: No module named 'torch'\n"
+    done = bench_step.subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(bench_step.subprocess, "run", lambda *_, **__: done)
+    (found,) = bench_step.measure("torch-compile", args)
+    assert found["error"] == "torch-compile: skipped, ModuleNotFoundError: No module named 'torch'"
+    assert json.dumps(found)
