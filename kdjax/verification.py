@@ -166,13 +166,14 @@ def _checkpoint(receipt: dict[str, Any], workdir: Path) -> str:
         _expect("in the checkpoint step", output["step"], receipt["steps"])
     # What the checkpoint itself says it was trained by.
     saved = saved_run(workdir, output["step"])["identity"]
+    teacher = receipt["teacher"] or {}
     stated = identity(_config(receipt)) | {
-        "teacher.sha256": receipt["teacher"] and receipt["teacher"]["sha256"],
+        "teacher.sha256": teacher.get("sha256"),
         "student.sha256": receipt["student"]["sha256"],
         "data.rows": receipt["data"]["rows"],
     }
-    if "cache" in receipt["teacher"]:
-        stated["teacher.cache"] = receipt["teacher"]["cache"]
+    if "cache" in teacher:
+        stated["teacher.cache"] = teacher["cache"]
     for name in sorted(saved.keys() | stated.keys()):
         _expect(f"in the checkpoint {name}", saved.get(name), stated.get(name))
     return f"{output['path']}, of the same config, models and rows"
