@@ -43,6 +43,10 @@ def cache_teacher(config: Config, out: Path, kind: str, k: int) -> None:
             f"found --config.teacher.cache={config.teacher.cache}; expected a teacher to run. "
             "Leave it out: --out names the folder to write."
         )
+    if not config.teacher.path:
+        raise UserError(
+            "found --config.teacher.path=''; expected a teacher to run. Name its file or folder."
+        )
     if jax.process_count() > 1:
         raise UserError(f"found {jax.process_count()} processes; expected one to write a cache.")
     mesh, sources, plan = job.survey(config)
@@ -51,6 +55,7 @@ def cache_teacher(config: Config, out: Path, kind: str, k: int) -> None:
         raise UserError(f"found --k={k}; expected 1 to {real:,}, the ids of the vocabulary.")
     rows = job.prepare(config, sources.tokenizer)
     _log.info("rows: %s", rows.info)
+    assert sources.teacher is not None  # its path is there
     sha = content_hash(sources.teacher)
     k = k if kind == "topk" else 0
     about = job.cache_about(config, sources, rows, sha, kind=kind, k=k)
@@ -60,6 +65,7 @@ def cache_teacher(config: Config, out: Path, kind: str, k: int) -> None:
     @functools.cache  # nothing is loaded if nothing is left to write
     def run() -> Callable[[dict[str, Any]], np.ndarray]:
         provider = job.load_teacher(config, sources, plan.backend, mesh)
+        assert provider is not None
         return _runner(provider, about, head, mesh)
 
     def produce(numbers: range) -> Iterator[np.ndarray]:

@@ -18,7 +18,7 @@ FP8_COMPUTES = ("fp8", "fp8_precise")
 class TeacherConfig:
     """The frozen teacher."""
 
-    path: str = ""  # a GGUF file, or a Hugging Face folder
+    path: str = ""  # a GGUF file, or a Hugging Face folder; empty: none, with loss.alpha=1
     backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
     param_dtype: str = "bfloat16"  # of the weights once dequantized
     compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
@@ -30,7 +30,7 @@ class TeacherConfig:
 class StudentConfig:
     """The student; its weights are float32 masters whatever it computes in."""
 
-    path: str = ""  # a GGUF file, or a Hugging Face folder
+    path: str = ""  # a GGUF file, or a Hugging Face folder; of shapes alone if init=random
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
     remat: str = "full"  # none | dots | full: what the backward pass recomputes, for memory
@@ -186,7 +186,6 @@ _BETA = (lambda v: 0 <= v < 1), "at least 0 and below 1"
 _PRESENT = bool, "set: a GGUF file or a Hugging Face folder"
 
 _RULES: dict[str, tuple[Any, str]] = {
-    "teacher.path": _PRESENT,
     "teacher.backend": _choice(*TEACHER_BACKENDS),
     "teacher.param_dtype": _choice("bfloat16", "float32"),
     "teacher.compute": _choice("train", *FP8_COMPUTES),
@@ -238,6 +237,11 @@ def validate(config: Config) -> None:
         if not good(flat[name])
     ]
     train, optim = config.train, config.optim
+    if not config.teacher.path and (config.loss.alpha != 1 or config.teacher.cache):
+        problems.append(
+            "teacher.path='': must be set: a GGUF file or a Hugging Face folder; or loss.alpha be "
+            f"1 (now {config.loss.alpha}) and teacher.cache empty, to train on the text alone"
+        )
     if train.microbatches > 0 and train.batch_size % train.microbatches:
         problems.append(
             f"train.batch_size={train.batch_size}: must be divisible by "

@@ -1,6 +1,8 @@
 """The distillation loss of two models' hidden states, a chunk of logits at a time.
 
-Full `[tokens, vocabulary]` logits of student or teacher never exist in training.
+Full `[tokens, vocabulary]` logits of student or teacher never exist in training. Without a teacher
+(None for its hidden states and head) the loss is the cross-entropy alone, and figures that compare
+are None.
 
 Letters: B rows, T positions, D hidden width, V vocabulary.
 """
@@ -39,17 +41,17 @@ class LossSums(NamedTuple):
 
     loss: Float[Array, ""]
     ce: Float[Array, ""]
-    kl: Float[Array, ""]  # the divergence trained on, at the training temperature, without T^2
+    kl: Float[Array, ""] | None  # the divergence trained on, at temperature T, without T^2
 
 
 class EvalSums(NamedTuple):
     """Sums over weighted positions, float32: divide by `count`."""
 
     student_ce: Float[Array, ""]
-    teacher_ce: Float[Array, ""]
-    kl_temperature: Float[Array, ""]
-    kl: Float[Array, ""]  # at T = 1, so that runs with different temperatures compare
-    agreement: Float[Array, ""]  # positions where both rank the same id first
+    teacher_ce: Float[Array, ""] | None
+    kl_temperature: Float[Array, ""] | None
+    kl: Float[Array, ""] | None  # at T = 1, so that runs with different temperatures compare
+    agreement: Float[Array, ""] | None  # positions where both rank the same id first
     count: Float[Array, ""]
 
 
@@ -73,22 +75,32 @@ def chunked(x: Array, chunks: int, size: int) -> Array:
     return x.reshape(x.shape[0], chunks, size, *x.shape[2:]).swapaxes(0, 1)
 
 
-def _scan_inputs(student: Array, teacher: Array, labels: Array, weights: Array, spec: HeadSpec):
+def _scan_inputs(
+    student: Array, teacher: Array | None, labels: Array, weights: Array, spec: HeadSpec
+):
     batch, length = labels.shape
     size = min(length, max(1, spec.chunk_tokens // batch))
     chunks = -(-length // size)
     # A position without weight may hold anything, NaN too; zeros keep it out of 0 * NaN.
     keep = (weights != 0)[..., None]
-    student, teacher = jnp.where(keep, student, 0), jnp.where(keep, teacher, 0)
-    return tuple(chunked(x, chunks, size) for x in (student, teacher, labels, weights))
+    hidden = [x if x is None else jnp.where(keep, x, 0) for x in (student, teacher)]
+    columns = (*hidden, labels, weights)
+    return tuple(x if x is None else chunked(x, chunks, size) for x in columns)
+
+
+def _added(sums: Any, values: Any, weight: Array) -> Any:
+    """Each sum with its values of a chunk; those that are None have nothing to sum."""
+    return type(sums)(
+        *(a if a is None else a + jnp.sum(weight * b) for a, b in zip(sums, values, strict=True))
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def head_loss(
     student_hidden: Float[Array, "B T D1"],
     student_head: Float[Array, "V1 D1"],
-    teacher_hidden: Float[Array, "B T D2"],
-    teacher_head: Float[Array, "V2 D2"],
+    teacher_hidden: Float[Array, "B T D2"] | None,
+    teacher_head: Float[Array, "V2 D2"] | None,
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     spec: HeadSpec,
@@ -98,7 +110,7 @@ def head_loss(
     Only `loss` carries a gradient, to the student's hidden states and head. It is computed in the
     forward scan from the analytic logit gradient, so logits are made once and never stored, and
     the head's gradient accumulates in float32: in bf16 its error grows from 0.2% at one chunk to
-    1.6% at 256. `weights` is 0 where a position does not train.
+    1.6% at 256. `weights` is 0 where a position does not train. Without a teacher alpha must be 1.
     """
     return _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, labels,
                       weights, spec, with_gradient=False)[0]  # fmt: skip
@@ -107,7 +119,8 @@ def head_loss(
 def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, labels, weights, spec,
                *, with_gradient: bool):  # fmt: skip
     head = student_head[: spec.width].astype(student_hidden.dtype)
-    teacher_head = teacher_head[: spec.width].astype(teacher_hidden.dtype)
+    if teacher_hidden is not None:
+        teacher_head = teacher_head[: spec.width].astype(teacher_hidden.dtype)
     options: dict[str, Any] = dict(
         temperature=spec.temperature, alpha=spec.alpha, divergence=spec.divergence
     )
@@ -115,12 +128,11 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
     def chunk(carry, xs):
         sums, d_head = carry
         h_s, h_t, label, weight = xs
-        s, t = _logits(h_s, head, spec), _logits(h_t, teacher_head, spec)
+        s = _logits(h_s, head, spec)
+        t = s if h_t is None else _logits(h_t, teacher_head, spec)  # no teacher: nothing to learn
         ce, kl, g = kd_parts_and_gradient(s, t, label, **options)
         loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
-        sums = LossSums(
-            *(a + jnp.sum(weight * b) for a, b in zip(sums, (loss, ce, kl), strict=True))
-        )
+        sums = _added(sums, (loss, ce, kl), weight)
         if not with_gradient:
             return (sums, d_head), None
         g = (g * weight[..., None]).astype(h_s.dtype)
@@ -129,9 +141,10 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
         return (sums, d_head), d_hidden
 
     zero = jnp.zeros((), jnp.float32)
+    start = LossSums(zero, zero, None if teacher_hidden is None else zero)
     d_head = jnp.zeros(head.shape if with_gradient else (), jnp.float32)
     xs = _scan_inputs(student_hidden, teacher_hidden, labels, weights, spec)
-    (sums, d_head), d_hidden = jax.lax.scan(chunk, (LossSums(zero, zero, zero), d_head), xs)
+    (sums, d_head), d_hidden = jax.lax.scan(chunk, (start, d_head), xs)
     return sums, d_hidden, d_head
 
 
@@ -160,29 +173,33 @@ head_loss.defvjp(_head_loss_forward, _head_loss_backward)
 def head_evaluation(
     student_hidden: Float[Array, "B T D1"],
     student_head: Float[Array, "V1 D1"],
-    teacher_hidden: Float[Array, "B T D2"],
-    teacher_head: Float[Array, "V2 D2"],
+    teacher_hidden: Float[Array, "B T D2"] | None,
+    teacher_head: Float[Array, "V2 D2"] | None,
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     spec: HeadSpec,
 ) -> EvalSums:
     """Held-out sums of student against teacher, `chunk_tokens` positions of logits at a time."""
     head = student_head[: spec.width].astype(student_hidden.dtype)
-    teacher_head = teacher_head[: spec.width].astype(teacher_hidden.dtype)
+    theirs: Any = teacher_head
+    if teacher_hidden is not None:
+        theirs = theirs[: spec.width].astype(teacher_hidden.dtype)
 
     def chunk(sums, xs):
         h_s, h_t, label, weight = xs
-        s, t = _logits(h_s, head, spec), _logits(h_t, teacher_head, spec)
+        s = _logits(h_s, head, spec)
+        t = s if h_t is None else _logits(h_t, theirs, spec)
         soft = [log_softmax(x, spec.temperature) for x in (t, s)]
         hard = [log_softmax(x, 1.0) for x in (t, s)]
         same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)
         values = (cross_entropy(s, label), cross_entropy(t, label), kl_divergence(*soft),
                   kl_divergence(*hard), same, jnp.ones_like(weight))  # fmt: skip
-        added = (a + jnp.sum(weight * b) for a, b in zip(sums, values, strict=True))
-        return EvalSums(*added), None
+        return _added(sums, values, weight), None
 
     xs = _scan_inputs(student_hidden, teacher_hidden, labels, weights, spec)
-    start = EvalSums(*(jnp.zeros((), jnp.float32),) * len(EvalSums._fields))
+    zero = jnp.zeros((), jnp.float32)
+    compared = None if teacher_hidden is None else zero
+    start = EvalSums(zero, compared, compared, compared, compared, zero)
     return jax.lax.scan(chunk, start, xs)[0]
 
 

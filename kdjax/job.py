@@ -27,7 +27,7 @@ from kdjax.formats import TensorTable, content_hash
 from kdjax.head import HeadSpec
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Compute, functional, initialise
+from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.plan import Plan, choose, step_flops
 from kdjax.runtime import device_summary
 from kdjax.sources import Sources, open_sources
@@ -50,7 +50,7 @@ BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
 class Steps(NamedTuple):
     """What two checkpoints and a config make on a mesh: a teacher in memory, and both steps."""
 
-    teacher: TeacherLogitsProvider
+    teacher: TeacherLogitsProvider | None
     step_spec: step.StepSpec
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
@@ -67,7 +67,7 @@ class Job:
     mesh: Mesh
     sources: Sources
     rows: RowSet
-    teacher: TeacherLogitsProvider
+    teacher: TeacherLogitsProvider | None  # None: trains on the text alone
     step_spec: step.StepSpec
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
@@ -127,6 +127,22 @@ class Job:
         )
         return (self.put(batch) for batch in batches)
 
+    @property
+    def teacher_params(self) -> Params:
+        """What the steps take as the teacher's arrays."""
+        return self.teacher.params if self.teacher else {}
+
+    @functools.cached_property
+    def heldout_bytes(self) -> int:
+        """UTF-8 bytes of the targets that held-out figures are of; 0 if the tokens do not tell."""
+        sizes, config = self.sources.tokenizer.token_bytes, self.config.eval
+        batches = pipeline.eval_batches(
+            self.rows.heldout, batch_size=config.batch_size, limit=config.rows or None
+        )
+        if sizes is None:
+            return 0
+        return sum(int(sizes[b["labels"][b["weights"] != 0]].sum()) for b in batches)
+
     def put(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A host batch onto the mesh, without the row ids."""
         columns = {k: v for k, v in batch.items() if k != "row_ids"}
@@ -134,8 +150,8 @@ class Job:
 
     def flops_per_token(self) -> float:
         """Teacher forward, student forward and backward (twice the forward), causal attention."""
-        length, kind = self.config.data.seq_len, self.cache and self.cache.about.kind
-        return step_flops(self.sources, length, kind)
+        kind = self.cache and self.cache.about.kind
+        return step_flops(self.config, self.sources, kind)
 
 
 def _check_batches(config: Config, mesh: Mesh) -> None:
@@ -186,6 +202,7 @@ def cache_about(
     config: Config, sources: Sources, rows: RowSet, teacher: str, *, kind: str, k: int = 0
 ) -> About:
     """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
+    assert sources.teacher_spec is not None  # as `validate` asks
     return About(
         kind=kind,
         k=k,
@@ -244,8 +261,11 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
     sources = open_sources(config)
     vocabulary = sources.vocabulary
     _log.info("student: %s", _describe(sources.student, sources.student_spec))
-    _log.info("teacher: %s", _describe(sources.teacher, sources.teacher_spec))
-    _log.info("shared vocabulary: %d ids, head width %d", vocabulary.real, vocabulary.width)
+    if sources.teacher is None or sources.teacher_spec is None:
+        _log.info("no teacher: held-out figures are the student's alone")
+    else:
+        _log.info("teacher: %s", _describe(sources.teacher, sources.teacher_spec))
+    _log.info("vocabulary: %d ids, head width %d", vocabulary.real, vocabulary.width)
     return mesh, sources, choose(config, sources, mesh, device_summary(), backend)
 
 
@@ -257,29 +277,35 @@ def assemble(config: Config, workdir: Path) -> Job:
     _log.info("rows: %s", rows.info)
 
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)  # hashing overlaps loading
-    hashes = [pool.submit(content_hash, t) for t in (sources.teacher, sources.student)]
+    hashes = {
+        f"{side}.sha256": None if table is None else pool.submit(content_hash, table)
+        for side, table in (("teacher", sources.teacher), ("student", sources.student))
+    }
+
+    def sha256() -> dict[str, Any]:
+        return {name: hashed and hashed.result() for name, hashed in hashes.items()}
 
     cache = None
     if config.teacher.cache:
-        expected = cache_about(config, sources, rows, hashes[0].result(), kind=plan.backend)
+        teacher = sha256()["teacher.sha256"]
+        expected = cache_about(config, sources, rows, teacher, kind=plan.backend)
         cache = open_cache(Path(config.teacher.cache), expected)
         _log.info("%s", cache)
     steps = build_steps(config, sources, mesh, plan.backend)
 
     def run_identity() -> dict[str, Any]:
-        sha = {
-            f"{k}.sha256": h.result() for k, h in zip(("teacher", "student"), hashes, strict=True)
-        }
         made_of = {"teacher.cache": cache.sha256} if cache else {}
-        return identity(config) | sha | {"data.rows": rows.key} | made_of
+        return identity(config) | sha256() | {"data.rows": rows.key} | made_of
 
     return Job(config, workdir, mesh, sources, rows, *steps, run_identity, plan, cache)
 
 
 def load_teacher(
     config: Config, sources: Sources, backend: str, mesh: Mesh
-) -> TeacherLogitsProvider:
-    """The teacher, or what training needs of a cached one, over the shared vocabulary."""
+) -> TeacherLogitsProvider | None:
+    """The teacher, or what training needs of a cached one, over the shared vocabulary, if any."""
+    if sources.teacher is None or sources.teacher_spec is None:
+        return None
     frozen = Compute(
         dtype=jnp.dtype(config.train.compute_dtype),
         param_dtype=jnp.dtype(config.teacher.param_dtype),
@@ -315,7 +341,7 @@ def trained(remat: str, **shared: Any) -> Compute:
     return Compute(remat=remat, scan=remat == "full", **shared)
 
 
-def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider,
+def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider | None,
                vocabulary: Vocabulary) -> step.StepSpec:  # fmt: skip
     settings = dataclasses.asdict(config.optim)
     optim_spec = optim.OptimSpec(total_steps=config.train.steps, **settings)
@@ -329,7 +355,7 @@ def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider,
     )
     return step.StepSpec(
         student=apply,
-        teacher=provider.apply,
+        teacher=provider.apply if provider else None,
         head=head,
         tx=optim.optimizer(optim_spec),
         schedule=optim.schedule(optim_spec),

@@ -99,8 +99,8 @@ def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: S
         return step == last or (every > 0 and step % every == 0)
 
     def evaluate(step: int) -> None:
-        figures = held_out(job.eval_step, state.params, job.teacher.params, job.eval_batches(),
-                           config.loss.temperature)  # fmt: skip
+        figures = held_out(job.eval_step, state.params, job.teacher_params, job.eval_batches(),
+                           config.loss.temperature, job.heldout_bytes)  # fmt: skip
         for hook in hooks:
             hook.eval_end(step, figures)
         for hook in hooks:
@@ -120,7 +120,7 @@ def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: S
     for step in range(start + 1, last + 1):
         batch = next(data)
         with jax.transfer_guard("disallow"):
-            state, metrics = job.train_step(state, job.teacher.params, job.put(batch))
+            state, metrics = job.train_step(state, job.teacher_params, job.put(batch))
         delivery.push(step, metrics, batch)
         stopping = signals.requested or delivery.stop
         if stopping or due(config.checkpoint.every, step) or due(config.eval.every, step):

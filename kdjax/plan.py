@@ -30,6 +30,7 @@ from kdjax.sources import Sources
 
 Size = int | float  # bytes, or bytes a position
 
+NO_TEACHER = "none"  # the backend of a run that trains on the text alone
 # Teachers that do not run: their hidden states, or their likeliest ids, come with the batch.
 CACHED = ("hidden", "topk")
 # Plans of 15 measured steps were between 2.2% below the peak and 4.7% above it.
@@ -94,8 +95,10 @@ def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, ba
     kinds = {"dequant": config.teacher.param_dtype, "q4k": "packed blocks",
              "hidden": "its head", "topk": "cached"}  # fmt: skip
     kind = kinds.get(backend, "float8 and scales")
-    resident = {
-        f"teacher, {kind}": _teacher_bytes(config, sources, mesh, backend),
+    resident: dict[str, Size] = {}
+    if backend != NO_TEACHER:
+        resident[f"teacher, {kind}"] = _teacher_bytes(config, sources, mesh, backend)
+    resident |= {
         "student, float32 masters": student,
         f"optimizer moments, {config.optim.moment_dtype}": moments,
     }
@@ -123,23 +126,25 @@ def _total(abstract: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
-def step_flops(sources: Sources, length: int, cached: str | None = None) -> float:
+def step_flops(config: Config, sources: Sources, cached: str | None = None) -> float:
     """FLOP a token: teacher forward, or what its cache leaves of it, and student both ways."""
-    return _teacher_flops(sources, length, cached) + 3 * sources.student_spec.forward_flops(length)
+    student = 3 * sources.student_spec.forward_flops(config.data.seq_len)
+    return _teacher_flops(config, sources, cached) + student
 
 
-def _teacher_flops(sources: Sources, length: int, cached: str | None) -> float:
-    head = 2.0 * sources.vocabulary.width * sources.teacher_spec.hidden_size
-    left = {"topk": 0.0, "hidden": head}
-    return left[cached] if cached else sources.teacher_spec.forward_flops(length)
+def _teacher_flops(config: Config, sources: Sources, cached: str | None) -> float:
+    teacher = sources.teacher_spec
+    if teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
+        return 0.0
+    left = {"topk": 0.0, "hidden": 2.0 * sources.vocabulary.width * teacher.hidden_size}
+    return left[cached] if cached else teacher.forward_flops(config.data.seq_len)
 
 
 def _bound(config: Config, sources: Sources, devices: Devices, backend: str) -> float | None:
-    length = config.data.seq_len
-    flops = _teacher_flops(sources, length, backend if backend in CACHED else None)
+    flops = _teacher_flops(config, sources, backend if backend in CACHED else None)
     if backend in FP8_COMPUTES:
         flops /= 2  # data sheets give float8 twice the rate of bf16
-    flops += 3 * sources.student_spec.forward_flops(length)
+    flops += 3 * sources.student_spec.forward_flops(config.data.seq_len)
     return devices.peak_flops / flops if devices.peak_flops else None
 
 
@@ -158,6 +163,7 @@ def _tree_bytes(abstract: Any, mesh: Mesh) -> Size:
 
 def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -> Size:
     spec, table = sources.teacher_spec, sources.teacher
+    assert spec is not None and table is not None
     kept = sources.vocabulary.width / spec.vocab_size  # rows of the head that are not cut off
     dtype = jnp.dtype(config.teacher.param_dtype)
     abstract = functional(spec, Compute(param_dtype=dtype))[1]
@@ -211,23 +217,26 @@ def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform
     accumulator = {"gradients, accumulated": gradients if parts > 1 else 0.0}
     packed = backend == "q4k"
     decoded = jnp.dtype(config.teacher.param_dtype).itemsize if packed else 0
-    layer = (teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size) / (
-        teacher.num_layers * mesh.shape["tensor"]
-    )
+    theirs = teacher.hidden_size if teacher else 0
 
     def forward(tokens: Size) -> dict[str, Size]:
+        if teacher is None:
+            return {}
         wide = teacher.mlp_size / mesh.shape["tensor"]
         row = size * (2 * wide + 5 * teacher.hidden_size)
         row += wide if backend in FP8_COMPUTES else 0  # what `down` multiplies, in float8
+        layer = (teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size) / (
+            teacher.num_layers * mesh.shape["tensor"]
+        )
         return {"teacher's activations": tokens * row, "a teacher layer": layer * decoded}
 
     def heads(tokens: Size, logits: Size, moved: int) -> dict[str, Size]:
         chunk = min(config.loss.chunk_tokens / shards, tokens)
-        both = 3 * student.hidden_size + (0 if backend == "topk" else 2 * teacher.hidden_size)
+        both = 3 * student.hidden_size + (0 if backend == "topk" else 2 * theirs)
         return {
             "logits of a chunk": chunk * width * logits,
             "student's head": width * student.hidden_size * (size + moved),
-            "teacher's head": width * teacher.hidden_size * decoded,
+            "teacher's head": width * theirs * decoded,
             "hidden states": tokens * size * both,
         }
 
@@ -268,6 +277,9 @@ def choose(config: Config, sources: Sources, mesh: Mesh, devices: Devices, backe
     Raises `UserError` when "auto" finds none, naming what is missing and settings that fit. A
     backend that was asked for by name is not refused: the plan may be wrong by a few percent.
     """
+    if sources.teacher is None:
+        plan = make_plan(config, sources, mesh, devices, NO_TEACHER)
+        return dataclasses.replace(plan, choice="no teacher: trains on the text alone")
     if backend != "auto":
         plan = make_plan(config, sources, mesh, devices, backend)
         return dataclasses.replace(plan, choice=f"teacher backend {backend}: asked for")

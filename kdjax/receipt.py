@@ -232,15 +232,18 @@ def _inputs(config: Config, run: Run, job: Job, rows: Path) -> dict[str, Any]:
     """What the run is made of."""
     nested = dataclasses.asdict(config)
     sha, dirty = source_revision()
-    files = {
-        side: {
+    files: dict[str, Any] = {
+        side: None
+        if table is None
+        else {
             "files": [str(path.resolve()) for path in table.paths],
             "sha256": run.config[f"{side}.sha256"],
         }
         for side, table in (("teacher", job.sources.teacher), ("student", job.sources.student))
     }
-    info = job.teacher.info
-    files["teacher"] |= {"backend": info.kind, "resident_bytes": info.resident_bytes}
+    if job.teacher:
+        info = job.teacher.info
+        files["teacher"] |= {"backend": info.kind, "resident_bytes": info.resident_bytes}
     if job.cache:
         files["teacher"]["cache"] = job.cache.sha256
     return {

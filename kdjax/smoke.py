@@ -38,7 +38,7 @@ class Verdict(Hook):
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the held-out figures, and the loss that training minimises made of them."""
         loss = self._config.loss
-        kl = loss.temperature**2 * figures[kl_names(figures)[1]]
+        kl = loss.temperature**2 * figures.get(kl_names(figures)[1], 0.0)  # absent at alpha = 1
         objective = loss.alpha * figures["student_ce"] + (1 - loss.alpha) * kl
         self._held_out[step] = {**figures, "loss": objective}
 
@@ -80,7 +80,8 @@ class Verdict(Hook):
             temperature = self._config.loss.temperature
             if temperature != 1:
                 names[softened] = f"{kl}(T={temperature:g})"
-            pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items())
+            pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items()
+                     if k in before)  # fmt: skip
             lines.append("  held-out: " + "  ".join(pairs))
         if median := outcome["median_step_seconds"]:
             lines.append(
@@ -94,7 +95,8 @@ class Verdict(Hook):
 
 
 def _shown(figures: Mapping[str, float]) -> dict[str, float]:
-    return {name: figures[name] for name in ("loss", "student_ce", *kl_names(figures))}
+    names = ("loss", "student_ce", *kl_names(figures))  # the last two only with a teacher
+    return {name: figures[name] for name in names if name in figures}
 
 
 def _judge(before: Mapping[str, float] | None, after: Mapping[str, float] | None,

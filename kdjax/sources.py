@@ -8,11 +8,11 @@ import numpy as np
 
 from kdjax.config import Config
 from kdjax.errors import UserError
-from kdjax.formats import TensorTable, open_table
+from kdjax.formats import TensorTable, open_shapes, open_table
 from kdjax.formats.blocks import decode
 from kdjax.loading import tensor_names, tied_in_fact
 from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.teacher import Vocabulary, align
+from kdjax.teacher import Vocabulary, align, own_vocabulary
 from kdjax.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -22,11 +22,11 @@ DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What the headers of both checkpoints say."""
+    """What the headers of both checkpoints say; None for a teacher that there is not."""
 
-    teacher: TensorTable
+    teacher: TensorTable | None
     student: TensorTable
-    teacher_spec: ArchSpec
+    teacher_spec: ArchSpec | None
     student_spec: ArchSpec
     tokenizer: Tokenizer
     vocabulary: Vocabulary
@@ -38,22 +38,36 @@ def open_sources(config: Config) -> Sources:
     Reads headers, and tensors only as far as the two agree. Raises `UserError` for a pair that
     cannot be distilled, or that would teach nothing.
     """
-    tables = open_table(config.teacher.path), open_table(config.student.path)
-    teacher_spec, student_spec = (spec_from_table(table) for table in tables)
-    head = config.student.head
-    tied = tied_in_fact(tables[1]) if head == "auto" else head == "tied"
-    student_spec = dataclasses.replace(student_spec, tied=tied)
-    for name, spec in (("teacher", teacher_spec), ("student", student_spec)):
-        if config.data.seq_len > spec.max_positions:
+    teacher = open_table(config.teacher.path) if config.teacher.path else None
+    fresh = config.student.init == "random"
+    student = (open_shapes if fresh else open_table)(config.student.path)
+    ours, theirs = student_spec(config, student), spec_from_table(teacher) if teacher else None
+    for name, spec in (("teacher", theirs), ("student", ours)):
+        if spec and config.data.seq_len > spec.max_positions:
             raise UserError(
                 f"data.seq_len={config.data.seq_len} exceeds the {name}'s context of "
                 f"{spec.max_positions} positions. Lower data.seq_len."
             )
-    if config.student.init == "checkpoint" and same_weights(*tables):
-        _refuse_degenerate(config, *tables)
+    if teacher and config.student.init == "checkpoint" and same_weights(teacher, student):
+        _refuse_degenerate(config, teacher, student)
     tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
-    vocabulary = align(student_spec, teacher_spec, tokenizer, load_tokenizer(config.teacher.path))
-    return Sources(*tables, teacher_spec, student_spec, tokenizer, vocabulary)
+    if theirs is None:
+        vocabulary = own_vocabulary(ours, tokenizer)
+    else:
+        vocabulary = align(ours, theirs, tokenizer, load_tokenizer(config.teacher.path))
+    return Sources(teacher, student, theirs, ours, tokenizer, vocabulary)
+
+
+def student_spec(config: Config, table: TensorTable) -> ArchSpec:
+    """The student's architecture, its head tied as `student.head` asks.
+
+    With "auto" as the stored matrices are; a folder of shapes alone is believed.
+    """
+    spec, head = spec_from_table(table), config.student.head
+    if head == "auto" and not len(table):
+        return spec
+    tied = tied_in_fact(table) if head == "auto" else head == "tied"
+    return dataclasses.replace(spec, tied=tied)
 
 
 def same_weights(a: TensorTable, b: TensorTable) -> bool:

@@ -43,7 +43,7 @@ class StepSpec:
     """What `kd_step` needs besides arrays; fixed for a run."""
 
     student: ModelFunctions
-    teacher: ModelFunctions
+    teacher: ModelFunctions | None  # None: trains on the text alone, and compares with nothing
     head: HeadSpec
     tx: optax.GradientTransformation
     schedule: optax.Schedule
@@ -57,8 +57,12 @@ def _student(spec: StepSpec, params: Params, batch: Batch) -> tuple[Array, Array
     return spec.student.hidden(params, *where), spec.student.head(params)
 
 
-def _teacher(spec: StepSpec, teacher: Params, batch: Batch) -> tuple[Array, Array]:
-    """The teacher's hidden states, run or cached in the batch, and its head."""
+def _teacher(
+    spec: StepSpec, teacher: Params, batch: Batch
+) -> tuple[Array, Array] | tuple[None, None]:
+    """The teacher's hidden states, run or cached in the batch, and its head, if there is one."""
+    if spec.teacher is None:
+        return None, None
     if "teacher_hidden" in batch:
         return from_bits(batch["teacher_hidden"]), spec.teacher.head(teacher)
     where = batch["tokens"], batch["segment_ids"], batch["positions"]
@@ -69,7 +73,7 @@ def _loss_sums(spec: StepSpec, params: Params, teacher: Params, batch: Batch) ->
     """Sums of a batch or a part of it; its columns say whether the teacher is cached in it."""
     student, ends = _student(spec, params, batch), (batch["labels"], batch["weights"], spec.head)
     sums: Any  # custom_vjp hides what it returns
-    if "teacher_ids" in batch:
+    if spec.teacher is not None and "teacher_ids" in batch:
         sums = cached_head_loss(*student, TopTeacher.of(batch), *ends)
     else:
         sums = head_loss(*student, *_teacher(spec, teacher, batch), *ends)
@@ -93,8 +97,11 @@ def kd_gradients(
     would weigh positions of short microbatches more.
     """
 
+    # At alpha = 1 the teacher would change nothing but the figures: it runs in evaluations only.
+    alone = dataclasses.replace(spec, teacher=None) if spec.head.alpha == 1 else spec
+
     def summed(params: Params, part: Batch) -> tuple[Array, LossSums]:
-        sums = _loss_sums(spec, params, teacher, part)
+        sums = _loss_sums(alone, params, teacher, part)
         return sums.loss, sums
 
     gradient = jax.grad(summed, has_aux=True)
@@ -106,7 +113,8 @@ def kd_gradients(
             return jax.tree.map(jnp.add, carry, gradient(params, part)), None
 
         zero = jnp.zeros((), jnp.float32)
-        start = jax.tree.map(jnp.zeros_like, params), LossSums(zero, zero, zero)
+        sums = LossSums(zero, zero, None if alone.teacher is None else zero)
+        start = jax.tree.map(jnp.zeros_like, params), sums
         (grads, sums), _ = jax.lax.scan(accumulate, start, _split(batch, spec.microbatches))
     # Counted in int32: float32 sums of ones stop counting at 2^24.
     count = jnp.sum(batch["weights"] != 0, dtype=jnp.int32).astype(jnp.float32)
@@ -119,13 +127,16 @@ def kd_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step; returns the next state and float32 scalars, sums not yet divided.
 
+    Without `kl` where the teacher has no part in the loss (alpha = 1).
+
     `teacher` is an argument: closed over it would be folded into the program as constants. It gets
     no gradient, no optimizer slot, and is never donated.
     """
     grads, sums, count = kd_gradients(state.params, teacher, batch, spec)
     updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
-    metrics = dict(sums._asdict(), count=count, grad_norm=optax.tree.norm(grads),
+    known = {name: value for name, value in sums._asdict().items() if value is not None}
+    metrics = dict(known, count=count, grad_norm=optax.tree.norm(grads),
                    learning_rate=spec.schedule(state.step))  # fmt: skip
     return TrainState(state.step + 1, params, opt_state), metrics
 

@@ -260,11 +260,20 @@ def align(student: ArchSpec, teacher: ArchSpec, student_tokenizer: Tokenizer,
                 "Logits of different tokens cannot be compared: choose models of one tokenizer."
             )
     _check_rest(student_tokenizer, teacher_tokenizer)
+    beside = f" (the teacher's {teacher.vocab_size:,} rows)"
+    return own_vocabulary(student, student_tokenizer, beside)
+
+
+def own_vocabulary(student: ArchSpec, tokenizer: Tokenizer, beside: str = "") -> Vocabulary:
+    """The student's own vocabulary; raises `UserError` if its head has too few rows for it.
+
+    The message says `beside` after the student's rows.
+    """
+    real = tokenizer.vocab_size
     if not 0 < real <= student.vocab_size:
         raise UserError(
             f"the tokenizer has {real:,} tokens, but the student's head has {student.vocab_size:,} "
-            f"rows (the teacher's {teacher.vocab_size:,} rows): the checkpoint is not the one its "
-            "tokenizer belongs to."
+            f"rows{beside}: the checkpoint is not the one its tokenizer belongs to."
         )
     return Vocabulary(student.vocab_size, real)
 

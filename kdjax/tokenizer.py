@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
@@ -65,6 +66,21 @@ class Tokenizer:
         """SHA-256 of all that decides ids: the serialised encoder, and the template."""
         whole = self.encoder.to_str() + json.dumps([sorted(self.special_ids), self.chat_template])
         return hashlib.sha256(whole.encode()).hexdigest()
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """UTF-8 bytes that each id stands for, int32; special ids stand for no text.
+
+        None for a tokenizer that is not byte-level.
+        """
+        if '"ByteLevel"' not in json.dumps(json.loads(self.encoder.to_str())["decoder"]):
+            return None
+        added = self.encoder.get_added_tokens_decoder()
+        # GPT-2's alphabet has one character for each byte.
+        sizes = [
+            len(token.encode() if i in added else token) for i, token in enumerate(self.tokens)
+        ]
+        return np.array([0 if i in self.special_ids else n for i, n in enumerate(sizes)], np.int32)
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text; nothing is added at its ends."""

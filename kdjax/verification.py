@@ -17,12 +17,12 @@ from kdjax.checkpoint import saved_params, saved_run, saved_steps
 from kdjax.config import Config, identity
 from kdjax.data.rows import packed_hash, rows_key
 from kdjax.errors import UserError
-from kdjax.formats import content_hash, open_table
+from kdjax.formats import content_hash, open_shapes, open_table
 from kdjax.job import row_settings
-from kdjax.loading import load_params, tied_in_fact
-from kdjax.models.arch import spec_from_table
+from kdjax.loading import load_params
 from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.sharding import make_mesh
+from kdjax.sources import student_spec
 from kdjax.tokenizer import load_tokenizer
 
 _SHOWN = 5  # failures in the message
@@ -104,7 +104,7 @@ def _config(receipt: dict[str, Any]) -> Config:
         setattr(data, name, ",".join(patterns))
     data.tokenizer = absolute(data.tokenizer) if data.tokenizer else ""
     config.student.path = absolute(config.student.path)
-    config.teacher.path = absolute(config.teacher.path)
+    config.teacher.path = absolute(config.teacher.path) if config.teacher.path else ""
     return config
 
 
@@ -123,7 +123,11 @@ def _config_hash(receipt: dict[str, Any], workdir: Path) -> str:
 
 def _model(side: str) -> Callable[[dict[str, Any], Path], str]:
     def check(receipt: dict[str, Any], workdir: Path) -> str:
-        table = open_table(getattr(_config(receipt), side).path)
+        path = getattr(_config(receipt), side).path
+        if not path:
+            _expect(f"no {side} in the config and in the receipt", None, receipt[side])
+            return "none: trained on the text alone"
+        table = open_shapes(path) if side == "student" else open_table(path)
         _expect(f"in {table.paths[0]} sha256", content_hash(table), receipt[side]["sha256"])
         return f"{table.paths[0]}, sha256 {receipt[side]['sha256']}"
 
@@ -162,13 +166,14 @@ def _checkpoint(receipt: dict[str, Any], workdir: Path) -> str:
         _expect("in the checkpoint step", output["step"], receipt["steps"])
     # What the checkpoint itself says it was trained by.
     saved = saved_run(workdir, output["step"])["identity"]
+    teacher = receipt["teacher"] or {}
     stated = identity(_config(receipt)) | {
-        "teacher.sha256": receipt["teacher"]["sha256"],
+        "teacher.sha256": teacher.get("sha256"),
         "student.sha256": receipt["student"]["sha256"],
         "data.rows": receipt["data"]["rows"],
     }
-    if "cache" in receipt["teacher"]:
-        stated["teacher.cache"] = receipt["teacher"]["cache"]
+    if "cache" in teacher:
+        stated["teacher.cache"] = teacher["cache"]
     for name in sorted(saved.keys() | stated.keys()):
         _expect(f"in the checkpoint {name}", saved.get(name), stated.get(name))
     return f"{output['path']}, of the same config, models and rows"
@@ -184,9 +189,10 @@ def _held_out(receipt: dict[str, Any], workdir: Path) -> str:
         found = next((e for e in evals if e["step"] == figures["step"]), None)
         _expect(f"in metrics.jsonl the {which} figures", found, {"kind": "eval", **figures})
     first, final = (receipt["held_out"][w] for w in ("first", "final"))
+    name = "kl" if "kl" in first else "student_ce"
     return (
-        f"as in metrics.jsonl; kl {first['kl']} at step {first['step']}, "
-        f"{final['kl']} at step {final['step']}"
+        f"as in metrics.jsonl; {name} {first[name]} at step {first['step']}, "
+        f"{final[name]} at step {final['step']}"
     )
 
 
@@ -231,10 +237,8 @@ def _layers(
 
 def _initial(config: Config) -> Callable[[str], np.ndarray]:
     """The student's parameters before training, by name, loaded group by group when asked for."""
-    table = open_table(config.student.path)
-    head = config.student.head
-    tied = tied_in_fact(table) if head == "auto" else head == "tied"
-    spec = dataclasses.replace(spec_from_table(table), tied=tied)
+    table = open_shapes(config.student.path)
+    spec = student_spec(config, table)
     if config.student.init == "random":
         drawn = _named(initialise(spec, Compute(), config.train.seed))
         return lambda name: np.asarray(drawn[name])

@@ -186,10 +186,8 @@ class Terminal(Hook):
 
     def _line(self, record: StepRecord) -> str:
         run, f = self._run, record.figures
-        fields = [
-            f"loss {f['loss']:.4f}", f"ce {f['ce']:.4f}", f"kl {f['kl']:.4f}",
-            f"lr {f['learning_rate']:.2e}", f"grad {f['grad_norm']:.3f}",
-        ]  # fmt: skip
+        fields = [f"{name} {f[name]:.4f}" for name in ("loss", "ce", "kl") if name in f]
+        fields += [f"lr {f['learning_rate']:.2e}", f"grad {f['grad_norm']:.3f}"]
         if self._steps:
             pace = self._seconds / self._steps
             speed = run.tokens_per_step / pace
@@ -202,15 +200,18 @@ class Terminal(Hook):
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Prints the held-out figures."""
         f = figures
-        temperature = f["temperature"]
+        parts = [
+            f"{side} ce {f[f'{side}_ce']:.4f} (ppl {f[f'{side}_perplexity']:.3f})"
+            for side in ("student", "teacher")
+            if f"{side}_ce" in f
+        ]
         kl, soft = kl_names(f)
-        at = "" if temperature == 1 else f"  {kl}(T={temperature:g}) {f[soft]:.4f}"
-        self._print(
-            f"held-out at step {step}: student ce {f['student_ce']:.4f} "
-            f"(ppl {f['student_perplexity']:.3f})  teacher ce {f['teacher_ce']:.4f} "
-            f"(ppl {f['teacher_perplexity']:.3f})  {kl} {f[kl]:.4f}{at}  "
-            f"agreement {f['agreement']:.4f}  over {f['tokens']:,.0f} tokens"
-        )
+        if kl in f:
+            temperature = f["temperature"]
+            at = "" if temperature == 1 else f"  {kl}(T={temperature:g}) {f[soft]:.4f}"
+            parts += [f"{kl} {f[kl]:.4f}{at}", f"agreement {f['agreement']:.4f}"]
+        over = f"over {f['tokens']:,.0f} tokens"
+        self._print(f"held-out at step {step}: " + "  ".join([*parts, over]))
 
     def checkpoint(self, step: int) -> None:
         """Says that a save was started."""

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from kdjax.checkpoint import saved_names, saved_params, saved_run, saved_steps
 from kdjax.errors import MissingFileError, UserError
-from kdjax.formats import TensorTable, open_table
+from kdjax.formats import TensorTable, open_shapes, open_table
 from kdjax.forms import Form
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.decoder import Compute, functional
@@ -136,7 +136,7 @@ def _open_saved(form: Form, workdir: Path, step: int, student: str, tokenizer: s
         )
     if form.backend != "dequant":
         raise UserError(f"{workdir}@{form.backend}: a checkpoint has no such form; leave it out.")
-    table = open_table(source)
+    table = open_shapes(source)
     tied = "head" not in saved_names(workdir, step)
     spec = dataclasses.replace(spec_from_table(table), tied=tied)
     identity = saved_run(workdir, step)["identity"]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers.processors import TemplateProcessing
 
 from kdjax.errors import UserError
-from kdjax.formats import TensorTable, open_table
+from kdjax.formats import TensorTable, open_shapes, open_table
 from kdjax.tokenizer import PRE_TOKENIZERS, Tokenizer, load_tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
@@ -54,7 +54,7 @@ def open_source(model: str | Path, tokenizer: str | Path | None = None) -> Sourc
 
     Raises `UserError` if either is missing or broken.
     """
-    table = open_table(model)
+    table = open_shapes(model)
     place = Path(tokenizer or model)
     loaded = load_tokenizer(place)
     values: dict[str, Any] = {}

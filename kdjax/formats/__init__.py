@@ -9,10 +9,10 @@ from pathlib import Path
 from kdjax.errors import MissingFileError
 from kdjax.formats.apr import AprTable, is_apr
 from kdjax.formats.gguf import GGUFTable
-from kdjax.formats.safetensors import SafetensorsTable
+from kdjax.formats.safetensors import SafetensorsTable, ShapesTable
 from kdjax.formats.table import TensorInfo, TensorTable
 
-__all__ = ["TensorInfo", "TensorTable", "content_hash", "open_table"]
+__all__ = ["TensorInfo", "TensorTable", "content_hash", "open_shapes", "open_table"]
 
 _PUBLISHED = re.compile(
     r"qwen2\.5-coder-(0\.5b|1\.5b|3b|7b|14b|32b)-instruct-\w+(-\d{5}-of-\d{5})?\.gguf",
@@ -50,6 +50,14 @@ def open_table(path: str | os.PathLike[str]) -> TensorTable:
     if is_apr(path):
         return AprTable(path)
     return GGUFTable(path)
+
+
+def open_shapes(path: str | os.PathLike[str]) -> TensorTable:
+    """As `open_table`, where a Hugging Face folder may hold its `config.json` and no weights."""
+    config = Path(path) / "config.json"
+    if not config.is_file() or any(Path(path).glob("*.safetensors*")):
+        return open_table(path)
+    return ShapesTable(config)
 
 
 def content_hash(table: TensorTable) -> str:

@@ -110,10 +110,26 @@ def _read_folder(folder: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
     found = f"a folder without {_SINGLE}" + (
         f", but with {', '.join(others[:4])}" if others else ""
     )
+    shapes = " Shapes alone, from a config.json, are enough for a student with student.init=random."
     raise MissingFileError(
         f"{folder}: found {found}; expected {_SINGLE} or {_INDEX} in it. Download the model with "
         "`hf download OWNER/MODEL --local-dir FOLDER`, or name a GGUF or .apr file itself."
+        + shapes
+        * (folder / _CONFIG).is_file()
     )
+
+
+class ShapesTable(NamedTensors):
+    """A `config.json` without weights: what a model would be, for one that starts at random."""
+
+    def __init__(self, config: Path):
+        self.paths = (config,)
+        self.metadata: Mapping[str, Any] = load_json(config, config.read_bytes(), "a file")
+        self._tensors = {}
+
+    def raw(self, name: str) -> np.ndarray:
+        """Raises `KeyError`: there is no tensor."""
+        raise KeyError(name)
 
 
 class SafetensorsTable(NamedTensors):

@@ -1,0 +1,34 @@
+"""The demo: a student of 2.4 M parameters learns Python from the teacher that kdjax ships.
+
+    python -m kdjax.main --config=configs/demo.py --workdir=runs/demo
+
+Nothing is downloaded: the teacher is kdjax/demo/teacher.gguf (its card is beside it), the text this
+machine's own standard library, and the held-out text modules of it that neither model has seen.
+`:baseline` after the file name trains the same student on the same rows without the teacher, which
+then runs in evaluations only.
+"""
+
+from kdjax import demo
+from kdjax.config import Config
+from kdjax.errors import UserError
+
+
+def get_config(kind: str = "") -> Config:
+    """The run, or with kind "baseline" the same without a teacher in the loss."""
+    if kind not in ("", "baseline"):
+        raise UserError(f"configs/demo.py:{kind}: the only kind to ask for is 'baseline'.")
+    config = Config()
+    config.teacher.path, config.teacher.param_dtype = str(demo.TEACHER), "float32"
+    config.student.path, config.student.init = str(demo.STUDENT), "random"
+    config.student.remat = "none"
+    config.data.train, config.data.heldout = demo.training_text(), demo.heldout_text()
+    config.data.seq_len, config.data.max_segments = 256, 16
+    config.loss.temperature, config.loss.chunk_tokens = 1.0, 2048
+    config.loss.alpha = 1.0 if kind else 0.2
+    config.optim.learning_rate, config.optim.final_learning_rate = 4e-3, 2e-4
+    config.optim.warmup_steps, config.optim.weight_decay = 20, 0.1
+    config.train.steps, config.train.batch_size = 200, 4
+    config.train.compute_dtype = "float32"
+    config.eval.every, config.eval.rows = 100, 64
+    config.checkpoint.every, config.log.tensorboard = 0, False
+    return config
