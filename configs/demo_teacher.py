@@ -20,12 +20,12 @@ def get_config() -> Config:
     config.student.remat = "none"
     config.data.tokenizer = str(demo.STUDENT)
     config.data.train, config.data.heldout = demo.training_text(), demo.heldout_text()
-    config.data.seq_len, config.data.max_segments = 1024, 16
+    config.data.seq_len, config.data.max_segments = 512, 16
     config.loss.alpha, config.loss.chunk_tokens = 1.0, 32_768
     config.optim.learning_rate, config.optim.final_learning_rate = 2e-3, 2e-5
     config.optim.warmup_steps, config.optim.weight_decay = 300, 0.1
-    config.train.steps, config.train.batch_size = 6000, 64
-    config.eval.every, config.eval.rows, config.eval.batch_size = 1000, 0, 32
+    config.train.steps, config.train.batch_size = 6800, 128
+    config.eval.every, config.eval.rows, config.eval.batch_size = 1000, 0, 64
     config.checkpoint.every, config.checkpoint.keep = 2000, 1
     config.log.every = 100
     return config
