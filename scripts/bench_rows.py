@@ -42,7 +42,7 @@ def made_records(record: np.dtype, rows: int, vocab: int) -> np.ndarray:
     """Random records of a cached teacher, of a type of `kdjax.teacher_cache.record_type`."""
     rng = np.random.default_rng(0)
     made = np.zeros(rows, record)
-    if "hidden" in record.names:
+    if "hidden" in (record.names or ()):
         numbers = rng.standard_normal(made["hidden"].shape, dtype=np.float32)
         bits = made["hidden"].dtype == np.uint16
         made["hidden"] = numbers.view(np.uint32) >> 16 if bits else numbers
