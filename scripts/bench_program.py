@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench_rows import made_rows, timed_steps
+from bench_rows import made_records, made_rows, timed_steps
 
 from kdjax import runtime
 from kdjax.config import Config, flatten, validate
@@ -35,6 +35,8 @@ class Request:
     steps: int = 12
     host: bool = False  # also what the host costs
     matmul: int = 0  # instead of a step: a product of this size
+    teacher_cache: str = ""  # "topk" or "hidden": random records of that kind, and no teacher
+    k: int = 64  # ids a position, of "topk"
 
 
 def configured(settings: dict[str, Any]) -> Config:
@@ -71,26 +73,45 @@ def make_job(request: Request, config: Config) -> Any:
         # A random file's tokenizer knows few ids; Qwen2.5's leaves 271 of its rows unused.
         sources = dataclasses.replace(sources, vocabulary=Vocabulary(width, width - 271))
     backend = teacher_backend(config)
-    steps = build_steps(config, sources, mesh, "dequant" if backend == "auto" else backend)
+    backend = request.teacher_cache or ("dequant" if backend == "auto" else backend)
+    steps = build_steps(config, sources, mesh, backend)
     rows = random_rows(config, sources.vocabulary.real, request.documents)
     return Job(config, Path(), mesh, sources, rows, *steps, dict)
 
 
-def random_rows(config: Config, vocab: int, documents: str) -> Any:
-    """Rows of the config's length, enough for 64 batches."""
+def random_rows(config: Config, vocab: int, documents: str, batches: int = 64) -> Any:
+    """Rows of the config's length, enough for so many batches."""
     from kdjax.data.rows import Rows, RowSet
 
-    made = made_rows(64 * config.train.batch_size, config.data.seq_len, vocab, documents,
+    made = made_rows(batches * config.train.batch_size, config.data.seq_len, vocab, documents,
                      config.data.max_segments)  # fmt: skip
     return RowSet(Rows(*made), Rows(*made), {}, "")
 
 
-def with_length(job: Any, length: int, documents: str) -> Any:
+def random_cache(job: Any, kind: str, k: int) -> Any:
+    """A cache of random records for the job's rows: written, hashed and opened as any other."""
+    from kdjax.job import cache_about
+    from kdjax.teacher_cache import open_cache, write
+
+    k = k if kind == "topk" else 0
+    about = cache_about(job.config, job.sources, job.rows, "(none)", kind=kind, k=k)
+    block = made_records(about.record, job.config.train.batch_size, about.vocabulary[1])
+    with tempfile.TemporaryDirectory() as folder:  # its files are mapped, and go with the job
+        write(Path(folder), about, lambda rows: (block[[i % len(block)]] for i in rows))
+        return open_cache(Path(folder), about)
+
+
+def with_length(job: Any, length: int, request: Request) -> Any:
     """The same job with rows of that length; its step is traced anew for it."""
     data = dataclasses.replace(job.config.data, seq_len=length)
     config = dataclasses.replace(job.config, data=data)
-    rows = random_rows(config, job.sources.vocabulary.real, documents)
-    return dataclasses.replace(job, config=config, rows=rows)
+    # A row's hidden states of a 7B are 15 MB: 8 batches of them, half trained on, half held out.
+    batches = 4 if request.teacher_cache else 64
+    rows = random_rows(config, job.sources.vocabulary.real, request.documents, batches)
+    job = dataclasses.replace(job, config=config, rows=rows)
+    if not request.teacher_cache:
+        return job
+    return dataclasses.replace(job, cache=random_cache(job, request.teacher_cache, request.k))
 
 
 def measure(request: Request) -> list[dict[str, Any]]:
@@ -105,9 +126,10 @@ def measure(request: Request) -> list[dict[str, Any]]:
     state = job.fresh_state()
     found = []
     for length in request.lengths:
-        job = with_length(job, length, request.documents)
+        job = with_length(job, length, request)
         figures, state = measure_step(job, state, request)
-        found.append({"length": length, "load_s": loaded} | figures)
+        about = {"length": length, "load_s": loaded, "teacher_cache": request.teacher_cache}
+        found.append(about | figures)
     return found
 
 

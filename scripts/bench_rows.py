@@ -71,3 +71,22 @@ def timed_steps(step: Callable[[], Any], wait: Callable[[Any], float], steps: in
         times.append((time.perf_counter() - start) / size)
     processor = (time.process_time() - begun) / steps
     return Clock(warm[0], statistics.median(times), max(times) - min(times), processor, value)
+
+
+def made_records(record: np.dtype, rows: int, vocab: int) -> np.ndarray:
+    """Random records of a cached teacher, of a type of `kdjax.teacher_cache.record_type`."""
+    rng = np.random.default_rng(0)
+    made = np.zeros(rows, record)
+    if "hidden" in record.names:
+        numbers = rng.standard_normal(made["hidden"].shape, dtype=np.float32)
+        bits = made["hidden"].dtype == np.uint16
+        made["hidden"] = numbers.view(np.uint32) >> 16 if bits else numbers
+        return made
+    k = made["logits"].shape[-1]
+    first = rng.integers(0, vocab, (*made["label"].shape, 1))
+    ids = (first + np.arange(k) * (vocab // k)) % vocab  # distinct, and all over the vocabulary
+    made["ids"] = ids[..., None] >> np.array([0, 8, 16]) & 255
+    made["logits"] = -np.cumsum(rng.exponential(0.2, ids.shape), -1)
+    made["logits"] -= made["logits"][..., :1]
+    made["odds"], made["label"] = -3.0, -2.0
+    return made

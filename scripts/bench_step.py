@@ -10,8 +10,8 @@ Each variant runs in a process of its own, so that peaks do not mix and one that
 others. A variant is a name of VARIANTS or TORCH; fields may follow, as in
 `q4k:loss.chunk_tokens=512:student.remat=dots`. Models are random Q4_K_M files of the given shapes,
 made in the folder if they are not there, or GGUF files of one's own. Rates of arithmetic count
-teacher forward, student forward and backward once, and stand beside the rate of a plain product in
-the same run.
+teacher forward (not of a cached one), student forward and backward once, and stand beside the rate
+of a plain product in the same run.
 """
 
 import argparse
@@ -49,6 +49,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "loss.chunk_tokens": 512,
     },
 }
+for _kind in ("topk", "hidden"):  # the teacher's outputs come with the batch: random records
+    VARIANTS[f"cached-{_kind}"] = {
+        "student.remat": "none",
+        "loss.temperature": 1.0,
+        "loss.alpha": 0.0,
+    }
 TORCH = {f"torch-{mode}": mode for mode in MODES}
 
 # A pair small enough for a CPU: 17.0 and 1.6 million parameters.
@@ -110,8 +116,10 @@ def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def kdjax_request(variant: str, args: argparse.Namespace, **changes: Any) -> dict[str, Any]:
+    name = variant.split(":")[0]
+    kind = name.removeprefix("cached-") if name.startswith("cached-") else ""
     request = Request(settings_of(variant, args), lengths(args), str(args.segments), args.steps,
-                      args.host)  # fmt: skip
+                      args.host, teacher_cache=kind)  # fmt: skip
     return dataclasses.asdict(request) | changes
 
 
@@ -214,8 +222,10 @@ def add_rates(rows: list[dict[str, Any]], matmul: float | None, args: argparse.N
     for row in rows:
         if "error" in row:
             continue
-        # For kdjax and the peer alike; a cached teacher's step does less than it counts.
+        # For kdjax and the peer alike, and without the teacher where it is cached.
         flops = specs[0].forward_flops(row["length"]) + 3 * specs[1].forward_flops(row["length"])
+        if row.get("teacher_cache"):
+            flops = row["flops_per_token"]
         row["tflops"] = row["tokens_per_s"] * flops / 1e12
         if matmul:
             row["of_matmul"] = row["tflops"] * 1e12 / matmul

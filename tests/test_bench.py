@@ -63,6 +63,21 @@ def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args,
     assert all(np.isfinite(row["loss"]) for row in found.values())
 
 
+@pytest.mark.parametrize("kind", ["topk", "hidden"])
+def test_a_cached_teacher_is_records_and_its_forward_pass_is_not_counted(args, traces, kind):
+    (row,) = measured(f"cached-{kind}", args, k=8)
+    assert traces == [64] and np.isfinite(row["loss"])
+    teacher, student = (
+        bench_step.spec_from_table(bench_step.open_table(p)) for p in (args.teacher, args.student)
+    )
+    head = 0 if kind == "topk" else student.vocab_size * teacher.hidden_size
+    assert row["teacher_gb"] * 1e9 == 4 * head
+    rows = [row | {"program": f"cached-{kind}"}]
+    bench_step.add_rates(rows, None, args)
+    want = row["tokens_per_s"] * (3 * student.forward_flops(64) + 2 * head)
+    assert rows[0]["tflops"] * 1e12 == pytest.approx(want)
+
+
 def test_unknown_names_say_which_there_are(args, capsys):
     assert bench_step.main(["--variants=q5k"]) == 2
     assert "dequant" in capsys.readouterr().err

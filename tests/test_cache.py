@@ -142,16 +142,39 @@ def test_gradients_are_those_of_the_plain_formula(temperature, alpha):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
-def test_a_student_without_any_tail_stays_finite():
-    """The teacher's tail is 1e-3, the student's e^-200 and smaller."""
-    spec = HeadSpec(1.0, 0.0, 6, 6, 4)
+def one_position(gap, odds=-7.0):
+    """Two of 6 ids cached, the student's other logits `gap` below; arguments of both losses."""
     cached = TopTeacher(split_ids(jnp.asarray([[[2, 4]]], jnp.int32)), jnp.zeros((1, 1, 2), "f2"),
-                        jnp.full((1, 1, 2), -7.0), jnp.zeros((1, 1)))  # fmt: skip
-    h, w = jnp.ones((1, 1, 1)), jnp.where(jnp.isin(jnp.arange(6), jnp.asarray([2, 4])), 200.0, 0.0)
+                        jnp.full((1, 1, 2), odds), jnp.zeros((1, 1)))  # fmt: skip
+    w = jnp.where(jnp.isin(jnp.arange(6), jnp.asarray([2, 4])), gap, 0.0)[:, None]
     one = jnp.ones((1, 1))
-    loss = lambda w: cached_head_loss(h, w, cached, one.astype(int), one, spec).loss  # noqa: E731
-    value, grad = jax.value_and_grad(loss)(w[:, None])
-    assert np.isfinite(value) and np.all(np.isfinite(grad)) and 0.1 < value < 1
+    return (jnp.ones((1, 1, 1)), w, cached, one.astype(int), one, HeadSpec(1.0, 0.0, 6, 6, 4))
+
+
+def kl_of_tails(q, p):
+    return q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+
+
+@pytest.mark.parametrize("gap", [3.0, 10.0, 200.0])
+def test_the_students_tail_is_its_own_down_to_a_millionth(gap):
+    """0.09 of the whole, 9e-5 (off by 2e-7), and e^-200, which is trained on as 1e-6."""
+    h, w, *rest = one_position(gap)
+    q, p = 1 / (1 + np.exp(7.0)), 1 / (1 + np.exp(gap) / 2)
+    loss = lambda w: cached_head_loss(h, w, *rest).loss  # noqa: E731
+    value, grad = jax.value_and_grad(loss)(w)
+    np.testing.assert_allclose(value, kl_of_tails(q, max(p, 1e-6)), rtol=2e-4, atol=2e-6)
+    inside, outside = grad[jnp.asarray([2, 4]), 0], grad[jnp.asarray([0, 1, 3, 5]), 0]
+    np.testing.assert_allclose(inside, (q - p) / 2, rtol=1e-3, atol=1e-6)
+    slope = p - q * min(1, p / 1e-6)
+    np.testing.assert_allclose(outside, slope / 4, rtol=2e-3, atol=1e-12)
+    held = cached_head_evaluation(h, w, *rest)
+    np.testing.assert_allclose(held.kl_topk, kl_of_tails(q, p), rtol=2e-4)  # exact, whatever p
+
+
+def test_two_models_without_a_tail_differ_by_a_millionth():
+    h, w, *rest = one_position(200.0, odds=-200.0)
+    value, grad = jax.value_and_grad(lambda w: cached_head_loss(h, w, *rest).loss)(w)
+    assert 0 <= value < 1.2e-6 and np.all(np.abs(grad) < 1e-6)
 
 
 def test_held_out_figures_of_cached_ids():
