@@ -139,19 +139,18 @@ def load_params(
     """Reads every parameter of `abstract` from the table onto the mesh.
 
     Weights become numbers of `abstract`'s dtypes on the device; with `matrices="packed"` matrices
-    stay there in the file's blocks, as `Packed` and `Mixed`; with "fp8" those of the layers become
-    `Scaled`. Raises `UserError` listing all tensors that are missing, misshapen or unknown.
+    stay there in the file's blocks, as `Packed` and `Mixed`; with "fp8" all but the embedding
+    become `Scaled`. Raises `UserError` listing all tensors that are missing, misshapen or unknown.
     """
     sources = tensor_names(table, spec)
     params: Params = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]:
         path = tuple(key.key for key in keys)
         heads = names.head_count(names.name_of(path), spec) if is_gguf(table) else 0
-        of_layers = path[0] == "blocks"
         load = _load_dense
-        if len(leaf.shape) - of_layers == 2:
-            load = {"dense": _load_dense, "packed": _load_packed,
-                    "fp8": _load_scaled if of_layers else _load_dense}[matrices]  # fmt: skip
+        if len(leaf.shape) - (path[0] == "blocks") == 2:
+            scaled = _load_dense if path[0] == "embed" else _load_scaled  # ids look embeddings up
+            load = {"dense": load, "packed": _load_packed, "fp8": scaled}[matrices]
         node = params
         for key in path[:-1]:
             node = node.setdefault(key, {})
@@ -177,6 +176,9 @@ def _load_scaled(table: TensorTable, sources: list[str], path: tuple[str, ...], 
                  mesh: Mesh, heads: int) -> Scaled:  # fmt: skip
     spec = parameter_spec(path, leaf.shape, mesh)
     place = Scaled(NamedSharding(mesh, spec), NamedSharding(mesh, P(*spec[:-1])))
+    if path[0] != "blocks":
+        how = dict(dtype=table.info(sources[0]).dtype, heads=heads)
+        return _jitted(_scaled, place, **how)(_to_device(table, sources[0], mesh))
     stack = Scaled(
         jnp.zeros(leaf.shape, FP8, device=place.values),
         jnp.zeros(leaf.shape[:-1], jnp.float32, device=place.scale),

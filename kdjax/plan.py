@@ -190,17 +190,17 @@ def _teacher_bytes(config: Config, sources: Sources, mesh: Mesh, backend: str) -
 
 
 def _fp8_bytes(abstract: Any, mesh: Mesh) -> Size:
-    """Of a dense teacher's shapes, its layers' matrices in float8 with a float32 scale a row."""
-    matrices = [
-        (tuple(key.key for key in keys), leaf.shape)
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract["blocks"])[0]
-        if len(leaf.shape) == 3
-    ]
-    rows = [(path, (*shape[:-1], 1)) for path, shape in matrices]
-    values = sum(math.prod(shape) / _shards(path, shape, mesh) for path, shape in matrices)
-    scales = sum(4 * math.prod(shape) / _shards(path, shape, mesh) for path, shape in rows)
-    rest = jax.tree.map(lambda leaf: None if len(leaf.shape) == 3 else leaf, abstract)
-    return values + scales + _tree_bytes(rest, mesh)
+    """Of a dense teacher's shapes, its matrices in float8 with a float32 scale a row."""
+    leaves = jax.tree_util.tree_flatten_with_path(abstract)[0]
+    total: Size = 0
+    for path, leaf in ((tuple(key.key for key in keys), leaf) for keys, leaf in leaves):
+        width = leaf.dtype.itemsize
+        if len(leaf.shape) == 3 or path == ("head",):
+            width = 1
+            scales = (*leaf.shape[:-1], 1)
+            total += 4 * math.prod(scales) / _shards(path, scales, mesh)
+        total += width * leaf.size / _shards(path, leaf.shape, mesh)
+    return total
 
 
 def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform: str,

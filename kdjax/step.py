@@ -59,14 +59,15 @@ def _student(spec: StepSpec, params: Params, batch: Batch) -> tuple[Array, Array
 
 def _teacher(
     spec: StepSpec, teacher: Params, batch: Batch
-) -> tuple[Array, Array] | tuple[None, None]:
+) -> tuple[Array, Any] | tuple[None, None]:
     """The teacher's hidden states, run or cached in the batch, and its head, if there is one."""
     if spec.teacher is None:
         return None, None
     if "teacher_hidden" in batch:
-        return from_bits(batch["teacher_hidden"]), spec.teacher.head(teacher)
+        return from_bits(batch["teacher_hidden"]), spec.teacher.stored_head(teacher)
     where = batch["tokens"], batch["segment_ids"], batch["positions"]
-    return jax.lax.stop_gradient(spec.teacher.hidden(teacher, *where)), spec.teacher.head(teacher)
+    hidden = jax.lax.stop_gradient(spec.teacher.hidden(teacher, *where))
+    return hidden, spec.teacher.stored_head(teacher)
 
 
 def _loss_sums(spec: StepSpec, params: Params, teacher: Params, batch: Batch) -> LossSums:

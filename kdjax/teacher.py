@@ -124,11 +124,11 @@ def check_fp8() -> None:
 
 def scaled(table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh, *,
            precise: bool = False) -> TeacherLogitsProvider:  # fmt: skip
-    """The layers' matrices as float8_e4m3fn with a float32 scale a row, multiplied as such.
+    """Matrices as float8_e4m3fn with a float32 scale a row, multiplied as such.
 
-    Embedding, head, norms and biases are numbers of `compute.param_dtype`; what is no product runs
-    in `compute.dtype`. `precise` sums products in float32. Raises `UserError` on a GPU without
-    float8 products.
+    Embedding (with a tied head), norms and biases are numbers of `compute.param_dtype`; what is no
+    product runs in `compute.dtype`. `precise` sums products in float32. Raises `UserError` on a GPU
+    without float8 products.
     """
     check_fp8()
     if jax.default_backend() == "cpu":
@@ -162,6 +162,8 @@ class _Cached:
 
     def head(self, params: Params) -> Array:
         return dense(next(iter(params.values())))
+
+    stored_head = head
 
 
 def cached(
@@ -215,6 +217,8 @@ class _Fixture:
 
     def head(self, params: Params) -> Array:
         return params["head"]
+
+    stored_head = head
 
 
 def fixture(vocab_size: int, logit: float = 10.0) -> TeacherLogitsProvider:

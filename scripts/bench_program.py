@@ -15,13 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench_rows import made_rows
+from bench_rows import made_rows, timed_steps
 
 from kdjax import runtime
 from kdjax.config import Config, flatten, validate
 from kdjax.errors import UserError
 
-WARMUP = 3  # steps before the clock starts
 # A gap between two kernels is 1 to 3 us; one that the host makes is longer than this.
 HOST_GAP_US = 20.0
 
@@ -119,35 +118,30 @@ def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any]
     compiled = job.train_step.lower(state, job.teacher.params, batch).compile()
     compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    times = []
-    loss, begun = float("nan"), 0.0
-    for step in range(request.steps + WARMUP):
-        if step == WARMUP:
-            begun = time.process_time()
-        start = time.perf_counter()
+
+    def step() -> Any:
+        nonlocal state
         state, metrics = compiled(state, job.teacher.params, batch)
-        loss = float(metrics["loss"] / metrics["count"])
-        times.append(time.perf_counter() - start)
-    processor = (time.process_time() - begun) / request.steps
-    timed = sorted(times[WARMUP:])
-    median = timed[len(timed) // 2]
+        return metrics["loss"] / metrics["count"]
+
+    clock = timed_steps(step, float, request.steps)
     tokens = job.config.train.batch_size * job.config.data.seq_len
     figures = {
-        "step_ms": median * 1e3,
-        "spread_ms": (timed[-1] - timed[0]) * 1e3,
-        "processor_ms": processor * 1e3,
-        "tokens_per_s": tokens / median,
+        "step_ms": clock.median * 1e3,
+        "spread_ms": clock.spread * 1e3,
+        "processor_ms": clock.processor * 1e3,
+        "tokens_per_s": tokens / clock.median,
         "flops_per_token": job.flops_per_token(),
         "teacher_gb": job.teacher.info.resident_bytes / 1e9,
         "arguments_gb": memory.argument_size_in_bytes / 1e9,
         "temporaries_gb": memory.temp_size_in_bytes / 1e9,
         "compile_s": compile_s,
-        "first_step_s": compile_s + times[0],
-        "loss": loss,
+        "first_step_s": compile_s + clock.first,
+        "loss": clock.value,
     }
     if request.host:
         job = dataclasses.replace(job, train_step=compiled)
-        host, state = measure_host(job, state, batch, median, request.steps)
+        host, state = measure_host(job, state, batch, clock.median, request.steps)
         figures |= host
     return figures | {"peak_gb": peak_bytes() / 1e9}, state
 
@@ -254,18 +248,14 @@ def idle_share(events: Iterable[tuple[float, float]], least_gap: float) -> float
 
 
 def matmul_rate(size: int, dtype: str) -> dict[str, Any]:
-    """FLOP/s of a square product, the median of 20."""
+    """FLOP/s of a square product of random numbers."""
     import jax
     import jax.numpy as jnp
 
     a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.dtype(dtype)) for i in (0, 1))
     product = jax.jit(jnp.matmul)
-    times = []
-    for _ in range(25):
-        start = time.perf_counter()
-        jax.block_until_ready(product(a, b))
-        times.append(time.perf_counter() - start)
-    return {"matmul_flops": 2 * size**3 / sorted(times[5:])[10]}
+    clock = timed_steps(lambda: product(a, b), lambda c: float(jax.block_until_ready(c)[0, 0]), 32)
+    return {"matmul_flops": 2 * size**3 / clock.median}
 
 
 def main() -> None:

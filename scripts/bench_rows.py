@@ -1,8 +1,14 @@
-"""Rows of random tokens for the benchmarks; needs NumPy alone, so that the peer sees the same."""
+"""Rows and a clock, the same for every program; NumPy alone, so that the peer can have them."""
 
-from typing import NamedTuple
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
+
+WARMUP = 3  # steps before the clock starts
+GROUP = 4  # steps dispatched before the last is waited for, as training loops dispatch them
 
 
 class MadeRows(NamedTuple):
@@ -36,3 +42,32 @@ def _cuts(rng: np.random.Generator, length: int, documents: str, most: int) -> n
     shortest, longest = (int(part) for part in documents.split(":"))
     ends = np.cumsum(rng.integers(shortest, longest + 1, most - 1))
     return ends[ends < length]
+
+
+class Clock(NamedTuple):
+    """Seconds a step: of the first, with compilation; then of groups of steps. And a last value."""
+
+    first: float
+    median: float
+    spread: float
+    processor: float  # of the host's cores
+    value: float
+
+
+def timed_steps(step: Callable[[], Any], wait: Callable[[Any], float], steps: int) -> Clock:
+    """Runs `WARMUP` steps, then `steps` in groups; `wait` returns when a step's result is there."""
+    warm = []
+    for _ in range(WARMUP):
+        start = time.perf_counter()
+        wait(step())
+        warm.append(time.perf_counter() - start)
+    times, value, begun = [], float("nan"), time.process_time()
+    sizes = [GROUP] * (steps // GROUP) + [steps % GROUP] * (steps % GROUP > 0)
+    for size in sizes:
+        start = time.perf_counter()
+        for _ in range(size - 1):
+            step()
+        value = wait(step())
+        times.append((time.perf_counter() - start) / size)
+    processor = (time.process_time() - begun) / steps
+    return Clock(warm[0], statistics.median(times), max(times) - min(times), processor, value)

@@ -10,12 +10,11 @@ are Qwen2ForCausalLM of the same shapes with random weights, the tokens are kdja
 import json
 import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_rows import made_rows
+from bench_rows import made_rows, timed_steps
 
 # What each mode turns on: torch.compile, recomputed layers, logits in chunks that are recomputed.
 MODES = {
@@ -24,7 +23,6 @@ MODES = {
     "compile": dict(compiled=True, checkpointed=False, chunked=False),
     "chunked": dict(compiled=True, checkpointed=False, chunked=True),
 }
-WARMUP = 3
 
 
 def kd_loss(student: Any, teacher: Any, labels: Any, temperature: float, alpha: float) -> Any:
@@ -138,39 +136,36 @@ def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
 def timed(
     forward: Callable[[], Any], adamw: Any, request: dict[str, Any], device: str, length: int
 ) -> dict[str, Any]:
-    """Steps of forward, backward and update, each waited for; the median."""
+    """The clock of steps of forward, backward and update, as a row of figures."""
     import torch
 
     cuda = device == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times, loss, begun = [], float("nan"), 0.0
-    for step in range(request["steps"] + WARMUP):
-        if step == WARMUP:
-            begun = time.process_time()
-        start = time.perf_counter()
+
+    def step() -> Any:
         value = forward()
         value.backward()
         adamw.step()
         adamw.zero_grad()
-        loss = float(value.detach())
+        return value.detach()
+
+    def wait(value: Any) -> float:
         if cuda:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-        del value
-    processor = (time.process_time() - begun) / request["steps"]
+        return float(value)
+
+    clock = timed_steps(step, wait, request["steps"])
     peak = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(
         resource.RUSAGE_SELF).ru_maxrss  # fmt: skip
-    steady = sorted(times[WARMUP:])
-    median = steady[len(steady) // 2]
     return {
-        "step_ms": median * 1e3,
-        "spread_ms": (steady[-1] - steady[0]) * 1e3,
-        "processor_ms": processor * 1e3,
-        "tokens_per_s": request["rows"] * length / median,
+        "step_ms": clock.median * 1e3,
+        "spread_ms": clock.spread * 1e3,
+        "processor_ms": clock.processor * 1e3,
+        "tokens_per_s": request["rows"] * length / clock.median,
         "peak_gb": peak / 1e9,
-        "first_step_s": times[0],
-        "loss": loss,
+        "first_step_s": clock.first,
+        "loss": clock.value,
     }
 
 

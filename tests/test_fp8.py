@@ -55,11 +55,12 @@ def logits(made):
 
 
 def matrices(params):
-    """Path and stored weight of every matrix of the layers."""
+    """Path and stored weight of every matrix that is multiplied."""
     blocks = params["blocks"]
     for part, names in (("attn", "qkvo"), ("mlp", ("gate", "up", "down"))):
         for name in names:
             yield (part, name), blocks[part][name]["weight"]
+    yield ("head",), params["head"]
 
 
 def test_a_row_loses_at_most_a_sixteenth_of_each_number(rng):
@@ -128,7 +129,8 @@ def test_the_teacher_holds_the_files_numbers_rounded_by_rows(plain, lean):
         values, scale = quantize_rows(dense[path])
         np.testing.assert_array_equal(np.asarray(from_bits(weight.values)), np.asarray(values))
         np.testing.assert_array_equal(np.asarray(weight.scale), np.asarray(scale))
-    assert lean.params["embed"].dtype == lean.params["head"].dtype == jnp.float32
+    assert lean.params["embed"].dtype == jnp.float32
+    assert isinstance(lean.params["head"], Scaled)
 
 
 def test_a_matrix_takes_a_byte_a_number_and_four_a_row(models, plain, lean):

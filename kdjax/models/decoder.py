@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.models.arch import ArchSpec, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
-from kdjax.models.weights import dense, from_bits, layers, project
+from kdjax.models.weights import Scaled, dense, from_bits, layers, project
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
 
@@ -258,8 +258,13 @@ class Decoder(nnx.Module):
         return self.norm(x)[:, 0], cache
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """The unembedding, `[V, D]`, as stored or decoded; the embedding itself if tied."""
-        return dense((self.embed if self.head is None else self.head).get_value())
+        """The unembedding, `[V, D]`, as numbers; the embedding itself if tied."""
+        return dense(self.stored_head())
+
+    def stored_head(self) -> Any:
+        """As `head_weight`, but a `Scaled` one stays so, for products of its own kind."""
+        weight = (self.embed if self.head is None else self.head).get_value()
+        return weight if isinstance(weight, Scaled) else dense(weight)
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits of every position: for evaluation and tests; training uses `losses`."""
@@ -285,7 +290,11 @@ class ModelFunctions(Protocol):
         ...
 
     def head(self, params: Params) -> Float[Array, "V D"]:
-        """The unembedding."""
+        """The unembedding, as numbers."""
+        ...
+
+    def stored_head(self, params: Params) -> Any:
+        """The unembedding as the loss multiplies it: numbers, or a `Scaled` weight."""
         ...
 
 
@@ -317,6 +326,10 @@ class Apply:
     def head(self, params: Params) -> Float[Array, "V D"]:
         """See `Decoder.head_weight`."""
         return nnx.merge(self.graph, params).head_weight()
+
+    def stored_head(self, params: Params) -> Any:
+        """See `Decoder.stored_head`."""
+        return nnx.merge(self.graph, params).stored_head()
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[Apply, Params]:
