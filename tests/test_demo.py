@@ -54,12 +54,12 @@ def test_student_and_teacher_share_tokens_and_not_a_width():
     assert ours.encode(text) == theirs.encode(text)
 
 
-def test_the_baseline_differs_in_nothing_but_the_loss():
+def test_the_baseline_differs_in_nothing_but_the_loss_and_its_rate():
     flat = [config_module.flatten(configured(kind)) for kind in ("", "baseline")]
     for kind in ("", "baseline"):
         config_module.validate(configured(kind))
     differing = {name for name, value in flat[0].items() if value != flat[1][name]}
-    assert differing == {"loss.alpha"}
+    assert differing == {"loss.alpha", "optim.learning_rate"}
     assert flat[0]["loss.alpha"] < 1 == flat[1]["loss.alpha"]
     with pytest.raises(UserError, match="the only kind to ask for is 'baseline'"):
         configured("best")
