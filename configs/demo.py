@@ -5,7 +5,11 @@
 Nothing is downloaded: the teacher is kdjax/demo/teacher.gguf (its card is beside it), the text this
 machine's own standard library, and the held-out text modules of it that neither model has seen.
 `:baseline` after the file name trains the same student on the same rows without the teacher, which
-then runs in evaluations only.
+then runs in evaluations only; scripts/demo_compare.py runs both.
+
+Two minutes on 2 CPU cores, 1,700 tokens/s, 0.9 GB. Held-out cross-entropy goes from 8.33 to about
+5.35 nats a token, of the baseline to about BASE; the teacher has 2.58. docs/results.md says what was
+tried to choose the settings.
 """
 
 from kdjax import demo
@@ -24,7 +28,7 @@ def get_config(kind: str = "") -> Config:
     config.data.seq_len, config.data.max_segments = 128, 8
     config.loss.temperature, config.loss.chunk_tokens = 1.0, 512
     config.loss.alpha = 1.0 if kind else 0.2
-    config.optim.learning_rate = 1e-3 if kind else 2e-3  # the best of 1, 2, 4, 8 and 16e-3 for each
+    config.optim.learning_rate = 1e-3 if kind else 2e-3  # the best that was tried for each
     config.optim.final_learning_rate = 2e-4
     config.optim.warmup_steps, config.optim.weight_decay = 20, 0.1
     config.train.steps, config.train.batch_size = 600, 2
