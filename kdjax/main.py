@@ -32,7 +32,6 @@ from kdjax.errors import (
     UserError,
 )  # fmt: skip
 from kdjax.hooks import Hook, NonFiniteError, NonFiniteGuard, exit_status
-from kdjax.report import FILE as REPORT
 from kdjax.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
@@ -168,10 +167,9 @@ def main(argv: list[str]) -> int:
     if reason == "interrupted":
         print(f"saved; resume with: {_same_command()}")
         return INTERRUPTED
-    print(f"done: {_WORKDIR.value}")
-    report = Path(_WORKDIR.value) / REPORT
-    if report.exists():
-        print(f"report: {report}")
+    from kdjax.report.closing import closing
+
+    print(f"done: {_WORKDIR.value}", *closing(Path(_WORKDIR.value), config.train.steps), sep="\n")
     return FINISHED
 
 

@@ -115,12 +115,14 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 class Samples(Hook):
     """Keeps `workdir/samples.json`; a pure function of the parameters, which changes no result.
 
+    Without a teacher nobody judges the tokens.
     Those of before training are kept when a run resumes. Whatever goes wrong here is logged and
     leaves the run alone.
     """
 
     def __init__(self, workdir: Path, count: int, student: ModelFunctions,
-                 teacher: TeacherLogitsProvider, tokenizer: Tokenizer, rows: Rows):  # fmt: skip
+                 teacher: TeacherLogitsProvider | None, tokenizer: Tokenizer,
+                 rows: Rows):  # fmt: skip
         self._path, self._count, self._rows = workdir / FILE, count, rows
         self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
         self._document: dict[str, Any] = {}
@@ -179,7 +181,9 @@ class Samples(Hook):
 
     def _described(self, prompts: list[list[int]], found: list[Completion]) -> list[dict[str, Any]]:
         judged = None
-        if not isinstance(self._teacher.apply, Apply):
+        if self._teacher is None:
+            pass
+        elif not isinstance(self._teacher.apply, Apply):
             _log.info("samples without the teacher's opinion: %s has no decoder",
                       self._teacher.info)  # fmt: skip
         elif any(c.ids for c in found):

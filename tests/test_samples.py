@@ -137,6 +137,15 @@ def test_a_teacher_without_a_decoder_has_no_opinion(job, tmp_path, monkeypatch, 
     assert "teacher" not in described[0]["tokens"][0] and "has no decoder" in caplog.text
 
 
+def test_without_a_teacher_nobody_judges(job, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
+    hook = hook_for(job, tmp_path)
+    hook._teacher = None
+    described = hook._described([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
+    assert described[0]["tokens"][0]["id"] == 5 and "teacher" not in described[0]["tokens"][0]
+    assert not caplog.text
+
+
 # --- its parts ----------------------------------------------------------------------------------
 
 
