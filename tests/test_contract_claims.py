@@ -145,7 +145,9 @@ def test_auto_is_settled_by_what_fits(monkeypatch):
     assert len(cases) == 4
     monkeypatch.setattr(plan, "_remedy", lambda *_: "Buy another.")
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    where = Config(), object.__new__(Sources), mesh, Devices("gpu", "x", 1, None, None)
+    sources = object.__new__(Sources)  # nothing of it is asked but whether there is a teacher
+    object.__setattr__(sources, "teacher", object())
+    where = Config(), sources, mesh, Devices("gpu", "x", 1, None, None)
     for fast, lean in cases:
         fits = {"dequant": fast, "q4k": lean}
 
