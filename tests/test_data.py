@@ -349,8 +349,11 @@ def take(iterator, n):
     return [next(iterator)["row_ids"] for _ in range(n)]
 
 
-def test_each_epoch_has_every_row_once_in_another_order(packed):
-    epochs = np.concatenate(take(pipeline.make_iterator(packed, batch_size=4, seed=0), 6))
+@pytest.mark.parametrize("size", [1, 4])
+def test_each_epoch_has_every_row_once_in_another_order(packed, size):
+    epochs = np.concatenate(
+        take(pipeline.make_iterator(packed, batch_size=size, seed=0), 24 // size)
+    )
     first, second = epochs[:12], epochs[12:]
     assert sorted(first) == sorted(second) == list(range(12))
     assert list(first) != list(second) and list(first) != list(range(12))

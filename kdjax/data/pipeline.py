@@ -12,6 +12,7 @@ import numpy as np
 
 from kdjax.data.rows import Rows
 
+_ENDLESS = 2**52  # rows
 THREADS, PREFETCH = 2, 8  # threads that build rows, and batches they run ahead
 
 
@@ -75,7 +76,10 @@ def make_iterator(
     Reshuffled every epoch. `get_state()` is a small JSON-able dict; `set_state` on a fresh iterator
     continues with the very next batch. `batch_size` must be divisible by `process_count`.
     """
-    dataset = grain.MapDataset.source(_Source(rows, more)).shuffle(seed=seed).repeat()
+    # Endless for any run. Grain's own endless length, 2^63 - 1, divided as a float by a batch of one
+    # row is 2^63, which no Python length holds.
+    epochs = _ENDLESS // len(rows)
+    dataset = grain.MapDataset.source(_Source(rows, more)).shuffle(seed=seed).repeat(epochs)
     dataset = dataset[process_index::process_count].batch(batch_size // process_count)
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCH)
     return iter(dataset.to_iter_dataset(options))
