@@ -4,7 +4,7 @@
 
 Runs configs/demo.py and configs/demo.py:baseline one after the other, each in a process of its own,
 prints a table in Markdown and writes it as OUT/compare.json. Arguments it does not know go to every
-run (`--config.train.steps=20`). Exit status 1: the distilled student did not win on held-out
+run (`--config.train.steps=50`). Exit status 1: the distilled student did not win on held-out
 cross-entropy in each seed, or a run failed. What was interrupted goes on where it was.
 """
 
