@@ -76,8 +76,8 @@ def make_iterator(
     Reshuffled every epoch. `get_state()` is a small JSON-able dict; `set_state` on a fresh iterator
     continues with the very next batch. `batch_size` must be divisible by `process_count`.
     """
-    # Endless for any run. Grain's own endless length, 2^63 - 1, divided as a float by a batch of one
-    # row is 2^63, which no Python length holds.
+    # Endless for any run. Grain's own endless length, 2^63 - 1, divided as a float by a batch of 1
+    # is 2^63, which no Python length holds.
     epochs = _ENDLESS // len(rows)
     dataset = grain.MapDataset.source(_Source(rows, more)).shuffle(seed=seed).repeat(epochs)
     dataset = dataset[process_index::process_count].batch(batch_size // process_count)
