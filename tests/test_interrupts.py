@@ -1,6 +1,7 @@
 """Signals, as a run in a process of its own meets them: saved, resumed, or ended at once."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -44,7 +45,7 @@ def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tm
     resumed = again()
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {stopped + 1:>6}/60" in resumed.stderr
-    assert f"report: {workdir}/report.html" in resumed.stdout
+    assert re.search(rf"^report +{re.escape(str(workdir))}/report.html$", resumed.stdout, re.M)
     assert "After training" in (workdir / "report.html").read_text()
     before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
     finished = again()
@@ -106,6 +107,7 @@ def test_a_second_interrupt_ends_a_process_that_computes(computing):
 
 
 def test_the_second_interrupt_raises_where_python_runs():
+    before = signal.getsignal(signal.SIGINT)  # ignored, where a shell started this behind itself
     with pytest.raises(KeyboardInterrupt), StopSignals() as signals:
         assert not signals.requested
         os.kill(os.getpid(), signal.SIGINT)
@@ -115,5 +117,5 @@ def test_the_second_interrupt_raises_where_python_runs():
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     assert signal.set_wakeup_fd(-1) == -1

@@ -348,8 +348,9 @@ def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message
 
 
 def test_every_field_has_a_rule_or_is_free():
-    free = {"teacher.allow_degenerate", "data.heldout", "data.end_of_document", "data.tokenizer",
-            "data.cache_dir", "train.seed", "log.tensorboard", "log.wandb_project"}  # fmt: skip
+    free = {"teacher.path", "teacher.cache", "teacher.allow_degenerate", "data.heldout",
+            "data.end_of_document", "data.tokenizer", "data.cache_dir", "train.seed",
+            "log.tensorboard", "log.wandb_project"}  # fmt: skip
     assert set(config_module.flatten(config_module.Config())) == free | set(config_module._RULES)
 
 

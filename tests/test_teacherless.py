@@ -142,7 +142,7 @@ class _Refusing:
     def hidden(self, *_):
         raise RuntimeError("the teacher ran")
 
-    head = hidden
+    head = stored_head = hidden
 
 
 @pytest.mark.parametrize(
