@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from kdjax import runtime, sharding
 from kdjax.errors import UserError
 from kdjax.forms import open_form, precision
+from kdjax.losses import existing
 from kdjax.models.decoder import Apply, Cache, Params
 from kdjax.teacher import TeacherLogitsProvider
 from kdjax.tokenizer import Tokenizer
@@ -111,10 +112,9 @@ def _filtered(logits: Array, sampling: Sampling) -> Array:
 def _draw(hidden: Array, head: Array, steps: Array, rows: Array, sampling: Sampling,
           real: int) -> tuple[Array, Array]:  # fmt: skip
     logits = jnp.einsum("BD,VD->BV", hidden, head, preferred_element_type=jnp.float32)
-    exists = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None] < real
     base = jax.random.key(sampling.seed)
     keys = jax.vmap(lambda r, s: jax.random.fold_in(jax.random.fold_in(base, r), s))(rows, steps)
-    return pick(jnp.where(exists, logits, -jnp.inf), keys, sampling)
+    return pick(existing(logits, real, -jnp.inf), keys, sampling)
 
 
 def _begin(params: Params, tokens: Array, lengths: Array, rows: Array, *, apply: Apply,

@@ -9,6 +9,7 @@ Letters: B rows, T positions, D hidden width, V vocabulary.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from kdjax.losses import (
     EXCLUDED,
     cross_entropy,
+    existing,
     kd_parts_and_gradient,
     kl_divergence,
     log_softmax,
@@ -63,42 +65,80 @@ def _cut(head: Any, hidden: Array, spec: HeadSpec) -> Any:
 
 
 def _logits(hidden: Array, head: Any, spec: HeadSpec) -> Array:
-    logits = unembedded(hidden, head)
-    if spec.real_vocab >= spec.width:
-        return logits
-    # Masked and not sliced: 151,936 columns keep the matrix product aligned, 151,665 do not.
-    exists = jnp.arange(spec.width, dtype=jnp.int32)[None, None] < spec.real_vocab
-    return jnp.where(exists, logits, EXCLUDED)
+    return existing(unembedded(hidden, head), spec.real_vocab)
 
 
-def chunked(x: Array, chunks: int, size: int) -> Array:
-    """`[B, T, ...]` to `[chunks, B, size, ...]`, T padded with zeros.
+def chunked(x: Array, spec: HeadSpec) -> Array:
+    """`[B, T, ...]` to `[chunks, B, size, ...]`, T padded with zeros; `joined` undoes it.
 
     Chunks run along T, so that rows stay where the mesh put them.
     """
-    pad = chunks * size - x.shape[1]
-    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-    return x.reshape(x.shape[0], chunks, size, *x.shape[2:]).swapaxes(0, 1)
-
-
-def _scan_inputs(
-    student: Array, teacher: Array | None, labels: Array, weights: Array, spec: HeadSpec
-):
-    batch, length = labels.shape
+    batch, length = x.shape[:2]
     size = min(length, max(1, spec.chunk_tokens // batch))
     chunks = -(-length // size)
+    x = jnp.pad(x, ((0, 0), (0, chunks * size - length)) + ((0, 0),) * (x.ndim - 2))
+    return x.reshape(batch, chunks, size, *x.shape[2:]).swapaxes(0, 1)
+
+
+def joined(x: Array, length: int) -> Array:
+    """`[chunks, B, size, ...]` to `[B, length, ...]`."""
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
+
+
+def scan_inputs(
+    hidden: tuple[Array | None, ...], weights: Array, *more: Any, spec: HeadSpec
+) -> Any:
+    """Hidden states, weights and other columns of the positions, in chunks."""
     # A position without weight may hold anything, NaN too; zeros keep it out of 0 * NaN.
     keep = (weights != 0)[..., None]
-    hidden = [x if x is None else jnp.where(keep, x, 0) for x in (student, teacher)]
-    columns = (*hidden, labels, weights)
-    return tuple(x if x is None else chunked(x, chunks, size) for x in columns)
+    hidden = jax.tree.map(lambda x: jnp.where(keep, x, 0), hidden)
+    return jax.tree.map(functools.partial(chunked, spec=spec), (hidden, weights, *more))
 
 
-def _added(sums: Any, values: Any, weight: Array) -> Any:
+def added(sums: Any, values: Any, weight: Array) -> Any:
     """Each sum with its values of a chunk; those that are None have nothing to sum."""
     return type(sums)(
         *(a if a is None else a + jnp.sum(weight * b) for a, b in zip(sums, values, strict=True))
     )
+
+
+def scan_loss(part: Callable[[Any], tuple[Array, Array, Array]], inputs: Any, head: Array,
+              start: LossSums, spec: HeadSpec, *, with_gradient: bool) -> Any:  # fmt: skip
+    """Sums of the loss, and its gradients to hidden states (in chunks) and head, chunk by chunk.
+
+    `part` makes of a chunk of `inputs` the cross-entropy, the divergence, and the gradient of the
+    logits, weighted, in the dtype of the hidden states, which come first of all inputs.
+    """
+
+    def chunk(carry, xs):
+        sums, d_head = carry
+        (hidden, *_), weight, *_ = xs
+        ce, kl, g = part(xs)
+        loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
+        sums = added(sums, (loss, ce, kl), weight)
+        if not with_gradient:
+            return (sums, d_head), None
+        d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
+        d_head += jnp.einsum("BTV,BTD->VD", g, hidden, preferred_element_type=jnp.float32)
+        return (sums, d_head), d_hidden
+
+    d_head = jnp.zeros(head.shape if with_gradient else (), jnp.float32)
+    (sums, d_head), d_hidden = jax.lax.scan(chunk, (start, d_head), inputs)
+    return sums, d_hidden, d_head
+
+
+def forward_rule(found: Any, student_hidden: Array, student_head: Array) -> Any:
+    """What a custom_vjp's forward function returns of `scan_loss`'s results."""
+    sums, d_hidden, d_head = found
+    d_hidden = joined(d_hidden, student_hidden.shape[1])
+    extra = student_head.shape[0] - d_head.shape[0]
+    d_head = jnp.pad(d_head, ((0, extra), (0, 0))).astype(student_head.dtype)
+    return sums, (d_hidden, d_head)
+
+
+def backward_rule(residuals: tuple[Array, Array], cotangents: LossSums) -> tuple[Array, ...]:
+    """The gradients of `forward_rule`, times the cotangent of the loss."""
+    return tuple(x * cotangents.loss.astype(x.dtype) for x in residuals)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -131,46 +171,26 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
         temperature=spec.temperature, alpha=spec.alpha, divergence=spec.divergence
     )
 
-    def chunk(carry, xs):
-        sums, d_head = carry
-        h_s, h_t, label, weight = xs
+    def part(xs):
+        (h_s, h_t), weight, label = xs
         s = _logits(h_s, head, spec)
         t = s if h_t is None else _logits(h_t, teacher_head, spec)  # no teacher: nothing to learn
         ce, kl, g = kd_parts_and_gradient(s, t, label, **options)
-        loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
-        sums = _added(sums, (loss, ce, kl), weight)
-        if not with_gradient:
-            return (sums, d_head), None
-        g = (g * weight[..., None]).astype(h_s.dtype)
-        d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
-        d_head += jnp.einsum("BTV,BTD->VD", g, h_s, preferred_element_type=jnp.float32)
-        return (sums, d_head), d_hidden
+        return ce, kl, (g * weight[..., None]).astype(h_s.dtype)
 
     zero = jnp.zeros((), jnp.float32)
     start = LossSums(zero, zero, None if teacher_hidden is None else zero)
-    d_head = jnp.zeros(head.shape if with_gradient else (), jnp.float32)
-    xs = _scan_inputs(student_hidden, teacher_hidden, labels, weights, spec)
-    (sums, d_head), d_hidden = jax.lax.scan(chunk, (start, d_head), xs)
-    return sums, d_hidden, d_head
+    xs = scan_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
+    return scan_loss(part, xs, head, start, spec, with_gradient=with_gradient)
 
 
-def _head_loss_forward(student_hidden, student_head, teacher_hidden, teacher_head, labels,
-                       weights, spec):  # fmt: skip
-    sums, d_hidden, d_head = _head_loss(student_hidden, student_head, teacher_hidden, teacher_head,
-                                        labels, weights, spec, with_gradient=True)  # fmt: skip
-    batch, length, width = student_hidden.shape
-    assert d_hidden is not None
-    d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, width)[:, :length]
-    extra = student_head.shape[0] - d_head.shape[0]
-    d_head = jnp.pad(d_head, ((0, extra), (0, 0))).astype(student_head.dtype)
-    return sums, (d_hidden, d_head)
+def _head_loss_forward(student_hidden, student_head, *rest):
+    found = _head_loss(student_hidden, student_head, *rest, with_gradient=True)
+    return forward_rule(found, student_hidden, student_head)
 
 
 def _head_loss_backward(spec, residuals, cotangents):
-    d_hidden, d_head = residuals
-    scale = cotangents.loss
-    return (d_hidden * scale.astype(d_hidden.dtype), d_head * scale.astype(d_head.dtype),
-            None, None, None, None)  # fmt: skip
+    return (*backward_rule(residuals, cotangents), None, None, None, None)
 
 
 head_loss.defvjp(_head_loss_forward, _head_loss_backward)
@@ -192,7 +212,7 @@ def head_evaluation(
         theirs = _cut(theirs, teacher_hidden, spec)
 
     def chunk(sums, xs):
-        h_s, h_t, label, weight = xs
+        (h_s, h_t), weight, label = xs
         s = _logits(h_s, head, spec)
         t = s if h_t is None else _logits(h_t, theirs, spec)
         soft = [log_softmax(x, spec.temperature) for x in (t, s)]
@@ -200,9 +220,9 @@ def head_evaluation(
         same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)
         values = (cross_entropy(s, label), cross_entropy(t, label), kl_divergence(*soft),
                   kl_divergence(*hard), same, jnp.ones_like(weight))  # fmt: skip
-        return _added(sums, values, weight), None
+        return added(sums, values, weight), None
 
-    xs = _scan_inputs(student_hidden, teacher_hidden, labels, weights, spec)
+    xs = scan_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
     zero = jnp.zeros((), jnp.float32)
     compared = None if teacher_hidden is None else zero
     start = EvalSums(zero, compared, compared, compared, compared, zero)
@@ -238,7 +258,7 @@ def head_comparison(
     heads = [h[: spec.width].astype(x.dtype) for h, x in ((head_a, hidden_a), (head_b, hidden_b))]
 
     def chunk(sums, xs):
-        h_a, h_b, label, weight = xs
+        (h_a, h_b), weight, label = xs
         a, b = _logits(h_a, heads[0], spec), _logits(h_b, heads[1], spec)
         log_a, log_b = log_softmax(a, 1.0), log_softmax(b, 1.0)
         same = jnp.argmax(a, axis=-1) == jnp.argmax(b, axis=-1)
@@ -250,15 +270,15 @@ def head_comparison(
         cosine = jnp.sum(a * b, axis=-1) / jnp.maximum(norms, 1e-30)
         values = (kl_divergence(log_a, log_b), kl_divergence(log_b, log_a), same, *entropies,
                   *ce, cosine, jnp.ones_like(weight))  # fmt: skip
-        added = [x + jnp.sum(weight * y) for x, y in zip(sums[:-2], values, strict=True)]
+        totals = [x + jnp.sum(weight * y) for x, y in zip(sums[:-2], values, strict=True)]
         counted = weight != 0
         most = jnp.max(jnp.where(counted, jnp.max(jnp.abs(a - b), axis=-1), 0.0))
         least = jnp.min(jnp.where(counted, cosine, 1.0))
         extremes = jnp.maximum(sums.max_difference, most), jnp.minimum(sums.min_cosine, least)
-        sums = dict(zip(ComparisonSums._fields, (*added, *extremes), strict=True))
+        sums = dict(zip(ComparisonSums._fields, (*totals, *extremes), strict=True))
         return ComparisonSums(**sums), None
 
-    xs = _scan_inputs(hidden_a, hidden_b, labels, weights, spec)
+    xs = scan_inputs((hidden_a, hidden_b), weights, labels, spec=spec)
     zero, one = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
     start = dict.fromkeys(ComparisonSums._fields, zero) | {"min_cosine": one}
     return jax.lax.scan(chunk, ComparisonSums(**start), xs)[0]

@@ -10,14 +10,24 @@ Letters: B rows, T positions, D hidden width, V vocabulary, K cached ids.
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Int, UInt8
 
-from kdjax.head import HeadSpec, LossSums, chunked
-from kdjax.losses import EXCLUDED, cross_entropy, kl_divergence
+from kdjax.head import (
+    HeadSpec,
+    LossSums,
+    added,
+    backward_rule,
+    forward_rule,
+    joined,
+    scan_inputs,
+    scan_loss,
+)
+from kdjax.losses import EXCLUDED, cross_entropy, existing, kl_divergence
+from kdjax.models.weights import unembedded
 
 # The least that a student's tail can be of the whole, 8 times float32's epsilon. In training it is
 # the whole sum less that of the k ids, which is off by up to 3e-7 of the whole; to sum it alone
@@ -83,13 +93,6 @@ def _replace(x: Array, ids: Array, values: Array) -> Array:
     return jax.vmap(jax.vmap(row))(x, ids, values)
 
 
-def _existing(logits: Array, spec: HeadSpec) -> Array:
-    if spec.real_vocab >= spec.width:
-        return logits
-    exists = jnp.arange(spec.width, dtype=jnp.int32)[None, None] < spec.real_vocab
-    return jnp.where(exists, logits, EXCLUDED)
-
-
 class _Chunk(NamedTuple):
     """A chunk of student logits, taken apart; float32."""
 
@@ -105,8 +108,7 @@ def _take_apart(
     hidden: Array, head: Array, ids: Array, label: Array, spec: HeadSpec, *, exact: bool = False
 ) -> _Chunk:
     """`exact`: tails are summed without the k ids, however small, instead of by difference."""
-    logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
-    logits, ids = _existing(logits, spec), join_ids(ids)
+    logits, ids = existing(unembedded(hidden, head), spec.real_vocab), join_ids(ids)
     inside = jnp.take_along_axis(logits, ids, axis=-1)
     of_label = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
     most = jnp.max(logits, axis=-1, keepdims=True)
@@ -146,19 +148,6 @@ def _gradient(
     return rest, inside
 
 
-def _scan_inputs(spec: HeadSpec, hidden: Array, weights: Array, *more: Any) -> Any:
-    batch, length = weights.shape
-    size = min(length, max(1, spec.chunk_tokens // batch))
-    hidden = jnp.where((weights != 0)[..., None], hidden, 0)  # else 0 * NaN
-    split = functools.partial(chunked, chunks=-(-length // size), size=size)
-    return jax.tree.map(split, (hidden, weights, *more))
-
-
-def _joined(x: Array, length: int) -> Array:
-    """Undoes `chunked`."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def cached_head_loss(
     student_hidden: Float[Array, "B T D"],
@@ -186,49 +175,28 @@ def _head_loss(student_hidden, student_head, teacher, labels, weights, spec,
                *, with_gradient: bool):  # fmt: skip
     head = student_head[: spec.width].astype(student_hidden.dtype)
 
-    def chunk(carry, xs):
-        sums, d_head = carry
-        hidden, weight, top, label = xs
+    def part(xs):
+        (hidden,), weight, top, label = xs
         x = _take_apart(hidden, head, top.ids, label, spec)
         log_q = outcomes(top.logits, top.odds[..., 0], spec.temperature)
         log_p = _student_outcomes(x, 0, spec.temperature)
-        kl = kl_divergence(log_q, log_p)
-        ce = x.totals[1][..., 0] - x.label
-        loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
-        sums = LossSums(
-            *(a + jnp.sum(weight * b) for a, b in zip(sums, (loss, ce, kl), strict=True))
-        )
-        if not with_gradient:
-            return (sums, d_head), None
         g, inside = (y * weight[..., None] for y in _gradient(x, log_q, log_p, label, spec))
         g = _replace(g.astype(hidden.dtype), x.ids, inside.astype(hidden.dtype))
-        d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
-        d_head += jnp.einsum("BTV,BTD->VD", g, hidden, preferred_element_type=jnp.float32)
-        return (sums, d_head), d_hidden
+        return x.totals[1][..., 0] - x.label, kl_divergence(log_q, log_p), g
 
     zero = jnp.zeros((), jnp.float32)
-    d_head = jnp.zeros(head.shape if with_gradient else (), jnp.float32)
-    xs = _scan_inputs(spec, student_hidden, weights, teacher, labels)
-    (sums, d_head), d_hidden = jax.lax.scan(chunk, (LossSums(zero, zero, zero), d_head), xs)
-    return sums, d_hidden, d_head
+    xs = scan_inputs((student_hidden,), weights, teacher, labels, spec=spec)
+    start = LossSums(zero, zero, zero)
+    return scan_loss(part, xs, head, start, spec, with_gradient=with_gradient)
 
 
-def _forward(student_hidden, student_head, teacher, labels, weights, spec):
-    sums, d_hidden, d_head = _head_loss(student_hidden, student_head, teacher, labels, weights,
-                                        spec, with_gradient=True)  # fmt: skip
-    length = student_hidden.shape[1]
-    assert d_hidden is not None
-    d_hidden = _joined(d_hidden, length)
-    extra = student_head.shape[0] - d_head.shape[0]
-    d_head = jnp.pad(d_head, ((0, extra), (0, 0))).astype(student_head.dtype)
-    return sums, (d_hidden, d_head)
+def _forward(student_hidden, student_head, *rest):
+    found = _head_loss(student_hidden, student_head, *rest, with_gradient=True)
+    return forward_rule(found, student_hidden, student_head)
 
 
 def _backward(spec, residuals, cotangents):
-    d_hidden, d_head = residuals
-    scale = cotangents.loss
-    return (d_hidden * scale.astype(d_hidden.dtype), d_head * scale.astype(d_head.dtype),
-            None, None, None)  # fmt: skip
+    return (*backward_rule(residuals, cotangents), None, None, None)
 
 
 cached_head_loss.defvjp(_forward, _backward)
@@ -267,9 +235,8 @@ def top_of_teacher(
     head = head[: spec.width].astype(hidden.dtype)
 
     def chunk(carry, xs):
-        hidden, _, label = xs
-        logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
-        logits = _existing(logits, spec)
+        (hidden,), _, label = xs
+        logits = existing(unembedded(hidden, head), spec.real_vocab)
         values, ids = top_k(logits, k)
         rest = _replace(logits, ids, jnp.full_like(values, EXCLUDED))
         odds = [
@@ -281,8 +248,8 @@ def top_of_teacher(
                          -cross_entropy(logits, label))  # fmt: skip
         return carry, top
 
-    _, top = jax.lax.scan(chunk, None, _scan_inputs(spec, hidden, weights, labels))
-    return jax.tree.map(lambda x: _joined(x, labels.shape[1]), top)
+    _, top = jax.lax.scan(chunk, None, scan_inputs((hidden,), weights, labels, spec=spec))
+    return jax.tree.map(lambda x: joined(x, labels.shape[1]), top)
 
 
 def cached_head_evaluation(
@@ -297,7 +264,7 @@ def cached_head_evaluation(
     head = student_head[: spec.width].astype(student_hidden.dtype)
 
     def chunk(sums, xs):
-        hidden, weight, top, label = xs
+        (hidden,), weight, top, label = xs
         x = _take_apart(hidden, head, top.ids, label, spec, exact=True)
         kls = [
             kl_divergence(outcomes(top.logits, top.odds[..., i], t), _student_outcomes(x, i, t))
@@ -305,9 +272,8 @@ def cached_head_evaluation(
         ]
         same = jnp.argmax(x.every, axis=-1) == x.ids[..., 0]
         values = (x.totals[1][..., 0] - x.label, -top.label, *kls, same, jnp.ones_like(weight))
-        added = (a + jnp.sum(weight * b) for a, b in zip(sums, values, strict=True))
-        return TopEvalSums(*added), None
+        return added(sums, values, weight), None
 
-    xs = _scan_inputs(spec, student_hidden, weights, teacher, labels)
+    xs = scan_inputs((student_hidden,), weights, teacher, labels, spec=spec)
     start = TopEvalSums(*(jnp.zeros((), jnp.float32),) * len(TopEvalSums._fields))
     return jax.lax.scan(chunk, start, xs)[0]

@@ -26,6 +26,17 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 EXCLUDED = -1e30
 
 
+def existing(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED) -> Array:
+    """The logits, with `fill` for ids from `real` on: padding rows of a head are no tokens.
+
+    Masked and not sliced: 151,936 columns keep the matrix product aligned, 151,665 do not.
+    """
+    if real >= logits.shape[-1]:
+        return logits
+    exists = jnp.arange(logits.shape[-1], dtype=jnp.int32) < real
+    return jnp.where(jnp.expand_dims(exists, tuple(range(logits.ndim - 1))), logits, fill)
+
+
 def log_softmax(logits: AnyArray, temperature: float) -> Array:
     return jax.nn.log_softmax(jnp.asarray(logits, jnp.float32) / temperature, axis=-1)
 

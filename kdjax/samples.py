@@ -20,7 +20,9 @@ from kdjax.data.rows import Rows
 from kdjax.formats.files import replacing
 from kdjax.generate import Completion, Sampling, generate
 from kdjax.hooks import Hook, Run
+from kdjax.losses import existing, log_softmax
 from kdjax.models.decoder import Apply, ModelFunctions, Params
+from kdjax.models.weights import unembedded
 from kdjax.teacher import TeacherInfo, TeacherLogitsProvider
 from kdjax.tokenizer import Tokenizer
 
@@ -90,9 +92,7 @@ def _judge(params: Params, tokens: Array, segments: Array, starts: Array, new: A
     where = starts[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     hidden = jnp.take_along_axis(hidden, where[..., None], axis=1)
     head = apply.head(params).astype(hidden.dtype)
-    logits = jnp.einsum("BND,VD->BNV", hidden, head, preferred_element_type=jnp.float32)
-    exists = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] < real
-    log_probs = jax.nn.log_softmax(jnp.where(exists, logits, -1e30), axis=-1)
+    log_probs = log_softmax(existing(unembedded(hidden, head), real), 1.0)
     top = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
 
     def probability(ids: Array) -> Array:

@@ -19,7 +19,7 @@ from kdjax.formats import TensorTable
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
-from kdjax.models.weights import Scaled, dense, to_bits
+from kdjax.models.weights import Scaled, dense, to_bits, unembedded
 from kdjax.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -65,7 +65,7 @@ class TeacherLogitsProvider:
         """float32 logits of every position at once: for tests and small inputs."""
         hidden = self.apply.hidden(self.params, tokens, segment_ids, positions)
         head = self.apply.head(self.params).astype(hidden.dtype)
-        return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+        return unembedded(hidden, head)
 
 
 def _resident(params: Params) -> int:

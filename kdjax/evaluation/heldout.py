@@ -21,8 +21,9 @@ from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
-from kdjax.head import HeadSpec
-from kdjax.losses import EXCLUDED, cross_entropy, kl_divergence
+from kdjax.head import HeadSpec, chunked, joined
+from kdjax.losses import cross_entropy, existing, kl_divergence, log_softmax, soft_divergence
+from kdjax.models.weights import unembedded
 from kdjax.teacher import Vocabulary, align
 from kdjax.tokenizer import Tokenizer
 
@@ -142,9 +143,8 @@ class Values(NamedTuple):
 
 
 def _log_probabilities(hidden: Array, head: Array, spec: HeadSpec) -> Array:
-    logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
-    exists = jnp.arange(spec.width, dtype=jnp.int32)[None, None] < spec.real_vocab
-    return jax.nn.log_softmax(jnp.where(exists, logits, EXCLUDED), axis=-1)
+    head = head[: spec.width].astype(hidden.dtype)
+    return log_softmax(existing(unembedded(hidden, head), spec.real_vocab), 1.0)
 
 
 def _values(s: Array, t: Array | None, labels: Array) -> Values:
@@ -155,10 +155,9 @@ def _values(s: Array, t: Array | None, labels: Array) -> Values:
     if t is None:
         return Values(*own, *[jnp.zeros_like(entropy)] * 6)
     theirs = jax.lax.top_k(t, TOP)[1]
-    middle = jnp.logaddexp(s, t) - jnp.log(2.0)
-    jsd = 0.5 * (kl_divergence(s, middle) + kl_divergence(t, middle))
     shared = jnp.any(order[..., :, None] == theirs[..., None, :], axis=-1)
-    return Values(*own, cross_entropy(t, labels), kl_divergence(t, s), kl_divergence(s, t), jsd,
+    return Values(*own, cross_entropy(t, labels), kl_divergence(t, s), kl_divergence(s, t),
+                  soft_divergence(t, s, "jsd"),
                   (order[..., 0] == theirs[..., 0]).astype(jnp.float32),
                   jnp.mean(shared.astype(jnp.float32), axis=-1))  # fmt: skip
 
@@ -173,27 +172,16 @@ def position_values(
     spec: HeadSpec,
 ) -> Values:
     """All figures of every position at T = 1, `chunk_tokens` positions of logits at a time."""
-    batch, length = labels.shape
-    size = min(length, max(1, spec.chunk_tokens // batch))
-    chunks = -(-length // size)
-
-    def chunked(x: Array) -> Array:
-        pad = ((0, 0), (0, chunks * size - length)) + ((0, 0),) * (x.ndim - 2)
-        return jnp.pad(x, pad).reshape(batch, chunks, size, *x.shape[2:]).swapaxes(0, 1)
-
-    def weights(head: Array, hidden: Array) -> Array:
-        return head[: spec.width].astype(hidden.dtype)
 
     def one(xs: tuple[Array, ...]) -> Values:
-        s = _log_probabilities(xs[0], weights(head, hidden), spec)
+        s = _log_probabilities(xs[0], head, spec)
         if teacher_hidden is None or teacher_head is None:
             return _values(s, None, xs[1])
-        t = _log_probabilities(xs[2], weights(teacher_head, teacher_hidden), spec)
-        return _values(s, t, xs[1])
+        return _values(s, _log_probabilities(xs[2], teacher_head, spec), xs[1])
 
     inputs = (hidden, labels) if teacher_hidden is None else (hidden, labels, teacher_hidden)
-    made = jax.lax.map(one, tuple(chunked(x) for x in inputs))
-    return Values(*(x.swapaxes(0, 1).reshape(batch, -1)[:, :length] for x in made))
+    made = jax.lax.map(one, tuple(chunked(x, spec) for x in inputs))
+    return Values(*(joined(x, labels.shape[1]) for x in made))
 
 
 def _batches(text: Text, size: int) -> list[dict[str, np.ndarray]]:

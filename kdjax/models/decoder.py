@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.models.arch import ArchSpec, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
-from kdjax.models.weights import Scaled, dense, from_bits, layers, project
+from kdjax.models.weights import Scaled, dense, from_bits, layers, project, unembedded
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
 
@@ -268,8 +268,7 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits of every position: for evaluation and tests; training uses `losses`."""
-        head = self.head_weight().astype(hidden.dtype)
-        return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+        return unembedded(hidden, self.head_weight().astype(hidden.dtype))
 
 
 class Cache(NamedTuple):
