@@ -7,6 +7,9 @@ loss as in kdjax.losses. No gradient clipping and no schedule, which kdjax has. 
 are Qwen2ForCausalLM of the same shapes with random weights, the tokens are kdjax's.
 """
 
+# pyright: reportMissingImports=false
+# torch belongs to the extra "parity": types are checked without it too.
+
 import json
 import resource
 import sys
