@@ -24,6 +24,7 @@ def get_config(kind: str = "") -> Config:
     config = Config()
     config.teacher.path, config.teacher.param_dtype = str(demo.TEACHER), "float32"
     config.student.path, config.student.init = str(demo.STUDENT), "random"
+    config.student.remat = "none"
     config.data.train, config.data.heldout = demo.training_text(), demo.heldout_text()
     config.data.seq_len, config.data.max_segments = 128, 8
     config.loss.temperature, config.loss.chunk_tokens = 1.0, 512

@@ -102,6 +102,9 @@ def added(sums: Any, values: Any, weight: Array) -> Any:
     )
 
 
+_ROWS = (((0,), (0,)), ((), ()))  # what a product sums over: the rows of both sides
+
+
 def scan_loss(part: Callable[[Any], tuple[Array, Array, Array]], inputs: Any, head: Array,
               start: LossSums, spec: HeadSpec, *, with_gradient: bool) -> Any:  # fmt: skip
     """Sums of the loss, and its gradients to hidden states (in chunks) and head, chunk by chunk.
@@ -119,7 +122,9 @@ def scan_loss(part: Callable[[Any], tuple[Array, Array, Array]], inputs: Any, he
         if not with_gradient:
             return (sums, d_head), None
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
-        d_head += jnp.einsum("BTV,BTD->VD", g, hidden, preferred_element_type=jnp.float32)
+        # einsum would take g first, and XLA's CPU backend write all of it out transposed.
+        rows = (x.reshape(-1, x.shape[-1]) for x in (hidden, g))
+        d_head += jax.lax.dot_general(*rows, _ROWS, preferred_element_type=jnp.float32).T
         return (sums, d_head), d_hidden
 
     d_head = jnp.zeros(head.shape if with_gradient else (), jnp.float32)

@@ -387,6 +387,38 @@ def test_a_child_process_and_its_jax_see_the_settings(
     assert runtime.UNIFIED not in seen["environ"]
 
 
+_FAULTS = """
+import resource
+from kdjax.runtime import configure
+configure()
+import jax, jax.numpy as jnp
+
+@jax.jit  # 64 MiB are made, turned over, and summed
+def step(x):
+    return jnp.sum(jax.lax.sort(jnp.sin(x + jnp.arange(2**24, dtype=jnp.float32)).reshape(-1, 2)))
+
+faults = []
+for i in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(float(i)).block_until_ready()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize(
+    ("own", "kept"), [({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072"}, False)]
+)
+def test_temporaries_of_the_next_step_on_a_cpu_are_those_of_the_last(tmp_path, own, kept):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    clean |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)} | own
+    child = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True,
+                           env=clean, check=True)  # fmt: skip
+    pages = 2**26 // 4096
+    assert (int(child.stdout) < pages // 10) is kept, child.stdout
+
+
 _MEMBER = """
 from kdjax.runtime import configure
 line = configure(distributed=True).describe()[-1]
