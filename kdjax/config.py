@@ -33,7 +33,7 @@ class StudentConfig:
     path: str = ""  # a GGUF file, or a Hugging Face folder; of shapes alone if init=random
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
-    remat: str = "full"  # none | dots | full: what the backward pass recomputes, for memory
+    remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
 
 
 @dataclasses.dataclass
@@ -192,7 +192,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "student.path": _PRESENT,
     "student.init": _choice("checkpoint", "random"),
     "student.head": _choice("auto", "tied", "untied"),
-    "student.remat": _choice("none", "dots", "full"),
+    "student.remat": _choice("auto", "none", "dots", "full"),
     "data.train": (bool, "set: directories, globs or files, joined by commas"),
     "data.heldout_fraction": ((lambda v: 0 < v < 1), "above 0 and below 1"),
     "data.seq_len": ((lambda v: v >= 2), "2 or more"),

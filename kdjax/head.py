@@ -123,8 +123,8 @@ def scan_loss(part: Callable[[Any], tuple[Array, Array, Array]], inputs: Any, he
             return (sums, d_head), None
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
         # einsum would take g first, and XLA's CPU backend write all of it out transposed.
-        rows = (x.reshape(-1, x.shape[-1]) for x in (hidden, g))
-        d_head += jax.lax.dot_general(*rows, _ROWS, preferred_element_type=jnp.float32).T
+        x, y = (rows.reshape(-1, rows.shape[-1]) for rows in (hidden, g))
+        d_head += jax.lax.dot_general(x, y, _ROWS, preferred_element_type=jnp.float32).T
         return (sums, d_head), d_hidden
 
     d_head = jnp.zeros(head.shape if with_gradient else (), jnp.float32)

@@ -46,6 +46,7 @@ class Plan:
     """Bytes on one device, by part; `phases` are alternatives, of which one is the peak."""
 
     backend: str
+    remat: str
     platform: str
     resident: dict[str, Size]
     phases: dict[str, dict[str, Size]]
@@ -106,7 +107,7 @@ def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, ba
     if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
     bound = _bound(config, sources, devices, backend)
-    plan = Plan(backend, devices.platform, resident, {}, limit, bound)
+    plan = Plan(backend, config.student.remat, devices.platform, resident, {}, limit, bound)
     return _with_phases(plan, config, sources, mesh)
 
 
@@ -272,33 +273,46 @@ def _kept_a_position(spec: ArchSpec, remat: str, size: int) -> Size:
 
 
 def choose(config: Config, sources: Sources, mesh: Mesh, devices: Devices, backend: str) -> Plan:
-    """The plan that will be run: of `backend`, or with "auto" of the fastest one that fits.
+    """The plan that will be run: as asked for, and where "auto" is, of the fastest that fits.
 
-    Raises `UserError` when "auto" finds none, naming what is missing and settings that fit. A
-    backend that was asked for by name is not refused: the plan may be wrong by a few percent.
+    "auto" is of `backend`, `student.remat`, or both. Raises `UserError` when a backend of "auto"
+    finds none, naming what is missing and settings that fit. A backend that was asked for by name
+    is not refused: the plan may be wrong by a few percent.
     """
+    backends = ("dequant", "q4k") if backend == "auto" else (backend,)
     if sources.teacher is None:
-        plan = make_plan(config, sources, mesh, devices, NO_TEACHER)
-        return dataclasses.replace(plan, choice="no teacher: trains on the text alone")
-    if backend != "auto":
-        plan = make_plan(config, sources, mesh, devices, backend)
-        return dataclasses.replace(plan, choice=f"teacher backend {backend}: asked for")
-    fast = make_plan(config, sources, mesh, devices, "dequant")
-    sizes = f"dequant needs {fast.peak / 1e9:.2f} GB"
-    if not fast.missing:
-        why = "it fits" if fast.limit else "this device does not tell its memory"
-        reason = f"teacher backend dequant, by auto: {sizes}, and {why}"
-        return dataclasses.replace(fast, choice=reason)
-    lean = make_plan(config, sources, mesh, devices, "q4k")
-    sizes += f", q4k needs {lean.peak / 1e9:.2f} GB"
-    offered = f"the device offers {(fast.limit or 0) / 1e9:.2f}"
-    if not lean.missing:
-        reason = f"teacher backend q4k, by auto: {sizes}; {offered}"
-        return dataclasses.replace(lean, choice=reason)
-    raise UserError(
-        f"this run does not fit: {sizes}; {offered}, {lean.missing / 1e9:.2f} too "
-        f"little. {_remedy(config, sources, mesh, lean)}"
+        backends = (NO_TEACHER,)
+    remats = (config.student.remat,)
+    if remats == ("auto",):
+        # On a CPU "none" is hardly faster, and the memory is other programs' too.
+        roomy = devices.platform != "cpu" and devices.memory_bytes
+        remats = ("none", "dots", "full") if roomy else ("full",)
+    plans = [
+        make_plan(with_remat(config, remat), sources, mesh, devices, name)
+        for remat, name in itertools.product(remats, backends)
+    ]
+    plan = next((plan for plan in plans if not plan.missing), plans[-1])
+    sizes = (f"{p.backend} needs {p.peak / 1e9:.2f} GB" for p in plans if p.remat == plan.remat)
+    offered = f"offers {plan.limit / 1e9:.2f}" if plan.limit else "does not tell its memory"
+    said = f"{', '.join(sizes)}; the device {offered}"
+    if backend == "auto" and plan.missing and plan.backend != NO_TEACHER:
+        raise UserError(
+            f"this run does not fit: {said}, {plan.missing / 1e9:.2f} too little. "
+            f"{_remedy(config, sources, mesh, plan)}"
+        )
+    choice = f"teacher backend {plan.backend}" + (
+        f", by auto: {said}" if backend == "auto" else ": asked for"
     )
+    if plan.backend == NO_TEACHER:
+        choice = "no teacher: trains on the text alone"
+    if config.student.remat == "auto":
+        choice += f"; student.remat {plan.remat}, by auto"
+    return dataclasses.replace(plan, choice=choice)
+
+
+def with_remat(config: Config, remat: str) -> Config:
+    """The config with that `student.remat`, another object."""
+    return dataclasses.replace(config, student=dataclasses.replace(config.student, remat=remat))
 
 
 def _remedy(config: Config, sources: Sources, mesh: Mesh, plan: Plan) -> str:
@@ -311,8 +325,7 @@ def _remedy(config: Config, sources: Sources, mesh: Mesh, plan: Plan) -> str:
     evals = sorted({asked[2], shards}, reverse=True)
     for part, chunk, held_out in itertools.product(parts, chunks, evals):
         trial = dataclasses.replace(
-            config,
-            student=dataclasses.replace(config.student, remat="full"),
+            with_remat(config, "full"),
             loss=dataclasses.replace(config.loss, chunk_tokens=chunk),
             train=dataclasses.replace(config.train, microbatches=part),
             eval=dataclasses.replace(config.eval, batch_size=held_out),

@@ -107,6 +107,7 @@ def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
         "teacher.path": str(model_file(args.teacher, args.folder)),
         "student.path": str(model_file(args.student, args.folder)),
         "student.init": "random",
+        "student.remat": "full",
         "teacher.param_dtype": args.dtype,
         "train.compute_dtype": args.dtype,
         "train.batch_size": args.rows,

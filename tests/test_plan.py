@@ -139,7 +139,7 @@ def test_resident_bytes_are_those_of_the_arrays(tiny_config, tmp_path, monkeypat
     monkeypatch.setenv("KDJAX_TEACHER_BACKEND", backend)
     tiny_config.teacher.param_dtype = "bfloat16"
     job = assemble(tiny_config, tmp_path)
-    made = plan.make_plan(tiny_config, job.sources, one_device(), on(1), backend)
+    made = plan.make_plan(job.config, job.sources, one_device(), on(1), backend)
     teacher, student, moments = made.resident.values()
     indices = 2 * 2 * 3 * 4 if backend == "q4k" else 0  # which type and slot, 2 mixed stacks of 3
     assert teacher == job.teacher.info.resident_bytes - indices
@@ -161,12 +161,34 @@ def test_weights_are_planned_by_device(pairs):
 def test_auto_prefers_speed_then_room(pairs):
     config, mesh = config_of(8, 2048), one_device()
     wide = plan.choose(config, pairs["7b"], mesh, H200, "auto")
-    assert wide.backend == "dequant" and "it fits" in wide.choice
+    assert wide.backend == "dequant" and "offers 135.10" in wide.choice
     narrow = plan.choose(config, pairs["7b"], mesh, on(24), "auto")
     assert narrow.backend == "q4k"
     assert re.search(r"q4k, by auto: dequant needs 25.* q4k needs 16.*offers 24.00", narrow.choice)
     unknown = plan.choose(config, pairs["7b"], mesh, Devices("gpu", "x", 1, None, None), "auto")
     assert unknown.backend == "dequant" and "does not tell its memory" in unknown.choice
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "teacher", "remat"),
+    [(135, "dequant", "none"), (38, "q4k", "none"), (30, "q4k", "dots"), (26.5, "dequant", "full"),
+     (20, "q4k", "full"), (None, "dequant", "full")],
+)  # fmt: skip
+def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
+    device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
+    config, mesh = config_of(8, 2048, remat="auto"), one_device()
+    made = plan.choose(config, pairs["7b"], mesh, device, "auto")
+    assert (made.backend, made.remat) == (teacher, remat)
+    assert f"student.remat {remat}, by auto" in made.choice
+    assert plan.choose(config, pairs["7b"], mesh, device, teacher).remat == remat
+    named = plan.choose(config_of(8, 2048, remat="dots"), pairs["7b"], mesh, device, teacher)
+    assert named.remat == "dots" and "student.remat" not in named.choice
+
+
+def test_auto_leaves_a_cpus_memory_to_others(pairs):
+    config = config_of(8, 2048, remat="auto")
+    made = plan.choose(config, pairs["1.5b"], one_device(), on(512, "cpu"), "auto")
+    assert made.remat == "full"
 
 
 def test_16_gib_takes_packed_with_4096_tokens_a_microbatch(pairs):
