@@ -71,11 +71,27 @@ def cache_teacher(config: Config, out: Path, kind: str, k: int) -> None:
     def produce(numbers: range) -> Iterator[np.ndarray]:
         for start in range(numbers.start, numbers.stop, size):
             mine = range(start, min(start + size, numbers.stop))
-            yield run()(_batch(rows, mine, size))[: len(mine)]
+            batch = _batch(rows, mine, size)
+            found = run()(batch)
+            if start == 0 and kind == "topk":
+                _warn_of_tail(found["odds"][..., 0][batch["weights"] != 0], about)
+            yield found[: len(mine)]
 
     start = time.perf_counter()
     teacher_cache.write(out, about, produce)
     _log.info("done in %.1f s: --config.teacher.cache=%s", time.perf_counter() - start, out)
+
+
+def _warn_of_tail(log_odds: np.ndarray, about: About) -> None:
+    """Says if most of the teacher's probability is with ids that are not kept, as at T = 4."""
+    tail = float(np.mean(np.exp(-np.logaddexp(0.0, -log_odds))))
+    if tail > 0.5:
+        _log.warning(
+            "at loss.temperature=%g the %d ids hold %.1f%% of the teacher's probability: training "
+            "from them learns little of the rest. Take --config.loss.temperature=1 or "
+            "--kind=hidden.",
+            about.temperature, about.k, 100 * (1 - tail),
+        )  # fmt: skip
 
 
 def _batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench_rows import made_records, made_rows, timed_steps
+from bench_rows import ids_of, made_records, made_rows, timed_steps
 
 from kdjax import runtime
 from kdjax.config import Config, flatten, validate
@@ -69,9 +69,8 @@ def make_job(request: Request, config: Config) -> Any:
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     sources = open_sources(config)
     width = sources.vocabulary.width
-    if sources.vocabulary.real < width - 1000:
-        # A random file's tokenizer knows few ids; Qwen2.5's leaves 271 of its rows unused.
-        sources = dataclasses.replace(sources, vocabulary=Vocabulary(width, width - 271))
+    if sources.vocabulary.real < width - 1000:  # a random file's tokenizer knows few ids
+        sources = dataclasses.replace(sources, vocabulary=Vocabulary(width, ids_of(width)))
     backend = teacher_backend(config)
     backend = request.teacher_cache or ("dequant" if backend == "auto" else backend)
     steps = build_steps(config, sources, mesh, backend)

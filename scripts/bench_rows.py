@@ -11,6 +11,11 @@ WARMUP = 3  # steps before the clock starts
 GROUP = 4  # steps dispatched before the last is waited for, as training loops dispatch them
 
 
+def ids_of(width: int) -> int:
+    """How many rows of an embedding have a token: Qwen2.5's tokenizer leaves 271 of its without."""
+    return width - 271 if width == 151_936 else width
+
+
 class MadeRows(NamedTuple):
     """Arrays `[N, length + 1]` as `kdjax.data.rows.Rows` holds them."""
 

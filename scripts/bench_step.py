@@ -3,8 +3,8 @@
     python scripts/bench_step.py --folder=/tmp/m --variants=dequant,q4k,torch-compile
     python scripts/bench_step.py --variants=dequant --sweep-length=512,2048,8192
     python scripts/bench_step.py --variants=dequant --document-tokens=50:2000
-    python scripts/bench_step.py --teacher=demo-teacher --student=demo-student --length=256 \\
-        --dtype=float32 --variants=dequant,torch-eager-plain,torch-compile --rounds=3
+    python scripts/bench_step.py --teacher=demo-teacher --student=demo-student --rows=2 \\
+        --length=128 --dtype=float32 --variants=dequant-fast,torch-compile --rounds=3
 
 Each variant runs in a process of its own, so that peaks do not mix and one that fails leaves the
 others. A variant is a name of VARIANTS or TORCH; fields may follow, as in
@@ -25,7 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_program import Request
+from bench_program import Request, configured
+from bench_rows import ids_of
 from bench_torch import MODES
 
 from kdjax.errors import UserError
@@ -129,9 +130,10 @@ def torch_request(variant: str, args: argparse.Namespace) -> dict[str, Any]:
         part: dataclasses.asdict(spec_from_table(open_table(model_file(shape, args.folder))))
         for part, shape in (("teacher", args.teacher), ("student", args.student))
     }
-    vocab = specs["student"]["vocab_size"]
-    made = dict(vocab=vocab - 271 if vocab > 1000 else vocab, rows=args.rows, lengths=lengths(args))
-    loss = dict(temperature=4.0, alpha=0.3, chunk_tokens=2048)
+    vocab = ids_of(specs["student"]["vocab_size"])
+    made = dict(vocab=vocab, rows=args.rows, lengths=lengths(args))
+    of = configured(settings_of("dequant", args)).loss
+    loss = dict(temperature=of.temperature, alpha=of.alpha, chunk_tokens=2048)
     return specs | made | loss | dict(mode=TORCH[variant], dtype=args.dtype, steps=args.steps)
 
 

@@ -90,6 +90,16 @@ def test_unknown_names_say_which_there_are(args, capsys):
     assert config.teacher.allow_degenerate is True and config.teacher.backend == "q4k"
 
 
+def test_the_peer_has_the_same_loss_and_ids(args):
+    args.set = ["loss.temperature=1", "loss.alpha=0.2"]
+    asked = bench_step.torch_request("torch-compile", args)
+    config = bench_program.configured(bench_step.settings_of("dequant", args))
+    assert (asked["temperature"], asked["alpha"]) == (1.0, 0.2)
+    assert (config.loss.temperature, config.loss.alpha) == (1.0, 0.2)
+    assert asked["vocab"] == asked["student"]["vocab_size"]
+    assert bench_step.ids_of(151_936) == 151_665  # of Qwen2.5's tokenizer
+
+
 def test_a_variant_that_fails_leaves_a_row_that_says_why(args):
     request = {"settings": {"train.steps": 0}, "lengths": [64]}
     (row,) = bench_step.run("bench_program.py", request, "broken", args)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -224,6 +225,23 @@ def test_all_ids_train_as_the_teacher_itself(run):
         assert a.keys() == b.keys()
         np.testing.assert_allclose([a[k] for k in b], list(b.values()), rtol=2e-4)
     assert "kl_topk" in got[0][2] and "kl" not in got[0][2]  # named for what it is
+
+
+@pytest.mark.parametrize(("kind", "k", "little"), [("topk", 8, True), ("topk", 200, False),
+                                                   ("hidden", 0, False)])  # fmt: skip
+def test_ids_that_hold_little_of_the_probability_are_named(run, tmp_path, kind, k, little):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("kdjax").addHandler(handler)
+    try:
+        cache_teacher(run[0], tmp_path / "cache", kind, k)
+    finally:
+        logging.getLogger("kdjax").removeHandler(handler)
+    named = [line for line in said if "of the teacher's probability" in line]
+    assert bool(named) is little, said
+    if little:
+        assert float(re.search(r"8 ids hold ([\d.]+)%", named[0])[1]) < 20  # of 305, nearly even
 
 
 @pytest.mark.parametrize("kind", ["topk", "hidden"])
