@@ -75,15 +75,16 @@ def _query_block(
 ) -> Array:
     batch, block, heads, width = q.shape
     kv_heads = k.shape[2]
-    q = q.reshape(batch, block, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum("BTKGD,BSKD->BKGTS", q, k, preferred_element_type=jnp.float32)
+    # Queries take the order of the scores, or XLA would copy scores and weights into another one.
+    q = q.reshape(batch, block, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
+    scores = jnp.einsum("BKGTD,BSKD->BKGTS", q, k, preferred_element_type=jnp.float32)
     rows = start + jnp.arange(block, dtype=jnp.int32)
     causal = rows[:, None] >= jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
     mask = causal[None] & (query_ids[:, :, None] == key_ids[:, None, :])
     # -1e30 and not -inf: a padded query sees no key, and softmax of all -inf is NaN.
     scores = jnp.where(mask[:, None, None], scores * width**-0.5, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("BKGTS,BSKD->BTKGD", weights, v)
+    out = jnp.einsum("BKGTS,BSKD->BKGTD", weights, v).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, block, heads, width)
 
 
