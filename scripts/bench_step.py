@@ -346,6 +346,7 @@ def main(argv: list[str] | None = None) -> int:
     if product:
         print(f"a {args.matmul}^3 {args.dtype} product: {product / 1e12:.4g} TFLOP/s", flush=True)
     rounds: dict[str, list[list[dict[str, Any]]]] = {variant: [] for variant in variants}
+    rows: list[dict[str, Any]] = []
     for _ in range(args.rounds):
         for variant in variants:
             start = time.perf_counter()
@@ -353,14 +354,14 @@ def main(argv: list[str] | None = None) -> int:
             took = time.perf_counter() - start
             speed = [cell(row, "tokens_per_s") or row["error"] for row in rounds[variant][-1]]
             print(f"{variant}: {', '.join(speed)} tokens/s ({took:.0f} s)", flush=True)
-    rows = [row for variant in variants for row in middle(rounds[variant])]
-    add_rates(rows, product, args)
+            rows = [row for found in rounds.values() if found for row in middle(found)]
+            add_rates(rows, product, args)
+            if args.json:  # now, so that a command that is cut short keeps what it measured
+                settings = {k: str(v) for k, v in vars(args).items()}
+                document = dict(devices=rate.get("devices"), matmul_flops=product,
+                                settings=settings, rows=rows)  # fmt: skip
+                args.json.write_text(json.dumps(document, indent=1))
     print("\n" + report(rows, args))
-    if args.json:
-        settings = {k: str(v) for k, v in vars(args).items()}
-        document = {"devices": rate.get("devices"), "matmul_flops": product, "settings": settings,
-                    "rows": rows}  # fmt: skip
-        args.json.write_text(json.dumps(document, indent=1))
     return 1 if any("error" in row and row["program"] not in TORCH for row in rows) else 0
 
 

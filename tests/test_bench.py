@@ -127,6 +127,22 @@ def test_speeds_stand_beside_the_best_peer_of_the_same_length(args):
     assert "| q4k | 64 | 3.3 |  | 300 |" in text and "dequant: status 1" in text
 
 
+def test_a_benchmark_that_is_cut_short_keeps_what_it_measured(args, monkeypatch, tmp_path):
+    def measure(variant, args):
+        if variant == "q4k":
+            raise KeyboardInterrupt
+        return [row(variant, 64, 100.0)]
+
+    monkeypatch.setattr(bench_step, "measure", measure)
+    monkeypatch.setattr(bench_step, "run", lambda *_: [{"matmul_flops": 2e9, "devices": "x"}])
+    command = [f"--teacher={args.teacher}", f"--student={args.student}", f"--folder={tmp_path}",
+               "--variants=dequant,q4k", f"--json={tmp_path / 'found.json'}"]  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        bench_step.main(command)
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert [r["tokens_per_s"] for r in kept["rows"]] == [100.0] and kept["matmul_flops"] == 2e9
+
+
 def test_rounds_give_the_median_and_a_failed_round_is_left_out():
     rounds = [[row("q4k", 64, speed)] for speed in (100.0, 300.0, 200.0)]
     (found,) = bench_step.middle(rounds)
