@@ -88,7 +88,7 @@ class Plan:
 
 
 def make_plan(config: Config, sources: Sources, mesh: Mesh, devices: Devices, backend: str) -> Plan:
-    """The plan of a run with one teacher backend; allocates nothing."""
+    """The plan of one teacher backend and of a `student.remat` by name; allocates nothing."""
     shapes = functional(sources.student_spec, Compute())[1]
     student = _tree_bytes(shapes, mesh)
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
