@@ -7,7 +7,7 @@ machine's own standard library, and the held-out text modules of it that neither
 `:baseline` after the file name trains the same student on the same rows without the teacher, which
 then runs in evaluations only; scripts/demo_compare.py runs both.
 
-A minute and a half on 2 CPU cores, 2,400 tokens/s, 1.1 GB. Held-out cross-entropy goes from 8.33
+A minute and a half on 2 CPU cores, 2,300 tokens/s, 1.1 GB. Held-out cross-entropy goes from 8.33
 to about 5.39 nats a token, of the baseline to 5.69; the teacher has 2.58. docs/results.md says what
 was tried to choose the settings.
 """
