@@ -58,7 +58,7 @@ class EvalSums(NamedTuple):
     count: Float[Array, ""]
 
 
-def _cut(head: Any, hidden: Array, spec: HeadSpec) -> Any:
+def cut(head: Any, hidden: Array, spec: HeadSpec) -> Any:
     """The rows that are used, as what they are multiplied with; a `Scaled` head stays one."""
     rows = head[: spec.width]
     return rows if isinstance(rows, Scaled) else rows.astype(hidden.dtype)
@@ -169,9 +169,9 @@ def head_loss(
 
 def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, labels, weights, spec,
                *, with_gradient: bool):  # fmt: skip
-    head = student_head[: spec.width].astype(student_hidden.dtype)
+    head = cut(student_head, student_hidden, spec)
     if teacher_hidden is not None:
-        teacher_head = _cut(teacher_head, teacher_hidden, spec)
+        teacher_head = cut(teacher_head, teacher_hidden, spec)
     options: dict[str, Any] = dict(
         temperature=spec.temperature, alpha=spec.alpha, divergence=spec.divergence
     )
@@ -211,10 +211,10 @@ def head_evaluation(
     spec: HeadSpec,
 ) -> EvalSums:
     """Held-out sums of student against teacher, `chunk_tokens` positions of logits at a time."""
-    head = student_head[: spec.width].astype(student_hidden.dtype)
+    head = cut(student_head, student_hidden, spec)
     theirs: Any = teacher_head
     if teacher_hidden is not None:
-        theirs = _cut(theirs, teacher_hidden, spec)
+        theirs = cut(theirs, teacher_hidden, spec)
 
     def chunk(sums, xs):
         (h_s, h_t), weight, label = xs
@@ -260,7 +260,7 @@ def head_comparison(
     spec: HeadSpec,
 ) -> ComparisonSums:
     """Compares two models' distributions at T = 1, `chunk_tokens` positions at a time."""
-    heads = [h[: spec.width].astype(x.dtype) for h, x in ((head_a, hidden_a), (head_b, hidden_b))]
+    heads = [cut(h, x, spec) for h, x in ((head_a, hidden_a), (head_b, hidden_b))]
 
     def chunk(sums, xs):
         (h_a, h_b), weight, label = xs

@@ -21,6 +21,7 @@ from kdjax.head import (
     LossSums,
     added,
     backward_rule,
+    cut,
     forward_rule,
     joined,
     scan_inputs,
@@ -173,7 +174,7 @@ def cached_head_loss(
 
 def _head_loss(student_hidden, student_head, teacher, labels, weights, spec,
                *, with_gradient: bool):  # fmt: skip
-    head = student_head[: spec.width].astype(student_hidden.dtype)
+    head = cut(student_head, student_hidden, spec)
 
     def part(xs):
         (hidden,), weight, top, label = xs
@@ -232,7 +233,7 @@ def top_of_teacher(
 
     Logits go as float16 differences to the largest: 8 times finer than bf16 at the same size.
     """
-    head = head[: spec.width].astype(hidden.dtype)
+    head = cut(head, hidden, spec)
 
     def chunk(carry, xs):
         (hidden,), _, label = xs
@@ -261,7 +262,7 @@ def cached_head_evaluation(
     spec: HeadSpec,
 ) -> TopEvalSums:
     """Held-out sums against cached ids: cross-entropies and agreement exact, KLs lower bounds."""
-    head = student_head[: spec.width].astype(student_hidden.dtype)
+    head = cut(student_head, student_hidden, spec)
 
     def chunk(sums, xs):
         (hidden,), weight, top, label = xs

@@ -287,12 +287,13 @@ def choose(config: Config, sources: Sources, mesh: Mesh, devices: Devices, backe
         # On a CPU "none" is hardly faster, and the memory is other programs' too.
         roomy = devices.platform != "cpu" and devices.memory_bytes
         remats = ("none", "dots", "full") if roomy else ("full",)
-    plans = [
-        make_plan(with_remat(config, remat), sources, mesh, devices, name)
-        for remat, name in itertools.product(remats, backends)
-    ]
-    plan = next((plan for plan in plans if not plan.missing), plans[-1])
-    sizes = (f"{p.backend} needs {p.peak / 1e9:.2f} GB" for p in plans if p.remat == plan.remat)
+    tried: list[Plan] = []
+    for remat, name in itertools.product(remats, backends):
+        tried.append(make_plan(with_remat(config, remat), sources, mesh, devices, name))
+        if not tried[-1].missing:
+            break
+    plan = tried[-1]
+    sizes = (f"{p.backend} needs {p.peak / 1e9:.2f} GB" for p in tried if p.remat == plan.remat)
     offered = f"offers {plan.limit / 1e9:.2f}" if plan.limit else "does not tell its memory"
     said = f"{', '.join(sizes)}; the device {offered}"
     if backend == "auto" and plan.missing and plan.backend != NO_TEACHER:

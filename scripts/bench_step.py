@@ -16,6 +16,7 @@ of a plain product in the same run.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -32,7 +33,7 @@ from bench_torch import MODES
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.synthetic import QWEN25_SHAPES, ModelShape, write_random_gguf
-from kdjax.models.arch import spec_from_table
+from kdjax.models.arch import ArchSpec, spec_from_table
 
 # name: fields of kdjax/config.py. A new variant is a line here.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -125,9 +126,15 @@ def kdjax_request(variant: str, args: argparse.Namespace, **changes: Any) -> dic
     return dataclasses.asdict(request) | changes
 
 
+@functools.cache
+def spec_of(path: Path) -> ArchSpec:
+    """The sizes of a model; a header with 151,936 tokens is not read twice."""
+    return spec_from_table(open_table(path))
+
+
 def torch_request(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     specs = {
-        part: dataclasses.asdict(spec_from_table(open_table(model_file(shape, args.folder))))
+        part: dataclasses.asdict(spec_of(model_file(shape, args.folder)))
         for part, shape in (("teacher", args.teacher), ("student", args.student))
     }
     vocab = ids_of(specs["student"]["vocab_size"])
@@ -220,8 +227,7 @@ def middle(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def add_rates(rows: list[dict[str, Any]], matmul: float | None, args: argparse.Namespace) -> None:
     """FLOP/s of every row, its share of the plain product's, and the speed over the best peer's."""
-    specs = [spec_from_table(open_table(model_file(s, args.folder)))
-             for s in (args.teacher, args.student)]  # fmt: skip
+    specs = [spec_of(model_file(s, args.folder)) for s in (args.teacher, args.student)]
     for row in rows:
         if "error" in row:
             continue

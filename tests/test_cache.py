@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -229,17 +228,10 @@ def test_all_ids_train_as_the_teacher_itself(run):
 
 @pytest.mark.parametrize(("kind", "k", "little"), [("topk", 8, True), ("topk", 200, False),
                                                    ("hidden", 0, False)])  # fmt: skip
-def test_ids_that_hold_little_of_the_probability_are_named(run, tmp_path, kind, k, little):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("kdjax").addHandler(handler)
-    try:
-        cache_teacher(run[0], tmp_path / "cache", kind, k)
-    finally:
-        logging.getLogger("kdjax").removeHandler(handler)
-    named = [line for line in said if "of the teacher's probability" in line]
-    assert bool(named) is little, said
+def test_ids_that_hold_little_of_the_probability_are_named(run, tmp_path, caplog, kind, k, little):
+    cache_teacher(run[0], tmp_path / "cache", kind, k)
+    named = [line for line in caplog.messages if "of the teacher's probability" in line]
+    assert bool(named) is little, caplog.text
     if little:
         assert float(re.search(r"8 ids hold ([\d.]+)%", named[0])[1]) < 20  # of 305, nearly even
 

@@ -21,7 +21,7 @@ from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
-from kdjax.head import HeadSpec, chunked, joined
+from kdjax.head import HeadSpec, chunked, cut, joined
 from kdjax.losses import cross_entropy, existing, kl_divergence, log_softmax, soft_divergence
 from kdjax.models.weights import unembedded
 from kdjax.teacher import Vocabulary, align
@@ -143,8 +143,8 @@ class Values(NamedTuple):
 
 
 def _log_probabilities(hidden: Array, head: Array, spec: HeadSpec) -> Array:
-    head = head[: spec.width].astype(hidden.dtype)
-    return log_softmax(existing(unembedded(hidden, head), spec.real_vocab), 1.0)
+    logits = unembedded(hidden, cut(head, hidden, spec))
+    return log_softmax(existing(logits, spec.real_vocab), 1.0)
 
 
 def _values(s: Array, t: Array | None, labels: Array) -> Values:
