@@ -173,13 +173,14 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
     if teacher_hidden is not None:
         teacher_head = cut(teacher_head, teacher_hidden, spec)
     options: dict[str, Any] = dict(
-        temperature=spec.temperature, alpha=spec.alpha, divergence=spec.divergence
-    )
+        temperature=spec.temperature, alpha=spec.alpha, divergence=spec.divergence,
+        real=spec.real_vocab,
+    )  # fmt: skip
 
     def part(xs):
         (h_s, h_t), weight, label = xs
-        s = _logits(h_s, head, spec)
-        t = s if h_t is None else _logits(h_t, teacher_head, spec)  # no teacher: nothing to learn
+        s = unembedded(h_s, head)
+        t = s if h_t is None else unembedded(h_t, teacher_head)  # no teacher: nothing to learn
         ce, kl, g = kd_parts_and_gradient(s, t, label, **options)
         return ce, kl, (g * weight[..., None]).astype(h_s.dtype)
 

@@ -27,7 +27,7 @@ from kdjax.head import (
     scan_inputs,
     scan_loss,
 )
-from kdjax.losses import EXCLUDED, cross_entropy, existing, kl_divergence
+from kdjax.losses import EXCLUDED, cross_entropy, existing, kl_divergence, softmax_sums
 from kdjax.models.weights import unembedded
 
 # The least that a student's tail can be of the whole, 8 times float32's epsilon. In training it is
@@ -109,13 +109,13 @@ def _take_apart(
     hidden: Array, head: Array, ids: Array, label: Array, spec: HeadSpec, *, exact: bool = False
 ) -> _Chunk:
     """`exact`: tails are summed without the k ids, however small, instead of by difference."""
-    logits, ids = existing(unembedded(hidden, head), spec.real_vocab), join_ids(ids)
+    raw, ids = unembedded(hidden, head), join_ids(ids)
+    sums = softmax_sums(raw, None, spec.temperature, spec.real_vocab)[0]
+    logits = existing(raw, spec.real_vocab)
     inside = jnp.take_along_axis(logits, ids, axis=-1)
     of_label = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
-    most = jnp.max(logits, axis=-1, keepdims=True)
-    totals, tails = [], []
-    for t in (spec.temperature, 1.0):
-        whole = jnp.sum(jnp.exp((logits - most) / t), -1, keepdims=True)
+    totals, tails, most = [], [], sums.peak
+    for t, whole in ((spec.temperature, sums.soft), (1.0, sums.hard)):
         totals.append(jnp.log(whole) + most / t)
         if exact:
             rest = _replace(logits, ids, jnp.full_like(inside, EXCLUDED))

@@ -18,7 +18,17 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.models.arch import ArchSpec, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
-from kdjax.models.weights import Scaled, dense, from_bits, layers, project, unembedded
+from kdjax.models.weights import (
+    Rounded,
+    Scaled,
+    dense,
+    for_weight,
+    from_bits,
+    gated,
+    layers,
+    project,
+    unembedded,
+)
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
 
@@ -55,10 +65,10 @@ class Linear(nnx.Module):
         )
         self.bias = nnx.Param(jnp.zeros((outer,), dtype)) if bias else None
 
-    def __call__(self, x: Array) -> Array:
-        y = project(x.reshape(-1, x.shape[-1]), self.weight.get_value())
-        y = y.reshape(*x.shape[:-1], -1)
-        return y if self.bias is None else y + from_bits(self.bias[...]).astype(x.dtype)[None, None]
+    def __call__(self, x: Array | Rounded) -> Array:
+        """Of rows `[N, inner]`."""
+        y = project(x, self.weight.get_value())
+        return y if self.bias is None else y + from_bits(self.bias[...]).astype(y.dtype)[None]
 
 
 class RMSNorm(nnx.Module):
@@ -99,15 +109,16 @@ class Attention(nnx.Module):
         self.head_dim = hd
 
     def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
-        batch, length, _ = x.shape
+        batch, length, width = x.shape
+        rows = for_weight(x.reshape(-1, width), self.q.weight.get_value())
         q, k, v = (
-            project(x).reshape(batch, length, -1, self.head_dim)
-            for project in (self.q, self.k, self.v)
+            linear(rows).reshape(batch, length, -1, self.head_dim)
+            for linear in (self.q, self.k, self.v)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kept = mix(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o(out.reshape(batch, length, -1)), kept
+        return self.o(out.reshape(batch * length, -1)).reshape(x.shape), kept
 
 
 class MLP(nnx.Module):
@@ -119,7 +130,9 @@ class MLP(nnx.Module):
         self.down = Linear(spec.mlp_size, spec.hidden_size, False, dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
+        rows = for_weight(x.reshape(-1, x.shape[-1]), gate)
+        return self.down(gated(rows, gate, up)).reshape(x.shape)
 
 
 class Block(nnx.Module):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from kdjax import kernels
 from kdjax.formats.blocks import decode_fields
 
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no infinity
@@ -107,33 +108,62 @@ class Scaled:
     def __getitem__(self, index: Any) -> "Scaled":
         return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
 
-    def project(self, x: Float[Array, "N D"], out: Any = None) -> Float[Array, "N F"]:
-        """x W^T, x rounded to float8 with a scale a row on the way.
+    def project(self, x: "Array | Rounded", out: Any = None) -> Float[Array, "N F"]:
+        """x W^T, x `[N, D]` rounded to float8 with a scale a row if it is not yet.
 
         In x's dtype, or in `out`. Both scales go on the output: cuBLASLt takes scales of whole
         operands only, but XLA gives it a product of two unscaled float8 arrays as it is, and fuses
         the rest with what comes next.
         """
-        if x.shape[-1] > self.values.shape[-2]:
-            # What feeds a narrowing product, silu(gate) * up, is 18,944 wide in a 7B. Reduced while
-            # it is computed it takes an H200 1.44 ms with its rounding; written first, less.
-            x = jax.lax.optimization_barrier(x)
-        values, scale = quantize_rows(x)
-        y = jax.lax.dot_general(
-            values,
+        rows = Rounded.of(x)
+        y = self.unscaled(rows, out)
+        return (y.astype(jnp.float32) * rows.scale[:, None] * self.scale[None]).astype(y.dtype)
+
+    def unscaled(self, x: "Rounded", out: Any = None) -> Float[Array, "N F"]:
+        """The product of the float8 numbers alone."""
+        return jax.lax.dot_general(
+            x.values,
             from_bits(self.values),
             (((1,), (1,)), ((), ())),
             precision=jax.lax.Precision.HIGHEST if self.precise else jax.lax.Precision.DEFAULT,
             preferred_element_type=out or x.dtype,  # bf16 has float32's range: no sum overflows
         )
-        return (y.astype(jnp.float32) * scale[:, None] * self.scale[None]).astype(y.dtype)
 
 
-def project(x: Float[Array, "N D"], weight: Any) -> Float[Array, "N F"]:
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """Activations as the products of `Scaled` weights take them, for several to share."""
+
+    values: Float[Array, "N D"]  # float8_e4m3fn
+    scale: Float32[Array, " N"]
+    dtype: Any  # of the numbers that were rounded, and of what is made of them
+
+    @classmethod
+    def of(cls, x: "Array | Rounded") -> "Rounded":
+        return x if isinstance(x, Rounded) else cls(*quantize_rows(x), x.dtype)
+
+
+def for_weight(x: Float[Array, "N D"], weight: Any) -> Array | Rounded:
+    """x as products with weights of this kind take it."""
+    return Rounded.of(x) if isinstance(weight, Scaled) else x
+
+
+def project(x: Array | Rounded, weight: Any) -> Float[Array, "N F"]:
     """x W^T in x's dtype, for a layer's weight that is numbers, their bits, or `Scaled`."""
     if isinstance(weight, Scaled):
         return weight.project(x)
     return jnp.einsum("ND,FD->NF", x, from_bits(weight).astype(x.dtype))
+
+
+def gated(x: Array | Rounded, gate: Any, up: Any) -> Array | Rounded:
+    """silu(x gate^T) * (x up^T), `[N, F]`, for two weights of one kind; rounded with `kernels`."""
+    if isinstance(x, Rounded) and kernels.usable():
+        products = gate.unscaled(x), up.unscaled(x)
+        found = kernels.gate_and_round(*products, x.scale, gate.scale, up.scale)
+        return Rounded(*found, x.dtype)
+    product = jax.nn.silu(project(x, gate)) * project(x, up)
+    # 18,944 wide in a 7B. Rounded while it is computed, it takes longer than written first.
+    return jax.lax.optimization_barrier(product) if isinstance(x, Rounded) else product
 
 
 def unembedded(hidden: Float[Array, "B T D"], head: Any) -> Float32[Array, "B T V"]:

@@ -1,0 +1,164 @@
+"""What XLA does in too many passes over memory, as Triton kernels through Pallas.
+
+Each kernel computes what a few lines of JAX define where it is called, and those lines run wherever
+`usable()` is false: on other devices, and on several, as nothing here is split over a mesh. The
+kernels have no gradients: they serve a frozen teacher and a loss that brings its own.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+_LOWEST = -1e30  # what no logit is; finite, so that 0 * (a - a) is not NaN
+_LOGITS_BLOCK = 2048  # columns at a time
+_FP8 = jnp.float8_e4m3fn
+_FP8_MAX = 448.0
+_WIDTH_BLOCK = 4096
+
+
+@functools.cache
+def usable() -> bool:
+    """Whether this process computes on one NVIDIA GPU, of Ampere or later."""
+    if jax.default_backend() != "gpu" or jax.device_count() != 1:
+        return False
+    try:
+        return float(getattr(jax.devices()[0], "compute_capability", "none")) >= 8.0
+    except ValueError:  # other makers' names, such as gfx942
+        return False
+
+
+class SoftmaxSums(NamedTuple):
+    """Of each row of logits, `[*B 1]` float32, exponents taken below the row's own peak."""
+
+    peak: Array  # the largest logit
+    hard: Array  # sum of exp(logit - peak)
+    soft: Array  # sum of exp((logit - peak) / T)
+
+
+def softmax_sums(
+    student: Float[Array, "*B V"],
+    teacher: Float[Array, "*B V"] | None,
+    temperature: float,
+    real: int,
+    *,
+    interpret: bool = False,
+) -> tuple[SoftmaxSums, SoftmaxSums | None, Array | None]:
+    """As `losses.softmax_sums`, in one reading of each logit; float32 logits."""
+    rows = [x.reshape(-1, x.shape[-1]) for x in (student, teacher) if x is not None]
+    count = rows[0].shape[0]
+    kernel = functools.partial(_softmax_sums, len(rows), temperature, real)
+    found = pl.pallas_call(
+        kernel,
+        grid=(count,),
+        out_shape=[jax.ShapeDtypeStruct((count,), jnp.float32)] * (3 if len(rows) == 1 else 6),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+    )(*rows)
+    found = [x.reshape(*student.shape[:-1], 1) for x in found]
+    ours = SoftmaxSums(*found[:3])
+    if teacher is None:
+        return ours, None, None
+    peak, soft, distance = found[3:]
+    return ours, SoftmaxSums(peak, soft, soft), distance
+
+
+def _softmax_sums(inputs: int, temperature: float, real: int, *refs):
+    row = pl.program_id(0)
+
+    def block(index, carry):
+        column = index * _LOGITS_BLOCK + jnp.arange(_LOGITS_BLOCK, dtype=jnp.int32)
+        x, *rest = (
+            plgpu.load(ref.at[row, column], mask=column < real, other=_LOWEST)
+            for ref in refs[:inputs]
+        )
+        (peak, hard, soft), theirs = carry[:3], carry[3:]
+        new = jnp.maximum(peak, jnp.max(x))
+        below, fall = x - new, peak - new
+        hard = hard * jnp.exp(fall) + jnp.sum(jnp.exp(below))
+        if temperature != 1:
+            below, fall = below / temperature, fall / temperature
+            soft = soft * jnp.exp(fall) + jnp.sum(jnp.exp(below))
+        else:
+            soft = hard
+        if not rest:
+            return new, hard, soft
+        (y,), (their_peak, z, distance) = rest, theirs
+        their_new = jnp.maximum(their_peak, jnp.max(y))
+        their_below = (y - their_new) / temperature
+        their_fall = (their_peak - their_new) / temperature
+        weight, kept = jnp.exp(their_below), jnp.exp(their_fall)
+        # Terms so far were taken below the old peaks: both fell, and every term with them.
+        distance = kept * (distance + z * (their_fall - fall))
+        distance += jnp.sum(weight * (their_below - below))
+        return new, hard, soft, their_new, z * kept + jnp.sum(weight), distance
+
+    lowest, zero = jnp.float32(_LOWEST), jnp.float32(0)
+    start = (lowest, zero, zero) * inputs
+    found = jax.lax.fori_loop(0, pl.cdiv(real, _LOGITS_BLOCK), block, start)
+    for ref, value in zip(refs[inputs:], found, strict=True):
+        plgpu.store(ref.at[row], value)
+
+
+def gate_and_round(
+    gate: Float[Array, "N F"],
+    up: Float[Array, "N F"],
+    rows: Float[Array, " N"],
+    gate_scale: Float[Array, " F"],
+    up_scale: Float[Array, " F"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "N F"], Float[Array, " N"]]:
+    """silu(gate) * up of products not yet scaled, as float8 and a float32 scale a row.
+
+    A number of `gate` stands for gate * rows * gate_scale, one of `up` likewise. Read once: XLA
+    writes the result in bf16, reads it for each row's largest number, and again to round it.
+    """
+    count, width = gate.shape
+    together = 2 if count % 2 == 0 else 1  # rows that share a reading of the scales
+    return pl.pallas_call(
+        functools.partial(_gate_and_round, together, width),
+        grid=(count // together,),
+        out_shape=(
+            jax.ShapeDtypeStruct((count, width), _FP8),
+            jax.ShapeDtypeStruct((count,), jnp.float32),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=16, num_stages=1),
+        interpret=interpret,
+    )(gate, up, rows, gate_scale, up_scale)
+
+
+def _gate_and_round(together: int, width: int, gate, up, rows, gate_scale, up_scale, values, scale):
+    first = pl.program_id(0) * together
+    rows = [plgpu.load(rows.at[first + i]) for i in range(together)]
+    most = [jnp.float32(1e-30)] * together  # 448 / 1e-30 is still finite
+    kept = []
+    for start, size in _blocks(width):
+        column = start + jnp.arange(size, dtype=jnp.int32)
+        inside: dict[str, Any] = dict(mask=column < width, other=0.0)
+        of_gate, of_up = (plgpu.load(x.at[column], **inside) for x in (gate_scale, up_scale))
+        for i, row in enumerate(rows):
+            g, u = (plgpu.load(x.at[first + i, column], **inside) for x in (gate, up))
+            g = g.astype(jnp.float32) * (row * of_gate)
+            x = g * jax.nn.sigmoid(g) * (u.astype(jnp.float32) * (row * of_up))
+            most[i] = jnp.maximum(most[i], jnp.max(jnp.abs(x)))
+            kept.append((i, column, x))
+    for i, column, x in kept:
+        rounded = (x * (_FP8_MAX / most[i])).astype(_FP8)
+        plgpu.store(values.at[first + i, column], rounded, mask=column < width)
+    for i in range(together):
+        plgpu.store(scale.at[first + i], most[i] / _FP8_MAX)
+
+
+def _blocks(width: int) -> list[tuple[int, int]]:
+    """(start, size) of pieces whose sizes are powers of two, as Triton wants them."""
+    found, start = [], 0
+    while start < width:
+        size = min(_WIDTH_BLOCK, 1 << (width - start).bit_length() - 1)
+        found.append((start, max(size, 128)))
+        start += found[-1][1]
+    return found

@@ -1,0 +1,120 @@
+"""The kernels beside the JAX that defines them, interpreted on a CPU and compiled on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdjax import kernels, losses
+from kdjax.models import weights
+
+INTERPRET = jax.default_backend() != "gpu"
+
+
+def logits(seed, *shape, scale=4.0):
+    x = np.random.default_rng(seed).normal(0, scale, shape)
+    return jnp.asarray(
+        x + 30 * np.arange(shape[0])[(...,) + (None,) * (len(shape) - 1)], jnp.float32
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("real", [5000, 4096, 1])
+def test_sums_of_two_models_equal_the_definition(temperature, real):
+    s, t = logits(0, 3, 2, 5000), logits(1, 3, 2, 5000)
+    got = kernels.softmax_sums(s, t, temperature, real, interpret=INTERPRET)
+    want = losses.softmax_sums(s, t, temperature, real)
+    for name, a, b in zip(("student", "teacher"), got[:2], want[:2], strict=True):
+        np.testing.assert_array_equal(a.peak, b.peak, err_msg=name)
+        np.testing.assert_allclose(a.soft, b.soft, rtol=3e-6, err_msg=name)
+    np.testing.assert_allclose(got[0].hard, want[0].hard, rtol=3e-6)
+    np.testing.assert_allclose(got[2], want[2], rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_one_model_equal_the_definition():
+    s = logits(2, 4, 3000)
+    got, *none = kernels.softmax_sums(s, None, 2.0, 2999, interpret=INTERPRET)
+    want = losses.softmax_sums(s, None, 2.0, 2999)[0]
+    assert none == [None, None]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-6), got, want)
+
+
+def test_ids_that_do_not_exist_count_nothing_whatever_they_hold():
+    s, t = logits(3, 2, 4500), logits(4, 2, 4500)
+    want = kernels.softmax_sums(s, t, 2.0, 4400, interpret=INTERPRET)
+    wild = [x.at[:, 4400:].set(jnp.nan) for x in (s, t)]
+    got = kernels.softmax_sums(*wild, 2.0, 4400, interpret=INTERPRET)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_logit_that_is_not_a_number_reaches_the_sums():
+    s, t = logits(5, 2, 3000), logits(6, 2, 3000)
+    ours, theirs, _ = kernels.softmax_sums(
+        s.at[0, 7].set(jnp.nan), t.at[1, 2900].set(jnp.inf), 2.0, 3000, interpret=INTERPRET
+    )
+    assert np.isnan(ours.soft[0, 0]) and np.isfinite(ours.soft[1, 0])
+    assert np.isnan(theirs.soft[1, 0]) and np.isfinite(theirs.soft[0, 0])
+
+
+@pytest.mark.parametrize("shape", [(6, 4864), (3, 8960), (5, 200), (2, 18944)])
+def test_gated_and_rounded_equals_the_definition(shape):
+    """Within one float8 step, 1/8: bf16 comes between in the definition, and not in the kernel."""
+    rng = np.random.default_rng(7)
+    gate, up = (jnp.asarray(rng.normal(0, 40, shape), jnp.bfloat16) for _ in range(2))
+    rows = jnp.asarray(rng.uniform(0.01, 0.05, shape[0]), jnp.float32)
+    scales = [jnp.asarray(rng.uniform(0.5, 2, shape[1]), jnp.float32) for _ in range(2)]
+    gate = gate.at[-1].set(0)  # a row of zeros stays one
+    values, scale = kernels.gate_and_round(gate, up, rows, *scales, interpret=INTERPRET)
+    g, u = (
+        x.astype(jnp.float32) * rows[:, None] * y[None]
+        for x, y in zip((gate, up), scales, strict=True)
+    )
+    exact = np.asarray(jax.nn.silu(g) * u)
+    got = np.asarray(values, np.float32) * np.asarray(scale)[:, None]
+    assert values.shape == shape and np.all(got[-1] == 0)
+    most = np.abs(exact).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(scale, np.maximum(most[:, 0], 1e-30) / 448, rtol=1e-5)
+    assert np.all(np.abs(got - exact) <= np.abs(exact) / 16 + most * 2.0**-17.5)
+
+
+def test_a_layer_computes_the_same_with_kernels_and_without(monkeypatch):
+    rng = np.random.default_rng(8)
+    x = jnp.asarray(rng.normal(0, 1, (8, 128)), jnp.bfloat16)
+    gate, up = (
+        weights.Scaled(*weights.quantize_rows(jnp.asarray(rng.normal(0, 0.1, (384, 128)))))
+        for _ in range(2)
+    )
+    down = weights.Scaled(*weights.quantize_rows(jnp.asarray(rng.normal(0, 0.1, (128, 384)))))
+
+    def layer():
+        rows = weights.for_weight(x, gate)
+        return np.asarray(weights.project(weights.gated(rows, gate, up), down), np.float32)
+
+    plain = layer()
+    monkeypatch.setattr(kernels, "usable", lambda: True)
+    ran = []
+
+    def interpreted(*args, fused=kernels.gate_and_round):
+        ran.append(args)
+        return fused(*args, interpret=INTERPRET)
+
+    monkeypatch.setattr(kernels, "gate_and_round", interpreted)
+    error = np.linalg.norm(layer() - plain) / np.linalg.norm(plain)
+    assert ran and 0 < error < 0.02
+
+
+def test_the_loss_is_the_same_with_kernels_and_without(monkeypatch):
+    s, t, label = logits(9, 2, 3, 700), logits(10, 2, 3, 700), jnp.full((2, 3), 5)
+    options = dict(temperature=2.0, alpha=0.3, real=690)
+    plain = losses.kd_parts_and_gradient(s, t, label, **options)
+    monkeypatch.setattr(kernels, "usable", lambda: True)
+    fused = kernels.softmax_sums
+    monkeypatch.setattr(kernels, "softmax_sums", lambda *a: fused(*a, interpret=INTERPRET))
+    found = losses.kd_parts_and_gradient(s, t, label, **options)
+    for a, b in zip(found, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
+    assert np.all(np.asarray(found[2])[..., 690:] == 0)
+
+
+def test_kernels_are_for_one_gpu():
+    assert kernels.usable() == (jax.default_backend() == "gpu" and jax.device_count() == 1)
