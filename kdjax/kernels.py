@@ -1,8 +1,9 @@
 """What XLA does in too many passes over memory, as Triton kernels through Pallas.
 
-Each kernel computes what a few lines of JAX define where it is called, and those lines run wherever
-`usable()` is false: on other devices, and on several, as nothing here is split over a mesh. The
-kernels have no gradients: they serve a frozen teacher and a loss that brings its own.
+Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
+`usable()` is false: on other devices, on several (nothing here is split over a mesh), and once JAX
+has no Triton any more, deprecated since 0.11. The kernels have no gradients: they serve a frozen
+teacher and a loss that brings its own.
 """
 
 import functools
@@ -11,8 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
+
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:
+    plgpu: Any = None
 
 _LOWEST = -1e30  # what no logit is; finite, so that 0 * (a - a) is not NaN
 _LOGITS_BLOCK = 2048  # columns at a time
@@ -24,7 +29,7 @@ _WIDTH_BLOCK = 4096
 @functools.cache
 def usable() -> bool:
     """Whether this process computes on one NVIDIA GPU, of Ampere or later."""
-    if jax.default_backend() != "gpu" or jax.device_count() != 1:
+    if plgpu is None or jax.default_backend() != "gpu" or jax.device_count() != 1:
         return False
     try:
         return float(getattr(jax.devices()[0], "compute_capability", "none")) >= 8.0
@@ -69,19 +74,19 @@ def softmax_sums(
 
 def _softmax_sums(inputs: int, temperature: float, real: int, *refs):
     row = pl.program_id(0)
+    cooled = 1 / temperature
 
-    def block(index, carry):
+    def block(index, carry, whole=True):
         column = index * _LOGITS_BLOCK + jnp.arange(_LOGITS_BLOCK, dtype=jnp.int32)
-        x, *rest = (
-            plgpu.load(ref.at[row, column], mask=column < real, other=_LOWEST)
-            for ref in refs[:inputs]
-        )
+        # Without a mask four logits are loaded at once.
+        inside: dict[str, Any] = {} if whole else dict(mask=column < real, other=_LOWEST)
+        x, *rest = (plgpu.load(ref.at[row, column], **inside) for ref in refs[:inputs])
         (peak, hard, soft), theirs = carry[:3], carry[3:]
         new = jnp.maximum(peak, jnp.max(x))
         below, fall = x - new, peak - new
         hard = hard * jnp.exp(fall) + jnp.sum(jnp.exp(below))
         if temperature != 1:
-            below, fall = below / temperature, fall / temperature
+            below, fall = below * cooled, fall * cooled
             soft = soft * jnp.exp(fall) + jnp.sum(jnp.exp(below))
         else:
             soft = hard
@@ -89,8 +94,8 @@ def _softmax_sums(inputs: int, temperature: float, real: int, *refs):
             return new, hard, soft
         (y,), (their_peak, z, distance) = rest, theirs
         their_new = jnp.maximum(their_peak, jnp.max(y))
-        their_below = (y - their_new) / temperature
-        their_fall = (their_peak - their_new) / temperature
+        their_below = (y - their_new) * cooled
+        their_fall = (their_peak - their_new) * cooled
         weight, kept = jnp.exp(their_below), jnp.exp(their_fall)
         # Terms so far were taken below the old peaks: both fell, and every term with them.
         distance = kept * (distance + z * (their_fall - fall))
@@ -98,8 +103,10 @@ def _softmax_sums(inputs: int, temperature: float, real: int, *refs):
         return new, hard, soft, their_new, z * kept + jnp.sum(weight), distance
 
     lowest, zero = jnp.float32(_LOWEST), jnp.float32(0)
-    start = (lowest, zero, zero) * inputs
-    found = jax.lax.fori_loop(0, pl.cdiv(real, _LOGITS_BLOCK), block, start)
+    blocks, left = divmod(real, _LOGITS_BLOCK)
+    found = jax.lax.fori_loop(0, blocks, block, (lowest, zero, zero) * inputs)
+    if left:
+        found = block(blocks, found, whole=False)
     for ref, value in zip(refs[inputs:], found, strict=True):
         plgpu.store(ref.at[row], value)
 

@@ -179,8 +179,8 @@ def kd_parts_and_gradient(
         gradient += alpha * (jnp.exp(hard) * (1 / ours.hard) - is_label)
     if alpha < 1:
         below = (teacher_logits - their_peak) / temperature
-        p = jnp.exp(hard / temperature) * (1 / ours.soft)
-        gradient += (1 - alpha) * temperature * (p - jnp.exp(below) * (1 / theirs.soft))
+        p, q = jnp.exp(hard / temperature) * (1 / ours.soft), jnp.exp(below) * (1 / theirs.soft)
+        gradient += (1 - alpha) * temperature * (p - q)
     return ce[..., 0], kl[..., 0], gradient
 
 

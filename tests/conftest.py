@@ -45,6 +45,8 @@ def pytest_sessionfinish(session):
     """Adds the session's results to those of others, unless nothing may be kept."""
     if not _results or not session.config.pluginmanager.hasplugin("cacheprovider"):
         return
+    if hasattr(session.config, "workerinput"):  # of pytest-xdist: the one that started it writes
+        return
     path = _STATE / "kdjax_results.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(exist_ok=True)

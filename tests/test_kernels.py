@@ -118,3 +118,22 @@ def test_the_loss_is_the_same_with_kernels_and_without(monkeypatch):
 
 def test_kernels_are_for_one_gpu():
     assert kernels.usable() == (jax.default_backend() == "gpu" and jax.device_count() == 1)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="the other tests compile them there")
+def test_kernels_become_triton_without_a_gpu():
+    """Shapes of a 7B: what Triton cannot take is found here, not on the GPU."""
+    rows, row = (16384, 18944), jnp.float32
+    of = jax.ShapeDtypeStruct
+    half, chunk = of(rows, jnp.bfloat16), of((8, 128, 151_936), row)
+    cases = [
+        (kernels.gate_and_round, half, half, *(of((n,), row) for n in (*rows[:1], *rows[1:] * 2))),
+        (lambda s, t: kernels.softmax_sums(s, t, 4.0, 151_665), chunk, chunk),
+        (lambda s: kernels.softmax_sums(s, None, 1.0, 151_665), chunk),
+    ]
+    for function, *shapes in cases:
+        try:
+            lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        except RuntimeError as error:  # from jax 0.11 on
+            pytest.skip(str(error))
+        assert "triton" in lowered.as_text()
