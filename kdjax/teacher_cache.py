@@ -212,9 +212,9 @@ class Side:
         self._cache, self._start = cache, start
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        """Columns `teacher_*` of a row, `[T, ...]`."""
+        """Columns `teacher_*` of a row, `[T, ...]`: views of the map, which batching copies once."""
         record = self._cache.record(self._start + row)
-        return {f"teacher_{name}": np.array(record[name]) for name in record.dtype.names}
+        return {f"teacher_{name}": np.asarray(record[name]) for name in record.dtype.names}
 
 
 class TeacherCache:
