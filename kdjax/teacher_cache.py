@@ -212,7 +212,7 @@ class Side:
         self._cache, self._start = cache, start
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        """Columns `teacher_*` of a row, `[T, ...]`: views of the map, which batching copies once."""
+        """Columns `teacher_*` of a row, `[T, ...]`: views of the map, copied by batching."""
         record = self._cache.record(self._start + row)
         return {f"teacher_{name}": np.asarray(record[name]) for name in record.dtype.names}
 
