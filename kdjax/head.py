@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kdjax.kernels import EXCLUDED
 from kdjax.losses import (
-    EXCLUDED,
     cross_entropy,
     existing,
     kd_parts_and_gradient,

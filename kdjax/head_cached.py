@@ -27,7 +27,8 @@ from kdjax.head import (
     scan_inputs,
     scan_loss,
 )
-from kdjax.losses import EXCLUDED, cross_entropy, existing, kl_divergence, softmax_sums
+from kdjax.kernels import EXCLUDED
+from kdjax.losses import cross_entropy, existing, kl_divergence, softmax_sums
 from kdjax.models.weights import unembedded
 
 # The least that a student's tail can be of the whole, 8 times float32's epsilon. In training it is
@@ -110,7 +111,7 @@ def _take_apart(
 ) -> _Chunk:
     """`exact`: tails are summed without the k ids, however small, instead of by difference."""
     raw, ids = unembedded(hidden, head), join_ids(ids)
-    sums = softmax_sums(raw, None, spec.temperature, spec.real_vocab)[0]
+    sums = softmax_sums(raw, None, spec.temperature, spec.real_vocab)
     logits = existing(raw, spec.real_vocab)
     inside = jnp.take_along_axis(logits, ids, axis=-1)
     of_label = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]

@@ -19,11 +19,20 @@ try:
 except ImportError:
     plgpu: Any = None
 
-_LOWEST = -1e30  # what no logit is; finite, so that 0 * (a - a) is not NaN
+# In place of -inf for ids that do not exist: exp of it is 0, and 0 * (a - a) is not NaN.
+EXCLUDED = -1e30
+FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no infinity
+FP8_MAX = 448.0
 _LOGITS_BLOCK = 2048  # columns at a time
-_FP8 = jnp.float8_e4m3fn
-_FP8_MAX = 448.0
 _WIDTH_BLOCK = 4096
+
+
+def capability(device: Any) -> float:
+    """An NVIDIA GPU's compute capability, such as 9.0; 0 for anything else."""
+    try:
+        return float(getattr(device, "compute_capability", "unknown"))
+    except ValueError:  # other makers' names, such as gfx942
+        return 0.0
 
 
 @functools.cache
@@ -31,18 +40,27 @@ def usable() -> bool:
     """Whether this process computes on one NVIDIA GPU, of Ampere or later."""
     if plgpu is None or jax.default_backend() != "gpu" or jax.device_count() != 1:
         return False
-    try:
-        return float(getattr(jax.devices()[0], "compute_capability", "none")) >= 8.0
-    except ValueError:  # other makers' names, such as gfx942
-        return False
+    return capability(jax.devices()[0]) >= 8.0
+
+
+def fp8_scales(most: Array) -> tuple[Array, Array]:
+    """What numbers whose largest is `most` are multiplied by to fit float8, and its inverse."""
+    most = jnp.maximum(most, 1e-30)  # of zeros as well: 448 / 1e-30 is still finite
+    return FP8_MAX / most, most / FP8_MAX
 
 
 class SoftmaxSums(NamedTuple):
-    """Of each row of logits, `[*B 1]` float32, exponents taken below the row's own peak."""
+    """Of each row of two models' logits, `[*B 1]` float32; without a teacher its fields are None.
 
-    peak: Array  # the largest logit
-    hard: Array  # sum of exp(logit - peak)
-    soft: Array  # sum of exp((logit - peak) / T)
+    Exponents start from the peaks: x = student - peak, y = (teacher - teacher_peak) / T.
+    """
+
+    peak: Array  # the student's largest logit
+    hard: Array  # sum of e^x
+    soft: Array  # sum of e^(x / T)
+    teacher_peak: Array | None = None
+    teacher_soft: Array | None = None  # sum of e^y
+    distance: Array | None = None  # sum of e^y (y - x / T)
 
 
 def softmax_sums(
@@ -52,7 +70,7 @@ def softmax_sums(
     real: int,
     *,
     interpret: bool = False,
-) -> tuple[SoftmaxSums, SoftmaxSums | None, Array | None]:
+) -> SoftmaxSums:
     """As `losses.softmax_sums`, in one reading of each logit; float32 logits."""
     rows = [x.reshape(-1, x.shape[-1]) for x in (student, teacher) if x is not None]
     count = rows[0].shape[0]
@@ -60,16 +78,11 @@ def softmax_sums(
     found = pl.pallas_call(
         kernel,
         grid=(count,),
-        out_shape=[jax.ShapeDtypeStruct((count,), jnp.float32)] * (3 if len(rows) == 1 else 6),
+        out_shape=[jax.ShapeDtypeStruct((count,), jnp.float32)] * (3 * len(rows)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
     )(*rows)
-    found = [x.reshape(*student.shape[:-1], 1) for x in found]
-    ours = SoftmaxSums(*found[:3])
-    if teacher is None:
-        return ours, None, None
-    peak, soft, distance = found[3:]
-    return ours, SoftmaxSums(peak, soft, soft), distance
+    return SoftmaxSums(*(x.reshape(*student.shape[:-1], 1) for x in found))
 
 
 def _softmax_sums(inputs: int, temperature: float, real: int, *refs):
@@ -79,7 +92,7 @@ def _softmax_sums(inputs: int, temperature: float, real: int, *refs):
     def block(index, carry, whole=True):
         column = index * _LOGITS_BLOCK + jnp.arange(_LOGITS_BLOCK, dtype=jnp.int32)
         # Without a mask four logits are loaded at once.
-        inside: dict[str, Any] = {} if whole else dict(mask=column < real, other=_LOWEST)
+        inside: dict[str, Any] = {} if whole else dict(mask=column < real, other=EXCLUDED)
         x, *rest = (plgpu.load(ref.at[row, column], **inside) for ref in refs[:inputs])
         (peak, hard, soft), theirs = carry[:3], carry[3:]
         new = jnp.maximum(peak, jnp.max(x))
@@ -102,7 +115,7 @@ def _softmax_sums(inputs: int, temperature: float, real: int, *refs):
         distance += jnp.sum(weight * (their_below - below))
         return new, hard, soft, their_new, z * kept + jnp.sum(weight), distance
 
-    lowest, zero = jnp.float32(_LOWEST), jnp.float32(0)
+    lowest, zero = jnp.float32(EXCLUDED), jnp.float32(0)
     blocks, left = divmod(real, _LOGITS_BLOCK)
     found = jax.lax.fori_loop(0, blocks, block, (lowest, zero, zero) * inputs)
     if left:
@@ -131,7 +144,7 @@ def gate_and_round(
         functools.partial(_gate_and_round, together, width),
         grid=(count // together,),
         out_shape=(
-            jax.ShapeDtypeStruct((count, width), _FP8),
+            jax.ShapeDtypeStruct((count, width), FP8),
             jax.ShapeDtypeStruct((count,), jnp.float32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=16, num_stages=1),
@@ -142,7 +155,7 @@ def gate_and_round(
 def _gate_and_round(together: int, width: int, gate, up, rows, gate_scale, up_scale, values, scale):
     first = pl.program_id(0) * together
     rows = [plgpu.load(rows.at[first + i]) for i in range(together)]
-    most = [jnp.float32(1e-30)] * together  # 448 / 1e-30 is still finite
+    most = [jnp.float32(0)] * together
     kept = []
     for start, size in _blocks(width):
         column = start + jnp.arange(size, dtype=jnp.int32)
@@ -154,11 +167,12 @@ def _gate_and_round(together: int, width: int, gate, up, rows, gate_scale, up_sc
             x = g * jax.nn.sigmoid(g) * (u.astype(jnp.float32) * (row * of_up))
             most[i] = jnp.maximum(most[i], jnp.max(jnp.abs(x)))
             kept.append((i, column, x))
+    scales = [fp8_scales(x) for x in most]
     for i, column, x in kept:
-        rounded = (x * (_FP8_MAX / most[i])).astype(_FP8)
+        rounded = (x * scales[i][0]).astype(FP8)
         plgpu.store(values.at[first + i, column], rounded, mask=column < width)
     for i in range(together):
-        plgpu.store(scale.at[first + i], most[i] / _FP8_MAX)
+        plgpu.store(scale.at[first + i], scales[i][1])
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:

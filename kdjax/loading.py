@@ -18,10 +18,11 @@ from jaxtyping import Array
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.blocks import decode, split
+from kdjax.kernels import FP8
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
-from kdjax.models.weights import FP8, Mixed, Packed, Scaled, quantize_rows
+from kdjax.models.weights import Mixed, Packed, Scaled, quantize_rows
 from kdjax.sharding import parameter_spec, replicated
 
 # Two quantizations of one matrix differ by a few percent; unrelated matrices by about 140%.

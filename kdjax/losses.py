@@ -10,6 +10,7 @@ of KL(teacher || student), "forward_kl", `divergence` may be "reverse_kl", KL(st
 Letters: B rows, T positions, D hidden width, V vocabulary.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -19,13 +20,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kdjax import kernels
+from kdjax.kernels import EXCLUDED
 
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-
-# In place of -inf for ids that do not exist: exp of it is 0, and 0 * (a - a) is not NaN.
-EXCLUDED = -1e30
 
 
 def existing(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED) -> Array:
@@ -113,27 +112,25 @@ def softmax_sums(
     teacher: Float[Array, "*B V"] | None,
     temperature: float,
     real: int,
-) -> tuple[kernels.SoftmaxSums, kernels.SoftmaxSums | None, Float[Array, "*B 1"] | None]:
-    """What the loss needs of whole rows of float32 logits, of whose ids the first `real` exist.
-
-    Of the student and, if there is one, of the teacher; then the sum of e^y (y - x) over both
-    logits below their peaks and over T, x the student's and y the teacher's.
-    """
+) -> kernels.SoftmaxSums:
+    """What the loss needs of whole rows of float32 logits, of whose ids the first `real` exist."""
     if kernels.usable():
         return kernels.softmax_sums(student, teacher, temperature, real)
 
-    def sums(logits: Array) -> tuple[Array, kernels.SoftmaxSums]:
+    def below_peak(logits: Array) -> tuple[Array, Array]:
+        logits = existing(logits, real)
         peak = jnp.max(logits, axis=-1, keepdims=True)
-        hard, soft = (
-            jnp.sum(jnp.exp((logits - peak) / t), axis=-1, keepdims=True) for t in (1, temperature)
-        )
-        return (logits - peak) / temperature, kernels.SoftmaxSums(peak, hard, soft)
+        return peak, logits - peak
 
-    x, ours = sums(existing(student, real))
+    total = functools.partial(jnp.sum, axis=-1, keepdims=True)
+    peak, x = below_peak(student)
+    ours = kernels.SoftmaxSums(peak, total(jnp.exp(x)), total(jnp.exp(x / temperature)))
     if teacher is None:
-        return ours, None, None
-    y, theirs = sums(existing(teacher, real))
-    return ours, theirs, jnp.sum(jnp.exp(y) * (y - x), axis=-1, keepdims=True)
+        return ours
+    their_peak, y = below_peak(teacher)
+    x, y = x / temperature, y / temperature
+    distance = total(jnp.exp(y) * (y - x))
+    return ours._replace(teacher_peak=their_peak, teacher_soft=total(jnp.exp(y)), distance=distance)
 
 
 def kd_parts_and_gradient(
@@ -162,24 +159,24 @@ def kd_parts_and_gradient(
             soft_divergence(theirs, ours, divergence),
             kd_logit_gradient(student_logits, teacher_logits, labels, alpha=alpha, **options),
         )
-    found: Any = softmax_sums(*raw, temperature, real)
-    ours, theirs, distance = found
+    sums: Any = softmax_sums(*raw, temperature, real)
+    z = sums.teacher_soft
     # Both sides start from their own maximum, so what cancels here is of order 1, not 30.
-    kl = jnp.maximum(distance / theirs.soft - jnp.log(theirs.soft) + jnp.log(ours.soft), 0.0)
+    kl = jnp.maximum(sums.distance / z - jnp.log(z) + jnp.log(sums.soft), 0.0)
     chosen = jnp.take_along_axis(student_logits, labels[..., None], axis=-1)
-    ce = jnp.log(ours.hard) + ours.peak - chosen
+    ce = jnp.log(sums.hard) + sums.peak - chosen
     # Behind a barrier: XLA would write the exponentials of the sums out, to read them back here.
-    peak, their_peak = jax.lax.optimization_barrier((ours.peak, theirs.peak))
+    peak, their_peak = jax.lax.optimization_barrier((sums.peak, sums.teacher_peak))
     hard = student_logits - peak
     gradient = jnp.zeros_like(hard)
     # Reciprocals of sums, not quotients of numbers: a division of every logit costs an H200 more
     # than its exponential.
     if alpha > 0:
         is_label = jax.nn.one_hot(labels, hard.shape[-1], dtype=jnp.float32)
-        gradient += alpha * (jnp.exp(hard) * (1 / ours.hard) - is_label)
+        gradient += alpha * (jnp.exp(hard) * (1 / sums.hard) - is_label)
     if alpha < 1:
         below = (teacher_logits - their_peak) / temperature
-        p, q = jnp.exp(hard / temperature) * (1 / ours.soft), jnp.exp(below) * (1 / theirs.soft)
+        p, q = jnp.exp(hard / temperature) * (1 / sums.soft), jnp.exp(below) * (1 / z)
         gradient += (1 - alpha) * temperature * (p - q)
     return ce[..., 0], kl[..., 0], gradient
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from kdjax import kernels
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.loading import load_params
@@ -109,12 +110,8 @@ def check_fp8() -> None:
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return
-    found = getattr(device, "compute_capability", "unknown")
-    try:
-        able = float(found) >= _FP8_CAPABILITY
-    except ValueError:  # other makers' names, such as gfx942
-        able = False
-    if not able:
+    if kernels.capability(device) < _FP8_CAPABILITY:
+        found = getattr(device, "compute_capability", "unknown")
         raise UserError(
             f"found a {device.device_kind} of compute capability {found}; expected an NVIDIA GPU "
             f"of {_FP8_CAPABILITY} or more (Ada, Hopper and later) for fp8 products. "

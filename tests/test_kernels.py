@@ -24,19 +24,21 @@ def test_sums_of_two_models_equal_the_definition(temperature, real):
     s, t = logits(0, 3, 2, 5000), logits(1, 3, 2, 5000)
     got = kernels.softmax_sums(s, t, temperature, real, interpret=INTERPRET)
     want = losses.softmax_sums(s, t, temperature, real)
-    for name, a, b in zip(("student", "teacher"), got[:2], want[:2], strict=True):
-        np.testing.assert_array_equal(a.peak, b.peak, err_msg=name)
-        np.testing.assert_allclose(a.soft, b.soft, rtol=1e-5, err_msg=name)
-    np.testing.assert_allclose(got[0].hard, want[0].hard, rtol=1e-5)
-    np.testing.assert_allclose(got[2], want[2], rtol=3e-5, atol=1e-4)
+    np.testing.assert_array_equal(got.peak, want.peak)
+    np.testing.assert_array_equal(got.teacher_peak, want.teacher_peak)
+    np.testing.assert_allclose(got.soft, want.soft, rtol=1e-5)
+    np.testing.assert_allclose(got.teacher_soft, want.teacher_soft, rtol=1e-5)
+    np.testing.assert_allclose(got.hard, want.hard, rtol=1e-5)
+    np.testing.assert_allclose(got.distance, want.distance, rtol=3e-5, atol=1e-4)
 
 
 def test_sums_of_one_model_equal_the_definition():
     s = logits(2, 4, 3000)
-    got, *none = kernels.softmax_sums(s, None, 2.0, 2999, interpret=INTERPRET)
-    want = losses.softmax_sums(s, None, 2.0, 2999)[0]
-    assert none == [None, None]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+    got = kernels.softmax_sums(s, None, 2.0, 2999, interpret=INTERPRET)
+    want = losses.softmax_sums(s, None, 2.0, 2999)
+    assert got[3:] == want[3:] == (None, None, None)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_ids_that_do_not_exist_count_nothing_whatever_they_hold():
@@ -50,11 +52,11 @@ def test_ids_that_do_not_exist_count_nothing_whatever_they_hold():
 
 def test_a_logit_that_is_not_a_number_reaches_the_sums():
     s, t = logits(5, 2, 3000), logits(6, 2, 3000)
-    ours, theirs, _ = kernels.softmax_sums(
+    found = kernels.softmax_sums(
         s.at[0, 7].set(jnp.nan), t.at[1, 2900].set(jnp.inf), 2.0, 3000, interpret=INTERPRET
     )
-    assert np.isnan(ours.soft[0, 0]) and np.isfinite(ours.soft[1, 0])
-    assert np.isnan(theirs.soft[1, 0]) and np.isfinite(theirs.soft[0, 0])
+    assert np.isnan(found.soft[0, 0]) and np.isfinite(found.soft[1, 0])
+    assert np.isnan(found.teacher_soft[1, 0]) and np.isfinite(found.teacher_soft[0, 0])
 
 
 @pytest.mark.parametrize("shape", [(6, 4864), (3, 8960), (5, 200), (2, 18944)])
@@ -135,6 +137,8 @@ def test_kernels_become_triton_without_a_gpu():
     for function, *shapes in cases:
         try:
             lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
-        except RuntimeError as error:  # from jax 0.11 on
+        except RuntimeError as error:
+            if "AbstractDevice" not in str(error):  # which jax wants from 0.11 on
+                raise
             pytest.skip(str(error))
         assert "triton" in lowered.as_text()

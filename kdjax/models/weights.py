@@ -16,9 +16,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kdjax import kernels
 from kdjax.formats.blocks import decode_fields
+from kdjax.kernels import FP8, fp8_scales
 
-FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no infinity
-_FP8_MAX = 448.0
 _BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FP8): jnp.uint8}
 _NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in _BITS.items()}
 
@@ -45,9 +44,8 @@ def quantize_rows(x: Float[Array, "*rows n"]) -> tuple[Float[Array, "*rows n"], 
     numbers make their row NaN.
     """
     x = x.astype(jnp.float32)
-    # A row of zeros has no largest number; 448 / 1e-30 is still finite.
-    most = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30)
-    return (x * (_FP8_MAX / most)).astype(FP8), most[..., 0] / _FP8_MAX
+    scale, inverse = fp8_scales(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    return (x * scale).astype(FP8), inverse[..., 0]
 
 
 @jax.tree_util.register_dataclass
