@@ -139,10 +139,9 @@ def gate_and_round(
     writes the result in bf16, reads it for each row's largest number, and again to round it.
     """
     count, width = gate.shape
-    together = 2 if count % 2 == 0 else 1  # rows that share a reading of the scales
     return pl.pallas_call(
-        functools.partial(_gate_and_round, together, width),
-        grid=(count // together,),
+        functools.partial(_gate_and_round, width),
+        grid=(count,),
         out_shape=(
             jax.ShapeDtypeStruct((count, width), FP8),
             jax.ShapeDtypeStruct((count,), jnp.float32),
@@ -152,27 +151,25 @@ def gate_and_round(
     )(gate, up, rows, gate_scale, up_scale)
 
 
-def _gate_and_round(together: int, width: int, gate, up, rows, gate_scale, up_scale, values, scale):
-    first = pl.program_id(0) * together
-    rows = [plgpu.load(rows.at[first + i]) for i in range(together)]
-    most = [jnp.float32(0)] * together
-    kept = []
+def _gate_and_round(width: int, gate, up, rows, gate_scale, up_scale, values, scale):
+    row = pl.program_id(0)
+    of_row, most, kept = plgpu.load(rows.at[row]), jnp.float32(0), []
     for start, size in _blocks(width):
         column = start + jnp.arange(size, dtype=jnp.int32)
-        inside: dict[str, Any] = dict(mask=column < width, other=0.0)
-        of_gate, of_up = (plgpu.load(x.at[column], **inside) for x in (gate_scale, up_scale))
-        for i, row in enumerate(rows):
-            g, u = (plgpu.load(x.at[first + i, column], **inside) for x in (gate, up))
-            g = g.astype(jnp.float32) * (row * of_gate)
-            x = g * jax.nn.sigmoid(g) * (u.astype(jnp.float32) * (row * of_up))
-            most[i] = jnp.maximum(most[i], jnp.max(jnp.abs(x)))
-            kept.append((i, column, x))
-    scales = [fp8_scales(x) for x in most]
-    for i, column, x in kept:
-        rounded = (x * scales[i][0]).astype(FP8)
-        plgpu.store(values.at[first + i, column], rounded, mask=column < width)
-    for i in range(together):
-        plgpu.store(scale.at[first + i], scales[i][1])
+        inside = column < width
+        g, u, of_gate, of_up = (
+            plgpu.load(ref, mask=inside, other=0.0).astype(jnp.float32)
+            for ref in (gate.at[row, column], up.at[row, column],
+                        gate_scale.at[column], up_scale.at[column])
+        )  # fmt: skip
+        g *= of_row * of_gate
+        x = g * jax.nn.sigmoid(g) * (u * (of_row * of_up))
+        most = jnp.maximum(most, jnp.max(jnp.abs(x)))
+        kept.append((column, inside, x))
+    to, inverse = fp8_scales(most)
+    for column, inside, x in kept:
+        plgpu.store(values.at[row, column], (x * to).astype(FP8), mask=inside)
+    plgpu.store(scale.at[row], inverse)
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from kdjax import sharding
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.loading import load_params
-from kdjax.models import attention
+from kdjax.models import attention, weights
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
 
@@ -90,6 +90,36 @@ def test_bf16_follows_float32():
     logits = nnx.merge(apply.graph, params).unembed(hidden)
     assert logits.dtype == jnp.float32
     assert relative(logits, expected["logits"]) < 0.03
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_products_of_cast_weights_are_joined(monkeypatch, devices):
+    """One product forwards and two backwards, equal to those apart; on one device only."""
+    rng = np.random.default_rng(11)
+    x = jnp.asarray(rng.normal(0, 1, (6, 32)), jnp.bfloat16)
+    masters = [jnp.asarray(rng.normal(0, 0.1, (n, 32)), jnp.float32) for n in (24, 8, 8)]
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+
+    def joined(x, masters):
+        return weights.products(x, masters)
+
+    def apart(x, masters):
+        return [weights.project(x, w) for w in masters]
+
+    def total(function):
+        return lambda *args: sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in function(*args))
+
+    for a, b in zip(joined(x, masters), apart(x, masters), strict=True):
+        np.testing.assert_array_equal(a, b)
+    found, wanted = (jax.grad(total(f), argnums=(0, 1))(x, masters) for f in (joined, apart))
+    # x's gradients of three products are rounded to bf16 before they are added, joined only after.
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), atol=0.03)
+    program = str(jax.make_jaxpr(jax.grad(total(joined), argnums=(0, 1)))(x, masters))
+    assert program.count("dot_general[") == (3 if devices == 1 else 9)
+    same = [w.astype(x.dtype) for w in masters]  # nothing to cast: joining would copy
+    assert str(jax.make_jaxpr(joined)(x, same)).count("dot_general[") == 3
 
 
 def test_documents_of_a_row_do_not_see_each_other():

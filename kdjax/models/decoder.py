@@ -26,6 +26,7 @@ from kdjax.models.weights import (
     from_bits,
     gated,
     layers,
+    products,
     project,
     unembedded,
 )
@@ -67,7 +68,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array | Rounded) -> Array:
         """Of rows `[N, inner]`."""
-        y = project(x, self.weight.get_value())
+        return self.biased(project(x, self.weight.get_value()))
+
+    def biased(self, y: Array) -> Array:
+        """A product with the weight, `[N, outer]`, with the bias if there is one."""
         return y if self.bias is None else y + from_bits(self.bias[...]).astype(y.dtype)[None]
 
 
@@ -110,10 +114,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
         batch, length, width = x.shape
-        rows = for_weight(x.reshape(-1, width), self.q.weight.get_value())
+        linears = self.q, self.k, self.v
+        weights = [linear.weight.get_value() for linear in linears]
+        found = products(for_weight(x.reshape(-1, width), weights[0]), weights)
         q, k, v = (
-            linear(rows).reshape(batch, length, -1, self.head_dim)
-            for linear in (self.q, self.k, self.v)
+            linear.biased(y).reshape(batch, length, -1, self.head_dim)
+            for linear, y in zip(linears, found, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -7,11 +7,12 @@ scan; float8 is multiplied as it is.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from kdjax import kernels
@@ -153,13 +154,28 @@ def project(x: Array | Rounded, weight: Any) -> Float[Array, "N F"]:
     return jnp.einsum("ND,FD->NF", x, from_bits(weight).astype(x.dtype))
 
 
+def products(x: Array | Rounded, weights: Sequence[Any]) -> list[Float[Array, "N F"]]:
+    """x W^T for several weights of one kind and dtype.
+
+    As one product where weights are cast anyway, a student's float32 masters: joined as they are
+    cast, they cost no pass of their own, and backwards x's gradients need not be added up. Not on
+    several devices, where rows that are joined would have to move.
+    """
+    rows = [from_bits(w) for w in weights if not isinstance(w, Scaled)]
+    if not rows or rows[0].dtype == x.dtype or jax.device_count() > 1:
+        return [project(x, w) for w in weights]
+    y = project(x, jnp.concatenate([w.astype(x.dtype) for w in rows]))
+    return jnp.split(y, np.cumsum([w.shape[0] for w in rows])[:-1], axis=-1)
+
+
 def gated(x: Array | Rounded, gate: Any, up: Any) -> Array | Rounded:
     """silu(x gate^T) * (x up^T), `[N, F]`, for two weights of one kind; rounded with `kernels`."""
     if isinstance(x, Rounded) and kernels.usable():
-        products = gate.unscaled(x), up.unscaled(x)
-        found = kernels.gate_and_round(*products, x.scale, gate.scale, up.scale)
+        unscaled = gate.unscaled(x), up.unscaled(x)
+        found = kernels.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
         return Rounded(*found, x.dtype)
-    product = jax.nn.silu(project(x, gate)) * project(x, up)
+    to_gate, to_up = products(x, (gate, up))
+    product = jax.nn.silu(to_gate) * to_up
     # 18,944 wide in a 7B. Rounded while it is computed, it takes longer than written first.
     return jax.lax.optimization_barrier(product) if isinstance(x, Rounded) else product
 
