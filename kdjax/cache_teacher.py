@@ -59,7 +59,7 @@ def cache_teacher(config: Config, out: Path, kind: str, k: int) -> None:
     sha = content_hash(sources.teacher)
     k = k if kind == "topk" else 0
     about = job.cache_about(config, sources, rows, sha, kind=kind, k=k)
-    head = HeadSpec(config.loss.temperature, 0.0, *about.vocabulary, config.loss.chunk_tokens)
+    head = HeadSpec(config.loss.temperature, 0.0, *about.vocabulary, plan.chunk_tokens)
     size = config.eval.batch_size
 
     @functools.cache  # nothing is loaded if nothing is left to write

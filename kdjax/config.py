@@ -57,7 +57,7 @@ class LossConfig:
     temperature: float = 4.0
     alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
     divergence: str = "forward_kl"  # forward_kl | reverse_kl (KL(student || teacher)) | jsd
-    chunk_tokens: int = 1024  # positions whose logits exist at the same time
+    chunk_tokens: int = 0  # positions whose logits exist at once; 0: 4096 where they fit, or 1024
 
 
 @dataclasses.dataclass
@@ -200,7 +200,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "loss.temperature": _POSITIVE,
     "loss.alpha": _FRACTION,
     "loss.divergence": _choice("forward_kl", "reverse_kl", "jsd"),
-    "loss.chunk_tokens": _POSITIVE,
+    "loss.chunk_tokens": _NON_NEGATIVE,
     "optim.learning_rate": _POSITIVE,
     "optim.final_learning_rate": _NON_NEGATIVE,
     "optim.warmup_steps": _NON_NEGATIVE,

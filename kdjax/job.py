@@ -28,7 +28,7 @@ from kdjax.head import HeadSpec
 from kdjax.loading import load_params
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional, initialise
-from kdjax.plan import Plan, choose, step_flops, with_remat
+from kdjax.plan import Plan, choose, settled, step_flops
 from kdjax.runtime import device_summary
 from kdjax.sources import Sources, open_sources
 from kdjax.teacher import (
@@ -272,7 +272,7 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
 def assemble(config: Config, workdir: Path) -> Job:
     """Builds the job. Raises `UserError` for anything a user can mend."""
     mesh, sources, plan = survey(config)
-    config = with_remat(config, plan.remat)
+    config = settled(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare(config, sources.tokenizer)
     _log.info("rows: %s", rows.info)

@@ -45,7 +45,7 @@ def configured(settings: dict[str, Any]) -> Config:
     Raises `UserError` for a field that does not exist or cannot work.
     """
     config = Config()
-    config.data.train = "(random tokens)"
+    config.data.train, config.loss.chunk_tokens = "(random tokens)", 1024
     known = flatten(config)
     for name, value in settings.items():
         if name not in known:

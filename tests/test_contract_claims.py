@@ -153,7 +153,7 @@ def test_auto_is_settled_by_what_fits(monkeypatch):
 
         def made(config, sources, mesh, devices, backend, fits=fits):
             limit = 10e9 if fits[backend] else 1e9
-            return plan.Plan(backend, "full", "gpu", {"all": 5e9}, {"any": {}}, limit, None)
+            return plan.Plan(backend, "full", 1024, "gpu", {"all": 5e9}, {"any": {}}, limit, None)
 
         monkeypatch.setattr(plan, "make_plan", made)
         if not fast and not lean:

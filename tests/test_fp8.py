@@ -242,7 +242,7 @@ def test_the_bound_on_speed_counts_fp8_twice_as_fast(tiny_config):
 
     sources = open_sources(tiny_config)
     devices = Devices("gpu", "NVIDIA H200", 1, int(135e9), 989e12)
-    alone = plan.with_remat(tiny_config, "full")
+    alone = plan.settled(tiny_config, "full", 128)
     made = [plan.make_plan(alone, sources, one_device(), devices, b)
             for b in ("dequant", "fp8")]  # fmt: skip
     length = tiny_config.data.seq_len

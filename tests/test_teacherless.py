@@ -134,7 +134,7 @@ def test_alpha_1_runs_the_teacher_in_evaluations_only(tiny_config, tmp_path):
     assert shapes(1.0)[1].kl is None
     with pytest.raises(RuntimeError, match="the teacher ran"):
         shapes(0.99)
-    tiny_config.loss.alpha = 1.0
+    job.config.loss.alpha = 1.0
     assert job.flops_per_token() == 3 * job.sources.student_spec.forward_flops(32)
 
 
