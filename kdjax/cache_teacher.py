@@ -109,7 +109,10 @@ def _runner(
 ) -> Callable[[dict[str, Any]], np.ndarray]:
     """The function from a batch to its records."""
 
-    @functools.partial(jax.jit, out_shardings=sharding.batch_sharding(mesh))
+    options = sharding.compiler_options(mesh)
+    place = sharding.batch_sharding(mesh)
+
+    @functools.partial(jax.jit, out_shardings=place, compiler_options=options)
     def outputs(params: Any, batch: Any) -> dict[str, Any]:
         where = batch["tokens"], batch["segment_ids"], batch["positions"]
         hidden = provider.apply.hidden(params, *where)

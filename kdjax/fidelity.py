@@ -35,7 +35,8 @@ from kdjax.tokenizer import Tokenizer
 
 def _forward(provider: TeacherLogitsProvider, batches: list[dict[str, Any]],
              mesh: Mesh) -> Iterator[jax.Array]:  # fmt: skip
-    hidden = jax.jit(provider.apply.hidden)
+    options = sharding.compiler_options(mesh)
+    hidden = jax.jit(provider.apply.hidden, compiler_options=options)
     for batch in batches:
         columns = [batch[name] for name in ("tokens", "segment_ids", "positions")]
         yield hidden(provider.params, *jax.device_put(columns, sharding.batch_sharding(mesh)))

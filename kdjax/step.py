@@ -22,7 +22,7 @@ from kdjax.head import (
 from kdjax.head_cached import TopEvalSums, TopTeacher, cached_head_evaluation, cached_head_loss
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.models.weights import from_bits
-from kdjax.sharding import parameter_shardings, replicated
+from kdjax.sharding import compiler_options, parameter_shardings, replicated
 
 # tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32. With a cached teacher also
 # teacher_hidden [B, T, D], bf16 as its bits, or the columns of `TopTeacher`.
@@ -173,23 +173,11 @@ def state_shardings(
     return TrainState(everywhere, params, opt_state)  # type: ignore[arg-type]
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, bool] | None:
-    """All products by cuBLASLt on an NVIDIA GPU; None elsewhere.
-
-    XLA otherwise tries its own kernels as well: they win a tenth of a product, cost copies around
-    it (341 against 337 ms for a 7B's hidden states at 16,384 positions on an H200), and to try them
-    for float8 takes 77 s of compiling instead of 1.
-    """
-    if mesh.devices.flat[0].platform != "gpu":
-        return None
-    return {"xla_gpu_enable_triton_gemm": False}
-
-
 def compile_steps(
     spec: StepSpec, shardings: TrainState, mesh: Mesh
 ) -> tuple[Callable[..., tuple[TrainState, dict[str, Array]]], Callable[..., Any]]:
     """The only `jax.jit` of the two steps: (state, teacher, batch) and (params, teacher, batch)."""
-    options = _compiler_options(mesh)
+    options = compiler_options(mesh)
     train = jax.jit(
         functools.partial(kd_step, spec=spec),
         donate_argnums=0,

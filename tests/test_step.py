@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import chex
 import jax
@@ -251,3 +252,13 @@ def test_evaluation_ignores_rows_without_weight():
     first = {k: v[:4] for k, v in data.items()}
     a, b = (evaluate(built.state.params, built.teacher, x) for x in (half, first))
     np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_products_on_a_gpu_are_left_to_cublas():
+    """A name that this XLA knows: an unknown one would end every run on a GPU."""
+    assert sharding.compiler_options(mesh_of()) is None
+    gpu = mock.Mock(spec=jax.sharding.Mesh, devices=np.array([mock.Mock(platform="gpu")]))
+    options = sharding.compiler_options(gpu)
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 2, compiler_options={"xla_gpu_no_such": True})(1)

@@ -202,7 +202,8 @@ def _forward(target: Target, mesh: Mesh, batches: Sequence[dict[str, np.ndarray]
     place = sharding.batch_sharding(mesh)
     with target.precision():
         provider = target.load(mesh, most)
-        hidden = jax.jit(provider.apply.hidden)
+        options = sharding.compiler_options(mesh)
+        hidden = jax.jit(provider.apply.hidden, compiler_options=options)
         head = jax.block_until_ready(jax.jit(provider.apply.head)(provider.params))
         return [
             use(i, hidden(provider.params, *jax.device_put(
