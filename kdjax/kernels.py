@@ -23,8 +23,9 @@ except ImportError:
 EXCLUDED = -1e30
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no infinity
 FP8_MAX = 448.0
-_LOGITS_BLOCK = 2048  # columns at a time
-_WIDTH_BLOCK = 4096
+# Columns at a time, and warps of 32 threads that share them.
+_LOGITS_BLOCK, _LOGITS_WARPS = 2048, 4
+_WIDTH_BLOCK, _WIDTH_WARPS = 4096, 16
 
 
 def capability(device: Any) -> float:
@@ -79,7 +80,7 @@ def softmax_sums(
         kernel,
         grid=(count,),
         out_shape=[jax.ShapeDtypeStruct((count,), jnp.float32)] * (3 * len(rows)),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=_LOGITS_WARPS, num_stages=2),
         interpret=interpret,
     )(*rows)
     return SoftmaxSums(*(x.reshape(*student.shape[:-1], 1) for x in found))
@@ -146,14 +147,14 @@ def gate_and_round(
             jax.ShapeDtypeStruct((count, width), FP8),
             jax.ShapeDtypeStruct((count,), jnp.float32),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=16, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WIDTH_WARPS, num_stages=1),
         interpret=interpret,
     )(gate, up, rows, gate_scale, up_scale)
 
 
 def _gate_and_round(width: int, gate, up, rows, gate_scale, up_scale, values, scale):
     row = pl.program_id(0)
-    of_row, most, kept = plgpu.load(rows.at[row]), jnp.float32(0), []
+    of_row, kept = plgpu.load(rows.at[row]), []
     for start, size in _blocks(width):
         column = start + jnp.arange(size, dtype=jnp.int32)
         inside = column < width
@@ -163,9 +164,12 @@ def _gate_and_round(width: int, gate, up, rows, gate_scale, up_scale, values, sc
                         gate_scale.at[column], up_scale.at[column])
         )  # fmt: skip
         g *= of_row * of_gate
-        x = g * jax.nn.sigmoid(g) * (u * (of_row * of_up))
-        most = jnp.maximum(most, jnp.max(jnp.abs(x)))
-        kept.append((column, inside, x))
+        kept.append((column, inside, g * jax.nn.sigmoid(g) * (u * (of_row * of_up))))
+    # After all loads: warps meet for each maximum, and what is loaded behind it would wait.
+    largest: dict[int, Array] = {}
+    for _, _, x in kept:
+        largest[x.size] = jnp.maximum(largest.get(x.size, jnp.float32(0)), jnp.abs(x))
+    most = functools.reduce(jnp.maximum, map(jnp.max, largest.values()))
     to, inverse = fp8_scales(most)
     for column, inside, x in kept:
         plgpu.store(values.at[row, column], (x * to).astype(FP8), mask=inside)
