@@ -1,12 +1,19 @@
 """What only a GPU can show: `JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py`."""
 
+import functools
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kdjax import generate
+from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, block_type, decode
+from kdjax.models.arch import spec_from_table
 from kdjax.models.attention import attend
+from kdjax.models.decoder import Cache, Compute, functional
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
@@ -66,3 +73,21 @@ def test_blocks_decode_as_on_the_cpu(name):
     close = np.isclose(here, there, rtol=2e-7, atol=0)
     print(f"{name}: {np.mean(same):.6f} equal bits")
     assert np.all(same | close)
+
+
+def test_decoding_copies_no_cache():
+    """In the order `[L, B, S, K, D]` XLA copies both halves to its own, and back at the end."""
+    spec = spec_from_table(open_table(Path(__file__).parent / "goldens" / "qwen2_tied"))
+    apply, params = functional(spec, Compute(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
+    of, rows = jax.ShapeDtypeStruct, of_int((8,))  # nothing is allocated
+    half = of((spec.num_layers, 8, spec.num_kv_heads, 4096, spec.head_dim), jnp.bfloat16)
+    state = generate._State(Cache(half, half), rows, rows, of((8,), bool))
+    how = dict(apply=apply, real=spec.vocab_size, sampling=generate.Sampling(16))
+    step = jax.jit(functools.partial(generate._advance, **how), donate_argnames=("state",))
+    head = of((spec.vocab_size, spec.hidden_size), jnp.bfloat16)
+    used = step.lower(params, head, state, of_int(()), rows).compile().memory_analysis()
+    assert used.temp_size_in_bytes < 2 * half.size  # bytes of one half
+
+
+def of_int(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

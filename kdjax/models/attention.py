@@ -39,18 +39,18 @@ def attend(
 
 def attend_cached(
     q: Float[Array, "B 1 H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
     positions: Int[Array, "B 1"],
 ) -> Float[Array, "B 1 H D"]:
     """Attention of one new position a row over a cache whose slot s holds position s."""
     batch, _, heads, width = q.shape
-    q = q.reshape(batch, k.shape[2], heads // k.shape[2], width)
-    scores = jnp.einsum("BKGD,BSKD->BKGS", q, k, preferred_element_type=jnp.float32)
-    known = jnp.arange(k.shape[1], dtype=jnp.int32)[None] <= positions
+    q = q.reshape(batch, k.shape[1], heads // k.shape[1], width)
+    scores = jnp.einsum("BKGD,BKSD->BKGS", q, k, preferred_element_type=jnp.float32)
+    known = jnp.arange(k.shape[2], dtype=jnp.int32)[None] <= positions
     scores = jnp.where(known[:, None, None], scores * width**-0.5, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("BKGS,BSKD->BKGD", weights, v).reshape(batch, 1, heads, width)
+    return jnp.einsum("BKGS,BKSD->BKGD", weights, v).reshape(batch, 1, heads, width)
 
 
 def _blockwise(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:

@@ -244,7 +244,8 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, read(weights))(x, cos, sin, mix)
 
         x, (k, v) = jax.lax.scan(layer, self._embedded(tokens), slices)
-        room = ((0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0), (0, 0))
+        k, v = (x.swapaxes(2, 3) for x in (k, v))
+        room = ((0, 0), (0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0))
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return self.norm(last)[:, 0], Cache(jnp.pad(k, room), jnp.pad(v, room))
 
@@ -264,8 +265,8 @@ class Decoder(nnx.Module):
             def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
                 # In the carry, so that a step writes one position and copies nothing.
                 kept = Cache(
-                    cache.k.at[index, rows, positions].set(k[:, 0]),
-                    cache.v.at[index, rows, positions].set(v[:, 0]),
+                    cache.k.at[index, rows, :, positions].set(k[:, 0]),
+                    cache.v.at[index, rows, :, positions].set(v[:, 0]),
                 )
                 return attend_cached(q, kept.k[index], kept.v[index], where), kept
 
@@ -291,7 +292,7 @@ class Decoder(nnx.Module):
 
 
 class Cache(NamedTuple):
-    """Keys and values of every layer, `[L, B, S, K, head_dim]`; slot s holds position s."""
+    """Keys and values of every layer, `[L, B, K, S, head_dim]`; slot s holds position s."""
 
     k: Array
     v: Array
