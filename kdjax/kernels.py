@@ -166,9 +166,9 @@ def _gate_and_round(width: int, gate, up, rows, gate_scale, up_scale, values, sc
         g *= of_row * of_gate
         kept.append((column, inside, g * jax.nn.sigmoid(g) * (u * (of_row * of_up))))
     # After all loads: warps meet for each maximum, and what is loaded behind it would wait.
-    largest: dict[int, Array] = {}
+    largest: dict[int, Any] = {}
     for _, _, x in kept:
-        largest[x.size] = jnp.maximum(largest.get(x.size, jnp.float32(0)), jnp.abs(x))
+        largest[x.size] = jnp.maximum(largest.get(x.size, 0.0), jnp.abs(x))
     most = functools.reduce(jnp.maximum, map(jnp.max, largest.values()))
     to, inverse = fp8_scales(most)
     for column, inside, x in kept:
