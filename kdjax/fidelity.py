@@ -15,13 +15,11 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from kdjax import runtime, sharding
 from kdjax.data import pipeline
@@ -29,17 +27,8 @@ from kdjax.data.rows import Rows, pack_rows
 from kdjax.errors import UserError
 from kdjax.forms import Form, open_form, precision
 from kdjax.head import ComparisonSums, HeadSpec, head_comparison
-from kdjax.teacher import TeacherLogitsProvider, align
+from kdjax.teacher import align
 from kdjax.tokenizer import Tokenizer
-
-
-def _forward(provider: TeacherLogitsProvider, batches: list[dict[str, Any]],
-             mesh: Mesh) -> Iterator[jax.Array]:  # fmt: skip
-    options = sharding.compiler_options(mesh)
-    hidden = jax.jit(provider.apply.hidden, compiler_options=options)
-    for batch in batches:
-        columns = [batch[name] for name in ("tokens", "segment_ids", "positions")]
-        yield hidden(provider.params, *jax.device_put(columns, sharding.batch_sharding(mesh)))
 
 
 def compare(
@@ -64,7 +53,7 @@ def compare(
     with precision(first):
         provider = first.provider(mesh, most)
         print(provider.info, file=sys.stderr)
-        waiting = [np.asarray(hidden) for hidden in _forward(provider, flat, mesh)]
+        waiting = [np.asarray(hidden) for hidden in provider.hidden_states(flat, mesh)]
         head = jax.block_until_ready(jax.jit(provider.apply.head)(provider.params))
         del provider
     measure = jax.jit(functools.partial(head_comparison, spec=spec))
@@ -73,7 +62,7 @@ def compare(
         provider = second.provider(mesh, most)
         print(provider.info, file=sys.stderr)
         other = jax.jit(provider.apply.head)(provider.params)
-        hidden_b = _forward(provider, flat, mesh)
+        hidden_b = provider.hidden_states(flat, mesh)
         for one, two, batch in zip(waiting, hidden_b, flat, strict=True):
             text = batch["labels"], batch["weights"]
             sums.append(jax.device_get(measure(one, head, two, other, *text)))

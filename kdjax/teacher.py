@@ -7,6 +7,7 @@ A provider is pure functions, the arrays they take, and what it says of itself. 
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kdjax import kernels
+from kdjax import kernels, sharding
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.loading import load_params
@@ -67,6 +68,16 @@ class TeacherLogitsProvider:
         hidden = self.apply.hidden(self.params, tokens, segment_ids, positions)
         head = self.apply.head(self.params).astype(hidden.dtype)
         return unembedded(hidden, head)
+
+    def hidden_states(
+        self, batches: Iterable[Mapping[str, Any]], mesh: Mesh
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Of each batch of host arrays, its rows over the mesh; made as they are asked for."""
+        place, options = sharding.batch_sharding(mesh), sharding.compiler_options(mesh)
+        hidden = jax.jit(self.apply.hidden, compiler_options=options)
+        for batch in batches:
+            columns = [batch[name] for name in ("tokens", "segment_ids", "positions")]
+            yield hidden(self.params, *jax.device_put(columns, place))
 
 
 def _resident(params: Params) -> int:

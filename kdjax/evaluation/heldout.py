@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kdjax import sharding
 from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
@@ -199,17 +198,11 @@ def _forward(target: Target, mesh: Mesh, batches: Sequence[dict[str, np.ndarray]
              use: Callable[[int, Array, Array], Any]) -> list[Any]:  # fmt: skip
     """What `use(batch number, hidden, head)` makes of each batch, with only this model loaded."""
     most = max(int(batch["segment_ids"].max()) for batch in batches)
-    place = sharding.batch_sharding(mesh)
     with target.precision():
         provider = target.load(mesh, most)
-        options = sharding.compiler_options(mesh)
-        hidden = jax.jit(provider.apply.hidden, compiler_options=options)
         head = jax.block_until_ready(jax.jit(provider.apply.head)(provider.params))
-        return [
-            use(i, hidden(provider.params, *jax.device_put(
-                [batch[name] for name in ("tokens", "segment_ids", "positions")], place)), head)
-            for i, batch in enumerate(batches)
-        ]  # fmt: skip
+        states = provider.hidden_states(batches, mesh)
+        return [use(i, hidden, head) for i, hidden in enumerate(states)]
 
 
 def measure(target: Target, teacher: Target | None, domains: dict[str, str], mesh: Mesh, *,

@@ -161,11 +161,12 @@ def products(x: Array | Rounded, weights: Sequence[Any]) -> list[Float[Array, "N
     cast, they cost no pass of their own, and backwards x's gradients need not be added up. Not on
     several devices, where rows that are joined would have to move.
     """
-    rows = [from_bits(w) for w in weights if not isinstance(w, Scaled)]
-    if not rows or rows[0].dtype == x.dtype or jax.device_count() > 1:
+    first = weights[0]
+    cast = not isinstance(first, Scaled) and from_bits(first).dtype != x.dtype
+    if not cast or jax.device_count() > 1:
         return [project(x, w) for w in weights]
-    y = project(x, jnp.concatenate([w.astype(x.dtype) for w in rows]))
-    return jnp.split(y, np.cumsum([w.shape[0] for w in rows])[:-1], axis=-1)
+    y = project(x, jnp.concatenate([from_bits(w).astype(x.dtype) for w in weights]))
+    return jnp.split(y, np.cumsum([w.shape[0] for w in weights])[:-1], axis=-1)
 
 
 def gated(x: Array | Rounded, gate: Any, up: Any) -> Array | Rounded:
