@@ -257,9 +257,10 @@ def _phases(config: Config, sources: Sources, mesh: Mesh, backend: str, platform
     if runs:
         yield "the teacher runs forward", forward(positions) | accumulator
     # float32 logits of those that run, and their gradient in the compute dtype; without the kernels
-    # that sum them, one intermediate.
+    # that sum them, which know the forward KL alone, one intermediate.
     logits = (4 if backend in ("topk", NO_TEACHER) else 8) + size
-    logits += 0 if platform == "gpu" and mesh.size == 1 else 4
+    summed = platform == "gpu" and mesh.size == 1 and config.loss.divergence == "forward_kl"
+    logits += 0 if summed else 4
     yield "the loss is computed", heads(positions, logits, 4) | kept_on
     backward = {"gradients": gradients, "student's layer": layer_bytes}
     yield "the student runs backward", backward | kept_on

@@ -203,6 +203,17 @@ def test_auto_takes_wide_chunks_where_they_fit(pairs, gigabytes, chunk):
     assert asked.chunk_tokens == 512 and "chunk" not in asked.choice
 
 
+def test_a_divergence_without_kernels_is_planned_with_an_intermediate(pairs):
+    config = config_of(8, 2048, remat="none", chunk=4096)
+    config.loss.divergence = "reverse_kl"
+    loss = [
+        plan.make_plan(c, pairs["7b"], one_device(), H200, "dequant").phases["the loss is computed"]
+        for c in (config_of(8, 2048, remat="none", chunk=4096), config)
+    ]
+    kernels, without = (x["logits of a chunk"] for x in loss)
+    assert without - kernels == 4 * 4096 * 151_936
+
+
 def test_auto_leaves_a_cpus_memory_to_others(pairs):
     config = config_of(8, 2048, remat="auto", chunk=0)
     made = plan.choose(config, pairs["1.5b"], one_device(), on(512, "cpu"), "auto")
