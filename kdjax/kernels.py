@@ -24,8 +24,8 @@ EXCLUDED = -1e30
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no infinity
 FP8_MAX = 448.0
 # Columns at a time, and warps of 32 threads that share them.
-_LOGITS_BLOCK, _LOGITS_WARPS = 2048, 4
-_WIDTH_BLOCK, _WIDTH_WARPS = 4096, 16
+_LOGITS_BLOCK, _LOGITS_WARPS = 2048, 2
+_WIDTH_BLOCK, _WIDTH_WARPS = 2048, 8
 
 
 def capability(device: Any) -> float:

@@ -99,6 +99,7 @@ MEASURED = [
     ("7b", "fp8", dict(ONE, remat="none"), 33.41),
     ("7b", "fp8", dict(ONE, remat="none", chunk=4096), 38.08),
     ("7b", "topk", dict(ONE, remat="none", chunk=4096), 27.23),
+    ("7b", "topk", dict(ONE, remat="none", chunk=16384), 37.87),
     ("7b", "hidden", dict(ONE, remat="none"), 26.37),
     ("7b", "q4k", dict(rows=1, length=32768, segments=1), 16.47),
     ("7b", "q4k", dict(rows=1, length=32768, segments=1, remat="none"), 47.12),
@@ -192,8 +193,10 @@ def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
     assert named.remat == "dots" and "student.remat" not in named.choice
 
 
-@pytest.mark.parametrize(("gigabytes", "chunk"), [(135, 4096), (43, 1024), (None, 1024)])
-def test_auto_takes_wide_chunks_where_they_fit(pairs, gigabytes, chunk):
+@pytest.mark.parametrize(
+    ("gigabytes", "chunk"), [(135, 16384), (60, 4096), (43, 1024), (None, 1024)]
+)
+def test_auto_takes_the_widest_chunks_that_fit(pairs, gigabytes, chunk):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
     config, mesh = config_of(8, 2048, remat="none", chunk=0), one_device()
     made = plan.choose(config, pairs["7b"], mesh, device, "dequant")
