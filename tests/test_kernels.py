@@ -32,10 +32,11 @@ def test_sums_of_two_models_equal_the_definition(temperature, real):
     np.testing.assert_allclose(got.distance, want.distance, rtol=3e-5, atol=1e-4)
 
 
-def test_sums_of_one_model_equal_the_definition():
-    s = logits(2, 4, 3000)
-    got = kernels.softmax_sums(s, None, 2.0, 2999, interpret=INTERPRET)
-    want = losses.softmax_sums(s, None, 2.0, 2999)
+@pytest.mark.parametrize(("rows", "width"), [(4, 3000), (4096, 700)])  # two sizes of a program
+def test_sums_of_one_model_equal_the_definition(rows, width):
+    s = logits(2, rows, width)
+    got = kernels.softmax_sums(s, None, 2.0, width - 1, interpret=INTERPRET)
+    want = losses.softmax_sums(s, None, 2.0, width - 1)
     assert got[3:] == want[3:] == (None, None, None)
     for a, b in zip(got[:3], want[:3], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
