@@ -112,19 +112,19 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
         self.head_dim = hd
 
-    def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
-        batch, length, width = x.shape
+    def __call__(self, rows: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
+        """Of rows `[B T, width]`, of whose B and T the angles tell; and what `mix` keeps."""
         linears = self.q, self.k, self.v
         weights = [linear.weight.get_value() for linear in linears]
-        found = products(for_weight(x.reshape(-1, width), weights[0]), weights)
+        found = products(for_weight(rows, weights[0]), weights)
         q, k, v = (
-            linear.biased(y).reshape(batch, length, -1, self.head_dim)
+            linear.biased(y).reshape(*cos.shape[:2], -1, self.head_dim)
             for linear, y in zip(linears, found, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kept = mix(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o(out.reshape(batch * length, -1)).reshape(x.shape), kept
+        return self.o(out.reshape(rows.shape[0], -1)), kept
 
 
 class MLP(nnx.Module):
@@ -135,10 +135,10 @@ class MLP(nnx.Module):
         self.up = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
         self.down = Linear(spec.mlp_size, spec.hidden_size, False, dtype, rngs)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, rows: Array) -> Array:
+        """Of rows `[N, width]`."""
         gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
-        rows = for_weight(x.reshape(-1, x.shape[-1]), gate)
-        return self.down(gated(rows, gate, up)).reshape(x.shape)
+        return self.down(gated(for_weight(rows, gate), gate, up))
 
 
 class Block(nnx.Module):
@@ -152,9 +152,11 @@ class Block(nnx.Module):
         self.mlp = MLP(spec, dtype, rngs)
 
     def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
-        mixed, kept = self.attn(self.attn_norm(x), cos, sin, mix)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), kept
+        # Two-dimensional, as products are: XLA adds these onto a reshaped stream in a copy of it.
+        rows = x.reshape(-1, x.shape[-1])
+        mixed, kept = self.attn(self.attn_norm(rows), cos, sin, mix)
+        rows = rows + mixed
+        return (rows + self.mlp(self.mlp_norm(rows))).reshape(x.shape), kept
 
 
 class Decoder(nnx.Module):
