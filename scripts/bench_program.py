@@ -45,7 +45,8 @@ def configured(settings: dict[str, Any]) -> Config:
     Raises `UserError` for a field that does not exist or cannot work.
     """
     config = Config()
-    config.data.train, config.loss.chunk_tokens = "(random tokens)", 1024
+    config.data.train = "(random tokens)"
+    config.loss.chunk_tokens = 1024  # its default, 0, wants a plan, and would differ by device
     known = flatten(config)
     for name, value in settings.items():
         if name not in known:
