@@ -2,8 +2,8 @@
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
 `usable()` is false: on other devices, on several (nothing here is split over a mesh), and once JAX
-has no Triton any more, deprecated since 0.11. The kernels have no gradients: they serve a frozen
-teacher and a loss that brings its own.
+has no Triton any more, deprecated since 0.11. Only `normed` has a gradient: the others serve a
+frozen teacher and a loss that brings its own.
 """
 
 import functools
@@ -25,6 +25,7 @@ FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no in
 FP8_MAX = 448.0
 # Columns at a time, and warps of 32 threads that share them: the fastest on an H200.
 _WIDTH_BLOCK, _WIDTH_WARPS = 2048, 8
+_NORM_ROWS = 16  # whose gradients of a norm's weight one program adds up
 
 
 def _logits_block(rows: int) -> tuple[int, int]:
@@ -178,6 +179,126 @@ def _gate_and_round(width: int, gate, up, rows, gate_scale, up_scale, values, sc
     for column, inside, x in kept:
         plgpu.store(values.at[row, column], (x * to).astype(FP8), mask=inside)
     plgpu.store(scale.at[row], inverse)
+
+
+def rounded(
+    x: Float[Array, "N D"], norm: tuple[Float[Array, " D"], float] | None = None, *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "N D"], Float[Array, " N"]]:  # fmt: skip
+    """x as float8 and a float32 scale a row; with a norm's (weight, eps), of x normed by it."""
+    weights, eps = ((norm[0],), norm[1]) if norm else ((), None)
+    return pl.pallas_call(
+        functools.partial(_norm, x.shape[1], eps),
+        grid=(x.shape[0],),
+        out_shape=(
+            jax.ShapeDtypeStruct(x.shape, FP8),
+            jax.ShapeDtypeStruct((x.shape[0],), jnp.float32),
+        ),
+        compiler_params=_norm_parameters(x.shape[1]),
+        interpret=interpret,
+    )(x, *weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def normed(
+    x: Float[Array, "N D"], weight: Float[Array, " D"], eps: float, interpret: bool = False
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
+    """x, and x / rms(x) * weight, as `decoder.RMSNorm` defines it.
+
+    Returned together because of the way back: what comes to x along the residual stream is added
+    to what comes through the norm as that is made. XLA takes three kernels forwards and four back.
+    """
+    return x, _normed(x, weight, eps, interpret)
+
+
+def _normed(x: Array, weight: Array, eps: float, interpret: bool) -> Array:
+    return pl.pallas_call(
+        functools.partial(_norm, x.shape[1], eps),
+        grid=(x.shape[0],),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        compiler_params=_norm_parameters(x.shape[1]),
+        interpret=interpret,
+    )(x, weight)
+
+
+def _norm(width: int, eps: float | None, x, *refs):
+    """Of a row; refs: the weight unless eps is None, the result, a scale if it is to be rounded."""
+    row, (column, inside) = pl.program_id(0), _columns(width)
+    found = plgpu.load(x.at[row, column], mask=inside, other=0.0)
+    if eps is not None:
+        weight, *refs = refs
+        w = plgpu.load(weight.at[column], mask=inside, other=0.0)
+        v = found.astype(jnp.float32)
+        found = (v * jax.lax.rsqrt(jnp.sum(v * v) / width + eps)).astype(found.dtype) * w
+    if len(refs) == 2:
+        v = found.astype(jnp.float32)
+        to, inverse = fp8_scales(jnp.max(jnp.abs(v)))
+        plgpu.store(refs[1].at[row], inverse)
+        found = (v * to).astype(FP8)
+    plgpu.store(refs[0].at[row, column], found, mask=inside)
+
+
+def _columns(width: int) -> tuple[Array, Array]:
+    """As many as a power of two, which Triton wants, and which of them exist."""
+    column = jnp.arange(_power_of_two(width), dtype=jnp.int32)
+    return column, column < width
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _norm_parameters(width: int) -> Any:
+    # 4 warps for widths of 896 and 3584; beyond, what keeps a thread's share the same.
+    warps = min(max(4, _power_of_two(width) // 1024), 16)
+    return plgpu.CompilerParams(num_warps=warps, num_stages=1)
+
+
+def _normed_forward(x: Array, weight: Array, eps: float, interpret: bool) -> Any:
+    return (x, _normed(x, weight, eps, interpret)), (x, weight)
+
+
+def _normed_backward(eps: float, interpret: bool, kept: Any, gradients: Any) -> Any:
+    (x, weight), (along, through) = kept, gradients
+    count, width = x.shape
+    programs = pl.cdiv(count, _NORM_ROWS)
+    dx, dw = pl.pallas_call(
+        functools.partial(_norm_backward, count, width, eps),
+        grid=(programs,),
+        out_shape=(
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((programs, width), jnp.float32),
+        ),
+        compiler_params=_norm_parameters(x.shape[1]),
+        interpret=interpret,
+    )(x, weight, along, through)
+    return dx, jnp.sum(dw, axis=0).astype(weight.dtype)
+
+
+def _norm_backward(count: int, width: int, eps: float, x, weight, along, through, dx, dw):
+    program, (column, inside) = pl.program_id(0), _columns(width)
+    w = plgpu.load(weight.at[column], mask=inside, other=0.0).astype(jnp.float32)
+
+    def one(step, total):
+        row = program * _NORM_ROWS + step
+        here = inside & (row < count)
+        v, add, dy = (
+            plgpu.load(ref.at[row, column], mask=here, other=0.0).astype(jnp.float32)
+            for ref in (x, along, through)
+        )
+        g = dy * w
+        squares, shared = jnp.sum(v * v) / width, jnp.sum(g * v) / width
+        scale = jax.lax.rsqrt(squares + eps)
+        hat = v * scale
+        found = add + scale * (g - hat * (scale * shared))
+        plgpu.store(dx.at[row, column], found.astype(dx.dtype), mask=here)
+        return total + dy * hat
+
+    total = jax.lax.fori_loop(0, _NORM_ROWS, one, jnp.zeros(column.shape, jnp.float32))
+    plgpu.store(dw.at[program, column], total, mask=inside)
+
+
+normed.defvjp(_normed_forward, _normed_backward)
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:

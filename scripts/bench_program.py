@@ -23,6 +23,8 @@ from kdjax.errors import UserError
 
 # A gap between two kernels is 1 to 3 us; one that the host makes is longer than this.
 HOST_GAP_US = 20.0
+# What moves to or from the host: a device that does nothing else waits.
+HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +243,7 @@ def pipeline_rows_per_s(job: Any, seconds: float = 2.0) -> float:
 
 
 def device_events(folder: Path) -> list[tuple[float, float]]:
-    """(start, end) in ns of everything that ran on the first GPU of a profile; none on a CPU."""
+    """(start, end) in ns of all that the first GPU of a profile computed; none on a CPU."""
     import jax
 
     found = []
@@ -251,7 +253,11 @@ def device_events(folder: Path) -> list[tuple[float, float]]:
                 continue
             for line in plane.lines:
                 if line.name.startswith("Stream"):
-                    found += [(event.start_ns, event.end_ns) for event in line.events]
+                    found += [
+                        (event.start_ns, event.end_ns)
+                        for event in line.events
+                        if not event.name.startswith(HOST_COPIES)
+                    ]
     return found
 
 

@@ -3,8 +3,10 @@
 import importlib
 import json
 import sys
+import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -157,6 +159,20 @@ def test_idle_share_counts_long_gaps_between_overlapping_events():
     assert bench_program.idle_share(events[::-1], 5) == pytest.approx(0.30)
     assert bench_program.idle_share(events, 1) == pytest.approx(0.31)
     assert bench_program.idle_share([], 5) is None
+
+
+def test_copies_to_and_from_the_host_are_no_work_of_the_device(tmp_path, monkeypatch):
+    named = types.SimpleNamespace
+    events = [
+        named(name=name, start_ns=start, end_ns=start + 5)
+        for start, name in enumerate(["MemcpyH2D", "MemcpyD2D", "fusion", "MemcpyD2H"])
+    ]
+    lines = [named(name="Stream #14(Compute)", events=events), named(name="Steps", events=events)]
+    planes = [named(name=n, lines=lines) for n in ("/device:GPU:0", "/device:GPU:1", "/host:CPU")]
+    profile = named(from_file=lambda path: named(planes=planes))
+    monkeypatch.setattr(jax.profiler, "ProfileData", profile)
+    (tmp_path / "a.xplane.pb").touch()
+    assert bench_program.device_events(tmp_path) == [(1, 6), (2, 7)]
 
 
 def test_made_rows_hold_documents_of_the_lengths_asked_for():

@@ -442,7 +442,7 @@ def test_unknown_size_of_a_config():
     assert (plan.loss.temperature, plan.loss.alpha) == (4.0, 0.3)
     assert (plan.optim.learning_rate, plan.optim.final_learning_rate) == (1.5e-5, 5e-7)
     best = qwen1p5b_0p5b.get_config()
-    assert (best.loss.temperature, best.loss.alpha, best.optim.learning_rate) == (1.0, 0.0, 2e-5)
+    assert (best.loss.temperature, best.loss.alpha, best.optim.learning_rate) == (1.0, 0.0, 1e-5)
     for module in (qwen7b_0p5b, qwen1p5b_0p5b):
         config_module.validate(module.get_config())
         config_module.validate(module.get_config("tiny"))

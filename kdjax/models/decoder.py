@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kdjax import kernels
 from kdjax.models.arch import ArchSpec, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
 from kdjax.models.weights import (
@@ -88,6 +89,15 @@ class RMSNorm(nnx.Module):
         weight = from_bits(self.weight[...]).astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return (x32 * scale).astype(x.dtype) * weight
 
+    def beside(self, x: Float[Array, "N D"], product: Any) -> tuple[Array, Array | Rounded]:
+        """x, and its norm as products with that weight may take it; by one kernel where usable."""
+        if not kernels.usable():
+            return x, self(x)
+        weight = from_bits(self.weight[...]).astype(x.dtype)
+        if isinstance(product, Scaled):
+            return x, Rounded(*kernels.rounded(x, (weight, self.eps)), x.dtype)
+        return kernels.normed(x, weight, self.eps)
+
 
 def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "B T H D"]:
     """Rotary embedding of the halves (i, i + D/2); cos and sin are float32 `[B, T, 1, D/2]`.
@@ -112,7 +122,9 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
         self.head_dim = hd
 
-    def __call__(self, rows: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
+    def __call__(
+        self, rows: Array | Rounded, cos: Array, sin: Array, mix: Mix
+    ) -> tuple[Array, Any]:
         """Of rows `[B T, width]`, of whose B and T the angles tell; and what `mix` keeps."""
         linears = self.q, self.k, self.v
         weights = [linear.weight.get_value() for linear in linears]
@@ -124,7 +136,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kept = mix(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o(out.reshape(rows.shape[0], -1)), kept
+        out = out.reshape(-1, out.shape[2] * out.shape[3])
+        return self.o(for_weight(out, self.o.weight.get_value())), kept
 
 
 class MLP(nnx.Module):
@@ -135,7 +148,7 @@ class MLP(nnx.Module):
         self.up = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
         self.down = Linear(spec.mlp_size, spec.hidden_size, False, dtype, rngs)
 
-    def __call__(self, rows: Array) -> Array:
+    def __call__(self, rows: Array | Rounded) -> Array:
         """Of rows `[N, width]`."""
         gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
         return self.down(gated(for_weight(rows, gate), gate, up))
@@ -154,9 +167,10 @@ class Block(nnx.Module):
     def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
         # Two-dimensional, as products are: XLA adds these onto a reshaped stream in a copy of it.
         rows = x.reshape(-1, x.shape[-1])
-        mixed, kept = self.attn(self.attn_norm(rows), cos, sin, mix)
-        rows = rows + mixed
-        return (rows + self.mlp(self.mlp_norm(rows))).reshape(x.shape), kept
+        rows, normal = self.attn_norm.beside(rows, self.attn.q.weight.get_value())
+        mixed, kept = self.attn(normal, cos, sin, mix)
+        rows, normal = self.mlp_norm.beside(rows + mixed, self.mlp.gate.weight.get_value())
+        return (rows + self.mlp(normal)).reshape(x.shape), kept
 
 
 class Decoder(nnx.Module):
