@@ -1,0 +1,70 @@
+"""The paired test of two evaluations, on what the evaluation itself writes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from kdjax.evaluation import passk, problems
+
+SCRIPT = Path(__file__).parent.parent / "scripts/compare_passk.py"
+loader = importlib.util.spec_from_file_location("compare_passk", SCRIPT)
+compare = importlib.util.module_from_spec(loader)
+loader.loader.exec_module(compare)
+
+
+def benchmark(passes, samples=2, form="instruct"):
+    """As evaluated: of each problem, so many of its samples passed."""
+    made = [
+        passk.Sample(f"T/{i}", "passed" if k < count else "wrong answer", "", "stop", "")
+        for i, count in enumerate(passes) for k in range(samples)
+    ]  # fmt: skip
+    asked = [problems.Problem(f"T/{i}", "", "", "", "", ()) for i in range(len(passes))]
+    return passk.summarise(asked, made, passk.Settings(samples=samples, ks=(1,), form=form))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(name, **benchmarks):
+        (tmp_path / name).write_text(json.dumps({"status": 0} | benchmarks))
+        return tmp_path / name
+
+    return written
+
+
+def test_problems_are_paired_and_benchmarks_added(write):
+    # Better: 41 and 3, worse: 17 and 3; what is as before, or passes otherwise, counts nothing.
+    before, after = [0] * 41 + [2] * 17 + [1, 2, 0], [1] * 41 + [1] * 17 + [1, 2, 0]
+    small = [1, 1, 1, 0, 0, 0]
+    first = write("a.json", humaneval=benchmark(before), mbpp=benchmark(small, 1))
+    second = write("b.json", humaneval=benchmark(after), mbpp=benchmark(small[::-1], 1))
+    assert compare.table([first, second])[2:] == [
+        "| b | HumanEval | 37 of 122 | 61 of 122 | 41 | 17 | 0.0022 |",
+        "| b | MBPP | 3 of 6 | 3 of 6 | 3 | 3 | 1 |",
+        "| b | all |  |  | 44 | 20 | 0.0037 |",
+    ]
+    assert compare.table([first, first])[2].endswith("| 0 | 0 | 1 |")
+
+
+@pytest.mark.parametrize(
+    ("after", "says"),
+    [
+        (dict(humaneval=benchmark([1, 1], form="base")), "instruct prompts there, base prompts"),
+        (dict(humaneval=benchmark([1])), "2 problems and 4 samples there, 1 and 2 here"),
+        (dict(humaneval=benchmark([1, 1], samples=1)), "4 samples there, 2 and 2 here"),
+        (dict(mbpp=benchmark([1, 1])), "no benchmark that"),
+        ({}, "neither HumanEval nor MBPP"),
+    ],
+)
+def test_what_does_not_pair_is_refused(write, capsys, after, says):
+    first = write("a.json", humaneval=benchmark([1, 1]))
+    assert compare.main([str(first), str(write("b.json", **after))]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_is_no_evaluation_is_refused(tmp_path, capsys):
+    (tmp_path / "a.json").write_text("{")
+    for name in ("a.json", "missing.json"):
+        assert compare.main([str(tmp_path / name)] * 2) == 2
+        assert "found no readable JSON" in capsys.readouterr().err
