@@ -81,17 +81,18 @@ def table(paths: Sequence[Path]) -> list[str]:
                     f"{path}: its {BENCHMARKS[name]} does not pair with that of {paths[0]}: {error}"
                 ) from error
             both = [a + b for a, b in zip(both, change, strict=True)]
-            rates = (
-                f"{x['reasons'].get('passed', 0)} of {x['samples']}"
-                for x in (before[name], after[name])
-            )
-            rows.append(row(path, BENCHMARKS[name], *rates, *change))
+            rows.append(row(path, BENCHMARKS[name], rate(before[name]), rate(after[name]), change))
         if len(shared) > 1:
-            rows.append(row(path, "all", "", "", *both))
+            rows.append(row(path, "all", "", "", both))
     return rows
 
 
-def row(path: Path, name: str, before: str, after: str, better: int, worse: int) -> str:
+def rate(benchmark: dict[str, Any]) -> str:
+    return f"{benchmark['reasons'].get('passed', 0)} of {benchmark['samples']}"
+
+
+def row(path: Path, name: str, before: str, after: str, change: Sequence[int]) -> str:
+    better, worse = change
     p = binomtest(better, better + worse).pvalue if better + worse else 1.0
     return f"| {path.stem} | {name} | {before} | {after} | {better} | {worse} | {p:.2g} |"
 
