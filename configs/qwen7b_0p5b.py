@@ -11,8 +11,8 @@ steps take 2 min 36 s.
 T = 4, alpha = 0.3 and 1.5e-5 to 5e-7 are the plan of the earlier system this one learned from
 (aprender), kept here for comparison. It is not what measures best: on the published 1.5B and 0.5B
 pair it moved the held-out KL by 1% in 4.1 M tokens, where T = 1, alpha = 0 and 2e-5 moved it by
-34%; in a run of this repository it made it worse by 10% in 3.3 M. See configs/qwen1p5b_0p5b.py
-and docs/results.md.
+34%; in a run of this repository it made it worse by 10% in 3.3 M. T = 1, alpha = 0 and 1e-5 are
+what to use: configs/qwen1p5b_0p5b.py, docs/results.md.
 """
 
 from kdjax.config import Config, tiny
