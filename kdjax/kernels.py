@@ -186,17 +186,8 @@ def rounded(
     interpret: bool = False,
 ) -> tuple[Float[Array, "N D"], Float[Array, " N"]]:  # fmt: skip
     """x as float8 and a float32 scale a row; with a norm's (weight, eps), of x normed by it."""
-    weights, eps = ((norm[0],), norm[1]) if norm else ((), None)
-    return pl.pallas_call(
-        functools.partial(_norm, x.shape[1], eps),
-        grid=(x.shape[0],),
-        out_shape=(
-            jax.ShapeDtypeStruct(x.shape, FP8),
-            jax.ShapeDtypeStruct((x.shape[0],), jnp.float32),
-        ),
-        compiler_params=_norm_parameters(x.shape[1]),
-        interpret=interpret,
-    )(x, *weights)
+    scales = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+    return _of_rows(x, norm, (jax.ShapeDtypeStruct(x.shape, FP8), scales), interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -208,17 +199,18 @@ def normed(
     Returned together because of the way back: what comes to x along the residual stream is added
     to what comes through the norm as that is made. XLA takes three kernels forwards and four back.
     """
-    return x, _normed(x, weight, eps, interpret)
+    return x, _of_rows(x, (weight, eps), jax.ShapeDtypeStruct(x.shape, x.dtype), interpret)
 
 
-def _normed(x: Array, weight: Array, eps: float, interpret: bool) -> Array:
+def _of_rows(x: Array, norm: tuple[Array, float] | None, out: Any, interpret: bool) -> Any:
+    *weight, eps = norm or (None,)
     return pl.pallas_call(
         functools.partial(_norm, x.shape[1], eps),
         grid=(x.shape[0],),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_shape=out,
         compiler_params=_norm_parameters(x.shape[1]),
         interpret=interpret,
-    )(x, weight)
+    )(x, *weight)
 
 
 def _norm(width: int, eps: float | None, x, *refs):
@@ -240,22 +232,18 @@ def _norm(width: int, eps: float | None, x, *refs):
 
 def _columns(width: int) -> tuple[Array, Array]:
     """As many as a power of two, which Triton wants, and which of them exist."""
-    column = jnp.arange(_power_of_two(width), dtype=jnp.int32)
+    column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     return column, column < width
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def _norm_parameters(width: int) -> Any:
     # 4 warps for widths of 896 and 3584; beyond, what keeps a thread's share the same.
-    warps = min(max(4, _power_of_two(width) // 1024), 16)
+    warps = min(max(4, pl.next_power_of_2(width) // 1024), 16)
     return plgpu.CompilerParams(num_warps=warps, num_stages=1)
 
 
 def _normed_forward(x: Array, weight: Array, eps: float, interpret: bool) -> Any:
-    return (x, _normed(x, weight, eps, interpret)), (x, weight)
+    return normed(x, weight, eps, interpret), (x, weight)
 
 
 def _normed_backward(eps: float, interpret: bool, kept: Any, gradients: Any) -> Any:
