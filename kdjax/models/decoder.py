@@ -136,8 +136,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kept = mix(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        out = out.reshape(-1, out.shape[2] * out.shape[3])
-        return self.o(for_weight(out, self.o.weight.get_value())), kept
+        return self.o(out.reshape(-1, out.shape[2] * out.shape[3])), kept
 
 
 class MLP(nnx.Module):
