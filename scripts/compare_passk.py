@@ -19,7 +19,8 @@ from typing import Any
 
 from scipy.stats import binomtest
 
-from kdjax.errors import UserError
+from kdjax.errors import UserError, reporting
+from kdjax.evaluation.sandbox import PASSED
 
 BENCHMARKS = {"humaneval": "HumanEval", "mbpp": "MBPP"}
 
@@ -45,7 +46,7 @@ def passed(benchmark: dict[str, Any]) -> dict[str, list[bool]]:
     """Of each problem, whether each of its samples passed."""
     samples = defaultdict(list)
     for result in benchmark["results"]:
-        samples[result["task"]].append(result["reason"] == "passed")
+        samples[result["task"]].append(result["reason"] == PASSED)
     return samples
 
 
@@ -88,7 +89,7 @@ def table(paths: Sequence[Path]) -> list[str]:
 
 
 def rate(benchmark: dict[str, Any]) -> str:
-    return f"{benchmark['reasons'].get('passed', 0)} of {benchmark['samples']}"
+    return f"{benchmark['reasons'].get(PASSED, 0)} of {benchmark['samples']}"
 
 
 def row(path: Path, name: str, before: str, after: str, change: Sequence[int]) -> str:
@@ -97,6 +98,7 @@ def row(path: Path, name: str, before: str, after: str, change: Sequence[int]) -
     return f"| {path.stem} | {name} | {before} | {after} | {better} | {worse} | {p:.2g} |"
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -105,11 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = parser.parse_args(argv).files
     if len(files) < 2:
         parser.error("expected two files or more")
-    try:
-        print("\n".join(table(files)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print("\n".join(table(files)))
     return 0
 
 

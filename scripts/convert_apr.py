@@ -11,20 +11,17 @@ import sys
 from collections.abc import Sequence
 
 from kdjax.convert import convert
-from kdjax.errors import UserError
+from kdjax.errors import reporting
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, or 2 after one line on what the files have wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", help="the file to read, .gguf or .apr")
     parser.add_argument("target", help="the file to write, .apr or .gguf")
     args = parser.parse_args(argv)
-    try:
-        convert(args.source, args.target)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    convert(args.source, args.target)
     return 0
 
 

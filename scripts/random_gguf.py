@@ -9,10 +9,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kdjax.errors import UserError
+from kdjax.errors import reporting
 from kdjax.formats.synthetic import QWEN25_SHAPES, RECIPES, write_random_gguf
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, or 2 after one line on what the arguments have wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -29,18 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = QWEN25_SHAPES[args.shape]
     if args.untied:
         shape = shape._replace(tied=False)
-    try:
-        write_random_gguf(
-            args.out,
-            shape,
-            seed=args.seed,
-            recipe=args.recipe,
-            layer_order=args.layer_order,
-            tokenizer_from=args.tokenizer_from,
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    write_random_gguf(
+        args.out,
+        shape,
+        seed=args.seed,
+        recipe=args.recipe,
+        layer_order=args.layer_order,
+        tokenizer_from=args.tokenizer_from,
+    )
     return 0
 
 

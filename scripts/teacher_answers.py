@@ -24,7 +24,7 @@ import jax
 
 from kdjax import runtime, sharding
 from kdjax.corpus.filters import parsed
-from kdjax.errors import MissingFileError, UserError
+from kdjax.errors import MissingFileError, UserError, reporting
 from kdjax.forms import open_form, precision
 from kdjax.generate import Completion, Sampling, generate
 from kdjax.tokenizer import Tokenizer
@@ -131,6 +131,7 @@ def run(args: argparse.Namespace) -> None:
                   flush=True)  # fmt: skip
 
 
+@reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
@@ -145,12 +146,8 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--overwrite", action="store_true")
     args = flags.parse_args(argv)
-    try:
-        runtime.configure()
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    runtime.configure()
+    run(args)
     return 0
 
 

@@ -26,7 +26,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 
 from kdjax.corpus.conversations import conversations, functions
 from kdjax.corpus.filters import Benchmark, Copies, is_test, parsed, permissive, shingles, why_not
-from kdjax.errors import UserError
+from kdjax.errors import UserError, reporting
 from kdjax.evaluation.problems import load_humaneval, load_mbpp
 
 COPY, HELDOUT_COPY = 0.5, 0.2  # shares of 5-line shingles seen before
@@ -215,6 +215,7 @@ def build(args: argparse.Namespace) -> None:
     print(f"dropped: {manifest['dropped']}; {len(refused)} packages by licence")
 
 
+@reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
@@ -224,11 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--benchmark", action="append", default=[], help="its problems are kept out")
     flags.add_argument("--cap", type=float, default=0.6, help="MB of text a package")
     flags.add_argument("--conversations", type=int, default=600, help="about the most a package")
-    try:
-        build(flags.parse_args(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    build(flags.parse_args(argv))
     return 0
 
 

@@ -1,17 +1,15 @@
 """The paired test of two evaluations, on what the evaluation itself writes."""
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from kdjax.evaluation import passk, problems
 
-SCRIPT = Path(__file__).parent.parent / "scripts/compare_passk.py"
-loader = importlib.util.spec_from_file_location("compare_passk", SCRIPT)
-compare = importlib.util.module_from_spec(loader)
-loader.loader.exec_module(compare)
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import compare_passk as compare
 
 
 def benchmark(passes, samples=2, form="instruct"):

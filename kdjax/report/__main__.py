@@ -13,10 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from kdjax.errors import BAD_INPUT, FINISHED, UserError
+from kdjax.errors import FINISHED, reporting
 from kdjax.report import page
 
 
+@reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -27,11 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("workdir", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, metavar="FILE.html")
     args = parser.parse_args(argv)
-    try:
-        print(page.write(args.workdir, args.out))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+    print(page.write(args.workdir, args.out))
     return FINISHED
 
 
