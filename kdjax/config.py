@@ -22,7 +22,7 @@ class TeacherConfig:
     backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
     param_dtype: str = "bfloat16"  # of the weights once dequantized
     compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
-    cache: str = ""  # folder of kdjax.cache_teacher: trains from it, the teacher is not loaded
+    cache: str = ""  # folder of kdjax.commands.cache: trains from it, the teacher is not loaded
     allow_degenerate: bool = False  # accept a student that already is the teacher
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec
 
-# Exit statuses of `kdjax.main`. 1 is Python's own, for an error that nobody foresaw.
+# Exit statuses of `kdjax.commands.train`. 1 is Python's own, for an error that nobody foresaw.
 FINISHED, BAD_INPUT, SMOKE_FAILED, NOT_FINITE, INTERRUPTED = 0, 2, 3, 4, 75
 QUIT = 130  # by Ctrl-C, at once; what a shell reports for SIGINT
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from bench_rows import ids_of, made_records, made_rows, timed_steps
 
-from kdjax import runtime
 from kdjax.config import Config, flatten, validate
+from kdjax.device import runtime
 from kdjax.errors import UserError
 
 # A gap between two kernels is 1 to 3 us; one that the host makes is longer than this.
@@ -64,10 +64,10 @@ def configured(settings: dict[str, Any]) -> Config:
 
 def make_job(request: Request, config: Config) -> Any:
     """A job without text or checkpoints: models of the config, steps, and random rows."""
-    from kdjax import sharding
-    from kdjax.job import Job, build_steps, teacher_backend
-    from kdjax.sources import open_sources
-    from kdjax.teacher import Vocabulary
+    from kdjax.device import sharding
+    from kdjax.models.model import Vocabulary
+    from kdjax.training.job import Job, build_steps, teacher_backend
+    from kdjax.training.pair import open_sources
 
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     sources = open_sources(config)
@@ -92,8 +92,8 @@ def random_rows(config: Config, vocab: int, documents: str, batches: int = 64) -
 
 def random_cache(job: Any, kind: str, k: int) -> Any:
     """A cache of random records for the job's rows: written, hashed and opened as any other."""
-    from kdjax.job import cache_about
-    from kdjax.teacher_cache import open_cache, write
+    from kdjax.data.teacher_cache import open_cache, write
+    from kdjax.training.job import cache_about
 
     k = k if kind == "topk" else 0
     about = cache_about(job.config, job.sources, job.rows, "(none)", kind=kind, k=k)
@@ -218,8 +218,8 @@ def measure_host(
 
 
 def looped(job: Any, state: Any, data: Any, steps: int) -> Any:
-    """Steps as `kdjax.loop` takes them: batch, transfer, dispatch, the figures one step late."""
-    from kdjax.loop import _Delivery
+    """As `kdjax.training.loop`: batch, transfer, dispatch, the figures one step late."""
+    from kdjax.training.loop import _Delivery
 
     delivery = _Delivery([])
     for step in range(steps):

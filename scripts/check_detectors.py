@@ -17,14 +17,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kdjax import runtime, sharding
-from kdjax.evaluation import examine
-from kdjax.evaluation.command import _speaker
+from kdjax.commands.evaluate import _speaker
+from kdjax.device import runtime, sharding
+from kdjax.evaluation.health import examine
 from kdjax.evaluation.target import open_target
 from kdjax.formats import TensorTable, open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode
 from kdjax.formats.gguf_writer import write_gguf
-from kdjax.generate import Sampling
+from kdjax.models.decoding import Sampling
 
 HEALTHY = ("F16", "BF16", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "Q4_0")
 _CHUNK = 1 << 24  # numbers decoded at a time

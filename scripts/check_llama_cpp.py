@@ -26,15 +26,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdjax import sharding
+from kdjax.device import sharding
 from kdjax.errors import UserError
 from kdjax.export import export_gguf
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
-from kdjax.loading import load_params, tied_in_fact
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.decoder import Compute, functional
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.loading import load_params, tied_in_fact
+from kdjax.models.tokenizer import load_tokenizer
 
 TYPES = ("f16", "q8_0", "q4_k_m", "q6_k")
 MOST_PERPLEXITY, MOST_ERROR = 0.005, 1.05

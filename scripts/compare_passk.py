@@ -37,7 +37,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     if not kept:
         raise UserError(
             f"{path}: found neither HumanEval nor MBPP; expected a file of `python -m "
-            "kdjax.evaluate TARGET --humaneval=FILE --json=THIS`"
+            "kdjax.training.heldout TARGET --humaneval=FILE --json=THIS`"
         )
     return kept
 

@@ -10,8 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kdjax.convert import convert
 from kdjax.errors import reporting
+from kdjax.export.apr import convert
 
 
 @reporting

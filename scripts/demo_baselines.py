@@ -23,7 +23,7 @@ import numpy as np
 from ngram import KneserNey
 
 from kdjax import demo
-from kdjax.tokenizer import Tokenizer, load_tokenizer
+from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 ORDER = 5
 

@@ -18,12 +18,13 @@ from typing import Any
 import jax
 from jinja2 import Environment, StrictUndefined
 
-from kdjax import demo, runtime
+from kdjax import demo
+from kdjax.device import runtime
+from kdjax.device.sharding import make_mesh
 from kdjax.evaluation.heldout import measure
 from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.models.arch import spec_from_table
-from kdjax.sharding import make_mesh
 
 TEMPLATE = Path(__file__).with_name("demo_teacher_card.md.jinja")
 

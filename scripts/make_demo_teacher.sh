@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the demo's teacher: text, training, GGUF, card.
 #
-#   bash scripts/make_demo_teacher.sh CORPUS OUT [FLAGS of kdjax.main ...]
+#   bash scripts/make_demo_teacher.sh CORPUS OUT [FLAGS of kdjax.commands.train ...]
 #
 # CORPUS is a train.jsonl or an archive that holds one (and, if it has it, manifest.json); several
 # joined by commas. OUT gets teacher.gguf, teacher.md, packages.txt and the run's records. The number

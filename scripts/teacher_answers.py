@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kdjax import runtime, sharding
 from kdjax.corpus.filters import parsed
+from kdjax.device import runtime, sharding
 from kdjax.errors import MissingFileError, UserError, reporting
-from kdjax.forms import open_form, precision
-from kdjax.generate import Completion, Sampling, generate
-from kdjax.tokenizer import Tokenizer
+from kdjax.models.checkpoint import open_form, precision
+from kdjax.models.decoding import Completion, Sampling, generate
+from kdjax.models.tokenizer import Tokenizer
 
 LENGTHS = (128, 256, 448)  # tokens; a batch's prompts end in the same interval
 _BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)\n?```", re.DOTALL)

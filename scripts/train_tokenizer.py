@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as cuts
 
 from kdjax.data.text import documents, find_files
-from kdjax.tokenizer import PRE_TOKENIZERS
+from kdjax.models.tokenizer import PRE_TOKENIZERS
 
 END = "<|endoftext|>"
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdjax import sharding
+from kdjax.device import sharding
 from kdjax.formats import open_table
-from kdjax.loading import load_params
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.loading import load_params
 
 
 def load(path):

@@ -11,19 +11,19 @@ import jax
 import numpy as np
 import pytest
 
-from kdjax import sharding
-from kdjax.convert import convert
+from kdjax.device import sharding
 from kdjax.errors import UserError
+from kdjax.export.apr import convert
 from kdjax.formats import open_table
-from kdjax.formats.apr import AprTable, verify_footer, write_apr
+from kdjax.formats.apr.table import AprTable, verify_footer, write_apr
 from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
-from kdjax.loading import load_params
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.loading import load_params
 from kdjax.models.names import gguf_name, hf_name
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.tokenizer import load_tokenizer
 
 # ---- tokenizers
 

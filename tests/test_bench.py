@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from kdjax import step
 from kdjax.errors import UserError
-from kdjax.losses import kd_loss
+from kdjax.losses.divergences import kd_loss
+from kdjax.training import step
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 bench_step, bench_program, bench_rows, bench_torch = (

@@ -14,11 +14,10 @@ import pytest
 from conftest import make_tiny_config
 from test_run import Recorder, go
 
-from kdjax import teacher_cache
-from kdjax.cache_teacher import cache_teacher
-from kdjax.data import pipeline
+from kdjax.commands.cache import cache_teacher
+from kdjax.data import pipeline, teacher_cache
 from kdjax.errors import UserError
-from kdjax.job import assemble
+from kdjax.training.job import assemble
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -103,7 +102,7 @@ SLOW_WRITER = """
 import dataclasses, sys, time
 import numpy as np
 from pathlib import Path
-from kdjax import teacher_cache
+from kdjax.data import teacher_cache
 about = teacher_cache.About(**eval(sys.argv[2]))
 teacher_cache.SHARD_BYTES = 4 * about.record.itemsize
 def produce(rows):

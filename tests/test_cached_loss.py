@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, logsumexp
 
-from kdjax.head import HeadSpec, head_evaluation, head_loss
-from kdjax.head_cached import (
+from kdjax.losses.chunked import HeadSpec, head_evaluation, head_loss
+from kdjax.losses.topk import (
     TopTeacher,
     cached_head_evaluation,
     cached_head_loss,

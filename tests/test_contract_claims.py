@@ -13,27 +13,29 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 from test_probe import GB10, H200
 
-from kdjax import plan, provenance, runtime, sharding, step
-from kdjax.checkpoint import Checkpoints, check_same_run
 from kdjax.config import TEACHER_BACKENDS, Config
 from kdjax.data import pipeline
 from kdjax.data.rows import Rows
+from kdjax.device import runtime, sharding
+from kdjax.device.probe import Device
+from kdjax.device.runtime import GIB, DeviceMemory, Devices, classify_device_memory, memory_policy
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.formats.apr import AprTable, write_apr
+from kdjax.formats.apr.table import AprTable, write_apr
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes, split
-from kdjax.head import EvalSums, HeadSpec, head_loss
-from kdjax.hooks import Action, Hook, StepRecord
-from kdjax.job import teacher_backend
-from kdjax.loop import _Delivery
-from kdjax.losses import kd_logit_gradient, kd_loss
-from kdjax.metrics import held_out_figures, step_figures
+from kdjax.losses.chunked import EvalSums, HeadSpec, head_loss
+from kdjax.losses.divergences import kd_logit_gradient, kd_loss
+from kdjax.models.model import fixture, truncated
 from kdjax.models.weights import Packed
-from kdjax.probe import Device
-from kdjax.runtime import GIB, DeviceMemory, Devices, classify_device_memory, memory_policy
-from kdjax.smoke import Verdict
-from kdjax.sources import Sources, _refuse_degenerate
-from kdjax.teacher import fixture, truncated
+from kdjax.training import plan, step
+from kdjax.training.heldout import held_out_figures, step_figures
+from kdjax.training.hooks import Action, Hook, StepRecord
+from kdjax.training.job import teacher_backend
+from kdjax.training.loop import _Delivery
+from kdjax.training.pair import Sources, _refuse_degenerate
+from kdjax.training.saving import Checkpoints, check_same_run
+from kdjax.watch import provenance
+from kdjax.watch.smoke import Verdict
 
 # ---- device memory
 

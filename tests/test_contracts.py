@@ -305,7 +305,7 @@ def test_a_receipt_is_verified_by_name(tmp_path, monkeypatch, capsys):
             raise UserError("teacher: found another hash.")
         return ["teacher: as recorded", "all is as recorded"]
 
-    monkeypatch.setitem(sys.modules, "kdjax.receipt", types.SimpleNamespace(verify=verify))
+    monkeypatch.setitem(sys.modules, "kdjax.watch.receipt", types.SimpleNamespace(verify=verify))
     assert command.main(["verify-receipt", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "teacher: as recorded\nall is as recorded\n"
     assert command.main(["verify-receipt", str(tmp_path / "bad")]) == 1

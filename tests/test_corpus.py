@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kdjax import runtime
 from kdjax.corpus.conversations import conversations, free_names, functions, sentence
 from kdjax.corpus.filters import Benchmark, Copies, is_test, permissive, shingles, why_not
+from kdjax.device import runtime
 from kdjax.errors import UserError
-from kdjax.generate import Completion
+from kdjax.models.decoding import Completion
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import teacher_answers

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from kdjax.data import pipeline, rows, text
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_table
-from kdjax.tokenizer import from_gguf, load_tokenizer
+from kdjax.models.tokenizer import from_gguf, load_tokenizer
 
 END = 999  # an id that no text gives
 

@@ -14,8 +14,8 @@ from kdjax.data.text import find_files
 from kdjax.errors import UserError
 from kdjax.formats import open_shapes, open_table
 from kdjax.models.arch import spec_from_table
-from kdjax.report.closing import closing
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.tokenizer import load_tokenizer
+from kdjax.watch.report.closing import closing
 
 REPOSITORY = Path(__file__).parent.parent
 

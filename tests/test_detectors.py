@@ -9,17 +9,18 @@ import pytest
 from tokenizers import Tokenizer as Encoder
 from tokenizers import normalizers
 
-from kdjax import runtime, sharding
-from kdjax.evaluation import detectors, examine, target
-from kdjax.evaluation.detectors import LogitStats, Output
+from kdjax.device import runtime, sharding
+from kdjax.evaluation import target
+from kdjax.evaluation.health import detectors, examine
+from kdjax.evaluation.health.detectors import LogitStats, Output
+from kdjax.evaluation.health.weights import changed_tensors, matrix_stats
 from kdjax.evaluation.target import open_target
-from kdjax.evaluation.weights import changed_tensors, matrix_stats
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.models.arch import spec_from_table
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.tokenizer import load_tokenizer
 
 SHAPE = QWEN25_SHAPES["tiny-student"]._replace(layers=1)
 
@@ -316,14 +317,14 @@ def test_weights_that_stayed_as_they_began_are_found(mesh, models, tmp_path, mon
     student = f"{models}/student.gguf"
     opened = open_target(f"{student}@dequant:float32")
     spec = dataclasses.replace(opened.spec, tied=True)
-    from kdjax.loading import load_params
     from kdjax.models.decoder import Compute, functional
+    from kdjax.models.loading import load_params
 
     _, abstract = functional(spec, Compute())
     params = load_params(opened.table, spec, abstract, mesh)
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     arrays = {"/".join(k.key for k in keys): np.array(leaf) for keys, leaf in leaves}
-    from kdjax.evaluation import weights
+    from kdjax.evaluation.health import weights
 
     monkeypatch.setattr(weights, "saved_params", lambda workdir, step: sorted(arrays.items()))
     saved = target.Saved(tmp_path, 10, "checkpoint", 0)
@@ -349,7 +350,7 @@ def test_weights_that_stayed_as_they_began_are_found(mesh, models, tmp_path, mon
 def test_a_broken_model_ends_with_status_9_and_its_evidence(
     bigram, mesh, tmp_path, monkeypatch, capsys
 ):
-    from kdjax import evaluate
+    from kdjax.training import heldout as evaluate
 
     monkeypatch.setattr(runtime, "configure", lambda: None)
     path = altered(bigram, tmp_path / "x.gguf", nan, "blk.0.ffn_up")

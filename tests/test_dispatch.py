@@ -251,7 +251,7 @@ def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
 # --- the protocol, with a stand-in for the interpreter ------------------------------------------
 
 STAND_IN = f"""#!/usr/bin/env bash
-# Python but for kdjax.main: that prints steps until a file `finish` holds a status.
+# Python but for kdjax.commands.train: that prints steps until a file `finish` holds a status.
 [ "$1" = -m ] || exec {sys.executable} "$@"
 trap 'echo "saved; resume with: ..."; exit 75' TERM
 echo "flags: $*"

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from kdjax import evaluate, runtime, sharding
 from kdjax.data import pipeline
 from kdjax.data.rows import pack_rows
+from kdjax.device import runtime, sharding
 from kdjax.errors import UserError
-from kdjax.evaluation import examine, heldout, passk, problems
+from kdjax.evaluation import heldout, passk, problems
 from kdjax.evaluation.classes import CLASSES, class_ids, token_bytes
+from kdjax.evaluation.health import examine
 from kdjax.evaluation.target import open_target
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.tokenizer import load_tokenizer
+from kdjax.training import heldout as evaluate
 
 SIZES = dict(rows=3, seq_len=40, batch_size=2)
 CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naïve 🎉\n'
@@ -367,7 +369,7 @@ def test_a_model_that_cannot_run_is_no_pass(command, pair, tmp_path):
 
 
 def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, monkeypatch):
-    from kdjax.evaluation import command as module
+    from kdjax.commands import evaluate as module
 
     def fail(*_, **__):
         raise MemoryError("RESOURCE_EXHAUSTED: 3 GiB")
@@ -420,9 +422,9 @@ def test_bad_input_ends_with_status_2(command, pair, arguments, message):
 
 def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mesh, command):
     from kdjax import config as config_module
-    from kdjax.checkpoint import Checkpoints, saved_params
-    from kdjax.job import assemble
-    from kdjax.loop import train
+    from kdjax.training.job import assemble
+    from kdjax.training.loop import train
+    from kdjax.training.saving import Checkpoints, saved_params
 
     tiny_config.train.steps, tiny_config.optim.warmup_steps = 2, 1
     tiny_config.checkpoint.every = tiny_config.eval.every = 1

@@ -25,7 +25,7 @@ from kdjax.export import (
 )
 from kdjax.formats import open_table
 from kdjax.formats.synthetic import byte_alphabet
-from kdjax.tokenizer import from_gguf, load_tokenizer
+from kdjax.models.tokenizer import from_gguf, load_tokenizer
 
 GOLDENS = Path(__file__).parent / "goldens"
 EXPORTS = {"hf": export_hf, "gguf": export_gguf, "apr": export_apr}

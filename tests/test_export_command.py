@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from exporting import a_student, corrupted, forward, load
 
-from kdjax.checkpoint import Checkpoints
 from kdjax.export import __main__ as command
 from kdjax.export import card, export_hf, vocabulary, weights
-from kdjax.step import TrainState
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.tokenizer import load_tokenizer
+from kdjax.training.saving import Checkpoints
+from kdjax.training.step import TrainState
 
 
 @pytest.fixture(scope="module")

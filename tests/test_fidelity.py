@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from kdjax import fidelity, runtime, sharding
 from kdjax.data import pipeline
 from kdjax.data.rows import pack_rows
+from kdjax.device import runtime, sharding
 from kdjax.errors import UserError
+from kdjax.evaluation import fidelity
 from kdjax.formats import open_table
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute
-from kdjax.teacher import dequantized
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.model import dequantized
+from kdjax.models.tokenizer import load_tokenizer
 
 SIZES = dict(rows=8, seq_len=24, batch_size=8)
 

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from kdjax import plan, sharding, teacher
-from kdjax.checkpoint import Checkpoints
 from kdjax.config import Config, identity, validate
+from kdjax.device import sharding
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode
-from kdjax.job import assemble, survey, teacher_backend
+from kdjax.models import model as teacher
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute
+from kdjax.models.model import PROVIDERS, dequantized, scaled
 from kdjax.models.weights import Scaled, from_bits, quantize_rows, to_bits
-from kdjax.teacher import PROVIDERS, dequantized, scaled
+from kdjax.training import plan
+from kdjax.training.job import assemble, survey, teacher_backend
+from kdjax.training.saving import Checkpoints
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 300, (4, 24)), jnp.int32)
 WHERE = jnp.ones_like(TOKENS), jnp.arange(24, dtype=jnp.int32)[None].repeat(4, 0)
@@ -155,8 +157,8 @@ def test_what_it_costs_on_a_random_model(plain, lean):
 def test_safetensors_give_the_same_teacher(models, tmp_path, monkeypatch):
     """The student's folder in float32 and its own GGUF: one row's scale and all, bit for bit."""
     from kdjax.export import export_hf
-    from kdjax.loading import load_params
     from kdjax.models.decoder import functional
+    from kdjax.models.loading import load_params
 
     source = models / "student.gguf"
     table = open_table(source)
@@ -237,8 +239,8 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(
 
 
 def test_the_bound_on_speed_counts_fp8_twice_as_fast(tiny_config):
-    from kdjax.runtime import Devices
-    from kdjax.sources import open_sources
+    from kdjax.device.runtime import Devices
+    from kdjax.training.pair import open_sources
 
     sources = open_sources(tiny_config)
     devices = Devices("gpu", "NVIDIA H200", 1, int(135e9), 989e12)

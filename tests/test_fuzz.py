@@ -21,7 +21,7 @@ from test_apr import MODEL as ARCHITECTURE
 
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.formats.apr import write_apr
+from kdjax.formats.apr.table import write_apr
 from kdjax.formats.blocks import BLOCKS
 from kdjax.formats.files import Cursor
 from kdjax.formats.gguf_writer import write_gguf

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdjax import generate as module
-from kdjax import runtime
+from kdjax.commands.generate import Stream
+from kdjax.device import runtime
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
-from kdjax.forms import open_form
-from kdjax.generate import Sampling, Stream, generate, pick
-from kdjax.sharding import make_mesh
-from kdjax.teacher import fixture
+from kdjax.models import decoding as module
+from kdjax.models.checkpoint import open_form
+from kdjax.models.decoding import Sampling, generate, pick
+from kdjax.models.model import fixture
 
 
 @functools.cache

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdjax import generate
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, block_type, decode
+from kdjax.models import decoding as generate
 from kdjax.models.arch import spec_from_table
 from kdjax.models.attention import attend
 from kdjax.models.decoder import Cache, Compute, functional

@@ -11,9 +11,9 @@ import time
 import pytest
 from test_run import REPOSITORY, _read, curve, environment, start, wait_for
 
-from kdjax import main
+from kdjax.commands import train as main
 from kdjax.errors import QUIT
-from kdjax.interrupts import StopSignals
+from kdjax.training.interrupts import StopSignals
 
 
 def finish(process, timeout=60):
@@ -69,7 +69,7 @@ def test_before_training_a_signal_leaves_nothing_half_written(tiny_config, tmp_p
 # Like XLA's, this wait is one call in C, without the interpreter's lock: no Python handler runs.
 COMPUTING = """
 import ctypes, threading
-from kdjax.interrupts import StopSignals
+from kdjax.training.interrupts import StopSignals
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
 libc.pthread_mutex_lock(mutex)
 with StopSignals():

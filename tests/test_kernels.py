@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kdjax import kernels, losses
-from kdjax.models import decoder, weights
+from kdjax.losses import divergences as losses
+from kdjax.models import decoder, kernels, weights
 
 INTERPRET = jax.default_backend() != "gpu"
 

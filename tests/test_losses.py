@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import entr, logsumexp, rel_entr, softmax
 
-from kdjax.head import HeadSpec, head_evaluation, head_loss
-from kdjax.losses import (
+from kdjax.losses.chunked import HeadSpec, head_evaluation, head_loss
+from kdjax.losses.divergences import (
     DIVERGENCES,
     cross_entropy,
     kd_logit_gradient,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kdjax import sharding
+from kdjax.device import sharding
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.loading import load_params
 from kdjax.models import attention, weights
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
+from kdjax.models.loading import load_params
 
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(p.parent.name for p in GOLDENS.glob("*/expected.npz"))

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kdjax import optim, sharding
+from kdjax.device import sharding
+from kdjax.training import optim
 
 SPEC = optim.OptimSpec(
     learning_rate=1e-3, final_learning_rate=0.0, warmup_steps=0, total_steps=100,

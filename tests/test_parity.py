@@ -70,8 +70,8 @@ def test_the_published_half_billion():
 @pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
 def test_greedy_decoding_of_the_published_half_billion():
     """20 prompts x 64 tokens, ragged, in one batch here; one by one there."""
-    from kdjax.forms import open_form
-    from kdjax.generate import Sampling, generate
+    from kdjax.models.checkpoint import open_form
+    from kdjax.models.decoding import Sampling, generate
 
     path = Path(os.environ["KDJAX_MODELS"]) / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
     opened = open_form(f"{path}@dequant:float32")

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdjax import main, plan, sharding
+from kdjax.commands import train as main
 from kdjax.config import Config
-from kdjax.convert import convert
+from kdjax.device import sharding
+from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
+from kdjax.export.apr import convert
 from kdjax.formats import TensorInfo, open_table
 from kdjax.formats.blocks import row_bytes
 from kdjax.formats.gguf_writer import write_gguf
@@ -26,12 +28,12 @@ from kdjax.formats.synthetic import (
     tensor_plan,
     write_random_gguf,
 )
-from kdjax.job import assemble
 from kdjax.models.arch import spec_from_table
-from kdjax.runtime import Devices
-from kdjax.sources import Sources, open_sources, same_weights
-from kdjax.teacher import Vocabulary
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.model import Vocabulary
+from kdjax.models.tokenizer import load_tokenizer
+from kdjax.training import plan
+from kdjax.training.job import assemble
+from kdjax.training.pair import Sources, open_sources, same_weights
 
 GIB = 2**30
 H200 = Devices("gpu", "NVIDIA H200", 1, int(135.1e9), 989e12)
@@ -88,7 +90,7 @@ def one_device():
 
 
 # Peaks of peak_bytes_in_use, GB: scripts/bench_step.py on one H200, jax 0.11.2, 21 November 2026.
-# The last three are whole runs of kdjax.main.
+# The last three are whole runs of kdjax.commands.train.
 ONE = dict(rows=8, length=2048, segments=1)
 MEASURED = [
     ("7b", "dequant", ONE, 25.13),
@@ -105,7 +107,7 @@ MEASURED = [
     ("7b", "q4k", dict(rows=1, length=32768, segments=1, remat="none"), 47.12),
     ("7b", "dequant", dict(rows=8, length=8192, segments=1, remat="none"), 88.90),
     ("7b", "dequant", dict(rows=8, length=512, segments=1, remat="none"), 28.34),
-    # Before the kernels of `kdjax.kernels`, but with their peaks not in the loss.
+    # Before the kernels of `kdjax.models.kernels`, but with their peaks not in the loss.
     ("7b", "dequant", dict(rows=8, length=2048), 25.57),
     ("7b", "dequant", dict(rows=8, length=512, chunk=512), 24.00),
     ("7b", "q4k", dict(rows=8, length=8192), 20.62),
@@ -263,7 +265,7 @@ def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
 def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, capsys):
     monkeypatch.setattr(main.runtime, "configure", lambda: main.runtime.Runtime)
     monkeypatch.setattr(main.runtime.Runtime, "describe", lambda *_: [], raising=False)
-    monkeypatch.setattr("kdjax.job.device_summary", lambda: on(1e-6))
+    monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(1e-6))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tiny_config.teacher.backend = "q4k"
     assert not main.show_plan(tiny_config)

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from kdjax import probe
-from kdjax.probe import Device, Probe
-from kdjax.runtime import GIB, DeviceMemory, classify_device_memory
+from kdjax.device import probe
+from kdjax.device.probe import Device, Probe
+from kdjax.device.runtime import GIB, DeviceMemory, classify_device_memory
 
 # integrated, pageable access, host page tables, compute capability, total memory
 H200 = Device(0, 0, 0, 9, 0, 140 * GIB)

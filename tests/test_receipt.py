@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 from conftest import make_tiny_config
 
-from kdjax import provenance, receipt, runtime, verification
-from kdjax.checkpoint import Checkpoints, abstract_state, saved_params, saved_run
+from kdjax._version import __version__
+from kdjax.commands.train import hooks_for
+from kdjax.device import runtime
 from kdjax.errors import UserError
-from kdjax.hooks import Action, Hook, NonFiniteError, exit_status
-from kdjax.job import assemble
-from kdjax.loop import train
-from kdjax.main import hooks_for
-from kdjax.version import __version__
+from kdjax.training.hooks import Action, Hook, NonFiniteError, exit_status
+from kdjax.training.job import assemble
+from kdjax.training.loop import train
+from kdjax.training.saving import Checkpoints, abstract_state, saved_params, saved_run
+from kdjax.watch import provenance, receipt
+from kdjax.watch import verify as verification
 
 
 class Probe(Hook):

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kdjax.commands.report import main
 from kdjax.config import Config, tiny
 from kdjax.errors import UserError
-from kdjax.hooks import NonFiniteError, Run
-from kdjax.report import Report, page
-from kdjax.report.__main__ import main
-from kdjax.report.workdir import read_run, read_runs
+from kdjax.training.hooks import NonFiniteError, Run
+from kdjax.watch.report import Report, page
+from kdjax.watch.report.workdir import read_run, read_runs
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -242,7 +242,7 @@ def test_figures_are_those_of_the_files(tmp_path):
 def test_curves_average_and_bands_span(tmp_path):
     from matplotlib.figure import Figure
 
-    from kdjax.report import figures
+    from kdjax.watch.report import figures
 
     lines = [step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)
              for i in range(1, 4 * figures._BINS + 1)]  # fmt: skip
@@ -319,7 +319,7 @@ def test_matplotlib_waits_for_the_first_drawing():
     import subprocess
     import sys
 
-    code = "import sys, kdjax.main, kdjax.report.page; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, kdjax.main, kdjax.watch.report.page; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 

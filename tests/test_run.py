@@ -18,12 +18,14 @@ import optax
 import pytest
 
 from kdjax import config as config_module
-from kdjax import main, sharding, step
-from kdjax.checkpoint import Checkpoints, abstract_state
+from kdjax.commands import train as main
+from kdjax.device import sharding
 from kdjax.errors import MissingFileError, UserError
-from kdjax.hooks import Action, Hook, NonFiniteError
-from kdjax.job import assemble
-from kdjax.loop import train
+from kdjax.training import step
+from kdjax.training.hooks import Action, Hook, NonFiniteError
+from kdjax.training.job import assemble
+from kdjax.training.loop import train
+from kdjax.training.saving import Checkpoints, abstract_state
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -302,7 +304,7 @@ def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
 
 
 def test_held_out_figures_that_are_none_stop_the_run_unsaved(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("kdjax.loop.held_out", lambda *_: {"kl": float("nan"), "tokens": 8.0})
+    monkeypatch.setattr("kdjax.training.loop.held_out", lambda *_: NAN_FIGURES)
     guard = main.hooks_for(tiny_config, tmp_path)[0]
     with pytest.raises(NonFiniteError, match="evaluation at step 0: kl not finite"):
         go(tiny_config, tmp_path / "run", guard)

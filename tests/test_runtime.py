@@ -14,10 +14,10 @@ import pytest
 from jax._src import xla_bridge
 from test_probe import GB10, GH200, H200, ORIN, RTX_4090, SILENT
 
-from kdjax import runtime
+from kdjax.device import runtime
+from kdjax.device.probe import Device, Probe
+from kdjax.device.runtime import GIB, DeviceMemory, classify_device_memory, configure, memory_policy
 from kdjax.errors import UserError
-from kdjax.probe import Device, Probe
-from kdjax.runtime import GIB, DeviceMemory, classify_device_memory, configure, memory_policy
 
 
 def policy(*devices, available=100 * GIB, **environ):
@@ -56,11 +56,11 @@ def not_started(monkeypatch):
 
 @pytest.fixture
 def warnings_logged():
-    """Messages of kdjax.runtime's logger, whatever the root logger does."""
+    """Messages of kdjax.device.runtime's logger, whatever the root logger does."""
     messages = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("kdjax.runtime")
+    logger = logging.getLogger("kdjax.device.runtime")
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)
@@ -353,8 +353,8 @@ _CHILD = """
 import json, os
 from jax._src import xla_bridge
 from jaxlib import xla_client
-from kdjax.probe import Device, Probe
-from kdjax.runtime import GIB, configure
+from kdjax.device.probe import Device, Probe
+from kdjax.device.runtime import GIB, configure
 import_started = xla_bridge.backends_are_initialized()
 device = Device(*json.loads(os.environ.pop("DEVICE")))
 configure(probe=lambda _: Probe((device,)), mem_available=lambda: 100 * GIB)
@@ -378,7 +378,7 @@ def test_a_child_process_and_its_jax_see_the_settings(
     child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True,
                            env=clean, check=True)  # fmt: skip
     seen = json.loads(child.stdout.splitlines()[-1])
-    assert not seen["started"], "importing kdjax.runtime or configuring started JAX"
+    assert not seen["started"], "importing kdjax.device.runtime or configuring started JAX"
     assert seen["options"]["allocator"] == allocator
     assert seen["options"]["memory_fraction"] == fraction
     assert seen["options"]["preallocate"] is preallocate
@@ -389,7 +389,7 @@ def test_a_child_process_and_its_jax_see_the_settings(
 
 _FAULTS = """
 import resource
-from kdjax.runtime import configure
+from kdjax.device.runtime import configure
 configure()
 import jax, jax.numpy as jnp
 
@@ -420,7 +420,7 @@ def test_temporaries_of_the_next_step_on_a_cpu_are_those_of_the_last(tmp_path, o
 
 
 _MEMBER = """
-from kdjax.runtime import configure
+from kdjax.device.runtime import configure
 line = configure(distributed=True).describe()[-1]
 import jax
 print(jax.process_index(), jax.process_count(), jax.device_count(), line)

@@ -14,15 +14,15 @@ import pytest
 from conftest import make_tiny_config
 from test_run import Recorder, saved
 
-from kdjax import samples
-from kdjax.checkpoint import Checkpoints
 from kdjax.data.rows import Rows
-from kdjax.forms import open_form
-from kdjax.job import assemble
-from kdjax.loop import train
-from kdjax.samples import Samples, choose, judge, pieces
-from kdjax.sharding import make_mesh
-from kdjax.teacher import fixture
+from kdjax.device.sharding import make_mesh
+from kdjax.models.checkpoint import open_form
+from kdjax.models.model import fixture
+from kdjax.training.job import assemble
+from kdjax.training.loop import train
+from kdjax.training.saving import Checkpoints
+from kdjax.watch import samples
+from kdjax.watch.samples import Samples, choose, judge, pieces
 
 
 @functools.cache

@@ -11,14 +11,16 @@ import pytest
 from conftest import make_tiny_config
 from test_run import Recorder
 
-from kdjax import main, provenance, receipt, runtime
-from kdjax.checkpoint import Checkpoints, saved_steps
+from kdjax.commands import train as main
 from kdjax.config import Config, SmokeConfig
+from kdjax.device import runtime
 from kdjax.errors import UserError
-from kdjax.hooks import NonFiniteError, Run, StepRecord
-from kdjax.job import assemble
-from kdjax.loop import train
-from kdjax.smoke import Verdict
+from kdjax.training.hooks import NonFiniteError, Run, StepRecord
+from kdjax.training.job import assemble
+from kdjax.training.loop import train
+from kdjax.training.saving import Checkpoints, saved_steps
+from kdjax.watch import provenance, receipt
+from kdjax.watch.smoke import Verdict
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +198,7 @@ def test_a_trial_that_breaks_off():
 
 
 def test_metrics_stay_json_when_the_student_is_ruined(tmp_path):
-    from kdjax.writers import JsonLines
+    from kdjax.watch.writers import JsonLines
 
     hook = JsonLines(tmp_path)
     hook.train_begin(Run(tmp_path, 0, 1, 64, 1.0, None, 1, {}))

@@ -14,12 +14,13 @@ import numpy as np
 import optax
 import pytest
 
-from kdjax import optim, sharding, step
+from kdjax.device import sharding
 from kdjax.formats import open_table
-from kdjax.head import HeadSpec
-from kdjax.loading import load_params
+from kdjax.losses.chunked import HeadSpec
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.loading import load_params
+from kdjax.training import optim, step
 
 GOLDENS = Path(__file__).parent / "goldens"
 ROWS, LENGTH = 8, 12

@@ -9,19 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdjax import sharding
-from kdjax.checkpoint import Checkpoints
+from kdjax.device import sharding
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode_fields, split
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
-from kdjax.head import HeadSpec, head_evaluation
-from kdjax.job import assemble
+from kdjax.losses.chunked import HeadSpec, head_evaluation
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute
-from kdjax.models.weights import Mixed, Packed
-from kdjax.teacher import (
+from kdjax.models.model import (
     PROVIDERS,
     TeacherLogitsProvider,
     align,
@@ -30,6 +27,9 @@ from kdjax.teacher import (
     packed,
     truncated,
 )
+from kdjax.models.weights import Mixed, Packed
+from kdjax.training.job import assemble
+from kdjax.training.saving import Checkpoints
 
 HALF = Compute(param_dtype=jnp.bfloat16)
 
@@ -209,7 +209,7 @@ def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path,
 
 
 def test_the_environment_wins_over_the_config(tiny_config, tmp_path, monkeypatch):
-    from kdjax.job import teacher_backend
+    from kdjax.training.job import teacher_backend
 
     tiny_config.teacher.backend = "dequant"
     assert teacher_backend(tiny_config) == "dequant"
@@ -222,7 +222,7 @@ def test_the_environment_wins_over_the_config(tiny_config, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("student_rows", "teacher_rows"), [(384, 320), (320, 0), (0, 384)])
 def test_vocabularies_of_impossible_sizes_name_both(models, student_rows, teacher_rows):
-    from kdjax.tokenizer import load_tokenizer
+    from kdjax.models.tokenizer import load_tokenizer
 
     specs = [spec_from_table(open_table(models / f"{n}.gguf")) for n in ("student", "teacher")]
     tokenizer = load_tokenizer(models / "teacher.gguf")

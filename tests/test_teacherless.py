@@ -12,21 +12,22 @@ import numpy as np
 import pytest
 
 from kdjax import config as config_module
-from kdjax import demo, step
-from kdjax.checkpoint import Checkpoints
+from kdjax import demo
+from kdjax.commands.export import main as export
+from kdjax.commands.train import hooks_for
+from kdjax.device.runtime import device_summary
 from kdjax.errors import MissingFileError, UserError
-from kdjax.export.__main__ import main as export
 from kdjax.formats import open_shapes, open_table
-from kdjax.head import HeadSpec, head_evaluation, head_loss
-from kdjax.job import assemble
-from kdjax.loop import train
-from kdjax.main import hooks_for
-from kdjax.metrics import held_out_figures
+from kdjax.losses.chunked import HeadSpec, head_evaluation, head_loss
 from kdjax.models.arch import spec_from_table
-from kdjax.receipt import Receipt
-from kdjax.runtime import device_summary
-from kdjax.tokenizer import load_tokenizer
-from kdjax.verification import verify
+from kdjax.models.tokenizer import load_tokenizer
+from kdjax.training import step
+from kdjax.training.heldout import held_out_figures
+from kdjax.training.job import assemble
+from kdjax.training.loop import train
+from kdjax.training.saving import Checkpoints
+from kdjax.watch.receipt import Receipt
+from kdjax.watch.verify import verify
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64,
@@ -196,7 +197,7 @@ def test_bits_per_byte_are_the_nats_over_the_bytes_of_the_targets(alone, tmp_pat
 
 
 def _sums(*values):
-    from kdjax.head import EvalSums
+    from kdjax.losses.chunked import EvalSums
 
     return EvalSums(*values)
 

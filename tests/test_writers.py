@@ -7,9 +7,9 @@ import types
 
 import pytest
 
-from kdjax import writers
 from kdjax.errors import UserError
-from kdjax.hooks import Action, NonFiniteError, NonFiniteGuard, Run, StepRecord
+from kdjax.training.hooks import Action, NonFiniteError, NonFiniteGuard, Run, StepRecord
+from kdjax.watch import writers
 
 FIGURES = dict(loss=1.5, ce=2.0, kl=0.5, grad_norm=3.0, learning_rate=1e-5, tokens=60.0)
 HELD_OUT = dict(

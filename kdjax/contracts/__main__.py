@@ -77,7 +77,7 @@ def _mutate(args: argparse.Namespace) -> int:
 
 def _verify_receipt(args: argparse.Namespace) -> int:
     # By name: contracts are a lower row than what writes receipts.
-    receipt = importlib.import_module("kdjax.receipt")
+    receipt = importlib.import_module("kdjax.watch.receipt")
     for line in receipt.verify(args.workdir):
         print(line)
     return 0

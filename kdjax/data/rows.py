@@ -18,7 +18,7 @@ import numpy as np
 
 from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
-from kdjax.tokenizer import Tokenizer
+from kdjax.models.tokenizer import Tokenizer
 
 FORMAT = 1  # raise when the same inputs would give other bytes
 _COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}

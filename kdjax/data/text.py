@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kdjax.errors import MissingFileError, UserError
-from kdjax.tokenizer import Tokenizer
+from kdjax.models.tokenizer import Tokenizer
 
 # What a directory is searched for; a file named outright is read whatever its suffix.
 # fmt: off

@@ -20,11 +20,11 @@ from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
-from kdjax.head import HeadSpec, chunked, cut, joined
-from kdjax.losses import cross_entropy, existing, kl_divergence, log_softmax, soft_divergence
-from kdjax.models.weights import unembedded
-from kdjax.teacher import Vocabulary, align
-from kdjax.tokenizer import Tokenizer
+from kdjax.losses.chunked import HeadSpec, chunked, cut, joined
+from kdjax.losses.divergences import cross_entropy, kl_divergence, log_softmax, soft_divergence
+from kdjax.models.model import Vocabulary, align
+from kdjax.models.tokenizer import Tokenizer
+from kdjax.models.weights import existing, unembedded
 
 # Positions are counted from the document's start, or from the row's where a document goes on in it:
 # what counts is how much the model could see before.

@@ -14,7 +14,7 @@ from kdjax.errors import UserError
 from kdjax.evaluation import problems as bench
 from kdjax.evaluation import sandbox
 from kdjax.evaluation.problems import Problem
-from kdjax.tokenizer import Tokenizer
+from kdjax.models.tokenizer import Tokenizer
 
 INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
 # What prompts (ids) become until a stop string: (text, "stop" or "length") each, in order. May

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import MissingFileError, UserError
-from kdjax.tokenizer import Tokenizer
+from kdjax.models.tokenizer import Tokenizer
 
 FORMATS = ("base", "instruct", "auto")
 HUMANEVAL_STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kdjax.checkpoint import saved_names, saved_params, saved_run, saved_steps
+from kdjax.device.sharding import parameter_shardings
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import TensorTable, open_shapes, open_table
-from kdjax.forms import Form
 from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.checkpoint import Form
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.model import PROVIDERS, TeacherInfo, TeacherLogitsProvider
+from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 from kdjax.models.weights import to_bits
-from kdjax.sharding import parameter_shardings
-from kdjax.teacher import PROVIDERS, TeacherInfo, TeacherLogitsProvider
-from kdjax.tokenizer import Tokenizer, load_tokenizer
+from kdjax.training.saving import saved_names, saved_params, saved_run, saved_steps
 
 _RECEIPT = "receipt.json"
 

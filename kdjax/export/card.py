@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kdjax._version import __version__
 from kdjax.config import flatten
 from kdjax.models.arch import ArchSpec
-from kdjax.version import __version__
 
 _FIGURES = {
     "student_ce": "cross-entropy with the text, nats a token",

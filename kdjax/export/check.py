@@ -14,11 +14,11 @@ from kdjax.errors import UserError
 from kdjax.export.vocabulary import Source, differences
 from kdjax.export.weights import Tensor, interleave
 from kdjax.formats import TensorTable, open_table
-from kdjax.formats.apr import verify_footer
+from kdjax.formats.apr.table import verify_footer
 from kdjax.formats.blocks import decode, encode
-from kdjax.loading import is_gguf, tensor_names
 from kdjax.models.arch import ArchSpec, rope_frequencies, spec_from_table
-from kdjax.tokenizer import load_tokenizer
+from kdjax.models.loading import is_gguf, tensor_names
+from kdjax.models.tokenizer import load_tokenizer
 
 # Root mean square of the errors in a block of 256, relative to its largest element: what no valid
 # rounding exceeds. Half the worst step for the types with one scale, which are off by a whole step

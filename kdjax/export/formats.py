@@ -15,7 +15,7 @@ from kdjax.export.check import Report, check
 from kdjax.export.staging import staged
 from kdjax.export.vocabulary import Source
 from kdjax.export.weights import Tensor, tensors
-from kdjax.formats.apr import DTYPES, write_apr
+from kdjax.formats.apr.table import DTYPES, write_apr
 from kdjax.formats.files import Data
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.recipes import RECIPES, tensor_type

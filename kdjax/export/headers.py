@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.convert import apr_architecture, plain
 from kdjax.errors import UserError
+from kdjax.export.apr import apr_architecture, plain
 from kdjax.formats import TensorTable
-from kdjax.formats.apr_metadata import TOKENIZER
-from kdjax.loading import is_gguf
+from kdjax.formats.apr.metadata import TOKENIZER
 from kdjax.models.arch import ArchSpec, RopeScaling, rope_frequencies
+from kdjax.models.loading import is_gguf
 
 _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",

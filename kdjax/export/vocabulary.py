@@ -1,7 +1,7 @@
 """The tokenizer in the files of each format, from those of any other.
 
 A Hugging Face folder's own files are copied as they are; GGUF key-values likewise. Between the two
-`kdjax.tokenizer` is the bridge.
+`kdjax.models.tokenizer` is the bridge.
 """
 
 import json
@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, open_shapes, open_table
-from kdjax.tokenizer import PRE_TOKENIZERS, Tokenizer, load_tokenizer
+from kdjax.models.tokenizer import PRE_TOKENIZERS, Tokenizer, load_tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
           "merges.txt", "added_tokens.json", "chat_template.jinja")  # fmt: skip

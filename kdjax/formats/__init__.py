@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from kdjax.errors import MissingFileError
-from kdjax.formats.apr import AprTable, is_apr
+from kdjax.formats.apr.table import AprTable, is_apr
 from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.safetensors import SafetensorsTable, ShapesTable
 from kdjax.formats.table import TensorInfo, TensorTable

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from kdjax import kernels
 from kdjax.formats.blocks import decode_fields
-from kdjax.kernels import FP8, fp8_scales
+from kdjax.models import kernels
+from kdjax.models.kernels import EXCLUDED, FP8, fp8_scales
 
 _BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FP8): jnp.uint8}
 _NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in _BITS.items()}
@@ -195,6 +195,17 @@ def unembedded(hidden: Float[Array, "B T D"], head: Any) -> Float32[Array, "B T 
         rows = Rounded(*quantize_rows(flat), flat.dtype)
         return head.project(rows, jnp.float32).reshape(*hidden.shape[:-1], -1)
     return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+
+
+def existing(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED) -> Array:
+    """The logits, with `fill` for ids from `real` on: padding rows of a head are no tokens.
+
+    Masked and not sliced: 151,936 columns keep the matrix product aligned, 151,665 do not.
+    """
+    if real >= logits.shape[-1]:
+        return logits
+    exists = jnp.arange(logits.shape[-1], dtype=jnp.int32) < real
+    return jnp.where(jnp.expand_dims(exists, tuple(range(logits.ndim - 1))), logits, fill)
 
 
 def _is_weight(x: Any) -> bool:

@@ -1,0 +1,294 @@
+"""Evaluation of a model: held-out text, a teacher, HumanEval and MBPP, and whether it is broken.
+
+    python -m kdjax.evaluate runs/a --data=corpus/heldout --teacher=teacher.gguf@q4k
+    python -m kdjax.evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl
+
+TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, or a Hugging
+Face folder. FORM is dequant (the default), q4k or fp8, then nothing or :bfloat16 or :float32.
+
+Exit status: 0 done, 2 bad input, 8 the model does not run (pass@k is 0 then), 9 it runs and is
+broken: the evidence is printed.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from kdjax.data.text import find_files
+from kdjax.device import runtime, sharding
+from kdjax.errors import MissingFileError, UserError
+from kdjax.evaluation import heldout, passk, problems, report, sandbox
+from kdjax.evaluation.health import examine
+from kdjax.evaluation.health.detectors import Finding, Output
+from kdjax.evaluation.target import Target, open_target
+from kdjax.models.decoding import Sampling, generate
+from kdjax.models.model import TeacherLogitsProvider
+
+OK, BAD_INPUT, INFERENCE_FAILED, BROKEN = 0, 2, 8, 9
+_BENCHMARKS = {"humaneval": problems.load_humaneval, "mbpp": problems.load_mbpp}
+
+
+def parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = flags.add_argument
+    add("target", metavar="TARGET", help="workdir, step folder, model file or folder, with @FORM")
+    add("--student", default="", help="what a checkpoint's run began with: shapes and tokenizer")
+    add("--tokenizer", default="", help="a file or folder, instead of the target's own")
+    text = "held-out text of one domain: folders, globs, files, joined by commas"
+    add("--data", action="append", default=[], metavar="[NAME=]PATHS", help=text)
+    add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
+    add("--rows", type=int, default=64, help="rows of each domain, at most")
+    add("--seq-len", type=int, default=1024, help="positions a row")
+    add("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz")
+    add("--mbpp", type=Path, metavar="FILE", help="mbpp.jsonl or sanitized-mbpp.json lines")
+    add("--limit", type=int, default=0, help="only the first problems of each; 0: all")
+    add("--prompt", choices=problems.FORMATS, default="auto", help="auto: by the chat template")
+    add("--samples", type=int, default=1, help="answers to each problem")
+    add("--k", default="1", help="pass@k for these k, such as 1,10")
+    add("--temperature", type=float, help="default 0, and 0.8 for several samples")
+    add("--top-p", type=float, default=0.95, help="has no effect at temperature 0")
+    add("--max-tokens", type=int, default=768, help="of an answer")
+    add("--seed", type=int, default=0)
+    add("--timeout", type=float, default=sandbox.DEFAULT.wall_seconds, help="seconds a program")
+    add("--batch-size", type=int, default=8, help="rows at a time")
+    add("--json", type=Path, help="write everything there, answers too")
+    return flags
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The flags, checked; files other than the models are read."""
+
+    args: argparse.Namespace
+    domains: dict[str, str]
+    benchmarks: dict[str, list[problems.Problem]]
+    ks: tuple[int, ...]
+    sampling: Sampling
+
+
+def check(args: argparse.Namespace) -> Request:
+    """Raises `UserError` for flags that cannot work, before a model is read."""
+    for name in ("rows", "samples", "max_tokens", "batch_size"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
+    if args.seq_len < 2:
+        raise UserError("--seq-len must be 2 or more.")
+    if args.teacher and not args.data:
+        raise UserError("--teacher is compared on text: name some with --data=PATHS.")
+    try:
+        ks = tuple(sorted({int(k) for k in args.k.split(",")}))
+    except ValueError:
+        raise UserError(f"--k={args.k}: expected whole numbers such as 1,10.") from None
+    if not all(1 <= k <= args.samples for k in ks):
+        raise UserError(f"--k={args.k}: each must be between 1 and --samples={args.samples}.")
+    temperature = args.temperature
+    if temperature is None:
+        temperature = 0.0 if args.samples == 1 else 0.8
+    if args.samples > 1 and temperature == 0:
+        raise UserError(f"--temperature=0 gives the same answer {args.samples} times; raise it.")
+    sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
+    sampling.check()
+    split = [text.partition("=") for text in args.data]
+    domains = {name: paths if equals else name for name, equals, paths in split}
+    for patterns in domains.values():
+        find_files(patterns)
+    benchmarks = {
+        name: read(path)[: args.limit or None]
+        for name, read in _BENCHMARKS.items()
+        if (path := getattr(args, name)) is not None
+    }
+    if benchmarks:
+        sandbox.held()
+    return Request(args, domains, benchmarks, ks, sampling)
+
+
+def _speaker(target: Target, provider: TeacherLogitsProvider, sampling: Sampling,
+             batch_size: int) -> Callable[..., list[Output]]:  # fmt: skip
+    tokenizer = target.tokenizer
+    ends = tuple(sorted({tokenizer.eos_id, tokenizer.end_of_text_id}))
+
+    def say(prompts: list[list[int]], stops: tuple[str, ...] = ()) -> list[Output]:
+        how = dataclasses.replace(sampling, stop_ids=ends, stop_strings=stops)
+        with target.precision():
+            made = generate(provider, tokenizer, prompts, how, batch_size=batch_size)
+        return [Output(c.ids, c.text, c.reason) for c in made]
+
+    return say
+
+
+class _Report:
+    """The document as it grows; whatever stops the model ends up in it."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.document: dict[str, Any] = {
+            "target": request.args.target,
+            "mode": passk.INFERENCE,
+            "broken": [],
+        }
+
+    def attempt(self, what: str, work: Callable[[], Any]) -> Any:
+        """The work's result; None, and the first error kept, if the model stopped it."""
+        if self.failed:
+            return None
+        try:
+            return work()
+        # Out of memory, a missing tensor, an operation XLA refuses: all of them mean no figures.
+        except Exception as error:
+            message = f"{what}: {type(error).__name__}: {error}"[:2000]
+            self.document |= {"mode": passk.INFERENCE_FAILED, "inference_error": message}
+            return None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the model could not run."""
+        return self.document["mode"] == passk.INFERENCE_FAILED
+
+    def found(self, findings: Sequence[Finding]) -> None:
+        """Adds findings, and says them at once: benchmarks may take an hour from here."""
+        for finding in findings:
+            print(f"BROKEN {finding.detector}: {finding.evidence}", file=sys.stderr)
+        self.document["broken"] += [dataclasses.asdict(finding) for finding in findings]
+
+    def status(self) -> int:
+        """The exit status."""
+        benchmarks = [self.document[name] for name in self.request.benchmarks]
+        if self.failed or any(b["mode"] == passk.INFERENCE_FAILED for b in benchmarks):
+            return INFERENCE_FAILED
+        return BROKEN if self.document["broken"] else OK
+
+
+def evaluate(request: Request) -> tuple[dict[str, Any], int]:
+    """Everything that was asked for: the document and the exit status.
+
+    Raises `UserError` for paths that do not exist and a teacher that cannot be compared with.
+    """
+    args, made = request.args, _Report(request)
+    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    teacher = open_target(args.teacher) if args.teacher else None
+    try:
+        target = open_target(args.target, args.student, args.tokenizer)
+    except MissingFileError:
+        raise
+    except UserError as error:  # it is there, and no model that could answer anything
+        target = None
+        made.document |= {"mode": passk.INFERENCE_FAILED, "inference_error": str(error)}
+    if target is not None:
+        made.document["model"] = str(target)
+        _check_together(request, target, teacher)
+        made.found(made.attempt("reading it", lambda: examine.of_files(target, mesh)) or [])
+        _run(made, target, mesh)
+    for name, asked in request.benchmarks.items():
+        if name not in made.document:
+            made.document[name] = _nothing_ran(asked, request, made.document["inference_error"])
+    if target is not None and request.domains and not made.failed:
+        figures = made.attempt("held-out text", lambda: heldout.measure(
+            target, teacher, request.domains, mesh, rows=args.rows, seq_len=args.seq_len,
+            batch_size=args.batch_size))  # fmt: skip
+        made.document |= {"teacher": args.teacher, "held_out": figures}
+    if request.benchmarks:
+        made.document["sandbox"] = sandbox.describe(sandbox.held())
+    return made.document, made.status()
+
+
+def _check_together(request: Request, target: Target, teacher: Target | None) -> None:
+    """Raises `UserError` for what was asked of this model and cannot be asked of it."""
+    args = request.args
+    if teacher is not None:
+        heldout.vocabulary(target, teacher)
+    most = target.spec.max_positions
+    if request.domains and args.seq_len > most:
+        raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
+    if request.benchmarks and args.max_tokens >= most:
+        raise UserError(f"--max-tokens={args.max_tokens} leaves no room for a prompt in {most} "
+                        "positions; lower it.")  # fmt: skip
+    if request.benchmarks and args.prompt == "instruct" and not target.tokenizer.chat_template:
+        raise UserError("--prompt=instruct: the tokenizer has no chat template; use base.")
+
+
+def _run(made: _Report, target: Target, mesh: Mesh) -> None:
+    """Loads the model and adds what it predicts, says and solves; it is freed on return."""
+    request = made.request
+    provider = made.attempt("loading it", lambda: target.load(mesh))
+    seen = made.attempt("running it", lambda: examine.of_logits(target, provider))
+    if seen is None:
+        return
+    made.found(seen[0])
+    made.document["probe"] = seen[1]
+    short = Sampling(max_tokens=examine.probes.ANSWER_TOKENS)
+    say = _speaker(target, provider, short, len(examine.probes.QUESTIONS))
+    said = made.attempt("generating", lambda: examine.of_answers(target, say))
+    if said is None:
+        return
+    made.found(said[0])
+    made.document["probe"]["answers"] = said[1]
+    answer = _speaker(target, provider, request.sampling, request.args.batch_size)
+    form = problems.choose_format(request.args.prompt, target.tokenizer)
+    settings = _settings(request, form, target)
+
+    def ask(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
+        return [(output.text, output.reason) for output in answer(prompts, stops)]
+
+    for name, asked in request.benchmarks.items():
+        made.document[name] = passk.run_benchmark(asked, target.tokenizer, ask, settings)
+
+
+def _settings(request: Request, form: str, target: Target | None) -> passk.Settings:
+    args = request.args
+    return passk.Settings(
+        form=form,
+        samples=args.samples,
+        ks=request.ks,
+        batch_size=args.batch_size,
+        bos=target.bos if target else None,
+        room=target.spec.max_positions - args.max_tokens if target else None,
+        limits=dataclasses.replace(sandbox.DEFAULT, wall_seconds=args.timeout),
+    )
+
+
+def _nothing_ran(asked: Sequence[problems.Problem], request: Request, error: str) -> dict[str, Any]:
+    """A benchmark whose every sample failed because the model does not run."""
+    settings = _settings(request, request.args.prompt, None)
+    samples = [
+        passk.Sample(problem.task, passk.INFERENCE_FAILED, error, "", "")
+        for problem in asked
+        for _ in range(settings.samples)
+    ]
+    return passk.summarise(asked, samples, settings)
+
+
+def _json_able(value: Any) -> Any:
+    """NaN and infinities as text: JSON has none, and null would hide which."""
+    if isinstance(value, dict):
+        return {key: _json_able(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_able(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    args = parser("python -m kdjax.evaluate", __doc__ or "").parse_args(argv)
+    try:
+        request = check(args)
+        runtime.configure()
+        print(runtime.device_summary(), file=sys.stderr)
+        document, status = evaluate(request)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    document = _json_able({**document, "status": status})
+    print(report.text(document))
+    if args.json:
+        report.write(args.json, document)
+    return status

@@ -1,0 +1,163 @@
+"""The command.
+
+    python -m kdjax.export WORKDIR --format=hf --out=exported/student
+    python -m kdjax.export WORKDIR --format=gguf --type=q4_k_m --out=student-q4_k_m.gguf
+
+Exit status: 0 done, 2 bad input, 5 what was written did not read back the same; after 2 and 5
+nothing is left of it, and what was at --out before still is.
+"""
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from kdjax.device import runtime
+from kdjax.errors import MissingFileError, UserError
+from kdjax.export.card import model_card
+from kdjax.export.check import Report, SelfCheckError
+from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
+from kdjax.export.staging import check_target
+from kdjax.export.vocabulary import open_source
+from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.decoder import Params
+from kdjax.training.saving import saved_params, saved_run, saved_steps
+
+DONE, BAD_INPUT, CHECK_FAILED = 0, 2, 5
+_RECEIPT = "receipt.json"
+
+
+def read_params(workdir: Path, step: int) -> Params:
+    """The student's parameters at a saved step: a nested dict of float32 arrays on the host."""
+    params: Params = {}
+    for name, array in saved_params(workdir, step):
+        *path, last = name.split("/")
+        node = params
+        for key in path:
+            node = node.setdefault(key, {})
+        node[last] = array
+    return params
+
+
+def read_receipt(workdir: Path) -> dict[str, Any]:
+    """The run's `receipt.json`, empty if there is none; raises `UserError` if it is no JSON."""
+    path = workdir / _RECEIPT
+    if not path.is_file():
+        return {}
+    try:
+        receipt = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: no JSON ({error}). Restore it, or move it away.") from error
+    return receipt if isinstance(receipt, dict) else {}
+
+
+def choose_step(workdir: Path, asked: int | None) -> int:
+    """The step to export, the newest by default; raises `UserError` if it is not there."""
+    if not workdir.is_dir():
+        raise MissingFileError(f"{workdir}: no such folder; expected the --workdir of a run.")
+    steps = saved_steps(workdir)
+    if not steps:
+        raise UserError(
+            f"{workdir} holds no checkpoint; expected some under {workdir}/checkpoints. Name the "
+            "--workdir of a run that has saved."
+        )
+    if asked is not None and asked not in steps:
+        raise UserError(
+            f"found no step {asked} in {workdir}; expected one of {', '.join(map(str, steps))}."
+        )
+    return steps[-1] if asked is None else asked
+
+
+def student_paths(workdir: Path, asked: str | None, receipt: dict[str, Any]) -> tuple[str, str]:
+    """Paths of the student's own file or folder, and of its tokenizer."""
+    config = receipt.get("config")
+    config = config if isinstance(config, dict) else {}
+    start = Path(str(receipt.get("cwd") or "."))  # relative paths of the config begin there
+    student = asked or (config.get("student") or {}).get("path")
+    if not student:
+        raise UserError(
+            f"{workdir} does not say which student it trained (no {_RECEIPT} with its config). "
+            "Give the file or folder that the run started from: --student=PATH."
+        )
+    paths = [asked or str(_from(start, student))]
+    tokenizer = "" if asked else (config.get("data") or {}).get("tokenizer")
+    paths.append(str(_from(start, tokenizer)) if tokenizer else paths[0])
+    if not Path(paths[0]).exists():
+        raise MissingFileError(
+            f"{paths[0]}: no such file or folder; expected the student that the run started from, "
+            "for its tokenizer and config. Say where it is now: --student=PATH."
+        )
+    return paths[0], paths[1]
+
+
+def _from(start: Path, path: str) -> Path:
+    """The path as the run's folder saw it, unless it is there as it stands."""
+    return Path(path) if Path(path).exists() else start / path
+
+
+def export(args: argparse.Namespace) -> Report:
+    """Reads the checkpoint and writes it as asked."""
+    workdir, out = Path(args.workdir), Path(args.out)
+    check_target(out, folder=args.format == "hf", overwrite=args.overwrite)
+    step = choose_step(workdir, args.step)
+    receipt = read_receipt(workdir)
+    source = open_source(*student_paths(workdir, args.student, receipt))
+    params = read_params(workdir, step)
+    # The run may have tied a head that the student's file stores twice, or untied one.
+    spec: ArchSpec = dataclasses.replace(spec_from_table(source.table), tied="head" not in params)
+    how: dict[str, Any] = {"dtype": args.type, "overwrite": args.overwrite}
+    print(f"{workdir} step {step}: {args.format} as {args.type} to {out}", file=sys.stderr)
+    if args.format == "gguf":
+        return export_gguf(params, spec, source, out, **how)
+    if args.format == "apr":
+        return export_apr(params, spec, source, out, **how)
+    identity = saved_run(workdir, step).get("identity")
+    card = model_card(spec, name=out.name, step=step, receipt=receipt, identity=identity)
+    return export_hf(params, spec, source, out, card=card, **how)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kdjax.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("workdir", metavar="WORKDIR", help="of a run that has saved")
+    parser.add_argument("--format", required=True, choices=("hf", "gguf", "apr"))
+    parser.add_argument("--out", required=True, help="folder (hf) or file to make")
+    kinds = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k"
+    parser.add_argument("--type", default="f32", choices=GGUF_TYPES, help=kinds)
+    parser.add_argument("--step", type=int, help="a saved step; the newest by default")
+    where = "the file or folder the run started from, if receipt.json does not say or it has moved"
+    parser.add_argument("--student", help=where)
+    parser.add_argument("--overwrite", action="store_true", help="replace --out if it is there")
+    return parser
+
+
+def _terminated(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        runtime.configure()
+        report = export(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except SelfCheckError as error:
+        print(f"self-check failed: {error}", file=sys.stderr)
+        return CHECK_FAILED
+    print(f"{args.out}: {report}")
+    return DONE
+
+
+if __name__ == "__main__":
+    # As any exception would, the signal leaves nothing half-written.
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.exit(main())

@@ -1,0 +1,416 @@
+"""What must be decided before JAX touches a device: allocator, memory, compilation cache, cluster.
+
+XLA does not know about GPUs that share memory with the CPU (GB10, Jetson): its default grabs 75% of
+what the driver calls total, which there is the machine's own RAM. So the driver is asked first
+(`probe`), and the answer decides the environment that JAX reads at its first use of a device. A
+setting of the user's own always wins. Importing this module starts nothing.
+"""
+
+import ctypes
+import dataclasses
+import enum
+import logging
+import os
+import re
+import resource
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jax.typing
+
+from kdjax.device.probe import Device, Probe, probe_devices
+from kdjax.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+GIB = 2**30
+
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # deprecated; JAX refuses to start with both
+UNIFIED = "TF_FORCE_UNIFIED_MEMORY"
+PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+MANAGED = "MANAGED_MEMORY"  # ours: 1 forces unified memory, 0 forbids it
+CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+
+
+class DeviceMemory(enum.Enum):
+    """How a machine's GPU memory relates to its RAM."""
+
+    NONE = "none"  # no NVIDIA driver, or no visible device
+    DISCRETE = "discrete"  # memory of its own behind a bus
+    COHERENT = "coherent"  # memory of its own, page tables shared with the CPU (GH200, GB200)
+    INTEGRATED = "integrated"  # the machine's RAM (GB10, Jetson)
+    UNKNOWN = "unknown"  # the driver failed, or its answers make no sense together
+
+
+def classify_device_memory(devices: Sequence[Device]) -> DeviceMemory:
+    """The kind of memory of the visible devices; total over every combination of answers.
+
+    One refused answer makes a device UNKNOWN, and so do devices of different kinds: an error is
+    never read as "integrated".
+    """
+    kinds = {_classify(device) for device in devices}
+    if not kinds:
+        return DeviceMemory.NONE
+    return kinds.pop() if len(kinds) == 1 else DeviceMemory.UNKNOWN
+
+
+def _classify(device: Device) -> DeviceMemory:
+    if None in dataclasses.astuple(device):
+        return DeviceMemory.UNKNOWN
+    if not {device.integrated, device.pageable, device.host_page_tables} <= {0, 1}:
+        return DeviceMemory.UNKNOWN
+    if device.integrated:
+        return DeviceMemory.INTEGRATED
+    # Pageable access alone is common: on x86 the open kernel driver offers it (HMM) for any card.
+    coherent = device.pageable and device.host_page_tables
+    return DeviceMemory.COHERENT if coherent else DeviceMemory.DISCRETE
+
+
+def parse_mem_available(meminfo: str) -> int | None:
+    """Bytes of MemAvailable in the text of /proc/meminfo; None if it is not there."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def mem_available() -> int | None:
+    """Bytes of RAM that can be had without swapping; None where the kernel does not say."""
+    try:
+        return parse_mem_available(Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+
+
+def memory_policy(
+    devices: Sequence[Device], *, environ: Mapping[str, str], mem_available: int | None
+) -> tuple[dict[str, str], list[str]]:
+    """The environment settings to add for these devices, and the reasons, one line each.
+
+    `mem_available` is in bytes. What `environ` already sets is left out of the settings and named
+    in the reasons; an empty value counts as not set. MANAGED_MEMORY=1 asks for unified memory, 0
+    forbids it. Raises `UserError` for another value, and for both names of the memory fraction.
+    """
+    asked = environ.get(MANAGED) or None
+    if asked not in (None, "0", "1"):
+        raise UserError(
+            f"{MANAGED}={asked!r}: must be 1 (force unified memory), 0 (forbid it), or not set "
+            "(off unless TF_FORCE_UNIFIED_MEMORY asks for it)."
+        )
+    kind = classify_device_memory(devices)
+    if kind is DeviceMemory.NONE:
+        return {}, ["nothing to set"]
+    if environ.get(FRACTION) and environ.get(OLD_FRACTION):
+        raise UserError(
+            f"{FRACTION} and {OLD_FRACTION} are both set, and JAX refuses to start with both: "
+            f"unset {OLD_FRACTION}, the deprecated name."
+        )
+    unified = (environ.get(UNIFIED) or asked or "0").lower() in ("1", "true")
+    if unified:
+        wanted, reason = _unified(kind)
+    elif kind is DeviceMemory.INTEGRATED:
+        wanted, reason = _integrated(devices, mem_available)
+    elif kind is DeviceMemory.UNKNOWN:
+        wanted, reason = {}, "the driver did not tell, so JAX's defaults stay"
+    else:
+        wanted, reason = _own_memory(kind)
+    if asked:
+        wanted[UNIFIED] = asked
+    settings, kept = _yield_to_user(wanted, environ)
+    return settings, [reason, *kept, *_traps(environ, unified)]
+
+
+def _unified(kind: DeviceMemory) -> tuple[dict[str, str], str]:
+    # With preallocation XLA would take 100% of the device at once, whatever the fraction says.
+    settings = {ALLOCATOR: "bfc", PREALLOCATE: "false"}
+    if kind is DeviceMemory.INTEGRATED:
+        settings[PINNED_GIB] = "4"
+    return settings, (
+        "unified allocations, as asked: grown on demand by bfc, the only allocator that makes "
+        "them; fractions below 1 have no effect"
+    )
+
+
+def _integrated(devices: Sequence[Device], available: int | None) -> tuple[dict[str, str], str]:
+    # Unified allocations stay off: plain ones already are the shared RAM, JAX copies host arrays
+    # in any case, and in unified mode XLA ignores the fraction, the only bound there is.
+    settings = {ALLOCATOR: "bfc", PREALLOCATE: "false", PINNED_GIB: "4"}
+    if available is None:
+        return settings, "grown on demand by bfc to XLA's 75%: no MemAvailable to go by"
+    total = min(device.total_bytes or 0 for device in devices)
+    # Not the driver's free figure, which leaves out the page cache: it can say 2 GiB with 73 GiB
+    # of cache to give back.
+    reserve = max(8 * GIB, total // 10)
+    share = (available - reserve) / len(devices) / max(total, 1)
+    fraction = min(max(share, 0.1), 0.75)
+    return settings | {FRACTION: f"{fraction:.3f}"}, (
+        f"up to {fraction:.1%} of {total / GIB:.1f} GiB, grown on demand by bfc: "
+        f"{available / GIB:.1f} GiB are available, of which {reserve / GIB:.1f} stay for the system"
+    )
+
+
+def _own_memory(kind: DeviceMemory) -> tuple[dict[str, str], str]:
+    # The rest is for what XLA does not allocate: the context, cuDNN, cuBLAS, NCCL. On a superchip
+    # the operating system may also place page cache in the device's memory.
+    fraction = "0.90" if kind is DeviceMemory.DISCRETE else "0.85"
+    settings = {ALLOCATOR: "default", PREALLOCATE: "true", FRACTION: fraction}
+    return settings, f"XLA's default allocator takes {fraction} of it at the start"
+
+
+def _yield_to_user(
+    wanted: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    settings, kept = {}, []
+    for name, value in wanted.items():
+        names = (FRACTION, OLD_FRACTION) if name == FRACTION else (name,)
+        already = [n for n in names if environ.get(n)]
+        if already:
+            kept.append(f"{already[0]}={environ[already[0]]} was set already and stays")
+        else:
+            settings[name] = value
+    return settings, kept
+
+
+def _traps(environ: Mapping[str, str], unified: bool) -> list[str]:
+    """Settings of the user's that do not do what they seem to."""
+    traps = []
+    preallocate = environ.get(PREALLOCATE, "")
+    if preallocate not in ("false", "False") and preallocate.lower() in ("false", "no", "off"):
+        traps.append(f"{PREALLOCATE}={preallocate} means true: only false, False and 0 mean false")
+    allocator = environ.get(ALLOCATOR, "").lower()
+    if unified and allocator not in ("", "default", "bfc"):
+        traps.append(f"{ALLOCATOR}={allocator} never allocates unified memory: only bfc does")
+    return traps
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """What was decided, why, and what was really applied."""
+
+    kind: DeviceMemory
+    settings: Mapping[str, str]  # added to the environment; empty if JAX had already started
+    reasons: Sequence[str]
+    cache: str  # the compilation cache's folder, or why it is off
+    processes: str = "one process"
+
+    def describe(self) -> list[str]:
+        """Lines for the log."""
+        lines = [f"device memory: {self.kind.value}; {self.reasons[0]}"]
+        lines += [f"  {reason}" for reason in self.reasons[1:]]
+        if self.settings:
+            lines.append("  set " + " ".join(f"{k}={v}" for k, v in self.settings.items()))
+        return [*lines, f"compilation cache: {self.cache}", f"cluster: {self.processes}"]
+
+
+def configure(
+    *,
+    cache_dir: str | Path | None = None,
+    distributed: bool = False,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    environ: MutableMapping[str, str] | None = None,
+    probe: Callable[[Mapping[str, str]], Probe] = probe_devices,
+    mem_available: Callable[[], int | None] = mem_available,
+) -> Runtime:
+    """Decides and applies everything; call it once, before the first use of a JAX device.
+
+    `cache_dir` is where compiled programs are kept (default ~/.cache/kdjax/xla; a
+    JAX_COMPILATION_CACHE_DIR wins). `distributed` joins a cluster: `join_cluster` takes the three
+    arguments after it. Warns, naming the settings, if JAX already started and can no longer see
+    them. Raises `UserError` for settings that cannot work. The rest is for tests: `environ` is
+    os.environ if left out.
+    """
+    from jax._src import xla_bridge  # there is no public way to ask
+
+    environ = os.environ if environ is None else environ
+    probed = probe(environ) if _wants_gpu(environ) else Probe(note="JAX_PLATFORMS excludes GPUs")
+    kind = classify_device_memory(probed.devices)
+    settings, reasons = memory_policy(
+        probed.devices, environ=environ, mem_available=mem_available()
+    )
+    if probed.note:
+        reasons.append(probed.note)
+    if kind is DeviceMemory.UNKNOWN:
+        _log.warning("device memory: %s; %s", kind.value, "; ".join(reasons))
+    if settings and xla_bridge.backends_are_initialized():
+        late = " ".join(f"{name}={value}" for name, value in settings.items())
+        _log.warning("JAX has already started; too late to set %s", late)
+        reasons.append(f"not applied, because JAX had already started: {late}")
+        settings = {}
+    environ.update(settings)
+    # On a CPU a step dispatched ahead holds its temporaries beside the running one's, 4 GB for a
+    # 0.5B student, and computes nothing sooner.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if kind is DeviceMemory.NONE:
+        _keep_freed_memory(environ)
+    cache = _compilation_cache(environ, cache_dir)
+    if not distributed:
+        return Runtime(kind, settings, reasons, cache)
+    processes = join_cluster(environ, coordinator, num_processes, process_id)
+    return Runtime(kind, settings, reasons, cache, processes)
+
+
+def _keep_freed_memory(environ: Mapping[str, str]) -> None:
+    """Lets glibc reuse blocks of up to 256 MiB that are freed, instead of returning them.
+
+    XLA's CPU backend allocates a step's temporaries anew each time. What the kernel gives comes
+    zeroed, a page fault every 4 kB: 20 of the 120 ms of a step of configs/demo.py.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # not Linux
+        return
+    if "MALLOC_MMAP_THRESHOLD_" not in environ and "MALLOC_TRIM_THRESHOLD_" not in environ:
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(option, 2**28)
+
+
+def _wants_gpu(environ: Mapping[str, str]) -> bool:
+    platforms = environ.get("JAX_PLATFORMS", "").split(",")
+    return platforms == [""] or not {"cuda", "gpu"}.isdisjoint(platforms)
+
+
+def _compilation_cache(environ: Mapping[str, str], cache_dir: str | Path | None) -> str:
+    if CACHE_DIR in environ:
+        # JAX reads its own variables once, when imported: too early for one set since.
+        jax.config.update("jax_compilation_cache_dir", environ[CACHE_DIR] or None)
+        return environ[CACHE_DIR] or f"off ({CACHE_DIR} is empty)"
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    if chosen and cache_dir is None:
+        return str(chosen)  # by the program that called us
+    try:
+        folder = Path(cache_dir or "~/.cache/kdjax/xla").expanduser()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs what it finds in there
+    except OSError as error:
+        return f"off ({error})"
+    except RuntimeError as error:  # expanduser, for a user without a home
+        return f"off ({error} Set {CACHE_DIR}.)"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    return str(folder)
+
+
+def join_cluster(
+    environ: Mapping[str, str],
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    initialize: Callable[..., None] = jax.distributed.initialize,
+) -> str:
+    """Makes this process one of several; returns one line for the log.
+
+    An argument left out comes from KDJAX_COORDINATOR (host:port), KDJAX_NUM_PROCESSES or
+    KDJAX_PROCESS_ID, else from what JAX recognises (SLURM, Open MPI, Kubernetes, Cloud TPU).
+    Raises `UserError` if that is not enough, and JAX's RuntimeError once devices have been used:
+    a process that trains alone by mistake must not go unnoticed.
+    """
+    if jax.distributed.is_initialized():
+        return "joined earlier"
+    coordinator = coordinator or environ.get("KDJAX_COORDINATOR") or None
+    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
+        raise UserError(f"coordinator {coordinator!r}: must be host:port, such as 10.0.0.1:1234.")
+    if num_processes is None:
+        num_processes = _integer(environ, "KDJAX_NUM_PROCESSES")
+    if process_id is None:
+        process_id = _integer(environ, "KDJAX_PROCESS_ID")
+    try:
+        initialize(coordinator, num_processes, process_id)
+    except ValueError as error:
+        raise UserError(
+            f"distributed=True, but this process found no complete cluster: {error} Start it under "
+            "SLURM, Open MPI or Kubernetes, or set KDJAX_COORDINATOR=host:port, "
+            "KDJAX_NUM_PROCESSES and KDJAX_PROCESS_ID (from 0)."
+        ) from error
+    where = f" at {coordinator}" if coordinator else ", found by JAX"
+    return f"joined{where}"
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    if text and not text.isdecimal():
+        raise UserError(f"{name}={text!r}: must be a whole number from 0.")
+    return int(text) if text else None
+
+
+# Dense FLOP/s of bf16 or f16 matrix products with float32 accumulation, per device, for the whole
+# of the driver's name: "H100 PCIe", "RTX 4090 D" and MIG slices are other devices with other peaks.
+# Data sheets print the rate with sparsity, twice the dense one. None is published for GB10.
+_PEAK_FLOPS = {
+    r"H200": 989e12,  # H200 data sheet, SXM: 1979 with sparsity
+    r"H100 80GB HBM3": 989e12,  # H100 data sheet, SXM: 1979 with sparsity
+    r"A100-(SXM4|PCIE)-[48]0GB|A100 80GB PCIe": 312e12,  # A100 data sheet
+    r"B200": 2250e12,  # HGX B200 data sheet: 36 PFLOP/s with sparsity for eight
+    r"L40S": 362e12,  # L40S data sheet: 733 with sparsity
+    r"L4": 121e12,  # L4 data sheet: 242 with sparsity
+    r"GeForce RTX 4090": 165.2e12,  # Ada architecture white paper, appendix
+    r"GeForce RTX 3090": 71e12,  # GA102 architecture white paper, appendix
+}
+
+
+def peak_matmul_flops(device_kind: str, dtype: jax.typing.DTypeLike) -> float | None:
+    """FLOP/s that one device could do at most, for utilisation; None where no figure is sure."""
+    if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
+        return None  # float32 depends on whether TF32 is allowed
+    name = device_kind.removeprefix("NVIDIA ")
+    return next((peak for kind, peak in _PEAK_FLOPS.items() if re.fullmatch(kind, name)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices JAX found, over all processes."""
+
+    platform: str
+    kind: str
+    count: int
+    memory_bytes: int | None  # that XLA may use on one device; on CPU, available to all together
+    peak_flops: float | None  # of all together, dense bf16; None if unknown
+    driver: str | None = None  # NVIDIA's kernel driver, such as 580.95.05
+
+    def __str__(self) -> str:
+        shared = "available" if self.platform == "cpu" else "each"
+        memory = f", {self.memory_bytes / 1e9:.1f} GB {shared}" if self.memory_bytes else ""
+        driver = f", driver {self.driver}" if self.driver else ""
+        where = f"{self.platform}{memory}{driver}"
+        return f"{self.count} x {self.kind} ({where}), jax {jax.__version__}"
+
+
+def device_summary() -> Devices:
+    """What JAX runs on; starts JAX if nothing did before."""
+    devices = jax.devices()
+    first = jax.local_devices()[0]  # another process's device has no statistics here
+    memory = (first.memory_stats() or {}).get("bytes_limit")
+    if first.platform == "cpu":
+        memory = mem_available()
+    peak = peak_matmul_flops(first.device_kind, jnp.bfloat16)
+    return Devices(
+        platform=first.platform,
+        kind=first.device_kind,
+        count=len(devices),
+        memory_bytes=memory,
+        peak_flops=peak and peak * len(devices),
+        driver=_driver_version() if first.platform == "gpu" else None,
+    )
+
+
+def _driver_version(path: Path = Path("/sys/module/nvidia/version")) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def peak_memory() -> str:
+    """One line: the most memory that XLA held on a device, and this process in RAM."""
+    host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9:.1f} GB host"
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+    device = f"{max(peaks) / 1e9:.1f} GB a device, " if peaks else ""
+    return f"peak memory: {device}{host}"

@@ -1,0 +1,316 @@
+"""Ways in which a model can be broken, each with its evidence; see docs/evaluation.md.
+
+A detector takes plain numbers and returns a `Finding` or None, so that each can be shown a broken
+model of its own. Thresholds lie far from both sides: what they were measured on is in
+docs/results.md. A finding says broken, not weak: a model that is merely bad has none.
+"""
+
+import dataclasses
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kdjax.models.arch import ArchSpec
+from kdjax.models.tokenizer import Tokenizer
+
+DEAD = 1e-3  # of the root mean square of the norms of a matrix's rows
+DEAD_ROWS, SAME_ROWS = 0.25, 0.25  # published tables have some thousand rows that never trained
+UNIFORM = 0.98  # of the entropy of a uniform distribution
+CHANCE = 0.85  # of a uniform guess's CE; 0.1 for the published 0.5B, 0.9 with random embeddings
+CONTEXT_NATS = 0.05  # mutual information between text and prediction
+ROPE_GAIN = 0.1  # nats by which another theta explains text better
+SPARE_ROWS, SPARE_SHARE = 1024, 0.05  # rows of the embedding beyond the last token
+UNORDERED = 0.05  # of the merges; 0 in Qwen2.5
+LOOP_SHARE, LOOP_PERIOD, LOOP_IDS = 0.5, 32, 48
+ODD_SHARE = 1 / 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One reason to call a model broken."""
+
+    detector: str
+    evidence: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixStats:
+    """What `weights.py` counts of one tensor; rows are those of ids that some token has."""
+
+    name: str
+    size: int
+    nan: int
+    inf: int
+    spread: float  # greatest finite number less the least
+    rows: int  # 0 unless a matrix
+    dead_rows: int
+    repeated_rows: int  # rows equal to an earlier one, dead ones left out
+
+
+def non_finite_weights(stats: Sequence[MatrixStats]) -> Finding | None:
+    """NaN or infinity in any tensor."""
+    bad = [s for s in stats if s.nan or s.inf]
+    if not bad:
+        return None
+    shown = ", ".join(f"{s.name} ({s.nan:,} NaN, {s.inf:,} Inf of {s.size:,})" for s in bad[:3])
+    return Finding("non_finite_weights", f"{len(bad)} of {len(stats)} tensors: {shown}")
+
+
+def constant_weights(stats: Sequence[MatrixStats]) -> Finding | None:
+    """A matrix of one number: never written, or zeroed. Norms and biases may be constant."""
+    bad = [s.name for s in stats if s.rows and s.spread == 0 and not s.nan + s.inf]
+    if not bad:
+        return None
+    return Finding("constant_weights", f"{len(bad)} matrices hold one number: {', '.join(bad[:4])}")
+
+
+def dead_rows(stats: Sequence[MatrixStats]) -> Finding | None:
+    """Rows near zero: ids that cannot be told apart or predicted, units that do nothing."""
+    bad = [s for s in stats if s.rows and s.dead_rows > DEAD_ROWS * s.rows and s.spread > 0]
+    if not bad:
+        return None
+    worst = max(bad, key=lambda s: s.dead_rows / s.rows)
+    return Finding("dead_rows", f"{worst.name}: {worst.dead_rows:,} of {worst.rows:,} rows are zero"
+                   + (f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""))  # fmt: skip
+
+
+def repeated_rows(stats: Sequence[MatrixStats]) -> Finding | None:
+    """The same row again and again: a broadcast or a failed resize."""
+    bad = [s for s in stats if s.rows and s.repeated_rows > SAME_ROWS * s.rows and s.spread > 0]
+    if not bad:
+        return None
+    worst = max(bad, key=lambda s: s.repeated_rows / s.rows)
+    text = f"{worst.name}: {worst.repeated_rows:,} of {worst.rows:,} rows repeat an earlier one"
+    return Finding("repeated_rows", text)
+
+
+def unchanged_weights(changed: Mapping[str, bool], step: int) -> Finding | None:
+    """Tensors of a trained checkpoint that equal their initial values to the last bit."""
+    same = [name for name, differs in changed.items() if not differs]
+    if not same or not step:
+        return None
+    shown = ", ".join(same[:4]) + (", ..." if len(same) > 4 else "")
+    return Finding("unchanged_weights",
+                   f"after {step} steps {len(same)} of {len(changed)} tensors are as they began: "
+                   f"{shown}")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitStats:
+    """Of a model's predictions at every position of the probe text, float64."""
+
+    positions: int
+    non_finite: int  # positions with a NaN or infinite logit
+    vocabulary: int  # ids that some token has
+    entropy: float  # mean, nats
+    mean_entropy: float  # of the mean distribution, nats
+    ce: float  # of the text, nats a token
+
+
+def non_finite_logits(stats: LogitStats) -> Finding | None:
+    """NaN or infinity where numbers should be."""
+    if not stats.non_finite:
+        return None
+    return Finding("non_finite_logits", f"at {stats.non_finite} of {stats.positions} positions")
+
+
+def uniform_logits(stats: LogitStats) -> Finding | None:
+    """Every id about as likely as any other: a head or final norm of zeros, or no training."""
+    most = math.log(stats.vocabulary)
+    if stats.non_finite or stats.entropy < UNIFORM * most:
+        return None
+    text = f"entropy {stats.entropy:.3f} of at most {most:.3f} nats over {stats.vocabulary:,} ids"
+    return Finding("uniform_logits", text)
+
+
+def constant_logits(stats: LogitStats) -> Finding | None:
+    """The same prediction whatever came before.
+
+    Entropy of the mean distribution less the mean entropy is the mutual information of position
+    and prediction: several nats for a language model, 0 for one that does not look.
+    """
+    information = stats.mean_entropy - stats.entropy
+    if stats.non_finite or information >= CONTEXT_NATS:
+        return None
+    text = f"predictions hold {max(information, 0):.4f} nats of the context"
+    return Finding("constant_logits", text)
+
+
+def near_chance(stats: LogitStats) -> Finding | None:
+    """Plain English and Python hardly likelier than under a uniform guess: the tokenizer is
+    another's, tensors are in the wrong place, or nothing was trained."""
+    chance = math.log(stats.vocabulary)
+    if stats.non_finite or stats.ce < CHANCE * chance:
+        return None
+    text = f"{stats.ce:.2f} nats a token of English and Python, a uniform guess has {chance:.2f}"
+    return Finding("near_chance", text)
+
+
+# Below this context a family was published with theta 1e4 (Qwen2-Math: 4,096 positions; Llama 2 and
+# CodeLlama's relatives: 16,384); beyond it every release has 1e5 or more, or scales its rotations.
+_SMALL_THETA_CONTEXT = {"qwen2": 4096, "qwen3": 0, "llama": 16384}
+_THETAS = (1e4, 1e6)
+
+
+def rope_theta(spec: ArchSpec) -> Finding | None:
+    """A base outside of what models have, or one of short contexts in a model of long ones."""
+    theta, context = spec.rope_theta, spec.max_positions
+    if not (math.isfinite(theta) and 1e3 <= theta <= 1e9):
+        return Finding("rope_theta", f"{theta:g} is outside of 1e3 to 1e9")
+    limit = _SMALL_THETA_CONTEXT[spec.family]
+    if theta >= 1e5 or context <= limit or spec.rope_scaling is not None:
+        return None
+    return Finding("rope_theta", f"{theta:g} with {context:,} positions; {spec.family} models of "
+                   f"more than {limit:,} positions have 1e5 or more")  # fmt: skip
+
+
+def rope_probe(spec: ArchSpec, ce: float, ce_with: Callable[[float], float]) -> Finding | None:
+    """Another theta makes text more likely by far: the weights were trained with that one.
+
+    `ce_with(theta)` is the CE of the probe text in nats a token, as `ce` is at the file's own.
+    """
+    if not math.isfinite(ce):
+        return None
+    for theta in _THETAS:
+        if math.isclose(theta, spec.rope_theta, rel_tol=0.5):
+            continue
+        other = ce_with(theta)
+        if other < ce - ROPE_GAIN:
+            text = f"{spec.rope_theta:g} gives {ce:.3f} nats a token, {theta:g} gives {other:.3f}"
+            return Finding("rope_theta", text)
+    return None
+
+
+_ROUND_TRIP = (
+    "def naïve(x):\n\treturn x ** 2  # 100%\r\n",
+    "Grüße, мир, 世界, こんにちは, שלום, 🎉👩‍💻 — “quotes” … \u00a0\u2028end",
+    "  leading, trailing  \n\n\n    indented\n",
+)
+_MARKUP = re.compile(r"<\|[a-z_0-9]+\|>")
+
+
+def tokenizer_round_trip(tokenizer: Tokenizer) -> Finding | None:
+    """Text that does not come back from its own ids."""
+    for text in _ROUND_TRIP:
+        ids = tokenizer.encode(text)
+        back = tokenizer.decode(ids)
+        if unicodedata.normalize("NFC", back) != unicodedata.normalize("NFC", text):
+            return Finding("tokenizer_round_trip", f"{text[:40]!r} comes back as {back[:40]!r}")
+        if tokenizer.encode(back) != ids:
+            return Finding("tokenizer_round_trip", f"{text[:40]!r} has other ids the second time")
+    return None
+
+
+def tokenizer_size(tokenizer: Tokenizer, spec: ArchSpec) -> Finding | None:
+    """Tokens without a row, or far more rows than padding explains."""
+    tokens, rows = tokenizer.vocab_size, spec.vocab_size
+    if tokens > rows:
+        return Finding("tokenizer_size", f"{tokens:,} tokens for {rows:,} rows of the embedding")
+    if rows - tokens > max(SPARE_ROWS, SPARE_SHARE * rows):
+        return Finding("tokenizer_size", f"{rows:,} rows of the embedding for {tokens:,} tokens")
+    return None
+
+
+def tokenizer_order(tokenizer: Tokenizer) -> Finding | None:
+    """Ids that do not follow the ranks of the merges that make their tokens.
+
+    Byte-level BPE numbers its tokens as it learns them (GPT-2, Qwen, Llama 3), so a vocabulary in
+    another order has meanings that the weights do not know, though all text comes back from it.
+    """
+    places = {token: i for i, token in enumerate(tokenizer.tokens)}
+    made = [places.get(merge.replace(" ", "")) for merge in tokenizer.merges]
+    ids = np.asarray([i for i in made if i is not None])
+    if len(ids) < 2:
+        return None
+    wrong = len(made) - len(ids) + int(np.sum(np.diff(ids) < 0))
+    if wrong <= UNORDERED * len(made):
+        return None
+    text = f"{wrong:,} of {len(made):,} merges make a token of no id or of a lower one than before"
+    return Finding("tokenizer_order", text)
+
+
+def special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> Finding | None:
+    """BOS and EOS that are no tokens, or a chat template whose markup is cut into pieces."""
+    ids = {"EOS": tokenizer.eos_id}
+    for name in ("bos", "eos"):
+        for key in (f"tokenizer.ggml.{name}_token_id", f"{name}_token_id"):
+            if isinstance(value := metadata.get(key), int | np.integer):
+                ids[f"{key}"] = int(value)
+    for name, value in ids.items():
+        if not 0 <= value < tokenizer.vocab_size:
+            text = f"{name} is {value}, the tokenizer has {tokenizer.vocab_size:,} tokens"
+            return Finding("special_tokens", text)
+    if tokenizer.eos_id not in tokenizer.special_ids:
+        text = f"EOS, id {tokenizer.eos_id}, is the ordinary token " \
+               f"{tokenizer.tokens[tokenizer.eos_id]!r}"  # fmt: skip
+        return Finding("special_tokens", text)
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+        for markup in dict.fromkeys(_MARKUP.findall(tokenizer.render(turns))):
+            if len(tokenizer.encode(markup)) != 1:
+                text = f"the chat template writes {markup}, which is no token"
+                return Finding("special_tokens", text)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a model said to one probe prompt."""
+
+    ids: Sequence[int]
+    text: str
+    reason: str  # "stop" or "length"
+
+
+def loop_share(ids: Sequence[int]) -> float:
+    """The part of the ids, from the end, that only repeats a piece of up to 32 ids."""
+    best, n = 0, len(ids)
+    for period in range(1, min(LOOP_PERIOD, n // 3) + 1):
+        run = 0
+        while run + period < n and ids[n - 1 - run] == ids[n - 1 - run - period]:
+            run += 1
+        if run >= 2 * period:  # three times the same, at least
+            best = max(best, run + period)
+    return best / n if n else 0.0
+
+
+def repetition(outputs: Sequence[Output]) -> Finding | None:
+    """Most answers run to their limit in a loop. One may: weak models do, at temperature 0."""
+    long = [o for o in outputs if len(o.ids) >= LOOP_IDS and o.reason == "length"]
+    looping = [o for o in long if loop_share(o.ids) > LOOP_SHARE]
+    if len(looping) < 2 or 2 * len(looping) <= len(outputs):
+        return None
+    text = f"{len(looping)} of {len(outputs)} answers end in a loop, such as "
+    return Finding("repetition", f"{text}...{looping[0].text[-60:]!r}")
+
+
+def non_text(outputs: Sequence[Output]) -> Finding | None:
+    """Most answers hold broken UTF-8, control characters, or scripts that nobody asked for."""
+    odd = [o for o in outputs if o.text and _odd_share(o.text) > ODD_SHARE]
+    if 2 * len(odd) <= len(outputs) or not odd:
+        return None
+    return Finding(
+        "non_text", f"{len(odd)} of {len(outputs)} answers, such as {odd[0].text[:60]!r}"
+    )
+
+
+def _odd_share(text: str) -> float:
+    """Part of the characters that no text has; all of them if six in ten are not ASCII.
+
+    The probes ask in English for English and Python.
+    """
+    odd = sum(c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs")
+              and c not in "\n\t\r") for c in text)  # fmt: skip
+    foreign = sum(not c.isascii() for c in text)
+    return 1.0 if len(text) >= 16 and foreign > 0.6 * len(text) else odd / len(text)
+
+
+def silence(outputs: Sequence[Output]) -> Finding | None:
+    """Not one answer has a character to be seen."""
+    if not outputs or any(output.text.strip() for output in outputs):
+        return None
+    return Finding("silence", f"all {len(outputs)} answers are empty")

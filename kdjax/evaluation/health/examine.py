@@ -1,0 +1,143 @@
+"""Runs every detector that applies to a model, cheapest first."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from kdjax.evaluation.health import detectors, probes
+from kdjax.evaluation.health.detectors import Finding, LogitStats, Output
+from kdjax.evaluation.health.weights import changed_tensors, matrix_stats
+from kdjax.evaluation.target import Target
+from kdjax.models.decoder import ModelFunctions, Params, functional
+from kdjax.models.model import TeacherLogitsProvider
+from kdjax.models.tokenizer import Tokenizer
+
+PROBE_TOKENS = 512
+_CHUNK = 32  # positions whose logits exist at once
+
+# Answers to prompts (ids), at temperature 0 and with the model's own stop ids.
+Say = Callable[[list[list[int]]], Sequence[Output]]
+
+
+def of_files(target: Target, mesh: Mesh) -> list[Finding]:
+    """What headers, tokenizer and tensors show, without running the model."""
+    tokenizer, spec = target.tokenizer, target.spec
+    stats = matrix_stats(target)
+    found = [
+        detectors.tokenizer_round_trip(tokenizer),
+        detectors.tokenizer_size(tokenizer, spec),
+        detectors.tokenizer_order(tokenizer),
+        detectors.special_tokens(tokenizer, target.table.metadata),
+        detectors.rope_theta(spec),
+        detectors.non_finite_weights(stats),
+        detectors.constant_weights(stats),
+        detectors.dead_rows(stats),
+        detectors.repeated_rows(stats),
+    ]
+    if target.saved is not None:
+        changed = changed_tensors(target, mesh)
+        found.append(detectors.unchanged_weights(changed, target.saved.step))
+    return [finding for finding in found if finding]
+
+
+@functools.partial(jax.jit, static_argnames=("apply", "real"))
+def _predictions(
+    params: Params, tokens: Array, *, apply: ModelFunctions, real: int
+) -> tuple[Array, ...]:
+    """Of the text `[T]`: entropy, CE of the next id and finiteness `[T-1]`; mean distribution."""
+    batch = tokens[None, :-1]
+    ones, places = jnp.ones_like(batch), jnp.arange(batch.shape[1], dtype=jnp.int32)[None]
+    hidden = apply.hidden(params, batch, ones, places)[0]
+    head = apply.head(params)[:real].astype(hidden.dtype)
+
+    def one(xs: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+        h, label, counts = xs
+        logits = jnp.einsum("TD,VD->TV", h, head, preferred_element_type=jnp.float32)
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        p = jnp.exp(log_p)
+        ce = -jnp.take_along_axis(log_p, label[:, None], axis=-1)[:, 0]
+        entropy = -jnp.sum(jnp.where(p > 0, p * log_p, 0.0), axis=-1)
+        whole = jnp.sum(p * counts[:, None], axis=0)
+        return entropy, ce, jnp.all(jnp.isfinite(logits), axis=-1), whole
+
+    length = hidden.shape[0]
+    pad = -length % _CHUNK
+    counts = jnp.pad(jnp.ones((length,), jnp.float32), (0, pad))
+    columns = jnp.pad(hidden, ((0, pad), (0, 0))), jnp.pad(tokens[1:], (0, pad)), counts
+    chunks = tuple(x.reshape(-1, _CHUNK, *x.shape[1:]) for x in columns)
+    entropy, ce, finite, whole = jax.lax.map(one, chunks)
+    return (*(x.reshape(-1)[:length] for x in (entropy, ce, finite)), jnp.sum(whole, axis=0))
+
+
+def logit_stats(apply: ModelFunctions, params: Params, ids: Sequence[int], real: int) -> LogitStats:
+    """Figures of the predictions for `ids` among the first `real` ids of the vocabulary."""
+    tokens = jnp.asarray(ids, jnp.int32)
+    values = _predictions(params, tokens, apply=apply, real=real)
+    entropy, ce, finite, whole = (np.asarray(x, np.float64) for x in values)
+    mean = whole / max(whole.sum(), 1e-30)
+    mean_entropy = -np.sum(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0))
+    return LogitStats(len(ce), int((finite == 0).sum()), real, float(entropy.mean()),
+                      float(mean_entropy), float(ce.mean()))  # fmt: skip
+
+
+def probe_ids(target: Target) -> list[int]:
+    """The probe text in the model's tokens, as much of it as its context holds."""
+    ids = target.tokenizer.encode(probes.TEXT)
+    ids = [i for i in ids if i < target.spec.vocab_size]
+    return ids[: min(PROBE_TOKENS, target.spec.max_positions)]
+
+
+def of_logits(
+    target: Target, provider: TeacherLogitsProvider
+) -> tuple[list[Finding], dict[str, Any]]:
+    """What its predictions of plain text show, and the figures. Raises what running it raises."""
+    real = min(target.tokenizer.vocab_size, target.spec.vocab_size)
+    ids = probe_ids(target)
+    with target.precision():
+        stats = logit_stats(provider.apply, provider.params, ids, real)
+        found = [
+            detectors.non_finite_logits(stats),
+            detectors.uniform_logits(stats),
+            detectors.constant_logits(stats),
+            detectors.near_chance(stats),
+        ]
+        facts: dict[str, Any] = dataclasses.asdict(stats)
+        # Theta means something only to weights that were trained with one.
+        if not any(found):
+
+            def ce_with(theta: float) -> float:
+                other = dataclasses.replace(target.spec, rope_theta=theta)
+                apply = functional(other, target.compute)[0]
+                ce = logit_stats(apply, provider.params, ids, real).ce
+                facts[f"ce_with_theta_{theta:g}"] = ce
+                return ce
+
+            found.append(detectors.rope_probe(target.spec, stats.ce, ce_with))
+    return [finding for finding in found if finding], facts
+
+
+def probe_prompts(tokenizer: Tokenizer, bos: int | None = None) -> list[list[int]]:
+    """Questions through the chat template, or beginnings to go on with where there is none."""
+    if tokenizer.chat_template:
+        turns = [[{"role": "user", "content": question}] for question in probes.QUESTIONS]
+        return [tokenizer.encode(tokenizer.render(t, answer_next=True)) for t in turns]
+    start = [] if bos is None else [bos]
+    return [start + tokenizer.encode(text) for text in probes.BEGINNINGS]
+
+
+def of_answers(target: Target, say: Say) -> tuple[list[Finding], list[str]]:
+    """What it says shows, and what it said. Raises what generating raises."""
+    outputs = say(probe_prompts(target.tokenizer, target.bos))
+    found = [
+        detectors.repetition(outputs),
+        detectors.non_text(outputs),
+        detectors.silence(outputs),
+    ]
+    return [finding for finding in found if finding], [output.text for output in outputs]

@@ -1,0 +1,126 @@
+"""Figures of a model's tensors, one at a time: what the detectors of weights look at."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from kdjax.evaluation.health.detectors import DEAD, MatrixStats
+from kdjax.evaluation.target import Target
+from kdjax.formats.blocks import decode
+from kdjax.models.decoder import Compute, functional, initialise
+from kdjax.models.loading import load_params, tensor_names
+from kdjax.training.saving import saved_params
+
+_CHUNK = 1 << 25  # numbers on the device at a time
+_VOCABULARY = ("embed", "head")
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _look(raw: Array, dtype: str) -> tuple[Array, ...]:
+    """NaN, Inf, least and greatest finite number, and of each row its norm and two hashes."""
+    x = decode(raw, dtype) if dtype else raw
+    x = x.reshape(-1, x.shape[-1])
+    finite = jnp.isfinite(x)
+    zeroed = jnp.where(finite, x, 0.0).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    place = jnp.arange(x.shape[1], dtype=jnp.uint32)[None] * jnp.uint32(2) + jnp.uint32(1)
+    # Rows that are equal have equal sums, whatever the order of adding; others hardly ever.
+    hashes = [
+        jnp.sum((bits ^ (bits >> shift)) * (place * jnp.uint32(factor)), axis=1, dtype=jnp.uint32)
+        for shift, factor in ((15, 2654435761), (13, 2246822519))
+    ]
+    least, most = (f(jnp.where(finite, x, fill)) for f, fill in
+                   ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))  # fmt: skip
+    norms = jnp.sqrt(jnp.sum(zeroed * zeroed, axis=1))
+    return jnp.sum(jnp.isnan(x)), jnp.sum(jnp.isinf(x)), least, most, norms, *hashes
+
+
+def _stats(name: str, size: int, chunks: Iterator[tuple[np.ndarray, str]],
+           matrix: bool) -> MatrixStats:  # fmt: skip
+    parts = [jax.device_get(_look(*chunk)) for chunk in chunks]
+    nan, inf, least, most, norms, *hashes = zip(*parts, strict=True)
+    norm = np.concatenate(norms)
+    # Of the root mean square: a median would be dead itself where most rows are.
+    dead = norm <= DEAD * np.sqrt(np.mean(np.square(norm, dtype=np.float64)))
+    keys = np.stack([np.concatenate(h) for h in hashes], axis=1)[~dead]
+    repeated = len(keys) - len(np.unique(keys, axis=0))
+    low, high = float(np.min(least)), float(np.max(most))
+    return MatrixStats(
+        name=name,
+        size=size,
+        nan=int(np.sum(nan)),
+        inf=int(np.sum(inf)),
+        spread=max(high - low, 0.0),  # -inf where nothing is finite
+        rows=len(norm) * matrix,
+        dead_rows=int(dead.sum()) * matrix,
+        repeated_rows=repeated * matrix,
+    )
+
+
+def _file_tensors(target: Target) -> Iterator[tuple[str, bool, int, np.ndarray, str]]:
+    real = target.tokenizer.vocab_size
+    for path, names in tensor_names(target.table, target.spec).items():
+        for name in names:
+            raw, info = target.table.raw(name), target.table.info(name)
+            matrix = len(info.shape) == 2
+            if path[0] in _VOCABULARY:
+                raw = raw[:real]
+            yield name, matrix, info.shape[-1], raw if matrix else raw[None], info.dtype
+
+
+def _saved_tensors(target: Target) -> Iterator[tuple[str, bool, int, np.ndarray, str]]:
+    assert target.saved is not None
+    real = target.tokenizer.vocab_size
+    for name, array in saved_params(target.saved.workdir, target.saved.step):
+        stacked = name.startswith("blocks/")
+        layers = array if stacked else [array]
+        for i, layer in enumerate(layers):
+            matrix = layer.ndim == 2
+            if name in _VOCABULARY:
+                layer = layer[:real]
+            yield f"{name}[{i}]" if stacked else name, matrix, layer.shape[-1], \
+                np.atleast_2d(layer), ""  # fmt: skip
+
+
+def matrix_stats(target: Target) -> list[MatrixStats]:
+    """Figures of every tensor, read a part at a time: no more than 32 M numbers at once.
+
+    Of embedding and head the rows of padding ids are left out.
+    """
+    found = []
+    tensors = _file_tensors(target) if target.saved is None else _saved_tensors(target)
+    for name, matrix, width, rows, dtype in tensors:
+        step = max(1, _CHUNK // width)
+        chunks = ((rows[at : at + step], dtype) for at in range(0, len(rows), step))
+        found.append(_stats(name, len(rows) * width, chunks, matrix))
+    return found
+
+
+def changed_tensors(target: Target, mesh: Mesh) -> dict[str, bool]:
+    """Whether each tensor of a checkpoint differs from what its run began with, by name."""
+    saved = target.saved
+    assert saved is not None
+    _, abstract = functional(target.spec, Compute())
+    start = {}
+    if saved.init == "random":
+        start = jax.jit(functools.partial(initialise, target.spec, Compute(), saved.seed))()
+    changed = {}
+    for name, array in saved_params(saved.workdir, saved.step):
+        keys = name.split("/")
+        if saved.init == "random":
+            began = functools.reduce(lambda tree, key: tree[key], keys, start)
+        else:
+            # One parameter of the tree at a time: the source may be larger than the host's memory.
+            leaf = functools.reduce(lambda tree, key: tree[key], keys, abstract)
+            nested = functools.reduce(lambda tree, key: {key: tree}, reversed(keys), leaf)
+            loaded = load_params(target.table, target.spec, nested, mesh)
+            began = jax.tree.leaves(loaded)[0]
+        # Random numbers are the same on other hardware but for their last bits.
+        slack = 1e-5 if saved.init == "random" else 0.0
+        changed[name] = not np.allclose(np.asarray(began), array, rtol=slack, atol=slack * 1e-3)
+    return changed

@@ -1,0 +1,234 @@
+"""GGUF files to `.apr` files and back, byte for byte; no weight is decoded on the way.
+
+An `.apr` file made here keeps the GGUF header as it was, so that the GGUF file can be restored. One
+from elsewhere becomes a GGUF file with a header of its own.
+"""
+
+import base64
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdjax.errors import UserError
+from kdjax.formats.apr.metadata import GGUF_KEY, INTEGERS, TOKENIZER
+from kdjax.formats.apr.table import DTYPES, AprTable, verify_footer, write_apr
+from kdjax.formats.files import bad, map_file, replacing
+from kdjax.formats.gguf import GGUFTable
+from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.table import TensorTable
+from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.names import gguf_name, hf_name
+
+_NEOX = 2  # `rope_type` of .apr: halves of a head rotate
+# `qkv_bias`, `o_bias` and `qk_norm` as config.json implies them. Llama is not here: its GGUF files
+# interleave the rows of queries and keys, .apr files do not.
+_FAMILIES = {"qwen2": (True, False, False), "qwen3": (False, False, True)}
+_USE_GGUF = "Use the GGUF file: kdjax reads it as it is."
+_AGAIN = "Convert the GGUF file again."
+
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """GGUF to `.apr` or `.apr` to GGUF, as the suffixes say; `target` appears when it is whole.
+
+    Raises `UserError` for other suffixes, a broken source, and a model that the target's format
+    cannot hold.
+    """
+    source, target = Path(source), Path(target)
+    ways: dict[tuple[str, str], Callable[[Path, Path], None]] = {
+        (".gguf", ".apr"): gguf_to_apr,
+        (".apr", ".gguf"): apr_to_gguf,
+    }
+    way = ways.get((source.suffix, target.suffix))
+    if way is None:
+        raise UserError(
+            f"found {source.name} to convert to {target.name}; expected .gguf to .apr or .apr to "
+            ".gguf. Give both files one of these suffixes."
+        )
+    way(source, target)
+
+
+def _check_convertible(path: Path, table: GGUFTable, spec: ArchSpec) -> None:
+    """Raises `UserError` for what an `.apr` file cannot hold."""
+    if len(table.paths) > 1:
+        found = f"one of {len(table.paths)} shards"
+        raise bad(path, found, "a single file", "Merge the shards first, or use them as they are.")
+    found = (spec.qkv_bias, spec.o_bias, spec.qk_norm)
+    if spec.family not in _FAMILIES or found != _FAMILIES[spec.family]:
+        wanted = f"one of {', '.join(_FAMILIES)} as published"
+        raise bad(path, f"a {spec.family} model to convert", wanted, _USE_GGUF)
+    others = {name: table.info(name).dtype for name in table}
+    listed = [f"{name} ({dtype})" for name, dtype in others.items() if dtype not in DTYPES]
+    if listed:
+        shown = ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
+        found = f"{len(listed)} tensors in types that .apr does not have: {shown}"
+        raise bad(path, found, f"{', '.join(DTYPES)} only", _USE_GGUF)
+    if strange := [name for name in table if hf_name(name) is None]:
+        found = f"tensors without a name in .apr: {', '.join(strange[:4])}"
+        raise bad(path, found, "parameters of the decoder only", _USE_GGUF)
+
+
+def _header_of(path: Path, table: GGUFTable) -> bytes:
+    """All bytes before the first tensor, checked that zeros fill what no tensor does."""
+    data, order = map_file(path), sorted(table, key=table.start)
+    first = at = table.start(order[0])
+    for name in order:
+        start = table.start(name)
+        if start < at or data[at:start].any():
+            found = f"{'data before' if start > at else 'an overlap at'} tensor {name!r}"
+            raise bad(path, found, "tensors one behind the other, zeros between", _USE_GGUF)
+        at = start + table.info(name).nbytes
+    # Padding beyond the size of all else would be no padding; see `_restored_size`.
+    if data[at:].any() or data.size - at > at:
+        raise bad(path, "data behind the last tensor", "zeros up to its alignment", _USE_GGUF)
+    return data[:first].tobytes()
+
+
+def plain(value: Any) -> Any:
+    """A metadata value as JSON takes it."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[str, Any]:
+    """What `.apr` metadata say of a model but for rope scaling and tokenizer."""
+    numbers = {
+        "num_layers": spec.num_layers,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "intermediate_size": spec.mlp_size,
+        "max_position_embeddings": spec.max_positions,
+    }
+    return {
+        "model_type": spec.family,
+        "name": name,
+        "original_format": original_format,
+        "architecture": spec.family,
+        "param_count": spec.parameters(),
+        **{key: numbers.get(key) or getattr(spec, key) for key in INTEGERS},
+        "rope_theta": spec.rope_theta,
+        "rope_type": _NEOX,
+        "rms_norm_eps": spec.rms_eps,
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": spec.o_bias,
+    }
+
+
+def _apr_metadata(table: GGUFTable, spec: ArchSpec, header: bytes, size: int) -> dict[str, Any]:
+    metadata = apr_architecture(spec, str(table.metadata.get("general.name", "")), "gguf")
+    if scaling := spec.rope_scaling:
+        metadata["rope_scaling"] = {
+            "rope_type": scaling.kind,
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_positions or None,
+        }
+    for key, name in TOKENIZER.items():
+        if name in table.metadata:
+            metadata[key] = plain(table.metadata[name])
+    stored = {"header": base64.b64encode(header).decode(), "size": size}
+    return metadata | {GGUF_KEY: stored}
+
+
+def gguf_to_apr(source: Path, target: Path) -> None:
+    """Writes the model as an `.apr` file, with the GGUF header kept for `apr_to_gguf`.
+
+    Raises `UserError` for a split file, a family or block type that `.apr` cannot hold, and a
+    header that leaves no room in its 16 MiB of metadata.
+    """
+    table = GGUFTable(source)
+    spec = spec_from_table(table)
+    _check_convertible(source, table, spec)
+    header = _header_of(source, table)
+    metadata = _apr_metadata(table, spec, header, source.stat().st_size)
+    tensors = []
+    for name in sorted(table, key=table.start):
+        info = table.info(name)
+        tensors.append((hf_name(name), info.dtype, info.shape, table.raw(name)))
+    write_apr(target, metadata, tensors)
+
+
+def apr_to_gguf(source: Path, target: Path) -> None:
+    """Restores the GGUF file that the `.apr` file was, or writes one with a new header.
+
+    Reads all of the source first to check its footer. Raises `UserError` for a damaged file, and
+    for one from elsewhere whose family or tensors the new header cannot describe.
+    """
+    verify_footer(source)
+    table = AprTable(source)
+    stored = table.stored().get(GGUF_KEY)
+    if stored is None:
+        _write_new(table, target)
+    else:
+        _restore(table, stored, target)
+
+
+def _restored_size(table: AprTable, stored: Any) -> tuple[bytes, int]:
+    """The kept header and the size of the file it began."""
+    path = table.paths[0]
+    fields: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
+    size = fields.get("size")
+    try:
+        header = base64.b64decode(fields.get("header", ""), validate=True)
+    except (TypeError, ValueError):
+        header = b""
+    # The .apr file has all the tensors and header too, so that only padding can be larger.
+    if not header or type(size) is not int or not len(header) <= size <= 2 * path.stat().st_size:
+        raise bad(path, f"a damaged {GGUF_KEY} in its metadata", "a GGUF header and size", _AGAIN)
+    return header, size
+
+
+def _restore(table: AprTable, stored: Any, target: Path) -> None:
+    path = table.paths[0]
+    header, size = _restored_size(table, stored)
+    with replacing(target) as file:
+        file.write(header)
+        file.truncate(size)  # zeros between and behind the tensors
+        file.flush()
+        try:
+            layout = GGUFTable(file.name)
+        except UserError as error:
+            raise bad(path, f"a stored GGUF header that {error}", "a whole one", _AGAIN) from error
+        if len(layout) != len(table):
+            found = f"{len(layout)} tensors in its GGUF header"
+            raise bad(path, found, f"the {len(table)} of the file", _AGAIN)
+        for name in layout:
+            hf, info = hf_name(name) or name, layout.info(name)
+            if hf not in table or table.info(hf)[1:] != info[1:]:
+                found = f"no tensor {hf!r} of type {info.dtype} and shape {info.shape}"
+                raise bad(path, found, "what its GGUF header lists", _AGAIN)
+            file.seek(layout.start(name))
+            file.write(np.ravel(table.raw(hf)).data)
+
+
+def _write_new(table: AprTable, target: Path) -> None:
+    """A GGUF file with a header made from the architecture and tokenizer of the `.apr` file."""
+    path, spec = table.paths[0], spec_from_table(table)
+    if spec.family not in _FAMILIES or spec.rope_scaling:
+        found = f"a {spec.family} model" + (" with rope scaling" if spec.rope_scaling else "")
+        wanted = f"one of {', '.join(_FAMILIES)} without"
+        raise bad(path, found, wanted, "Use the .apr file: kdjax reads it as it is.")
+    if strange := [name for name in table if gguf_name(name) is None]:
+        found = f"tensors without a name in GGUF: {', '.join(strange[:4])}"
+        raise bad(path, found, "parameters of the decoder only", "Leave them out.")
+    tokenizer = {key: table.metadata[key] for key in TOKENIZER.values() if key in table.metadata}
+    values = {
+        "block_count": spec.num_layers,
+        "context_length": spec.max_positions,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.mlp_size,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        "attention.layer_norm_rms_epsilon": spec.rms_eps,
+        "rope.freq_base": spec.rope_theta,
+    }
+    metadata = {"general.architecture": spec.family, "general.type": "model"}
+    metadata |= {f"{spec.family}.{key}": value for key, value in values.items()}
+    write_gguf(target, metadata | tokenizer, _renamed(table))
+
+
+def _renamed(table: TensorTable) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:
+    infos = [table.info(name) for name in table]
+    return [(gguf_name(i.name) or i.name, i.dtype, i.shape, table.raw(i.name)) for i in infos]

@@ -1,0 +1,184 @@
+"""What an `.apr` file says of its model, in the words that the rest of kdjax knows.
+
+Tensors have Hugging Face's names there, so the architecture is told in those of `config.json`; the
+tokenizer in those of GGUF, which has the same parts.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kdjax.formats.files import bad, load_json
+from kdjax.formats.table import TensorInfo
+
+# The key under which `kdjax.export.apr` keeps what it needs to restore a GGUF file.
+GGUF_KEY = "kdjax.gguf"
+# Numbers of the architecture: `.apr` name -> name in config.json.
+INTEGERS = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "head_dim": "head_dim",
+}
+_REALS = ("rope_theta", "rms_norm_eps")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_OPTIONAL = ("num_kv_heads", "head_dim")
+# Parts of a tokenizer: `.apr` name -> GGUF name.
+TOKENIZER = {
+    "tokenizer.model": "tokenizer.ggml.model",
+    "tokenizer.pre_type": "tokenizer.ggml.pre",
+    "tokenizer.vocabulary": "tokenizer.ggml.tokens",
+    "tokenizer.token_type": "tokenizer.ggml.token_type",
+    "tokenizer.merges": "tokenizer.ggml.merges",
+    "tokenizer.bos_token_id": "tokenizer.ggml.bos_token_id",
+    "tokenizer.eos_token_id": "tokenizer.ggml.eos_token_id",
+    "tokenizer.padding_token_id": "tokenizer.ggml.padding_token_id",
+    "tokenizer.add_bos_token": "tokenizer.ggml.add_bos_token",
+    "chat_template": "tokenizer.chat_template",
+}
+_NEOX = 2  # rope_type: halves of a head rotate, as in Hugging Face's layout
+_PRE = {"qwen2": "qwen2", "qwen3": "qwen2"}
+_REMEDY = "Put the model's config.json beside the file."
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_integer(value) and value > 0
+
+
+def _is_real(value: Any) -> bool:
+    # An int beyond float's range would overflow in math.isfinite.
+    return type(value) in (int, float) and 0 < value < 1e300 and math.isfinite(value)
+
+
+def _is_rope(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(item, str) if key in ("rope_type", "type") else item is None or _is_real(item)
+        for key, item in value.items()
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_integer, value))
+
+
+def _are_strings(value: Any) -> bool:
+    if not isinstance(value, list) or not all(type(item) is str for item in value):
+        return False
+    # JSON can spell halves of surrogate pairs, which are no text.
+    try:
+        return "".join(value).encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _are_pairs(value: Any) -> bool:
+    return _are_strings(value) and all(merge.count(" ") == 1 for merge in value)
+
+
+def _is_text(value: Any) -> bool:
+    return _are_strings([value])
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(INTEGERS, (_is_positive, "a whole number above 0")),
+    **dict.fromkeys(_REALS, (_is_real, "a number above 0")),
+    **dict.fromkeys(_SWITCHES, (lambda value: type(value) is bool, "true or false")),
+    **dict.fromkeys(TOKENIZER, (_is_text, "a text")),
+    "architecture": (_is_text, "a text"),
+    "model_type": (_is_text, "a text"),
+    "rope_scaling": (_is_rope, "an object of numbers"),
+    "rope_type": (_is_integer, "a whole number"),
+    "tokenizer.vocabulary": (_are_strings, "a list of texts"),
+    "tokenizer.merges": (_are_pairs, "a list of texts with one space each"),
+    "tokenizer.token_type": (_are_ids, "a list of whole numbers"),
+    "tokenizer.bos_token_id": (_is_integer, "a token id"),
+    "tokenizer.eos_token_id": (_is_integer, "a token id"),
+    "tokenizer.padding_token_id": (_is_integer, "a token id"),
+    "tokenizer.add_bos_token": (lambda value: type(value) is bool, "true or false"),
+}
+
+
+def _checked(path: Path, stored: Mapping[str, Any], key: str) -> Any:
+    """The value of a known key, or None where it is missing; raises `UserError` if malformed."""
+    value = stored.get(key)
+    # Some writers put the architecture under names like "model.hidden_size".
+    value = stored.get(f"model.{key}") if value is None else value
+    fits, wanted = _KINDS[key]
+    if value is None or fits(value):
+        return value
+    found = f"metadata {key!r} = {str(value)[:80]!r}"
+    raise bad(path, found, wanted, "Write the file again without it.")
+
+
+def _architecture(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file itself says, by the names of config.json."""
+    said = {INTEGERS[key]: _checked(path, stored, key) for key in INTEGERS}
+    said |= {key: _checked(path, stored, key) for key in (*_REALS, *_SWITCHES, "rope_scaling")}
+    family = _checked(path, stored, "architecture") or _checked(path, stored, "model_type")
+    # "Qwen2ForCausalLM" is qwen2.
+    said["model_type"] = family.lower().removesuffix("forcausallm") if family else None
+    rope = _checked(path, stored, "rope_type")
+    if said["model_type"] == "llama" and rope not in (None, _NEOX):
+        found = f"a llama model of rope_type {rope}, whose query and key rows are interleaved"
+        remedy = "Convert it again from Hugging Face's files, or use its GGUF file."
+        raise bad(path, found, f"rope_type {_NEOX}, rows in Hugging Face's order", remedy)
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _tokenizer(path: Path, stored: Mapping[str, Any], family: object) -> dict[str, Any]:
+    """GGUF key-values of the stored tokenizer; empty where vocabulary or merges are missing."""
+    parts = {name: _checked(path, stored, key) for key, name in TOKENIZER.items()}
+    if not parts["tokenizer.ggml.tokens"] or not parts["tokenizer.ggml.merges"]:
+        return {}
+    tokens, types = parts["tokenizer.ggml.tokens"], parts["tokenizer.ggml.token_type"]
+    if types is not None and len(types) != len(tokens):
+        found = f"{len(types)} token types for {len(tokens)} tokens"
+        raise bad(path, found, "one for each", "Write the file again.")
+    for key in ("bos", "eos", "padding"):
+        if (parts[f"tokenizer.ggml.{key}_token_id"] or 0) >= len(tokens):
+            found = f"a {key} token beyond the {len(tokens)} of the vocabulary"
+            raise bad(path, found, "all of the tokens", "Write the file again with all of them.")
+    if parts["tokenizer.ggml.model"] in (None, "bpe"):
+        parts["tokenizer.ggml.model"] = "gpt2"
+    if parts["tokenizer.ggml.pre"] is None:
+        parts["tokenizer.ggml.pre"] = _PRE.get(str(family), "unknown")
+    if parts["tokenizer.chat_template"] is None and _is_text(stored.get("tokenizer.chat_template")):
+        parts["tokenizer.chat_template"] = stored["tokenizer.chat_template"]
+    return {name: value for name, value in parts.items() if value is not None}
+
+
+def as_config(
+    path: Path, stored: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> dict[str, Any]:
+    """The model's `config.json` and tokenizer, from the metadata and a `config.json` beside it.
+
+    `config.json` wins where both speak, except of a file that was a GGUF file, which says all.
+    Raises `UserError` for malformed values, and where neither has what fixes the architecture.
+    """
+    said = _architecture(path, stored)
+    if "model.embed_tokens.weight" in tensors:
+        # The vocabulary's size may leave out the padding rows that the embedding has.
+        said["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
+    sibling, required = path.with_name("config.json"), ["model_type"]
+    required += [INTEGERS[key] for key in INTEGERS if key not in _OPTIONAL]
+    if stored.get(GGUF_KEY) is None and sibling.is_file():
+        config = load_json(sibling, sibling.read_bytes(), "a file")
+        said |= {key: value for key, value in config.items() if value is not None}
+    else:
+        required += _REALS  # config.json may leave these to the family's defaults
+    if missing := [key for key in required if key not in said]:
+        found = f"metadata without {', '.join(missing)}, and no {sibling.name} that has them"
+        raise bad(path, found, "the model's architecture in one of the two", _REMEDY)
+    # Both are config.json's to say; a file on its own says them by the tensors it has.
+    said.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
+    said.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in tensors)
+    return said | _tokenizer(path, stored, said["model_type"])

@@ -1,0 +1,281 @@
+"""The loss against a teacher cached as its k likeliest ids, a chunk of student logits at a time.
+
+The teacher is then k + 1 outcomes: each of those ids, and "any other id". The loss is the exact
+divergence over these outcomes; the student's normaliser still spans the whole vocabulary. Merging
+outcomes never raises a KL, so it is a lower bound of the KL over all ids, and equal to it if k is
+the whole vocabulary. Every other id shares one factor of the gradient, p_j (1 - q_tail / p_tail).
+
+Letters: B rows, T positions, D hidden width, V vocabulary, K cached ids.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float16, Int, UInt8
+
+from kdjax.losses.chunked import (
+    HeadSpec,
+    LossSums,
+    added,
+    backward_rule,
+    cut,
+    forward_rule,
+    joined,
+    scan_inputs,
+    scan_loss,
+)
+from kdjax.losses.divergences import cross_entropy, kl_divergence, softmax_sums
+from kdjax.models.kernels import EXCLUDED
+from kdjax.models.weights import existing, unembedded
+
+# The least that a student's tail can be of the whole, 8 times float32's epsilon. In training it is
+# the whole sum less that of the k ids, which is off by up to 3e-7 of the whole; to sum it alone
+# takes one more writing of all logits, 6.4 of 38.0 ms at 16,384 positions of an H200.
+_LEAST = 1e-6
+_GROUP = 16  # ids whose largest logit is compared first: sorting 151,936 numbers a position is slow
+
+
+class TopTeacher(NamedTuple):
+    """What is cached of the teacher at each position, its likeliest id first."""
+
+    ids: UInt8[Array, "B T K 3"]  # 24 bits, the lowest byte first
+    logits: Float16[Array, "B T K"]  # minus the largest: 0 for the first
+    odds: Float[Array, "B T 2"]  # log(tail / (1 - tail)) of all other ids, at T and at 1; float32
+    label: Float[Array, "B T"]  # log-probability of the label at T = 1; float32
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Array]) -> "TopTeacher":
+        """From the batch's columns `teacher_ids`, `teacher_logits`, ..."""
+        return cls(*(batch[f"teacher_{name}"] for name in cls._fields))
+
+
+class TopEvalSums(NamedTuple):
+    """Sums over weighted positions, float32: divide by `count`. The KLs are over k + 1 outcomes."""
+
+    student_ce: Float[Array, ""]
+    teacher_ce: Float[Array, ""]
+    kl_topk_temperature: Float[Array, ""]
+    kl_topk: Float[Array, ""]  # at T = 1
+    agreement: Float[Array, ""]
+    count: Float[Array, ""]
+
+
+def join_ids(ids: UInt8[Array, "*B K 3"]) -> Int[Array, "*B K"]:
+    """int32 ids of three bytes each."""
+    low, middle, high = (ids[..., i].astype(jnp.int32) for i in range(3))
+    return low | (middle << 8) | (high << 16)
+
+
+def split_ids(ids: Int[Array, "*B K"]) -> UInt8[Array, "*B K 3"]:
+    """Undoes `join_ids`."""
+    return jnp.stack([(ids >> shift) & 255 for shift in (0, 8, 16)], axis=-1).astype(jnp.uint8)
+
+
+def outcomes(
+    logits: Float16[Array, "*B K"], odds: Float[Array, "*B"], temperature: float
+) -> Float[Array, "*B K+1"]:
+    """Log-probabilities of the k ids and of all others together, float32, at the odds' temperature.
+
+    The tail is kept as it was measured and the rest normalised: rounding moves no mass to it.
+    """
+    inside = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
+    inside += jax.nn.log_sigmoid(-odds)[..., None]
+    return jnp.concatenate([inside, jax.nn.log_sigmoid(odds)[..., None]], axis=-1)
+
+
+def _replace(x: Array, ids: Array, values: Array) -> Array:
+    """`values[..., k]` in place of `x[..., ids[..., k]]`; ids of a position are distinct."""
+
+    def row(x: Array, ids: Array, values: Array) -> Array:
+        return x.at[ids].set(values, unique_indices=True, mode="promise_in_bounds")
+
+    return jax.vmap(jax.vmap(row))(x, ids, values)
+
+
+class _Chunk(NamedTuple):
+    """A chunk of student logits, taken apart; float32."""
+
+    ids: Array  # [B, C, K] int32
+    inside: Array  # [B, C, K] logits of the cached ids
+    every: Array  # [B, C, V] all of them; EXCLUDED where no id exists
+    label: Array  # [B, C] logit of the label
+    totals: tuple[Array, Array]  # log-normalisers [B, C, 1] over all ids, at T and at 1
+    tails: tuple[Array, Array]  # and over all but the cached ids
+
+
+def _take_apart(
+    hidden: Array, head: Array, ids: Array, label: Array, spec: HeadSpec, *, exact: bool = False
+) -> _Chunk:
+    """`exact`: tails are summed without the k ids, however small, instead of by difference."""
+    raw, ids = unembedded(hidden, head), join_ids(ids)
+    sums = softmax_sums(raw, None, spec.temperature, spec.real_vocab)
+    logits = existing(raw, spec.real_vocab)
+    inside = jnp.take_along_axis(logits, ids, axis=-1)
+    of_label = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
+    totals, tails, most = [], [], sums.peak
+    for t, whole in ((spec.temperature, sums.soft), (1.0, sums.hard)):
+        totals.append(jnp.log(whole) + most / t)
+        if exact:
+            rest = _replace(logits, ids, jnp.full_like(inside, EXCLUDED))
+            tails.append(jax.nn.logsumexp(rest / t, axis=-1, keepdims=True))
+        else:
+            chosen = jnp.sum(jnp.exp((inside - most) / t), -1, keepdims=True)
+            tails.append(jnp.log(jnp.maximum(whole - chosen, _LEAST * whole)) + most / t)
+    return _Chunk(ids, inside, logits, of_label, tuple(totals), tuple(tails))
+
+
+def _student_outcomes(x: _Chunk, which: int, temperature: float) -> Array:
+    """Log-probabilities `[B, C, K + 1]` of the k ids and of all others together."""
+    both = jnp.concatenate([x.inside / temperature, x.tails[which]], axis=-1)
+    return both - x.totals[which]
+
+
+def _gradient(
+    x: _Chunk, log_q: Array, log_p: Array, label: Array, spec: HeadSpec
+) -> tuple[Array, Array]:
+    """d loss / d logits `[B, C, V]`, meant for all but the cached ids, and of these `[B, C, K]`."""
+    scale = (1 - spec.alpha) * spec.temperature
+    # Of the tail's ids: p_j - q_tail p_j / p_tail.
+    factor = scale * (1 - jnp.exp((log_q - log_p)[..., -1:]))
+    rest = factor * jnp.exp(x.every / spec.temperature - x.totals[0])
+    inside = scale * (jnp.exp(log_p) - jnp.exp(log_q))[..., :-1]
+    if spec.alpha:
+        where = jnp.arange(spec.width, dtype=jnp.int32)[None, None] == label[..., None]
+        rest += spec.alpha * (jnp.exp(x.every - x.totals[1]) - where)
+        hit = x.ids == label[..., None]
+        inside += spec.alpha * (jnp.exp(x.inside - x.totals[1]) - hit)
+    return rest, inside
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def cached_head_loss(
+    student_hidden: Float[Array, "B T D"],
+    student_head: Float[Array, "V D"],
+    teacher: TopTeacher,
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    spec: HeadSpec,
+) -> LossSums:
+    """As `head.head_loss`, with the forward KL over the k cached ids and "any other".
+
+    Only `loss` carries a gradient, to the student's hidden states and head; it is made in the
+    forward scan. `spec.temperature` must be the one that the cache was written for.
+
+    The student's tail p is off by up to 3e-7, and below 1e-6 taken as 1e-6; q is the teacher's. KL
+    and gradient of a position are off by at most 1e-6 + 3e-7 q / p where p is above 1e-6. Below it,
+    the KL misses q log(1e-6 / p), and the pull q on all other ids shrinks to q p / 1e-6; that on
+    the k ids stays exact, and lowers them against the others.
+    """
+    return _head_loss(student_hidden, student_head, teacher, labels, weights, spec,
+                      with_gradient=False)[0]  # fmt: skip
+
+
+def _head_loss(student_hidden, student_head, teacher, labels, weights, spec,
+               *, with_gradient: bool):  # fmt: skip
+    head = cut(student_head, student_hidden, spec)
+
+    def part(xs):
+        (hidden,), weight, top, label = xs
+        x = _take_apart(hidden, head, top.ids, label, spec)
+        log_q = outcomes(top.logits, top.odds[..., 0], spec.temperature)
+        log_p = _student_outcomes(x, 0, spec.temperature)
+        g, inside = (y * weight[..., None] for y in _gradient(x, log_q, log_p, label, spec))
+        g = _replace(g.astype(hidden.dtype), x.ids, inside.astype(hidden.dtype))
+        return x.totals[1][..., 0] - x.label, kl_divergence(log_q, log_p), g
+
+    zero = jnp.zeros((), jnp.float32)
+    xs = scan_inputs((student_hidden,), weights, teacher, labels, spec=spec)
+    start = LossSums(zero, zero, zero)
+    return scan_loss(part, xs, head, start, spec, with_gradient=with_gradient)
+
+
+def _forward(student_hidden, student_head, *rest):
+    found = _head_loss(student_hidden, student_head, *rest, with_gradient=True)
+    return forward_rule(found, student_hidden, student_head)
+
+
+def _backward(spec, residuals, cotangents):
+    return (*backward_rule(residuals, cotangents), None, None, None)
+
+
+cached_head_loss.defvjp(_forward, _backward)
+
+
+def top_k(logits: Float[Array, "*B V"], k: int) -> tuple[Float[Array, "*B K"], Int[Array, "*B K"]]:
+    """The k largest and their ids, as `jax.lax.top_k`: largest first, of equal ones the lower id.
+
+    The k largest lie in the k groups of the largest maxima, so only these are sorted.
+    """
+    width = logits.shape[-1]
+    if k * _GROUP >= width:
+        values, ids = jax.lax.top_k(logits, k)
+        return values, ids
+    pad = ((0, 0),) * (logits.ndim - 1) + ((0, -width % _GROUP),)
+    groups = jnp.pad(logits, pad, constant_values=-jnp.inf)
+    groups = groups.reshape(*logits.shape[:-1], -1, _GROUP)
+    which = jnp.sort(jax.lax.top_k(jnp.max(groups, axis=-1), k)[1], axis=-1)  # lower ids first
+    candidates = jnp.take_along_axis(groups, which[..., None], axis=-2)
+    values, at = jax.lax.top_k(candidates.reshape(*logits.shape[:-1], -1), k)
+    return values, jnp.take_along_axis(which, at // _GROUP, axis=-1) * _GROUP + at % _GROUP
+
+
+def top_of_teacher(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    spec: HeadSpec,
+    k: int,
+) -> TopTeacher:
+    """What is cached of a teacher; k is at most `spec.real_vocab`. Finite whatever `weights` hides.
+
+    Logits go as float16 differences to the largest: 8 times finer than bf16 at the same size.
+    """
+    head = cut(head, hidden, spec)
+
+    def chunk(carry, xs):
+        (hidden,), _, label = xs
+        logits = existing(unembedded(hidden, head), spec.real_vocab)
+        values, ids = top_k(logits, k)
+        rest = _replace(logits, ids, jnp.full_like(values, EXCLUDED))
+        odds = [
+            jax.nn.logsumexp(rest / t, axis=-1) - jax.nn.logsumexp(values / t, axis=-1)
+            for t in (spec.temperature, 1.0)
+        ]
+        lowered = jnp.maximum(values - values[..., :1], float(jnp.finfo(jnp.float16).min))
+        top = TopTeacher(split_ids(ids), lowered.astype(jnp.float16), jnp.stack(odds, axis=-1),
+                         -cross_entropy(logits, label))  # fmt: skip
+        return carry, top
+
+    _, top = jax.lax.scan(chunk, None, scan_inputs((hidden,), weights, labels, spec=spec))
+    return jax.tree.map(lambda x: joined(x, labels.shape[1]), top)
+
+
+def cached_head_evaluation(
+    student_hidden: Float[Array, "B T D"],
+    student_head: Float[Array, "V D"],
+    teacher: TopTeacher,
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    spec: HeadSpec,
+) -> TopEvalSums:
+    """Held-out sums against cached ids: cross-entropies and agreement exact, KLs lower bounds."""
+    head = cut(student_head, student_hidden, spec)
+
+    def chunk(sums, xs):
+        (hidden,), weight, top, label = xs
+        x = _take_apart(hidden, head, top.ids, label, spec, exact=True)
+        kls = [
+            kl_divergence(outcomes(top.logits, top.odds[..., i], t), _student_outcomes(x, i, t))
+            for i, t in enumerate((spec.temperature, 1.0))
+        ]
+        same = jnp.argmax(x.every, axis=-1) == x.ids[..., 0]
+        values = (x.totals[1][..., 0] - x.label, -top.label, *kls, same, jnp.ones_like(weight))
+        return added(sums, values, weight), None
+
+    xs = scan_inputs((student_hidden,), weights, teacher, labels, spec=spec)
+    start = TopEvalSums(*(jnp.zeros((), jnp.float32),) * len(TopEvalSums._fields))
+    return jax.lax.scan(chunk, start, xs)[0]

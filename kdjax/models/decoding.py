@@ -1,0 +1,281 @@
+"""Text from a model: batched sampling with a key-value cache, prompts of any lengths.
+
+Prompts are padded behind and read at once; then one id a row is added at a time, each row at its
+own position. A few steps run on the device between looks at the text.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kdjax.errors import UserError
+from kdjax.models.decoder import Apply, Cache, Params
+from kdjax.models.model import TeacherLogitsProvider
+from kdjax.models.tokenizer import Tokenizer
+from kdjax.models.weights import existing
+
+_STEPS = 16  # on the device between two looks at the text
+_BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How ids are drawn and when a row ends."""
+
+    max_tokens: int = 512
+    temperature: float = 0.0  # 0: the most likely id
+    top_p: float = 1.0  # least set of ids that reaches this probability
+    top_k: int = 0  # most likely ids kept; 0: all
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()  # cut off, with what follows
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises `UserError` naming every field that cannot work."""
+        rules = {
+            "max_tokens": (self.max_tokens >= 1, "1 or more"),
+            "temperature": (self.temperature >= 0, "0 or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (self.top_k >= 0, "0 or more"),
+            "stop_strings": (all(self.stop_strings), "no empty text"),
+        }
+        bad = [f"{k}={getattr(self, k)!r}: must be {w}" for k, (ok, w) in rules.items() if not ok]
+        if bad:
+            raise UserError("cannot sample: " + "; ".join(bad))
+
+
+class Completion(NamedTuple):
+    """What a prompt was continued with; stop ids and stop strings are left out."""
+
+    ids: list[int]
+    text: str
+    reason: str  # "stop" or "length"
+    log_probs: list[float]  # of each id, nats, under the model at temperature 1
+
+
+class _State(NamedTuple):
+    """A batch on the device, between two steps."""
+
+    cache: Cache
+    last: Int[Array, " B"]  # the id to be read next
+    positions: Int[Array, " B"]  # where it goes
+    done: Array  # bool [B]
+
+
+def pick(
+    logits: Float[Array, "B V"], keys: Any, sampling: Sampling
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """One id a row, and its log-probability at temperature 1, from float32 logits.
+
+    `keys` holds a random key a row, so that a row's draws do not depend on its batch.
+    """
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    if sampling.temperature == 0:
+        ids = jnp.argmax(logits, axis=-1)
+    else:
+        scaled = _filtered(logits / sampling.temperature, sampling)
+        ids = jax.vmap(jax.random.categorical)(keys, scaled)
+    ids = ids.astype(jnp.int32)
+    return ids, jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
+
+
+def _filtered(logits: Array, sampling: Sampling) -> Array:
+    """Logits outside top-k and top-p at -inf; the most likely id always stays."""
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return logits
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    least = ordered[:, -1:]
+    if sampling.top_k:
+        least = ordered[:, min(sampling.top_k, logits.shape[-1]) - 1][:, None]
+        ordered = jnp.where(ordered >= least, ordered, -jnp.inf)
+    if sampling.top_p < 1:
+        p = jax.nn.softmax(ordered, axis=-1)
+        inside = jnp.cumsum(p, axis=-1) - p < sampling.top_p  # what comes before is not enough
+        least = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def _draw(hidden: Array, head: Array, steps: Array, rows: Array, sampling: Sampling,
+          real: int) -> tuple[Array, Array]:  # fmt: skip
+    logits = jnp.einsum("BD,VD->BV", hidden, head, preferred_element_type=jnp.float32)
+    base = jax.random.key(sampling.seed)
+    keys = jax.vmap(lambda r, s: jax.random.fold_in(jax.random.fold_in(base, r), s))(rows, steps)
+    return pick(existing(logits, real, -jnp.inf), keys, sampling)
+
+
+def _begin(params: Params, tokens: Array, lengths: Array, rows: Array, *, apply: Apply,
+           capacity: int, real: int, sampling: Sampling) -> tuple[Any, ...]:  # fmt: skip
+    """Reads the prompts and draws the first id of each row."""
+    head = apply.head(params)
+    hidden, cache = apply.prefill(params, tokens, lengths, capacity)
+    head = head.astype(hidden.dtype)
+    ids, log_probs = _draw(hidden, head, jnp.zeros_like(rows), rows, sampling, real)
+    return _State(cache, ids, lengths, _stops(ids, sampling)), head, ids, log_probs
+
+
+def _stops(ids: Array, sampling: Sampling) -> Array:
+    if not sampling.stop_ids:
+        return jnp.zeros(ids.shape, bool)
+    stops = jnp.asarray(sampling.stop_ids, jnp.int32)
+    return jnp.any(ids[:, None] == stops[None], axis=-1)
+
+
+def _advance(params: Params, head: Array, state: _State, begun: Array, rows: Array, *,
+             apply: Apply, real: int, sampling: Sampling) -> tuple[Any, ...]:  # fmt: skip
+    """`_STEPS` more ids; `begun` is the number that each row has had. Rows that ended idle."""
+
+    def step(state: _State, done_steps: Array) -> tuple[_State, tuple[Array, Array]]:
+        hidden, cache = apply.extend(params, state.last, state.positions, state.cache)
+        number = jnp.broadcast_to(begun + done_steps, rows.shape)
+        ids, log_probs = _draw(hidden, head, number, rows, sampling, real)
+        # A row that ended stays where it is: its slots beyond are never written.
+        ids = jnp.where(state.done, state.last, ids)
+        positions = jnp.where(state.done, state.positions, state.positions + 1)
+        done = state.done | _stops(ids, sampling)
+        return _State(cache, ids, positions, done), (ids, log_probs)
+
+    return jax.lax.scan(step, state, jnp.arange(_STEPS, dtype=jnp.int32))
+
+
+class _Row:
+    """A completion as it grows on the host."""
+
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer):
+        self.ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.text, self.reason = "", ""
+        self._sampling, self._tokenizer = sampling, tokenizer
+
+    def extend(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Takes ids until one ends the row; looks for stop strings in the text so far."""
+        for token, log_prob in zip(ids, log_probs, strict=True):
+            if token in self._sampling.stop_ids:
+                self.reason = "stop"
+                break
+            self.ids.append(int(token))
+            self.log_probs.append(float(log_prob))
+            if len(self.ids) == self._sampling.max_tokens:
+                self.reason = "length"
+                break
+        self.text = self._decode(len(self.ids))
+        found = [self.text.find(s) for s in self._sampling.stop_strings if s in self.text]
+        if found:
+            self._cut(min(found))
+
+    def _decode(self, count: int) -> str:
+        return self._tokenizer.decode(self.ids[:count])
+
+    def _cut(self, end: int) -> None:
+        """Ends the row before character `end`: no id that only adds to what is cut off stays."""
+        self.text, self.reason = self.text[:end], "stop"
+        count = len(self.ids)
+        while count and len(self._decode(count - 1)) >= end:
+            count -= 1
+        self.ids, self.log_probs = self.ids[:count], self.log_probs[:count]
+
+    def done(self) -> Completion:
+        """The completion, once there is a reason to end it."""
+        return Completion(self.ids, self.text, self.reason, self.log_probs)
+
+
+def generate(
+    provider: TeacherLogitsProvider,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    batch_size: int = 32,
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[Completion]:
+    """Continues every prompt (token ids), in order; `provider` is a dequantized or packed model.
+
+    A row draws by the seed, its place in `prompts` and its step, whatever the batches. `on_text` is
+    called with a prompt's number and all its text so far, a few steps at a time. Raises `UserError`
+    for an empty prompt, for more positions than the model has, and for impossible sampling.
+    """
+    sampling.check()
+    apply = provider.apply
+    if not isinstance(apply, Apply):
+        raise UserError(f"{provider.info}: has no decoder to generate with.")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {i} is empty: give at least one token.")
+        if len(prompt) + sampling.max_tokens > apply.spec.max_positions:
+            raise UserError(
+                f"prompt {i} has {len(prompt)} tokens: with max_tokens={sampling.max_tokens} that "
+                f"is more than the model's {apply.spec.max_positions} positions. Shorten one."
+            )
+    completions: list[Completion] = []
+    for start in range(0, len(prompts), batch_size):
+        part = prompts[start : start + batch_size]
+        rows = _Batch(provider, apply, tokenizer, sampling, part, start, batch_size)
+        for texts in rows.run():
+            if on_text is not None:
+                for number, text in texts:
+                    on_text(number, text)
+        completions += rows.completions()
+    return completions
+
+
+class _Batch:
+    """One batch of prompts, from reading to the last stop."""
+
+    def __init__(self, provider: TeacherLogitsProvider, apply: Apply, tokenizer: Tokenizer,
+                 sampling: Sampling, prompts: Sequence[Sequence[int]], first: int,
+                 batch_size: int):  # fmt: skip
+        self._params, self._first = provider.params, first
+        self._rows = [_Row(sampling, tokenizer) for _ in prompts]
+        longest = -(-max(map(len, prompts)) // _BUCKET) * _BUCKET
+        # Short batches are filled up with copies of the last prompt: the same programs serve.
+        filled = [*prompts, *[prompts[-1]] * (batch_size - len(prompts))]
+        self._tokens = np.zeros((batch_size, longest), np.int32)
+        for i, prompt in enumerate(filled):
+            self._tokens[i, : len(prompt)] = prompt
+        self._lengths = np.asarray([len(prompt) for prompt in filled], np.int32)
+        self._numbers = np.arange(first, first + batch_size, dtype=np.int32)
+        more = -(-sampling.max_tokens // _STEPS) * _STEPS
+        static: dict[str, Any] = dict(apply=apply, real=tokenizer.vocab_size, sampling=sampling)
+        self._begin = _compiled(_begin, capacity=longest + more, **static)
+        self._advance = _compiled(_advance, **static)
+
+    def run(self) -> Iterator[list[tuple[int, str]]]:
+        """Yields the texts that grew, until all rows have ended."""
+        state, head, ids, log_probs = self._begin(
+            self._params, self._tokens, self._lengths, self._numbers
+        )
+        yield self._take(ids[None], log_probs[None])
+        begun = 1
+        while any(not row.reason for row in self._rows):
+            ended = np.ones(len(self._tokens), bool)
+            ended[: len(self._rows)] = [bool(row.reason) for row in self._rows]
+            state = state._replace(done=state.done | ended)
+            state, (ids, log_probs) = self._advance(
+                self._params, head, state, np.int32(begun), self._numbers
+            )
+            yield self._take(ids, log_probs)
+            begun += _STEPS
+
+    def _take(self, ids: Array, log_probs: Array) -> list[tuple[int, str]]:
+        ids_of, log_probs_of = np.asarray(ids).T, np.asarray(log_probs).T
+        grown = []
+        for i, row in enumerate(self._rows):
+            if not row.reason:
+                row.extend(ids_of[i].tolist(), log_probs_of[i].tolist())
+                grown.append((self._first + i, row.text))
+        return grown
+
+    def completions(self) -> list[Completion]:
+        """After `run`."""
+        return [row.done() for row in self._rows]
+
+
+@functools.cache
+def _compiled(function: Any, **static: Any) -> Any:
+    donate = ("state",) if function is _advance else ()
+    return jax.jit(functools.partial(function, **static), donate_argnames=donate)

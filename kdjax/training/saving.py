@@ -1,0 +1,160 @@
+"""Saving and resuming: the only importer of Orbax.
+
+A checkpoint holds the student, the optimizer, the data position and the run's identity; never the
+teacher, which is recorded by path, size and hash. A save is written aside and renamed, so a kill at
+any moment leaves the previous one whole.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from kdjax.errors import UserError
+from kdjax.training.step import TrainState
+
+
+class Checkpoints:
+    """Checkpoints of one workdir, under `workdir/checkpoints/<step>`."""
+
+    def __init__(self, workdir: Path, keep: int, *, asynchronous: bool | None = None):
+        # On a CPU the copies of a background save (6 GB for a 0.5B student) would sit in the same
+        # memory as the next step's temporaries: save there at once, 1 GB at a time.
+        on_cpu = jax.default_backend() == "cpu"
+        if asynchronous is None:
+            asynchronous = not on_cpu
+        handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
+        folder = (workdir / "checkpoints").resolve()
+        if jax.process_index() == 0:
+            # Saves that a kill cut short. Orbax would remove them in a thread, which prints a
+            # traceback if the process ends first.
+            for leftover in folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=asynchronous,
+        )
+        self._manager = ocp.CheckpointManager(
+            folder,
+            options=options,
+            item_names=("state", "run"),
+            item_handlers={"state": handler, "run": ocp.JsonCheckpointHandler()},
+        )
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
+        """Saves, in the background if asynchronous; once it returns, the arrays may be donated."""
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        self._manager.save(step, args=items)
+
+    def read_run(self, step: int) -> dict[str, Any]:
+        """What `save` was given as `run`, without reading arrays."""
+        items = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+        return items["run"]
+
+    def restore(self, step: int, abstract: TrainState) -> TrainState:
+        """The state of `step` in the shapes, dtypes and shardings of `abstract`, on any mesh."""
+        items = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        )
+        return items["state"]
+
+    def wait(self) -> None:
+        """Waits for a save in flight; raises what it raised."""
+        self._manager.wait_until_finished()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes; whoever interrupts does not wait for a save in flight, which is then left out."""
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            self.close()
+
+    def close(self) -> None:
+        """Waits for a save in flight, then releases the threads."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def abstract_state(shapes: TrainState, shardings: TrainState) -> TrainState:
+    """`ShapeDtypeStruct`s with shardings: what `Checkpoints.restore` needs."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def saved_steps(workdir: Path) -> list[int]:
+    """The complete steps under `workdir`, in order; touches nothing, unlike `Checkpoints`."""
+    return sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
+
+
+def saved_run(workdir: Path, step: int) -> dict[str, Any]:
+    """What `Checkpoints.save` was given as `run`."""
+    return dict(ocp.JsonCheckpointHandler().restore(_folder(workdir, step) / "run"))
+
+
+def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The student's parameters as saved, by name (`blocks/attn/q/weight`), in order of names.
+
+    Each is read to the host when its turn comes: no device memory, and no two of them at once.
+    """
+    folder = _folder(workdir, step) / "state"
+    handler = ocp.PyTreeCheckpointHandler()
+    metadata: Any = handler.metadata(folder)
+    tree = dict(getattr(metadata, "tree", metadata))["params"]
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = sorted(tuple(str(key.key) for key in keys) for keys, _ in leaves)
+    for path in paths:
+        item: Any = 0
+        for key in reversed(("params", *path)):
+            item = {key: item}
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
+        (array,) = jax.tree.leaves(handler.restore(folder, args=args))
+        yield "/".join(path), array
+
+
+def _folder(workdir: Path, step: int) -> Any:
+    return (workdir / "checkpoints" / str(step)).resolve()
+
+
+def check_fresh(latest: int | None, workdir: Path) -> None:
+    """Raises `UserError` if there is a checkpoint: a smoke run starts from the student's file."""
+    if latest is not None:
+        raise UserError(
+            f"{workdir} holds a checkpoint at step {latest}; a smoke run (smoke.steps) starts from "
+            "the student's own weights and saves nothing. Give it another --workdir, or set "
+            "smoke.steps=0 to resume the run."
+        )
+
+
+def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path) -> None:
+    """Raises `UserError` naming every field in which the saved run differs from this one."""
+    missing = "(absent)"
+    differences = [
+        f"{name}: the checkpoint has {was!r}, now {now!r}"
+        for name in sorted(saved.keys() | current.keys())
+        if (was := saved.get(name, missing)) != (now := current.get(name, missing))
+    ]
+    if differences:
+        raise UserError(
+            f"{workdir} holds a checkpoint of another run; resuming it would mix the two:\n  "
+            + "\n  ".join(differences)
+            + "\nRestore these values, or give a new --workdir."
+        )
+
+
+def saved_names(workdir: Path, step: int) -> list[str]:
+    """The names that `saved_params` gives, without reading an array."""
+    metadata: Any = ocp.PyTreeCheckpointHandler().metadata(_folder(workdir, step) / "state")
+    tree = dict(getattr(metadata, "tree", metadata))["params"]
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return sorted("/".join(str(key.key) for key in keys) for keys, _ in leaves)

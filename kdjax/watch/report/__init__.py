@@ -1,0 +1,41 @@
+"""`report.html`: what a run left in its workdir, as one page of curves, figures and samples.
+
+`workdir` reads, `figures` draws, `page` writes; `__main__` is the command, `Report` the hook. Only
+drawing imports matplotlib.
+"""
+
+import logging
+from pathlib import Path
+
+from kdjax.training.hooks import Hook, NonFiniteError, Run, failure
+
+FILE = "report.html"
+
+_log = logging.getLogger("kdjax")
+
+
+class Report(Hook):
+    """Writes `workdir/report.html` when a run is finished, or stopped by a NaN; the last hook.
+
+    A report that cannot be drawn is a warning, and changes no end.
+    """
+
+    def __init__(self, workdir: Path):
+        self._workdir = workdir
+
+    def train_begin(self, run: Run) -> None:
+        """Removes the page of an earlier session, which would tell another story."""
+        (self._workdir / FILE).unlink(missing_ok=True)
+
+    def train_end(self, reason: str) -> None:
+        """Draws; who interrupts a run does not wait for that."""
+        if reason == "finished" or isinstance(failure(reason), NonFiniteError):
+            try:
+                from kdjax.watch.report import page
+
+                page.write([self._workdir])
+            except Exception as error:
+                _log.warning(
+                    "no report: %s: %s\nTry again: python -m kdjax.report %s",
+                    type(error).__name__, error, self._workdir,
+                )  # fmt: skip

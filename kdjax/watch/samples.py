@@ -1,0 +1,212 @@
+"""`samples.json`: what the student writes before and after training, judged by the teacher.
+
+The same held-out beginnings are continued greedily each time. Then the teacher reads the student's
+own continuation once: its most likely id at each place, and what it gives the student's.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kdjax.data.rows import Rows
+from kdjax.formats.files import replacing
+from kdjax.losses.divergences import log_softmax
+from kdjax.models.decoder import Apply, ModelFunctions, Params
+from kdjax.models.decoding import Completion, Sampling, generate
+from kdjax.models.model import TeacherInfo, TeacherLogitsProvider
+from kdjax.models.tokenizer import Tokenizer
+from kdjax.models.weights import existing, unembedded
+from kdjax.training.hooks import Hook, Run
+
+_log = logging.getLogger("kdjax")
+
+FILE = "samples.json"
+FORMAT = 1  # raise when a field changes its meaning
+PROMPT_TOKENS, NEW_TOKENS = 64, 48
+_BUCKET = 64  # the teacher reads a multiple of so many positions
+
+
+class Judged(NamedTuple):
+    """The teacher's opinion of each new id."""
+
+    top: Int[Array, "B N"]  # its most likely id
+    top_probability: Float[Array, "B N"]
+    probability: Float[Array, "B N"]  # of the student's id
+
+
+def choose(rows: Rows, count: int) -> list[dict[str, Any]]:
+    """At most `count` prompts from rows spread evenly: half of a row's longest document.
+
+    A prompt has 1 to `PROMPT_TOKENS` ids; `reference` is how the text goes on.
+    """
+    count = min(count, len(rows))
+    chosen = []
+    for index in ((np.arange(count) + 0.5) * len(rows) / max(count, 1)).astype(int):
+        segments = rows.segments[index]
+        longest = np.bincount(segments)[1:].argmax() + 1
+        ids = rows.tokens[index][segments == longest].tolist()
+        cut = min(PROMPT_TOKENS, len(ids) // 2)
+        chosen.append(dict(row=int(index), prompt=ids[:cut], reference=ids[cut : cut + NEW_TOKENS]))
+    return chosen
+
+
+def judge(
+    teacher: TeacherLogitsProvider,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    real: int,
+) -> Judged:
+    """The teacher on `continuations` of `prompts`, read in one pass; float32, temperature 1.
+
+    `real` is the number of ids that exist. Rows are `[B, N]`, N that of the longest continuation;
+    a shorter one has figures of no meaning behind its end.
+    """
+    width = max(map(len, continuations))
+    length = max(len(p) for p in prompts) + width
+    tokens = np.zeros((len(prompts), -(-length // _BUCKET) * _BUCKET), np.int32)
+    segments, new = np.zeros_like(tokens), np.zeros((len(prompts), width), np.int32)
+    for row, (prompt, ids) in enumerate(zip(prompts, continuations, strict=True)):
+        tokens[row, : len(prompt) + len(ids)] = [*prompt, *ids]
+        segments[row, : len(prompt) + len(ids)] = 1
+        new[row, : len(ids)] = ids
+    starts = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
+    return jax.device_get(
+        _judge(teacher.params, tokens, segments, starts, new, apply=teacher.apply, real=real)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("apply", "real"))
+def _judge(params: Params, tokens: Array, segments: Array, starts: Array, new: Array, *,
+           apply: ModelFunctions, real: int) -> Judged:  # fmt: skip
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    hidden = apply.hidden(params, tokens, segments, at)
+    # The state at a position predicts the next id; only these few become logits.
+    where = starts[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    hidden = jnp.take_along_axis(hidden, where[..., None], axis=1)
+    head = apply.head(params).astype(hidden.dtype)
+    log_probs = log_softmax(existing(unembedded(hidden, head), real), 1.0)
+    top = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
+
+    def probability(ids: Array) -> Array:
+        return jnp.exp(jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0])
+
+    return Judged(top, probability(top), probability(new))
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of `ids`, id by id; a character of several ids comes whole with the last of them."""
+    shown, parts = "", []
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        whole = text if end == len(ids) else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        parts.append(whole[len(shown) :])
+        shown = whole if len(whole) > len(shown) else shown
+    return parts
+
+
+class Samples(Hook):
+    """Keeps `workdir/samples.json`; a pure function of the parameters, which changes no result.
+
+    Without a teacher nobody judges the tokens.
+    Those of before training are kept when a run resumes. Whatever goes wrong here is logged and
+    leaves the run alone.
+    """
+
+    def __init__(self, workdir: Path, count: int, student: ModelFunctions,
+                 teacher: TeacherLogitsProvider | None, tokenizer: Tokenizer,
+                 rows: Rows):  # fmt: skip
+        self._path, self._count, self._rows = workdir / FILE, count, rows
+        self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
+        self._document: dict[str, Any] = {}
+
+    def train_begin(self, run: Run) -> None:
+        """Takes up the samples of an earlier session, or chooses prompts."""
+        self._last = run.total_steps
+        if jax.process_count() > 1:
+            _log.info("no samples: they are made by runs of one process only")
+            self._count = 0
+        if not self._count:
+            return
+        self._document = (self._earlier() if run.start_step else None) or {
+            "format": FORMAT,
+            "samples": [
+                {"row": p["row"], "prompt_ids": p["prompt"],
+                 "prompt": self._tokenizer.decode(p["prompt"]),
+                 "reference": self._tokenizer.decode(p["reference"]),
+                 "before": None, "after": None}
+                for p in choose(self._rows, self._count)
+            ],
+        }  # fmt: skip
+
+    def _earlier(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self._path.read_text())
+            if found["format"] == FORMAT and all("prompt_ids" in s for s in found["samples"]):
+                return found
+            problem = f"no samples of format {FORMAT}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = str(error)
+        _log.warning("%s: %s; there will be none from before training", self._path, problem)
+        return None
+
+    def student(self, step: int, params: Params) -> None:
+        """Writes completions before the first step and after the last."""
+        if not self._count or step not in (0, self._last):
+            return
+        try:
+            self._complete("before" if step == 0 else "after", step, params)
+            with replacing(self._path) as file:
+                file.write(json.dumps(self._document, indent=1).encode() + b"\n")
+        except Exception as error:  # a run of hours does not end for want of samples
+            _log.warning("no samples at step %d: %s: %s", step, type(error).__name__, error)
+
+    def _complete(self, when: str, step: int, params: Params) -> None:
+        samples = self._document["samples"]
+        prompts = [sample["prompt_ids"] for sample in samples]
+        info = TeacherInfo("student", self._tokenizer.vocab_size, 0, "student")
+        ends = {self._tokenizer.end_of_text_id, self._tokenizer.eos_id}
+        sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tuple(sorted(ends)))
+        provider = TeacherLogitsProvider(self._student, params, info)
+        found = generate(provider, self._tokenizer, prompts, sampling, batch_size=len(prompts))
+        for sample, completion in zip(samples, self._described(prompts, found), strict=True):
+            sample[when] = {"step": step} | completion
+
+    def _described(self, prompts: list[list[int]], found: list[Completion]) -> list[dict[str, Any]]:
+        judged = None
+        if self._teacher is None:
+            pass
+        elif not isinstance(self._teacher.apply, Apply):
+            _log.info("samples without the teacher's opinion: %s has no decoder",
+                      self._teacher.info)  # fmt: skip
+        elif any(c.ids for c in found):
+            judged = judge(self._teacher, prompts, [c.ids for c in found],
+                           self._tokenizer.vocab_size)  # fmt: skip
+        described = []
+        for row, completion in enumerate(found):
+            tokens: list[dict[str, Any]] = [
+                {"id": i, "text": text, "probability": float(np.exp(log_prob))}
+                for i, text, log_prob in zip(
+                    completion.ids, pieces(self._tokenizer, completion.ids), completion.log_probs,
+                    strict=True,
+                )
+            ]  # fmt: skip
+            for at, token in enumerate(tokens):
+                if judged is None:
+                    break
+                top = int(judged.top[row, at])
+                token["teacher"] = {
+                    "id": top,
+                    "text": self._tokenizer.decode([top]),
+                    "probability": float(judged.top_probability[row, at]),
+                    "of_students_id": float(judged.probability[row, at]),
+                }
+            described.append({"ended_by": completion.reason, "tokens": tokens})
+        return described

@@ -1,0 +1,117 @@
+"""The smoke verdict: does the configured run start to learn? Gate F-DISTILL-SMOKE-001.
+
+`--config.smoke.steps=N` takes the first N optimizer steps of the configured run, schedule and all,
+and compares the held-out loss before and after. It passes if the loss fell and every figure is
+finite.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from kdjax.config import Config
+from kdjax.training.hooks import Action, Hook, NonFiniteError, Run, StepRecord, failure, kl_names
+from kdjax.watch.writers import format_seconds
+
+GATE = "F-DISTILL-SMOKE-001"
+
+
+class Verdict(Hook):
+    """Judges a smoke run and prints the verdict, on standard output, when it ends."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._held_out: dict[int, dict[str, float]] = {}
+        self._seconds: list[float] = []
+        self.result = "UNDECIDED"  # PASS, FAIL, or this if the run ended before its last step
+
+    def train_begin(self, run: Run) -> None:
+        """Notes the size of a step."""
+        self._positions = run.tokens_per_step
+
+    def step_end(self, record: StepRecord) -> Action:
+        """Keeps the step's wall time."""
+        self._seconds.append(record.seconds)
+        return Action.CONTINUE
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Keeps the held-out figures, and the loss that training minimises made of them."""
+        loss = self._config.loss
+        kl = loss.temperature**2 * figures.get(kl_names(figures)[1], 0.0)  # absent at alpha = 1
+        objective = loss.alpha * figures["student_ce"] + (1 - loss.alpha) * kl
+        self._held_out[step] = {**figures, "loss": objective}
+
+    def outcome(self, error: BaseException | None) -> dict[str, Any]:
+        """The verdict and what it rests on; `error` is the exception that ended the run, if any.
+
+        Losses in nats a token, times in seconds; the projection is of the steps alone.
+        """
+        steps, total = self._config.smoke.steps, self._config.train.steps
+        before, after = (self._held_out.get(step) for step in (0, steps))
+        # The first step of a process holds compilation.
+        measured = self._seconds[1:] or self._seconds
+        median = statistics.median(measured) if measured else None
+        verdict, why = _judge(before, after, error, len(self._seconds), steps)
+        return {
+            "gate": GATE,
+            "verdict": verdict,
+            "why": why,
+            "steps": len(self._seconds),
+            "before": before and _shown(before),
+            "after": after and _shown(after),
+            "median_step_seconds": median,
+            "full_run_steps": total,
+            "projected_seconds": median and median * total,
+        }
+
+    def train_end(self, reason: str) -> None:
+        """Prints the verdict."""
+        outcome = self.outcome(failure(reason))
+        self.result = outcome["verdict"]
+        print("\n".join(self._lines(outcome)), flush=True)
+
+    def _lines(self, outcome: Mapping[str, Any]) -> list[str]:
+        before, after = outcome["before"], outcome["after"]
+        lines = [f"{GATE} {outcome['verdict']}: {outcome['why']}"]
+        if before and after:
+            kl, softened = kl_names(before)
+            names = {"loss": "loss", "student_ce": "ce", kl: kl}
+            temperature = self._config.loss.temperature
+            if temperature != 1:
+                names[softened] = f"{kl}(T={temperature:g})"
+            pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items()
+                     if k in before)  # fmt: skip
+            lines.append("  held-out: " + "  ".join(pairs))
+        if median := outcome["median_step_seconds"]:
+            lines.append(
+                f"  {outcome['steps']} steps, median {median:.4f} s a step "
+                f"({self._positions / median:,.0f} tok/s); the full run's "
+                f"{outcome['full_run_steps']} steps would take "
+                f"{format_seconds(outcome['projected_seconds'])} (h:mm:ss or m:ss), evaluations, "
+                "saves and compilation not counted"
+            )
+        return lines
+
+
+def _shown(figures: Mapping[str, float]) -> dict[str, float]:
+    names = ("loss", "student_ce", *kl_names(figures))  # the last two only with a teacher
+    return {name: figures[name] for name in names if name in figures}
+
+
+def _judge(before: Mapping[str, float] | None, after: Mapping[str, float] | None,
+           error: BaseException | None, done: int, steps: int) -> tuple[str, str]:  # fmt: skip
+    if isinstance(error, NonFiniteError):
+        return "FAIL", str(error)
+    if error is not None:
+        return "UNDECIDED", f"ended after {done} of {steps} steps by {type(error).__name__}"
+    if before is None or after is None or done != steps:
+        return "UNDECIDED", f"stopped after {done} of {steps} steps; the same command starts over"
+    bad = [f"{name} {when}" for when, figures in (("before", before), ("after", after))
+           for name, value in figures.items() if not math.isfinite(value)]  # fmt: skip
+    if bad:
+        return "FAIL", f"held-out figures not finite: {', '.join(bad)}"
+    fell = after["loss"] < before["loss"]
+    verb = "fell from" if fell else "did not fall:"
+    said = f"held-out loss {verb} {before['loss']:.6f} to {after['loss']:.6f} in {done} steps"
+    return ("PASS" if fell else "FAIL"), said

@@ -1,0 +1,225 @@
+"""Hooks that write: metrics.jsonl, TensorBoard, Weights & Biases, and the terminal."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kdjax.errors import UserError
+from kdjax.training.hooks import Action, Hook, Run, StepRecord, kl_names
+
+
+class JsonLines(Hook):
+    """One JSON object a line in `workdir/metrics.jsonl`: kind, step and figures.
+
+    On resumption, lines of steps after the checkpoint are dropped: they will be written again.
+    """
+
+    def __init__(self, workdir: Path):
+        self._path = workdir / "metrics.jsonl"
+        self._seconds = 0.0
+
+    def train_begin(self, run: Run) -> None:
+        """Drops lines beyond the step that the run resumes from."""
+        kept = []
+        if self._path.exists():
+            for line in self._path.read_text().splitlines(keepends=True):
+                try:
+                    entry = json.loads(line)
+                except json.JSONDecodeError:  # the line a kill cut short
+                    continue
+                if entry["step"] <= run.start_step and run.start_step > 0:
+                    kept.append(line)
+        aside = self._path.with_suffix(".part")
+        aside.write_text("".join(kept))
+        os.replace(aside, self._path)
+        self._tokens_per_step = run.tokens_per_step
+        self._file = self._path.open("a", buffering=1)
+
+    def _write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        # JSON has no NaN; the figures of a student that was ruined become null.
+        known = {k: v if math.isfinite(v) else None for k, v in figures.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **known}) + "\n")
+
+    def step_end(self, record: StepRecord) -> Action:
+        """Writes a `train` line."""
+        speed = self._tokens_per_step / record.seconds
+        self._write("train", record.step, {**record.figures, "tokens_per_second": speed})
+        return Action.CONTINUE
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Writes an `eval` line."""
+        self._write("eval", step, figures)
+
+    def train_end(self, reason: str) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoard(Hook):
+    """Scalars for TensorBoard under `workdir/tensorboard`."""
+
+    def __init__(self, workdir: Path):
+        self._folder = workdir / "tensorboard"
+
+    def train_begin(self, run: Run) -> None:
+        """Opens the event file; steps after the resumed one are purged."""
+        import tensorboardX
+
+        self._writer = tensorboardX.SummaryWriter(
+            str(self._folder), purge_step=run.start_step + 1 if run.start_step else None
+        )
+        self._every = run.log_every
+
+    def step_end(self, record: StepRecord) -> Action:
+        """Writes every `log.every` steps."""
+        if record.step % self._every == 0:
+            for name, value in record.figures.items():
+                self._writer.add_scalar(f"train/{name}", value, record.step)
+        return Action.CONTINUE
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Writes the held-out figures."""
+        for name, value in figures.items():
+            self._writer.add_scalar(f"eval/{name}", value, step)
+        self._writer.flush()
+
+    def train_end(self, reason: str) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class WeightsAndBiases(Hook):
+    """The same scalars to Weights & Biases; needs `pip install 'kdjax[wandb]'`."""
+
+    def __init__(self, project: str, workdir: Path):
+        try:
+            import wandb  # type: ignore[import-not-found]
+        except ImportError:
+            raise UserError(
+                "log.wandb_project is set, but wandb is not installed: "
+                "pip install 'kdjax[wandb]', or leave the field empty."
+            ) from None
+        self._wandb, self._project, self._workdir = wandb, project, workdir
+
+    def train_begin(self, run: Run) -> None:
+        """Starts or resumes the run named after the workdir."""
+        self._run = self._wandb.init(
+            project=self._project,
+            id=self._workdir.name,
+            resume="allow",
+            dir=str(self._workdir),
+            config=dict(run.config),
+        )
+        self._every = run.log_every
+
+    def step_end(self, record: StepRecord) -> Action:
+        """Logs every `log.every` steps."""
+        if record.step % self._every == 0:
+            self._log("train", record.step, record.figures)
+        return Action.CONTINUE
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Logs the held-out figures."""
+        self._log("eval", step, figures)
+
+    def _log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({f"{kind}/{k}": v for k, v in figures.items()}, step=step)
+
+    def train_end(self, reason: str) -> None:
+        """Finishes the run; an exit code other than 0 marks it as failed."""
+        self._run.finish(exit_code=1 if reason == "failed" else 0)
+
+
+def format_seconds(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Terminal(Hook):
+    """A progress bar on a terminal, plain lines elsewhere; the same fields in both."""
+
+    def __init__(self, stream: Any = None):
+        self._stream = stream or sys.stderr
+        self._bar: Any = None
+        self._seconds = self._steps = 0.0
+
+    def train_begin(self, run: Run) -> None:
+        """Shows the bar if the stream is a terminal."""
+        self._run, self._began = run, time.monotonic()
+        if not self._stream.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=Console(file=self._stream))
+        self._task = self._bar.add_task(
+            "first step compiles ...", total=run.total_steps, completed=run.start_step
+        )
+        self._bar.start()
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def step_end(self, record: StepRecord) -> Action:
+        """Prints every `log.every` steps, the first and the last."""
+        run = self._run
+        first = record.step == run.start_step + 1
+        if not first:  # the first step of a process holds compilation
+            self._seconds, self._steps = self._seconds + record.seconds, self._steps + 1
+        line = self._line(record)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, description=line)
+        if record.step % run.log_every == 0 or first or record.step == run.total_steps:
+            self._print(f"step {record.step:>6}/{run.total_steps}  {line}")
+        return Action.CONTINUE
+
+    def _line(self, record: StepRecord) -> str:
+        run, f = self._run, record.figures
+        fields = [f"{name} {f[name]:.4f}" for name in ("loss", "ce", "kl") if name in f]
+        fields += [f"lr {f['learning_rate']:.2e}", f"grad {f['grad_norm']:.3f}"]
+        if self._steps:
+            pace = self._seconds / self._steps
+            speed = run.tokens_per_step / pace
+            fields.append(f"{speed:,.0f} tok/s")
+            if run.peak_flops:
+                fields.append(f"MFU {speed * run.flops_per_token / run.peak_flops:.1%}")
+            fields.append(f"ETA {format_seconds(pace * (run.total_steps - record.step))}")
+        return "  ".join(fields)
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Prints the held-out figures."""
+        f = figures
+        parts = [
+            f"{side} ce {f[f'{side}_ce']:.4f} (ppl {f[f'{side}_perplexity']:.3f})"
+            for side in ("student", "teacher")
+            if f"{side}_ce" in f
+        ]
+        kl, soft = kl_names(f)
+        if kl in f:
+            temperature = f["temperature"]
+            at = "" if temperature == 1 else f"  {kl}(T={temperature:g}) {f[soft]:.4f}"
+            parts += [f"{kl} {f[kl]:.4f}{at}", f"agreement {f['agreement']:.4f}"]
+        over = f"over {f['tokens']:,.0f} tokens"
+        self._print(f"held-out at step {step}: " + "  ".join([*parts, over]))
+
+    def checkpoint(self, step: int) -> None:
+        """Says that a save was started."""
+        self._print(f"checkpoint at step {step}")
+
+    def train_end(self, reason: str) -> None:
+        """Takes the bar down and says how the run ended."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._print(f"{reason} after {format_seconds(time.monotonic() - self._began)}")
