@@ -304,7 +304,8 @@ def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
 
 
 def test_held_out_figures_that_are_none_stop_the_run_unsaved(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("kdjax.training.loop.held_out", lambda *_: NAN_FIGURES)
+    broken = {"kl": float("nan"), "tokens": 8.0}
+    monkeypatch.setattr("kdjax.training.loop.held_out", lambda *_: broken)
     guard = main.hooks_for(tiny_config, tmp_path)[0]
     with pytest.raises(NonFiniteError, match="evaluation at step 0: kl not finite"):
         go(tiny_config, tmp_path / "run", guard)
