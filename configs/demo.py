@@ -5,7 +5,7 @@
 Nothing is downloaded: the teacher is kdjax/demo/teacher.gguf (its card is beside it), the text this
 machine's own standard library, and the held-out text modules of it that neither model has seen.
 `:baseline` after the file name trains the same student on the same rows without the teacher, which
-then runs in evaluations only; scripts/demo_compare.py runs both.
+then runs in evaluations only; scripts/demo/compare.py runs both.
 
 A minute and a half on 2 CPU cores, 2,300 tokens/s, 1.1 GB. Held-out cross-entropy goes from 8.33
 to about 5.39 nats a token, of the baseline to 5.69; the teacher has 2.58. docs/results.md says what

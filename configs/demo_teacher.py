@@ -1,6 +1,6 @@
 """The demo's teacher, from nothing: a Qwen2 model of 14.3 M parameters that learns Python.
 
-    bash scripts/make_demo_teacher.sh CORPUS OUT
+    bash scripts/demo/make_teacher.sh CORPUS OUT
 
 makes the text, calls this config and exports its result; text, steps, time and figures of the model
 that kdjax ships are in its card, kdjax/demo/teacher.md. By hand, with text of one's own:

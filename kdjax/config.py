@@ -268,7 +268,7 @@ def validate(config: Config) -> None:
 def tiny(config: Config) -> Config:
     """Shrinks any config to one that runs on a laptop in a minute, over the same path.
 
-    Its models are random ones of scripts/random_gguf.py; they learn nothing worth having.
+    Its models are random ones of scripts/bench/random_gguf.py; they learn nothing worth having.
     """
     config.teacher.path = "runs/tiny/teacher.gguf"
     config.student.path = "runs/tiny/student.gguf"

@@ -22,7 +22,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # A third of the suite's time is LLVM optimizing programs that run once.
     jax.config.update("jax_disable_most_optimizations", True)
 # Tests compile the same small programs again and again; most of their time would go there.
-# A scratch copy of the repository (`python -m kdjax.contracts mutate`) shares the original's.
+# A scratch copy of the repository (`python -m scripts.contracts mutate`) shares the original's.
 _STATE = Path(__file__).parent.parent / ".pytest_cache"
 _CACHE = Path(os.environ.get("KDJAX_TEST_CACHE") or _STATE / "xla")
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
@@ -35,7 +35,7 @@ _results: dict[str, tuple[str, str]] = {}  # node id to outcome and time
 
 
 def pytest_runtest_logreport(report):
-    """Notes how each test ended, for `python -m kdjax.contracts status`."""
+    """Notes how each test ended, for `python -m scripts.contracts status`."""
     if report.when == "call" or report.outcome != "passed":
         # A failing teardown follows a call that passed, and counts.
         _results[report.nodeid] = report.outcome, time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,7 +1,6 @@
 """The tokenizer of an `.apr` file, and the way from GGUF and back, byte for byte."""
 
 import base64
-import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -24,6 +23,7 @@ from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import load_params
 from kdjax.models.names import gguf_name, hf_name
 from kdjax.models.tokenizer import load_tokenizer
+from scripts.apr import convert as script
 
 # ---- tokenizers
 
@@ -279,10 +279,6 @@ def test_a_damaged_file_is_not_converted(pair, tmp_path):
 
 
 def test_the_script(pair, tmp_path, capsys):
-    path = Path(__file__).parent.parent / "scripts" / "convert_apr.py"
-    loader = importlib.util.spec_from_file_location("convert_apr", path)
-    script = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(script)
     assert script.main([str(pair[0]), str(tmp_path / "a.apr")]) == 0
     assert (tmp_path / "a.apr").read_bytes() == pair[1].read_bytes()
     assert script.main([str(pair[0]), str(tmp_path / "a.txt")]) == 2

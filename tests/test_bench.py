@@ -1,8 +1,6 @@
 """The benchmark: one compile a length, memory by XLA's own report, and figures put side by side."""
 
-import importlib
 import json
-import sys
 import types
 from pathlib import Path
 
@@ -12,17 +10,13 @@ import pytest
 
 from kdjax.errors import UserError
 from kdjax.losses.divergences import kd_loss
-from kdjax.training import step
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-bench_step, bench_program, bench_rows, bench_torch = (
-    importlib.import_module(f"bench_{name}") for name in ("step", "program", "rows", "torch")
-)
+from kdjax.training import step as training_step
+from scripts.bench import peer, program, rows, step
 
 
 @pytest.fixture
 def args(models, tmp_path):
-    return bench_step.arguments([
+    return step.arguments([
         f"--folder={tmp_path}", f"--teacher={models}/teacher.gguf", "--dtype=float32",
         f"--student={models}/student.gguf", "--rows=8", "--length=64", "--steps=1",
     ])  # fmt: skip
@@ -31,19 +25,19 @@ def args(models, tmp_path):
 @pytest.fixture
 def traces(monkeypatch):
     """The lengths for which the step was traced."""
-    seen, original = [], step.kd_step
+    seen, original = [], training_step.kd_step
 
     def counted(state, teacher, batch, *, spec):
         seen.append(batch["tokens"].shape[1])
         return original(state, teacher, batch, spec=spec)
 
-    monkeypatch.setattr(step, "kd_step", counted)
+    monkeypatch.setattr(training_step, "kd_step", counted)
     return seen
 
 
 def measured(variant, args, **changes):
-    request = bench_step.kdjax_request(variant, args, **changes)
-    return bench_program.measure(bench_program.Request(**request))
+    request = step.kdjax_request(variant, args, **changes)
+    return program.measure(program.Request(**request))
 
 
 def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args, traces):
@@ -59,7 +53,7 @@ def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args,
     assert saved > 0.5 * teachers["dequant"]
     # Rows are split over the devices, weights are not: the teacher's bytes are the difference.
     assert arguments["dequant"] - arguments["q4k"] == pytest.approx(saved, rel=0.01)
-    student = 4 * bench_step.spec_from_table(bench_step.open_table(args.student)).parameters()
+    student = 4 * step.spec_from_table(step.open_table(args.student)).parameters()
     less = arguments["q4k"] - arguments["q4k-bf16moments"]
     assert less == pytest.approx(student, rel=0.01)  # half of two moments of the student's size
     assert all(np.isfinite(row["loss"]) for row in found.values())
@@ -70,41 +64,41 @@ def test_a_cached_teacher_is_records_and_its_forward_pass_is_not_counted(args, t
     (row,) = measured(f"cached-{kind}", args, k=8)
     assert traces == [64] and np.isfinite(row["loss"])
     teacher, student = (
-        bench_step.spec_from_table(bench_step.open_table(p)) for p in (args.teacher, args.student)
+        step.spec_from_table(step.open_table(p)) for p in (args.teacher, args.student)
     )
     head = 0 if kind == "topk" else student.vocab_size * teacher.hidden_size
     assert row["teacher_gb"] * 1e9 == 4 * head
     rows = [row | {"program": f"cached-{kind}"}]
-    bench_step.add_rates(rows, None, args)
+    step.add_rates(rows, None, args)
     want = row["tokens_per_s"] * (3 * student.forward_flops(64) + 2 * head)
     assert rows[0]["tflops"] * 1e12 == pytest.approx(want)
 
 
 def test_unknown_names_say_which_there_are(args, capsys):
-    assert bench_step.main(["--variants=q5k"]) == 2
+    assert step.main(["--variants=q5k"]) == 2
     assert "dequant" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"teacher\.fancy='x': no such field"):
-        bench_program.configured({"teacher.fancy": "x"})
+        program.configured({"teacher.fancy": "x"})
     args.set = ["teacher.allow_degenerate=true"]
-    settings = bench_step.settings_of("q4k:loss.temperature=2:student.remat=dots", args)
-    config = bench_program.configured(settings)
+    settings = step.settings_of("q4k:loss.temperature=2:student.remat=dots", args)
+    config = program.configured(settings)
     assert config.loss.temperature == 2.0 and config.student.remat == "dots"
     assert config.teacher.allow_degenerate is True and config.teacher.backend == "q4k"
 
 
 def test_the_peer_has_the_same_loss_and_ids(args):
     args.set = ["loss.temperature=1", "loss.alpha=0.2"]
-    asked = bench_step.torch_request("torch-compile", args)
-    config = bench_program.configured(bench_step.settings_of("dequant", args))
+    asked = step.torch_request("torch-compile", args)
+    config = program.configured(step.settings_of("dequant", args))
     assert (asked["temperature"], asked["alpha"]) == (1.0, 0.2)
     assert (config.loss.temperature, config.loss.alpha) == (1.0, 0.2)
     assert asked["vocab"] == asked["student"]["vocab_size"]
-    assert bench_step.ids_of(151_936) == 151_665  # of Qwen2.5's tokenizer
+    assert step.ids_of(151_936) == 151_665  # of Qwen2.5's tokenizer
 
 
 def test_a_variant_that_fails_leaves_a_row_that_says_why(args):
     request = {"settings": {"train.steps": 0}, "lengths": [64]}
-    (row,) = bench_step.run("bench_program.py", request, "broken", args)
+    (row,) = step.run("program", request, "broken", args)
     assert row["program"] == "broken" and "status 1" in row["error"]
     assert (
         "train.steps" in row["error"] or "Traceback" in Path(args.folder, "broken.log").read_text()
@@ -118,14 +112,12 @@ def row(program, length, speed, **more):
 def test_speeds_stand_beside_the_best_peer_of_the_same_length(args):
     rows = [row("q4k", 64, 300.0), row("torch-eager", 64, 100.0), row("torch-compile", 64, 200.0),
             row("q4k", 32, 90.0), {"program": "dequant", "error": "status 1"}]  # fmt: skip
-    bench_step.add_rates(rows, 2e9, args)
+    step.add_rates(rows, 2e9, args)
     assert [r.get("over_peer") for r in rows] == [1.5, 0.5, 1.0, None, None]
-    specs = [
-        bench_step.spec_from_table(bench_step.open_table(p)) for p in (args.teacher, args.student)
-    ]
+    specs = [step.spec_from_table(step.open_table(p)) for p in (args.teacher, args.student)]
     flops = specs[0].forward_flops(64) + 3 * specs[1].forward_flops(64)
     assert rows[0]["of_matmul"] == pytest.approx(300 * flops / 2e9)
-    text = bench_step.report(rows, args)
+    text = step.report(rows, args)
     assert "| q4k | 64 | 3.3 |  | 300 |" in text and "dequant: status 1" in text
 
 
@@ -135,30 +127,30 @@ def test_a_benchmark_that_is_cut_short_keeps_what_it_measured(args, monkeypatch,
             raise KeyboardInterrupt
         return [row(variant, 64, 100.0)]
 
-    monkeypatch.setattr(bench_step, "measure", measure)
-    monkeypatch.setattr(bench_step, "run", lambda *_: [{"matmul_flops": 2e9, "devices": "x"}])
+    monkeypatch.setattr(step, "measure", measure)
+    monkeypatch.setattr(step, "run", lambda *_: [{"matmul_flops": 2e9, "devices": "x"}])
     command = [f"--teacher={args.teacher}", f"--student={args.student}", f"--folder={tmp_path}",
                "--variants=dequant,q4k", f"--json={tmp_path / 'found.json'}"]  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
-        bench_step.main(command)
+        step.main(command)
     kept = json.loads((tmp_path / "found.json").read_text())
     assert [r["tokens_per_s"] for r in kept["rows"]] == [100.0] and kept["matmul_flops"] == 2e9
 
 
 def test_rounds_give_the_median_and_a_failed_round_is_left_out():
     rounds = [[row("q4k", 64, speed)] for speed in (100.0, 300.0, 200.0)]
-    (found,) = bench_step.middle(rounds)
+    (found,) = step.middle(rounds)
     assert found["tokens_per_s"] == 200.0 and len(found["rounds_ms"]) == 3
     failed = [{"program": "q4k", "error": "x"}]
-    assert bench_step.middle([failed, *rounds])[0]["tokens_per_s"] == 200.0
-    assert bench_step.middle([failed])[0]["error"] == "x"
+    assert step.middle([failed, *rounds])[0]["tokens_per_s"] == 200.0
+    assert step.middle([failed])[0]["error"] == "x"
 
 
 def test_idle_share_counts_long_gaps_between_overlapping_events():
     events = [(0, 10), (2, 4), (11, 20), (50, 100)]  # gaps of 1 and 30
-    assert bench_program.idle_share(events[::-1], 5) == pytest.approx(0.30)
-    assert bench_program.idle_share(events, 1) == pytest.approx(0.31)
-    assert bench_program.idle_share([], 5) is None
+    assert program.idle_share(events[::-1], 5) == pytest.approx(0.30)
+    assert program.idle_share(events, 1) == pytest.approx(0.31)
+    assert program.idle_share([], 5) is None
 
 
 def test_copies_to_and_from_the_host_are_no_work_of_the_device(tmp_path, monkeypatch):
@@ -172,18 +164,18 @@ def test_copies_to_and_from_the_host_are_no_work_of_the_device(tmp_path, monkeyp
     profile = named(from_file=lambda path: named(planes=planes))
     monkeypatch.setattr(jax.profiler, "ProfileData", profile)
     (tmp_path / "a.xplane.pb").touch()
-    assert bench_program.device_events(tmp_path) == [(1, 6), (2, 7)]
+    assert program.device_events(tmp_path) == [(1, 6), (2, 7)]
 
 
 def test_made_rows_hold_documents_of_the_lengths_asked_for():
-    made = bench_rows.made_rows(50, 400, 99, "20:90", most=32)
+    made = rows.made_rows(50, 400, 99, "20:90", most=32)
     assert made.tokens.shape == (50, 401) and made.tokens.max() < 99
     for segments in made.segments:
         counts = np.bincount(segments)[1:]
         assert np.all(np.diff(segments) >= 0) and counts[:-1].min() >= 20 and counts.max() <= 91
-    assert set(bench_rows.made_rows(5, 64, 9).segments.ravel()) == {1}
-    assert all(s.max() == 8 for s in bench_rows.made_rows(5, 64, 9, "8").segments)
-    again = bench_rows.made_rows(50, 400, 99, "20:90", most=32)
+    assert set(rows.made_rows(5, 64, 9).segments.ravel()) == {1}
+    assert all(s.max() == 8 for s in rows.made_rows(5, 64, 9, "8").segments)
+    again = rows.made_rows(50, 400, 99, "20:90", most=32)
     np.testing.assert_array_equal(made.segments, again.segments)
 
 
@@ -193,14 +185,14 @@ def test_the_peer_minimises_the_same_loss(rng):
     ours, theirs = (rng.standard_normal((6, n)).astype(np.float32) * 3 for n in (40, 44))
     labels = rng.integers(0, 40, 6)
     want = kd_loss(ours, theirs[:, :40], labels, temperature=4.0, alpha=0.3).sum()
-    got = bench_torch.kd_loss(*map(torch.from_numpy, (ours, theirs, labels)), 4.0, 0.3)
+    got = peer.kd_loss(*map(torch.from_numpy, (ours, theirs, labels)), 4.0, 0.3)
     assert float(got) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_the_peer_is_skipped_with_a_reason_where_it_cannot_run(args, monkeypatch):
     said = "Traceback\nModuleNotFoundError: No module named 'torch'\n"
-    done = bench_step.subprocess.CompletedProcess([], 1, "", said)
-    monkeypatch.setattr(bench_step.subprocess, "run", lambda *_, **__: done)
-    (found,) = bench_step.measure("torch-compile", args)
+    done = step.subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(step.subprocess, "run", lambda *_, **__: done)
+    (found,) = step.measure("torch-compile", args)
     assert found["error"] == "torch-compile: skipped, ModuleNotFoundError: No module named 'torch'"
     assert json.dumps(found)

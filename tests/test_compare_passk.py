@@ -1,15 +1,11 @@
 """The paired test of two evaluations, on what the evaluation itself writes."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from kdjax.evaluation import passk, problems
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import compare_passk as compare
+from scripts.checks import compare_passk as compare
 
 
 def benchmark(passes, samples=2, form="instruct"):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kdjax.contracts import __main__ as command
-from kdjax.contracts.document import contract_files, load
-from kdjax.contracts.validate import check_file
 from kdjax.errors import UserError
+from scripts.contracts import __main__ as command
+from scripts.contracts.document import contract_files, load
+from scripts.contracts.validate import check_file
 
 GOOD = """\
 metadata:

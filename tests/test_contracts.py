@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from test_contract_schema import GOOD, PROOF, written
 
-from kdjax.contracts import __main__ as command
-from kdjax.contracts import assertions
-from kdjax.contracts.bind import bind
-from kdjax.contracts.claims import check_mutants, read_claims, read_mutants
-from kdjax.contracts.document import contract_files, load
-from kdjax.contracts.mutate import mutate
-from kdjax.contracts.results import Results, read_results, report
-from kdjax.contracts.validate import check_file
 from kdjax.errors import UserError
+from scripts.contracts import __main__ as command
+from scripts.contracts import assertions
+from scripts.contracts.bind import bind
+from scripts.contracts.claims import check_mutants, read_claims, read_mutants
+from scripts.contracts.document import contract_files, load
+from scripts.contracts.mutate import mutate
+from scripts.contracts.results import Results, read_results, report
+from scripts.contracts.validate import check_file
 
 # ---- binding
 
@@ -193,7 +193,7 @@ def test_the_worst_case_and_the_oldest_run_count():
 
 
 def results_of(outcome, day):
-    from kdjax.contracts.results import Last
+    from scripts.contracts.results import Last
 
     return Last(outcome, f"2026-01-0{day}")
 
@@ -290,7 +290,7 @@ def test_the_command_binds_and_mutates(project, monkeypatch, capsys):
     )
     written(project, GOOD.replace("T-2", "T-1"), "contracts/x-v1.yaml")
     assert command.main(["bind"]) == 1
-    assert "Run `python -m kdjax.contracts validate` first" in capsys.readouterr().err
+    assert "Run `python -m scripts.contracts validate` first" in capsys.readouterr().err
 
 
 # ---- receipts, and this repository

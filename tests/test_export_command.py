@@ -142,11 +142,11 @@ def test_transformers_tokenizer_gives_the_same_ids(student, tmp_path):
 @pytest.mark.skipif("KDJAX_LLAMA_PYTHON" not in os.environ, reason="needs llama-cpp-python")
 def test_llama_cpp_loads_the_files_and_agrees(models, tmp_path):
     """KDJAX_LLAMA_PYTHON names an interpreter with llama-cpp-python; the models are random."""
-    script = Path(__file__).parent.parent / "scripts" / "check_llama_cpp.py"
-    command = [sys.executable, str(script), str(models / "student.gguf"), "--text=README.md",
+    command = [sys.executable, "-m", "scripts.checks.llama_cpp", str(models / "student.gguf"),
+               "--text=README.md",
                "--window=64", "--windows=4", f"--out={tmp_path}",
                f"--python={os.environ['KDJAX_LLAMA_PYTHON']}"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

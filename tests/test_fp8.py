@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import runpy
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +22,7 @@ from kdjax.models.weights import Scaled, from_bits, quantize_rows, to_bits
 from kdjax.training import plan
 from kdjax.training.job import assemble, survey, teacher_backend
 from kdjax.training.saving import Checkpoints
+from scripts.checks.fewer_bits import write_fewer_bits
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 300, (4, 24)), jnp.int32)
 WHERE = jnp.ones_like(TOKENS), jnp.arange(24, dtype=jnp.int32)[None].repeat(4, 0)
@@ -267,11 +266,9 @@ def test_every_float8_number_is_kept():
 
 
 def test_the_yardstick_has_half_the_levels(models, tmp_path):
-    """scripts/fewer_bits.py: 8 levels in each group of a Q4_K layer, better than evenly spread."""
-    path = Path(__file__).parent.parent / "scripts" / "fewer_bits.py"
-    script = runpy.run_path(str(path))
+    """`fewer_bits`: 8 levels in each group of a Q4_K layer, better than evenly spread."""
     source = models / "teacher.gguf"
-    assert script["write_fewer_bits"](source, tmp_path / "fewer.gguf") > 0
+    assert write_fewer_bits(source, tmp_path / "fewer.gguf") > 0
     before, after = open_table(source), open_table(tmp_path / "fewer.gguf")
     assert list(before) == list(after)
     kinds = {name: (before.info(name).dtype, after.info(name).dtype) for name in before}

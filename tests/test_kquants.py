@@ -1,6 +1,6 @@
 """K-quant encoders: what they promise of any block, and how near they come on ordinary ones.
 
-llama.cpp's own encoder, on real tensors, is the measure of `scripts/check_llama_cpp.py`.
+llama.cpp's own encoder, on real tensors, is the measure of `scripts/checks/llama_cpp.py`.
 """
 
 import functools

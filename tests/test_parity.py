@@ -1,7 +1,6 @@
 """Live parity with Transformers on torch, float32: needs the `parity` extra; `pytest -m parity`."""
 
 import os
-import sys
 from pathlib import Path
 
 import jax
@@ -10,11 +9,10 @@ import pytest
 from flax import nnx
 from test_models import load, relative, rows
 
+from scripts.checks import make_goldens
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import make_goldens  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

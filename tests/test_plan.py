@@ -89,7 +89,7 @@ def one_device():
     return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
 
 
-# Peaks of peak_bytes_in_use, GB: scripts/bench_step.py on one H200, jax 0.11.2, 21 November 2026.
+# Peaks of peak_bytes_in_use, GB: scripts/bench/step.py on one H200, jax 0.11.2, 21 November 2026.
 # The last three are whole runs of kdjax.commands.train.
 ONE = dict(rows=8, length=2048, segments=1)
 MEASURED = [

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html.parser
-import importlib.util
 import json
 import logging
 import re
@@ -17,6 +16,7 @@ from kdjax.errors import UserError
 from kdjax.training.hooks import NonFiniteError, Run
 from kdjax.watch.report import Report, page
 from kdjax.watch.report.workdir import read_run, read_runs
+from scripts.checks import report as check_report
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -325,10 +325,6 @@ def test_matplotlib_waits_for_the_first_drawing():
 
 def test_it_renders_in_a_browser(whole, tmp_path):
     """Headless, at both widths, light and dark: no error, no request, nothing wider than it."""
-    path = REPOSITORY / "scripts" / "check_report.py"
-    spec = importlib.util.spec_from_file_location("check_report", path)
-    check_report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check_report)
     if check_report.browser() is None:
         pytest.skip("no chromium")
     other = workdir(tmp_path / ("a-long-name-without-a-break-" * 4), WHOLE,

@@ -1,6 +1,5 @@
 """Random GGUF files: what they hold, and that they are what real files look like."""
 
-import importlib.util
 import math
 import os
 from pathlib import Path
@@ -23,6 +22,7 @@ from kdjax.formats.synthetic import (
     tensor_plan,
     write_random_gguf,
 )
+from scripts.bench import random_gguf
 
 STEP = jax.jit(decode, static_argnums=1)
 TEACHER, STUDENT = QWEN25_SHAPES["tiny-teacher"], QWEN25_SHAPES["tiny-student"]
@@ -223,16 +223,11 @@ def test_errors(tmp_path, pair):
 
 
 def test_the_script(tmp_path, capsys, pair):
-    source = Path(__file__).parents[1] / "scripts" / "random_gguf.py"
-    spec = importlib.util.spec_from_file_location("random_gguf", source)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     out = tmp_path / "x.gguf"
     arguments = ["--shape=tiny-student", f"--out={out}"]
-    assert script.main([*arguments, "--seed=1"]) == 0
+    assert random_gguf.main([*arguments, "--seed=1"]) == 0
     assert out.read_bytes() == pair[1].paths[0].read_bytes()
-    assert script.main([*arguments, "--untied", "--recipe=q8_0"]) == 0
+    assert random_gguf.main([*arguments, "--untied", "--recipe=q8_0"]) == 0
     assert "output.weight" in open_table(out)
-    assert script.main([*arguments, f"--tokenizer-from={tmp_path}/none.gguf"]) == 2
+    assert random_gguf.main([*arguments, f"--tokenizer-from={tmp_path}/none.gguf"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/none.gguf: found no such file")

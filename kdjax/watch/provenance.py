@@ -42,8 +42,8 @@ def params_hash(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
 def source_revision(root: Path = _SOURCE) -> tuple[str | None, bool | None]:
     """The source's git commit and whether `kdjax/` differs from it; None for what is unknown.
 
-    A source without `.git` may carry its commit in a file `.revision`, as scripts/dispatch.sh
-    writes it.
+    A source without `.git` may carry its commit in a file `.revision`, as
+    scripts/dispatch/dispatch.sh writes it.
     """
 
     def git(*arguments: str) -> str:

@@ -1,4 +1,0 @@
-"""What training text is made of: which packages and files may be in it, and what is asked of them.
-
-Pure functions of texts; `scripts/wheel_corpus.py` reads and writes. Nothing here imports JAX.
-"""

@@ -1,0 +1,181 @@
+"""The peer: the same distillation step in PyTorch and Transformers, as a careful user writes it.
+
+    python -m scripts.bench.peer REQUEST.json RESULT.json     (started by scripts.bench.step)
+
+Student: float32 weights under bf16 autocast, fused AdamW; teacher: bf16, frozen; attention: SDPA;
+loss as in kdjax.losses. No gradient clipping and no schedule, which kdjax has. Teacher and student
+are Qwen2ForCausalLM of the same shapes with random weights, the tokens are kdjax's.
+"""
+
+# pyright: reportMissingImports=false
+# torch belongs to the extra "parity": types are checked without it too.
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.rows import made_rows, timed_steps
+
+# What each mode turns on: torch.compile, recomputed layers, logits in chunks that are recomputed.
+MODES = {
+    "eager": dict(compiled=False, checkpointed=True, chunked=False),
+    "eager-plain": dict(compiled=False, checkpointed=False, chunked=False),
+    "compile": dict(compiled=True, checkpointed=False, chunked=False),
+    "chunked": dict(compiled=True, checkpointed=False, chunked=True),
+}
+
+
+def kd_loss(student: Any, teacher: Any, labels: Any, temperature: float, alpha: float) -> Any:
+    """Summed alpha * CE + (1 - alpha) * T^2 * KL(teacher_T || student_T) of logits `[N, V]`."""
+    import torch.nn.functional as F
+
+    student = student.float()
+    teacher = teacher[:, : student.shape[1]].float()
+    kl = F.kl_div(
+        F.log_softmax(student / temperature, -1),
+        F.log_softmax(teacher / temperature, -1),
+        log_target=True,
+        reduction="sum",
+    )
+    ce = F.cross_entropy(student, labels, reduction="sum")
+    return alpha * ce + (1 - alpha) * temperature**2 * kl
+
+
+def build(shape: dict[str, Any], dtype: Any, device: str) -> Any:
+    """A random Qwen2 of these sizes; their names are those of kdjax's ArchSpec."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=shape["hidden_size"],
+        num_hidden_layers=shape["num_layers"],
+        num_attention_heads=shape["num_heads"],
+        num_key_value_heads=shape["num_kv_heads"],
+        intermediate_size=shape["mlp_size"],
+        vocab_size=shape["vocab_size"],
+        tie_word_embeddings=shape["tied"],
+        max_position_embeddings=shape["max_positions"],
+        rope_parameters=dict(rope_type="default", rope_theta=shape["rope_theta"]),
+    )
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def forward_of(
+    request: dict[str, Any], mode: dict[str, bool], models: Any, batch: Any
+) -> Callable[[], Any]:
+    """The mean loss of the batch as a function of nothing, to be called and compiled."""
+    import contextlib
+
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    (teacher, student), (tokens, labels) = models, batch
+    count, options = labels.numel(), (request["temperature"], request["alpha"])
+    half = request["dtype"] == "bfloat16"
+
+    def autocast() -> Any:
+        kind = tokens.device.type
+        return torch.autocast(kind, torch.bfloat16) if half else contextlib.nullcontext()
+
+    def whole() -> Any:
+        with torch.no_grad():
+            theirs = teacher(input_ids=tokens, use_cache=False).logits.reshape(count, -1)
+        with autocast():
+            ours = student(input_ids=tokens, use_cache=False).logits.reshape(count, -1)
+        return kd_loss(ours, theirs, labels, *options) / count
+
+    def chunked() -> Any:
+        with torch.no_grad():
+            theirs = teacher.model(input_ids=tokens, use_cache=False).last_hidden_state
+        theirs = theirs.reshape(count, -1)
+
+        def part(a: Any, b: Any, wanted: Any) -> Any:
+            return kd_loss(student.lm_head(a), teacher.lm_head(b), wanted, *options)
+
+        with autocast():
+            ours = student.model(input_ids=tokens, use_cache=False).last_hidden_state
+            ours, total, size = ours.reshape(count, -1), 0.0, request["chunk_tokens"]
+            for i in range(0, count, size):
+                pieces = (x[i : i + size] for x in (ours, theirs, labels))
+                total = total + checkpoint(part, *pieces, use_reentrant=False)
+        return total / count
+
+    return chunked if mode["chunked"] else whole
+
+
+def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures of every length, named as scripts.bench.program names them."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    dtype, mode = getattr(torch, request["dtype"]), MODES[request["mode"]]
+    teacher = build(request["teacher"], dtype, device).eval().requires_grad_(False)
+    student = build(request["student"], torch.float32, device).train()
+    if mode["checkpointed"]:
+        student.gradient_checkpointing_enable(dict(use_reentrant=False))
+    adamw = torch.optim.AdamW(student.parameters(), lr=1.5e-5, betas=(0.9, 0.95), fused=True)
+    found = []
+    for length in request["lengths"]:
+        made = made_rows(request["rows"], length, request["vocab"])
+        tokens = torch.from_numpy(made.tokens).long().to(device)
+        batch = tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1).contiguous()
+        forward = forward_of(request, mode, (teacher, student), batch)
+        if mode["compiled"]:
+            torch._dynamo.reset()
+            forward = torch.compile(forward)
+        found.append({"length": length} | timed(forward, adamw, request, device, length))
+    return found
+
+
+def timed(
+    forward: Callable[[], Any], adamw: Any, request: dict[str, Any], device: str, length: int
+) -> dict[str, Any]:
+    """The clock of steps of forward, backward and update, as a row of figures."""
+    import torch
+
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+
+    def step() -> Any:
+        value = forward()
+        value.backward()
+        adamw.step()
+        adamw.zero_grad()
+        return value.detach()
+
+    def wait(value: Any) -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        return float(value)
+
+    clock = timed_steps(step, wait, request["steps"])
+    peak = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(
+        resource.RUSAGE_SELF).ru_maxrss  # fmt: skip
+    return {
+        "step_ms": clock.median * 1e3,
+        "spread_ms": clock.spread * 1e3,
+        "processor_ms": clock.processor * 1e3,
+        "tokens_per_s": request["rows"] * length / clock.median,
+        "peak_gb": peak / 1e9,
+        "first_step_s": clock.first,
+        "loss": clock.value,
+    }
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps(measure(request)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""One kdjax program in one process: what `scripts.bench.step` starts for each variant.
+
+    python -m scripts.bench.program REQUEST.json RESULT.json
+
+The request's fields are those of `Request`; the result is a list of figures, one dict a length.
+"""
+
+import dataclasses
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kdjax.config import Config, flatten, validate
+from kdjax.device import runtime
+from kdjax.errors import UserError
+from scripts.bench.rows import ids_of, made_records, made_rows, timed_steps
+
+# A gap between two kernels is 1 to 3 us; one that the host makes is longer than this.
+HOST_GAP_US = 20.0
+# What moves to or from the host: a device that does nothing else waits.
+HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to measure: settings by their flat names, and one case a length."""
+
+    settings: dict[str, Any]
+    lengths: list[int]
+    documents: str = "1"
+    steps: int = 12
+    host: bool = False  # also what the host costs
+    matmul: int = 0  # instead of a step: a product of this size
+    teacher_cache: str = ""  # "topk" or "hidden": random records of that kind, and no teacher
+    k: int = 64  # ids a position, of "topk"
+
+
+def configured(settings: dict[str, Any]) -> Config:
+    """The default config with these fields; text takes the type of the field's default.
+
+    Raises `UserError` for a field that does not exist or cannot work.
+    """
+    config = Config()
+    config.data.train = "(random tokens)"
+    config.loss.chunk_tokens = 1024  # its default, 0, wants a plan, and would differ by device
+    known = flatten(config)
+    for name, value in settings.items():
+        if name not in known:
+            raise UserError(f"{name}={value!r}: no such field. See kdjax/config.py.")
+        section, field = name.split(".")
+        kind = type(known[name])
+        if isinstance(value, str) and kind is bool:
+            value = value.lower() in ("1", "true")
+        setattr(getattr(config, section), field, kind(value))
+    validate(config)
+    return config
+
+
+def make_job(request: Request, config: Config) -> Any:
+    """A job without text or checkpoints: models of the config, steps, and random rows."""
+    from kdjax.device import sharding
+    from kdjax.models.model import Vocabulary
+    from kdjax.training.job import Job, build_steps, teacher_backend
+    from kdjax.training.pair import open_sources
+
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    sources = open_sources(config)
+    width = sources.vocabulary.width
+    if sources.vocabulary.real < width - 1000:  # a random file's tokenizer knows few ids
+        sources = dataclasses.replace(sources, vocabulary=Vocabulary(width, ids_of(width)))
+    backend = teacher_backend(config)
+    backend = request.teacher_cache or ("dequant" if backend == "auto" else backend)
+    steps = build_steps(config, sources, mesh, backend)
+    rows = random_rows(config, sources.vocabulary.real, request.documents)
+    return Job(config, Path(), mesh, sources, rows, *steps, dict)
+
+
+def random_rows(config: Config, vocab: int, documents: str, batches: int = 64) -> Any:
+    """Rows of the config's length, enough for so many batches."""
+    from kdjax.data.rows import Rows, RowSet
+
+    made = made_rows(batches * config.train.batch_size, config.data.seq_len, vocab, documents,
+                     config.data.max_segments)  # fmt: skip
+    return RowSet(Rows(*made), Rows(*made), {}, "")
+
+
+def random_cache(job: Any, kind: str, k: int) -> Any:
+    """A cache of random records for the job's rows: written, hashed and opened as any other."""
+    from kdjax.data.teacher_cache import open_cache, write
+    from kdjax.training.job import cache_about
+
+    k = k if kind == "topk" else 0
+    about = cache_about(job.config, job.sources, job.rows, "(none)", kind=kind, k=k)
+    block = made_records(about.record, job.config.train.batch_size, about.vocabulary[1])
+    with tempfile.TemporaryDirectory() as folder:  # its files are mapped, and go with the job
+        write(Path(folder), about, lambda rows: (block[[i % len(block)]] for i in rows))
+        return open_cache(Path(folder), about)
+
+
+def with_length(job: Any, length: int, request: Request) -> Any:
+    """The same job with rows of that length; its step is traced anew for it."""
+    data = dataclasses.replace(job.config.data, seq_len=length)
+    config = dataclasses.replace(job.config, data=data)
+    # A row's hidden states of a 7B are 15 MB: 8 batches of them, half trained on, half held out.
+    batches = 4 if request.teacher_cache else 64
+    rows = random_rows(config, job.sources.vocabulary.real, request.documents, batches)
+    job = dataclasses.replace(job, config=config, rows=rows)
+    if not request.teacher_cache:
+        return job
+    return dataclasses.replace(job, cache=random_cache(job, request.teacher_cache, request.k))
+
+
+def measure(request: Request) -> list[dict[str, Any]]:
+    """The figures of every length, in order; memory in 10^9 bytes, times in seconds or ms."""
+    import jax
+
+    config = configured(request.settings | {"data.seq_len": request.lengths[0]})
+    start = time.perf_counter()
+    job = make_job(request, config)
+    jax.block_until_ready(job.teacher.params)
+    loaded = time.perf_counter() - start
+    state = job.fresh_state()
+    found = []
+    for length in request.lengths:
+        job = with_length(job, length, request)
+        figures, state = measure_step(job, state, request)
+        about = {"length": length, "load_s": loaded, "teacher_cache": request.teacher_cache}
+        found.append(about | figures)
+    return found
+
+
+def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any], Any]:
+    """Compiles the step for the job's rows and times it; returns figures and the state after."""
+    batch = job.put(next(job.train_batches(None)))
+    start = time.perf_counter()
+    compiled = job.train_step.lower(state, job.teacher.params, batch).compile()
+    compile_s = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+
+    def step() -> Any:
+        nonlocal state
+        state, metrics = compiled(state, job.teacher.params, batch)
+        return metrics["loss"] / metrics["count"]
+
+    clock = timed_steps(step, float, request.steps)
+    tokens = job.config.train.batch_size * job.config.data.seq_len
+    figures = {
+        "step_ms": clock.median * 1e3,
+        "spread_ms": clock.spread * 1e3,
+        "processor_ms": clock.processor * 1e3,
+        "tokens_per_s": tokens / clock.median,
+        "flops_per_token": job.flops_per_token(),
+        "teacher_gb": job.teacher.info.resident_bytes / 1e9,
+        "arguments_gb": memory.argument_size_in_bytes / 1e9,
+        "temporaries_gb": memory.temp_size_in_bytes / 1e9,
+        "compile_s": compile_s,
+        "first_step_s": compile_s + clock.first,
+        "loss": clock.value,
+    }
+    if request.host:
+        job = dataclasses.replace(job, train_step=compiled)
+        host, state = measure_host(job, state, batch, clock.median, request.steps)
+        figures |= host
+    return figures | {"peak_gb": peak_bytes() / 1e9}, state
+
+
+def peak_bytes() -> int:
+    """The most that the device held so far; on a CPU, the process's own memory."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return (
+        stats.get("peak_bytes_in_use") or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
+
+
+def measure_host(
+    job: Any, state: Any, batch: Any, step_s: float, steps: int
+) -> tuple[dict[str, Any], Any]:
+    """What the host costs: steps as the loop runs them against steps with nothing between them."""
+    import jax
+
+    def bare(state: Any) -> Any:
+        for _ in range(steps):
+            state, _ = job.train_step(state, job.teacher.params, batch)
+        return jax.block_until_ready(state)
+
+    def clocked(run: Any, state: Any) -> tuple[float, Any]:
+        start = time.perf_counter()
+        state = run(state)
+        return (time.perf_counter() - start) / steps, state
+
+    _, state = clocked(bare, state)
+    bare_s, state = clocked(bare, state)
+    data = job.train_batches(None)
+    as_loop = lambda state: looped(job, state, data, steps)  # noqa: E731
+    _, state = clocked(as_loop, state)
+    loop_s, state = clocked(as_loop, state)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            state = as_loop(state)
+        idle = idle_share(device_events(Path(folder)), HOST_GAP_US * 1e3)
+    rows = pipeline_rows_per_s(job)
+    return {
+        "bare_ms": bare_s * 1e3,
+        "loop_ms": loop_s * 1e3,
+        "host_share": 1 - bare_s / loop_s,
+        "device_idle_share": idle,
+        "pipeline_rows_per_s": rows,
+        "pipeline_over_appetite": rows * step_s / job.config.train.batch_size,
+    }, state
+
+
+def looped(job: Any, state: Any, data: Any, steps: int) -> Any:
+    """As `kdjax.training.loop`: batch, transfer, dispatch, the figures one step late."""
+    from kdjax.training.loop import _Delivery
+
+    delivery = _Delivery([])
+    for step in range(steps):
+        batch = next(data)
+        state, metrics = job.train_step(state, job.teacher.params, job.put(batch))
+        delivery.push(step, metrics, batch)
+    delivery.flush()
+    return state
+
+
+def pipeline_rows_per_s(job: Any, seconds: float = 2.0) -> float:
+    """Rows a second that the input pipeline makes when nothing else runs."""
+    data = job.train_batches(None)
+    for _ in range(16):  # what it made ahead
+        next(data)
+    count, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < seconds:
+        next(data)
+        count += 1
+    return count * job.config.train.batch_size / passed
+
+
+def device_events(folder: Path) -> list[tuple[float, float]]:
+    """(start, end) in ns of all that the first GPU of a profile computed; none on a CPU."""
+    import jax
+
+    found = []
+    for path in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if not plane.name.startswith("/device:GPU:0"):
+                continue
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    found += [
+                        (event.start_ns, event.end_ns)
+                        for event in line.events
+                        if not event.name.startswith(HOST_COPIES)
+                    ]
+    return found
+
+
+def idle_share(events: Iterable[tuple[float, float]], least_gap: float) -> float | None:
+    """The share of the time from first to last event in gaps of at least `least_gap`."""
+    events = sorted(events)
+    if not events:
+        return None
+    begin, busy_until = events[0]
+    idle = 0.0
+    for start, end in events:
+        if start - busy_until >= least_gap:
+            idle += start - busy_until
+        busy_until = max(busy_until, end)
+    return idle / (busy_until - begin)
+
+
+def matmul_rate(size: int, dtype: str) -> dict[str, Any]:
+    """FLOP/s of a square product of random numbers."""
+    import jax
+    import jax.numpy as jnp
+
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.dtype(dtype)) for i in (0, 1))
+    product = jax.jit(jnp.matmul)
+    clock = timed_steps(lambda: product(a, b), lambda c: float(jax.block_until_ready(c)[0, 0]), 32)
+    return {"matmul_flops": 2 * size**3 / clock.median}
+
+
+def main() -> None:
+    request = Request(**json.loads(Path(sys.argv[1]).read_text()))
+    runtime.configure()
+    if request.matmul:
+        rate = matmul_rate(request.matmul, request.settings["train.compute_dtype"])
+        found = [rate | {"devices": str(runtime.device_summary())}]
+    else:
+        found = measure(request)
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Which of two models solves more problems? A paired test of what `kdjax.evaluate --json` wrote.
+
+    python -m scripts.checks.compare_passk before.json after.json [another.json ...]
+
+Every other file against the first, benchmark by benchmark and over all problems together, as a
+table in Markdown. A problem is better if more of its samples pass than before; p is that of an
+exact two-sided sign test of how many are better and how many worse. Two pass rates of the same
+problems say less: most of the difference between problems is in both. Files are refused if their
+problems, samples a problem or prompts differ.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import binomtest
+
+from kdjax.errors import UserError, reporting
+from kdjax.evaluation.sandbox import PASSED
+
+BENCHMARKS = {"humaneval": "HumanEval", "mbpp": "MBPP"}
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """The benchmarks in a file of `kdjax.evaluate --json`; raises `UserError` if there is none."""
+    try:
+        found = json.loads(path.read_text())
+        kept = {name: found[name] for name in BENCHMARKS if name in found}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{path}: found no readable JSON ({error}); expected what `--json` wrote"
+        ) from error
+    if not kept:
+        raise UserError(
+            f"{path}: found neither HumanEval nor MBPP; expected a file of `python -m "
+            "kdjax.training.heldout TARGET --humaneval=FILE --json=THIS`"
+        )
+    return kept
+
+
+def passed(benchmark: dict[str, Any]) -> dict[str, list[bool]]:
+    """Of each problem, whether each of its samples passed."""
+    samples = defaultdict(list)
+    for result in benchmark["results"]:
+        samples[result["task"]].append(result["reason"] == PASSED)
+    return samples
+
+
+def better_and_worse(before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int]:
+    """Problems of which more samples pass, and fewer; raises `ValueError` if they do not pair."""
+    if before["prompt"] != after["prompt"]:
+        raise ValueError(f"{before['prompt']} prompts there, {after['prompt']} prompts here")
+    old, new = passed(before), passed(after)
+    if (counts := {k: len(v) for k, v in old.items()}) != {k: len(v) for k, v in new.items()}:
+        raise ValueError(
+            f"{len(counts)} problems and {sum(counts.values())} samples there, "
+            f"{len(new)} and {sum(map(len, new.values()))} here, or other problems"
+        )
+    change = [sum(new[task]) - sum(old[task]) for task in old]
+    return sum(c > 0 for c in change), sum(c < 0 for c in change)
+
+
+def table(paths: Sequence[Path]) -> list[str]:
+    """Rows of Markdown: each benchmark of each later file against the first's."""
+    before = read(paths[0])
+    rows = ["| file | benchmark | passed before | passed | better | worse | p |",
+            "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for path in paths[1:]:
+        after, both = read(path), [0, 0]
+        shared = [name for name in BENCHMARKS if name in before and name in after]
+        if not shared:
+            raise UserError(f"{path}: found no benchmark that {paths[0]} has as well")
+        for name in shared:
+            try:
+                change = better_and_worse(before[name], after[name])
+            except ValueError as error:
+                raise UserError(
+                    f"{path}: its {BENCHMARKS[name]} does not pair with that of {paths[0]}: {error}"
+                ) from error
+            both = [a + b for a, b in zip(both, change, strict=True)]
+            rows.append(row(path, BENCHMARKS[name], rate(before[name]), rate(after[name]), change))
+        if len(shared) > 1:
+            rows.append(row(path, "all", "", "", both))
+    return rows
+
+
+def rate(benchmark: dict[str, Any]) -> str:
+    return f"{benchmark['reasons'].get(PASSED, 0)} of {benchmark['samples']}"
+
+
+def row(path: Path, name: str, before: str, after: str, change: Sequence[int]) -> str:
+    better, worse = change
+    p = binomtest(better, better + worse).pvalue if better + worse else 1.0
+    return f"| {path.stem} | {name} | {before} | {after} | {better} | {worse} | {p:.2g} |"
+
+
+@reporting
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="the first is paired with each other")
+    files = parser.parse_args(argv).files
+    if len(files) < 2:
+        parser.error("expected two files or more")
+    print("\n".join(table(files)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

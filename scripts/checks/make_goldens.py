@@ -1,0 +1,95 @@
+"""Makes tests/goldens: small random models and what Transformers (torch, float32) makes of them.
+
+    pip install -e '.[parity]' && python -m scripts.checks.make_goldens
+
+Each folder is a Hugging Face checkpoint, and `expected.npz` beside it holds tokens, logits and the
+output of every layer. Remake them when a case is added; never to make a failing test pass.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
+_SMALL = dict(
+    vocab_size=160,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+_LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+
+# name -> (Transformers class prefix, config overrides)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_tied": ("Qwen2", dict(tie_word_embeddings=True, rope_theta=1e6)),
+    "qwen2_untied": ("Qwen2", dict(tie_word_embeddings=False, rope_theta=1e6)),
+    "qwen2_yarn": ("Qwen2", dict(rope_theta=1e4, rope_scaling=_YARN)),
+    "qwen3": ("Qwen3", dict(head_dim=16, rope_theta=1e6, tie_word_embeddings=True)),
+    "llama": ("Llama", dict(rope_theta=1e4)),
+    "llama_scaled": ("Llama", dict(rope_theta=5e5, rope_scaling=_LLAMA3, attention_bias=True)),
+    "llama_linear": ("Llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
+}
+
+
+def build(name: str, seed: int) -> Any:
+    """A random float32 Transformers model of the case, in eval mode; norms are random too."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers
+
+    prefix, overrides = CASES[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**_SMALL, **overrides})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            # Norms near 1, everything else large enough that attention is far from uniform.
+            weight.copy_(1 + 0.2 * torch.randn_like(weight) if "norm" in key
+                         else 0.2 * torch.randn_like(weight))  # fmt: skip
+    return model
+
+
+def expected(model: Any, tokens: np.ndarray) -> dict[str, Any]:
+    """float32 logits `[B, T, V]` and layer outputs `[L, B, T, D]` (before the final norm)."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    captured: list[Any] = []
+    handles = [
+        layer.register_forward_hook(
+            lambda _m, _i, out: captured.append(out[0] if isinstance(out, tuple) else out)
+        )
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(tokens).long()).logits
+    for handle in handles:
+        handle.remove()
+    return dict(
+        tokens=tokens, logits=logits.numpy(), layers=np.stack([layer.numpy() for layer in captured])
+    )
+
+
+def main() -> None:
+    """Writes every case."""
+    for seed, name in enumerate(CASES):
+        model = build(name, seed)
+        folder = GOLDENS / name
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        tokens = np.random.default_rng(seed).integers(0, 160, (2, 24)).astype(np.int32)
+        np.savez_compressed(folder / "expected.npz", **expected(model, tokens))
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()

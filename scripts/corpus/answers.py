@@ -1,0 +1,155 @@
+"""Lets the teacher answer conversations itself: text to train on that it would have written.
+
+    python -m scripts.corpus.answers teacher.gguf --read=instruct.jsonl --out=answers.jsonl \
+        --seconds=300
+
+The last turn of each conversation is replaced by the teacher's own. Kept are answers that ended by
+themselves and whose Python blocks all parse; a question that was answered in code must be answered
+in code. Prompts are shuffled, then grouped by length, so that a batch has one of few shapes. After
+every batch OUT holds all that was kept so far. No batch begins after --seconds.
+Exit status: 0 done, 2 bad input.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from kdjax.device import runtime, sharding
+from kdjax.errors import MissingFileError, UserError, reporting
+from kdjax.models.checkpoint import open_form, precision
+from kdjax.models.decoding import Completion, Sampling, generate
+from kdjax.models.tokenizer import Tokenizer
+from scripts.corpus.filters import parsed
+
+LENGTHS = (128, 256, 448)  # tokens; a batch's prompts end in the same interval
+_BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)\n?```", re.DOTALL)
+
+
+class Question(NamedTuple):
+    """A conversation without its last answer, as ids, and whether that answer was code."""
+
+    messages: list[dict[str, Any]]
+    ids: list[int]
+    code: bool
+
+
+def read(path: Path, tokenizer: Tokenizer) -> Iterator[Question]:
+    """Questions of a file of conversations. Raises `UserError` for another file."""
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file. Make it with scripts/corpus/wheels.py.")
+    for number, line in enumerate(path.read_text().split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            *asked, last = json.loads(line)["messages"]
+            code = last["role"] == "assistant" and "```" in last["content"]
+            fits = asked[-1]["role"] == "user"
+        except (ValueError, TypeError, KeyError, IndexError):
+            fits = code = False
+            asked, last = [], {"role": ""}
+        if not fits or last["role"] != "assistant":
+            raise UserError(
+                f'{path}:{number}: found no {{"messages": [...]}} that ends with a user\'s and an '
+                "assistant's turn. Give conversations of that form."
+            )
+        yield Question(asked, tokenizer.encode(tokenizer.render(asked, answer_next=True)), code)
+
+
+def batches(questions: Sequence[Question], size: int, seed: int) -> Iterator[list[Question]]:
+    """Batches of prompts of like length, in an order that favours no length until the last.
+
+    Questions longer than the longest of `LENGTHS` are left out.
+    """
+    order = list(questions)
+    random.Random(seed).shuffle(order)
+    waiting: dict[int, list[Question]] = {length: [] for length in LENGTHS}
+    for question in order:
+        length = next((n for n in LENGTHS if len(question.ids) <= n), None)
+        if length is None:
+            continue
+        waiting[length].append(question)
+        if len(waiting[length]) == size:
+            yield waiting[length]
+            waiting[length] = []
+    yield from filter(None, waiting.values())
+
+
+def why_not(answer: Completion, code: bool) -> str | None:
+    """Why an answer is not kept; None if it is."""
+    if answer.reason != "stop" or not answer.text.strip():
+        return "did not end"
+    blocks = _BLOCK.findall(answer.text)
+    if code and not blocks:
+        return "no code"
+    return "syntax" if any(parsed(block) is None for block in blocks) else None
+
+
+def run(args: argparse.Namespace) -> None:
+    """Answers until the time is spent; prints a line a batch."""
+    start = time.monotonic()
+    out, part = Path(args.out), Path(f"{args.out}.part")
+    if out.exists() and not args.overwrite:
+        raise UserError(f"{out}: is there already. Give another --out, or --overwrite.")
+    form = open_form(args.model)
+    ends = {form.tokenizer.end_of_text_id, form.tokenizer.eos_id}
+    sampling = Sampling(args.max_tokens, args.temperature, args.top_p, 0, tuple(sorted(ends)),
+                        seed=args.seed)  # fmt: skip
+    sampling.check()
+    questions = list(read(Path(args.read), form.tokenizer))
+    kept: list[str] = []
+    tried = tokens = 0
+    dropped: dict[str, int] = {}
+    with precision(form):
+        provider = form.provider(sharding.make_mesh(1, 1, 1, jax.local_devices()[:1]))
+        begun = time.monotonic()
+        for batch in batches(questions, args.batch_size, args.seed):
+            if time.monotonic() - start > args.seconds:
+                break
+            # The same seed for all: it is part of the program, which would compile anew.
+            answers = generate(provider, form.tokenizer, [q.ids for q in batch], sampling,
+                               batch_size=args.batch_size)  # fmt: skip
+            for question, answer in zip(batch, answers, strict=True):
+                if why := why_not(answer, question.code):
+                    dropped[why] = dropped.get(why, 0) + 1
+                else:
+                    said = {"role": "assistant", "content": answer.text.strip()}
+                    kept.append(json.dumps({"messages": [*question.messages, said]}) + "\n")
+            part.write_text("".join(kept))
+            part.rename(out)
+            tried += len(batch)
+            tokens += sum(len(a.ids) for a in answers)
+            print(f"{tried} of {len(questions)} asked, {len(kept) / tried:.1%} kept, {tokens} "
+                  f"tokens, {tokens / (time.monotonic() - begun):.0f} tokens/s, {dropped}",
+                  flush=True)  # fmt: skip
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    flags.add_argument("model", help="PATH[@dequant|q4k[:bfloat16|float32]]")
+    flags.add_argument("--read", required=True, help="conversations, JSON lines")
+    flags.add_argument("--out", required=True)
+    flags.add_argument("--seconds", type=float, default=300.0, help="no batch begins after that")
+    flags.add_argument("--batch-size", type=int, default=384)
+    flags.add_argument("--max-tokens", type=int, default=512)
+    flags.add_argument("--temperature", type=float, default=0.0)
+    flags.add_argument("--top-p", type=float, default=1.0)
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--overwrite", action="store_true")
+    args = flags.parse_args(argv)
+    runtime.configure()
+    run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

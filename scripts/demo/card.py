@@ -1,0 +1,96 @@
+"""Measures the demo's teacher and writes its card, every figure from a file or a measurement.
+
+    python -m scripts.demo.card RUN --gguf=teacher.gguf --text=TEXT --baselines=FILE \
+      --out=teacher.md
+
+RUN is the teacher's workdir, TEXT the folder of scripts/demo/text.py, FILE what
+scripts/demo/baselines.py wrote. `--manifest` says which packages a corpus is made of: the card
+counts their licences, and packages.txt beside it names each.
+"""
+
+import argparse
+import collections
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from jinja2 import Environment, StrictUndefined
+
+from kdjax import demo
+from kdjax.device import runtime
+from kdjax.device.sharding import make_mesh
+from kdjax.evaluation.heldout import measure
+from kdjax.evaluation.target import open_target
+from kdjax.formats import open_table
+from kdjax.models.arch import spec_from_table
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+
+
+def figures(model: str, text: Path, seq_len: int) -> dict[str, Any]:
+    """Held-out figures of a workdir or a model file, computed in float32."""
+    mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    measured = measure(open_target(model), None, {"python": str(text / "heldout")}, mesh,
+                       rows=1 << 30, seq_len=seq_len, batch_size=16)  # fmt: skip
+    return measured["python"]["overall"]
+
+
+def packages(manifest: Path, out: Path) -> dict[str, Any]:
+    """Writes the list of packages; returns how many there are of each licence."""
+    said = [p for p in json.loads(manifest.read_text())["packages"] if p["side"] == "train"]
+    lines = [f"{p['name']} {p['version']}: {p['licence']}" for p in said]
+    out.write_text("\n".join(sorted(lines)) + "\n")
+    licences = collections.Counter(p["licence"] for p in said)
+    return {"count": len(said), "licences": licences.most_common(12)}
+
+
+def block_types(path: Path) -> dict[str, int]:
+    """Tensors of each type in a file."""
+    table = open_table(path)
+    return dict(sorted(collections.Counter(table.info(name).dtype for name in table).items()))
+
+
+def card(args: argparse.Namespace) -> str:
+    """The card's text."""
+    receipt = json.loads((args.run / "receipt.json").read_text())
+    length = receipt["config"]["data"]["seq_len"]
+    runtime.configure()
+    known = {
+        "gguf": args.gguf.name,
+        "gguf_bytes": args.gguf.stat().st_size,
+        "gguf_sha256": hashlib.sha256(args.gguf.read_bytes()).hexdigest(),
+        "types": block_types(args.gguf),
+        "spec": spec_from_table(open_table(args.gguf)),
+        "student_rows": json.loads((demo.STUDENT / "config.json").read_text())["vocab_size"],
+        "tokenizer_sha256": hashlib.sha256(
+            (demo.STUDENT / "tokenizer.json").read_bytes()
+        ).hexdigest(),
+        "receipt": receipt,
+        "f32": figures(str(args.run) + "@dequant:float32", args.text, length),
+        "q4": figures(str(args.gguf) + "@dequant:float32", args.text, length),
+        "text": json.loads((args.text / "text.json").read_text()),
+        "baselines": json.loads(args.baselines.read_text()),
+        "packages": packages(args.manifest, args.out.with_name("packages.txt"))
+        if args.manifest
+        else None,
+    }
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text("utf-8")).render(known) + "\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("run", type=Path)
+    for name in ("gguf", "text", "baselines", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--manifest", type=Path)
+    args = parser.parse_args()
+    args.out.write_text(card(args), "utf-8")
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()
