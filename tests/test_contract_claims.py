@@ -75,8 +75,8 @@ def test_every_block_type_stays_in_its_blocks():
         raw = rng.integers(0, 60, (4, 3 * block.nbytes), dtype=np.uint8)
         kept = Packed(split(raw, name), name, jnp.float32)
         assert sum(field.nbytes for field in kept.fields) == raw.nbytes
-        np.testing.assert_array_equal(kept.dense(), decode(raw, name))
-        np.testing.assert_array_equal(kept[1:3].dense(), decode(raw[1:3], name))
+        np.testing.assert_array_equal(kept.decode(), decode(raw, name))
+        np.testing.assert_array_equal(kept[1:3].decode(), decode(raw[1:3], name))
 
 
 def test_no_gradient_reaches_the_teacher_in_either_precision():

@@ -97,7 +97,7 @@ def test_the_product_is_that_of_the_rounded_numbers(rng, precise, dtype, toleran
     weight = Scaled(*quantize_rows(jnp.asarray(rng.normal(size=(80, 384)), jnp.float32)), precise)
     values, scale = quantize_rows(x)
     exact = np.asarray(values, np.float64) * np.asarray(scale, np.float64)[:, None]
-    dense = np.asarray(weight.dense(), np.float64)
+    dense = np.asarray(weight.decode(), np.float64)
     want = exact @ dense.T
     got = jax.jit(Scaled.project)(weight, x)
     assert got.dtype == dtype

@@ -1,11 +1,17 @@
 """The kernels beside the JAX that defines them, interpreted on a CPU and compiled on a GPU."""
 
+import dataclasses
+from types import SimpleNamespace
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
+from kdjax.device.placement import Placement
 from kdjax.losses import divergences as losses
 from kdjax.models import decoder, kernels, weights
 
@@ -85,25 +91,21 @@ def test_gated_and_rounded_equals_the_definition(shape):
 def test_a_layer_is_as_exact_with_kernels_as_without(monkeypatch):
     rng = np.random.default_rng(8)
     x = jnp.asarray(rng.normal(0, 1, (8, 128)), jnp.bfloat16)
-    gate, up = (
-        weights.Scaled(*weights.quantize_rows(jnp.asarray(rng.normal(0, 0.1, (384, 128)))))
-        for _ in range(2)
-    )
-    down = weights.Scaled(*weights.quantize_rows(jnp.asarray(rng.normal(0, 0.1, (128, 384)))))
+    matrices = [
+        weights.Scaled(*weights.quantize_rows(jnp.asarray(rng.normal(0, 0.1, shape))))
+        for shape in ((384, 128), (384, 128), (128, 384))
+    ]
 
-    def layer():
-        rows = weights.for_weight(x, gate)
-        return np.asarray(weights.project(weights.gated(rows, gate, up), down), np.float32)
+    def error(kernels):
+        gate, up, down = (dataclasses.replace(w, kernels=kernels) for w in matrices)
+        rows = weights.swiglu(weights.round_for(x, gate), gate, up)
+        got = np.asarray(weights.project(rows, down), np.float32)
+        return np.linalg.norm(got - exact) / np.linalg.norm(exact)
 
-    def error():
-        return np.linalg.norm(layer() - exact) / np.linalg.norm(exact)
-
-    g, u, d = (np.asarray(w.dense()) for w in (gate, up, down))
+    g, u, d = (np.asarray(w.decode()) for w in matrices)
     rows = np.asarray(x, np.float32)
     exact = np.asarray(jax.nn.silu(rows @ g.T)) * (rows @ u.T) @ d.T
-    monkeypatch.setattr(kernels, "usable", lambda: False)
-    plain = error()
-    monkeypatch.setattr(kernels, "usable", lambda: True)
+    plain = error(False)
     ran = []
 
     def interpreted(kernel):
@@ -113,29 +115,43 @@ def test_a_layer_is_as_exact_with_kernels_as_without(monkeypatch):
 
         return run
 
-    for kernel in (kernels.gate_and_round, kernels.rounded):
+    for kernel in (kernels.gate_and_round, kernels.round_rows):
         monkeypatch.setattr(kernels, kernel.__name__, interpreted(kernel))
     # Numbers near the middle of two float8 round either way, so it is errors that are alike.
-    assert 0 < error() < 1.1 * plain < 0.06
-    assert ran == ["rounded", "gate_and_round"]
+    assert 0 < error(True) < 1.1 * plain < 0.06
+    assert ran == ["round_rows", "gate_and_round"]
 
 
 def test_the_loss_is_the_same_with_kernels_and_without(monkeypatch):
     s, t, label = logits(9, 2, 3, 700), logits(10, 2, 3, 700), jnp.full((2, 3), 5)
     options = dict(temperature=2.0, alpha=0.3, real=690)
-    monkeypatch.setattr(kernels, "usable", lambda: False)
     plain = losses.kd_parts_and_gradient(s, t, label, **options)
-    monkeypatch.setattr(kernels, "usable", lambda: True)
-    fused = kernels.softmax_sums
-    monkeypatch.setattr(kernels, "softmax_sums", lambda *a: fused(*a, interpret=INTERPRET))
-    found = losses.kd_parts_and_gradient(s, t, label, **options)
+    kernel = kernels.softmax_sums
+    monkeypatch.setattr(kernels, "softmax_sums", lambda *a: kernel(*a, interpret=INTERPRET))
+    found = losses.kd_parts_and_gradient(s, t, label, **options, fused=True)
     for a, b in zip(found, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     assert np.all(np.asarray(found[2])[..., 690:] == 0)
 
 
-def test_kernels_are_for_one_gpu():
-    assert kernels.usable() == (jax.default_backend() == "gpu" and jax.device_count() == 1)
+@pytest.mark.parametrize(
+    ("platform", "capability", "devices", "expected"),
+    [
+        ("gpu", "8.0", 1, True),
+        ("gpu", "7.5", 1, False),
+        ("gpu", "gfx942", 1, False),  # another maker's name
+        ("gpu", "9.0", 2, False),  # no kernel is split over a mesh
+        ("cpu", None, 1, False),
+    ],
+)
+def test_kernels_are_for_one_gpu(platform, capability, devices, expected):
+    """The mesh decides, not the process: 7 of 8 GPUs beside it change nothing."""
+    mesh = mock.MagicMock(spec=Mesh, size=devices)
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    mesh.devices = np.asarray([device] * devices)
+    placement = Placement.on(mesh)
+    assert placement.kernels == expected
+    assert placement.platform == platform and placement.alone == (devices == 1)
 
 
 @pytest.mark.skipif(not INTERPRET, reason="the other tests compile them there")
@@ -171,7 +187,7 @@ def test_a_norm_and_its_gradients_equal_the_definition(shape, dtype, tolerance):
         return x, nnx.merge(graph, {"weight": weight})(x)
 
     def kernel(x, weight):
-        return kernels.normed(x, weight, 1e-6, INTERPRET)
+        return kernels.normalize_rows(x, weight, 1e-6, INTERPRET)
 
     want, back = jax.vjp(defined, x, weight)
     got, kernels_back = jax.vjp(kernel, x, weight)
@@ -192,7 +208,7 @@ def test_rows_normed_or_not_are_rounded_as_defined(shape, with_norm):
     defined = nnx.merge(graph, {"weight": weight})(x) if with_norm else x
     values, scale = weights.quantize_rows(defined)
     norm = (weight, 1e-6) if with_norm else None
-    got, got_scale = kernels.rounded(x, norm, interpret=INTERPRET)
+    got, got_scale = kernels.round_rows(x, norm, interpret=INTERPRET)
     np.testing.assert_allclose(got_scale, scale, rtol=2.0**-7)  # one bfloat16 step of the largest
     got, want = (np.asarray(v, np.float32) * np.asarray(s)[:, None]
                  for v, s in ((got, got_scale), (values, scale)))  # fmt: skip

@@ -24,7 +24,7 @@ from kdjax.losses.chunked import HeadSpec, chunked, cut, joined
 from kdjax.losses.divergences import cross_entropy, kl_divergence, log_softmax, soft_divergence
 from kdjax.models.model import Vocabulary, align
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import existing, unembedded
+from kdjax.models.weights import mask_padding, unembed
 
 # Positions are counted from the document's start, or from the row's where a document goes on in it:
 # what counts is how much the model could see before.
@@ -142,8 +142,8 @@ class Values(NamedTuple):
 
 
 def _log_probabilities(hidden: Array, head: Array, spec: HeadSpec) -> Array:
-    logits = unembedded(hidden, cut(head, hidden, spec))
-    return log_softmax(existing(logits, spec.real_vocab), 1.0)
+    logits = unembed(hidden, cut(head, hidden, spec))
+    return log_softmax(mask_padding(logits, spec.real_vocab), 1.0)
 
 
 def _values(s: Array, t: Array | None, labels: Array) -> Values:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from kdjax.device.placement import Placement
 from kdjax.device.sharding import parameter_shardings
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import TensorTable, open_shapes, open_table
@@ -71,7 +72,9 @@ class Target:
 
     def load(self, mesh: Mesh, max_segments: int = 1) -> TeacherLogitsProvider:
         """Its weights on the mesh. Raises what reading or decoding them raises."""
-        compute = dataclasses.replace(self.compute, max_segments=max_segments)
+        compute = dataclasses.replace(
+            self.compute, max_segments=max_segments, placement=Placement.on(mesh)
+        )
         if self.saved is None:
             return PROVIDERS[self.form.backend](self.table, self.spec, compute, mesh)
         apply, abstract = functional(self.spec, compute)

@@ -23,7 +23,7 @@ from kdjax.losses.divergences import (
     log_softmax,
 )
 from kdjax.models.kernels import EXCLUDED
-from kdjax.models.weights import Scaled, existing, unembedded
+from kdjax.models.weights import Scaled, mask_padding, unembed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class HeadSpec:
     real_vocab: int  # ids that some token has; padding rows beyond it are excluded on both sides
     chunk_tokens: int  # positions whose logits exist at the same time, over all rows
     divergence: str = "forward_kl"  # a member of DIVERGENCES
+    kernels: bool = False  # as `Placement.kernels` says
 
 
 class LossSums(NamedTuple):
@@ -64,7 +65,7 @@ def cut(head: Any, hidden: Array, spec: HeadSpec) -> Any:
 
 
 def _logits(hidden: Array, head: Any, spec: HeadSpec) -> Array:
-    return existing(unembedded(hidden, head), spec.real_vocab)
+    return mask_padding(unembed(hidden, head), spec.real_vocab)
 
 
 def chunked(x: Array, spec: HeadSpec) -> Array:
@@ -173,13 +174,13 @@ def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, label
         teacher_head = cut(teacher_head, teacher_hidden, spec)
     options: dict[str, Any] = dict(
         temperature=spec.temperature, alpha=spec.alpha, divergence=spec.divergence,
-        real=spec.real_vocab,
+        real=spec.real_vocab, fused=spec.kernels,
     )  # fmt: skip
 
     def part(xs):
         (h_s, h_t), weight, label = xs
-        s = unembedded(h_s, head)
-        t = s if h_t is None else unembedded(h_t, teacher_head)  # no teacher: nothing to learn
+        s = unembed(h_s, head)
+        t = s if h_t is None else unembed(h_t, teacher_head)  # no teacher: nothing to learn
         ce, kl, g = kd_parts_and_gradient(s, t, label, **options)
         return ce, kl, (g * weight[..., None]).astype(h_s.dtype)
 

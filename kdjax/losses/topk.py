@@ -29,7 +29,7 @@ from kdjax.losses.chunked import (
 )
 from kdjax.losses.divergences import cross_entropy, kl_divergence, softmax_sums
 from kdjax.models.kernels import EXCLUDED
-from kdjax.models.weights import existing, unembedded
+from kdjax.models.weights import mask_padding, unembed
 
 # The least that a student's tail can be of the whole, 8 times float32's epsilon. In training it is
 # the whole sum less that of the k ids, which is off by up to 3e-7 of the whole; to sum it alone
@@ -110,9 +110,9 @@ def _take_apart(
     hidden: Array, head: Array, ids: Array, label: Array, spec: HeadSpec, *, exact: bool = False
 ) -> _Chunk:
     """`exact`: tails are summed without the k ids, however small, instead of by difference."""
-    raw, ids = unembedded(hidden, head), join_ids(ids)
-    sums = softmax_sums(raw, None, spec.temperature, spec.real_vocab)
-    logits = existing(raw, spec.real_vocab)
+    raw, ids = unembed(hidden, head), join_ids(ids)
+    sums = softmax_sums(raw, None, spec.temperature, spec.real_vocab, fused=spec.kernels)
+    logits = mask_padding(raw, spec.real_vocab)
     inside = jnp.take_along_axis(logits, ids, axis=-1)
     of_label = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
     totals, tails, most = [], [], sums.peak
@@ -238,7 +238,7 @@ def top_of_teacher(
 
     def chunk(carry, xs):
         (hidden,), _, label = xs
-        logits = existing(unembedded(hidden, head), spec.real_vocab)
+        logits = mask_padding(unembed(hidden, head), spec.real_vocab)
         values, ids = top_k(logits, k)
         rest = _replace(logits, ids, jnp.full_like(values, EXCLUDED))
         odds = [

@@ -20,18 +20,14 @@ def attend(
     v: Float[Array, "B S K D"],
     segment_ids: Int[Array, "B T"],
     *,
-    implementation: str = "auto",
+    implementation: str = "xla",
     max_segments: int = 1,
 ) -> Float[Array, "B T H D"]:
     """Softmax attention over earlier positions of the same segment, scaled by D^-1/2.
 
-    `implementation` is "xla", "cudnn" or "auto" (cuDNN for half precision on a GPU). `max_segments`
-    bounds the segment ids of one row; cuDNN's packed kernel needs it to be static.
+    `implementation` is "xla", or "cudnn" for half precision on an NVIDIA GPU. `max_segments` bounds
+    the segment ids of one row; cuDNN's packed kernel needs it to be static.
     """
-    if implementation == "auto":
-        half = q.dtype in (jnp.bfloat16, jnp.float16)
-        gpu = jax.default_backend() == "gpu"
-        implementation = "cudnn" if gpu and half and q.shape[-1] % 8 == 0 else "xla"
     if implementation == "cudnn":
         return _cudnn(q, k, v, segment_ids, max_segments)
     return _blockwise(q, k, v, segment_ids)

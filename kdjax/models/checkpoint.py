@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, open_table
 from kdjax.models.arch import ArchSpec, spec_from_table
@@ -59,7 +60,9 @@ class OpenForm(NamedTuple):
     def provider(self, mesh: Mesh, max_segments: int = 1) -> TeacherLogitsProvider:
         """Loads the weights onto the mesh."""
         dtype = jnp.dtype(self.form.dtype)
-        compute = Compute(dtype=dtype, param_dtype=dtype, max_segments=max_segments)
+        compute = Compute(
+            dtype=dtype, param_dtype=dtype, max_segments=max_segments, placement=Placement.on(mesh)
+        )
         return PROVIDERS[self.form.backend](self.table, self.spec, compute, mesh)
 
 

@@ -16,20 +16,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kdjax.device.placement import Placement
 from kdjax.models import kernels
 from kdjax.models.arch import ArchSpec, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
 from kdjax.models.weights import (
     Rounded,
     Scaled,
-    dense,
-    for_weight,
+    Weight,
+    decode_weight,
     from_bits,
-    gated,
-    layers,
-    products,
     project,
-    unembedded,
+    project_all,
+    round_for,
+    slice_layers,
+    swiglu,
+    unembed,
 )
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
@@ -51,11 +53,11 @@ class Compute:
     dtype: Any = jnp.float32  # of activations and of weights when multiplied
     param_dtype: Any = jnp.float32  # of weights as stored
     remat: str = "none"  # a key of REMAT_POLICIES
-    scan: bool = (
-        True  # layers in a loop, compiled once; written out, kept activations are not copied
-    )
-    attention: str = "auto"
+    # Layers in a loop are compiled once. Written out, the activations kept of them are not copied.
+    scan: bool = True
+    attention: str = "auto"  # "xla", "cudnn", or "auto": cuDNN for half precision placed on a GPU
     max_segments: int = 1
+    placement: Placement | None = None  # None: plain JAX, on whatever device
 
 
 class Linear(nnx.Module):
@@ -79,9 +81,10 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight over the last axis; the statistics are float32 whatever x is."""
 
-    def __init__(self, width: int, eps: float, dtype: Any):
+    def __init__(self, width: int, eps: float, dtype: Any, placement: Placement | None = None):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
         self.eps = eps
+        self.kernels = placement is not None and placement.kernels
 
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
@@ -89,14 +92,16 @@ class RMSNorm(nnx.Module):
         weight = from_bits(self.weight[...]).astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return (x32 * scale).astype(x.dtype) * weight
 
-    def beside(self, x: Float[Array, "N D"], product: Any) -> tuple[Array, Array | Rounded]:
-        """x, and its norm as products with that weight may take it; by one kernel where usable."""
-        if not kernels.usable():
+    def normalize_for(
+        self, x: Float[Array, "N D"], weight: Weight
+    ) -> tuple[Array, Array | Rounded]:
+        """x, and its norm as products with `weight` may take it; by one kernel if placed so."""
+        if not self.kernels:
             return x, self(x)
-        weight = from_bits(self.weight[...]).astype(x.dtype)
-        if isinstance(product, Scaled):
-            return x, Rounded(*kernels.rounded(x, (weight, self.eps)), x.dtype)
-        return kernels.normed(x, weight, self.eps)
+        ours = from_bits(self.weight[...]).astype(x.dtype)
+        if isinstance(weight, Scaled):
+            return x, Rounded(*kernels.round_rows(x, (ours, self.eps)), x.dtype)
+        return kernels.normalize_rows(x, ours, self.eps)
 
 
 def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "B T H D"]:
@@ -120,18 +125,18 @@ class Attention(nnx.Module):
         self.o = Linear(spec.num_heads * hd, d, spec.o_bias, dtype, rngs)
         self.q_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
-        self.head_dim = hd
+        self.head_dim, self.placement = hd, compute.placement
 
     def __call__(
         self, rows: Array | Rounded, cos: Array, sin: Array, mix: Mix
     ) -> tuple[Array, Any]:
-        """Of rows `[B T, width]`, of whose B and T the angles tell; and what `mix` keeps."""
+        """Of rows `[B T, width]` with angles `[B, T, 1, head_dim / 2]`; and what `mix` keeps."""
         linears = self.q, self.k, self.v
         weights = [linear.weight.get_value() for linear in linears]
-        found = products(for_weight(rows, weights[0]), weights)
+        projected = project_all(round_for(rows, weights[0]), weights, self.placement)
         q, k, v = (
             linear.biased(y).reshape(*cos.shape[:2], -1, self.head_dim)
-            for linear, y in zip(linears, found, strict=True)
+            for linear, y in zip(linears, projected, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -142,33 +147,37 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ArchSpec, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
+        dtype = compute.param_dtype
         self.gate = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
         self.up = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
         self.down = Linear(spec.mlp_size, spec.hidden_size, False, dtype, rngs)
+        self.placement = compute.placement
 
     def __call__(self, rows: Array | Rounded) -> Array:
         """Of rows `[N, width]`."""
         gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
-        return self.down(gated(for_weight(rows, gate), gate, up))
+        return self.down(swiglu(round_for(rows, gate), gate, up, self.placement))
 
 
 class Block(nnx.Module):
     """One pre-norm layer: attention, then MLP, each on the residual stream."""
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
-        dtype = compute.param_dtype
-        self.attn_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
+        norm = functools.partial(
+            RMSNorm, spec.hidden_size, spec.rms_eps, compute.param_dtype, compute.placement
+        )
+        self.attn_norm = norm()
         self.attn = Attention(spec, compute, rngs)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
-        self.mlp = MLP(spec, dtype, rngs)
+        self.mlp_norm = norm()
+        self.mlp = MLP(spec, compute, rngs)
 
     def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
-        # Two-dimensional, as products are: XLA adds these onto a reshaped stream in a copy of it.
+        # Flatten to [B T, D] first: adding to a reshaped stream makes XLA copy it.
         rows = x.reshape(-1, x.shape[-1])
-        rows, normal = self.attn_norm.beside(rows, self.attn.q.weight.get_value())
+        rows, normal = self.attn_norm.normalize_for(rows, self.attn.q.weight.get_value())
         mixed, kept = self.attn(normal, cos, sin, mix)
-        rows, normal = self.mlp_norm.beside(rows + mixed, self.mlp.gate.weight.get_value())
+        rows, normal = self.mlp_norm.normalize_for(rows + mixed, self.mlp.gate.weight.get_value())
         return (rows + self.mlp(normal)).reshape(x.shape), kept
 
 
@@ -206,7 +215,7 @@ class Decoder(nnx.Module):
         """As `hidden`; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
         cos, sin = self._angles(positions)
         graph, stacked = nnx.split(self.blocks)
-        slices, read = layers(stacked)
+        slices, read = slice_layers(stacked)
 
         def layer(x: Array, weights: Any) -> tuple[Array, Array | None]:
             mix = functools.partial(self._mix, segment_ids)
@@ -218,11 +227,11 @@ class Decoder(nnx.Module):
             # A loop by itself keeps XLA from merging the recomputation away.
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.compute.scan)
         loop = self.compute.scan
-        x, outputs = jax.lax.scan(layer, self._embedded(tokens), slices, unroll=not loop)
+        x, outputs = jax.lax.scan(layer, self._embed_tokens(tokens), slices, unroll=not loop)
         return self.norm(x), outputs
 
-    def _embedded(self, tokens: Array) -> Array:
-        return dense(self.embed.get_value()[tokens]).astype(self.compute.dtype)
+    def _embed_tokens(self, tokens: Array) -> Array:
+        return decode_weight(self.embed.get_value()[tokens]).astype(self.compute.dtype)
 
     def _angles(self, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
         inverse, factor = rope_frequencies(self.spec)
@@ -237,10 +246,18 @@ class Decoder(nnx.Module):
             k,
             v,
             segment_ids,
-            implementation=self.compute.attention,
+            implementation=self._attention(q.dtype),
             max_segments=self.compute.max_segments,
         )
         return out, (k, v)
+
+    def _attention(self, dtype: Any) -> str:
+        """ "cudnn" or "xla"."""
+        asked, placement = self.compute.attention, self.compute.placement
+        if asked != "auto":
+            return asked
+        half = dtype in (jnp.bfloat16, jnp.float16) and self.spec.head_dim % 8 == 0
+        return "cudnn" if half and placement and placement.platform == "gpu" else "xla"
 
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
@@ -252,13 +269,13 @@ class Decoder(nnx.Module):
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         cos, sin = self._angles(jnp.broadcast_to(at, tokens.shape))
         graph, stacked = nnx.split(self.blocks)
-        slices, read = layers(stacked)
+        slices, read = slice_layers(stacked)
         mix = functools.partial(self._mix, (at < lengths[:, None]).astype(jnp.int32))
 
         def layer(x: Array, weights: Any) -> tuple[Array, Any]:
             return nnx.merge(graph, read(weights))(x, cos, sin, mix)
 
-        x, (k, v) = jax.lax.scan(layer, self._embedded(tokens), slices)
+        x, (k, v) = jax.lax.scan(layer, self._embed_tokens(tokens), slices)
         k, v = (x.swapaxes(2, 3) for x in (k, v))
         room = ((0, 0), (0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0))
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
@@ -268,10 +285,10 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: "Cache"
     ) -> tuple[Float[Array, "B D"], "Cache"]:
         """One more id a row, at its own position; its hidden state, and the cache with it."""
-        where = positions[:, None]
-        cos, sin = self._angles(where)
+        at = positions[:, None]
+        cos, sin = self._angles(at)
         graph, stacked = nnx.split(self.blocks)
-        slices, read = layers(stacked)
+        slices, read = slice_layers(stacked)
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
         def layer(carry: tuple[Array, Cache], xs: Any) -> tuple[tuple[Array, Cache], None]:
@@ -283,27 +300,27 @@ class Decoder(nnx.Module):
                     cache.k.at[index, rows, :, positions].set(k[:, 0]),
                     cache.v.at[index, rows, :, positions].set(v[:, 0]),
                 )
-                return attend_cached(q, kept.k[index], kept.v[index], where), kept
+                return attend_cached(q, kept.k[index], kept.v[index], at), kept
 
             return nnx.merge(graph, read(weights))(x, cos, sin, mix), None
 
         numbered = jnp.arange(self.spec.num_layers, dtype=jnp.int32), slices
-        x = self._embedded(tokens[:, None])
+        x = self._embed_tokens(tokens[:, None])
         (x, cache), _ = jax.lax.scan(layer, (x, cache), numbered)
         return self.norm(x)[:, 0], cache
 
     def head_weight(self) -> Float[Array, "V D"]:
         """The unembedding, `[V, D]`, as numbers; the embedding itself if tied."""
-        return dense(self.stored_head())
+        return decode_weight(self.stored_head())
 
-    def stored_head(self) -> Any:
+    def stored_head(self) -> Array | Scaled:
         """As `head_weight`, but a `Scaled` one stays so, for products of its own kind."""
         weight = (self.embed if self.head is None else self.head).get_value()
-        return weight if isinstance(weight, Scaled) else dense(weight)
+        return weight if isinstance(weight, Scaled) else decode_weight(weight)
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits of every position: for evaluation and tests; training uses `losses`."""
-        return unembedded(hidden, self.head_weight().astype(hidden.dtype))
+        return unembed(hidden, self.head_weight().astype(hidden.dtype))
 
 
 class Cache(NamedTuple):
@@ -327,7 +344,7 @@ class ModelFunctions(Protocol):
         """The unembedding, as numbers."""
         ...
 
-    def stored_head(self, params: Params) -> Any:
+    def stored_head(self, params: Params) -> Array | Scaled:
         """The unembedding as the loss multiplies it: numbers, or a `Scaled` weight."""
         ...
 
@@ -361,7 +378,7 @@ class Apply:
         """See `Decoder.head_weight`."""
         return nnx.merge(self.graph, params).head_weight()
 
-    def stored_head(self, params: Params) -> Any:
+    def stored_head(self, params: Params) -> Array | Scaled:
         """See `Decoder.stored_head`."""
         return nnx.merge(self.graph, params).stored_head()
 

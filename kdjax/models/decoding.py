@@ -18,7 +18,7 @@ from kdjax.errors import UserError
 from kdjax.models.decoder import Apply, Cache, Params
 from kdjax.models.model import TeacherLogitsProvider
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import existing
+from kdjax.models.weights import mask_padding
 
 _STEPS = 16  # on the device between two looks at the text
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
@@ -106,7 +106,7 @@ def _draw(hidden: Array, head: Array, steps: Array, rows: Array, sampling: Sampl
     logits = jnp.einsum("BD,VD->BV", hidden, head, preferred_element_type=jnp.float32)
     base = jax.random.key(sampling.seed)
     keys = jax.vmap(lambda r, s: jax.random.fold_in(jax.random.fold_in(base, r), s))(rows, steps)
-    return pick(existing(logits, real, -jnp.inf), keys, sampling)
+    return pick(mask_padding(logits, real, -jnp.inf), keys, sampling)
 
 
 def _begin(params: Params, tokens: Array, lengths: Array, rows: Array, *, apply: Apply,

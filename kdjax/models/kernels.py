@@ -1,9 +1,9 @@
 """What XLA does in too many passes over memory, as Triton kernels through Pallas.
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
-`usable()` is false: on other devices, on several (nothing here is split over a mesh), and once JAX
-has no Triton any more, deprecated since 0.11. Only `normed` has a gradient: the others serve a
-frozen teacher and a loss that brings its own.
+`Placement.kernels` is false: on other devices, on several (no kernel is split over a mesh), and
+once JAX has no Triton any more, deprecated since 0.11. Only `normalize_rows` has a gradient: the
+others serve a frozen teacher and a loss that brings its own.
 """
 
 import functools
@@ -30,22 +30,6 @@ _NORM_ROWS = 16  # whose gradients of a norm's weight one program adds up
 
 def _logits_block(rows: int) -> tuple[int, int]:
     return (512, 1) if rows >= 4096 else (2048, 2)  # many rows fill the chip with small programs
-
-
-def capability(device: Any) -> float:
-    """An NVIDIA GPU's compute capability, such as 9.0; 0 for anything else."""
-    try:
-        return float(getattr(device, "compute_capability", "unknown"))
-    except ValueError:  # other makers' names, such as gfx942
-        return 0.0
-
-
-@functools.cache
-def usable() -> bool:
-    """Whether this process computes on one NVIDIA GPU, of Ampere or later."""
-    if plgpu is None or jax.default_backend() != "gpu" or jax.device_count() != 1:
-        return False
-    return capability(jax.devices()[0]) >= 8.0
 
 
 def fp8_scales(most: Array) -> tuple[Array, Array]:
@@ -76,7 +60,7 @@ def softmax_sums(
     *,
     interpret: bool = False,
 ) -> SoftmaxSums:
-    """As `losses.softmax_sums`, in one reading of each logit; float32 logits."""
+    """As `losses.divergences.softmax_sums`, in one reading of each logit; float32 logits."""
     rows = [x.reshape(-1, x.shape[-1]) for x in (student, teacher) if x is not None]
     count = rows[0].shape[0]
     width, warps = _logits_block(count)
@@ -116,7 +100,8 @@ def _softmax_sums(inputs: int, temperature: float, real: int, width: int, *refs)
         their_below = (y - their_new) * cooled
         their_fall = (their_peak - their_new) * cooled
         weight, kept = jnp.exp(their_below), jnp.exp(their_fall)
-        # Terms so far were taken below the old peaks: both fell, and every term with them.
+        # The sums so far hold exponents below the old peaks. The new peaks are higher: scale
+        # each sum by e^fall, and shift the differences that `distance` weighs.
         distance = kept * (distance + z * (their_fall - fall))
         distance += jnp.sum(weight * (their_below - below))
         return new, hard, soft, their_new, z * kept + jnp.sum(weight), distance
@@ -181,17 +166,19 @@ def _gate_and_round(width: int, gate, up, rows, gate_scale, up_scale, values, sc
     plgpu.store(scale.at[row], inverse)
 
 
-def rounded(
-    x: Float[Array, "N D"], norm: tuple[Float[Array, " D"], float] | None = None, *,
+def round_rows(
+    x: Float[Array, "N D"],
+    norm: tuple[Float[Array, " D"], float] | None = None,
+    *,
     interpret: bool = False,
-) -> tuple[Float[Array, "N D"], Float[Array, " N"]]:  # fmt: skip
-    """x as float8 and a float32 scale a row; with a norm's (weight, eps), of x normed by it."""
+) -> tuple[Float[Array, "N D"], Float[Array, " N"]]:
+    """x as float8 and a float32 scale a row; with a norm's (weight, eps), of x normalized by it."""
     scales = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
-    return _of_rows(x, norm, (jax.ShapeDtypeStruct(x.shape, FP8), scales), interpret)
+    return _run_norm(x, norm, (jax.ShapeDtypeStruct(x.shape, FP8), scales), interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def normed(
+def normalize_rows(
     x: Float[Array, "N D"], weight: Float[Array, " D"], eps: float, interpret: bool = False
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
     """x, and x / rms(x) * weight, as `decoder.RMSNorm` defines it.
@@ -199,10 +186,10 @@ def normed(
     Returned together because of the way back: what comes to x along the residual stream is added
     to what comes through the norm as that is made. XLA takes three kernels forwards and four back.
     """
-    return x, _of_rows(x, (weight, eps), jax.ShapeDtypeStruct(x.shape, x.dtype), interpret)
+    return x, _run_norm(x, (weight, eps), jax.ShapeDtypeStruct(x.shape, x.dtype), interpret)
 
 
-def _of_rows(x: Array, norm: tuple[Array, float] | None, out: Any, interpret: bool) -> Any:
+def _run_norm(x: Array, norm: tuple[Array, float] | None, out: Any, interpret: bool) -> Any:
     *weight, eps = norm or (None,)
     return pl.pallas_call(
         functools.partial(_norm, x.shape[1], eps),
@@ -242,11 +229,11 @@ def _norm_parameters(width: int) -> Any:
     return plgpu.CompilerParams(num_warps=warps, num_stages=1)
 
 
-def _normed_forward(x: Array, weight: Array, eps: float, interpret: bool) -> Any:
-    return normed(x, weight, eps, interpret), (x, weight)
+def _normalize_forward(x: Array, weight: Array, eps: float, interpret: bool) -> Any:
+    return normalize_rows(x, weight, eps, interpret), (x, weight)
 
 
-def _normed_backward(eps: float, interpret: bool, kept: Any, gradients: Any) -> Any:
+def _normalize_backward(eps: float, interpret: bool, kept: Any, gradients: Any) -> Any:
     (x, weight), (along, through) = kept, gradients
     count, width = x.shape
     programs = pl.cdiv(count, _NORM_ROWS)
@@ -286,7 +273,7 @@ def _norm_backward(count: int, width: int, eps: float, x, weight, along, through
     plgpu.store(dw.at[program, column], total, mask=inside)
 
 
-normed.defvjp(_normed_forward, _normed_backward)
+normalize_rows.defvjp(_normalize_forward, _normalize_backward)
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:

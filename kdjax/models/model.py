@@ -16,14 +16,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kdjax.device import sharding
+from kdjax.device.placement import Placement, capability
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
-from kdjax.models import kernels
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Scaled, dense, to_bits, unembedded
+from kdjax.models.weights import Scaled, decode_weight, to_bits, unembed
 
 _log = logging.getLogger("kdjax")
 
@@ -68,7 +68,7 @@ class TeacherLogitsProvider:
         """float32 logits of every position at once: for tests and small inputs."""
         hidden = self.apply.hidden(self.params, tokens, segment_ids, positions)
         head = self.apply.head(self.params).astype(hidden.dtype)
-        return unembedded(hidden, head)
+        return unembed(hidden, head)
 
     def hidden_states(
         self, batches: Iterable[Mapping[str, Any]], mesh: Mesh
@@ -85,9 +85,9 @@ def _resident(params: Params) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
-def _as_sliced(params: Params) -> Params:
+def _as_sliced(params: Params, mesh: Mesh) -> Params:
     """As a scan slices them without copies: bits on a CPU."""
-    if jax.default_backend() != "cpu":
+    if Placement(mesh).platform != "cpu":
         return params
     return jax.tree.map(jax.jit(to_bits, donate_argnums=0), params)
 
@@ -97,7 +97,7 @@ def dequantized(
 ) -> TeacherLogitsProvider:
     """Every tensor as numbers of `compute.param_dtype`, made on the device at load."""
     apply, abstract = functional(spec, compute)
-    params = _as_sliced(load_params(table, spec, abstract, mesh))
+    params = _as_sliced(load_params(table, spec, abstract, mesh), mesh)
     kind = f"dequant ({jnp.dtype(compute.param_dtype).name})"
     info = TeacherInfo(kind, spec.vocab_size, _resident(params), table.paths[0].name)
     return TeacherLogitsProvider(apply, params, info)
@@ -122,7 +122,7 @@ def check_fp8() -> None:
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return
-    if kernels.capability(device) < _FP8_CAPABILITY:
+    if capability(device) < _FP8_CAPABILITY:
         found = getattr(device, "compute_capability", "unknown")
         raise UserError(
             f"found a {device.device_kind} of compute capability {found}; expected an NVIDIA GPU "
@@ -140,12 +140,14 @@ def scaled(table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh, *,
     without float8 products.
     """
     check_fp8()
-    if jax.default_backend() == "cpu":
+    placement = Placement.on(mesh)
+    if placement.platform == "cpu":
         _log.warning("fp8 products are emulated on the CPU: the same numbers, slowly")
     apply, abstract = functional(spec, compute)
-    params = _as_sliced(load_params(table, spec, abstract, mesh, matrices="fp8"))
+    params = _as_sliced(load_params(table, spec, abstract, mesh, matrices="fp8"), mesh)
+    flags = dict(precise=precise, kernels=placement.kernels)
     params = jax.tree.map(
-        lambda w: dataclasses.replace(w, precise=precise) if isinstance(w, Scaled) else w,
+        lambda w: dataclasses.replace(w, **flags) if isinstance(w, Scaled) else w,
         params,
         is_leaf=lambda w: isinstance(w, Scaled),
     )
@@ -170,7 +172,7 @@ class _Cached:
         raise TypeError("a cached teacher does not run: its hidden states come with the batch")
 
     def head(self, params: Params) -> Array:
-        return dense(next(iter(params.values())))
+        return decode_weight(next(iter(params.values())))
 
     stored_head = head
 
@@ -186,7 +188,7 @@ def cached(
     if kind == "hidden":
         name = "embed" if spec.tied else "head"
         abstract = {name: functional(spec, compute)[1][name]}
-        params = _as_sliced(load_params(table, spec, abstract, mesh))
+        params = _as_sliced(load_params(table, spec, abstract, mesh), mesh)
     info = TeacherInfo(f"cached ({kind})", spec.vocab_size, _resident(params), table.paths[0].name)
     return TeacherLogitsProvider(_Cached(), params, info)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from kdjax.device.placement import Placement
 from kdjax.formats.blocks import decode_fields
 from kdjax.models import kernels
 from kdjax.models.kernels import EXCLUDED, FP8, fp8_scales
@@ -62,7 +63,7 @@ class Packed:
         """Layers or rows: `index` applies to the leading axes, never within a row."""
         return dataclasses.replace(self, fields=tuple(field[index] for field in self.fields))
 
-    def dense(self) -> Array:
+    def decode(self) -> Array:
         """The numbers, `[..., out, in]`."""
         return decode_fields(self.fields, self.block, self.dtype)
 
@@ -80,11 +81,11 @@ class Mixed:
     which: Any  # int32 [L], index into `stacks`
     slot: Any  # int32 [L], index into that stack
 
-    def dense(self, which: Int[Array, ""], slot: Int[Array, ""]) -> Array:
+    def decode(self, which: Int[Array, ""], slot: Int[Array, ""]) -> Array:
         """The numbers of one layer, `[out, in]`; only its own type is decoded."""
 
         def branch(stack: Packed) -> Callable[[Array], Array]:
-            return lambda slot: stack[slot].dense()
+            return lambda slot: stack[slot].decode()
 
         return jax.lax.switch(which, [branch(stack) for stack in self.stacks], slot)
 
@@ -99,8 +100,10 @@ class Scaled:
     # Whether products are summed in float32 throughout. Hopper's fp8 tensor cores otherwise keep
     # about 14 bits of a running sum.
     precise: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    # Whether activations are rounded by `models.kernels`, as `Placement.kernels` says.
+    kernels: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
-    def dense(self) -> Float32[Array, "*lead out in"]:
+    def decode(self) -> Float32[Array, "*lead out in"]:
         """The numbers it stands for."""
         return from_bits(self.values).astype(jnp.float32) * self.scale[..., None]
 
@@ -114,9 +117,16 @@ class Scaled:
         operands only, but XLA gives it a product of two unscaled float8 arrays as it is, and fuses
         the rest with what comes next.
         """
-        rows = Rounded.of(x)
+        rows = self.round(x)
         y = self.unscaled(rows, out)
         return (y.astype(jnp.float32) * rows.scale[:, None] * self.scale[None]).astype(y.dtype)
+
+    def round(self, x: "Array | Rounded") -> "Rounded":
+        """x `[N, D]` as this weight's products take it; as it is if rounded already."""
+        if isinstance(x, Rounded):
+            return x
+        round_rows = kernels.round_rows if self.kernels else quantize_rows
+        return Rounded(*round_rows(x), x.dtype)
 
     def unscaled(self, x: "Rounded", out: Any = None) -> Float[Array, "N F"]:
         """The product of the float8 numbers alone."""
@@ -137,67 +147,69 @@ class Rounded:
     scale: Float32[Array, " N"]
     dtype: Any  # of the numbers that were rounded, and of what is made of them
 
-    @classmethod
-    def of(cls, x: "Array | Rounded") -> "Rounded":
-        if isinstance(x, Rounded):
-            return x
-        how = kernels.rounded if kernels.usable() else quantize_rows
-        return cls(*how(x), x.dtype)
+
+Weight = Array | Packed | Mixed | Scaled  # a stored weight; an Array holds numbers or their bits
 
 
-def for_weight(x: Array | Rounded, weight: Any) -> Array | Rounded:
-    """x as products with weights of this kind take it."""
-    return Rounded.of(x) if isinstance(weight, Scaled) else x
+def round_for(x: Array | Rounded, weight: Weight) -> Array | Rounded:
+    """x as products with this weight take it: float8 for a `Scaled` one."""
+    return weight.round(x) if isinstance(weight, Scaled) else x
 
 
-def project(x: Array | Rounded, weight: Any) -> Float[Array, "N F"]:
+def project(x: Array | Rounded, weight: Array | Scaled) -> Float[Array, "N F"]:
     """x W^T in x's dtype, for a layer's weight that is numbers, their bits, or `Scaled`."""
     if isinstance(weight, Scaled):
         return weight.project(x)
     return jnp.einsum("ND,FD->NF", x, from_bits(weight).astype(x.dtype))
 
 
-def products(x: Array | Rounded, weights: Sequence[Any]) -> list[Float[Array, "N F"]]:
+def project_all(
+    x: Array | Rounded, weights: Sequence[Array | Scaled], placement: Placement | None = None
+) -> list[Float[Array, "N F"]]:
     """x W^T for several weights of one kind and dtype.
 
-    As one product where weights are cast anyway, a student's float32 masters: joined as they are
-    cast, they cost no pass of their own, and backwards x's gradients need not be added up. Not on
-    several devices, where rows that are joined would have to move.
+    Weights that are cast anyway, a student's float32 masters, are joined into one product: the cast
+    joins them without a pass of its own, and the backward pass makes one gradient of x in place of
+    a sum of several. Not on several devices, where joining rows would move them between devices.
     """
     first = weights[0]
     cast = not isinstance(first, Scaled) and from_bits(first).dtype != x.dtype
-    if not cast or jax.device_count() > 1:
+    if not cast or not (placement is None or placement.alone):
         return [project(x, w) for w in weights]
     y = project(x, jnp.concatenate([from_bits(w).astype(x.dtype) for w in weights]))
     return jnp.split(y, np.cumsum([w.shape[0] for w in weights])[:-1], axis=-1)
 
 
-def gated(x: Array | Rounded, gate: Any, up: Any) -> Array | Rounded:
-    """silu(x gate^T) * (x up^T), `[N, F]`, for two weights of one kind; rounded with `kernels`."""
-    if isinstance(x, Rounded) and kernels.usable():
+def swiglu(
+    x: Array | Rounded, gate: Array | Scaled, up: Array | Scaled, placement: Placement | None = None
+) -> Array | Rounded:
+    """silu(x gate^T) * (x up^T), `[N, F]`, for two weights of one kind; float8 if by a kernel."""
+    if isinstance(x, Rounded) and isinstance(gate, Scaled) and gate.kernels:
         unscaled = gate.unscaled(x), up.unscaled(x)
-        found = kernels.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
-        return Rounded(*found, x.dtype)
-    to_gate, to_up = products(x, (gate, up))
+        values, scale = kernels.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
+        return Rounded(values, scale, x.dtype)
+    to_gate, to_up = project_all(x, (gate, up), placement)
     product = jax.nn.silu(to_gate) * to_up
-    # 18,944 wide in a 7B. Rounded while it is computed, it takes longer than written first.
+    # XLA would fuse this product with its rounding to float8, and read both factors twice: at a
+    # 7B's width of 18,944 that takes longer than to write the product first.
     return jax.lax.optimization_barrier(product) if isinstance(x, Rounded) else product
 
 
-def unembedded(hidden: Float[Array, "B T D"], head: Any) -> Float32[Array, "B T V"]:
+def unembed(hidden: Float[Array, "B T D"], head: Array | Scaled) -> Float32[Array, "B T V"]:
     """Logits of hidden states, for a head that is numbers or `Scaled`.
 
     float32 out of the product: bf16 logits put an error of 4% on a KL of 3e-3.
     """
     if isinstance(head, Scaled):
         flat = hidden.reshape(-1, hidden.shape[-1])
-        # By XLA: with a kernel before it, it makes the logits sooner, and keeps 5 GB longer.
+        # Rounded by XLA and not by our kernel: after the kernel, XLA schedules the logits earlier
+        # and holds 5 GB of them longer.
         rows = Rounded(*quantize_rows(flat), flat.dtype)
         return head.project(rows, jnp.float32).reshape(*hidden.shape[:-1], -1)
     return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
 
 
-def existing(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED) -> Array:
+def mask_padding(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED) -> Array:
     """The logits, with `fill` for ids from `real` on: padding rows of a head are no tokens.
 
     Masked and not sliced: 151,936 columns keep the matrix product aligned, 151,665 do not.
@@ -212,12 +224,12 @@ def _is_weight(x: Any) -> bool:
     return isinstance(x, Packed | Mixed | Scaled)
 
 
-def dense(weight: Any) -> Array:
-    """The numbers of a stored weight that is not `Mixed`."""
-    return weight.dense() if isinstance(weight, Packed | Scaled) else from_bits(weight)
+def decode_weight(weight: Array | Packed | Scaled) -> Array:
+    """The numbers of a stored weight."""
+    return weight.decode() if isinstance(weight, Packed | Scaled) else from_bits(weight)
 
 
-def layers(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
+def slice_layers(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
     """What a scan over layers slices, and the function from a slice to the layer's weights.
 
     `Packed` and `Mixed` weights come out as numbers, others as they are. The stacks of a `Mixed`
@@ -230,8 +242,8 @@ def layers(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
     def read(slices: Any) -> Any:
         def one(weight: Any, piece: Any) -> Any:
             if isinstance(weight, Mixed):
-                return weight.dense(*piece)
-            return piece.dense() if isinstance(weight, Packed) else piece
+                return weight.decode(*piece)
+            return piece.decode() if isinstance(weight, Packed) else piece
 
         return jax.tree.map(one, stacked, slices, is_leaf=_is_weight)
 

@@ -22,6 +22,7 @@ from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, prepare_rows
 from kdjax.data.teacher_cache import About, TeacherCache, open_cache, read_index
 from kdjax.device import sharding
+from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, content_hash
@@ -312,6 +313,7 @@ def load_teacher(
         dtype=jnp.dtype(config.train.compute_dtype),
         param_dtype=jnp.dtype(config.teacher.param_dtype),
         max_segments=config.data.max_segments,
+        placement=Placement.on(mesh),
     )
     make = PROVIDERS.get(backend) or functools.partial(cached, kind=backend)
     provider = make(sources.teacher, sources.teacher_spec, frozen, mesh)
@@ -324,10 +326,13 @@ def build_steps(config: Config, sources: Sources, mesh: Mesh, backend: str) -> S
     """Loads the teacher in the form of `backend`, and prepares both steps; compiles nothing."""
     vocabulary = sources.vocabulary
     dtype = jnp.dtype(config.train.compute_dtype)
-    shared: dict[str, Any] = dict(dtype=dtype, max_segments=config.data.max_segments)
+    placement = Placement.on(mesh)
+    shared: dict[str, Any] = dict(
+        dtype=dtype, max_segments=config.data.max_segments, placement=placement
+    )
     provider = load_teacher(config, sources, backend, mesh)
     apply, shapes = functional(sources.student_spec, trained(config.student.remat, **shared))
-    step_spec = _step_spec(config, apply, provider, vocabulary)
+    step_spec = _step_spec(config, apply, provider, vocabulary, placement)
     abstract = jax.eval_shape(functools.partial(step.init_state, tx=step_spec.tx), shapes)
     shardings = step.state_shardings(abstract, step_spec.tx, mesh)
     return Steps(provider, step_spec, *step.compile_steps(step_spec, shardings, mesh), shardings,
@@ -344,7 +349,7 @@ def trained(remat: str, **shared: Any) -> Compute:
 
 
 def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider | None,
-               vocabulary: Vocabulary) -> step.StepSpec:  # fmt: skip
+               vocabulary: Vocabulary, placement: Placement) -> step.StepSpec:  # fmt: skip
     settings = dataclasses.asdict(config.optim)
     optim_spec = optim.OptimSpec(total_steps=config.train.steps, **settings)
     head = HeadSpec(
@@ -354,6 +359,7 @@ def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider | Non
         real_vocab=vocabulary.real,
         chunk_tokens=config.loss.chunk_tokens,
         divergence=config.loss.divergence,
+        kernels=placement.kernels,
     )
     return step.StepSpec(
         student=apply,

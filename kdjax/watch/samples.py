@@ -23,7 +23,7 @@ from kdjax.models.decoder import Apply, ModelFunctions, Params
 from kdjax.models.decoding import Completion, Sampling, generate
 from kdjax.models.model import TeacherInfo, TeacherLogitsProvider
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import existing, unembedded
+from kdjax.models.weights import mask_padding, unembed
 from kdjax.training.hooks import Hook, Run
 
 _log = logging.getLogger("kdjax")
@@ -92,7 +92,7 @@ def _judge(params: Params, tokens: Array, segments: Array, starts: Array, new: A
     where = starts[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     hidden = jnp.take_along_axis(hidden, where[..., None], axis=1)
     head = apply.head(params).astype(hidden.dtype)
-    log_probs = log_softmax(existing(unembedded(hidden, head), real), 1.0)
+    log_probs = log_softmax(mask_padding(unembed(hidden, head), real), 1.0)
     top = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
 
     def probability(ids: Array) -> Array:
