@@ -326,17 +326,17 @@ def test_resumed_at_any_position_the_data_go_on():
     """After each of 0 to 12 batches, over two epochs."""
 
     def batches():
-        return pipeline.make_iterator(numbered(12), batch_size=2, seed=5)
+        return pipeline.TextSource(numbered(12), batch_size=2, seed=5)
 
     iterator, states, seen = batches(), [], []
     for _ in range(12 + 1):
         states.append(iterator.get_state())
-        seen.append(list(next(iterator)["row_ids"]))
+        seen.append(list(iterator.next()["row_ids"]))
     assert sorted(itertools.chain(*seen[:6])) == list(range(12))
     for position, state in enumerate(states):
         resumed = batches()
         resumed.set_state(state)
-        assert list(next(resumed)["row_ids"]) == seen[position]
+        assert list(resumed.next()["row_ids"]) == seen[position]
 
 
 def test_another_run_is_named_field_by_field(tmp_path):

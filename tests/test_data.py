@@ -1,5 +1,6 @@
 """From text to batches: tokenizer, documents, packed rows, split, position; all by hand."""
 
+import dataclasses
 import json
 import os
 
@@ -25,10 +26,8 @@ def tokenizer(models):
 
 
 def prepare(folder, tokenizer, patterns, **changes):
-    options = dict(seq_len=7, heldout_fraction=0.5, end_of_document_id=END,
-                   cache_dir=folder / "cache", max_segments=32)  # fmt: skip
-    heldout = changes.pop("heldout", "")
-    return rows.prepare_rows(patterns, heldout, tokenizer=tokenizer, **{**options, **changes})
+    settings = rows.RowSettings(patterns, "", tokenizer, 7, 0.5, END, max_segments=32)
+    return rows.prepare_rows(dataclasses.replace(settings, **changes), folder / "cache")
 
 
 # --- tokenizer ----------------------------------------------------------------------------------
@@ -171,8 +170,6 @@ def test_bad_input_names_file_and_line_and_writes_nothing(
 
 
 def test_parquet_without_a_column_and_tokenizer_without_a_template(tokenizer, tmp_path):
-    import dataclasses
-
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"no column 'text' or 'messages' among body"):
         list(text.documents([tmp_path / "a.parquet"], tokenizer))
@@ -187,11 +184,11 @@ def test_parquet_without_a_column_and_tokenizer_without_a_template(tokenizer, tm
 
 
 def pack(folder, documents, length=8, most=32):
-    packer = rows._Packer(folder / "side", length, most)
+    writer = rows._SideWriter(folder / "side", length, most)
     for ids in documents:
-        packer.add(np.asarray(ids, np.uint32), np.ones(len(ids), np.uint8))
-    packer.close()
-    return rows._open_side(folder / "side", packer.counts["rows"], length)
+        writer.add(np.asarray(ids, np.uint32), np.ones(len(ids), np.uint8))
+    writer.close()
+    return rows._open_side(folder / "side", writer.counts["rows"], length)
 
 
 def test_packing_by_hand(tmp_path):
@@ -304,8 +301,8 @@ def test_cache_is_by_content(tokenizer, tmp_path, monkeypatch):
     write_documents(tmp_path / "t", 8)
     first = prepare(tmp_path, tokenizer, str(tmp_path / "t"))
     calls = []
-    real = rows._fill
-    monkeypatch.setattr(rows, "_fill", lambda *args: (calls.append(1), real(*args)))
+    real = rows._pack_sides
+    monkeypatch.setattr(rows, "_pack_sides", lambda *args: (calls.append(1), real(*args)))
     assert prepare(tmp_path, tokenizer, str(tmp_path / "t")).key == first.key and not calls
     keys = {first.key}
     for change in (dict(seq_len=9), dict(max_segments=3), dict(end_of_document_id=5),
@@ -345,53 +342,51 @@ def packed(tmp_path):
     return pack(tmp_path, [[100 * i + j for j in range(8)] for i in range(1, 13)])
 
 
-def take(iterator, n):
-    return [next(iterator)["row_ids"] for _ in range(n)]
+def take(source, n):
+    return [source.next()["row_ids"] for _ in range(n)]
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_each_epoch_has_every_row_once_in_another_order(packed, size):
-    epochs = np.concatenate(
-        take(pipeline.make_iterator(packed, batch_size=size, seed=0), 24 // size)
-    )
+    epochs = np.concatenate(take(pipeline.TextSource(packed, batch_size=size, seed=0), 24 // size))
     first, second = epochs[:12], epochs[12:]
     assert sorted(first) == sorted(second) == list(range(12))
     assert list(first) != list(second) and list(first) != list(range(12))
 
 
 def test_batches_have_the_promised_types(packed):
-    batch = next(pipeline.make_iterator(packed, batch_size=4, seed=0))
+    batch = pipeline.TextSource(packed, batch_size=4, seed=0).next()
     assert all(batch[k].shape == (4, 7) for k in batch if k != "row_ids")
     assert batch["weights"].dtype == np.float32
     assert all(batch[k].dtype == np.int32 for k in ("tokens", "labels", "segment_ids", "positions"))
 
 
-def test_a_restored_iterator_continues_with_the_next_batch(packed):
-    iterator = pipeline.make_iterator(packed, batch_size=4, seed=3)
-    take(iterator, 4)
-    state = json.loads(json.dumps(iterator.get_state()))
-    rest = take(iterator, 5)
-    fresh = pipeline.make_iterator(packed, batch_size=4, seed=3)
+def test_a_restored_source_continues_with_the_next_batch(packed):
+    source = pipeline.TextSource(packed, batch_size=4, seed=3)
+    take(source, 4)
+    state = json.loads(json.dumps(source.get_state()))
+    rest = take(source, 5)
+    fresh = pipeline.TextSource(packed, batch_size=4, seed=3)
     fresh.set_state(state)
     np.testing.assert_array_equal(take(fresh, 5), rest)
-    other = pipeline.make_iterator(packed, batch_size=4, seed=4)
+    other = pipeline.TextSource(packed, batch_size=4, seed=4)
     other.set_state(state)
     assert np.any(np.array(take(other, 5)) != np.array(rest))
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_any_number_of_processes_sees_the_same_rows_and_position(packed, count):
-    whole = pipeline.make_iterator(packed, batch_size=4, seed=0)
+    whole = pipeline.TextSource(packed, batch_size=4, seed=0)
     first = take(whole, 2)
     state = whole.get_state()
     parts = []
     for index in range(count):
-        part = pipeline.make_iterator(
+        part = pipeline.TextSource(
             packed, batch_size=4, seed=0, process_index=index, process_count=count
         )
         assert [len(ids) for ids in take(part, 2)] == [4 // count] * 2
         assert part.get_state() == state
-        fresh = pipeline.make_iterator(
+        fresh = pipeline.TextSource(
             packed, batch_size=4, seed=0, process_index=index, process_count=count
         )
         parts.append(take(fresh, 2))

@@ -9,7 +9,7 @@ import pytest
 
 from kdjax import config as config_module
 from kdjax import demo
-from kdjax.data.rows import prepare_rows
+from kdjax.data.rows import RowSettings, prepare_rows
 from kdjax.data.text import find_files
 from kdjax.errors import UserError
 from kdjax.formats import open_shapes, open_table
@@ -82,11 +82,9 @@ def library(tmp_path):
 
 def test_heldout_modules_never_train(library, tmp_path):
     tokenizer = load_tokenizer(demo.STUDENT)
-    rows = prepare_rows(
-        demo.training_text(library), demo.heldout_text(library), tokenizer=tokenizer, seq_len=32,
-        heldout_fraction=0.5, end_of_document_id=tokenizer.end_of_text_id, max_segments=8,
-        cache_dir=tmp_path / "rows",
-    )  # fmt: skip
+    text = demo.training_text(library), demo.heldout_text(library)
+    settings = RowSettings(*text, tokenizer, 32, 0.5, tokenizer.end_of_text_id, max_segments=8)
+    rows = prepare_rows(settings, tmp_path / "rows")
     trained, heldout = (
         tokenizer.decode(side.tokens[side.segments > 0].tolist())
         for side in (rows.train, rows.heldout)

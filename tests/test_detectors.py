@@ -350,7 +350,7 @@ def test_weights_that_stayed_as_they_began_are_found(mesh, models, tmp_path, mon
 def test_a_broken_model_ends_with_status_9_and_its_evidence(
     bigram, mesh, tmp_path, monkeypatch, capsys
 ):
-    from kdjax.training import heldout as evaluate
+    from kdjax.commands import evaluate
 
     monkeypatch.setattr(runtime, "configure", lambda: None)
     path = altered(bigram, tmp_path / "x.gguf", nan, "blk.0.ffn_up")

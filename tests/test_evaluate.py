@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from kdjax.data import pipeline
-from kdjax.data.rows import pack_rows
+from kdjax.commands import evaluate
+from kdjax.data.rows import RowSettings, prepare_rows
 from kdjax.device import runtime, sharding
 from kdjax.errors import UserError
 from kdjax.evaluation import heldout, passk, problems
 from kdjax.evaluation.classes import CLASSES, class_ids, token_bytes
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.target import open_target
+from kdjax.formats import open_table
+from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.models.tokenizer import load_tokenizer
-from kdjax.training import heldout as evaluate
 
 SIZES = dict(rows=3, seq_len=40, batch_size=2)
 CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naïve 🎉\n'
@@ -51,42 +52,50 @@ def pair(tmp_path_factory):
 # Held-out figures.
 
 
+def read(pair, rows=100):
+    """The text of the pair, and all of it as one batch of the positions that count."""
+    tokenizer = load_tokenizer(pair / "student.gguf")
+    text = heldout.read_text(f"{pair}/text", tokenizer, rows=rows, seq_len=40)
+    (batch,) = text.batches(len(text.rows))
+    counted = batch["weights"] != 0
+    return text, batch, {name: batch[name][counted] for name in batch if name != "row_ids"}
+
+
 def test_rows_are_those_of_training(pair, tmp_path):
     tokenizer = load_tokenizer(pair / "student.gguf")
-    text = heldout.read_text(f"{pair}/text", tokenizer, rows=100, seq_len=40)
-    rows = pack_rows(f"{pair}/text", tmp_path, tokenizer=tokenizer, seq_len=40, max_segments=40,
-                     end_of_document_id=tokenizer.end_of_text_id)  # fmt: skip
-    (batch,) = pipeline.eval_batches(rows, batch_size=len(rows), limit=None)
-    for name in ("tokens", "segment_ids", "positions", "weights"):
-        kept = batch["segment_ids"] != 0 if name == "positions" else np.ones_like(batch[name], bool)
-        assert np.array_equal(getattr(text, name)[kept], batch[name][kept]), name
-    counted = batch["weights"] != 0
-    assert np.array_equal(text.labels[counted], batch["labels"][counted])
+    (tmp_path / "other.txt").write_text("Text of which nothing is held out.")
+    packed = prepare_rows(
+        RowSettings(f"{tmp_path}/other.txt", f"{pair}/text", tokenizer, 40, 0.5,
+                    tokenizer.end_of_text_id, max_segments=40), tmp_path / "rows",
+    ).heldout  # fmt: skip
+    text, _, counted = read(pair)
+    for name, column in text.rows._asdict().items():
+        assert np.array_equal(column, getattr(packed, name)), name
     # Every byte but those of each document's first token is a target's, once.
     first = [token_bytes(t, tokenizer.encode_with_offsets(t)[1])[0] for t in
              (CODE * 3, (pair / "text" / "b.md").read_text())]  # fmt: skip
     whole = sum(path.stat().st_size for path in (pair / "text").iterdir())
-    assert text.bytes.sum() == whole - sum(first)
+    assert counted["bytes"].sum() == whole - sum(first)
 
 
-def reference(pair, text, name):
-    """log-probabilities of the ids that exist, float64 `[positions, V]`, by the provider."""
+def reference(pair, batch, name):
+    """Logits of the ids that exist and their log-softmax, float64 `[positions, V]`."""
     opened = open_target(f"{pair}/{name}.gguf@dequant:float32")
     provider = opened.load(sharding.make_mesh(1, 1, 1, jax.devices()[:1]), max_segments=40)
-    columns = [jnp.asarray(x) for x in (text.tokens, text.segment_ids, text.positions)]
+    columns = [jnp.asarray(batch[x]) for x in ("tokens", "segment_ids", "positions")]
     logits = np.asarray(provider.logits(*columns), np.float64)
-    return log_softmax(logits[text.weights != 0][:, : opened.tokenizer.vocab_size], axis=-1)
+    logits = logits[batch["weights"] != 0][:, : opened.tokenizer.vocab_size]
+    return logits, log_softmax(logits, axis=-1)
 
 
 def test_figures_against_numpy(pair, mesh):
     student, teacher = (open_target(f"{pair}/{n}.gguf@dequant:float32")
                         for n in ("student", "teacher"))  # fmt: skip
     got = heldout.measure(student, teacher, {"x": f"{pair}/text"}, mesh, **SIZES)["x"]
-    text = heldout.read_text(f"{pair}/text", student.tokenizer, rows=3, seq_len=40)
-    s, t = (reference(pair, text, name) for name in ("student", "teacher"))
-    counted = text.weights != 0
-    labels, classes = text.labels[counted], text.classes[counted]
-    sizes, places = text.bytes[counted], text.positions[counted]
+    _, batch, counted = read(pair, rows=3)
+    (x, s), (y, t) = (reference(pair, batch, name) for name in ("student", "teacher"))
+    labels, classes = counted["labels"], counted["classes"]
+    sizes, places = counted["bytes"], counted["positions"]
     at = np.arange(len(labels))
     middle = np.log((np.exp(s) + np.exp(t)) / 2)
     tops = [np.argsort(-x, axis=-1)[:, :5] for x in (s, t)]
@@ -101,15 +110,21 @@ def test_figures_against_numpy(pair, mesh):
         "jsd": ((np.exp(s) * (s - middle) + np.exp(t) * (t - middle)) / 2).sum(-1),
         "top1": s.argmax(-1) == t.argmax(-1),
         "top5": np.asarray(shared),
+        "teacher_entropy": -(np.exp(t) * t).sum(-1),
+        "cosine": (x * y).sum(-1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(y, axis=-1),
     }
+    assert values["kl_ts"].mean() > 0.01
 
     def check(figures, where):
         assert figures["tokens"] == where.sum()
         for name, value in values.items():
             assert figures[name] == pytest.approx(value[where].mean(), rel=2e-4, abs=1e-6), name
-        assert figures["perplexity"] == pytest.approx(
-            math.exp(values["ce"][where].mean()), rel=1e-3
-        )
+        for side in ("", "teacher_"):
+            want = math.exp(values[f"{side}ce"][where].mean())
+            assert figures[f"{side}perplexity"] == pytest.approx(want, rel=1e-3)
+        assert figures["min_cosine"] == pytest.approx(values["cosine"][where].min(), rel=1e-4)
+        most = np.abs(x - y).max(-1)[where].max()
+        assert figures["max_difference"] == pytest.approx(most, rel=1e-4)
         if (sizes[where] > 0).any():
             nats = values["ce"][where & (classes != CLASSES.index("end of text"))].sum()
             bits = nats / math.log(2) / sizes[where].sum()
@@ -137,6 +152,39 @@ def test_domains_are_merged_once(pair, mesh):
     want = sum(part["ce"] * part["tokens"] for part in parts) / count
     assert figures["all"]["overall"]["ce"] == pytest.approx(want, rel=1e-9)
     assert "kl_ts" not in figures["all"]["overall"]
+
+
+def test_a_model_against_itself_differs_in_nothing(models, mesh, tmp_path):
+    """Packed weights are the dequantized ones, to the last bit."""
+    target, teacher = (open_target(f"{models}/teacher.gguf@{form}") for form in ("dequant", "q4k"))
+    text = tmp_path / "same.py"
+    text.write_text(CODE)
+    figures = heldout.measure(target, teacher, {"x": str(text)}, mesh, **SIZES)["x"]["overall"]
+    assert figures["kl_ts"] == figures["kl_st"] == figures["max_difference"] == 0
+    assert figures["top1"] == 1 and figures["perplexity"] == figures["teacher_perplexity"]
+    assert figures["min_cosine"] == pytest.approx(1, abs=1e-5)
+
+
+def test_either_of_the_two_may_have_more_padding(pair):
+    student, teacher = (open_target(f"{pair}/{n}.gguf") for n in ("student", "teacher"))
+    for shared in (
+        heldout.shared_vocabulary(student, teacher),
+        heldout.shared_vocabulary(teacher, student),
+    ):
+        assert (shared.width, shared.real) == (320, student.tokenizer.vocab_size)
+
+
+def test_models_of_other_tokenizers_are_refused(pair, tmp_path):
+    table = open_table(pair / "student.gguf")
+    tokens = list(table.metadata["tokenizer.ggml.tokens"])
+    tokens[3], tokens[4] = tokens[4], tokens[3]
+    tensors = [(n, table.info(n).dtype, table.info(n).shape, table.raw(n)) for n in table]
+    metadata = dict(table.metadata) | {"tokenizer.ggml.tokens": tokens}
+    write_gguf(tmp_path / "x.gguf", metadata, tensors)
+    with pytest.raises(UserError, match="differ at id 3"):
+        heldout.shared_vocabulary(
+            open_target(f"{pair}/student.gguf"), open_target(f"{tmp_path}/x.gguf")
+        )
 
 
 def test_token_classes():
@@ -369,12 +417,10 @@ def test_a_model_that_cannot_run_is_no_pass(command, pair, tmp_path):
 
 
 def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, monkeypatch):
-    from kdjax.commands import evaluate as module
-
     def fail(*_, **__):
         raise MemoryError("RESOURCE_EXHAUSTED: 3 GiB")
 
-    monkeypatch.setattr(module.examine, "of_logits", fail)
+    monkeypatch.setattr(evaluate.examine, "of_logits", fail)
     status, document, _ = command(f"{pair}/student.gguf", f"--mbpp={mbpp(tmp_path)}")
     assert status == 8 and "RESOURCE_EXHAUSTED" in document["inference_error"]
     assert document["mbpp"]["pass_at_k"] == {"1": 0.0}
@@ -392,7 +438,8 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
         document["humaneval"]["pass_at_k"] == {"1": 0.0} and document["humaneval"]["samples"] == 3
     )
     figures = document["held_out"]["code"]["overall"]
-    assert f"{figures['kl_ts']:.4f}" in printed.out and figures["kl_ts"] > 0
+    assert f"{figures['kl_ts']:.4g}" in printed.out and figures["kl_ts"] > 0
+    assert f"{figures['min_cosine']:.6f}" in printed.out
     assert "sandbox: network" in printed.out
 
 
@@ -400,6 +447,8 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
     ("arguments", "message"),
     [
         (["{p}/none.gguf"], "found no such file"),
+        (["{p}/student.gguf@q5"], "found the form 'q5'; expected dequant or"),
+        (["{p}/student.gguf@q4k:float16"], "expected .* bfloat16 or float32"),
         (["{p}/student.gguf", "--rows=0"], "--rows must be 1 or more"),
         (["{p}/student.gguf", "--seq-len=1"], "--seq-len must be 2"),
         (["{p}/student.gguf", "--k=1,2"], "between 1 and --samples=1"),

@@ -165,7 +165,7 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
     go(tiny_config, tmp_path / "run", Recorder(stop_at=4))
     job = assemble(tiny_config, tmp_path / "run")
     _, whole = saved(tiny_config, tmp_path / "run")
-    batch = next(job.train_batches(None))
+    batch = job.train_batches(None).next({})
     batch.pop("row_ids")
     losses = []
     for shape in ((1, 2, 2), (1, 1, 1)):

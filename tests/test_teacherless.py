@@ -124,7 +124,7 @@ def test_the_loss_without_a_teacher_is_the_cross_entropy(rng):
 
 def test_alpha_1_runs_the_teacher_in_evaluations_only(tiny_config, tmp_path):
     job = assemble(tiny_config, tmp_path)
-    batch = job.put(next(job.train_batches(None)))
+    batch = job.put(job.train_batches(None).next({}))
 
     def shapes(alpha):
         head = dataclasses.replace(job.step_spec.head, alpha=alpha)

@@ -24,10 +24,11 @@ from jax.sharding import Mesh
 from kdjax.data.text import find_files
 from kdjax.device import runtime, sharding
 from kdjax.errors import MissingFileError, UserError
-from kdjax.evaluation import heldout, passk, problems, report, sandbox
+from kdjax.evaluation import heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding, Output
 from kdjax.evaluation.target import Target, open_target
+from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, generate
 from kdjax.models.model import TeacherLogitsProvider
 
@@ -98,6 +99,8 @@ def check(args: argparse.Namespace) -> Request:
         raise UserError(f"--temperature=0 gives the same answer {args.samples} times; raise it.")
     sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
     sampling.check()
+    for text in filter(None, (args.target, args.teacher)):
+        Form.parse(text)
     split = [text.partition("=") for text in args.data]
     domains = {name: paths if equals else name for name, equals, paths in split}
     for patterns in domains.values():
@@ -205,7 +208,7 @@ def _check_together(request: Request, target: Target, teacher: Target | None) ->
     """Raises `UserError` for what was asked of this model and cannot be asked of it."""
     args = request.args
     if teacher is not None:
-        heldout.vocabulary(target, teacher)
+        heldout.shared_vocabulary(target, teacher)
     most = target.spec.max_positions
     if request.domains and args.seq_len > most:
         raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
@@ -288,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     document = _json_able({**document, "status": status})
-    print(report.text(document))
+    print(table.text(document))
     if args.json:
-        report.write(args.json, document)
+        table.write(args.json, document)
     return status

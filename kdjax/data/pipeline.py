@@ -25,8 +25,8 @@ class Columns(Protocol):
         ...
 
 
-class _Source:
-    """Grain's random-access source over rows; an index past the end is a row without weight."""
+class _Examples:
+    """Grain's random-access source over rows."""
 
     def __init__(self, rows: Rows, more: Columns | None):
         self._rows, self._more = rows, more
@@ -41,7 +41,7 @@ class _Source:
 def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, Any]:
     """One row as arrays `[T]`: tokens, labels, segment_ids, positions (int32), weights (float32).
 
-    And the columns of `more`.
+    The columns of `more` are beside them, and `row_ids`, the row's own number (int64).
 
     A position has weight 1 if its target is in the same document and carries loss. Positions count
     from 0 within each document.
@@ -50,39 +50,75 @@ def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, An
     segments = rows.segments[index].astype(np.int32)
     inputs, targets = segments[:-1], segments[1:]
     trained = (inputs == targets) & (inputs != 0) & (rows.mask[index][1:] != 0)
-    where = np.arange(len(inputs), dtype=np.int32)
+    places = np.arange(len(inputs), dtype=np.int32)
     starts = np.concatenate([[True], inputs[1:] != inputs[:-1]])
     return {
         "tokens": tokens[:-1],
         "labels": tokens[1:],
         "segment_ids": inputs,
-        "positions": where - np.maximum.accumulate(np.where(starts, where, 0)),
+        "positions": places - np.maximum.accumulate(np.where(starts, places, 0)),
         "weights": trained.astype(np.float32),
         "row_ids": np.int64(index),
     } | (more[index] if more else {})
 
 
-def make_iterator(
-    rows: Rows,
-    *,
-    batch_size: int,
-    seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-    more: Columns | None = None,
-) -> Any:
-    """Endless iterator over this process's share of each global batch of `batch_size` rows.
+@runtime_checkable
+class BatchSource(Protocol):
+    """Where the batches of training come from; the loop knows no more of it.
 
-    Reshuffled every epoch. `get_state()` is a small JSON-able dict; `set_state` on a fresh iterator
-    continues with the very next batch. `batch_size` must be divisible by `process_count`.
+    A batch holds arrays `[B, T]`, this process's share of the rows: see `example`. `params` are the
+    student's parameters on the devices, before the step that trains on the batch: a source of the
+    student's own answers reads them, and has read them when `next` returns.
     """
-    # Endless for any run. Grain's own endless length, 2^63 - 1, divided as a float by a batch of 1
-    # is 2^63, which no Python length holds.
-    epochs = _ENDLESS // len(rows)
-    dataset = grain.MapDataset.source(_Source(rows, more)).shuffle(seed=seed).repeat(epochs)
-    dataset = dataset[process_index::process_count].batch(batch_size // process_count)
-    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCH)
-    return iter(dataset.to_iter_dataset(options))
+
+    def next(self, params: Any) -> dict[str, np.ndarray]:
+        """The next batch."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """The position before the next batch, small and JSON-able."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves a fresh source to a position of `get_state`: `next` gives the same batch again."""
+        ...
+
+
+class TextSource:
+    """Endless batches of packed text, `batch_size` rows over all processes; a `BatchSource`.
+
+    Reshuffled every epoch. `batch_size` must be divisible by `process_count`.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        batch_size: int,
+        seed: int,
+        process_index: int = 0,
+        process_count: int = 1,
+        more: Columns | None = None,
+    ):
+        # Endless for any run. Grain's own endless length, 2^63 - 1, divided as a float by a batch
+        # of 1 is 2^63, which no Python length holds.
+        epochs = _ENDLESS // len(rows)
+        dataset = grain.MapDataset.source(_Examples(rows, more)).shuffle(seed=seed).repeat(epochs)
+        dataset = dataset[process_index::process_count].batch(batch_size // process_count)
+        options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCH)
+        self._batches: Any = iter(dataset.to_iter_dataset(options))
+
+    def next(self, params: Any = None) -> dict[str, np.ndarray]:
+        """The next batch, whatever the student's parameters are."""
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position before the next batch."""
+        return self._batches.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves a fresh source to a position of `get_state`."""
+        self._batches.set_state(state)
 
 
 def eval_batches(

@@ -5,12 +5,13 @@ one another and are cut at the row's end; the next row then starts with the last
 before, so that every id but a document's first is a target exactly once.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,50 +50,94 @@ class RowSet(NamedTuple):
     key: str  # SHA-256 of all text, the tokenizer and every parameter
 
 
-class _Packer:
-    """Packs documents into rows and appends them to the column files of one side."""
+_Files = tuple[list[Path], list[Path]]  # of training, held out
+
+
+class Piece(NamedTuple):
+    """Where a part of a document lies: its ids `[start, start + count)` from `at` of a row on."""
+
+    row: int
+    at: int
+    segment: int
+    start: int
+    count: int
+
+    def copy(self, values: Mapping[str, np.ndarray], row: Mapping[str, np.ndarray]) -> None:
+        """Copies this part of a document's values `[n]` into the columns `[row_length]` of a row.
+
+        The row's `segments` get the number of the segment.
+        """
+        place = slice(self.at, self.at + self.count)
+        row["segments"][place] = self.segment
+        for name, column in values.items():
+            row[name][place] = column[self.start : self.start + self.count]
+
+
+class Packer:
+    """Decides where documents lie in rows of `row_length` ids, each after the one before.
+
+    A row ends when it is full, or after `max_segments` pieces (None: any number).
+    """
+
+    def __init__(self, row_length: int, max_segments: int | None = None):
+        self._length, self._max_segments = row_length, max_segments
+        self._row = self._fill = self._segment = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows begun so far."""
+        return self._row + (self._fill > 0)
+
+    def place(self, length: int) -> list[Piece]:
+        """The pieces of the next document, of `length` ids; none for one id, which has no target.
+
+        Each piece after the first repeats the last id before it, as its first input.
+        """
+        pieces, start = [], 0
+        while start < length - 1:
+            if self._length - self._fill < 2 or self._segment == self._max_segments:
+                self._row, self._fill, self._segment = self._row + 1, 0, 0
+            count = min(self._length - self._fill, length - start)
+            self._segment += 1
+            pieces.append(Piece(self._row, self._fill, self._segment, start, count))
+            self._fill += count
+            start += count - 1  # the next piece repeats the last id, as its first input
+        return pieces
+
+
+class _SideWriter:
+    """Packs the documents of one side, and appends each full row to the side's column files."""
 
     def __init__(self, folder: Path, row_length: int, max_segments: int):
         folder.mkdir()
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in _COLUMNS}
-        self._length, self._max_segments = row_length, max_segments
+        self._packer = Packer(row_length, max_segments)
+        self._row = {name: np.zeros(row_length, dtype) for name, dtype in _COLUMNS.items()}
         self.counts = dict(documents=0, tokens=0, targets=0, rows=0)
-        self._reset()
 
-    def _reset(self) -> None:
-        self._row = {name: np.zeros(self._length, dtype) for name, dtype in _COLUMNS.items()}
-        self._fill = self._segment = 0
-
-    def _close_row(self) -> None:
-        if self._fill:
-            for name, file in self._files.items():
-                file.write(self._row[name].tobytes())
-            self.counts["rows"] += 1
-        self._reset()
+    def _write_row(self) -> None:
+        for name, file in self._files.items():
+            file.write(self._row[name].tobytes())
+            self._row[name][:] = 0
+        self.counts["rows"] += 1
 
     def add(self, ids: np.ndarray, mask: np.ndarray) -> None:
         """Appends one document; one of a single id has no target and is left out."""
-        if len(ids) < 2:
+        pieces = self._packer.place(len(ids))
+        if not pieces:
             return
         self.counts["documents"] += 1
         self.counts["tokens"] += len(ids)
         self.counts["targets"] += int(mask[1:].sum())
-        start = 0
-        while start < len(ids) - 1:
-            if self._length - self._fill < 2 or self._segment == self._max_segments:
-                self._close_row()
-            take = min(self._length - self._fill, len(ids) - start)
-            where = slice(self._fill, self._fill + take)
-            self._segment += 1
-            self._row["tokens"][where] = ids[start : start + take]
-            self._row["segments"][where] = self._segment
-            self._row["mask"][where] = mask[start : start + take]
-            self._fill += take
-            start += take - 1  # the next piece repeats the last id, as its first input
+        for piece in pieces:
+            if piece.row > self.counts["rows"]:
+                self._write_row()
+            piece.copy({"tokens": ids, "mask": mask}, self._row)
 
     def close(self) -> None:
         """Writes the last row and the files out to the disk."""
-        self._close_row()
+        if self._packer.rows:
+            self._write_row()
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -104,22 +149,26 @@ class _Packer:
             file.close()
 
 
-def _tokenized(source: Iterable[Document], tokenizer: Tokenizer,
-               end_id: int) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:  # fmt: skip
-    """Documents with ids (uint32) and loss mask (uint8), in order; whole texts in batches."""
+def tokenize_documents(
+    source: Iterable[Document], tokenizer: Tokenizer, end_id: int
+) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
+    """Documents with ids (uint32) and loss mask (uint8), in order; whole texts in batches.
 
-    def flush(batch: list[Document]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
+    `end_id` follows each document that is open.
+    """
+
+    def tokenize(batch: list[Document]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
         plain = iter(tokenizer.encode_batch([d.text for d in batch if d.trained is None]))
         for document in batch:
             if document.trained is None:
-                ids, mask = next(plain), None
+                ids = next(plain)
+                mask = [True] * len(ids)
             else:
                 ids, offsets = tokenizer.encode_with_offsets(document.text)
-                mask = [any(a <= s < b for a, b in document.trained) for s, _ in offsets]
+                mask = document.loss_mask(offsets)
             if document.open:
-                ids = [*ids, end_id]
-            flags = np.ones(len(ids), np.uint8) if mask is None else np.asarray(mask, np.uint8)
-            yield document, np.asarray(ids, np.uint32), flags
+                ids, mask = [*ids, end_id], [*mask, True]
+            yield document, np.asarray(ids, np.uint32), np.asarray(mask, np.uint8)
 
     batch: list[Document] = []
     size = 0
@@ -127,12 +176,30 @@ def _tokenized(source: Iterable[Document], tokenizer: Tokenizer,
         batch.append(document)
         size += len(document.text)
         if size >= _BATCH_CHARACTERS:
-            yield from flush(batch)
+            yield from tokenize(batch)
             batch, size = [], 0
-    yield from flush(batch)
+    yield from tokenize(batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSettings:
+    """What decides the packed rows of a run, beside the bytes of its text."""
+
+    train: str  # comma-separated directories, globs and files
+    heldout: str  # likewise; if empty, `heldout_fraction` of the documents of `train` is held out
+    tokenizer: Tokenizer
+    seq_len: int
+    heldout_fraction: float
+    end_of_document_id: int
+    max_segments: int  # documents, and parts of such, in a row
+
+    def find_files(self) -> _Files:
+        """The files of training, and those held out; raises `MissingFileError` if there is none."""
+        return find_files(self.train), find_files(self.heldout) if self.heldout else []
 
 
 def _hash_files(files: list[Path], digest: Any) -> None:
+    """Adds the bytes of the files, and the suffixes that say how they are read."""
     for path in files:
         digest.update(path.suffix.lower().encode() + b"\0")
         with path.open("rb") as file:
@@ -143,25 +210,17 @@ def _is_heldout(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def _find_sides(train: str, heldout: str) -> tuple[list[Path], list[Path]]:
-    return find_files(train), find_files(heldout) if heldout else []
+def rows_key(settings: RowSettings) -> str:
+    """SHA-256, in hex, of all text, the tokenizer and every setting: the rows' cache folder."""
+    return _rows_key(settings, settings.find_files())
 
 
-def rows_key(
-    train: str,
-    heldout: str,
-    *,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    heldout_fraction: float,
-    end_of_document_id: int,
-    max_segments: int,
-) -> str:
-    """SHA-256, in hex, of all text, the tokenizer and every parameter: the rows' cache folder."""
-    parameters = [FORMAT, seq_len, end_of_document_id, max_segments, tokenizer.content_hash]
-    parameters += [] if heldout else [heldout_fraction]
+def _rows_key(settings: RowSettings, files: _Files) -> str:
+    parameters = [FORMAT, settings.seq_len, settings.end_of_document_id, settings.max_segments,
+                  settings.tokenizer.content_hash]  # fmt: skip
+    parameters += [] if settings.heldout else [settings.heldout_fraction]
     digest = hashlib.sha256(json.dumps(parameters).encode())
-    for side in _find_sides(train, heldout):
+    for side in files:
         digest.update(b"|")
         _hash_files(side, digest)
     return digest.hexdigest()
@@ -180,130 +239,92 @@ def packed_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def prepare_rows(
-    train: str,
-    heldout: str,
-    *,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    heldout_fraction: float,
-    end_of_document_id: int,
-    cache_dir: Path,
-    max_segments: int,
-) -> RowSet:
-    """Rows of the text in `train` and `heldout` (comma-separated patterns), cached by content.
+def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
+    """Packed rows of the text that `settings` name, from the cache if they are there.
 
     With `heldout` empty, `heldout_fraction` of the documents is held out, each by the hash of its
     own text: copies of a document land on one side, whatever the order or number of the others.
     With `heldout` given, training leaves out every document that is in it. Raises `UserError` for
     unreadable, empty or one-sided text; nothing is left behind then.
     """
-    key = rows_key(
-        train,
-        heldout,
-        tokenizer=tokenizer,
-        seq_len=seq_len,
-        heldout_fraction=heldout_fraction,
-        end_of_document_id=end_of_document_id,
-        max_segments=max_segments,
-    )
-    files = _find_sides(train, heldout)
-    final = cache_dir / key
-    opened = _open(final, seq_len + 1, key)
-    if opened is not None:
-        return opened
+    files = settings.find_files()
+    key, row_length = _rows_key(settings, files), settings.seq_len + 1
+    folder = cache_dir / key
+    if (rows := _open_rows(folder, row_length, key)) is not None:
+        return rows
     cache_dir.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".making-", dir=cache_dir))
     try:
-        packers = [_Packer(aside / side, seq_len + 1, max_segments) for side in _SIDES]
-        _fill(packers, files, heldout_fraction, tokenizer, end_of_document_id)
-        info = _check_sides(packers, seq_len, bool(heldout))
+        writers = [_SideWriter(aside / side, row_length, settings.max_segments) for side in _SIDES]
+        _pack_sides(*writers, settings, files)
+        info = _check_sides(writers, settings)
         (aside / "meta.json").write_text(json.dumps(info, indent=1))
-        shutil.rmtree(final, ignore_errors=True)  # an incomplete one; `_open` refused it
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one: `_open_rows` refused it
         try:
-            os.replace(aside, final)
+            os.replace(aside, folder)
         except OSError:
-            if not final.is_dir():  # else another process was first, with the same bytes
+            if not folder.is_dir():  # else another process was first, with the same bytes
                 raise
     finally:
-        for packer in packers:
-            packer.release()
+        for writer in writers:
+            writer.release()
         shutil.rmtree(aside, ignore_errors=True)
-    made = _open(final, seq_len + 1, key)
-    assert made is not None, final
-    return made
+    rows = _open_rows(folder, row_length, key)
+    assert rows is not None, folder
+    return rows
 
 
-def _fill(packers: list[_Packer], files: tuple[list[Path], list[Path]], fraction: float,
-          tokenizer: Tokenizer, end_id: int) -> None:  # fmt: skip
+def _pack_sides(
+    train: _SideWriter, heldout: _SideWriter, settings: RowSettings, files: _Files
+) -> None:
+    def tokenize(paths: list[Path]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
+        source = documents(paths, settings.tokenizer)
+        return tokenize_documents(source, settings.tokenizer, settings.end_of_document_id)
+
     apart: set[bytes] = set()
-    for document, ids, mask in _tokenized(documents(files[1], tokenizer), tokenizer, end_id):
+    for document, ids, mask in tokenize(files[1]):
         apart.add(document.digest())
-        packers[1].add(ids, mask)
-    for document, ids, mask in _tokenized(documents(files[0], tokenizer), tokenizer, end_id):
+        heldout.add(ids, mask)
+    for document, ids, mask in tokenize(files[0]):
         digest = document.digest()
         if files[1]:
             if digest not in apart:
-                packers[0].add(ids, mask)
+                train.add(ids, mask)
         else:
-            packers[_is_heldout(digest, fraction)].add(ids, mask)
-    for packer in packers:
-        packer.close()
+            side = heldout if _is_heldout(digest, settings.heldout_fraction) else train
+            side.add(ids, mask)
+    train.close()
+    heldout.close()
 
 
-def pack_rows(
-    patterns: str,
-    folder: Path,
-    *,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    end_of_document_id: int,
-    max_segments: int,
-) -> Rows:
-    """Rows of all the text in `patterns`, made in `folder/rows`; for evaluation, not cached."""
-    packer = _Packer(folder / "rows", seq_len + 1, max_segments)
-    try:
-        source = documents(find_files(patterns), tokenizer)
-        for _, ids, mask in _tokenized(source, tokenizer, end_of_document_id):
-            packer.add(ids, mask)
-        packer.close()
-    finally:
-        packer.release()
-    if not packer.counts["rows"]:
-        raise UserError(f"{patterns}: the text is empty: no document has two tokens or more.")
-    return _open_side(folder / "rows", packer.counts["rows"], seq_len + 1)
-
-
-def _check_sides(packers: list[_Packer], seq_len: int, explicit: bool) -> dict[str, Any]:
+def _check_sides(writers: list[_SideWriter], settings: RowSettings) -> dict[str, Any]:
+    """What is known of both sides; raises `UserError` if one of them has no row."""
     sides: dict[str, Any] = {}
-    for name, packer in zip(_SIDES, packers, strict=True):
-        counts = packer.counts
-        sides[name] = dict(counts)
-        if counts["rows"]:
-            sides[name]["fill"] = round(counts["tokens"] / (counts["rows"] * (seq_len + 1)), 4)
-            continue
-        total = sum(p.counts["documents"] for p in packers)
-        if total == 0:
-            raise UserError("the text is empty: no document has two tokens or more.")
-        hint = (
-            "all of data.train is also in data.heldout" if explicit and name == "train"
-            else "data.heldout holds no text" if explicit
-            else "change data.heldout_fraction, add documents, or set data.heldout"
-        )  # fmt: skip
-        raise UserError(f"no document is left for {name} out of {total}: {hint}.")
+    total = sum(writer.counts["documents"] for writer in writers)
+    if total == 0:
+        raise UserError("the text is empty: no document has two tokens or more.")
+    for name, writer in zip(_SIDES, writers, strict=True):
+        counts = writer.counts
+        if not counts["rows"]:
+            hint = "change data.heldout_fraction, add documents, or set data.heldout"
+            if settings.heldout and name == "train":
+                hint = "all of data.train is also in data.heldout"
+            elif settings.heldout:
+                hint = "data.heldout holds no text"
+            raise UserError(f"no document is left for {name} out of {total}: {hint}.")
+        fill = counts["tokens"] / (counts["rows"] * (settings.seq_len + 1))
+        sides[name] = counts | {"fill": round(fill, 4)}
     return sides
 
 
-def _open(folder: Path, row_length: int, key: str) -> RowSet | None:
+def _open_rows(folder: Path, row_length: int, key: str) -> RowSet | None:
     """The cached rows, or None if they are absent or not whole."""
     try:
         info = json.loads((folder / "meta.json").read_text())
-        train, heldout = (
-            _open_side(folder / side, info[side]["rows"], row_length) for side in _SIDES
-        )
+        sides = [_open_side(folder / side, info[side]["rows"], row_length) for side in _SIDES]
     except (OSError, ValueError, KeyError):
         return None
-    return RowSet(train, heldout, info, key)
+    return RowSet(*sides, info, key)
 
 
 def _open_side(folder: Path, rows: int, length: int) -> Rows:

@@ -4,7 +4,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,12 @@ class Document(NamedTuple):
     source: str  # "file" or "file:line"
     trained: tuple[tuple[int, int], ...] | None = None
     open: bool = True
+
+    def loss_mask(self, offsets: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether each token carries loss, from the characters `[start, end)` it came from."""
+        if self.trained is None:
+            return [True] * len(offsets)
+        return [any(a <= start < b for a, b in self.trained) for start, _ in offsets]
 
     def digest(self) -> bytes:
         """SHA-256 of the text: what decides the held-out split."""
@@ -122,9 +128,13 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"{path}: found Parquet, which needs pyarrow. Install it: pip install 'kdjax[parquet]'"
+        ) from None
     try:
         file = pyarrow.parquet.ParquetFile(path)
         names = [n for n in ("text", "messages") if n in file.schema_arrow.names]

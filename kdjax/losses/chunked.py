@@ -22,7 +22,6 @@ from kdjax.losses.divergences import (
     kl_divergence,
     log_softmax,
 )
-from kdjax.models.kernels import EXCLUDED
 from kdjax.models.weights import Scaled, mask_padding, unembed
 
 
@@ -233,58 +232,3 @@ def head_evaluation(
     compared = None if teacher_hidden is None else zero
     start = EvalSums(zero, compared, compared, compared, compared, zero)
     return jax.lax.scan(chunk, start, xs)[0]
-
-
-class ComparisonSums(NamedTuple):
-    """Two models on the same positions, float32: sums to divide by `count`, then two extremes."""
-
-    kl_ab: Float[Array, ""]  # KL(a || b)
-    kl_ba: Float[Array, ""]
-    agreement: Float[Array, ""]
-    entropy_a: Float[Array, ""]
-    entropy_b: Float[Array, ""]
-    ce_a: Float[Array, ""]
-    ce_b: Float[Array, ""]
-    cosine: Float[Array, ""]  # of the two vectors of logits
-    count: Float[Array, ""]
-    max_difference: Float[Array, ""]  # of any logit at any position
-    min_cosine: Float[Array, ""]  # of any position
-
-
-def head_comparison(
-    hidden_a: Float[Array, "B T D1"],
-    head_a: Float[Array, "V1 D1"],
-    hidden_b: Float[Array, "B T D2"],
-    head_b: Float[Array, "V2 D2"],
-    labels: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
-    spec: HeadSpec,
-) -> ComparisonSums:
-    """Compares two models' distributions at T = 1, `chunk_tokens` positions at a time."""
-    heads = [cut(h, x, spec) for h, x in ((head_a, hidden_a), (head_b, hidden_b))]
-
-    def chunk(sums, xs):
-        (h_a, h_b), weight, label = xs
-        a, b = _logits(h_a, heads[0], spec), _logits(h_b, heads[1], spec)
-        log_a, log_b = log_softmax(a, 1.0), log_softmax(b, 1.0)
-        same = jnp.argmax(a, axis=-1) == jnp.argmax(b, axis=-1)
-        entropies = [-jnp.sum(jnp.exp(x) * x, axis=-1) for x in (log_a, log_b)]
-        ce = cross_entropy(a, label), cross_entropy(b, label)
-        # Ids that do not exist hold -1e30 on both sides.
-        a, b = (jnp.where(x == EXCLUDED, 0.0, x) for x in (a, b))
-        norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
-        cosine = jnp.sum(a * b, axis=-1) / jnp.maximum(norms, 1e-30)
-        values = (kl_divergence(log_a, log_b), kl_divergence(log_b, log_a), same, *entropies,
-                  *ce, cosine, jnp.ones_like(weight))  # fmt: skip
-        totals = [x + jnp.sum(weight * y) for x, y in zip(sums[:-2], values, strict=True)]
-        counted = weight != 0
-        most = jnp.max(jnp.where(counted, jnp.max(jnp.abs(a - b), axis=-1), 0.0))
-        least = jnp.min(jnp.where(counted, cosine, 1.0))
-        extremes = jnp.maximum(sums.max_difference, most), jnp.minimum(sums.min_cosine, least)
-        sums = dict(zip(ComparisonSums._fields, (*totals, *extremes), strict=True))
-        return ComparisonSums(**sums), None
-
-    xs = scan_inputs((hidden_a, hidden_b), weights, labels, spec=spec)
-    zero, one = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
-    start = dict.fromkeys(ComparisonSums._fields, zero) | {"min_cosine": one}
-    return jax.lax.scan(chunk, ComparisonSums(**start), xs)[0]

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from kdjax.config import FP8_COMPUTES, TEACHER_BACKENDS, Config, identity
 from kdjax.data import pipeline
-from kdjax.data.rows import RowSet, prepare_rows
+from kdjax.data.rows import RowSet, RowSettings, prepare_rows
 from kdjax.data.teacher_cache import About, TeacherCache, open_cache, read_index
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
@@ -103,9 +103,9 @@ class Job:
         begin = functools.partial(step.init_state, tx=self.step_spec.tx)
         return jax.jit(begin, out_shardings=self.shardings, donate_argnums=0)(params)
 
-    def train_batches(self, state: dict[str, Any] | None) -> Any:
-        """The iterator over training batches, at `state` if resumed."""
-        iterator = pipeline.make_iterator(
+    def train_batches(self, state: dict[str, Any] | None) -> pipeline.BatchSource:
+        """The source of training batches, at `state` if resumed."""
+        source = pipeline.TextSource(
             self.rows.train,
             batch_size=self.config.train.batch_size,
             seed=self.config.train.seed,
@@ -114,8 +114,8 @@ class Job:
             more=self.cache and self.cache.train,
         )
         if state is not None:
-            iterator.set_state(state)
-        return iterator
+            source.set_state(state)
+        return source
 
     def eval_batches(self) -> Iterator[dict[str, Any]]:
         """Held-out batches on the devices, in a fixed order."""
@@ -175,11 +175,11 @@ def _check_batches(config: Config, mesh: Mesh) -> None:
 def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
     """Packed rows of the configured text, from the cache if they are there."""
     folder = Path(config.data.cache_dir).expanduser()
-    return prepare_rows(**row_settings(config, tokenizer), cache_dir=folder)
+    return prepare_rows(row_settings(config, tokenizer), folder)
 
 
-def row_settings(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides the rows: the arguments of `rows_key` and, but for the cache, `prepare_rows`."""
+def row_settings(config: Config, tokenizer: Tokenizer) -> RowSettings:
+    """What decides the rows; raises `UserError` for an unknown `data.end_of_document`."""
     data = config.data
     end = tokenizer.end_of_text_id
     if data.end_of_document:
@@ -189,7 +189,7 @@ def row_settings(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
                 "leave it empty for the tokenizer's own end-of-text."
             )
         end = tokenizer.tokens.index(data.end_of_document)
-    return dict(
+    return RowSettings(
         train=data.train,
         heldout=data.heldout,
         tokenizer=tokenizer,

@@ -117,7 +117,7 @@ def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: S
     # The order is a contract: the batch is drawn after the save that recorded the position before
     # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
     for step in range(start + 1, last + 1):
-        batch = next(data)
+        batch = data.next(state.params)
         with jax.transfer_guard("disallow"):
             state, metrics = job.train_step(state, job.teacher_params, job.put(batch))
         delivery.push(step, metrics, batch)

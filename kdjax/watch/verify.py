@@ -146,7 +146,7 @@ def _rows(receipt: dict[str, Any], workdir: Path) -> str:
 def _text(receipt: dict[str, Any], workdir: Path) -> str:
     config = _config(receipt)
     tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
-    _expect("text of key", rows_key(**row_settings(config, tokenizer)), receipt["data"]["rows"])
+    _expect("text of key", rows_key(row_settings(config, tokenizer)), receipt["data"]["rows"])
     return f"key {receipt['data']['rows']}"
 
 

@@ -136,7 +136,7 @@ def measure(request: Request) -> list[dict[str, Any]]:
 
 def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any], Any]:
     """Compiles the step for the job's rows and times it; returns figures and the state after."""
-    batch = job.put(next(job.train_batches(None)))
+    batch = job.put(job.train_batches(None).next({}))
     start = time.perf_counter()
     compiled = job.train_step.lower(state, job.teacher.params, batch).compile()
     compile_s = time.perf_counter() - start
@@ -222,7 +222,7 @@ def looped(job: Any, state: Any, data: Any, steps: int) -> Any:
 
     delivery = _Delivery([])
     for step in range(steps):
-        batch = next(data)
+        batch = data.next(state.params)
         state, metrics = job.train_step(state, job.teacher.params, job.put(batch))
         delivery.push(step, metrics, batch)
     delivery.flush()
@@ -233,10 +233,10 @@ def pipeline_rows_per_s(job: Any, seconds: float = 2.0) -> float:
     """Rows a second that the input pipeline makes when nothing else runs."""
     data = job.train_batches(None)
     for _ in range(16):  # what it made ahead
-        next(data)
+        data.next({})
     count, start = 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < seconds:
-        next(data)
+        data.next({})
         count += 1
     return count * job.config.train.batch_size / passed
 

@@ -1,8 +1,8 @@
 """A GGUF file whose layers lack one bit: the yardstick for what another form of a teacher costs.
 
     python -m scripts.checks.fewer_bits model.gguf fewer.gguf
-    python -m kdjax.fidelity model.gguf fewer.gguf --data=corpus/heldout
-    python -m kdjax.fidelity model.gguf model.gguf@fp8 --data=corpus/heldout
+    python -m kdjax.evaluate fewer.gguf --teacher=model.gguf --data=corpus/heldout
+    python -m kdjax.evaluate model.gguf@fp8 --teacher=model.gguf --data=corpus/heldout
 
 Each quantized matrix of a layer is rounded anew, in the groups of its own block type, to half as
 many levels, evenly spaced between two values of each group that least squares chooses. These

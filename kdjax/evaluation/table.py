@@ -1,23 +1,40 @@
 """The evaluation's document as text for a terminal, and as a JSON file."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kdjax.formats.files import replacing
 
-_COLUMNS = {
-    "tokens": ("tokens", ",.0f"),
+# Key in the document -> label and format. A perfect twin has KL of 1e-8, another model of 1.
+_OVERALL = {
+    "tokens": ("positions", ",.0f"),
+    "ce": ("CE, nats", ".4f"),
+    "teacher_ce": ("  teacher's", ".4f"),
+    "perplexity": ("perplexity", ".6g"),
+    "teacher_perplexity": ("  teacher's", ".6g"),
+    "entropy": ("entropy, nats", ".4f"),
+    "teacher_entropy": ("  teacher's", ".4f"),
+    "bits_per_byte": ("bits a byte", ".4f"),
+    "right": ("target ranked first", ".4f"),
+    "kl_ts": ("KL(teacher || model), nats", ".4g"),
+    "kl_st": ("KL(model || teacher), nats", ".4g"),
+    "jsd": ("Jensen-Shannon, nats", ".4g"),
+    "top1": ("top-1 agreement", ".4f"),
+    "top5": ("top-5 agreement", ".4f"),
+    "cosine": ("cosine of logits, mean", ".6f"),
+    "min_cosine": ("cosine of logits, least", ".6f"),
+    "max_difference": ("|logit difference|, most", ".4g"),
+}
+_GROUPED = {
+    "tokens": ("positions", ",.0f"),
     "ce": ("CE", ".4f"),
-    "perplexity": ("ppl", ".4g"),
+    "perplexity": ("perplexity", ".4g"),
     "bits_per_byte": ("bits/byte", ".4f"),
     "right": ("right", ".4f"),
-    "teacher_ce": ("teacher CE", ".4f"),
-    "kl_ts": ("KL(t||s)", ".4f"),
-    "kl_st": ("KL(s||t)", ".4f"),
-    "jsd": ("JSD", ".4f"),
+    "kl_ts": ("KL(t||m)", ".4g"),
     "top1": ("top-1", ".4f"),
-    "top5": ("top-5", ".4f"),
 }
 
 
@@ -25,23 +42,34 @@ def _cell(value: Any, form: str) -> str:
     return "-" if value is None else value if isinstance(value, str) else format(value, form)
 
 
-def _table(rows: dict[str, dict[str, Any]]) -> list[str]:
-    names = [n for n in _COLUMNS if any(n in row for row in rows.values())]
-    first = max(map(len, rows)) + 2
-    lines = [" " * first + "".join(f"{_COLUMNS[n][0]:>12}" for n in names)]
-    for label, row in rows.items():
-        cells = "".join(f"{_cell(row.get(n), _COLUMNS[n][1]):>12}" for n in names)
-        lines.append(f"{label:<{first}}{cells}")
-    return lines
+def _table(columns: dict[str, tuple[str, str]], rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Cells of the figures that some row has: a heading first, then a line a row."""
+    names = [name for name in columns if any(name in row for row in rows.values())]
+    return [["", *(columns[name][0] for name in names)]] + [
+        [label, *(_cell(row.get(name), columns[name][1]) for name in names)]
+        for label, row in rows.items()
+    ]
+
+
+def _align(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in cells
+    ]
 
 
 def _held_out(figures: dict[str, Any]) -> list[str]:
-    rows: dict[str, dict[str, Any]] = {}
-    for domain, found in figures.items():
-        rows[domain] = found["overall"]
-        for kind in ("positions", "classes"):
-            rows |= {f"  {domain}: {name}": row for name, row in found[kind].items()}
-    return _table(rows)
+    """All figures, a column a domain; then the chief ones by place in the document and class."""
+    overall = _table(_OVERALL, {name: domain["overall"] for name, domain in figures.items()})
+    groups = {
+        f"{domain}: {name}": row
+        for domain, kinds in figures.items()
+        for kind in ("positions", "classes")
+        for name, row in kinds[kind].items()
+    }
+    return [*_align(list(zip(*overall, strict=True))), "", *_align(_table(_GROUPED, groups))]
 
 
 def _benchmark(name: str, found: dict[str, Any]) -> list[str]:
