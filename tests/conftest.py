@@ -78,6 +78,14 @@ def tiny_config(models, tmp_path, monkeypatch):
     return make_tiny_config(models, tmp_path)
 
 
+def without_page(hooks):
+    """A run's hooks but for samples and page, which take seconds of their own."""
+    from kdjax.watch.report import Report
+    from kdjax.watch.samples import Samples
+
+    return [hook for hook in hooks if not isinstance(hook, Samples | Report)]
+
+
 def make_tiny_config(models, folder):
     """`tiny_config` for fixtures of a wider scope; text and caches under `folder`."""
     from kdjax.config import Config, tiny

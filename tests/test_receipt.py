@@ -12,10 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import make_tiny_config
+from conftest import make_tiny_config, without_page
 
 from kdjax._version import __version__
-from kdjax.commands.train import hooks_for
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.training.hooks import Action, Hook, NonFiniteError, exit_status
@@ -24,6 +23,7 @@ from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, abstract_state, saved_params, saved_run
 from kdjax.watch import provenance, receipt
 from kdjax.watch import verify as verification
+from kdjax.watch.watchers import make_hooks
 
 
 class Probe(Hook):
@@ -45,7 +45,7 @@ class Probe(Hook):
             raise self._error
         return Action.STOP
 
-    def checkpoint(self, step):
+    def save_begin(self, step):
         self._look(step)
 
 
@@ -60,8 +60,8 @@ def go(job, workdir, stop_at=None, error=None):
     # As on a GPU: the last save is in flight when the run ends.
     store = Checkpoints(workdir, config.checkpoint.keep, asynchronous=True)
     with contextlib.closing(store) as checkpoints:
-        mine = receipt.Receipt(job, checkpoints, runtime.device_summary())
-        hooks = [*hooks_for(config, workdir, mine), probe]
+        hooks = make_hooks(job, checkpoints, runtime.device_summary())
+        hooks = [*without_page(hooks), probe]
         with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
             train(job, checkpoints, hooks, None)
     return probe, provenance.read(workdir)
@@ -234,7 +234,7 @@ def test_odd_paths_random_weights_and_a_hook_that_fails_to_close(
     """Relative paths are of the run's directory; weights drawn at random are drawn again."""
 
     class Broken(Hook):
-        def train_end(self, reason):
+        def train_end(self, reason, error):
             raise ConnectionError("gone")
 
     tiny_config.student.init = "random"
@@ -245,9 +245,9 @@ def test_odd_paths_random_weights_and_a_hook_that_fails_to_close(
     run.mkdir()
     job = assemble(tiny_config, run)
     with contextlib.closing(Checkpoints(run, 2)) as checkpoints:
-        mine = receipt.Receipt(job, checkpoints, runtime.device_summary())
+        hooks = without_page(make_hooks(job, checkpoints, runtime.device_summary()))
         with pytest.raises(ConnectionError):
-            train(job, checkpoints, [Broken(), *hooks_for(tiny_config, run, mine), Broken()], None)
+            train(job, checkpoints, [Broken(), *hooks, Broken()], None)
     assert provenance.read(run)["status"] == "finished"
     monkeypatch.chdir("/")
     assert "26 of 26 tensors changed" in receipt.verify(run)[-1]

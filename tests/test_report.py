@@ -291,16 +291,13 @@ def test_the_hook_draws_a_finished_run_and_not_an_interrupted_one(whole):
     (whole / "report.html").write_text("of an earlier session")
     hook.train_begin(a_run(whole))
     assert not (whole / "report.html").exists()
-    hook.train_end("interrupted")
+    hook.train_end("interrupted", None)
+    hook.train_end("failed", RuntimeError("out of memory"))
     assert not (whole / "report.html").exists()
-    with pytest.raises(NonFiniteError):
-        try:
-            raise NonFiniteError("step 3")
-        finally:
-            hook.train_end("failed")
+    hook.train_end("failed", NonFiniteError("step 3"))
     assert (whole / "report.html").exists()
     (whole / "report.html").unlink()
-    hook.train_end("finished")
+    hook.train_end("finished", None)
     assert (whole / "report.html").exists()
 
 
@@ -310,7 +307,7 @@ def test_a_report_that_cannot_be_drawn_fails_no_run(whole, monkeypatch, caplog):
 
     monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
     monkeypatch.setattr(page, "write", broken)
-    Report(whole).train_end("finished")
+    Report(whole).train_end("finished", None)
     assert "no report: RuntimeError: no fonts" in caplog.text
     assert f"python -m kdjax.report {whole}" in caplog.text
 

@@ -22,7 +22,7 @@ from kdjax.commands import train as main
 from kdjax.device import sharding
 from kdjax.errors import MissingFileError, UserError
 from kdjax.training import step
-from kdjax.training.hooks import Action, Hook, NonFiniteError
+from kdjax.training.hooks import Action, Hook, NonFiniteError, NonFiniteGuard
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, abstract_state
@@ -46,10 +46,10 @@ class Recorder(Hook):
     def eval_end(self, step, figures):
         self.calls.append(("eval", step, dict(figures)))
 
-    def checkpoint(self, step):
+    def save_begin(self, step):
         self.calls.append(("checkpoint", step))
 
-    def train_end(self, reason):
+    def train_end(self, reason, error):
         self.calls.append(("end", reason))
 
     def curve(self):
@@ -146,9 +146,8 @@ def test_nan_stops_keeps_the_batch_and_the_last_good_checkpoint(tiny_config, tmp
     tiny_config.eval.every = 0
     run, recorder = tmp_path / "run", Recorder()
     run.mkdir()
-    hooks = main.hooks_for(tiny_config, run)
     with pytest.raises(NonFiniteError, match=r"step (\d+): .*nonfinite_step_\1.npz"):
-        go(tiny_config, run, *hooks, recorder)
+        go(tiny_config, run, NonFiniteGuard(run), recorder)
     last = recorder.calls[-2:]
     assert last[-1] == ("end", "failed")
     (kept,) = run.glob("nonfinite_step_*.npz")
@@ -306,9 +305,8 @@ def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
 def test_held_out_figures_that_are_none_stop_the_run_unsaved(tiny_config, tmp_path, monkeypatch):
     broken = {"kl": float("nan"), "tokens": 8.0}
     monkeypatch.setattr("kdjax.training.loop.held_out", lambda *_: broken)
-    guard = main.hooks_for(tiny_config, tmp_path)[0]
     with pytest.raises(NonFiniteError, match="evaluation at step 0: kl not finite"):
-        go(tiny_config, tmp_path / "run", guard)
+        go(tiny_config, tmp_path / "run", NonFiniteGuard(tmp_path))
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 

@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import make_tiny_config
+from conftest import make_tiny_config, without_page
 from test_run import Recorder
 
 from kdjax.commands import train as main
@@ -21,6 +21,7 @@ from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, saved_steps
 from kdjax.watch import provenance, receipt
 from kdjax.watch.smoke import Verdict
+from kdjax.watch.watchers import make_hooks
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,8 @@ def go(job, workdir, steps, stop_at=None):
     job = dataclasses.replace(job, workdir=workdir, config=config)
     recorder, verdict = Recorder(stop_at), Verdict(config) if steps else None
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
-        mine = receipt.Receipt(job, checkpoints, runtime.device_summary(), verdict)
-        hooks = [*main.hooks_for(config, workdir, mine), recorder, *([verdict] if verdict else [])]
+        hooks = make_hooks(job, checkpoints, runtime.device_summary(), verdict)
+        hooks = [*without_page(hooks), recorder]
         reason = train(job, checkpoints, hooks, None)
     return recorder, verdict, reason
 
@@ -203,7 +204,7 @@ def test_metrics_stay_json_when_the_student_is_ruined(tmp_path):
     hook = JsonLines(tmp_path)
     hook.train_begin(Run(tmp_path, 0, 1, 64, 1.0, None, 1, {}))
     hook.eval_end(1, {"kl": math.nan, "student_ce": math.inf, "agreement": 0.5})
-    hook.train_end("finished")
+    hook.train_end("finished", None)
     text = (tmp_path / "metrics.jsonl").read_text()
     parsed = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert parsed == {"kind": "eval", "step": 1, "kl": None, "student_ce": None, "agreement": 0.5}

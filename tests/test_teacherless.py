@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import without_page
 
 from kdjax import config as config_module
 from kdjax import demo
 from kdjax.commands.export import main as export
-from kdjax.commands.train import hooks_for
 from kdjax.device.runtime import device_summary
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_shapes, open_table
@@ -26,8 +26,8 @@ from kdjax.training.heldout import held_out_figures
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
-from kdjax.watch.receipt import Receipt
 from kdjax.watch.verify import verify
+from kdjax.watch.watchers import make_hooks
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64,
@@ -67,8 +67,8 @@ def test_a_run_without_a_teacher_from_shapes_to_export(alone, tmp_path, capfd):
     job = assemble(alone, workdir)
     assert job.teacher is None and job.teacher_params == {}
     with contextlib.closing(Checkpoints(workdir, 1)) as store:
-        hooks = hooks_for(alone, workdir, Receipt(job, store, device_summary()))
-        assert train(job, store, hooks, None) == "finished"
+        hooks = make_hooks(job, store, device_summary())
+        assert train(job, store, without_page(hooks), None) == "finished"
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     evals = [line for line in lines if line["kind"] == "eval"]
     steps = [line for line in lines if line["kind"] == "train"]

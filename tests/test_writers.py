@@ -39,8 +39,8 @@ def play(hook, workdir):
     hook.eval_end(0, HELD_OUT)
     for step in range(1, 5):
         assert hook.step_end(record(step)) is Action.CONTINUE
-    hook.checkpoint(4)
-    hook.train_end("finished")
+    hook.save_begin(4)
+    hook.train_end("finished", None)
 
 
 class Terminal(io.StringIO):
@@ -80,7 +80,7 @@ def test_metrics_jsonl_drops_what_will_be_written_again(tmp_path):
     path.write_text(path.read_text() + '{"kind": "tr')  # cut short by a kill
     resumed = writers.JsonLines(tmp_path)
     resumed.train_begin(a_run(tmp_path, start=2))
-    resumed.train_end("interrupted")
+    resumed.train_end("interrupted", None)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
 

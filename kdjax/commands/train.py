@@ -31,7 +31,7 @@ from kdjax.errors import (
     MissingFileError,
     UserError,
 )  # fmt: skip
-from kdjax.training.hooks import Hook, NonFiniteError, NonFiniteGuard, exit_status
+from kdjax.training.hooks import NonFiniteError, exit_status
 from kdjax.watch.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
@@ -57,31 +57,12 @@ def open_workdir(path: str) -> Path:
     return workdir
 
 
-def hooks_for(config: Config, workdir: Path, *more: Hook) -> list[Hook]:
-    """The watchers of a run; the guard first, so that nothing records a broken step as good.
-
-    `more` comes right after it. A smoke run leaves no curves in TensorBoard or Weights & Biases:
-    they would be joined with those of the run that it tries.
-    """
-    from kdjax.watch import writers
-
-    hooks: list[Hook] = [NonFiniteGuard(workdir), *more]
-    hooks += [writers.JsonLines(workdir), writers.Terminal()]
-    if config.log.tensorboard and not config.smoke.steps:
-        hooks.append(writers.TensorBoard(workdir))
-    if config.log.wandb_project and not config.smoke.steps:
-        hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
-    return hooks
-
-
 def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str:
     """Assembles and trains; returns how the run ended. A smoke run is judged by `verdict`."""
     from kdjax.training.job import assemble
     from kdjax.training.loop import train
     from kdjax.training.saving import Checkpoints, check_fresh
-    from kdjax.watch.receipt import Receipt
-    from kdjax.watch.report import Report
-    from kdjax.watch.samples import Samples
+    from kdjax.watch.watchers import make_hooks
 
     validate(config)
     for line in runtime.configure().describe():
@@ -96,13 +77,7 @@ def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str
                          config.train.steps, config.train.steps)  # fmt: skip
             return "finished"
         job = assemble(config, workdir)
-        hooks = hooks_for(config, workdir, Receipt(job, checkpoints, devices, verdict))
-        if verdict:
-            hooks.append(verdict)
-        else:
-            hooks.append(Samples(workdir, config.eval.samples, job.step_spec.student, job.teacher,
-                                 job.sources.tokenizer, job.rows.heldout))  # fmt: skip
-            hooks.append(Report(workdir))  # last: it reads what the others wrote
+        hooks = make_hooks(job, checkpoints, devices, verdict)
         reason = train(job, checkpoints, hooks, devices.peak_flops)
         _log.info("%s", runtime.peak_memory())
         return reason

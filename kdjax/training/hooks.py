@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from kdjax.errors import (
     QUIT,
     SMOKE_FAILED,
     UserError,
-)  # fmt: skip
+)
 
 
 class Action(enum.Enum):
@@ -74,19 +73,15 @@ class Hook:
     def student(self, step: int, params: Mapping[str, Any]) -> None:
         """After `eval_end`: the parameters that were evaluated; the next step donates them."""
 
-    def checkpoint(self, step: int) -> None:
-        """After a save was started."""
+    def save_begin(self, step: int) -> None:
+        """After a save of `step` was started."""
 
-    def train_end(self, reason: str) -> None:
+    def train_end(self, reason: str, error: BaseException | None) -> None:
         """Once, however the run ends: "finished", "interrupted" or "failed".
 
-        Every hook is called, even after one that raised; `failure` tells what ended the run.
+        `error` is the exception that ends the run, None unless it failed. Every hook is called,
+        even after one that raised here.
         """
-
-
-def failure(reason: str) -> BaseException | None:
-    """Inside `train_end`: the exception that is ending the run, if one is."""
-    return sys.exc_info()[1] if reason == "failed" else None
 
 
 def exit_status(reason: str, error: BaseException | None, verdict: str | None = None) -> int:
@@ -116,15 +111,16 @@ class NonFiniteError(FloatingPointError):
 class NonFiniteGuard(Hook):
     """Stops the run at the first NaN or Inf and keeps the batch that made it."""
 
-    def __init__(self, workdir: Path):
+    def __init__(self, workdir: Path, process: int = 0):
         self._workdir = workdir
+        self._part = f"_process_{process}" if process else ""  # each process has rows of its own
 
     def step_end(self, record: StepRecord) -> Action:
         """Raises `NonFiniteError` before anything of the step can be saved."""
         bad = [name for name, value in record.figures.items() if not math.isfinite(value)]
         if not bad:
             return Action.CONTINUE
-        path = self._workdir / f"nonfinite_step_{record.step}.npz"
+        path = self._workdir / f"nonfinite_step_{record.step}{self._part}.npz"
         columns: dict[str, Any] = dict(record.batch)
         np.savez_compressed(path, **columns)
         raise NonFiniteError(

@@ -53,8 +53,8 @@ def train(
 
     A run that already finished returns at once. A smoke run (`smoke.steps`) takes the first steps
     of the same run, evaluates before and after, and saves nothing. Hooks may raise; whatever is
-    raised passes through, after every hook's `train_end("failed")`. Raises `UserError` for a smoke
-    run over a checkpoint.
+    raised passes through, after every hook's `train_end("failed", error)`. Raises `UserError` for a
+    smoke run over a checkpoint.
     """
     if job.config.smoke.steps:
         check_fresh(checkpoints.latest(), job.workdir)
@@ -72,7 +72,7 @@ def train(
         log_every=job.config.log.every,
         config=job.identity(),
     )
-    reason = "failed"
+    reason, error = "failed", None
     begun: list[Hook] = []
     try:
         for hook in hooks:
@@ -80,10 +80,13 @@ def train(
             begun.append(hook)
         with StopSignals() as signals:
             reason = _steps(job, checkpoints, hooks, signals, state, start, saved)
+    except BaseException as raised:
+        error = raised
+        raise
     finally:
         with contextlib.ExitStack() as ends:  # calls all, whatever one of them raises
             for hook in reversed(begun):
-                ends.callback(hook.train_end, reason)
+                ends.callback(hook.train_end, reason, error)
     return reason
 
 
@@ -109,7 +112,7 @@ def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: S
     def save(step: int) -> None:
         checkpoints.save(step, state, {"data": data.get_state(), "identity": job.identity()})
         for hook in hooks:
-            hook.checkpoint(step)
+            hook.save_begin(step)
         delivery.restart_clock()
 
     if start == 0:

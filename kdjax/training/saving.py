@@ -5,17 +5,27 @@ teacher, which is recorded by path, size and hash. A save is written aside and r
 any moment leaves the previous one whole.
 """
 
+import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
+from kdjax.formats import TensorTable
+from kdjax.models.arch import ArchSpec
+from kdjax.models.decoder import Compute, functional, initialise
+from kdjax.models.loading import load_params
 from kdjax.training.step import TrainState
+
+_GROUP_BYTES = 1 << 28  # parameters loaded together; alone those that are larger
+_REDRAWN = 1e-5  # random numbers are the same on other hardware but for their last bits
 
 
 class Checkpoints:
@@ -120,6 +130,65 @@ def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
         args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
         (array,) = jax.tree.leaves(handler.restore(folder, args=args))
         yield "/".join(path), array
+
+
+def changed_tensors(saved: Iterable[tuple[str, np.ndarray]], table: TensorTable, spec: ArchSpec, *,
+                    init: str, seed: int) -> dict[str, bool]:  # fmt: skip
+    """Whether each tensor differs from what its run began with: one a layer of `blocks/...`.
+
+    `saved` is what `saved_params` gives. `init`, `seed`: the run's `student.init`, `train.seed`.
+    Raises `UserError` for a parameter that the student does not have, or has in another shape.
+    """
+    slack = _REDRAWN if init == "random" else 0.0
+    start = _params_before_training(table, spec, init, seed)
+    changed = {}
+    for name, final in saved:
+        before = start(name)
+        if before.shape != final.shape:
+            raise UserError(f"{name} has shape {final.shape}, in the student {before.shape}")
+        parts = [(name, before, final)]
+        if name.startswith("blocks/"):
+            pairs = zip(before, final, strict=True)
+            parts = [(f"{name}[{layer}]", *pair) for layer, pair in enumerate(pairs)]
+        for part, old, new in parts:
+            if slack:
+                changed[part] = not np.allclose(old, new, rtol=slack, atol=slack * 1e-3)
+            else:
+                changed[part] = not np.array_equal(old, new)
+    return changed
+
+
+def _params_before_training(
+    table: TensorTable, spec: ArchSpec, init: str, seed: int
+) -> Callable[[str], np.ndarray]:
+    """The student's parameters before the first step, by name, group by group as asked for."""
+    if init == "random":
+        draw = functools.partial(initialise, spec, Compute(), seed)
+        drawn = flatten_dict(jax.jit(draw)(), sep="/")
+        return lambda name: np.asarray(drawn[name])
+    mesh = make_mesh(1, 1, 1, jax.local_devices()[:1])
+    groups: list[dict[str, Any]] = [{}]
+    size = 0
+    for name, leaf in sorted(flatten_dict(functional(spec, Compute())[1], sep="/").items()):
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if groups[-1] and size + nbytes > _GROUP_BYTES:
+            groups.append({})
+            size = 0
+        groups[-1][name] = leaf
+        size += nbytes
+    loaded: dict[str, Any] = {}
+
+    def load(name: str) -> np.ndarray:
+        if name not in loaded:
+            loaded.clear()
+            group = next((group for group in groups if name in group), None)
+            if group is None:
+                raise UserError(f"{name} is no parameter of the student")
+            tree = load_params(table, spec, unflatten_dict(group, sep="/"), mesh)
+            loaded.update(flatten_dict(tree, sep="/"))
+        return np.asarray(loaded[name])
+
+    return load
 
 
 def _folder(workdir: Path, step: int) -> Any:

@@ -24,7 +24,7 @@ from kdjax.config import Config
 from kdjax.data.rows import packed_hash
 from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
-from kdjax.training.hooks import Action, Hook, Run, StepRecord, exit_status, failure
+from kdjax.training.hooks import Action, Hook, Run, StepRecord, exit_status
 from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints, saved_params
 from kdjax.watch.provenance import FILE, FORMAT, config_hash, params_hash, read, source_revision
@@ -136,14 +136,13 @@ class Receipt(Hook):
         held_out["final"] = entry
         held_out["first"] = held_out["first"] or entry
 
-    def checkpoint(self, step: int) -> None:
+    def save_begin(self, step: int) -> None:
         """Renews the receipt, so that one left by a kill says how far the run came."""
         self._saved[str(step)] = self._tokens
         self._write("running")
 
-    def train_end(self, reason: str) -> None:
+    def train_end(self, reason: str, error: BaseException | None) -> None:
         """Hashes the output and closes the receipt; raises what a save in flight raised."""
-        error = failure(reason)
         problem = None
         if not isinstance(error, KeyboardInterrupt):  # who asked twice wants no more waiting
             self._record["data"]["packed_sha256"] = self._hash_of_rows()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdjax.config import Config
-from kdjax.training.hooks import Action, Hook, NonFiniteError, Run, StepRecord, failure, kl_names
+from kdjax.training.hooks import Action, Hook, NonFiniteError, Run, StepRecord, kl_names
 from kdjax.watch.writers import format_seconds
 
 GATE = "F-DISTILL-SMOKE-001"
@@ -65,9 +65,9 @@ class Verdict(Hook):
             "projected_seconds": median and median * total,
         }
 
-    def train_end(self, reason: str) -> None:
+    def train_end(self, reason: str, error: BaseException | None) -> None:
         """Prints the verdict."""
-        outcome = self.outcome(failure(reason))
+        outcome = self.outcome(error)
         self.result = outcome["verdict"]
         print("\n".join(self._lines(outcome)), flush=True)
 

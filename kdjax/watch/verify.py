@@ -1,7 +1,6 @@
 """Rechecks a receipt against the files that it names, and that training changed the student."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -14,19 +13,15 @@ import numpy as np
 
 from kdjax.config import Config, identity
 from kdjax.data.rows import packed_hash, rows_key
-from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
 from kdjax.formats import content_hash, open_shapes, open_table
-from kdjax.models.decoder import Compute, functional, initialise
-from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.job import row_settings
 from kdjax.training.pair import student_spec
-from kdjax.training.saving import saved_params, saved_run, saved_steps
+from kdjax.training.saving import changed_tensors, saved_params, saved_run, saved_steps
 from kdjax.watch import provenance
 
 _SHOWN = 5  # failures in the message
-_GROUP_BYTES = 1 << 30  # parameters loaded together; alone those that are larger
 
 
 class _Failed(Exception):
@@ -38,7 +33,7 @@ def verify(workdir: Path) -> list[str]:
 
     Rehashes the config, both models, the packed rows, the text behind them and the checkpoint's
     parameters, and compares these with the student's file as it is loaded: every tensor must have
-    changed. A file that is gone fails its check. Uses the CPU, and host memory for 1 GiB of
+    changed. A file that is gone fails its check. Uses the CPU, and host memory for 256 MiB of
     parameters or the largest one.
     """
     receipt = _open(workdir)
@@ -189,7 +184,7 @@ def _held_out(receipt: dict[str, Any], workdir: Path) -> str:
         found = next((e for e in evals if e["step"] == figures["step"]), None)
         _expect(f"in metrics.jsonl the {which} figures", found, {"kind": "eval", **figures})
     first, final = (receipt["held_out"][w] for w in ("first", "final"))
-    name = "kl" if "kl" in first else "student_ce"
+    name = "loss" if "loss" in first else "student_ce"  # logs before loss was a held-out figure
     return (
         f"as in metrics.jsonl; {name} {first[name]} at step {first['step']}, "
         f"{final[name]} at step {final['step']}"
@@ -203,84 +198,25 @@ def _changed(receipt: dict[str, Any], workdir: Path) -> str:
     output = receipt["output"]
     if output is None:
         raise _Failed("the run left no checkpoint")
-    digest = hashlib.sha256()
-    total, same = 0, []
-    initial = _initial(_config(receipt))
-    for name, final in saved_params(workdir, output["step"]):
-        provenance.add_tensor(digest, name, final)
-        before = initial(name)
-        if before.shape != final.shape:
-            raise _Failed(f"{name} has shape {final.shape}, in the student {before.shape}")
-        for part, old, new in _layers(name, before, final):
-            total += 1
-            if np.array_equal(old, new):
-                same.append(part)
+    config, digest = _config(receipt), hashlib.sha256()
+    table = open_shapes(config.student.path)
+
+    def hashed() -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in saved_params(workdir, output["step"]):
+            provenance.add_tensor(digest, name, tensor)
+            yield name, tensor
+
+    changed = changed_tensors(hashed(), table, student_spec(config, table),
+                              init=config.student.init, seed=config.train.seed)  # fmt: skip
     _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
+    same = [name for name, differs in changed.items() if not differs]
+    total = len(changed)
     if same:
         shown = ", ".join(same[:_SHOWN]) + (", ..." if len(same) > _SHOWN else "")
         raise _Failed(
             f"{total - len(same)} of {total} tensors changed; as in the student's file: {shown}"
         )
     return f"{total} of {total} tensors changed; sha256 {output['params_sha256']}"
-
-
-def _layers(
-    name: str, before: np.ndarray, final: np.ndarray
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The tensors of a parameter: itself, or one a layer."""
-    if not name.startswith("blocks/"):
-        yield name, before, final
-        return
-    for layer, pair in enumerate(zip(before, final, strict=True)):
-        yield f"{name}[{layer}]", *pair
-
-
-def _initial(config: Config) -> Callable[[str], np.ndarray]:
-    """The student's parameters before training, by name, loaded group by group when asked for."""
-    table = open_shapes(config.student.path)
-    spec = student_spec(config, table)
-    if config.student.init == "random":
-        drawn = _named(initialise(spec, Compute(), config.train.seed))
-        return lambda name: np.asarray(drawn[name])
-    mesh = make_mesh(1, 1, 1, jax.devices("cpu")[:1])
-    groups = _groups(_named(functional(spec, Compute())[1]))
-    loaded: dict[str, Any] = {}
-
-    def get(name: str) -> np.ndarray:
-        if name not in loaded:
-            loaded.clear()
-            group = next(group for group in groups if name in group)
-            loaded.update(_named(load_params(table, spec, _nested(group), mesh)))
-        return np.asarray(loaded[name])
-
-    return get
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    """The leaves by name, in order of names."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return dict(sorted(("/".join(key.key for key in keys), leaf) for keys, leaf in leaves))
-
-
-def _nested(named: dict[str, Any]) -> Any:
-    tree: Any = {}
-    for name, leaf in named.items():
-        *path, last = name.split("/")
-        functools.reduce(lambda node, key: node.setdefault(key, {}), path, tree)[last] = leaf
-    return tree
-
-
-def _groups(named: dict[str, Any]) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = [{}]
-    size = 0
-    for name, leaf in named.items():
-        nbytes = leaf.size * leaf.dtype.itemsize
-        if groups[-1] and size + nbytes > _GROUP_BYTES:
-            groups.append({})
-            size = 0
-        groups[-1][name] = leaf
-        size += nbytes
-    return groups
 
 
 _CHECKS: dict[str, Callable[[dict[str, Any], Path], str]] = {

@@ -55,7 +55,7 @@ class JsonLines(Hook):
         """Writes an `eval` line."""
         self._write("eval", step, figures)
 
-    def train_end(self, reason: str) -> None:
+    def train_end(self, reason: str, error: BaseException | None) -> None:
         """Closes the file."""
         self._file.close()
 
@@ -88,7 +88,7 @@ class TensorBoard(Hook):
             self._writer.add_scalar(f"eval/{name}", value, step)
         self._writer.flush()
 
-    def train_end(self, reason: str) -> None:
+    def train_end(self, reason: str, error: BaseException | None) -> None:
         """Closes the event file."""
         self._writer.close()
 
@@ -130,7 +130,7 @@ class WeightsAndBiases(Hook):
     def _log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         self._run.log({f"{kind}/{k}": v for k, v in figures.items()}, step=step)
 
-    def train_end(self, reason: str) -> None:
+    def train_end(self, reason: str, error: BaseException | None) -> None:
         """Finishes the run; an exit code other than 0 marks it as failed."""
         self._run.finish(exit_code=1 if reason == "failed" else 0)
 
@@ -213,11 +213,11 @@ class Terminal(Hook):
         over = f"over {f['tokens']:,.0f} tokens"
         self._print(f"held-out at step {step}: " + "  ".join([*parts, over]))
 
-    def checkpoint(self, step: int) -> None:
+    def save_begin(self, step: int) -> None:
         """Says that a save was started."""
         self._print(f"checkpoint at step {step}")
 
-    def train_end(self, reason: str) -> None:
+    def train_end(self, reason: str, error: BaseException | None) -> None:
         """Takes the bar down and says how the run ended."""
         if self._bar is not None:
             self._bar.stop()

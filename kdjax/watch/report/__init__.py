@@ -7,7 +7,7 @@ drawing imports matplotlib.
 import logging
 from pathlib import Path
 
-from kdjax.training.hooks import Hook, NonFiniteError, Run, failure
+from kdjax.training.hooks import Hook, NonFiniteError, Run
 
 FILE = "report.html"
 
@@ -27,15 +27,15 @@ class Report(Hook):
         """Removes the page of an earlier session, which would tell another story."""
         (self._workdir / FILE).unlink(missing_ok=True)
 
-    def train_end(self, reason: str) -> None:
+    def train_end(self, reason: str, error: BaseException | None) -> None:
         """Draws; who interrupts a run does not wait for that."""
-        if reason == "finished" or isinstance(failure(reason), NonFiniteError):
+        if reason == "finished" or isinstance(error, NonFiniteError):
             try:
                 from kdjax.watch.report import page
 
                 page.write([self._workdir])
-            except Exception as error:
+            except Exception as problem:
                 _log.warning(
                     "no report: %s: %s\nTry again: python -m kdjax.report %s",
-                    type(error).__name__, error, self._workdir,
+                    type(problem).__name__, problem, self._workdir,
                 )  # fmt: skip
