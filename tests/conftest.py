@@ -1,8 +1,6 @@
 """Test session: 8 emulated CPU devices, strict ranks, full matmul precision."""
 
-import json
 import os
-import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,34 +21,12 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
 # Tests compile the same small programs again and again; most of their time would go there.
 # A scratch copy of the repository (`python -m scripts.contracts mutate`) shares the original's.
-_STATE = Path(__file__).parent.parent / ".pytest_cache"
-_CACHE = Path(os.environ.get("KDJAX_TEST_CACHE") or _STATE / "xla")
+_CACHE = os.environ.get("KDJAX_TEST_CACHE") or Path(__file__).parents[1] / ".pytest_cache" / "xla"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
-
-_results: dict[str, tuple[str, str]] = {}  # node id to outcome and time
-
-
-def pytest_runtest_logreport(report):
-    """Notes how each test ended, for `python -m scripts.contracts status`."""
-    if report.when == "call" or report.outcome != "passed":
-        # A failing teardown follows a call that passed, and counts.
-        _results[report.nodeid] = report.outcome, time.strftime("%Y-%m-%d %H:%M:%S")
-
-
-def pytest_sessionfinish(session):
-    """Adds the session's results to those of others, unless nothing may be kept."""
-    if not _results or not session.config.pluginmanager.hasplugin("cacheprovider"):
-        return
-    if hasattr(session.config, "workerinput"):  # of pytest-xdist: the one that started it writes
-        return
-    path = _STATE / "kdjax_results.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(before | _results))
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""Contracts of this repository: read, validated, bound to tests, and tried with planted faults."""
+"""Contracts of this repository: validated, bound to tests, and tried with planted faults."""

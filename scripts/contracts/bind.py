@@ -1,104 +1,107 @@
-"""Claims against tests: each must exist, run, and be able to fail."""
+"""Claims against tests and planted faults: each names what exists, and each test has run."""
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
+import ast
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
 
-from kdjax.errors import UserError
-from scripts.contracts import assertions
-from scripts.contracts.claims import Claim
-from scripts.contracts.document import Finding
-from scripts.contracts.results import Results, matches
+from kdjax.errors import MissingFileError, UserError
+from scripts.contracts.contracts import Claim, load_yaml
 
-# Runs inside pytest: writes each test with whether a mark, as evaluated here, skips it.
-_COLLECTOR = """
-import json, sys, pytest
-from _pytest.skipping import evaluate_skip_marks
-class Collector:
-    def pytest_collection_finish(self, session):
-        found = {i.nodeid: evaluate_skip_marks(i) is not None for i in session.items}
-        with open(sys.argv[1], "w") as file:
-            json.dump(found, file)
-sys.exit(pytest.main(sys.argv[2:], plugins=[Collector()]))
-"""
+_CODE = ("kdjax", "scripts")  # where faults may be planted: a changed test would prove nothing
 
 
-def collect(root: Path, files: list[str]) -> dict[str, bool]:
-    """Tests of these files by node id, and whether each is skipped by a mark; one pytest call.
+class Mutant(NamedTuple):
+    """One change in one place of the code, and the claims whose tests must then go red."""
 
-    Raises `UserError` with pytest's own words if a file cannot be collected.
+    id: str
+    fault: str
+    file: str  # relative to the repository
+    find: str
+    replace: str
+    kills: tuple[str, ...]
+
+
+def read_mutants(path: Path) -> list[Mutant]:
+    """The list of planted faults. Raises `UserError` for an entry that lacks something."""
+    data = load_yaml(path)
+    entries = data.get("mutants") if isinstance(data, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{path}: found no list under mutants. Add the planted faults.")
+    mutants = []
+    for entry in entries:
+        if not isinstance(entry, dict) or set(entry) != set(Mutant._fields) or not entry["kills"]:
+            raise UserError(f"{path}: {entry}: a mutant needs {', '.join(Mutant._fields)}.")
+        mutants.append(Mutant(**entry | {"kills": tuple(entry["kills"])}))
+    return mutants
+
+
+@functools.cache
+def _functions(path: Path) -> set[str]:
+    """Names of a file's functions; none if there is no file."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+
+
+def read_results(paths: Iterable[Path]) -> dict[str, set[str]]:
+    """Outcomes (passed, failed, skipped) of the cases of each test, from pytest's --junitxml.
+
+    A test's key is `module.path.function`, without the parameters of the case.
     """
-    present = [file for file in files if (root / file).is_file()]
-    if not present:
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "collected.json"
-        options = ["--collect-only", "-qq", "-o", "addopts=", "-p", "no:cacheprovider"]
-        command = [sys.executable, "-c", _COLLECTOR, str(out), *options, *present]
-        path = os.pathsep.join(filter(None, [str(root.resolve()), os.environ.get("PYTHONPATH")]))
-        environ = os.environ | {"PYTHONPATH": path}
-        done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True)
-        if done.returncode not in (0, 5) or not out.exists():
-            tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-            raise UserError(f"pytest cannot collect {', '.join(present)}. Mend this first:\n{tail}")
-        return json.loads(out.read_text())
+    outcomes = defaultdict(set)
+    for path in paths:
+        if not path.is_file():
+            raise MissingFileError(f"{path}: no such file. Write it with pytest --junitxml={path}.")
+        for case in ElementTree.parse(path).iter("testcase"):
+            marks = {child.tag for child in case}
+            outcome = "failed" if marks & {"failure", "error"} else "passed"
+            outcome = "skipped" if "skipped" in marks else outcome
+            outcomes[f"{case.get('classname')}.{case.get('name', '').split('[')[0]}"].add(outcome)
+    return outcomes
 
 
-def bind(root: Path, claims: list[Claim], results: Results) -> list[Finding]:
-    """What is wrong between claims and the tests under `root`, by contract and line."""
-    files = sorted({claim.node.partition("::")[0] for claim in claims if claim.node})
-    collected = collect(root, files)
-    findings = [f for claim in claims for f in _bind(root, claim, collected, results)]
-    first: dict[str, Claim] = {}
+def check_claims(
+    root: Path, claims: Sequence[Claim], results: dict[str, set[str]] | None = None
+) -> Iterator[str]:
+    """Claims whose test does not exist or, given results, did not run and pass there."""
+    owner: dict[str, Path] = {}
     for claim in claims:
-        if claim.id in first:
-            findings.append(_error(claim, "BIND-006", f"{claim.id} is also in "
-                                   f"{first[claim.id].path}", "Rename one."))  # fmt: skip
-        first.setdefault(claim.id, claim)
-    return findings
+        if claim.id in owner:
+            yield f"{claim.contract}: {claim.id} is also in {owner[claim.id]}. Rename one."
+        owner.setdefault(claim.id, claim.contract)
+        file, _, name = claim.test.partition("::")
+        if name not in _functions((root / file).resolve()):
+            yield f"{claim.contract}: {claim.id}: no test {claim.test}. Name one that exists."
+        elif results is not None:
+            key = f"{file.removesuffix('.py')}/{name}".replace("/", ".")
+            outcomes = results.get(key) or {"not run"}
+            for outcome in sorted(outcomes - {"passed"}):
+                yield f"{claim.contract}: {claim.id}: {claim.test}: {outcome}. It must pass."
 
 
-def _error(claim: Claim, rule: str, message: str, remedy: str) -> Finding:
-    return Finding(claim.path, claim.line, "ERROR", rule, message, remedy)
-
-
-def _bind(root: Path, claim: Claim, collected: dict[str, bool],
-          results: Results) -> Iterator[Finding]:  # fmt: skip
-    file, _, name = claim.node.partition("::")
-    if not file or not name:
-        key = "harness" if claim.proof else "test"
-        yield _error(claim, "BIND-001", f"{claim.id} names no test",
-                     f"Put tests/test_x.py::test_y under {key}.")  # fmt: skip
-        return
-    nodes = [node for node in collected if matches(node, claim.node)]
-    if not nodes:
-        yield _error(claim, "BIND-002", f"{claim.id}: no test {claim.node}",
-                     "Name one that `pytest --collect-only` lists.")  # fmt: skip
-        return
-    last = results.of(claim.node)
-    if any(collected[node] for node in nodes) or (last and last.outcome == "skipped"):
-        yield _error(claim, "BIND-003", f"{claim.id}: {claim.node} is skipped",
-                     "Bind a test that runs here.")  # fmt: skip
-    path, function = root / file, name.partition("[")[0]
-    if not assertions.asserts(path, function):
-        yield _error(claim, "BIND-004", f"{claim.id}: {claim.node} asserts nothing",
-                     "Compare what happens with what must.")  # fmt: skip
-    if claim.proof and (problem := _no_proof(path, function, claim)):
-        yield _error(claim, "BIND-005", f"{claim.id}: {claim.node} {problem}",
-                     "Draw inputs with hypothesis or go through all of them.")  # fmt: skip
-
-
-def _no_proof(path: Path, function: str, claim: Claim) -> str | None:
-    """Why the test is no search over the stated bound; None if it is one."""
-    if claim.strategy == "exhaustive":
-        if not assertions.enumerates(path, function):
-            return "goes through no cases, though the strategy is exhaustive"
-    elif not assertions.searches(path, function):
-        return f"is no hypothesis test, though the strategy is {claim.strategy or 'not given'}"
-    if claim.bound is None or not assertions.mentions(path, function, claim.bound):
-        return f"does not hold the bound {claim.bound}"
-    return None
+def check_mutants(root: Path, claims: Sequence[Claim], mutants: Sequence[Mutant]) -> Iterator[str]:
+    """Faults in the wrong place or of unknown claims; falsification tests that have no fault."""
+    ids: set[str] = set()
+    known = {claim.id for claim in claims}
+    for mutant in mutants:
+        if mutant.id in ids:
+            yield f"mutant {mutant.id} a second time. Rename it."
+        ids.add(mutant.id)
+        for name in set(mutant.kills) - known:
+            yield f"mutant {mutant.id} kills {name}, which no contract has. Name a claim."
+        path = (root / mutant.file).resolve()
+        if not any(path.is_relative_to((root / name).resolve()) for name in _CODE):
+            yield f"mutant {mutant.id}: {mutant.file} is not below {' or '.join(_CODE)}."
+        elif mutant.find == mutant.replace:
+            yield f"mutant {mutant.id} changes nothing."
+        else:
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+            if (count := text.count(mutant.find)) != 1:
+                yield f"mutant {mutant.id}: its text is {count} times in {mutant.file}, not once."
+    killed = {name for mutant in mutants for name in mutant.kills}
+    for claim in claims:
+        if not claim.proof and claim.id not in killed:
+            yield f"{claim.contract}: no mutant kills {claim.id}. Plant a fault for it."

@@ -1,6 +1,5 @@
-"""Planted faults: each is applied in a scratch copy, where its tests must go red."""
+"""Planted faults: each is applied in a scratch copy, where the tests of its claims must go red."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -9,61 +8,54 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kdjax.errors import UserError
-from scripts.contracts.claims import Claim, Mutant
+from scripts.contracts.bind import Mutant
+from scripts.contracts.contracts import Claim
 
-COPIED = ("kdjax", "tests", "configs", "scripts", "contracts", "pyproject.toml")
-CACHE_VARIABLE = "KDJAX_TEST_CACHE"  # read by tests/conftest.py
-TIMEOUT = 120.0  # seconds for the tests of one mutant
+_COPIED = ("kdjax", "tests", "configs", "scripts", "contracts", "docs", "pyproject.toml")
+_TIMEOUT = 120.0  # seconds for the tests of one mutant
 # What the tests import, and takes long.
-LIBRARIES = (
-    "pytest", "hypothesis", "numpy", "scipy.special", "jax", "flax.nnx", "optax", "chex",
-    "absl.flags", "orbax.checkpoint", "grain", "tokenizers", "transformers", "gguf", "pyarrow",
-    "safetensors.numpy", "ml_collections.config_flags", "jaxtyping", "tensorboardX", "yaml",
-)  # fmt: skip
-
-
-class Verdict(NamedTuple):
-    """How one mutant fared."""
-
-    mutant: Mutant
-    killed: bool
-    why: str  # for a survivor
+_LIBRARIES = (
+    "pytest hypothesis numpy scipy.special jax flax.nnx optax chex absl.flags orbax.checkpoint "
+    "grain tokenizers transformers gguf pyarrow safetensors.numpy ml_collections.config_flags "
+    "jaxtyping tensorboardX yaml"
+)
 
 
 class Worker:
     """A scratch copy of the repository and the process that runs its tests."""
 
-    def __init__(self, root: Path, folder: Path, libraries: Sequence[str] = LIBRARIES):
+    def __init__(self, root: Path, folder: Path, libraries: str = _LIBRARIES):
         self.folder = folder
-        for name in COPIED:
-            source = root / name
-            if source.is_dir():
+        folder.mkdir()
+        for name in _COPIED:
+            if (root / name).is_dir():
                 ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
-                shutil.copytree(source, folder / name, ignore=ignore)
-            elif source.exists():
-                shutil.copy2(source, folder / name)
-        script = Path(__file__).with_name("worker.py")
-        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        environ = {
-            "PYTHONPATH": path,
+                shutil.copytree(root / name, folder / name, ignore=ignore)
+            elif (root / name).exists():
+                shutil.copy2(root / name, folder / name)
+        cache = os.environ.get("KDJAX_TEST_CACHE") or root / ".pytest_cache" / "xla"
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
             "PYTHONDONTWRITEBYTECODE": "1",
-            # The programs are the repository's own, but for the mutated ones.
-            CACHE_VARIABLE: str((root / ".pytest_cache" / "xla").resolve()),
+            # Read by tests/conftest.py: all programs but the mutated ones are compiled already.
+            "KDJAX_TEST_CACHE": str(Path(cache).resolve()),
             "OPENBLAS_NUM_THREADS": "1",  # threads do not survive the fork
         }
+        script = Path(__file__).with_name("worker.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), str(folder / "answer.json"), *libraries],
-            cwd=folder, env=os.environ | environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, str(script), str(folder / "answer.json"), *libraries.split()],
+            cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, bufsize=1,
         )  # fmt: skip
 
     def run(self, tests: list[str], *, every: bool = False, timeout: float) -> dict[str, Any]:
-        """Runs tests by node id in a fresh process; all their cases, or until each has failed."""
+        """Runs tests in a fresh process: all their cases, or until each test has failed once."""
         assert self._process.stdin is not None and self._process.stdout is not None
         request = dict(tests=tests, every=every, timeout=timeout)
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -72,10 +64,16 @@ class Worker:
             raise UserError(f"the test process ended with status {self._process.wait()}. Rerun.")
         return json.loads(answer)
 
-    def log(self) -> str:
-        """The end of what pytest printed last."""
-        lines = (self.folder / "answer.log").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-15:])
+    def check_green(self, tests: list[str], timeout: float) -> None:
+        """Raises `UserError` unless every test passes without a fault."""
+        answer = self.run(tests, every=True, timeout=timeout)
+        if answer["code"] != 0 or set(tests) != set(answer["passed"]):
+            silent = sorted(set(tests) - set(answer["passed"]))
+            log = (self.folder / "answer.log").read_text(errors="replace").splitlines()
+            raise UserError(
+                f"tests are not green without any fault: {', '.join(silent or answer['failed'])}. "
+                "Mend them first.\n" + "\n".join(log[-15:])
+            )
 
     def close(self) -> None:
         """Ends the process."""
@@ -83,88 +81,61 @@ class Worker:
             self._process.kill()
 
 
-@contextlib.contextmanager
-def applied(root: Path, mutant: Mutant) -> Iterator[None]:
-    """The fault planted under `root`, and taken out at the end."""
-    path = root / mutant.file
-    whole = path.read_bytes()
-    path.write_text(whole.decode().replace(mutant.find, mutant.replace, 1), encoding="utf-8")
+def _why_alive(worker: Worker, mutant: Mutant, tests: dict[str, str], timeout: float) -> str:
+    """Plants one fault; "" if every test that it names fails by what the test compares."""
+    path = worker.folder / mutant.file
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole.replace(mutant.find, mutant.replace, 1), encoding="utf-8")
     try:
-        yield
+        answer = worker.run(sorted({tests[name] for name in mutant.kills}), timeout=timeout)
     finally:
-        path.write_bytes(whole)
-
-
-def try_mutant(worker: Worker, mutant: Mutant, nodes: dict[str, str], timeout: float) -> Verdict:
-    """Plants one fault; it is killed if every test it names fails by what it compares."""
-    tests = sorted({nodes[name] for name in mutant.kills})
-    with applied(worker.folder, mutant):
-        answer = worker.run(tests, timeout=timeout)
-    green = [name for name in mutant.kills if nodes[name] not in answer["failed"]]
-    if answer["code"] == 1 and not green and not answer["broken"]:
-        return Verdict(mutant, True, "")
-    why = f"pytest ended with {answer['code']}"
+        path.write_text(whole, encoding="utf-8")
+    green = [name for name in mutant.kills if tests[name] not in answer["failed"]]
     if answer["broken"]:
-        why = f"it does not run: {'; '.join(answer['broken'][:2])}"
-    elif answer["code"] in (0, 1):
-        why = f"still green: {', '.join(green)}"
-    return Verdict(mutant, False, why)
+        return f"it does not run: {'; '.join(answer['broken'][:2])}"
+    if answer["code"] not in (0, 1):
+        return f"pytest ended with {answer['code']}"
+    return f"still green: {', '.join(green)}" if green else ""
 
 
-def mutate(root: Path, claims: list[Claim], mutants: list[Mutant], *, jobs: int,
-           say: Callable[[str], None], timeout: float = TIMEOUT,
-           libraries: Sequence[str] = LIBRARIES) -> list[Verdict]:  # fmt: skip
-    """Verdicts on all mutants, in order; `say` gets a line for each as it is found.
+def mutate(
+    root: Path,
+    claims: Sequence[Claim],
+    mutants: Sequence[Mutant],
+    *,
+    jobs: int = 2,
+    say: Callable[[str], None] = print,
+    timeout: float = _TIMEOUT,
+    libraries: str = _LIBRARIES,
+) -> dict[str, str]:
+    """Mutants by id: "" for a killed one, for a survivor why; `say` gets a line for each.
 
     First runs the same tests without a fault. Raises `UserError` if one of them is not green.
     """
-    nodes = {claim.id: claim.node for claim in claims if not claim.proof}
-    tests = sorted({nodes[name] for mutant in mutants for name in mutant.kills})
+    by_claim = {claim.id: claim.test for claim in claims}
+    tests = sorted({by_claim[name] for mutant in mutants for name in mutant.kills})
     jobs = max(1, min(jobs, len(mutants)))
+    waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+    for mutant in mutants:
+        waiting.put(mutant)
+    verdicts: dict[str, str] = {}
+
+    def work(worker: Worker) -> None:
+        while not waiting.empty():
+            with contextlib.suppress(queue.Empty):
+                mutant = waiting.get_nowait()
+                why = verdicts[mutant.id] = _why_alive(worker, mutant, by_claim, timeout)
+                state = f"SURVIVED ({why})" if why else "killed"
+                say(f"{state} {mutant.id}: {mutant.fault}")
+
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kdjax-mutants-")))
-        free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for i in range(jobs):
-            (folder / str(i)).mkdir()
-            worker = Worker(root, folder / str(i), libraries)
+        workers = [Worker(root, folder / str(i), libraries) for i in range(jobs)]
+        for worker in workers:
             stack.callback(worker.close)
-            free.put(worker)
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(jobs))
-
-        def lent(task: Callable[[Worker], Any]) -> concurrent.futures.Future[Any]:
-            def work() -> Any:
-                worker = free.get()
-                try:
-                    return task(worker)
-                finally:
-                    free.put(worker)
-
-            return pool.submit(work)
-
-        def one(mutant: Mutant) -> Callable[[Worker], Verdict]:
-            return lambda worker: _told(say, try_mutant(worker, mutant, nodes, timeout))
-
+        pool = stack.enter_context(ThreadPoolExecutor(jobs))
         shares = [tests[i::jobs] for i in range(jobs)]
-        whole = timeout * len(tests)
-        for done in [lent(lambda w, s=share: _green(w, s, whole)) for share in shares if share]:
-            done.result()
+        list(pool.map(lambda w, s: s and w.check_green(s, timeout * len(s)), workers, shares))
         say(f"{len(tests)} tests green without a fault")
-        verdicts = [lent(one(mutant)) for mutant in mutants]
-        return [verdict.result() for verdict in verdicts]
-
-
-def _told(say: Callable[[str], None], verdict: Verdict) -> Verdict:
-    state = "killed  " if verdict.killed else "SURVIVED"
-    why = f" ({verdict.why})" if verdict.why else ""
-    say(f"{state} {verdict.mutant.id}: {verdict.mutant.fault}{why}")
-    return verdict
-
-
-def _green(worker: Worker, tests: list[str], timeout: float) -> None:
-    answer = worker.run(tests, every=True, timeout=timeout)
-    if answer["code"] != 0 or set(tests) != set(answer["passed"]):
-        silent = sorted(set(tests) - set(answer["passed"]))
-        raise UserError(
-            f"tests are not green without any fault: {', '.join(silent or answer['failed'])}. "
-            f"Mend them first.\n{worker.log()}"
-        )
+        list(pool.map(work, workers))
+    return verdicts

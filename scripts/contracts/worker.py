@@ -2,7 +2,7 @@
 
     python worker.py ANSWER LIBRARY...
 
-Reads one JSON request a line, answers with one a line. Libraries are imported once, here, where
+Reads one JSON request a line, answers with one a line. The worker imports the libraries once, while
 JAX has not started; `kdjax` and the tests are imported by each child alone. So a run costs a second
 of imports instead of five, and no run sees another's modules.
 """
@@ -22,48 +22,44 @@ import pytest
 
 # A fault must be seen by what the test itself compares, so annotations are not checked; .pyc files
 # go by the second and the size, so that a mutant could run as another one's bytes.
-_OPTIONS = [
-    "-q", "-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider", "--tb=line",
-    "-W", "ignore::pytest.PytestAssertRewriteWarning",  # plugins are among the libraries
-]  # fmt: skip
+_OPTIONS = ["-q", "-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider", "--tb=line"]
+_OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are among the libraries
 # A mutant that does not run is no fault that a test found.
 _NOT_A_FAULT = (NameError, ImportError, SyntaxError)
 
 
 class _Watch:
-    """Notes which of the wanted tests failed in their own body; drops their further cases."""
+    """Notes which of the tests asked for failed in their own body; skips their further cases."""
 
-    def __init__(self, wanted: list[str], every: bool):
-        self.wanted, self.every = wanted, every
+    def __init__(self, tests: list[str], every: bool):
+        self.tests, self.every = tests, every
         self.failed: set[str] = set()
         self.passed: set[str] = set()
         self.broken: list[str] = []
 
-    def _test(self, nodeid: str) -> str:
-        return next(w for w in self.wanted if nodeid == w or nodeid.startswith(f"{w}["))
-
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        # As their file has them, and not as the command line does: that is how they are tested.
+        # In the order of their file, as the suite runs them, and not in that of the command line.
         items.sort(key=lambda item: (str(item.path), item.location[1] or 0))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: Any) -> None:
-        if not self.every and self._test(item.nodeid) in self.failed:
+        if not self.every and item.nodeid.split("[")[0] in self.failed:
             pytest.skip("red already")
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        test = item.nodeid.split("[")[0]
         if call.excinfo is None:
             if call.when == "call":
-                self.passed.add(self._test(item.nodeid))
+                self.passed.add(test)
         elif issubclass(call.excinfo.type, pytest.skip.Exception):
             return
         elif call.when != "call" or issubclass(call.excinfo.type, _NOT_A_FAULT):
             self.broken.append(f"{item.nodeid} ({call.when}): {call.excinfo.exconly()[:300]}")
         else:
-            self.failed.add(self._test(item.nodeid))
+            self.failed.add(test)
 
 
-def _child(request: dict[str, Any], answer: Path) -> None:
+def _run_tests(request: dict[str, Any], answer: Path) -> None:
     """In the forked child: runs pytest and leaves its answer in a file."""
     os.setsid()
     log = os.open(answer.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -71,19 +67,18 @@ def _child(request: dict[str, Any], answer: Path) -> None:
     os.dup2(log, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     watch = _Watch(request["tests"], request["every"])
-    options = _OPTIONS + request.get("options", [])
-    code = pytest.main([*options, *request["tests"]], plugins=[watch])
-    found = dict(code=int(code), failed=sorted(watch.failed), passed=sorted(watch.passed),
-                 broken=watch.broken)  # fmt: skip
-    answer.write_text(json.dumps(found))
+    code = int(pytest.main([*_OPTIONS, *request["tests"]], plugins=[watch]))
+    sets = dict(failed=sorted(watch.failed), passed=sorted(watch.passed))
+    answer.write_text(json.dumps(dict(code=code, broken=watch.broken, **sets)))
 
 
-def _run(request: dict[str, Any], answer: Path) -> dict[str, Any]:
+def _serve(request: dict[str, Any], answer: Path) -> dict[str, Any]:
+    """The answer of a child of its own, or why there is none."""
     answer.unlink(missing_ok=True)
     pid = os.fork()
     if not pid:
         try:
-            _child(request, answer)
+            _run_tests(request, answer)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -108,14 +103,14 @@ def _run(request: dict[str, Any], answer: Path) -> dict[str, Any]:
 def main() -> None:
     """Serves requests until its input ends."""
     sys.dont_write_bytecode = True
-    # Started by path: the first entry is this package's folder, whose names are no top-level ones.
+    # Python put this script's folder first, whose modules are no top-level ones.
     sys.path[0] = os.getcwd()
     answer, *libraries = sys.argv[1:]
     for name in libraries:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for line in sys.stdin:
-        print(json.dumps(_run(json.loads(line), Path(answer))), flush=True)
+        print(json.dumps(_serve(json.loads(line), Path(answer))), flush=True)
 
 
 if __name__ == "__main__":
