@@ -178,7 +178,7 @@ def test_a_tokenizer_that_loses_text_is_found(bigram):
     encoder = Encoder.from_str(tokenizer.encoder.to_str())
     encoder.normalizer = normalizers.Lowercase()
     found = detectors.tokenizer_round_trip(dataclasses.replace(tokenizer, encoder=encoder))
-    assert found is not None and "comes back as" in found.evidence
+    assert found is not None and "comes back as" in found
 
 
 def test_a_shuffled_vocabulary_is_found(bigram):
@@ -189,7 +189,7 @@ def test_a_shuffled_vocabulary_is_found(bigram):
     tokens[256:296] = np.random.default_rng(0).permutation(tokens[256:296]).tolist()
     shuffled = dataclasses.replace(tokenizer, tokens=tuple(tokens))
     found = detectors.tokenizer_order(shuffled)
-    assert found is not None and "merges make a token" in found.evidence
+    assert found is not None and "merges make a token" in found
 
 
 @pytest.mark.parametrize(
@@ -229,12 +229,10 @@ def test_the_rope_probe_names_the_better_theta(bigram):
         asked.append(theta)
         return 2.0
 
-    assert detectors.rope_probe(spec, 2.05, ce_with) is None and asked == [1e4]
-    found = detectors.rope_probe(dataclasses.replace(spec, rope_theta=5e5), 2.5, ce_with)
-    assert (
-        found is not None and "500000 gives 2.500 nats a token, 10000 gives 2.000" in found.evidence
-    )
-    assert detectors.rope_probe(spec, float("nan"), ce_with) is None
+    assert detectors.better_theta(spec.rope_theta, 2.05, ce_with) is None and asked == [1e4]
+    found = detectors.better_theta(5e5, 2.5, ce_with)
+    assert found is not None and "500000 gives 2.500 nats a token, 10000 gives 2.000" in found
+    assert detectors.better_theta(spec.rope_theta, float("nan"), ce_with) is None
 
 
 def test_the_rope_probe_runs_the_model_with_the_other_theta(bigram, mesh):
@@ -290,7 +288,7 @@ PROSE = "The quick brown fox jumps over the lazy dog, and then it goes home to s
 def test_loops_are_found_and_code_is_not():
     loop = "so " + "again and " * 12
     found = detectors.repetition(answers(loop, loop, loop, PROSE))
-    assert found is not None and "3 of 4" in found.evidence
+    assert found is not None and "3 of 4" in found
     assert detectors.repetition(answers(loop, PROSE, PROSE, PROSE)) is None  # one may
     assert detectors.repetition(answers(loop, loop, loop, reason="stop")) is None
     code = "def f(a):\n    if a:\n        return 1\n    if not a:\n        return 2\n" * 1
@@ -303,7 +301,7 @@ def test_loops_are_found_and_code_is_not():
 def test_output_that_is_no_text_is_found():
     for junk in ("\ufffd\ufffdab" * 5, "a\x00b\x07c" * 5, "шум и ещё шум, много шума" * 2):
         found = detectors.non_text(answers(junk, junk, PROSE))
-        assert found is not None and "2 of 3" in found.evidence
+        assert found is not None and "2 of 3" in found
         assert detectors.non_text(answers(junk, PROSE, PROSE)) is None
     assert detectors.non_text(answers("naïve café — “quoted” 🎉 " + PROSE)) is None
 
@@ -332,7 +330,7 @@ def test_weights_that_stayed_as_they_began_are_found(mesh, models, tmp_path, mon
     same = changed_tensors(trained, mesh)
     assert len(same) == len(arrays) and not any(same.values())
     found = detectors.unchanged_weights(same, 10)
-    assert found is not None and "after 10 steps 14 of 14 tensors are" in found.evidence
+    assert found is not None and "after 10 steps 14 of 14 tensors are" in found
     for array in arrays.values():
         array.flat[0] += 1e-6
     assert detectors.unchanged_weights(changed_tensors(trained, mesh), 10) is None

@@ -1,8 +1,8 @@
 """Ways in which a model can be broken, each with its evidence; see docs/evaluation.md.
 
-A detector takes plain numbers and returns a `Finding` or None, so that each can be shown a broken
+A detector takes plain numbers and returns its evidence, or None, so that each can be shown a broken
 model of its own. Thresholds lie far from both sides: what they were measured on is in
-docs/results.md. A finding says broken, not weak: a model that is merely bad has none.
+docs/results.md. Evidence says broken, not weak: a model that is merely bad gives none.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ SPARE_ROWS, SPARE_SHARE = 1024, 0.05  # rows of the embedding beyond the last to
 UNORDERED = 0.05  # of the merges; 0 in Qwen2.5
 LOOP_SHARE, LOOP_PERIOD, LOOP_IDS = 0.5, 32, 48
 ODD_SHARE = 1 / 32
+_NO_TEXT = ("Cc", "Cn", "Co", "Cs")  # Unicode's control, unassigned, private, surrogate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,12 @@ class Finding:
 
     detector: str
     evidence: str
+
+
+def ask(*questions: tuple[Any, ...]) -> list[Finding]:
+    """The findings of the detectors that have evidence; a question is a detector, its arguments."""
+    answers = [(detector.__name__, detector(*about)) for detector, *about in questions]
+    return [Finding(name, evidence) for name, evidence in answers if evidence]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,52 +58,47 @@ class MatrixStats:
     repeated_rows: int  # rows equal to an earlier one, dead ones left out
 
 
-def non_finite_weights(stats: Sequence[MatrixStats]) -> Finding | None:
+def non_finite_weights(stats: Sequence[MatrixStats]) -> str | None:
     """NaN or infinity in any tensor."""
     bad = [s for s in stats if s.nan or s.inf]
     if not bad:
         return None
     shown = ", ".join(f"{s.name} ({s.nan:,} NaN, {s.inf:,} Inf of {s.size:,})" for s in bad[:3])
-    return Finding("non_finite_weights", f"{len(bad)} of {len(stats)} tensors: {shown}")
+    return f"{len(bad)} of {len(stats)} tensors: {shown}"
 
 
-def constant_weights(stats: Sequence[MatrixStats]) -> Finding | None:
+def constant_weights(stats: Sequence[MatrixStats]) -> str | None:
     """A matrix of one number: never written, or zeroed. Norms and biases may be constant."""
     bad = [s.name for s in stats if s.rows and s.spread == 0 and not s.nan + s.inf]
-    if not bad:
-        return None
-    return Finding("constant_weights", f"{len(bad)} matrices hold one number: {', '.join(bad[:4])}")
+    return f"{len(bad)} matrices hold one number: {', '.join(bad[:4])}" if bad else None
 
 
-def dead_rows(stats: Sequence[MatrixStats]) -> Finding | None:
+def dead_rows(stats: Sequence[MatrixStats]) -> str | None:
     """Rows near zero: ids that cannot be told apart or predicted, units that do nothing."""
     bad = [s for s in stats if s.rows and s.dead_rows > DEAD_ROWS * s.rows and s.spread > 0]
     if not bad:
         return None
     worst = max(bad, key=lambda s: s.dead_rows / s.rows)
-    return Finding("dead_rows", f"{worst.name}: {worst.dead_rows:,} of {worst.rows:,} rows are zero"
-                   + (f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""))  # fmt: skip
+    others = f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
+    return f"{worst.name}: {worst.dead_rows:,} of {worst.rows:,} rows are zero{others}"
 
 
-def repeated_rows(stats: Sequence[MatrixStats]) -> Finding | None:
+def repeated_rows(stats: Sequence[MatrixStats]) -> str | None:
     """The same row again and again: a broadcast or a failed resize."""
     bad = [s for s in stats if s.rows and s.repeated_rows > SAME_ROWS * s.rows and s.spread > 0]
     if not bad:
         return None
     worst = max(bad, key=lambda s: s.repeated_rows / s.rows)
-    text = f"{worst.name}: {worst.repeated_rows:,} of {worst.rows:,} rows repeat an earlier one"
-    return Finding("repeated_rows", text)
+    return f"{worst.name}: {worst.repeated_rows:,} of {worst.rows:,} rows repeat an earlier one"
 
 
-def unchanged_weights(changed: Mapping[str, bool], step: int) -> Finding | None:
+def unchanged_weights(changed: Mapping[str, bool], step: int) -> str | None:
     """Tensors of a trained checkpoint that equal their initial values to the last bit."""
     same = [name for name, differs in changed.items() if not differs]
     if not same or not step:
         return None
     shown = ", ".join(same[:4]) + (", ..." if len(same) > 4 else "")
-    return Finding("unchanged_weights",
-                   f"after {step} steps {len(same)} of {len(changed)} tensors are as they began: "
-                   f"{shown}")  # fmt: skip
+    return f"after {step} steps {len(same)} of {len(changed)} tensors are as they began: {shown}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,23 +113,20 @@ class LogitStats:
     ce: float  # of the text, nats a token
 
 
-def non_finite_logits(stats: LogitStats) -> Finding | None:
+def non_finite_logits(stats: LogitStats) -> str | None:
     """NaN or infinity where numbers should be."""
-    if not stats.non_finite:
-        return None
-    return Finding("non_finite_logits", f"at {stats.non_finite} of {stats.positions} positions")
+    return f"at {stats.non_finite} of {stats.positions} positions" if stats.non_finite else None
 
 
-def uniform_logits(stats: LogitStats) -> Finding | None:
+def uniform_logits(stats: LogitStats) -> str | None:
     """Every id about as likely as any other: a head or final norm of zeros, or no training."""
     most = math.log(stats.vocabulary)
     if stats.non_finite or stats.entropy < UNIFORM * most:
         return None
-    text = f"entropy {stats.entropy:.3f} of at most {most:.3f} nats over {stats.vocabulary:,} ids"
-    return Finding("uniform_logits", text)
+    return f"entropy {stats.entropy:.3f} of at most {most:.3f} nats over {stats.vocabulary:,} ids"
 
 
-def constant_logits(stats: LogitStats) -> Finding | None:
+def constant_logits(stats: LogitStats) -> str | None:
     """The same prediction whatever came before.
 
     Entropy of the mean distribution less the mean entropy is the mutual information of position
@@ -136,18 +135,16 @@ def constant_logits(stats: LogitStats) -> Finding | None:
     information = stats.mean_entropy - stats.entropy
     if stats.non_finite or information >= CONTEXT_NATS:
         return None
-    text = f"predictions hold {max(information, 0):.4f} nats of the context"
-    return Finding("constant_logits", text)
+    return f"predictions hold {max(information, 0):.4f} nats of the context"
 
 
-def near_chance(stats: LogitStats) -> Finding | None:
+def near_chance(stats: LogitStats) -> str | None:
     """Plain English and Python hardly likelier than under a uniform guess: the tokenizer is
     another's, tensors are in the wrong place, or nothing was trained."""
     chance = math.log(stats.vocabulary)
     if stats.non_finite or stats.ce < CHANCE * chance:
         return None
-    text = f"{stats.ce:.2f} nats a token of English and Python, a uniform guess has {chance:.2f}"
-    return Finding("near_chance", text)
+    return f"{stats.ce:.2f} nats a token of English and Python, a uniform guess has {chance:.2f}"
 
 
 # Below this context a family was published with theta 1e4 (Qwen2-Math: 4,096 positions; Llama 2 and
@@ -156,32 +153,32 @@ _SMALL_THETA_CONTEXT = {"qwen2": 4096, "qwen3": 0, "llama": 16384}
 _THETAS = (1e4, 1e6)
 
 
-def rope_theta(spec: ArchSpec) -> Finding | None:
+def rope_theta(spec: ArchSpec) -> str | None:
     """A base outside of what models have, or one of short contexts in a model of long ones."""
     theta, context = spec.rope_theta, spec.max_positions
     if not (math.isfinite(theta) and 1e3 <= theta <= 1e9):
-        return Finding("rope_theta", f"{theta:g} is outside of 1e3 to 1e9")
+        return f"{theta:g} is outside of 1e3 to 1e9"
     limit = _SMALL_THETA_CONTEXT[spec.family]
     if theta >= 1e5 or context <= limit or spec.rope_scaling is not None:
         return None
-    return Finding("rope_theta", f"{theta:g} with {context:,} positions; {spec.family} models of "
-                   f"more than {limit:,} positions have 1e5 or more")  # fmt: skip
+    return (
+        f"{theta:g} with {context:,} positions; {spec.family} models of more than {limit:,} "
+        "positions have 1e5 or more"
+    )
 
 
-def rope_probe(spec: ArchSpec, ce: float, ce_with: Callable[[float], float]) -> Finding | None:
+def better_theta(theta: float, ce: float, ce_with: Callable[[float], float]) -> str | None:
     """Another theta makes text more likely by far: the weights were trained with that one.
 
     `ce_with(theta)` is the CE of the probe text in nats a token, as `ce` is at the file's own.
     """
     if not math.isfinite(ce):
         return None
-    for theta in _THETAS:
-        if math.isclose(theta, spec.rope_theta, rel_tol=0.5):
+    for other in _THETAS:
+        if math.isclose(other, theta, rel_tol=0.5):
             continue
-        other = ce_with(theta)
-        if other < ce - ROPE_GAIN:
-            text = f"{spec.rope_theta:g} gives {ce:.3f} nats a token, {theta:g} gives {other:.3f}"
-            return Finding("rope_theta", text)
+        if (other_ce := ce_with(other)) < ce - ROPE_GAIN:
+            return f"{theta:g} gives {ce:.3f} nats a token, {other:g} gives {other_ce:.3f}"
     return None
 
 
@@ -193,67 +190,65 @@ _ROUND_TRIP = (
 _MARKUP = re.compile(r"<\|[a-z_0-9]+\|>")
 
 
-def tokenizer_round_trip(tokenizer: Tokenizer) -> Finding | None:
+def tokenizer_round_trip(tokenizer: Tokenizer) -> str | None:
     """Text that does not come back from its own ids."""
     for text in _ROUND_TRIP:
         ids = tokenizer.encode(text)
         back = tokenizer.decode(ids)
         if unicodedata.normalize("NFC", back) != unicodedata.normalize("NFC", text):
-            return Finding("tokenizer_round_trip", f"{text[:40]!r} comes back as {back[:40]!r}")
+            return f"{text[:40]!r} comes back as {back[:40]!r}"
         if tokenizer.encode(back) != ids:
-            return Finding("tokenizer_round_trip", f"{text[:40]!r} has other ids the second time")
+            return f"{text[:40]!r} has other ids the second time"
     return None
 
 
-def tokenizer_size(tokenizer: Tokenizer, spec: ArchSpec) -> Finding | None:
+def tokenizer_size(tokenizer: Tokenizer, spec: ArchSpec) -> str | None:
     """Tokens without a row, or far more rows than padding explains."""
     tokens, rows = tokenizer.vocab_size, spec.vocab_size
     if tokens > rows:
-        return Finding("tokenizer_size", f"{tokens:,} tokens for {rows:,} rows of the embedding")
+        return f"{tokens:,} tokens for {rows:,} rows of the embedding"
     if rows - tokens > max(SPARE_ROWS, SPARE_SHARE * rows):
-        return Finding("tokenizer_size", f"{rows:,} rows of the embedding for {tokens:,} tokens")
+        return f"{rows:,} rows of the embedding for {tokens:,} tokens"
     return None
 
 
-def tokenizer_order(tokenizer: Tokenizer) -> Finding | None:
+def tokenizer_order(tokenizer: Tokenizer) -> str | None:
     """Ids that do not follow the ranks of the merges that make their tokens.
 
     Byte-level BPE numbers its tokens as it learns them (GPT-2, Qwen, Llama 3), so a vocabulary in
     another order has meanings that the weights do not know, though all text comes back from it.
     """
-    places = {token: i for i, token in enumerate(tokenizer.tokens)}
-    made = [places.get(merge.replace(" ", "")) for merge in tokenizer.merges]
-    ids = np.asarray([i for i in made if i is not None])
-    if len(ids) < 2:
+    ids = {token: i for i, token in enumerate(tokenizer.tokens)}
+    merged = [ids.get(merge.replace(" ", "")) for merge in tokenizer.merges]
+    known = np.asarray([i for i in merged if i is not None])
+    if len(known) < 2:
         return None
-    wrong = len(made) - len(ids) + int(np.sum(np.diff(ids) < 0))
-    if wrong <= UNORDERED * len(made):
+    wrong = len(merged) - len(known) + int(np.sum(np.diff(known) < 0))
+    if wrong <= UNORDERED * len(merged):
         return None
-    text = f"{wrong:,} of {len(made):,} merges make a token of no id or of a lower one than before"
-    return Finding("tokenizer_order", text)
+    return (
+        f"{wrong:,} of {len(merged):,} merges make a token of no id or of a lower one than before"
+    )
 
 
-def special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> Finding | None:
+def special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> str | None:
     """BOS and EOS that are no tokens, or a chat template whose markup is cut into pieces."""
     ids = {"EOS": tokenizer.eos_id}
     for name in ("bos", "eos"):
         for key in (f"tokenizer.ggml.{name}_token_id", f"{name}_token_id"):
             if isinstance(value := metadata.get(key), int | np.integer):
-                ids[f"{key}"] = int(value)
+                ids[key] = int(value)
     for name, value in ids.items():
         if not 0 <= value < tokenizer.vocab_size:
-            text = f"{name} is {value}, the tokenizer has {tokenizer.vocab_size:,} tokens"
-            return Finding("special_tokens", text)
-    if tokenizer.eos_id not in tokenizer.special_ids:
-        text = f"EOS, id {tokenizer.eos_id}, is the ordinary token " \
-               f"{tokenizer.tokens[tokenizer.eos_id]!r}"  # fmt: skip
-        return Finding("special_tokens", text)
+            return f"{name} is {value}, the tokenizer has {tokenizer.vocab_size:,} tokens"
+    eos = tokenizer.eos_id
+    if eos not in tokenizer.special_ids:
+        return f"EOS, id {eos}, is the ordinary token {tokenizer.tokens[eos]!r}"
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
         for markup in dict.fromkeys(_MARKUP.findall(tokenizer.render(turns))):
             if len(tokenizer.encode(markup)) != 1:
-                text = f"the chat template writes {markup}, which is no token"
-                return Finding("special_tokens", text)
+                return f"the chat template writes {markup}, which is no token"
     return None
 
 
@@ -278,24 +273,22 @@ def loop_share(ids: Sequence[int]) -> float:
     return best / n if n else 0.0
 
 
-def repetition(outputs: Sequence[Output]) -> Finding | None:
+def repetition(outputs: Sequence[Output]) -> str | None:
     """Most answers run to their limit in a loop. One may: weak models do, at temperature 0."""
     long = [o for o in outputs if len(o.ids) >= LOOP_IDS and o.reason == "length"]
     looping = [o for o in long if loop_share(o.ids) > LOOP_SHARE]
     if len(looping) < 2 or 2 * len(looping) <= len(outputs):
         return None
-    text = f"{len(looping)} of {len(outputs)} answers end in a loop, such as "
-    return Finding("repetition", f"{text}...{looping[0].text[-60:]!r}")
+    example = f"...{looping[0].text[-60:]!r}"
+    return f"{len(looping)} of {len(outputs)} answers end in a loop, such as {example}"
 
 
-def non_text(outputs: Sequence[Output]) -> Finding | None:
+def non_text(outputs: Sequence[Output]) -> str | None:
     """Most answers hold broken UTF-8, control characters, or scripts that nobody asked for."""
     odd = [o for o in outputs if o.text and _odd_share(o.text) > ODD_SHARE]
-    if 2 * len(odd) <= len(outputs) or not odd:
+    if not odd or 2 * len(odd) <= len(outputs):
         return None
-    return Finding(
-        "non_text", f"{len(odd)} of {len(outputs)} answers, such as {odd[0].text[:60]!r}"
-    )
+    return f"{len(odd)} of {len(outputs)} answers, such as {odd[0].text[:60]!r}"
 
 
 def _odd_share(text: str) -> float:
@@ -303,14 +296,15 @@ def _odd_share(text: str) -> float:
 
     The probes ask in English for English and Python.
     """
-    odd = sum(c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs")
-              and c not in "\n\t\r") for c in text)  # fmt: skip
+    odd = sum(
+        c == "\ufffd" or (unicodedata.category(c) in _NO_TEXT and c not in "\n\t\r") for c in text
+    )
     foreign = sum(not c.isascii() for c in text)
     return 1.0 if len(text) >= 16 and foreign > 0.6 * len(text) else odd / len(text)
 
 
-def silence(outputs: Sequence[Output]) -> Finding | None:
+def silence(outputs: Sequence[Output]) -> str | None:
     """Not one answer has a character to be seen."""
     if not outputs or any(output.text.strip() for output in outputs):
         return None
-    return Finding("silence", f"all {len(outputs)} answers are empty")
+    return f"all {len(outputs)} answers are empty"

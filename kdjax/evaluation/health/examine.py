@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from kdjax.evaluation.health import detectors, probes
-from kdjax.evaluation.health.detectors import Finding, LogitStats, Output
+from kdjax.evaluation.health.detectors import Finding, LogitStats, Output, ask
 from kdjax.evaluation.health.weights import changed_tensors, matrix_stats
 from kdjax.evaluation.target import Target
 from kdjax.models.decoder import ModelFunctions, Params, functional
@@ -30,21 +30,21 @@ def of_files(target: Target, mesh: Mesh) -> list[Finding]:
     """What headers, tokenizer and tensors show, without running the model."""
     tokenizer, spec = target.tokenizer, target.spec
     stats = matrix_stats(target)
-    found = [
-        detectors.tokenizer_round_trip(tokenizer),
-        detectors.tokenizer_size(tokenizer, spec),
-        detectors.tokenizer_order(tokenizer),
-        detectors.special_tokens(tokenizer, target.table.metadata),
-        detectors.rope_theta(spec),
-        detectors.non_finite_weights(stats),
-        detectors.constant_weights(stats),
-        detectors.dead_rows(stats),
-        detectors.repeated_rows(stats),
+    questions = [
+        (detectors.tokenizer_round_trip, tokenizer),
+        (detectors.tokenizer_size, tokenizer, spec),
+        (detectors.tokenizer_order, tokenizer),
+        (detectors.special_tokens, tokenizer, target.table.metadata),
+        (detectors.rope_theta, spec),
+        (detectors.non_finite_weights, stats),
+        (detectors.constant_weights, stats),
+        (detectors.dead_rows, stats),
+        (detectors.repeated_rows, stats),
     ]
     if target.saved is not None:
         changed = changed_tensors(target, mesh)
-        found.append(detectors.unchanged_weights(changed, target.saved.step))
-    return [finding for finding in found if finding]
+        questions.append((detectors.unchanged_weights, changed, target.saved.step))
+    return ask(*questions)
 
 
 @functools.partial(jax.jit, static_argnames=("apply", "real"))
@@ -102,25 +102,25 @@ def of_logits(
     ids = probe_ids(target)
     with target.precision():
         stats = logit_stats(provider.apply, provider.params, ids, real)
-        found = [
-            detectors.non_finite_logits(stats),
-            detectors.uniform_logits(stats),
-            detectors.constant_logits(stats),
-            detectors.near_chance(stats),
-        ]
+        findings = ask(
+            (detectors.non_finite_logits, stats),
+            (detectors.uniform_logits, stats),
+            (detectors.constant_logits, stats),
+            (detectors.near_chance, stats),
+        )
         facts: dict[str, Any] = dataclasses.asdict(stats)
-        # Theta means something only to weights that were trained with one.
-        if not any(found):
+        if findings:  # theta means something only to weights that were trained with one
+            return findings, facts
 
-            def ce_with(theta: float) -> float:
-                other = dataclasses.replace(target.spec, rope_theta=theta)
-                apply = functional(other, target.compute)[0]
-                ce = logit_stats(apply, provider.params, ids, real).ce
-                facts[f"ce_with_theta_{theta:g}"] = ce
-                return ce
+        def ce_with(theta: float) -> float:
+            other = dataclasses.replace(target.spec, rope_theta=theta)
+            apply = functional(other, target.compute)[0]
+            ce = logit_stats(apply, provider.params, ids, real).ce
+            facts[f"ce_with_theta_{theta:g}"] = ce
+            return ce
 
-            found.append(detectors.rope_probe(target.spec, stats.ce, ce_with))
-    return [finding for finding in found if finding], facts
+        evidence = detectors.better_theta(target.spec.rope_theta, stats.ce, ce_with)
+        return [Finding("rope_theta", evidence)] if evidence else [], facts
 
 
 def probe_prompts(tokenizer: Tokenizer, bos: int | None = None) -> list[list[int]]:
@@ -135,9 +135,7 @@ def probe_prompts(tokenizer: Tokenizer, bos: int | None = None) -> list[list[int
 def of_answers(target: Target, say: Say) -> tuple[list[Finding], list[str]]:
     """What it says shows, and what it said. Raises what generating raises."""
     outputs = say(probe_prompts(target.tokenizer, target.bos))
-    found = [
-        detectors.repetition(outputs),
-        detectors.non_text(outputs),
-        detectors.silence(outputs),
-    ]
-    return [finding for finding in found if finding], [output.text for output in outputs]
+    findings = ask(
+        (detectors.repetition, outputs), (detectors.non_text, outputs), (detectors.silence, outputs)
+    )
+    return findings, [output.text for output in outputs]
