@@ -6,21 +6,24 @@ import json
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from tokenizers import Tokenizer as Encoder
 from tokenizers import normalizers
 
 from kdjax.device import runtime, sharding
-from kdjax.evaluation import target
 from kdjax.evaluation.health import detectors, examine
 from kdjax.evaluation.health.detectors import LogitStats, Output
-from kdjax.evaluation.health.weights import changed_tensors, matrix_stats
+from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.models.arch import spec_from_table
+from kdjax.models.decoder import Compute, functional, initialise
+from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import load_tokenizer
+from kdjax.training.saving import changed_tensors
 
 SHAPE = QWEN25_SHAPES["tiny-student"]._replace(layers=1)
 
@@ -90,7 +93,7 @@ def bigram(random_model, tmp_path_factory):
 def findings(path, mesh, answers=None):
     """What all detectors but those of generation say."""
     opened = open_target(f"{path}@dequant:float32")
-    found = examine.of_files(opened, mesh)
+    found = examine.of_files(opened)
     found += examine.of_logits(opened, opened.load(mesh))[0]
     return {finding.detector: finding.evidence for finding in found}
 
@@ -101,7 +104,7 @@ def test_a_healthy_toy_has_no_finding(bigram, mesh):
 
 def test_the_toys_of_the_demo_have_healthy_files(models, mesh):
     """Their weights are random: only what they predict may be called broken."""
-    assert examine.of_files(open_target(f"{models}/student.gguf"), mesh) == []
+    assert examine.of_files(open_target(f"{models}/student.gguf")) == []
 
 
 def nan(x):
@@ -311,38 +314,25 @@ def test_silence_is_found():
     assert detectors.silence(answers("", "x")) is None
 
 
-def test_weights_that_stayed_as_they_began_are_found(mesh, models, tmp_path, monkeypatch):
-    student = f"{models}/student.gguf"
-    opened = open_target(f"{student}@dequant:float32")
-    spec = dataclasses.replace(opened.spec, tied=True)
-    from kdjax.models.decoder import Compute, functional
-    from kdjax.models.loading import load_params
+@pytest.mark.parametrize("init", ["checkpoint", "random"])
+def test_weights_that_stayed_as_they_began_are_found(mesh, bigram, init):
+    table = open_table(bigram)
+    spec = spec_from_table(table)
+    start = load_params(table, spec, functional(spec, Compute())[1], mesh)
+    if init == "random":
+        start = jax.jit(lambda: initialise(spec, Compute(), 0))()
+    params = {name: np.array(x) for name, x in flatten_dict(start, sep="/").items()}
 
-    _, abstract = functional(spec, Compute())
-    params = load_params(opened.table, spec, abstract, mesh)
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    arrays = {"/".join(k.key for k in keys): np.array(leaf) for keys, leaf in leaves}
-    from kdjax.evaluation.health import weights
+    def changed():
+        return changed_tensors(params.items(), table, spec, init=init, seed=0)
 
-    monkeypatch.setattr(weights, "saved_params", lambda workdir, step: sorted(arrays.items()))
-    saved = target.Saved(tmp_path, 10, "checkpoint", 0)
-    trained = dataclasses.replace(opened, spec=spec, saved=saved)
-    same = changed_tensors(trained, mesh)
-    assert len(same) == len(arrays) and not any(same.values())
+    same = changed()
     found = detectors.unchanged_weights(same, 10)
-    assert found is not None and "after 10 steps 14 of 14 tensors are" in found
-    for array in arrays.values():
-        array.flat[0] += 1e-6
-    assert detectors.unchanged_weights(changed_tensors(trained, mesh), 10) is None
+    assert found is not None and f"after 10 steps {len(same)} of {len(same)} tensors are" in found
     assert detectors.unchanged_weights(same, 0) is None  # nothing was trained yet
-    random = dataclasses.replace(trained, saved=dataclasses.replace(saved, init="random"))
-    from kdjax.models.decoder import initialise
-
-    made = jax.jit(lambda: initialise(spec, Compute(), 0))()
-    began = jax.tree_util.tree_flatten_with_path(made)[0]
-    arrays.clear()
-    arrays.update({"/".join(k.key for k in keys): np.array(leaf) for keys, leaf in began})
-    assert not any(changed_tensors(random, mesh).values())
+    for array in params.values():
+        array += 1e-3
+    assert detectors.unchanged_weights(changed(), 10) is None
 
 
 def test_a_broken_model_ends_with_status_9_and_its_evidence(

@@ -189,7 +189,7 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
     if target is not None:
         made.document["model"] = str(target)
         _check_together(request, target, teacher)
-        made.found(made.attempt("reading it", lambda: examine.of_files(target, mesh)) or [])
+        made.found(made.attempt("reading it", lambda: examine.of_files(target)) or [])
         _run(made, target, mesh)
     for name, asked in request.benchmarks.items():
         if name not in made.document:

@@ -110,7 +110,7 @@ def look(path: Path, dtype: str, until: str) -> tuple[list[str], dict, list[str]
     """Findings (as lines), figures of the probe, and answers; up to the finding `until`."""
     target = open_target(f"{path}@dequant:{dtype}")
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
-    found, more = examine.of_files(target, mesh), []
+    found, more = examine.of_files(target), []
     figures, answers = {}, []
     if not any(f.detector == until for f in found):
         provider = target.load(mesh)

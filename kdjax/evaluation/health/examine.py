@@ -8,16 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from kdjax.evaluation.health import detectors, probes
 from kdjax.evaluation.health.detectors import Finding, LogitStats, Output, ask
-from kdjax.evaluation.health.weights import changed_tensors, matrix_stats
+from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.evaluation.target import Target
 from kdjax.models.decoder import ModelFunctions, Params, functional
 from kdjax.models.model import TeacherLogitsProvider
 from kdjax.models.tokenizer import Tokenizer
+from kdjax.training.saving import changed_tensors, saved_params
 
 PROBE_TOKENS = 512
 _CHUNK = 32  # positions whose logits exist at once
@@ -26,7 +26,7 @@ _CHUNK = 32  # positions whose logits exist at once
 Say = Callable[[list[list[int]]], Sequence[Output]]
 
 
-def of_files(target: Target, mesh: Mesh) -> list[Finding]:
+def of_files(target: Target) -> list[Finding]:
     """What headers, tokenizer and tensors show, without running the model."""
     tokenizer, spec = target.tokenizer, target.spec
     stats = matrix_stats(target)
@@ -42,8 +42,12 @@ def of_files(target: Target, mesh: Mesh) -> list[Finding]:
         (detectors.repeated_rows, stats),
     ]
     if target.saved is not None:
-        changed = changed_tensors(target, mesh)
-        questions.append((detectors.unchanged_weights, changed, target.saved.step))
+        saved = target.saved
+        params = saved_params(saved.workdir, saved.step)
+        changed = changed_tensors(
+            params, target.table, target.spec, init=saved.init, seed=saved.seed
+        )
+        questions.append((detectors.unchanged_weights, changed, saved.step))
     return ask(*questions)
 
 

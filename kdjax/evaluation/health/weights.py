@@ -6,14 +6,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from kdjax.evaluation.health.detectors import DEAD, MatrixStats
-from kdjax.evaluation.target import Target
+from kdjax.evaluation.target import Saved, Target
 from kdjax.formats.blocks import decode
-from kdjax.models.decoder import Compute, functional, initialise
-from kdjax.models.loading import load_params, tensor_names
+from kdjax.models.loading import tensor_names
 from kdjax.training.saving import saved_params
 
 _CHUNK = 1 << 25  # numbers on the device at a time
@@ -62,29 +60,27 @@ def _stats(name: str, size: int, chunks: Iterator[tuple[np.ndarray, str]],
     )
 
 
-def _file_tensors(target: Target) -> Iterator[tuple[str, bool, int, np.ndarray, str]]:
-    real = target.tokenizer.vocab_size
+def _file_tensors(target: Target) -> Iterator[tuple[str, np.ndarray, str, bool]]:
+    """Name, rows, block type and whether it is a matrix, of each tensor of a model's files."""
     for path, names in tensor_names(target.table, target.spec).items():
         for name in names:
             raw, info = target.table.raw(name), target.table.info(name)
-            matrix = len(info.shape) == 2
             if path[0] in _VOCABULARY:
-                raw = raw[:real]
-            yield name, matrix, info.shape[-1], raw if matrix else raw[None], info.dtype
+                raw = raw[: target.tokenizer.vocab_size]
+            matrix = len(info.shape) == 2
+            yield name, raw if matrix else raw[None], info.dtype, matrix
 
 
-def _saved_tensors(target: Target) -> Iterator[tuple[str, bool, int, np.ndarray, str]]:
-    assert target.saved is not None
-    real = target.tokenizer.vocab_size
-    for name, array in saved_params(target.saved.workdir, target.saved.step):
-        stacked = name.startswith("blocks/")
-        layers = array if stacked else [array]
-        for i, layer in enumerate(layers):
-            matrix = layer.ndim == 2
-            if name in _VOCABULARY:
-                layer = layer[:real]
-            yield f"{name}[{i}]" if stacked else name, matrix, layer.shape[-1], \
-                np.atleast_2d(layer), ""  # fmt: skip
+def _saved_tensors(target: Target, saved: Saved) -> Iterator[tuple[str, np.ndarray, str, bool]]:
+    """The same of a checkpoint, layer by layer; its numbers are no blocks: type ""."""
+    for name, array in saved_params(saved.workdir, saved.step):
+        if name in _VOCABULARY:
+            array = array[: target.tokenizer.vocab_size]
+        layers = {name: array}
+        if name.startswith("blocks/"):
+            layers = {f"{name}[{i}]": layer for i, layer in enumerate(array)}
+        for part, layer in layers.items():
+            yield part, np.atleast_2d(layer), "", layer.ndim == 2
 
 
 def matrix_stats(target: Target) -> list[MatrixStats]:
@@ -92,35 +88,12 @@ def matrix_stats(target: Target) -> list[MatrixStats]:
 
     Of embedding and head the rows of padding ids are left out.
     """
-    found = []
-    tensors = _file_tensors(target) if target.saved is None else _saved_tensors(target)
-    for name, matrix, width, rows, dtype in tensors:
+    saved = target.saved
+    tensors = _file_tensors(target) if saved is None else _saved_tensors(target, saved)
+    stats = []
+    for name, rows, dtype, matrix in tensors:
+        width = rows.shape[-1] if not dtype else target.table.info(name).shape[-1]
         step = max(1, _CHUNK // width)
         chunks = ((rows[at : at + step], dtype) for at in range(0, len(rows), step))
-        found.append(_stats(name, len(rows) * width, chunks, matrix))
-    return found
-
-
-def changed_tensors(target: Target, mesh: Mesh) -> dict[str, bool]:
-    """Whether each tensor of a checkpoint differs from what its run began with, by name."""
-    saved = target.saved
-    assert saved is not None
-    _, abstract = functional(target.spec, Compute())
-    start = {}
-    if saved.init == "random":
-        start = jax.jit(functools.partial(initialise, target.spec, Compute(), saved.seed))()
-    changed = {}
-    for name, array in saved_params(saved.workdir, saved.step):
-        keys = name.split("/")
-        if saved.init == "random":
-            began = functools.reduce(lambda tree, key: tree[key], keys, start)
-        else:
-            # One parameter of the tree at a time: the source may be larger than the host's memory.
-            leaf = functools.reduce(lambda tree, key: tree[key], keys, abstract)
-            nested = functools.reduce(lambda tree, key: {key: tree}, reversed(keys), leaf)
-            loaded = load_params(target.table, target.spec, nested, mesh)
-            began = jax.tree.leaves(loaded)[0]
-        # Random numbers are the same on other hardware but for their last bits.
-        slack = 1e-5 if saved.init == "random" else 0.0
-        changed[name] = not np.allclose(np.asarray(began), array, rtol=slack, atol=slack * 1e-3)
-    return changed
+        stats.append(_stats(name, len(rows) * width, chunks, matrix))
+    return stats
