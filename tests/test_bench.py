@@ -40,6 +40,7 @@ def measured(variant, args, **changes):
     return program.measure(program.Request(**request))
 
 
+@pytest.mark.slow
 def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args, traces):
     found = {name: measured(name, args)[0] for name in ("dequant", "q4k-bf16moments")}
     assert traces == [64, 64]
@@ -59,6 +60,7 @@ def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args,
     assert all(np.isfinite(row["loss"]) for row in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["topk", "hidden"])
 def test_a_cached_teacher_is_records_and_its_forward_pass_is_not_counted(args, traces, kind):
     (row,) = measured(f"cached-{kind}", args, k=8)

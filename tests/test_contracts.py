@@ -189,6 +189,7 @@ def test_a_fault_that_lacks_something_is_refused(project):
 # ---- planted faults
 
 
+@pytest.mark.slow
 def test_faults_are_killed_survive_or_do_not_run(project):
     # The cases that are dropped once one is red must not spoil the file that follows.
     write(project, TESTS, "tests/test_before.py")
@@ -219,12 +220,14 @@ def test_faults_are_killed_survive_or_do_not_run(project):
     assert (project / "kdjax" / "x.py").read_text() == before
 
 
+@pytest.mark.slow
 def test_tests_must_be_green_without_a_fault(project, capsys):
     write(project, "def add(a, b):\n    return a + b if a - 2 else 0\n", "kdjax/x.py")
     assert command.main(["mutate"]) == 1
     assert "not green without any fault: tests/test_x.py::test_adds" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command(project, capsys):
     assert command.main(["validate"]) == command.main(["bind"]) == 0
     assert capsys.readouterr().out.splitlines() == [

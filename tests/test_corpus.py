@@ -404,6 +404,7 @@ def test_questions_lose_their_answers(tmp_path):
             list(answers.read(path, Lengths()))
 
 
+@pytest.mark.slow
 def test_the_answers(models, tmp_path, monkeypatch, capsys):
     """Answers of a random model, some of which end by chance; the file says what was printed."""
     monkeypatch.setattr(runtime, "configure", lambda: None)
@@ -413,7 +414,7 @@ def test_the_answers(models, tmp_path, monkeypatch, capsys):
     ]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(m) + "\n" for m in made))
     command = [f"{models}/teacher.gguf@dequant:float32", f"--read={tmp_path}/q.jsonl",
-               f"--out={tmp_path}/a.jsonl", "--batch-size=8", "--max-tokens=160",
+               f"--out={tmp_path}/a.jsonl", "--batch-size=8", "--max-tokens=60",
                "--temperature=1"]  # fmt: skip
     assert answers.main(command) == 0
     said = capsys.readouterr().out.splitlines()

@@ -18,10 +18,13 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 MISSING = [name for name in ("ssh", "ssh-keygen", "git", "bash") if not shutil.which(name)]
-pytestmark = pytest.mark.skipif(
-    SSHD is None or bool(MISSING),
-    reason=f"needs an OpenSSH server and client: no {', '.join(['sshd'] * (not SSHD) + MISSING)}",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        SSHD is None or bool(MISSING),
+        reason=f"needs OpenSSH: no {', '.join(['sshd'] * (not SSHD) + MISSING)}",
+    ),
+]
 
 
 def until(condition, what, seconds=60):

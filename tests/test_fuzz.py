@@ -243,7 +243,9 @@ def check(path, data):
     return values is not None
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize(
+    "batch", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, BATCHES))]
+)
 @pytest.mark.parametrize("suffix", ["gguf", "apr"])
 def test_mutated_files_are_read_or_refused(tmp_path, valid, suffix, batch):
     # Annotations are checked by all other tests; here, at 0.1 ms a call, they would be most of the

@@ -12,7 +12,7 @@ import numpy as np
 FILE = "receipt.json"
 FORMAT = 1  # raise when a field changes its meaning
 REVISION_FILE = ".revision"  # beside kdjax/, where the source came without its .git
-_SOURCE = Path(__file__).resolve().parent.parent
+_SOURCE = Path(__file__).resolve().parents[2]
 
 
 def canonical(value: Any) -> bytes:
