@@ -56,10 +56,10 @@ def tiny_config(models, tmp_path, monkeypatch):
 
 def without_page(hooks):
     """A run's hooks but for samples and page, which take seconds of their own."""
-    from kdjax.watch.report import Report
+    from kdjax.watch.report import ReportPage
     from kdjax.watch.samples import Samples
 
-    return [hook for hook in hooks if not isinstance(hook, Samples | Report)]
+    return [hook for hook in hooks if not isinstance(hook, Samples | ReportPage)]
 
 
 def make_tiny_config(models, folder):

@@ -15,7 +15,7 @@ from kdjax.errors import UserError
 from kdjax.formats import open_shapes, open_table
 from kdjax.models.arch import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
-from kdjax.watch.report.closing import closing
+from kdjax.watch.report.page import closing_lines
 from scripts.demo import compare
 
 REPOSITORY = Path(__file__).parent.parent
@@ -116,7 +116,7 @@ def test_a_run_closes_with_its_figures_and_places(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "report.html").touch()
     (tmp_path / "checkpoints" / "9").mkdir(parents=True)
-    said = [line.split() for line in closing(tmp_path, 9)]
+    said = [line.split() for line in closing_lines(tmp_path, 9)]
     assert ["teacher", "2.0000", "7.389", "1.2500", "–", "–"] in said
     assert [
         "student",
@@ -142,7 +142,7 @@ def test_a_run_closes_with_its_figures_and_places(tmp_path):
     assert ["checkpoint", f"{tmp_path}/checkpoints/9"] in said
     assert ["report", f"{tmp_path}/report.html"] in said
     assert not any(line[:1] == ["samples"] for line in said)
-    assert "no held-out figures" in closing(tmp_path / "checkpoints", 9)[0]
+    assert "no held-out figures" in closing_lines(tmp_path / "checkpoints", 9)[0]
 
 
 def runs(*ces):

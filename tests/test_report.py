@@ -1,10 +1,12 @@
 """Reports of runs of every kind: the page says what the files say, and needs nothing else."""
 
+import base64
 import dataclasses
 import html.parser
 import json
 import logging
 import re
+import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -14,21 +16,23 @@ from kdjax.commands.report import main
 from kdjax.config import Config, tiny
 from kdjax.errors import UserError
 from kdjax.training.hooks import NonFiniteError, Run
-from kdjax.watch.report import Report, page
+from kdjax.watch.report import ReportPage, page
 from kdjax.watch.report.workdir import read_run, read_runs
 from scripts.checks import report as check_report
 
 REPOSITORY = Path(__file__).parent.parent
+PICTURES = ["agreement", "ce", "divergence", "heldout_ce", "heldout_loss", "kl", "learning_rate",
+            "loss", "throughput"]  # fmt: skip
 
 
 def evaluation(step, ce=2.0, kl=0.5, agreement=0.5, **more):
     return dict(kind="eval", step=step, student_ce=ce, student_perplexity=float(np.exp(ce)),
-                teacher_ce=1.0, teacher_perplexity=2.718, kl=kl, kl_temperature=kl / 8,
+                teacher_ce=1.0, teacher_perplexity=2.718, kl=kl, divergence=kl / 8, loss=2 * kl,
                 temperature=4.0, agreement=agreement, tokens=1000.0) | more  # fmt: skip
 
 
 def step(number, loss=3.0, **more):
-    return dict(kind="train", step=number, loss=loss, ce=2.5, kl=0.2, grad_norm=1.0,
+    return dict(kind="train", step=number, loss=loss, ce=2.5, divergence=0.2, grad_norm=1.0,
                 learning_rate=1e-4, tokens=100.0, tokens_per_second=50.0) | more  # fmt: skip
 
 
@@ -86,6 +90,17 @@ def whole(tmp_path):
     return workdir(tmp_path / "a", WHOLE, receipt(), {"samples": [a_sample()]})
 
 
+@pytest.fixture
+def drawing():
+    """Asked for by tests that look at pictures: all others do without the seconds of drawing."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    if "drawing" not in request.fixturenames:
+        monkeypatch.setattr(page, "_draw", lambda *_: (b"<svg/>", b"png"))
+
+
 class Text(html.parser.HTMLParser):
     """The text of a page's tables by row, every address it would fetch, its classes and titles."""
 
@@ -109,64 +124,63 @@ class Text(html.parser.HTMLParser):
             self.rows[-1].append(data.strip())
 
 
-def test_the_page_of_a_run(whole):
-    out = page.write([whole])
+def test_the_page_of_a_run(whole, drawing):
+    out = page.write_page([whole])
     assert out == whole / "report.html"
     source = out.read_text()
     rows = Text(source).rows
     assert rows[:4] == [
-        ["CE", "perplexity", "KL to the teacher", "KL at T", "agreement"],
-        ["teacher", "1.0000", "2.718", "–", "–", "–"],
-        ["student before training", "2.0000", "7.389", "0.5000", "0.0625", "50.00%"],
-        ["student after 4 steps", "1.2000", "3.320", "0.2500", "0.0312", "75.00%"],
+        ["CE", "perplexity", "loss", "KL at T = 4", "KL to the teacher", "agreement"],
+        ["teacher", "1.0000", "2.718", "–", "–", "–", "–"],
+        ["student before training", "2.0000", "7.389", "1.0000", "0.0625", "0.5000", "50.00%"],
+        ["student after 4 steps", "1.2000", "3.320", "0.5000", "0.0312", "0.2500", "75.00%"],
     ]
     assert "KL to the teacher fell from 0.5000 to 0.2500 (-50.0%), agreement rose from 50.0% to " \
            "75.0%, in 4 steps (400 tokens)." in source  # fmt: skip
     said = {row[0]: row[1:] for row in rows if len(row) > 1}
-    for name, value in {"config, SHA-256": "c0ff", "teacher, SHA-256": "7ea", "jax": "0.11.2",
-                        "output, SHA-256": "0e7", "XLA_FLAGS": "--x", "device, kind": "H200",
-                        "choice": "teacher backend q4k", "planned peak": "5.00 GB",
-                        "loss.temperature": "4"}.items():  # fmt: skip
+    for name, value in {
+        "config_sha256": "c0ff", "teacher.sha256": "7ea", "output.params_sha256": "0e7",
+        "packages.jax": "0.11.2", "environment.XLA_FLAGS": "--x", "devices.kind": "H200",
+        "choice": "teacher backend q4k", "peak": "5.00 GB", "loss.temperature": "4",
+    }.items():  # fmt: skip
         assert said[name] == [value], name
-    assert "loss = 0.3 · CE + 11.2 · KL." in source
+    assert "loss = 0.3 · CE + 11.2 · KL at T = 4." in source
     pictures = sorted(p.name for p in (whole / "report").iterdir())
-    assert pictures == ["agreement.png", "heldout_ce.png", "kl.png", "learning_rate.png",
-                        "loss.png", "throughput.png"]  # fmt: skip
+    assert pictures == [f"{name}.png" for name in PICTURES]
     for picture in (whole / "report").iterdir():
         assert picture.read_bytes().startswith(b"\x89PNG")
-    assert source.count("<svg") == 6 and 'class="note"' not in source
+    assert source.count('src="data:image/svg') == len(PICTURES)
+    assert 'class="note"' not in source
 
 
-def test_the_page_needs_nothing_else_and_its_figures_follow_the_colour_scheme(whole):
-    source = page.write([whole]).read_text()
+def test_the_page_needs_nothing_else(whole, drawing):
+    source = page.write_page([whole]).read_text()
     outside = [a for a in Text(source).addresses if not a.startswith(("#", "data:"))]
     assert outside == [] and "@import" not in source and "<script" not in source
     assert not re.findall(r"url\((?!#)", source)
-    figures = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
-    assert not re.findall("#[0-9a-fA-F]{6}", figures)
-    used = set(re.findall(r"var\(--(\w+)\)", figures))
-    assert {"ink", "muted", "grid", "c0", "c1", "c2"} <= used
-    light, dark = source.split("prefers-color-scheme: dark")
-    assert all(f"--{name}: #" in part for name in used for part in (light, dark))
+    pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', source)
+    for picture in map(base64.b64decode, pictures):
+        root = xml.etree.ElementTree.fromstring(picture)
+        assert root.tag.endswith("svg") and b"<script" not in picture
 
 
 def test_samples_are_marked_by_more_than_colour(whole):
-    source = page.write([whole]).read_text()
+    source = page.write_page([whole]).read_text()
     found = [c for c in Text(source).classes if c[0] in ("yes", "no") and c[1]]
     assert [c[0] for c in found] == ["yes", "no", "yes", "yes"]
     assert found[1][1] == "teacher gives it 25.0%; its own: 'T', 60.0%"
     assert ".no {" in source and "text-decoration: underline" in source
-    assert "1 of 2 tokens are the teacher&#39;s choice" in source
+    assert "1 of 2 tokens are the teacher's choice" in source
     assert "&lt;b&gt;" in source and "<b>" not in source  # what a model wrote is text
     assert "p &amp; q" in source and "↵\n</span>" in source
 
 
-def test_several_runs_in_one_page(tmp_path):
+def test_several_runs_in_one_page(tmp_path, drawing):
     """A baseline beside a distilled run: one teacher, one start, and where the settings differ."""
     one = workdir(tmp_path / "x" / "run", WHOLE, receipt())
     two = workdir(tmp_path / "y" / "run", [*WHOLE[:-1], evaluation(4, 1.3, 0.45, 0.55)],
                   receipt(loss_alpha=1.0, train_seed=7))  # fmt: skip
-    out = page.write([one, two])
+    out = page.write_page([one, two])
     assert out == one / "comparison.html" and not (one / "report.html").exists()
     rows = Text(out.read_text()).rows
     assert [row[0] for row in rows[1:5]] == [
@@ -177,9 +191,9 @@ def test_several_runs_in_one_page(tmp_path):
     at = next(i for i, row in enumerate(rows) if row[:1] == ["field"])
     assert rows[at : at + 3] == [["field", "x/run", "y/run"], ["loss.alpha", "0.3", "1"],
                                  ["train.seed", "0", "7"]]  # fmt: skip
-    elsewhere = page.write([one, two], tmp_path / "out" / "both.html")
-    assert elsewhere.read_text().count("<svg") == 8
-    assert len(list((tmp_path / "out" / "both").glob("*.png"))) == 8
+    elsewhere = page.write_page([one, two], tmp_path / "out" / "both.html")
+    assert elsewhere.read_text().count('src="data:image/svg') == len(PICTURES)
+    assert len(list((tmp_path / "out" / "both").glob("*.png"))) == len(PICTURES)
     assert "compare them with care" not in out.read_text()
 
 
@@ -190,7 +204,7 @@ def test_what_forbids_a_comparison_is_said(tmp_path):
     two = workdir(tmp_path / "b", WHOLE, other)
     assert (
         "are of different held-out rows: compare them with care"
-        in page.write([one, two]).read_text()
+        in page.write_page([one, two]).read_text()
     )
 
 
@@ -209,13 +223,13 @@ def test_what_forbids_a_comparison_is_said(tmp_path):
         (WHOLE, None, "no receipt.json"),
         (WHOLE, "{", "receipt.json cannot be read"),
         ([*WHOLE, '{"kind": "tr'], receipt(), "1 of 8 lines of metrics.jsonl cannot be read"),
-        ([step(1, loss=None, ce=None, kl=None, learning_rate=None, tokens_per_second=None),
+        ([step(1, loss=None, ce=None, divergence=None, learning_rate=None, tokens_per_second=None),
           evaluation(0, None or float("nan"), float("nan"), float("nan"))], None,
-         "kl is not finite"),
+         "divergence is not finite"),
     ],
 )  # fmt: skip
 def test_a_run_that_is_not_whole_is_shown_as_far_as_it_goes(tmp_path, lines, record, note):
-    source = page.write([workdir(tmp_path / "a", lines, record)]).read_text()
+    source = page.write_page([workdir(tmp_path / "a", lines, record)]).read_text()
     assert note in source and "nan" not in {cell for row in Text(source).rows for cell in row}
 
 
@@ -223,9 +237,9 @@ def test_samples_that_are_not_whole(tmp_path):
     half = a_sample() | {"after": None}
     for token in half["before"]["tokens"]:
         del token["teacher"]
-    source = page.write([workdir(tmp_path / "a", samples={"samples": [half]})]).read_text()
+    source = page.write_page([workdir(tmp_path / "a", samples={"samples": [half]})]).read_text()
     assert "not made" in source and "choice</span>" not in source
-    source = page.write([workdir(tmp_path / "b", samples="[")]).read_text()
+    source = page.write_page([workdir(tmp_path / "b", samples="[")]).read_text()
     assert "samples.json cannot be read" in source
 
 
@@ -235,30 +249,38 @@ def test_figures_are_those_of_the_files(tmp_path):
     assert run.train["tokens"].tolist() == [100, 200, 300, 400]
     assert [e["tokens"] for e in run.evals] == [0, 200, 400]
     assert [e["positions"] for e in run.evals] == [1000] * 3
-    assert run.compiled().tolist() == [True, False, True, False]
-    assert run.temperature == 4 and not run.without_teacher
+    assert run.divergence == "KL at T = 4" and not run.without_teacher
 
 
 def test_curves_average_and_bands_span(tmp_path):
-    from matplotlib.figure import Figure
-
-    from kdjax.watch.report import figures
-
     lines = [step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)
-             for i in range(1, 4 * figures._BINS + 1)]  # fmt: skip
+             for i in range(1, 4 * page._BINS + 1)]  # fmt: skip
     run = read_run(workdir(tmp_path / "a", lines))
-    axes = Figure().add_subplot()
-    assert figures._curve(axes, run, "loss", 0, "loss") == 4
-    (line,) = axes.get_lines()
-    assert line.get_ydata().tolist() == [1.5] * figures._BINS
-    assert line.get_xdata().tolist() == [400.0 * (i + 1) for i in range(figures._BINS)]
-    band = axes.collections[0].get_paths()[0].vertices[:, 1]
-    assert (band.min(), band.max()) == (0, 3)
-    axes = Figure().add_subplot()
-    figures._throughput(axes, [run])
-    (line,) = axes.get_lines()
+    curve = page._average(run, "loss")
+    assert curve.values.tolist() == [1.5] * page._BINS
+    assert curve.tokens.tolist() == [400.0 * (i + 1) for i in range(page._BINS)]
+    least, greatest = curve.band
+    assert ({*least}, {*greatest}) == ({0.0}, {3.0})
     # Half of the steps at 10, half at 1000: 2 / (1/10 + 1/1000), not their mean 505.
-    np.testing.assert_allclose(np.median(line.get_ydata()), 2 / (1 / 10 + 1 / 1000))
+    speed = page._average(run, "tokens_per_second")
+    np.testing.assert_allclose(np.median(speed.values), 2 / (1 / 10 + 1 / 1000))
+
+
+def test_the_first_step_of_a_session_is_no_speed(tmp_path):
+    lines = [step(i, tokens_per_second=1.0 if i in (1, 3) else 50.0) for i in range(1, 5)]
+    run = read_run(workdir(tmp_path / "a", lines, receipt(sessions=((0, 2), (2, 4)))))
+    assert page._average(run, "tokens_per_second").values.tolist() == [50.0]
+
+
+def test_other_divergences_and_top_k_caches_are_named(tmp_path):
+    record = receipt(loss_divergence="reverse_kl", loss_temperature=1.0)
+    columns, _ = page.results_table([read_run(workdir(tmp_path / "a", WHOLE, record))])
+    assert "reverse_kl at T = 1" in columns and "KL to the teacher" in columns
+    lines = [{f"{k}_topk" if k in ("kl", "divergence") else k: v for k, v in line.items()}
+             for line in WHOLE]  # fmt: skip
+    topk = read_run(workdir(tmp_path / "b", lines, receipt()))
+    assert [e["kl"] for e in topk.evals] == [0.5, 0.4, 0.25]
+    assert any("over the ids that the teacher's cache holds" in note for note in topk.notes)
 
 
 def test_errors_say_what_to_do(tmp_path, capsys):
@@ -271,7 +293,7 @@ def test_errors_say_what_to_do(tmp_path, capsys):
     with pytest.raises(UserError, match="was given twice"):
         read_runs([one, tmp_path / "b" / ".." / "a"])
     with pytest.raises(UserError, match=r"--out=.*page: expected a name that ends in .html"):
-        page.write([one], tmp_path / "page")
+        page.write_page([one], tmp_path / "page")
     (tmp_path / "file").write_text("")
     assert main([str(one), "--out", str(tmp_path / "file" / "r.html")]) == 2
     assert "r.html cannot be written" in capsys.readouterr().err
@@ -287,7 +309,7 @@ def a_run(folder):
 
 
 def test_the_hook_draws_a_finished_run_and_not_an_interrupted_one(whole):
-    hook = Report(whole)
+    hook = ReportPage(whole)
     (whole / "report.html").write_text("of an earlier session")
     hook.train_begin(a_run(whole))
     assert not (whole / "report.html").exists()
@@ -306,8 +328,8 @@ def test_a_report_that_cannot_be_drawn_fails_no_run(whole, monkeypatch, caplog):
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
-    monkeypatch.setattr(page, "write", broken)
-    Report(whole).train_end("finished", None)
+    monkeypatch.setattr(page, "write_page", broken)
+    ReportPage(whole).train_end("finished", None)
     assert "no report: RuntimeError: no fonts" in caplog.text
     assert f"python -m kdjax.report {whole}" in caplog.text
 
@@ -320,13 +342,13 @@ def test_matplotlib_waits_for_the_first_drawing():
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
-def test_it_renders_in_a_browser(whole, tmp_path):
+def test_it_renders_in_a_browser(whole, tmp_path, drawing):
     """Headless, at both widths, light and dark: no error, no request, nothing wider than it."""
     if check_report.browser() is None:
         pytest.skip("no chromium")
     other = workdir(tmp_path / ("a-long-name-without-a-break-" * 4), WHOLE,
                     receipt(data_train="/text/" + "x" * 300))  # fmt: skip
-    for report in (page.write([whole]), page.write([whole, other])):
+    for report in (page.write_page([whole]), page.write_page([whole, other])):
         assert check_report.check(report) == []
     broken = tmp_path / "broken.html"
     wide = '<div style="width: 900px">x</div><script>undefined.x</script><img src="no.png">'

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("workdir", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, metavar="FILE.html")
     args = parser.parse_args(argv)
-    print(page.write(args.workdir, args.out))
+    print(page.write_page(args.workdir, args.out))
     return FINISHED
 
 

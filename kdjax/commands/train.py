@@ -142,9 +142,13 @@ def main(argv: list[str]) -> int:
     if reason == "interrupted":
         print(f"saved; resume with: {_same_command()}")
         return INTERRUPTED
-    from kdjax.watch.report.closing import closing
+    from kdjax.watch.report.page import closing_lines
 
-    print(f"done: {_WORKDIR.value}", *closing(Path(_WORKDIR.value), config.train.steps), sep="\n")
+    print(
+        f"done: {_WORKDIR.value}",
+        *closing_lines(Path(_WORKDIR.value), config.train.steps),
+        sep="\n",
+    )
     return FINISHED
 
 

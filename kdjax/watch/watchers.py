@@ -10,7 +10,7 @@ from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import writers
 from kdjax.watch.receipt import Receipt
-from kdjax.watch.report import Report
+from kdjax.watch.report import ReportPage
 from kdjax.watch.samples import Samples
 from kdjax.watch.smoke import Verdict
 
@@ -50,4 +50,4 @@ def make_hooks(
     elif config.eval.samples:
         hooks.append(Samples(workdir, config.eval.samples, job.step_spec.student, job.teacher,
                              job.sources.tokenizer, job.rows.heldout))  # fmt: skip
-    return [*hooks, Report(workdir)]
+    return [*hooks, ReportPage(workdir)]

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-WIDTHS = {"desk": 1280, "phone": 375}
+WIDTHS = {"desk": 1280, "phone": 390}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _SHIFT = 0.1  # what Web Vitals call good; a page that is parsed in pieces is not quite still
 # How far content moves after it was first painted.
@@ -27,7 +27,7 @@ _WATCH = """window.shift = 0; new PerformanceObserver(
 ).observe({type: 'layout-shift', buffered: true})"""
 _MEASURE = """JSON.stringify({
   width: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight,
-  shift: window.shift, figures: document.querySelectorAll('figure svg').length})"""
+  shift: window.shift, figures: document.querySelectorAll('figure img').length})"""
 
 
 def browser() -> str | None:

@@ -1,7 +1,6 @@
-"""`report.html`: what a run left in its workdir, as one page of curves, figures and samples.
+"""`report.html`: what runs left in their workdirs, as one page of curves, figures and samples.
 
-`workdir` reads, `figures` draws, `page` writes; `__main__` is the command, `Report` the hook. Only
-drawing imports matplotlib.
+`workdir` reads, `page` draws and writes. Only drawing imports matplotlib.
 """
 
 import logging
@@ -14,10 +13,10 @@ FILE = "report.html"
 _log = logging.getLogger("kdjax")
 
 
-class Report(Hook):
-    """Writes `workdir/report.html` when a run is finished, or stopped by a NaN; the last hook.
+class ReportPage(Hook):
+    """Writes `workdir/report.html` when a run is finished, or stopped by a NaN.
 
-    A report that cannot be drawn is a warning, and changes no end.
+    A page that cannot be drawn is a warning, and changes no end.
     """
 
     def __init__(self, workdir: Path):
@@ -29,13 +28,16 @@ class Report(Hook):
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
         """Draws; who interrupts a run does not wait for that."""
-        if reason == "finished" or isinstance(error, NonFiniteError):
-            try:
-                from kdjax.watch.report import page
+        if reason != "finished" and not isinstance(error, NonFiniteError):
+            return
+        try:
+            from kdjax.watch.report import page
 
-                page.write([self._workdir])
-            except Exception as problem:
-                _log.warning(
-                    "no report: %s: %s\nTry again: python -m kdjax.report %s",
-                    type(problem).__name__, problem, self._workdir,
-                )  # fmt: skip
+            page.write_page([self._workdir])
+        except Exception as problem:
+            _log.warning(
+                "no report: %s: %s\nTry again: python -m kdjax.report %s",
+                type(problem).__name__,
+                problem,
+                self._workdir,
+            )

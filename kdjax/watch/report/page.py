@@ -1,60 +1,75 @@
-"""The page: one HTML file that needs nothing else, and its figures as PNG files beside it."""
+"""The page: one HTML file that needs nothing else, and its curves as PNG files beside it."""
 
+import base64
+import dataclasses
+import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from kdjax._version import __version__
 from kdjax.config import Config, flatten
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing
+from kdjax.watch import provenance
 from kdjax.watch.report import FILE
-from kdjax.watch.report.workdir import RunRecord, read_runs
+from kdjax.watch.report.workdir import METRICS, SAMPLES, RunRecord, read_run, read_runs
 
 COMPARISON = "comparison.html"
-_AT_T = "KL at T"
-# Column: its key in an evaluation's figures for the teacher, for the student, and its form.
+_NOTHING = "–"
+# Column of the results: the figures of teacher and student, and their form.
 _COLUMNS = {
     "CE": ("teacher_ce", "student_ce", "{:.4f}"),
     "perplexity": ("teacher_perplexity", "student_perplexity", "{:.3f}"),
     "bits a byte": ("teacher_bits_per_byte", "student_bits_per_byte", "{:.4f}"),
+    "loss": ("", "loss", "{:.4f}"),
+    "divergence": ("", "divergence", "{:.4f}"),
     "KL to the teacher": ("", "kl", "{:.4f}"),
-    _AT_T: ("", "kl_temperature", "{:.4f}"),
     "agreement": ("", "agreement", "{:.2%}"),
 }
-_NOTHING = "–"
+_SAME = "KL at T = 1"  # a divergence that has a column already
+_PLACES = {
+    "checkpoint": "checkpoints/{step}",
+    "report": FILE,
+    "figures": "report",
+    "metrics": METRICS,
+    "samples": SAMPLES,
+    "receipt": provenance.FILE,
+    "curves": "tensorboard",
+}
 
 
-def write(workdirs: Sequence[Path], out: Path | None = None) -> Path:
+def write_page(workdirs: Sequence[Path], out: Path | None = None) -> Path:
     """Writes the page of one run or several, and PNG files into a folder of its name beside it.
 
     By default `report.html` in the one workdir, or `comparison.html` in the first of several.
     Raises `UserError` for folders without a run, runs named twice, and a page that is no `.html`.
     """
-    from kdjax.watch.report.figures import draw
-
     out = out or workdirs[0] / (FILE if len(workdirs) == 1 else COMPARISON)
     if out.suffix != ".html":
         raise UserError(f"--out={out}: expected a name that ends in .html, for the page.")
     runs = read_runs(workdirs)
-    figures = draw(runs)
+    pictures = list(_draw_pictures(runs))
+    columns, rows = results_table(runs)
+    default = flatten(Config())
     html = _template().render(
-        runs=runs, figures=figures, folder=out.stem, version=__version__,
+        runs=runs, version=__version__, folder=out.stem, columns=columns, rows=rows,
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
-        columns=(results := results_table(runs))[0], rows=results[1], summary=summary(runs),
-        measured=measured(runs), comparable=comparable(runs), differing=differing(runs),
-        samples=[(run, list(_samples(run))) for run in runs if run.samples],
-        settings=[_settings(run) for run in runs], facts=[_facts(run) for run in runs],
+        pictures=[(p, base64.b64encode(p.svg).decode()) for p in pictures],
+        summary=[line for run in runs if (line := _summarise(run, len(runs) > 1))],
+        measured=_describe_units(runs), doubts=_list_doubts(runs),
+        differing=_list_differing(runs) if len(runs) > 1 else [], default=default,
+        facts=[_list_facts(run.receipt) for run in runs],
     )  # fmt: skip
-    folder = out.with_suffix("")
     try:
-        for figure in figures:
-            with replacing(folder / f"{figure.name}.png") as file:
-                file.write(figure.png)
+        for picture in pictures:
+            with replacing(out.with_suffix("") / f"{picture.name}.png") as file:
+                file.write(picture.png)
         with replacing(out) as file:
             file.write(html.encode("utf-8", "backslashreplace"))
     except OSError as error:
@@ -65,17 +80,39 @@ def write(workdirs: Sequence[Path], out: Path | None = None) -> Path:
     return out
 
 
+def closing_lines(workdir: Path, step: int) -> list[str]:
+    """What a finished run prints: its held-out figures as a table, and each output that is there.
+
+    `step` is that of the last checkpoint. Figures that are not there, or cannot be read, are left
+    out.
+    """
+    lines = []
+    try:
+        run = read_run(workdir)
+        columns, rows = results_table([run])
+        if rows:
+            lines += ["", f"held-out figures: {_describe_units([run])}"]
+            cells = [["", *columns], *([label, *cells] for label, cells in rows)]
+            first, *others = [max(map(len, column)) for column in zip(*cells, strict=True)]
+            for label, *figures in cells:
+                aligned = (f.rjust(width) for f, width in zip(figures, others, strict=True))
+                lines.append("  ".join([label.ljust(first), *aligned]))
+    except UserError as error:
+        lines.append(f"no held-out figures: {error}")
+    places = {name: workdir / path.format(step=step) for name, path in _PLACES.items()}
+    return [*lines, "", *(f"{name:<10}  {path}" for name, path in places.items() if path.exists())]
+
+
 def _template() -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters["shown"] = shown
+    environment.filters |= {"shown": _show, "marked": _mark_tokens}
     return environment.get_template("template.html")
 
 
-def shown(value: Any) -> str:
+def _show(value: Any) -> str:
     """A setting or a fact as text."""
     match value:
         case None | "":
@@ -89,181 +126,304 @@ def shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+# ---- the table
+
+
 def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Columns and rows of held-out figures: teacher, student before, student after, of every run.
 
     A teacher or a start that several runs share is one row. A column that nobody has is left out,
-    and KL at T where T is 1, or not the same in all runs.
+    and the divergence where it is the KL at T = 1, or not the same in all runs.
     """
-    before, after = [], []
-    temperatures = {run.temperature for run in runs}
-    at_t = len(temperatures) == 1 and 1.0 not in temperatures
-    columns = [c for c in _COLUMNS if c != _AT_T or at_t]
-    for run in runs:
-        name = f"{run.label}: " if len(runs) > 1 else ""
-        if not run.evals:
-            continue
+    rows: dict[tuple[bool, str, tuple[str, ...], str], list[str]] = {}
+    for run in (run for run in runs if run.evals):
         first, last = run.evals[0], run.evals[-1]
-        before.append((f"{name}teacher", _figures(last, 0, columns)))
-        if first["step"] == 0:
-            before.append((f"{name}student before training", _figures(first, 1, columns)))
-        if last["step"] > 0:
-            kind = ", without the teacher (alpha = 1)" if run.without_teacher else ""
-            after.append((f"{name}student after {last['step']:,.0f} steps{kind}",
-                          _figures(last, 1, columns)))  # fmt: skip
-    rows = [*_joined(before), *after]
-    used = [c for c in columns if any(f[c] != _NOTHING for _, f in rows)]
-    return used, [(label, [figures[c] for c in used]) for label, figures in rows]
+        without = ", without the teacher (alpha = 1)" if run.without_teacher else ""
+        after = f"student after {last['step']:,.0f} steps{without}"
+        for late, kind, figures, side in (
+            (False, "teacher", last, 0),
+            (False, "student before training", first if first["step"] == 0 else {}, 1),
+            (True, after, last if last["step"] > 0 else {}, 1),
+        ):
+            if figures:
+                key = late, kind, _cells(figures, side), run.label if late else ""
+                rows.setdefault(key, []).append(run.label)
+    if not rows:
+        return [], []
+    labelled = [
+        (f"{labels[0]}: {kind}" if len(labels) == 1 < len(runs) else kind, cells)
+        for (_, kind, cells, _), labels in sorted(rows.items(), key=lambda row: row[0][0])
+    ]
+    divergences = {run.divergence for run in runs}
+    title = divergences.pop() if len(divergences) == 1 else _SAME
+    names = [title if name == "divergence" else name for name in _COLUMNS]
+    columns = list(zip(*(cells for _, cells in labelled), strict=True))
+    used = [i for i, name in enumerate(names) if name != _SAME and {*columns[i]} != {_NOTHING}]
+    kept = [(label, [cells[i] for i in used]) for label, cells in labelled]
+    return [names[i] for i in used], kept
 
 
-def _figures(entry: Mapping[str, float], side: int, columns: Sequence[str]) -> dict[str, str]:
+def _cells(figures: dict[str, float], side: int) -> tuple[str, ...]:
     """The cells of one row; `side` is 0 for the teacher, 1 for the student."""
-
-    def cell(key: str, form: str) -> str:
-        value = entry.get(key, math.nan) if key else math.nan
-        return form.format(value) if math.isfinite(value) else _NOTHING
-
-    return {column: cell(_COLUMNS[column][side], _COLUMNS[column][2]) for column in columns}
+    values = ((figures.get(of[side], math.nan), of[2]) for of in _COLUMNS.values())
+    return tuple(form.format(v) if math.isfinite(v) else _NOTHING for v, form in values)
 
 
-def _joined(rows: list[tuple[str, dict[str, str]]]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of one kind and the same figures as one, without a run's name."""
-    for i, (label, figures) in enumerate(rows):
-        kind = label.rpartition(": ")[2]
-        alike = [j for j, (other, f) in enumerate(rows)
-                 if f == figures and other.rpartition(": ")[2] == kind]  # fmt: skip
-        if alike[0] == i:
-            yield (kind if len(alike) > 1 else label), figures
+def _summarise(run: RunRecord, several: bool) -> str:
+    """What moved on held-out text from before training to the last evaluation, as a sentence."""
+    if len(run.evals) < 2 or run.evals[0]["step"] != 0:
+        return ""
+    first, last = run.evals[0], run.evals[-1]
+    moves = []
+    for name, title, form in (
+        ("kl", "KL to the teacher", "{:.4f}"),
+        ("agreement", "agreement", "{:.1%}"),
+        ("student_ce", "CE", "{:.4f}"),
+    ):
+        before, after = first.get(name, math.nan), last.get(name, math.nan)
+        if math.isfinite(before) and math.isfinite(after) and (name != "student_ce" or not moves):
+            verb = "fell" if after < before else "rose" if after > before else "went"
+            change = f" ({after / before - 1:+.1%})" if name != "agreement" and before > 0 else ""
+            moves.append(
+                f"{title} {verb} from {form.format(before)} to {form.format(after)}{change}"
+            )
+    subject = f"{run.label}: held-out" if several else "Held-out"
+    done = f"in {last['step']:,.0f} steps ({last['tokens']:,.0f} tokens)"
+    return f"{subject} {', '.join(moves)}, {done}." if moves else ""
 
 
-def summary(runs: Sequence[RunRecord]) -> list[str]:
-    """A sentence a run: what moved on held-out text from before training to the last evaluation."""
-    lines = []
-    for run in runs:
-        if len(run.evals) < 2 or run.evals[0]["step"] != 0:
-            continue
-        first, last = run.evals[0], run.evals[-1]
-        name = f"{run.label}: held-out" if len(runs) > 1 else "Held-out"
-        kl, agreement = ((first.get(k, math.nan), last.get(k, math.nan))
-                         for k in ("kl", "agreement"))  # fmt: skip
-        change = f" ({last['kl'] / first['kl'] - 1:+.1%})" if kl[0] > 0 else ""
-        lines.append(
-            f"{name} KL to the teacher {_verb(*kl)} {kl[0]:.4f} to {kl[1]:.4f}{change}, agreement "
-            f"{_verb(*agreement)} {agreement[0]:.1%} to {agreement[1]:.1%}, in "
-            f"{last['step']:,.0f} steps ({last['tokens']:,.0f} tokens)."
-        )
-    return lines
-
-
-def _verb(before: float, after: float) -> str:
-    return "fell from" if after < before else "rose from" if after > before else "went from"
-
-
-def measured(runs: Sequence[RunRecord]) -> str:
+def _describe_units(runs: Sequence[RunRecord]) -> str:
     """Units of the results, and over how many positions they are."""
     counts = sorted({run.evals[-1]["positions"] for run in runs if run.evals})
     over = " or ".join(f"{count:,.0f}" for count in counts if math.isfinite(count))
     return f"CE and KL in nats a token{f', over {over} positions' if over else ''}."
 
 
-def comparable(runs: Sequence[RunRecord]) -> list[str]:
+def _list_doubts(runs: Sequence[RunRecord]) -> list[str]:
     """What forbids comparing the runs' held-out figures directly."""
-    doubts = []
-    for what, of in (
-        ("are of different held-out rows", lambda r: (r.receipt.get("data") or {}).get("rows")),
-        ("are over different numbers of positions",
-         lambda r: r.evals[-1]["positions"] if r.evals else None),
-        ("have different teachers", lambda r: (r.receipt.get("teacher") or {}).get("sha256")),
-    ):  # fmt: skip
-        if len({value for run in runs if (value := of(run)) is not None}) > 1:
-            doubts.append(f"Held-out figures of these runs {what}: compare them with care.")
-    return doubts
+    rows = {(run.receipt.get("data") or {}).get("rows") for run in runs} - {None}
+    teachers = {(run.receipt.get("teacher") or {}).get("sha256") for run in runs} - {None}
+    positions = {run.evals[-1]["positions"] for run in runs if run.evals}
+    doubts = {
+        "are of different held-out rows": rows,
+        "are over different numbers of positions": positions,
+        "have different teachers": teachers,
+    }
+    return [f"Held-out figures of these runs {doubt}: compare them with care."
+            for doubt, values in doubts.items() if len(values) > 1]  # fmt: skip
 
 
-def differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+def _list_differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Fields of the configs that are not the same in all runs, and each run's value."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
-    rows = [(f, [shown(run.config[f]) if f in run.config else _NOTHING for run in runs])
-            for f in fields]  # fmt: skip
+    rows = [(field, [_show(run.config.get(field)) for run in runs]) for field in fields]
     return [(field, values) for field, values in rows if len(set(values)) > 1]
 
 
-def _settings(run: RunRecord) -> list[tuple[str, Any, bool]]:
-    """Field, value, and whether it differs from the default."""
-    default = flatten(Config())
-    return [(k, v, k not in default or default[k] != v) for k, v in run.config.items()]
-
-
-def _facts(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """What the receipt says of files, machine and plan, by heading."""
-    receipt = run.receipt
-    if not receipt:
-        return {}
-    kdjax, data = receipt.get("kdjax") or {}, receipt.get("data") or {}
-    machine = dict(receipt.get("platform") or {})
-    dirty = " with changes that are not committed" if kdjax.get("git_dirty") else ""
-    hashes = {
-        "kdjax": f"{kdjax.get('version')}, commit {kdjax.get('git_sha') or 'unknown'}{dirty}",
-        "config, SHA-256": receipt.get("config_sha256"),
-        "rows, key": data.get("rows"),
-        "rows, SHA-256": data.get("packed_sha256"),
+def _list_facts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the receipt says of files, sessions, machine and plan, by heading."""
+    named = ("kdjax", "config_sha256", "teacher", "student", "data", "output")
+    plan = flatten(receipt.get("plan") or {})
+    facts = {
+        "Files and hashes": flatten({name: receipt.get(name) for name in named if receipt}),
+        "Sessions": {
+            f"session {i}": f"{s.get('started')} to {s.get('ended') or '?'}: steps "
+            f"{s.get('start_step')} to {s.get('end_step', '?')}, {s.get('reason') or 'not ended'}"
+            for i, s in enumerate(receipt.get("sessions", []), 1)
+        },
+        "Environment": flatten(receipt.get("platform") or {}),
+        "Memory plan, on each device": {
+            name: f"{value / 1e9:.2f} GB" if isinstance(value, int | float) else value
+            for name, value in plan.items()
+        },
     }
-    for side in ("teacher", "student"):
-        files = receipt.get(side) or {}
-        hashes[f"{side}, file"] = ", ".join(files.get("files", []))
-        hashes[f"{side}, SHA-256"] = files.get("sha256")
-    output = receipt.get("output") or {}
-    hashes |= {"output": output.get("path"), "output, SHA-256": output.get("params_sha256")}
-    sessions = {
-        f"session {i}": f"{s.get('started')} to {s.get('ended') or '?'}: steps "
-        f"{s.get('start_step')} to {s.get('end_step', '?')}, {s.get('reason') or 'not ended'}"
-        for i, s in enumerate(receipt.get("sessions", []), 1)
-    }
-    machine |= {f"device, {k}": v for k, v in (machine.pop("devices", None) or {}).items()}
-    for group in ("packages", "environment"):
-        machine |= machine.pop(group, None) or {}
-    facts = {"Hashes": hashes, "Sessions": sessions, "Environment": machine,
-             "Memory plan, on each device": _plan(receipt.get("plan") or {})}  # fmt: skip
     return {heading: rows for heading, rows in facts.items() if rows}
 
 
-def _plan(plan: Mapping[str, Any]) -> dict[str, str]:
-    if not plan:
-        return {}
+def _mark_tokens(tokens: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Text, class and title of each token: whether the teacher would have written it, "" unjudged.
 
-    def gb(size: float | None) -> str:
-        return f"{size / 1e9:.2f} GB" if size else "unknown"
-
-    rows = {"choice": plan["choice"], "planned peak": gb(plan["peak"]), "limit": gb(plan["limit"])}
-    rows |= {name: gb(size) for name, size in plan["resident"].items()}
-    return rows | {f"while {name}": gb(sum(parts.values()))
-                   for name, parts in plan["phases"].items()}  # fmt: skip
-
-
-def _samples(run: RunRecord) -> Iterator[dict[str, Any]]:
-    for number, sample in enumerate(run.samples, 1):
-        sides = [(title, _completion(sample.get(when))) for title, when in
-                 (("Before training", "before"), ("After training", "after"))]  # fmt: skip
-        yield {"number": number, "sides": sides} | {k: sample.get(k) for k in
-                                                    ("row", "prompt", "reference")}  # fmt: skip
-
-
-def _completion(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The marked tokens of a completion, and how many of them are the teacher's own choice."""
-    if found is None:
-        return None
-    tokens = []
-    for token in found["tokens"]:
+    What has no glyph could carry no mark, and gets one where the teacher differs.
+    """
+    for token in tokens:
         opinion = token.get("teacher")
-        agrees = None if opinion is None else opinion["id"] == token["id"]
-        text, said = token["text"], ""
-        if opinion:
-            said = f"teacher gives it {opinion['of_students_id']:.1%}"
-        if opinion and not agrees:
-            said += f"; its own: {opinion['text']!r}, {opinion['probability']:.1%}"
-            text = text.replace("\n", "↵\n") or "␣"  # what has no glyph could carry no mark
-        tokens.append({"text": text, "agrees": agrees, "said": said})
-    judged = [t["agrees"] for t in tokens if t["agrees"] is not None]
-    verdict = f"{sum(judged)} of {len(judged)} tokens are the teacher's choice" if judged else ""
-    return {"tokens": tokens, "verdict": verdict, "step": found.get("step"),
-            "stopped": found.get("ended_by") == "stop"}  # fmt: skip
+        if not opinion:
+            yield token["text"], "", ""
+            continue
+        title = f"teacher gives it {opinion['of_students_id']:.1%}"
+        if opinion["id"] == token["id"]:
+            yield token["text"], "yes", title
+        else:
+            title += f"; its own: {opinion['text']!r}, {opinion['probability']:.1%}"
+            yield token["text"].replace("\n", "↵\n") or "␣", "no", title
+
+
+# ---- the curves
+
+# Blue, vermilion, green, purple, ochre, sky after Okabe and Ito, who chose them to be told apart by
+# the colour-blind. Runs and parts differ in their dashes as well.
+_COLOURS = "#0068a8", "#c84e00", "#007a5a", "#a4508b", "#8a6a00", "#2a8fc7"
+_DASHES = "-", (0, (5, 1.6)), (0, (1.5, 1.3)), (0, (6, 1.5, 1.5, 1.5))
+_BINS = 160  # points of a curve; longer runs are averaged
+_PACE_STEPS = 8  # steps whose speed is averaged, at least: single ones are timed a step late
+_LABEL = 24  # characters of a run's label
+_STYLE: dict[str, Any] = {
+    "figure.figsize": (4.9, 2.9),  # inches of 72 units: as wide as a phone, so that 10 are legible
+    "font.size": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "grid.linewidth": 0.4,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+}
+# Name of the PNG: title, figure, form of its values.
+_TRAINED = {
+    "loss": ("Training loss, nats a token", "loss", ""),
+    "ce": ("Training cross-entropy, nats a token", "ce", ""),
+    "divergence": ("Training divergence, nats a token", "divergence", ""),
+    "learning_rate": ("Learning rate", "learning_rate", "{:.1e}"),
+    "throughput": ("Throughput, positions a second", "tokens_per_second", "{:,.0f}"),
+}
+_HELD_OUT = {
+    "heldout_loss": ("Held-out loss, nats a token", "loss", ""),
+    "kl": ("Held-out KL to the teacher, T = 1, nats a token", "kl", ""),
+    "agreement": ("Held-out top-1 agreement with the teacher", "agreement", "{:.4%}"),
+    "heldout_ce": ("Held-out cross-entropy, nats a token", "student_ce", ""),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Values over the tokens trained until then, float64 `[N]`."""
+
+    label: str
+    tokens: np.ndarray
+    values: np.ndarray
+    band: tuple[np.ndarray, ...] = ()  # least and greatest of the steps that a value is a mean of
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """The curves of one figure, a run each."""
+
+    name: str  # of its PNG
+    title: str
+    note: str  # what a reader must know of it
+    svg: bytes
+    png: bytes
+
+
+def _draw_pictures(runs: Sequence[RunRecord]) -> Iterator[Picture]:
+    """A picture of every figure that a run has."""
+    size = _bin_size(max(len(run.train["step"]) for run in runs))
+    steps = f"Lines: means of {size} steps; bands: their least and greatest."
+    for name, (title, figure, form) in _TRAINED.items():
+        note = steps if size > 1 else "Every step."
+        if name == "loss" and len(runs) == 1:
+            note = _formula(runs[0]) + note
+        if name == "throughput":
+            note = (
+                f"Over {max(size, _PACE_STEPS)} steps at a time, evaluations, saves and the first "
+                "step of a session, which holds compilation, left out."
+            )
+        if curves := [curve for run in runs if (curve := _average(run, figure))]:
+            yield Picture(name, title, note, *_draw(name, title, form, curves))
+    teachers = {e["teacher_ce"] for run in runs for e in run.evals[-1:] if "teacher_ce" in e}
+    for name, (title, figure, form) in _HELD_OUT.items():
+        level = teachers if name == "heldout_ce" else set()
+        note = "A dot an evaluation; at 0: before training." + " Dotted: the teacher." * bool(level)
+        if curves := [curve for run in runs if (curve := _list_evaluations(run, figure))]:
+            yield Picture(name, title, note, *_draw(name, title, form, curves, "o", level))
+
+
+def _formula(run: RunRecord) -> str:
+    alpha, temperature = (run.config.get(f"loss.{name}") for name in ("alpha", "temperature"))
+    if alpha is None or temperature is None:
+        return ""
+    return f"loss = {alpha:g} · CE + {(1 - alpha) * temperature**2:.4g} · {run.divergence}. "
+
+
+def _bin_size(steps: int) -> int:
+    return max(1, -(-steps // _BINS))
+
+
+def _average(run: RunRecord, figure: str) -> Curve | None:
+    """Means of equal numbers of steps. Of speeds the times are added up, as speeds do not add."""
+    values, good = run.train[figure], np.isfinite(run.train[figure])
+    speed = figure == "tokens_per_second"
+    if speed:
+        sessions = run.receipt.get("sessions") or [{"start_step": 0}]
+        good &= ~np.isin(run.train["step"], [s["start_step"] + 1 for s in sessions])  # compiled
+        values = 1 / values
+    if not good.any():
+        return None
+    tokens, values = run.train["tokens"][good], values[good]
+    size = max(_bin_size(len(values)), _PACE_STEPS if speed else 1)
+    starts = np.arange(0, len(values), size)
+    counts = np.minimum(size, len(values) - starts)
+    means = np.add.reduceat(values, starts) / counts
+    tokens = tokens[starts + counts - 1]
+    if speed:
+        return Curve(run.label, tokens, 1 / means)
+    band = tuple(f.reduceat(values, starts) for f in (np.minimum, np.maximum))
+    return Curve(run.label, tokens, means, band if size > 1 else ())
+
+
+def _list_evaluations(run: RunRecord, figure: str) -> Curve | None:
+    points = [(e["tokens"], e.get(figure, math.nan)) for e in run.evals]
+    known = np.asarray([point for point in points if math.isfinite(point[1])])
+    return Curve(run.label, *known.T) if len(known) else None
+
+
+def _draw(
+    name: str,
+    title: str,
+    form: str,
+    curves: Sequence[Curve],
+    marker: str = "",
+    levels: Collection[float] = (),
+) -> tuple[bytes, bytes]:
+    """SVG without paper, and PNG on white."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+        figure = Figure(layout="constrained")
+        axes = figure.add_subplot(title=title, xlabel="tokens trained")
+        for i, curve in enumerate(curves):
+            colour, dashes = _COLOURS[i % len(_COLOURS)], _DASHES[i % len(_DASHES)]
+            if curve.band:
+                axes.fill_between(curve.tokens, *curve.band, color=colour, alpha=0.18, linewidth=0)
+            axes.plot(
+                curve.tokens,
+                curve.values,
+                label=curve.label[-_LABEL:].lstrip("_"),  # matplotlib hides labels in _
+                color=colour,
+                linestyle=dashes,
+                # The first is wide, so that another of the same values stays visible on it.
+                linewidth=1.6 if i else 2.8,
+                marker=marker or "o" * (len(curve.values) == 1),
+                markersize=4,
+            )
+        for level in levels:
+            axes.axhline(level, color="#5a6472", linestyle=":")
+        if form:
+            axes.yaxis.set_major_formatter(lambda value, _: form.format(value))
+        if name in ("learning_rate", "throughput"):
+            axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter(EngFormatter(sep="", places=None))
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        if len(curves) > 1:
+            axes.legend()
+        svg, png = io.BytesIO(), io.BytesIO()
+        figure.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
+        figure.savefig(png, format="png", facecolor="white", dpi=160)
+    return svg.getvalue(), png.getvalue()

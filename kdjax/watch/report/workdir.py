@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ from kdjax.errors import UserError
 from kdjax.watch import provenance
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.json"
-_TRAIN = ("loss", "ce", "kl", "learning_rate", "tokens_per_second")
+_TRAIN = ("step", "loss", "ce", "divergence", "learning_rate", "tokens_per_second")
+# Names in the logs of version 0.1, where every divergence was called a KL.
+_RENAMED = {
+    "train": {"kl": "divergence"},
+    "eval": {"kl_temperature": "divergence", "kl_topk_temperature": "divergence"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +29,7 @@ class RunRecord:
 
     path: Path
     label: str
-    train: dict[str, np.ndarray]  # float64 [steps]: `_TRAIN`, step, and tokens trained until then
+    train: dict[str, np.ndarray]  # float64 [steps]: `_TRAIN`, and tokens trained until then
     evals: list[dict[str, float]]  # in order of steps, each with the tokens trained until then
     receipt: dict[str, Any]  # empty if there is none
     samples: list[dict[str, Any]]
@@ -35,20 +41,17 @@ class RunRecord:
         return flatten(self.receipt.get("config") or {})
 
     @property
-    def temperature(self) -> float:
-        """That of the loss; NaN if unknown."""
-        known = [e["temperature"] for e in self.evals if "temperature" in e]
-        return float(self.config.get("loss.temperature", known[0] if known else np.nan))
+    def divergence(self) -> str:
+        """The divergence that trains, as the config names it, and its temperature."""
+        logged = [e["temperature"] for e in self.evals if "temperature" in e]
+        temperature = self.config.get("loss.temperature", logged[0] if logged else math.nan)
+        name = self.config.get("loss.divergence", "forward_kl").replace("forward_kl", "KL")
+        return f"{name} at T = {temperature:g}" if math.isfinite(temperature) else name
 
     @property
     def without_teacher(self) -> bool:
         """Whether the loss is the text's alone: a baseline."""
         return self.config.get("loss.alpha") == 1
-
-    def compiled(self) -> np.ndarray:
-        """bool [steps]: the first step of each session, which holds compilation."""
-        sessions = self.receipt.get("sessions") or [{"start_step": 0}]
-        return np.isin(self.train["step"], [s["start_step"] + 1 for s in sessions])
 
 
 def read_run(path: Path, label: str = "") -> RunRecord:
@@ -56,26 +59,37 @@ def read_run(path: Path, label: str = "") -> RunRecord:
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; expected the --workdir of a run.")
     notes: list[str] = []
-    lines = _lines(path / METRICS, notes)
-    receipt = _receipt(path, notes)
+    lines = _read_metrics(path / METRICS, notes)
+    receipt, samples = {}, []
+    try:
+        receipt = provenance.read(path) or {}
+    except (OSError, ValueError) as error:
+        notes.append(f"{provenance.FILE} cannot be read: {error}")
+    try:
+        samples = list(json.loads((path / SAMPLES).read_text())["samples"])
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        notes.append(f"{SAMPLES} cannot be read: {type(error).__name__}: {error}")
     if not lines and not receipt:
         raise UserError(
             f"{path}: found neither figures in {METRICS} nor a {provenance.FILE}; expected the "
             "--workdir of a run that has begun. Give that of another run, or start one there: "
             f"python -m kdjax.main --config=CONFIG --workdir={path}"
         )
-    steps = [line for line in lines if line["kind"] == "train"]
-    train = {name: _column(steps, name) for name in ("step", *_TRAIN)}
-    train["tokens"] = np.nancumsum(_column(steps, "tokens"))
-    evals = [
-        {k: _number(v) for k, v in line.items() if k not in ("kind", "tokens")}
-        | {"positions": _number(line.get("tokens")), "tokens": _tokens_at(line["step"], train)}
-        for line in lines if line["kind"] == "eval"
-    ]  # fmt: skip
-    samples = _samples(path / SAMPLES, notes)
-    record = RunRecord(path, label or path.resolve().name, train, evals, receipt, samples, notes)
-    notes[:0] = _story(record)
-    return record
+    steps = [figures for kind, figures in lines if kind == "train"]
+    train = {name: np.asarray([s.get(name, math.nan) for s in steps]) for name in _TRAIN}
+    train["tokens"] = np.nancumsum([s.get("tokens", math.nan) for s in steps])
+    evals = []
+    for kind, figures in lines:
+        if kind == "eval":
+            trained = train["tokens"][train["step"] <= figures["step"]]
+            figures["positions"] = figures.get("tokens", math.nan)
+            figures["tokens"] = float(trained[-1]) if len(trained) else 0.0
+            evals.append(figures)
+    run = RunRecord(path, label or path.resolve().name, train, evals, receipt, samples, notes)
+    notes[:0] = _describe_end(run)
+    return run
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
@@ -87,88 +101,59 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     depth = 1
     while len({path.parts[-depth:] for path in resolved}) < len(paths):
         depth += 1
-    labels = [os.path.join(*path.parts[-depth:]) for path in resolved]
-    return [read_run(path, label) for path, label in zip(paths, labels, strict=True)]
+    return [read_run(path, os.path.join(*full.parts[-depth:]))
+            for path, full in zip(paths, resolved, strict=True)]  # fmt: skip
 
 
-def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    found, bad = [], 0
-    try:
-        text = path.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
+def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, float]]]:
+    """Kind and figures of each line, in order of steps."""
+    lines, bad, topk = [], 0, False
+    text = path.read_text(errors="replace").splitlines() if path.exists() else []
     for line in text:
         try:
             entry = json.loads(line)
-            int(entry["step"])
-            found += [entry] if entry["kind"] in ("train", "eval") else []
-        except (ValueError, TypeError, KeyError):
+            kind, figures = entry.pop("kind"), {"step": float(entry.pop("step"))}
+            for name, value in entry.items():
+                topk |= "_topk" in name
+                name = _RENAMED.get(kind, {}).get(name, name).removesuffix("_topk")
+                figures[name] = float(value) if isinstance(value, int | float) else math.nan
+            lines.append((kind, figures))
+        except (ValueError, TypeError, KeyError, AttributeError):
             bad += 1
     if bad:
         notes.append(f"{bad} of {len(text)} lines of {METRICS} cannot be read and are left out")
-    return sorted(found, key=lambda entry: entry["step"])
+    if topk:
+        notes.append("KL and divergence are over the ids that the teacher's cache holds, and lower "
+                     "than over all ids")  # fmt: skip
+    return sorted(lines, key=lambda line: line[1]["step"])
 
 
-def _receipt(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        return provenance.read(path) or {}
-    except (OSError, ValueError) as error:
-        notes.append(f"{provenance.FILE} cannot be read: {error}")
-        return {}
-
-
-def _samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    try:
-        return list(json.loads(path.read_text())["samples"])
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        notes.append(f"{SAMPLES} cannot be read: {type(error).__name__}: {error}")
-        return []
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
-
-
-def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    return np.asarray([_number(line.get(name)) for line in lines], np.float64)
-
-
-def _tokens_at(step: int, train: Mapping[str, np.ndarray]) -> float:
-    """Tokens trained up to the end of `step`."""
-    before = train["tokens"][train["step"] <= step]
-    return float(before[-1]) if len(before) else 0.0
-
-
-def _story(run: RunRecord) -> list[str]:
+def _describe_end(run: RunRecord) -> list[str]:
     """How the run stands, and what of it is not there."""
     receipt, steps = run.receipt, run.train["step"]
-    last = int(steps[-1]) if len(steps) else 0
-    wanted = run.config.get("train.steps")
-    of = f" of {wanted:,}" if wanted else ""
-    story = []
+    planned = run.config.get("train.steps")
+    done = f"{int(steps[-1]) if len(steps) else 0:,}" + (f" of {planned:,}" if planned else "")
+    notes = []
     match receipt.get("status"):
         case None:
-            story.append(f"no {provenance.FILE}: how the run ended, and what it was made of, is "
+            notes.append(f"no {provenance.FILE}: how the run ended, and what it was made of, is "
                          "not known")  # fmt: skip
         case "running":
-            story.append(f"not finished: {last:,}{of} steps so far; the run goes on, or was killed")
+            notes.append(f"not finished: {done} steps so far; the run goes on, or was killed")
         case "interrupted":
-            story.append(f"not finished: stopped after {last:,}{of} steps, and can be resumed")
+            notes.append(f"not finished: stopped after {done} steps, and can be resumed")
         case "failed":
-            said = receipt.get("exit") or {}
-            story.append(f"failed after {last:,}{of} steps: {said.get('error')}: "
-                         f"{said.get('message')}")  # fmt: skip
-    for name in ("loss", "ce", "kl"):
+            end = receipt.get("exit") or {}
+            notes.append(f"failed after {done} steps: {end.get('error')}: {end.get('message')}")
+    for name in ("loss", "ce", "divergence"):
         bad = steps[~np.isfinite(run.train[name])]
-        if len(bad):
-            story.append(f"{name} is not finite or not logged in {len(bad)} steps, the first "
+        if len(bad) and not (name == "divergence" and run.without_teacher):
+            notes.append(f"{name} is not finite or not logged in {len(bad)} steps, the first "
                          f"{int(bad[0]):,}")  # fmt: skip
     if not len(steps):
-        story.append("no step was logged")
+        notes.append("no step was logged")
     if not run.evals:
-        story.append("there was no held-out evaluation: how good the student is, is not known")
+        notes.append("there was no held-out evaluation: how good the student is, is not known")
     if receipt.get("smoke"):
-        story.append("a smoke run: the first steps of a longer one, with nothing saved")
-    return story
+        notes.append("a smoke run: the first steps of a longer one, with nothing saved")
+    return notes
