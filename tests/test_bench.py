@@ -119,8 +119,8 @@ def test_speeds_stand_beside_the_best_peer_of_the_same_length(args):
     specs = [step.spec_from_table(step.open_table(p)) for p in (args.teacher, args.student)]
     flops = specs[0].forward_flops(64) + 3 * specs[1].forward_flops(64)
     assert rows[0]["of_matmul"] == pytest.approx(300 * flops / 2e9)
-    text = step.report(rows, args)
-    assert "| q4k | 64 | 3.3 |  | 300 |" in text and "dequant: status 1" in text
+    text = step.report(rows)
+    assert "| q4k | 64 | 3.3 | 300 |" in text and "dequant: status 1" in text
 
 
 def test_a_benchmark_that_is_cut_short_keeps_what_it_measured(args, monkeypatch, tmp_path):

@@ -199,14 +199,13 @@ def measure(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as cache:
             rows = run(script, request, variant, args, cache)
             again = request | {"steps": 1, "host": False, "lengths": request["lengths"][:1]}
-            rows += [row | {"cached": True} for row in run(script, again, variant, args, cache)]
+            rows += run(script, again, f"{variant}, compiled before", args, cache)
     if args.document_tokens:
         most = {"data.max_segments": max(args.segments, 32)}
         one = request | {"settings": request["settings"] | most}
         many = one | {"documents": args.document_tokens}
         for name, asked in (("one document a row", one), (args.document_tokens, many)):
-            found = run(script, asked, f"{variant}, {name}", args)
-            rows += [row | {"documents": name} for row in found]
+            rows += run(script, asked, f"{variant}, {name}", args)
     return rows
 
 
@@ -239,89 +238,55 @@ def add_rates(rows: list[dict[str, Any]], matmul: float | None, args: argparse.N
             row["of_matmul"] = row["tflops"] * 1e12 / matmul
         peers = [r["tokens_per_s"] for r in rows
                  if r["program"] in TORCH and r.get("length") == row["length"]]  # fmt: skip
-        if peers and not row.get("cached"):
+        if peers:
             row["over_peer"] = row["tokens_per_s"] / max(peers)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+# Heading, figure and its form; a table has the columns that a row of it fills.
+STEP_TABLE = [
+    ("program", "program", ""),
+    ("length", "length", "d"),
+    ("step, ms", "step_ms", ",.1f"),
+    ("processor time, ms", "processor_ms", ",.0f"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+    ("TFLOP/s", "tflops", ".4g"),
+    ("of the product's rate", "of_matmul", ".2f"),
+    ("peak, GB", "peak_gb", ".2f"),
+    ("arguments, GB", "arguments_gb", ".2f"),
+    ("temporaries, GB", "temporaries_gb", ".2f"),
+    ("load, s", "load_s", ".1f"),
+    ("compile, s", "compile_s", ".1f"),
+    ("first step, s", "first_step_s", ".1f"),
+    ("x best peer", "over_peer", ".2f"),
+]
+HOST_TABLE = [
+    ("program", "program", ""),
+    ("steps alone, ms", "bare_ms", ".1f"),
+    ("steps in the loop, ms", "loop_ms", ".1f"),
+    ("the loop's share", "host_share", ".2%"),
+    ("device idle (profile)", "device_idle_share", ".2%"),
+    ("pipeline, rows/s", "pipeline_rows_per_s", ",.0f"),
+    ("x the step's appetite", "pipeline_over_appetite", ",.0f"),
+]
+
+
+def table(columns: list[tuple[str, str, str]], rows: list[dict[str, Any]]) -> str:
+    """Rows of figures as a Markdown table; a figure that a row lacks leaves its cell empty."""
+    columns = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
+    lines = [[heading for heading, *_ in columns], ["---"] * len(columns)]
+    for row in rows:
+        values = [(row.get(name), form) for _, name, form in columns]
+        lines.append(["" if value is None else format(value, form) for value, form in values])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def cell(row: dict[str, Any], name: str, form: str = ",.0f") -> str:
-    value = row.get(name)
-    return "" if value is None else format(value, form)
-
-
-def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """All tables that the rows fill, as Markdown."""
-    good = [row for row in rows if "error" not in row and not row.get("cached")]
-    parts = []
-    if good:
-        parts.append(table(
-            ["program", "length", "step, ms", "processor time, ms", "tokens/s", "TFLOP/s",
-             "of the product's rate",
-             "peak, GB", "arguments + temporaries, GB", "load, s", "compile, s", "first step, s",
-             "x best peer"],
-            [[row["program"], cell(row, "length", "d"), cell(row, "step_ms", ",.1f"),
-              cell(row, "processor_ms", ",.0f"),
-              cell(row, "tokens_per_s"), cell(row, "tflops", ".4g"), cell(row, "of_matmul", ".2f"),
-              cell(row, "peak_gb", ".2f"),
-              " + ".join(filter(None, (cell(row, f"{part}_gb", ".2f")
-                                       for part in ("arguments", "temporaries")))),
-              cell(row, "load_s", ".1f"), cell(row, "compile_s", ".1f"),
-              cell(row, "first_step_s", ".1f"), cell(row, "over_peer", ".2f")] for row in good],
-        ))  # fmt: skip
-    parts += sweep_lines(good, args) + document_lines(good)
-    if hosts := [row for row in good if "host_share" in row]:
-        parts.append(table(
-            ["program", "steps alone, ms", "steps in the loop, ms", "the loop's share",
-             "device idle (profile)", "pipeline, rows/s", "x the step's appetite"],
-            [[row["program"], cell(row, "bare_ms", ".1f"), cell(row, "loop_ms", ".1f"),
-              cell(row, "host_share", ".2%"), cell(row, "device_idle_share", ".2%"),
-              cell(row, "pipeline_rows_per_s"), cell(row, "pipeline_over_appetite")]
-             for row in hosts],
-        ))  # fmt: skip
-    if warm := [row for row in rows if row.get("cached") and "error" not in row]:
-        cold = {row["program"]: row for row in reversed(good)}
-        parts.append(table(
-            ["program", "load, s", "first step, cold, s", "first step, compiled before, s"],
-            [[row["program"], cell(row, "load_s", ".1f"),
-              cell(cold.get(row["program"], {}), "first_step_s", ".1f"),
-              cell(row, "first_step_s", ".1f")] for row in warm],
-        ))  # fmt: skip
-    parts += [f"{row['program']}: {row['error']}" for row in rows if "error" in row]
-    return "\n\n".join(parts)
-
-
-def sweep_lines(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
-    """Speed at each length over that at the shortest, as measured and without attention's share."""
-    found = []
-    plain = [row for row in rows if "documents" not in row] if args.sweep_length else []
-    for name in dict.fromkeys(row["program"] for row in plain):
-        mine = [row for row in plain if row["program"] == name]
-        first = mine[0]
-        said = [
-            f"{row['length']}: {row['tokens_per_s'] / first['tokens_per_s']:.3f} "
-            f"(FLOP/s {row['tflops'] / first['tflops']:.3f})"
-            for row in mine
-        ]
-        found.append(f"{name}, tokens/s over those at {first['length']}: {', '.join(said)}")
-    return found
-
-
-def document_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Speed of packed rows over rows of one document, in the same program and in the plain one."""
-    found = []
-    for row in rows:
-        if row.get("documents") in (None, "one document a row"):
-            continue
-        variant = row["program"].rsplit(", ", 1)[0]
-        said = [f"{row['tokens_per_s'] / other['tokens_per_s']:.3f} of {other['program']}"
-                for other in rows if other["length"] == row["length"]
-                and other["program"] in (variant, f"{variant}, one document a row")]  # fmt: skip
-        found.append(f"{row['program']}, {row['length']}: {'; '.join(said)}")
-    return found
+def report(rows: list[dict[str, Any]]) -> str:
+    """All tables that the rows fill, as Markdown, and what failed."""
+    good = [row for row in rows if "error" not in row]
+    hosts = [row for row in good if "host_share" in row]
+    tables = [(STEP_TABLE, good), (HOST_TABLE, hosts)]
+    parts = [table(columns, filled) for columns, filled in tables if filled]
+    return "\n\n".join(parts + [f"{r['program']}: {r['error']}" for r in rows if "error" in r])
 
 
 def check(args: argparse.Namespace) -> list[str]:
@@ -357,8 +322,9 @@ def main(argv: list[str] | None = None) -> int:
             start = time.perf_counter()
             rounds[variant].append(measure(variant, args))
             took = time.perf_counter() - start
-            speed = [cell(row, "tokens_per_s") or row["error"] for row in rounds[variant][-1]]
-            print(f"{variant}: {', '.join(speed)} tokens/s ({took:.0f} s)", flush=True)
+            for row in rounds[variant][-1]:
+                speed = row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s"
+                print(f"{row['program']}: {speed} ({took:.0f} s)", flush=True)
             rows = [row for found in rounds.values() if found for row in middle(found)]
             add_rates(rows, product, args)
             if args.json:  # now, so that a command that is cut short keeps what it measured
@@ -366,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
                 document = dict(devices=rate.get("devices"), matmul_flops=product,
                                 settings=settings, rows=rows)  # fmt: skip
                 args.json.write_text(json.dumps(document, indent=1))
-    print("\n" + report(rows, args))
+    print("\n" + report(rows))
     return 1 if any("error" in row and row["program"] not in TORCH for row in rows) else 0
 
 
