@@ -5,6 +5,7 @@ A file in `configs/` returns a `Config` from `get_config()`; flags such as
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Any
 
@@ -56,7 +57,7 @@ class LossConfig:
 
     temperature: float = 4.0
     alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
-    divergence: str = "forward_kl"  # forward_kl | reverse_kl (KL(student || teacher)) | jsd
+    divergence: str = "forward_kl"  # a key of DIVERGENCES; "jsd:beta=0.3" sets its parameter
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 
@@ -179,6 +180,56 @@ def _choice(*options: str) -> tuple[Any, str]:
     return (lambda v: v in options), "one of " + ", ".join(options)
 
 
+# What `loss.divergence` may name, and the parameters that each has, with their defaults.
+# `losses.divergences` defines them.
+DIVERGENCES: dict[str, dict[str, float]] = {
+    "forward_kl": {},
+    "reverse_kl": {},
+    "jsd": {"beta": 0.5},
+    "skewed_forward_kl": {"skew": 0.1},
+    "skewed_reverse_kl": {"skew": 0.1},
+    "total_variation": {},
+}
+
+
+def check_share(name: str, value: float) -> None:
+    """Raises `UserError` unless the value, a divergence's parameter, lies between 0 and 1."""
+    if not 0 < value < 1:
+        raise UserError(f"{name}={value!r}: must be above 0 and below 1")
+
+
+def split_divergence(text: str) -> tuple[str, dict[str, float]]:
+    """`"jsd:beta=0.3"` as `("jsd", {"beta": 0.3})`; `UserError` unless it is a divergence."""
+    name, _, rest = text.partition(":")
+    if name not in DIVERGENCES:
+        raise UserError(f"divergence {name!r} is unknown; known are {', '.join(DIVERGENCES)}")
+    parameters: dict[str, float] = {}
+    for field_text in rest.split(",") if rest else ():
+        key, _, number = field_text.partition("=")
+        if key not in DIVERGENCES[name]:
+            known = ", ".join(DIVERGENCES[name]) or "no parameters"
+            raise UserError(f"divergence {text!r}: {key!r} is unknown; {name} has {known}")
+        try:
+            parameters[key] = float(number)
+        except ValueError:
+            raise UserError(f"divergence {text!r}: {key} must be a number") from None
+        check_share(key, parameters[key])
+    return name, parameters
+
+
+def _forms() -> Iterator[str]:
+    for name, parameters in DIVERGENCES.items():
+        defaults = ",".join(f"{key}={value:g}" for key, value in parameters.items())
+        yield f"{name}[:{defaults}]" if defaults else name
+
+
+def _is_divergence(text: str) -> bool:
+    try:
+        return bool(split_divergence(text))
+    except UserError:
+        return False
+
+
 _POSITIVE = (lambda v: v > 0), "greater than 0"
 _NON_NEGATIVE = (lambda v: v >= 0), "0 or more"
 _FRACTION = (lambda v: 0 <= v <= 1), "between 0 and 1"
@@ -199,7 +250,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "data.max_segments": ((lambda v: 1 <= v <= 4096), "between 1 and 4096"),
     "loss.temperature": _POSITIVE,
     "loss.alpha": _FRACTION,
-    "loss.divergence": _choice("forward_kl", "reverse_kl", "jsd"),
+    "loss.divergence": (_is_divergence, "one of " + ", ".join(_forms())),
     "loss.chunk_tokens": _NON_NEGATIVE,
     "optim.learning_rate": _POSITIVE,
     "optim.final_learning_rate": _NON_NEGATIVE,

@@ -10,31 +10,27 @@ Letters: B rows, T positions, D hidden width, V vocabulary.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kdjax.losses.divergences import (
-    cross_entropy,
-    kd_parts_and_gradient,
-    kl_divergence,
-    log_softmax,
-)
+from kdjax.losses.divergences import forward_kl, kl_divergence, log_softmax
+from kdjax.losses.kd import KDLoss, cross_entropy, kd_parts_and_gradient
 from kdjax.models.weights import Scaled, mask_padding, unembed
+
+Head = Array | Scaled  # a matrix [V D] of numbers, or of float8 with a scale a row
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSpec:
     """What the chunked loss must know; hashable, so that it can be static under jit."""
 
-    temperature: float
-    alpha: float
+    loss: KDLoss
     width: int  # rows of both heads that are used: the smaller of the two
     real_vocab: int  # ids that some token has; padding rows beyond it are excluded on both sides
     chunk_tokens: int  # positions whose logits exist at the same time, over all rows
-    divergence: str = "forward_kl"  # a member of DIVERGENCES
     kernels: bool = False  # as `Placement.kernels` says
 
 
@@ -43,7 +39,7 @@ class LossSums(NamedTuple):
 
     loss: Float[Array, ""]
     ce: Float[Array, ""]
-    kl: Float[Array, ""] | None  # the divergence trained on, at temperature T, without T^2
+    divergence: Float[Array, ""] | None  # the one trained on, at temperature T, without T^2
 
 
 class EvalSums(NamedTuple):
@@ -51,24 +47,27 @@ class EvalSums(NamedTuple):
 
     student_ce: Float[Array, ""]
     teacher_ce: Float[Array, ""] | None
-    kl_temperature: Float[Array, ""] | None
-    kl: Float[Array, ""] | None  # at T = 1, so that runs with different temperatures compare
+    divergence: Float[Array, ""] | None  # the one trained on, at temperature T, without T^2
+    kl: Float[Array, ""] | None  # forward, at T = 1: runs of different losses compare
     agreement: Float[Array, ""] | None  # positions where both rank the same id first
     count: Float[Array, ""]
 
 
-def cut(head: Any, hidden: Array, spec: HeadSpec) -> Any:
-    """The rows that are used, as what they are multiplied with; a `Scaled` head stays one."""
+Sums = TypeVar("Sums", bound=tuple[Array | None, ...])
+
+
+def cut_head(head: Head, hidden: Float[Array, "B T D"], spec: HeadSpec) -> Head:
+    """The rows that are used; numbers, not `Scaled`, in the dtype of the hidden states."""
     rows = head[: spec.width]
     return rows if isinstance(rows, Scaled) else rows.astype(hidden.dtype)
 
 
-def _logits(hidden: Array, head: Any, spec: HeadSpec) -> Array:
+def _logits(hidden: Array, head: Head, spec: HeadSpec) -> Array:
     return mask_padding(unembed(hidden, head), spec.real_vocab)
 
 
-def chunked(x: Array, spec: HeadSpec) -> Array:
-    """`[B, T, ...]` to `[chunks, B, size, ...]`, T padded with zeros; `joined` undoes it.
+def split_chunks(x: Array, spec: HeadSpec) -> Array:
+    """`[B, T, ...]` to `[chunks, B, size, ...]`, T padded with zeros; `join_chunks` undoes it.
 
     Chunks run along T, so that rows stay where the mesh put them.
     """
@@ -79,45 +78,62 @@ def chunked(x: Array, spec: HeadSpec) -> Array:
     return x.reshape(batch, chunks, size, *x.shape[2:]).swapaxes(0, 1)
 
 
-def joined(x: Array, length: int) -> Array:
+def join_chunks(x: Array, length: int) -> Array:
     """`[chunks, B, size, ...]` to `[B, length, ...]`."""
     return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
 
-def scan_inputs(
-    hidden: tuple[Array | None, ...], weights: Array, *more: Any, spec: HeadSpec
+def split_inputs(
+    hidden: tuple[Array | None, ...], weights: Array, *columns: Any, spec: HeadSpec
 ) -> Any:
-    """Hidden states, weights and other columns of the positions, in chunks."""
+    """Hidden states, weights and other columns, trees of `[B, T, ...]`, in chunks."""
     # A position without weight may hold anything, NaN too; zeros keep it out of 0 * NaN.
     keep = (weights != 0)[..., None]
     hidden = jax.tree.map(lambda x: jnp.where(keep, x, 0), hidden)
-    return jax.tree.map(functools.partial(chunked, spec=spec), (hidden, weights, *more))
+    return jax.tree.map(functools.partial(split_chunks, spec=spec), (hidden, weights, *columns))
 
 
-def added(sums: Any, values: Any, weight: Array) -> Any:
-    """Each sum with its values of a chunk; those that are None have nothing to sum."""
-    return type(sums)(
-        *(a if a is None else a + jnp.sum(weight * b) for a, b in zip(sums, values, strict=True))
-    )
+def add_sums(sums: Sums, values: tuple[Array | None, ...], weight: Array) -> Sums:
+    """Adds a chunk's values, weighted, to the sums; a sum that is None stays None.
+
+    Where nothing is weighed a divergence of one's own may be NaN: its two sides are equal there.
+    """
+
+    def add(total: Array | None, value: Array | None) -> Array | None:
+        if total is None:
+            return None
+        return total + jnp.sum(weight * jnp.where(weight != 0, value, 0))
+
+    return type(sums)(*map(add, sums, values))
 
 
 _ROWS = (((0,), (0,)), ((), ()))  # what a product sums over: the rows of both sides
 
+# Of a chunk: the cross-entropy [B C], the divergence [B C], and the logits' gradient [B C V].
+ChunkParts = tuple[Array, Array, Array]
 
-def scan_loss(part: Callable[[Any], tuple[Array, Array, Array]], inputs: Any, head: Array,
-              start: LossSums, spec: HeadSpec, *, with_gradient: bool) -> Any:  # fmt: skip
+
+def scan_loss(
+    compute_parts: Callable[[Any], ChunkParts],
+    inputs: Any,
+    head: Array,
+    start: LossSums,
+    spec: HeadSpec,
+    *,
+    with_gradient: bool,
+) -> tuple[LossSums, Array | None, Array]:
     """Sums of the loss, and its gradients to hidden states (in chunks) and head, chunk by chunk.
 
-    `part` makes of a chunk of `inputs` the cross-entropy, the divergence, and the gradient of the
-    logits, weighted, in the dtype of the hidden states, which come first of all inputs.
+    `compute_parts` makes of a chunk of `inputs` the cross-entropy, the divergence, and the gradient
+    of the logits, weighted, in the dtype of the hidden states, which come first of all inputs.
     """
 
-    def chunk(carry, xs):
+    def add_chunk(carry: tuple[LossSums, Array], xs: Any) -> tuple[tuple[LossSums, Array], Any]:
         sums, d_head = carry
         (hidden, *_), weight, *_ = xs
-        ce, kl, g = part(xs)
-        loss = spec.alpha * ce + (1 - spec.alpha) * spec.temperature**2 * kl
-        sums = added(sums, (loss, ce, kl), weight)
+        ce, divergence, g = compute_parts(xs)
+        loss = spec.loss.combine(ce, divergence)
+        sums = add_sums(sums, (loss, ce, divergence), weight)
         if not with_gradient:
             return (sums, d_head), None
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
@@ -127,22 +143,28 @@ def scan_loss(part: Callable[[Any], tuple[Array, Array, Array]], inputs: Any, he
         return (sums, d_head), d_hidden
 
     d_head = jnp.zeros(head.shape if with_gradient else (), jnp.float32)
-    (sums, d_head), d_hidden = jax.lax.scan(chunk, (start, d_head), inputs)
+    (sums, d_head), d_hidden = jax.lax.scan(add_chunk, (start, d_head), inputs)
     return sums, d_hidden, d_head
 
 
-def forward_rule(found: Any, student_hidden: Array, student_head: Array) -> Any:
+Residuals = tuple[Array, Array]  # the loss's gradients to hidden states and head
+
+
+def forward_rule(
+    scanned: tuple[LossSums, Any, Array], student_hidden: Array, student_head: Array
+) -> tuple[LossSums, Residuals]:
     """What a custom_vjp's forward function returns of `scan_loss`'s results."""
-    sums, d_hidden, d_head = found
-    d_hidden = joined(d_hidden, student_hidden.shape[1])
+    sums, d_hidden, d_head = scanned
+    d_hidden = join_chunks(d_hidden, student_hidden.shape[1])
     extra = student_head.shape[0] - d_head.shape[0]
     d_head = jnp.pad(d_head, ((0, extra), (0, 0))).astype(student_head.dtype)
     return sums, (d_hidden, d_head)
 
 
-def backward_rule(residuals: tuple[Array, Array], cotangents: LossSums) -> tuple[Array, ...]:
+def backward_rule(residuals: Residuals, cotangents: LossSums) -> Residuals:
     """The gradients of `forward_rule`, times the cotangent of the loss."""
-    return tuple(x * cotangents.loss.astype(x.dtype) for x in residuals)
+    d_hidden, d_head = (x * cotangents.loss.astype(x.dtype) for x in residuals)
+    return d_hidden, d_head
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -162,39 +184,53 @@ def head_loss(
     the head's gradient accumulates in float32: in bf16 its error grows from 0.2% at one chunk to
     1.6% at 256. `weights` is 0 where a position does not train. Without a teacher alpha must be 1.
     """
-    return _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, labels,
-                      weights, spec, with_gradient=False)[0]  # fmt: skip
+    inputs = student_hidden, student_head, teacher_hidden, teacher_head, labels, weights
+    return _scan_head_loss(*inputs, spec, with_gradient=False)[0]
 
 
-def _head_loss(student_hidden, student_head, teacher_hidden, teacher_head, labels, weights, spec,
-               *, with_gradient: bool):  # fmt: skip
-    head = cut(student_head, student_hidden, spec)
-    if teacher_hidden is not None:
-        teacher_head = cut(teacher_head, teacher_hidden, spec)
-    options: dict[str, Any] = dict(
-        temperature=spec.temperature, alpha=spec.alpha, divergence=spec.divergence,
-        real=spec.real_vocab, fused=spec.kernels,
-    )  # fmt: skip
+def _scan_head_loss(
+    student_hidden: Array,
+    student_head: Array,
+    teacher_hidden: Array | None,
+    teacher_head: Head | None,
+    labels: Array,
+    weights: Array,
+    spec: HeadSpec,
+    *,
+    with_gradient: bool,
+) -> tuple[LossSums, Array | None, Array]:
+    head = student_head[: spec.width].astype(student_hidden.dtype)
+    if teacher_hidden is not None and teacher_head is not None:
+        teacher_head = cut_head(teacher_head, teacher_hidden, spec)
 
-    def part(xs):
+    def compute_parts(xs: Any) -> ChunkParts:
         (h_s, h_t), weight, label = xs
         s = unembed(h_s, head)
         t = s if h_t is None else unembed(h_t, teacher_head)  # no teacher: nothing to learn
-        ce, kl, g = kd_parts_and_gradient(s, t, label, **options)
-        return ce, kl, (g * weight[..., None]).astype(h_s.dtype)
+        ce, divergence, g = kd_parts_and_gradient(
+            s, t, label, spec.loss, real=spec.real_vocab, fused=spec.kernels
+        )
+        g = g * weight[..., None]
+        if spec.loss.divergence != forward_kl:  # whose gradient is finite wherever its sides are
+            g = jnp.where(weight[..., None] != 0, g, 0)
+        return ce, divergence, g.astype(h_s.dtype)
 
     zero = jnp.zeros((), jnp.float32)
     start = LossSums(zero, zero, None if teacher_hidden is None else zero)
-    xs = scan_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
-    return scan_loss(part, xs, head, start, spec, with_gradient=with_gradient)
+    xs = split_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
+    return scan_loss(compute_parts, xs, head, start, spec, with_gradient=with_gradient)
 
 
-def _head_loss_forward(student_hidden, student_head, *rest):
-    found = _head_loss(student_hidden, student_head, *rest, with_gradient=True)
-    return forward_rule(found, student_hidden, student_head)
+def _head_loss_forward(
+    student_hidden: Array, student_head: Array, *others: Any
+) -> tuple[LossSums, Residuals]:
+    scanned = _scan_head_loss(student_hidden, student_head, *others, with_gradient=True)
+    return forward_rule(scanned, student_hidden, student_head)
 
 
-def _head_loss_backward(spec, residuals, cotangents):
+def _head_loss_backward(
+    spec: HeadSpec, residuals: Residuals, cotangents: LossSums
+) -> tuple[Array | None, ...]:
     return (*backward_rule(residuals, cotangents), None, None, None, None)
 
 
@@ -211,24 +247,26 @@ def head_evaluation(
     spec: HeadSpec,
 ) -> EvalSums:
     """Held-out sums of student against teacher, `chunk_tokens` positions of logits at a time."""
-    head = cut(student_head, student_hidden, spec)
-    theirs: Any = teacher_head
-    if teacher_hidden is not None:
-        theirs = cut(theirs, teacher_hidden, spec)
+    head = cut_head(student_head, student_hidden, spec)
+    if teacher_hidden is not None and teacher_head is not None:
+        teacher_head = cut_head(teacher_head, teacher_hidden, spec)
+    temperature, divergence = spec.loss.temperature, spec.loss.divergence
+    # The forward KL may see ids that do not exist, as -1e30: its terms of them are exactly 0.
+    seen = None if divergence == forward_kl else spec.real_vocab
 
-    def chunk(sums, xs):
+    def add_chunk(sums: EvalSums, xs: Any) -> tuple[EvalSums, None]:
         (h_s, h_t), weight, label = xs
         s = _logits(h_s, head, spec)
-        t = s if h_t is None else _logits(h_t, theirs, spec)
-        soft = [log_softmax(x, spec.temperature) for x in (t, s)]
+        t = s if h_t is None else _logits(h_t, teacher_head, spec)
+        soft = [log_softmax(x[..., :seen], temperature) for x in (t, s)]
         hard = [log_softmax(x, 1.0) for x in (t, s)]
         same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)
-        values = (cross_entropy(s, label), cross_entropy(t, label), kl_divergence(*soft),
+        values = (cross_entropy(s, label), cross_entropy(t, label), divergence(*soft),
                   kl_divergence(*hard), same, jnp.ones_like(weight))  # fmt: skip
-        return added(sums, values, weight), None
+        return add_sums(sums, values, weight), None
 
-    xs = scan_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
+    xs = split_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
     zero = jnp.zeros((), jnp.float32)
     compared = None if teacher_hidden is None else zero
     start = EvalSums(zero, compared, compared, compared, compared, zero)
-    return jax.lax.scan(chunk, start, xs)[0]
+    return jax.lax.scan(add_chunk, start, xs)[0]

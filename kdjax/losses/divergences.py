@@ -1,33 +1,35 @@
-"""The distillation loss of logits, unreduced; `head` computes it from hidden states.
+"""Divergences as values: what two distributions over the same ids are apart, position by position.
 
-    loss = alpha * CE(student, labels) + (1 - alpha) * T^2 * KL(teacher_T || student_T)
+Each takes float32 log-probabilities of teacher and student at the loss's temperature and gives one
+number a position. A function `f(teacher_log_probs, student_log_probs)` of your own does as well:
+`as_divergence` makes a value of it.
 
-alpha weighs the cross-entropy with the labels; T softens both distributions; T^2 keeps the
-gradient's size independent of T (Hinton, Vinyals, Dean 2015, arXiv:1503.02531, section 2). In place
-of KL(teacher || student), "forward_kl", `divergence` may be "reverse_kl", KL(student || teacher)
-(Gu et al. 2023, arXiv:2306.08543), or "jsd", the mean KL of both to their mixture.
-
-Letters: B rows, T positions, D hidden width, V vocabulary.
+Letters: B rows, T positions, D hidden width, V vocabulary. In formulas t and s are the teacher's
+and the student's probabilities.
 """
 
-import functools
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kdjax.models import kernels
-from kdjax.models.weights import mask_padding
+from kdjax.config import check_share, split_divergence
+from kdjax.errors import UserError
 
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
+LogProbs = Float[AnyArray, "*B V"]
+PerPosition = Float[Array, "*B"]
+PerId = Float[Array, "*B V"]
+DivergenceFunction = Callable[[Array, Array], Array]
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
-
-def log_softmax(logits: AnyArray, temperature: float) -> Array:
+def log_softmax(logits: Float[AnyArray, "*B V"], temperature: float) -> Float[Array, "*B V"]:
+    """Log-probabilities at the temperature, float32."""
     return jax.nn.log_softmax(jnp.asarray(logits, jnp.float32) / temperature, axis=-1)
 
 
@@ -43,159 +45,220 @@ def kl_divergence(
     return jnp.sum(p_t * (teacher_log_probs - student_log_probs) + (p_s - p_t), axis=-1)
 
 
-def soft_divergence(
-    teacher_log_probs: Float[AnyArray, "*B V"],
-    student_log_probs: Float[AnyArray, "*B V"],
-    divergence: str = "forward_kl",
-) -> Float[Array, "*B"]:
-    """The divergence of that name, a member of `DIVERGENCES`, in nats."""
-    if divergence == "forward_kl":
+def _log_mixture(a: Array, b: Array, share: float) -> Array:
+    """log(share e^a + (1 - share) e^b)."""
+    return jnp.logaddexp(a + math.log(share / (1 - share)), b) + math.log(1 - share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """What a student's distribution is from its teacher's; hashable, so static under jit.
+
+    Subclasses define `__call__`, and `slope` where its derivative is known.
+    """
+
+    # Whether it is defined over merged outcomes as over ids, and merging never raises it. A cache
+    # of the teacher's likeliest ids merges all others into one outcome.
+    merges_tail: ClassVar[bool] = False
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        """One number a position, from finite float32 log-probabilities."""
+        raise NotImplementedError
+
+    def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId | None:
+        """d divergence / d (student probability), up to a constant a position; None: unknown."""
+        return None
+
+    def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """d divergence / d (student logits / T): of `slope` through the softmax, or `jax.vjp`'s."""
+        p = jnp.exp(student_log_probs)
+        slope = self.slope(teacher_log_probs, student_log_probs)
+        if slope is not None:
+            return p * (slope - jnp.sum(p * slope, axis=-1, keepdims=True))
+        value, vjp = jax.vjp(lambda s: self(teacher_log_probs, s), student_log_probs)
+        (g,) = vjp(jnp.ones_like(value))
+        return g - p * jnp.sum(g, axis=-1, keepdims=True)
+
+    def merged_gradient(
+        self, teacher_log_probs: LogProbs, student_log_probs: LogProbs
+    ) -> tuple[Float[Array, "*B V-1"], Float[Array, "*B 1"]]:
+        """The logit gradient where the last outcome is all other ids together.
+
+        Of the outcomes before it; and of each other id, as the factor of its own probability.
+        """
+        g = self.logit_gradient(teacher_log_probs, student_log_probs)
+        return g[..., :-1], g[..., -1:] / jnp.exp(student_log_probs[..., -1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardKL(Divergence):
+    """KL(t || s), nats (Hinton, Vinyals, Dean 2015, arXiv:1503.02531)."""
+
+    merges_tail: ClassVar[bool] = True
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
         return kl_divergence(teacher_log_probs, student_log_probs)
-    if divergence == "reverse_kl":
+
+    def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """s - t."""
+        return jnp.exp(student_log_probs) - jnp.exp(teacher_log_probs)
+
+    def merged_gradient(
+        self, teacher_log_probs: LogProbs, student_log_probs: LogProbs
+    ) -> tuple[Float[Array, "*B V-1"], Float[Array, "*B 1"]]:
+        """Of the tail's ids: s_j - t_tail s_j / s_tail."""
+        tail = 1 - jnp.exp((teacher_log_probs - student_log_probs)[..., -1:])
+        return self.logit_gradient(teacher_log_probs, student_log_probs)[..., :-1], tail
+
+
+@dataclasses.dataclass(frozen=True)
+class ReverseKL(Divergence):
+    """KL(s || t), nats (Gu et al. 2023, MiniLLM, arXiv:2306.08543)."""
+
+    merges_tail: ClassVar[bool] = True
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
         return kl_divergence(student_log_probs, teacher_log_probs)
-    mixture = jnp.logaddexp(teacher_log_probs, student_log_probs) - math.log(2)
-    ours, theirs = (kl_divergence(x, mixture) for x in (student_log_probs, teacher_log_probs))
-    return 0.5 * (ours + theirs)
+
+    def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """log(s / t)."""
+        return student_log_probs - teacher_log_probs
 
 
-def _soft_gradient(teacher_log_probs: Array, student_log_probs: Array, divergence: str) -> Array:
-    """d divergence / d (student logits / T) of the two that are no forward KL."""
-    slope = student_log_probs - teacher_log_probs
-    if divergence == "jsd":
-        mixture = jnp.logaddexp(teacher_log_probs, student_log_probs) - math.log(2)
-        slope = 0.5 * (student_log_probs - mixture)
-    p = jnp.exp(student_log_probs)
-    return p * (slope - jnp.sum(p * slope, axis=-1, keepdims=True))
+@dataclasses.dataclass(frozen=True)
+class JensenShannon(Divergence):
+    """beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s, nats.
 
-
-def cross_entropy(
-    logits: Float[AnyArray, "*B V"], labels: Int[AnyArray, "*B"]
-) -> Float[Array, "*B"]:
-    """Negative log-likelihood of the labels in nats, in float32, at temperature 1."""
-    logits = jnp.asarray(logits, jnp.float32)
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
-
-
-def kd_loss(
-    student_logits: Float[AnyArray, "*B V"],
-    teacher_logits: Float[AnyArray, "*B V"],
-    labels: Int[AnyArray, "*B"],
-    *,
-    temperature: float,
-    alpha: float,
-    divergence: str = "forward_kl",
-) -> Float[Array, "*B"]:
-    """The distillation loss of each position, float32, unreduced; the teacher gets no gradient.
-
-    Both logits span the same V ids: slice a wider teacher before calling.
+    GKD's generalised form (Agarwal et al. 2023, arXiv:2306.13649), 0 < beta < 1; at 1/2 at most
+    ln 2. `UserError` for another beta.
     """
-    teacher = jax.lax.stop_gradient(log_softmax(teacher_logits, temperature))
-    kl = soft_divergence(teacher, log_softmax(student_logits, temperature), divergence)
-    ce = cross_entropy(student_logits, labels)
-    return alpha * ce + (1 - alpha) * temperature**2 * kl
+
+    beta: float = 0.5
+    merges_tail: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_share("beta", self.beta)
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        m = _log_mixture(teacher_log_probs, student_log_probs, self.beta)
+        ours, theirs = (kl_divergence(x, m) for x in (student_log_probs, teacher_log_probs))
+        return (1 - self.beta) * ours + self.beta * theirs
+
+    def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """(1 - beta) log(s / m)."""
+        m = _log_mixture(teacher_log_probs, student_log_probs, self.beta)
+        return (1 - self.beta) * (student_log_probs - m)
 
 
-def softmax_sums(
-    student: Float[Array, "*B V"],
-    teacher: Float[Array, "*B V"] | None,
-    temperature: float,
-    real: int,
-    *,
-    fused: bool = False,
-) -> kernels.SoftmaxSums:
-    """What the loss needs of whole rows of float32 logits, whose first `real` ids exist."""
-    if fused:
-        return kernels.softmax_sums(student, teacher, temperature, real)
+@dataclasses.dataclass(frozen=True)
+class SkewedForwardKL(Divergence):
+    """KL(t || skew t + (1 - skew) s), nats (Ko et al. 2024, DistiLLM, arXiv:2402.03898).
 
-    def below_peak(logits: Array) -> tuple[Array, Array]:
-        logits = mask_padding(logits, real)
-        peak = jnp.max(logits, axis=-1, keepdims=True)
-        return peak, logits - peak
-
-    total = functools.partial(jnp.sum, axis=-1, keepdims=True)
-    peak, x = below_peak(student)
-    ours = kernels.SoftmaxSums(peak, total(jnp.exp(x)), total(jnp.exp(x / temperature)))
-    if teacher is None:
-        return ours
-    their_peak, y = below_peak(teacher)
-    x, y = x / temperature, y / temperature
-    distance = total(jnp.exp(y) * (y - x))
-    return ours._replace(teacher_peak=their_peak, teacher_soft=total(jnp.exp(y)), distance=distance)
-
-
-def kd_parts_and_gradient(
-    student_logits: Float[Array, "*B V"],
-    teacher_logits: Float[Array, "*B V"],
-    labels: Int[Array, "*B"],
-    *,
-    temperature: float,
-    alpha: float,
-    divergence: str = "forward_kl",
-    real: int,
-    fused: bool = False,
-) -> tuple[Float[Array, "*B"], Float[Array, "*B"], Float[Array, "*B V"]]:
-    """Cross-entropy, divergence and `kd_logit_gradient` of float32 logits, together.
-
-    Ids from `real` on do not exist, whatever their logits. For the forward KL each logit is read
-    three times: for the maxima, for the sums, and for the gradient; twice by a kernel (`fused`).
-    At 16,384 positions of 151,936 ids a reading of both models' takes 4.6 ms of an H200.
+    0 < skew < 1, else `UserError`; finite, at most log(1 / skew), where the student excludes ids.
     """
-    raw = student_logits, teacher_logits
-    student_logits, teacher_logits = (mask_padding(x, real) for x in raw)
-    options: dict[str, Any] = dict(temperature=temperature, divergence=divergence)
-    if divergence != "forward_kl":
-        ours, theirs = (log_softmax(x, temperature) for x in (student_logits, teacher_logits))
-        return (
-            cross_entropy(student_logits, labels),
-            soft_divergence(theirs, ours, divergence),
-            kd_logit_gradient(student_logits, teacher_logits, labels, alpha=alpha, **options),
+
+    skew: float = 0.1
+    merges_tail: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_share("skew", self.skew)
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        mixture = _log_mixture(teacher_log_probs, student_log_probs, self.skew)
+        return kl_divergence(teacher_log_probs, mixture)
+
+    def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """(1 - skew) (1 - t / m)."""
+        mixture = _log_mixture(teacher_log_probs, student_log_probs, self.skew)
+        return -(1 - self.skew) * jnp.expm1(teacher_log_probs - mixture)
+
+
+@dataclasses.dataclass(frozen=True)
+class SkewedReverseKL(Divergence):
+    """KL(s || skew s + (1 - skew) t), nats, as `SkewedForwardKL` with the sides exchanged."""
+
+    skew: float = 0.1
+    merges_tail: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_share("skew", self.skew)
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        mixture = _log_mixture(student_log_probs, teacher_log_probs, self.skew)
+        return kl_divergence(student_log_probs, mixture)
+
+    def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """log(s / m) - skew s / m."""
+        below = student_log_probs - _log_mixture(student_log_probs, teacher_log_probs, self.skew)
+        return below - self.skew * jnp.expm1(below)
+
+
+@dataclasses.dataclass(frozen=True)
+class TotalVariation(Divergence):
+    """Half the sum of |t - s|, between 0 and 1 (Wen et al. 2023, f-DISTILL, arXiv:2307.15190)."""
+
+    merges_tail: ClassVar[bool] = True
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        return 0.5 * jnp.sum(jnp.abs(jnp.exp(teacher_log_probs) - jnp.exp(student_log_probs)), -1)
+
+    def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """Half the sign of s - t."""
+        return 0.5 * jnp.sign(student_log_probs - teacher_log_probs)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionDivergence(Divergence):
+    """A function of one's own, with `jax.vjp`'s gradient.
+
+    `UserError` if it does not give one number a position. It is defined over merged outcomes if it
+    has an attribute `merges_tail` that is true.
+    """
+
+    function: DivergenceFunction
+    merges_tail: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        value = jnp.asarray(self.function(teacher_log_probs, student_log_probs), jnp.float32)
+        if value.shape != student_log_probs.shape[:-1]:
+            raise UserError(
+                f"a divergence gives one number a position: {self.function} of log-probabilities "
+                f"{student_log_probs.shape} gave {value.shape} instead of "
+                f"{student_log_probs.shape[:-1]}. Sum over the last axis only."
+            )
+        return value
+
+
+forward_kl, reverse_kl = ForwardKL(), ReverseKL()
+jensen_shannon, total_variation = JensenShannon(), TotalVariation()
+
+# By the names of `config.DIVERGENCES`.
+_CLASSES: dict[str, type[Divergence]] = {
+    "forward_kl": ForwardKL,
+    "reverse_kl": ReverseKL,
+    "jsd": JensenShannon,
+    "skewed_forward_kl": SkewedForwardKL,
+    "skewed_reverse_kl": SkewedReverseKL,
+    "total_variation": TotalVariation,
+}
+
+
+def parse_divergence(text: str) -> Divergence:
+    """The divergence that a config calls so, such as "jsd:beta=0.3"; else `UserError`."""
+    name, parameters = split_divergence(text)
+    return _CLASSES[name](**parameters)
+
+
+def as_divergence(divergence: Divergence | DivergenceFunction | str) -> Divergence:
+    """A divergence, a function of two log-probabilities, or a config's name as a `Divergence`."""
+    if isinstance(divergence, Divergence):
+        return divergence
+    if isinstance(divergence, str):
+        return parse_divergence(divergence)
+    if not callable(divergence):
+        raise UserError(
+            f"divergence={divergence!r}: must be a Divergence, one's name, or a function "
+            "f(teacher_log_probs, student_log_probs) -> one number a position"
         )
-    sums: Any = softmax_sums(*raw, temperature, real, fused=fused)
-    z = sums.teacher_soft
-    # Both sides start from their own maximum, so what cancels here is of order 1, not 30.
-    kl = jnp.maximum(sums.distance / z - jnp.log(z) + jnp.log(sums.soft), 0.0)
-    chosen = jnp.take_along_axis(student_logits, labels[..., None], axis=-1)
-    ce = jnp.log(sums.hard) + sums.peak - chosen
-    # Behind a barrier: XLA would write the exponentials of the sums out, to read them back here.
-    peak, their_peak = jax.lax.optimization_barrier((sums.peak, sums.teacher_peak))
-    hard = student_logits - peak
-    gradient = jnp.zeros_like(hard)
-    # Reciprocals of sums, not quotients of numbers: a division of every logit costs an H200 more
-    # than its exponential.
-    if alpha > 0:
-        is_label = jax.nn.one_hot(labels, hard.shape[-1], dtype=jnp.float32)
-        gradient += alpha * (jnp.exp(hard) * (1 / sums.hard) - is_label)
-    if alpha < 1:
-        below = (teacher_logits - their_peak) / temperature
-        p, q = jnp.exp(hard / temperature) * (1 / sums.soft), jnp.exp(below) * (1 / z)
-        gradient += (1 - alpha) * temperature * (p - q)
-    return ce[..., 0], kl[..., 0], gradient
-
-
-def kd_logit_gradient(
-    student_logits: Float[AnyArray, "*B V"],
-    teacher_logits: Float[AnyArray, "*B V"],
-    labels: Int[AnyArray, "*B"],
-    *,
-    temperature: float,
-    alpha: float,
-    divergence: str = "forward_kl",
-) -> Float[Array, "*B V"]:
-    """d kd_loss / d student_logits: alpha (p - onehot) + (1 - alpha) T (p_T - q_T), float32.
-
-    p_T and q_T are the softened student and teacher (Hinton et al. 2015, equation 2, times T^2);
-    p_T - q_T belongs to the forward KL.
-    """
-    student = jnp.asarray(student_logits, jnp.float32)
-    hard = jax.nn.softmax(student, axis=-1) - jax.nn.one_hot(
-        labels, student.shape[-1], dtype=jnp.float32
-    )
-    if divergence != "forward_kl":
-        soft = [log_softmax(x, temperature) for x in (teacher_logits, student)]
-        return alpha * hard + (1 - alpha) * temperature * _soft_gradient(
-            soft[0], soft[1], divergence
-        )
-    p = jnp.exp(log_softmax(student, temperature))
-    q = jnp.exp(log_softmax(teacher_logits, temperature))
-    return alpha * hard + (1 - alpha) * temperature * (p - q)
+    merges_tail = bool(getattr(divergence, "merges_tail", False))
+    return FunctionDivergence(divergence, merges_tail=merges_tail)

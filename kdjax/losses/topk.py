@@ -2,32 +2,38 @@
 
 The teacher is then k + 1 outcomes: each of those ids, and "any other id". The loss is the exact
 divergence over these outcomes; the student's normaliser still spans the whole vocabulary. Merging
-outcomes never raises a KL, so it is a lower bound of the KL over all ids, and equal to it if k is
-the whole vocabulary. Every other id shares one factor of the gradient, p_j (1 - q_tail / p_tail).
+outcomes never raises a divergence whose `merges_tail` is true, so it is a lower bound of the one
+over all ids, and equal to it if k is the whole vocabulary. Of the gradient to the tail each of its
+ids gets its share of the tail, p_j / p_tail; under the forward KL p_j (1 - q_tail / p_tail).
 
 Letters: B rows, T positions, D hidden width, V vocabulary, K cached ids.
 """
 
 import functools
+import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Int, UInt8
 
+from kdjax.errors import UserError
 from kdjax.losses.chunked import (
+    ChunkParts,
     HeadSpec,
     LossSums,
-    added,
+    Residuals,
+    add_sums,
     backward_rule,
-    cut,
+    cut_head,
     forward_rule,
-    joined,
-    scan_inputs,
+    join_chunks,
     scan_loss,
+    split_inputs,
 )
-from kdjax.losses.divergences import cross_entropy, kl_divergence, softmax_sums
+from kdjax.losses.divergences import Divergence, forward_kl, kl_divergence
+from kdjax.losses.kd import cross_entropy, softmax_sums
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.weights import mask_padding, unembed
 
@@ -53,12 +59,12 @@ class TopTeacher(NamedTuple):
 
 
 class TopEvalSums(NamedTuple):
-    """Sums over weighted positions, float32: divide by `count`. The KLs are over k + 1 outcomes."""
+    """Sums over weighted positions, float32: divide by `count`. `_topk`: over k + 1 outcomes."""
 
     student_ce: Float[Array, ""]
     teacher_ce: Float[Array, ""]
-    kl_topk_temperature: Float[Array, ""]
-    kl_topk: Float[Array, ""]  # at T = 1
+    divergence_topk: Float[Array, ""]  # the one trained on, at T, without T^2
+    kl_topk: Float[Array, ""]  # forward, at T = 1
     agreement: Float[Array, ""]
     count: Float[Array, ""]
 
@@ -111,16 +117,18 @@ def _take_apart(
 ) -> _Chunk:
     """`exact`: tails are summed without the k ids, however small, instead of by difference."""
     raw, ids = unembed(hidden, head), join_ids(ids)
-    sums = softmax_sums(raw, None, spec.temperature, spec.real_vocab, fused=spec.kernels)
+    temperature = spec.loss.temperature
+    sums = softmax_sums(raw, None, temperature, spec.real_vocab, fused=spec.kernels)
     logits = mask_padding(raw, spec.real_vocab)
     inside = jnp.take_along_axis(logits, ids, axis=-1)
     of_label = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
     totals, tails, most = [], [], sums.peak
-    for t, whole in ((spec.temperature, sums.soft), (1.0, sums.hard)):
+    for t, whole in ((temperature, sums.soft), (1.0, sums.hard)):
         totals.append(jnp.log(whole) + most / t)
         if exact:
             rest = _replace(logits, ids, jnp.full_like(inside, EXCLUDED))
-            tails.append(jax.nn.logsumexp(rest / t, axis=-1, keepdims=True))
+            tail = jax.nn.logsumexp(rest / t, axis=-1, keepdims=True)
+            tails.append(jnp.maximum(tail, EXCLUDED))  # without any other id it can be -inf
         else:
             chosen = jnp.sum(jnp.exp((inside - most) / t), -1, keepdims=True)
             tails.append(jnp.log(jnp.maximum(whole - chosen, _LEAST * whole)) + most / t)
@@ -133,21 +141,42 @@ def _student_outcomes(x: _Chunk, which: int, temperature: float) -> Array:
     return both - x.totals[which]
 
 
+def _teacher_outcomes(teacher: TopTeacher, spec: HeadSpec) -> Array:
+    """Log-probabilities `[B, C, K + 1]` at T that are trained on.
+
+    The forward KL weighs the tails' log-ratio with the teacher's tail, however small. Others weigh
+    it with the student's, which is at least `_LEAST`, so for them the teacher's is as well.
+    """
+    log_q = outcomes(teacher.logits, teacher.odds[..., 0], spec.loss.temperature)
+    if spec.loss.divergence == forward_kl:
+        return log_q
+    return log_q.at[..., -1].max(math.log(_LEAST))
+
+
 def _gradient(
     x: _Chunk, log_q: Array, log_p: Array, label: Array, spec: HeadSpec
 ) -> tuple[Array, Array]:
     """d loss / d logits `[B, C, V]`, meant for all but the cached ids, and of these `[B, C, K]`."""
-    scale = (1 - spec.alpha) * spec.temperature
-    # Of the tail's ids: p_j - q_tail p_j / p_tail.
-    factor = scale * (1 - jnp.exp((log_q - log_p)[..., -1:]))
-    rest = factor * jnp.exp(x.every / spec.temperature - x.totals[0])
-    inside = scale * (jnp.exp(log_p) - jnp.exp(log_q))[..., :-1]
-    if spec.alpha:
-        where = jnp.arange(spec.width, dtype=jnp.int32)[None, None] == label[..., None]
-        rest += spec.alpha * (jnp.exp(x.every - x.totals[1]) - where)
+    alpha, scale = spec.loss.alpha, spec.loss.gradient_scale
+    inside, tail = spec.loss.divergence.merged_gradient(log_q, log_p)
+    rest = scale * tail * jnp.exp(x.every / spec.loss.temperature - x.totals[0])
+    inside = scale * inside
+    if alpha:
+        is_label = jnp.arange(spec.width, dtype=jnp.int32)[None, None] == label[..., None]
+        rest += alpha * (jnp.exp(x.every - x.totals[1]) - is_label)
         hit = x.ids == label[..., None]
-        inside += spec.alpha * (jnp.exp(x.inside - x.totals[1]) - hit)
+        inside += alpha * (jnp.exp(x.inside - x.totals[1]) - hit)
     return rest, inside
+
+
+def _require_merging(divergence: Divergence) -> None:
+    if not divergence.merges_tail:
+        raise UserError(
+            "a teacher cached as its likeliest ids (topk) merges all other ids into one outcome, "
+            f"over which this divergence is not said to be defined: {divergence}. Cache hidden "
+            "states instead (--kind=hidden), or set the function's attribute merges_tail = True if "
+            "merging outcomes never raises it."
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -159,45 +188,59 @@ def cached_head_loss(
     weights: Float[Array, "B T"],
     spec: HeadSpec,
 ) -> LossSums:
-    """As `head.head_loss`, with the forward KL over the k cached ids and "any other".
+    """As `chunked.head_loss`, with the divergence over the k cached ids and "any other".
 
     Only `loss` carries a gradient, to the student's hidden states and head; it is made in the
-    forward scan. `spec.temperature` must be the one that the cache was written for.
+    forward scan. The loss's temperature must be the one that the cache was written for. Raises
+    `UserError` for a divergence whose `merges_tail` is false.
 
     The student's tail p is off by up to 3e-7, and below 1e-6 taken as 1e-6; q is the teacher's. KL
     and gradient of a position are off by at most 1e-6 + 3e-7 q / p where p is above 1e-6. Below it,
     the KL misses q log(1e-6 / p), and the pull q on all other ids shrinks to q p / 1e-6; that on
     the k ids stays exact, and lowers them against the others.
     """
-    return _head_loss(student_hidden, student_head, teacher, labels, weights, spec,
-                      with_gradient=False)[0]  # fmt: skip
+    inputs = student_hidden, student_head, teacher, labels, weights
+    return _scan_head_loss(*inputs, spec, with_gradient=False)[0]
 
 
-def _head_loss(student_hidden, student_head, teacher, labels, weights, spec,
-               *, with_gradient: bool):  # fmt: skip
-    head = cut(student_head, student_hidden, spec)
+def _scan_head_loss(
+    student_hidden: Array,
+    student_head: Array,
+    teacher: TopTeacher,
+    labels: Array,
+    weights: Array,
+    spec: HeadSpec,
+    *,
+    with_gradient: bool,
+) -> tuple[LossSums, Array | None, Array]:
+    _require_merging(spec.loss.divergence)
+    head = student_head[: spec.width].astype(student_hidden.dtype)
 
-    def part(xs):
+    def compute_parts(xs: Any) -> ChunkParts:
         (hidden,), weight, top, label = xs
         x = _take_apart(hidden, head, top.ids, label, spec)
-        log_q = outcomes(top.logits, top.odds[..., 0], spec.temperature)
-        log_p = _student_outcomes(x, 0, spec.temperature)
+        log_q = _teacher_outcomes(top, spec)
+        log_p = _student_outcomes(x, 0, spec.loss.temperature)
         g, inside = (y * weight[..., None] for y in _gradient(x, log_q, log_p, label, spec))
         g = _replace(g.astype(hidden.dtype), x.ids, inside.astype(hidden.dtype))
-        return x.totals[1][..., 0] - x.label, kl_divergence(log_q, log_p), g
+        return x.totals[1][..., 0] - x.label, spec.loss.divergence(log_q, log_p), g
 
     zero = jnp.zeros((), jnp.float32)
-    xs = scan_inputs((student_hidden,), weights, teacher, labels, spec=spec)
+    xs = split_inputs((student_hidden,), weights, teacher, labels, spec=spec)
     start = LossSums(zero, zero, zero)
-    return scan_loss(part, xs, head, start, spec, with_gradient=with_gradient)
+    return scan_loss(compute_parts, xs, head, start, spec, with_gradient=with_gradient)
 
 
-def _forward(student_hidden, student_head, *rest):
-    found = _head_loss(student_hidden, student_head, *rest, with_gradient=True)
-    return forward_rule(found, student_hidden, student_head)
+def _forward(
+    student_hidden: Array, student_head: Array, *others: Any
+) -> tuple[LossSums, Residuals]:
+    scanned = _scan_head_loss(student_hidden, student_head, *others, with_gradient=True)
+    return forward_rule(scanned, student_hidden, student_head)
 
 
-def _backward(spec, residuals, cotangents):
+def _backward(
+    spec: HeadSpec, residuals: Residuals, cotangents: LossSums
+) -> tuple[Array | None, ...]:
     return (*backward_rule(residuals, cotangents), None, None, None)
 
 
@@ -234,24 +277,25 @@ def top_of_teacher(
 
     Logits go as float16 differences to the largest: 8 times finer than bf16 at the same size.
     """
-    head = cut(head, hidden, spec)
+    rows = cut_head(head, hidden, spec)
 
-    def chunk(carry, xs):
+    def add_chunk(carry: None, xs: Any) -> tuple[None, TopTeacher]:
         (hidden,), _, label = xs
-        logits = mask_padding(unembed(hidden, head), spec.real_vocab)
+        logits = mask_padding(unembed(hidden, rows), spec.real_vocab)
         values, ids = top_k(logits, k)
         rest = _replace(logits, ids, jnp.full_like(values, EXCLUDED))
         odds = [
             jax.nn.logsumexp(rest / t, axis=-1) - jax.nn.logsumexp(values / t, axis=-1)
-            for t in (spec.temperature, 1.0)
+            for t in (spec.loss.temperature, 1.0)
         ]
+        # Of a teacher whose ids are all among the k, rounding can make log(0) of the tail.
+        odds = jnp.maximum(jnp.stack(odds, axis=-1), EXCLUDED)
         lowered = jnp.maximum(values - values[..., :1], float(jnp.finfo(jnp.float16).min))
-        top = TopTeacher(split_ids(ids), lowered.astype(jnp.float16), jnp.stack(odds, axis=-1),
-                         -cross_entropy(logits, label))  # fmt: skip
-        return carry, top
+        of_label = -cross_entropy(logits, label)
+        return carry, TopTeacher(split_ids(ids), lowered.astype(jnp.float16), odds, of_label)
 
-    _, top = jax.lax.scan(chunk, None, scan_inputs((hidden,), weights, labels, spec=spec))
-    return jax.tree.map(lambda x: joined(x, labels.shape[1]), top)
+    _, top = jax.lax.scan(add_chunk, None, split_inputs((hidden,), weights, labels, spec=spec))
+    return jax.tree.map(lambda x: join_chunks(x, labels.shape[1]), top)
 
 
 def cached_head_evaluation(
@@ -262,20 +306,28 @@ def cached_head_evaluation(
     weights: Float[Array, "B T"],
     spec: HeadSpec,
 ) -> TopEvalSums:
-    """Held-out sums against cached ids: cross-entropies and agreement exact, KLs lower bounds."""
-    head = cut(student_head, student_hidden, spec)
+    """Held-out sums against cached ids: cross-entropies and agreement exact, the rest lower bounds.
 
-    def chunk(sums, xs):
+    Raises as `cached_head_loss`.
+    """
+    _require_merging(spec.loss.divergence)
+    head = student_head[: spec.width].astype(student_hidden.dtype)
+
+    def add_chunk(sums: TopEvalSums, xs: Any) -> tuple[TopEvalSums, None]:
         (hidden,), weight, top, label = xs
         x = _take_apart(hidden, head, top.ids, label, spec, exact=True)
-        kls = [
-            kl_divergence(outcomes(top.logits, top.odds[..., i], t), _student_outcomes(x, i, t))
-            for i, t in enumerate((spec.temperature, 1.0))
-        ]
+        soft, hard = (
+            measure(outcomes(top.logits, top.odds[..., i], t), _student_outcomes(x, i, t))
+            for i, (t, measure) in enumerate(
+                ((spec.loss.temperature, spec.loss.divergence), (1.0, kl_divergence))
+            )
+        )
         same = jnp.argmax(x.every, axis=-1) == x.ids[..., 0]
-        values = (x.totals[1][..., 0] - x.label, -top.label, *kls, same, jnp.ones_like(weight))
-        return added(sums, values, weight), None
+        ce = x.totals[1][..., 0] - x.label
+        return add_sums(
+            sums, (ce, -top.label, soft, hard, same, jnp.ones_like(weight)), weight
+        ), None
 
-    xs = scan_inputs((student_hidden,), weights, teacher, labels, spec=spec)
+    xs = split_inputs((student_hidden,), weights, teacher, labels, spec=spec)
     start = TopEvalSums(*(jnp.zeros((), jnp.float32),) * len(TopEvalSums._fields))
-    return jax.lax.scan(chunk, start, xs)[0]
+    return jax.lax.scan(add_chunk, start, xs)[0]

@@ -1,0 +1,225 @@
+"""The distillation loss of logits, unreduced; `chunked` computes it from hidden states.
+
+    loss = alpha * CE(student, labels) + (1 - alpha) * T^2 * D(teacher_T, student_T)
+
+alpha weighs the cross-entropy with the labels; T softens both distributions; T^2 keeps the
+gradient's size independent of T (Hinton, Vinyals, Dean 2015, arXiv:1503.02531, section 2). D is a
+value of `divergences`, KL(teacher || student) unless told otherwise.
+
+Letters: B rows, T positions, D hidden width, V vocabulary.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kdjax.errors import UserError
+from kdjax.losses.divergences import (
+    AnyArray,
+    Divergence,
+    DivergenceFunction,
+    as_divergence,
+    forward_kl,
+    log_softmax,
+)
+from kdjax.models import kernels
+from kdjax.models.weights import mask_padding
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class KDLoss:
+    """What is minimised: divergence, temperature, and the cross-entropy's weight; hashable.
+
+    `KDLoss(jensen_shannon, temperature=2.0, alpha=0.1)`. In place of a `Divergence` its name in
+    configs does, or a function f(teacher_log_probs, student_log_probs) -> one number a position.
+    `UserError` for a temperature that is not above 0 or an alpha outside 0 to 1.
+    """
+
+    divergence: Divergence
+    temperature: float
+    alpha: float  # 1 trains without the teacher
+
+    def __init__(
+        self,
+        divergence: Divergence | DivergenceFunction | str = forward_kl,
+        temperature: float = 1.0,
+        alpha: float = 0.0,
+    ):
+        if not 0 < temperature < float("inf"):
+            raise UserError(f"temperature={temperature!r}: must be greater than 0")
+        if not 0 <= alpha <= 1:
+            raise UserError(f"alpha={alpha!r}: must be between 0 and 1")
+        object.__setattr__(self, "divergence", as_divergence(divergence))
+        object.__setattr__(self, "temperature", float(temperature))
+        object.__setattr__(self, "alpha", float(alpha))
+
+    def combine(self, ce, divergence):
+        """The loss of a cross-entropy and a divergence at T: arrays or numbers, nats."""
+        return self.alpha * ce + (1 - self.alpha) * self.temperature**2 * divergence
+
+    @property
+    def gradient_scale(self) -> float:
+        """(1 - alpha) T: what `Divergence.logit_gradient`, for logits / T, is multiplied with."""
+        return (1 - self.alpha) * self.temperature
+
+
+def _check_shapes(student: AnyArray, teacher: AnyArray, labels: AnyArray) -> None:
+    """Without this a vocabulary of 1 would be broadcast."""
+    if student.shape != teacher.shape:
+        raise UserError(
+            f"the student's logits are {list(student.shape)} and the teacher's "
+            f"{list(teacher.shape)}: both must span the same V ids. Cut the wider vocabulary."
+        )
+    if labels.shape != student.shape[:-1]:
+        raise UserError(
+            f"labels are {list(labels.shape)}: must be {list(student.shape[:-1])}, one a position "
+            "of the logits"
+        )
+
+
+def cross_entropy(
+    logits: Float[AnyArray, "*B V"], labels: Int[AnyArray, "*B"]
+) -> Float[Array, "*B"]:
+    """Negative log-likelihood of the labels in nats, in float32, at temperature 1."""
+    logits = jnp.asarray(logits, jnp.float32)
+    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def kd_loss(
+    student_logits: Float[AnyArray, "*B V"],
+    teacher_logits: Float[AnyArray, "..."],
+    labels: Int[AnyArray, "..."],
+    *,
+    temperature: float,
+    alpha: float,
+    divergence: Divergence | DivergenceFunction | str = forward_kl,
+) -> Float[Array, "*B"]:
+    """The distillation loss of each position, nats, float32, unreduced; no gradient to the teacher.
+
+    Both logits are [*B V] and labels [*B], else `UserError`: slice a wider teacher before calling.
+    """
+    loss = KDLoss(divergence, temperature, alpha)
+    _check_shapes(student_logits, teacher_logits, labels)
+    teacher = jax.lax.stop_gradient(log_softmax(teacher_logits, temperature))
+    soft = loss.divergence(teacher, log_softmax(student_logits, temperature))
+    return loss.combine(cross_entropy(student_logits, labels), soft)
+
+
+def kd_logit_gradient(
+    student_logits: Float[AnyArray, "*B V"],
+    teacher_logits: Float[AnyArray, "..."],
+    labels: Int[AnyArray, "..."],
+    *,
+    temperature: float,
+    alpha: float,
+    divergence: Divergence | DivergenceFunction | str = forward_kl,
+) -> Float[Array, "*B V"]:
+    """d kd_loss / d student_logits: alpha (p - onehot) + (1 - alpha) T G, float32.
+
+    G is the divergence's gradient to student_logits / T; of the forward KL p_T - q_T, the softened
+    student less the softened teacher (Hinton et al. 2015, equation 2, times T^2). Raises as
+    `kd_loss`.
+    """
+    loss = KDLoss(divergence, temperature, alpha)
+    _check_shapes(student_logits, teacher_logits, labels)
+    teacher = log_softmax(teacher_logits, temperature)
+    student = log_softmax(student_logits, temperature)
+    return _logit_gradient(jnp.asarray(student_logits, jnp.float32), teacher, student, labels, loss)
+
+
+def _logit_gradient(
+    student_logits: Float[Array, "*B V"],
+    teacher_log_probs: Float[Array, "*B V"],
+    student_log_probs: Float[Array, "*B V"],
+    labels: Int[AnyArray, "*B"],
+    loss: KDLoss,
+) -> Float[Array, "*B V"]:
+    is_label = jax.nn.one_hot(labels, student_logits.shape[-1], dtype=jnp.float32)
+    hard = jax.nn.softmax(student_logits, axis=-1) - is_label
+    soft = loss.divergence.logit_gradient(teacher_log_probs, student_log_probs)
+    return loss.alpha * hard + loss.gradient_scale * soft
+
+
+def softmax_sums(
+    student: Float[Array, "*B V"],
+    teacher: Float[Array, "*B V"] | None,
+    temperature: float,
+    real: int,
+    *,
+    fused: bool = False,
+) -> kernels.SoftmaxSums:
+    """What the loss needs of whole rows of float32 logits, of whose ids the first `real` exist.
+
+    `fused`: by the kernel, in one reading of each logit.
+    """
+    if fused:
+        return kernels.softmax_sums(student, teacher, temperature, real)
+
+    def below_peak(logits: Array) -> tuple[Array, Array]:
+        logits = mask_padding(logits, real)
+        peak = jnp.max(logits, axis=-1, keepdims=True)
+        return peak, logits - peak
+
+    total = functools.partial(jnp.sum, axis=-1, keepdims=True)
+    peak, x = below_peak(student)
+    ours = kernels.SoftmaxSums(peak, total(jnp.exp(x)), total(jnp.exp(x / temperature)))
+    if teacher is None:
+        return ours
+    their_peak, y = below_peak(teacher)
+    x, y = x / temperature, y / temperature
+    distance = total(jnp.exp(y) * (y - x))
+    return ours._replace(teacher_peak=their_peak, teacher_soft=total(jnp.exp(y)), distance=distance)
+
+
+def kd_parts_and_gradient(
+    student_logits: Float[Array, "*B V"],
+    teacher_logits: Float[Array, "*B V"],
+    labels: Int[Array, "*B"],
+    loss: KDLoss,
+    *,
+    real: int,
+    fused: bool = False,
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"], Float[Array, "*B V"]]:
+    """Cross-entropy, divergence and `kd_logit_gradient` of float32 logits, together.
+
+    Ids from `real` on do not exist, whatever their logits. For the forward KL each logit is read
+    three times: for the maxima, for the sums, and for the gradient; twice on a GPU if `fused`. At
+    16,384 positions of 151,936 ids a reading of both models' takes 4.6 ms of an H200. Any other
+    divergence sees the log-probabilities of the ids that exist, and no others.
+    """
+    _check_shapes(student_logits, teacher_logits, labels)
+    alpha, temperature = loss.alpha, loss.temperature
+    if loss.divergence != forward_kl:
+        student_raw, teacher_raw = student_logits[..., :real], teacher_logits[..., :real]
+        ours, theirs = (log_softmax(x, temperature) for x in (student_raw, teacher_raw))
+        gradient = _logit_gradient(student_raw, theirs, ours, labels, loss)
+        padding = max(0, student_logits.shape[-1] - real)
+        gradient = jnp.pad(gradient, ((0, 0),) * (gradient.ndim - 1) + ((0, padding),))
+        return cross_entropy(student_raw, labels), loss.divergence(theirs, ours), gradient
+    sums = softmax_sums(student_logits, teacher_logits, temperature, real, fused=fused)
+    student_logits, teacher_logits = (
+        mask_padding(x, real) for x in (student_logits, teacher_logits)
+    )
+    z = sums.teacher_soft
+    # Both sides start from their own maximum, so what cancels here is of order 1, not 30.
+    kl = jnp.maximum(sums.distance / z - jnp.log(z) + jnp.log(sums.soft), 0.0)
+    chosen = jnp.take_along_axis(student_logits, labels[..., None], axis=-1)
+    ce = jnp.log(sums.hard) + sums.peak - chosen
+    # Behind a barrier: XLA would write the exponentials of the sums out, to read them back here.
+    peak, their_peak = jax.lax.optimization_barrier((sums.peak, sums.teacher_peak))
+    hard = student_logits - peak
+    gradient = jnp.zeros_like(hard)
+    # Reciprocals of sums, not quotients of numbers: a division of every logit costs an H200 more
+    # than its exponential.
+    if alpha > 0:
+        is_label = jax.nn.one_hot(labels, hard.shape[-1], dtype=jnp.float32)
+        gradient += alpha * (jnp.exp(hard) * (1 / sums.hard) - is_label)
+    if alpha < 1:
+        below = (teacher_logits - their_peak) / temperature
+        p, q = jnp.exp(hard / temperature) * (1 / sums.soft), jnp.exp(below) * (1 / z)
+        gradient += loss.gradient_scale * (p - q)
+    return ce[..., 0], kl[..., 0], gradient
