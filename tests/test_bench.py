@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kdjax.errors import UserError
-from kdjax.losses.divergences import kd_loss
+from kdjax.losses.kd import kd_loss
 from kdjax.training import step as training_step
 from scripts.bench import peer, program, rows, step
 

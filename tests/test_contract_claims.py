@@ -24,7 +24,7 @@ from kdjax.formats import open_table
 from kdjax.formats.apr.table import AprTable, write_apr
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes, split
 from kdjax.losses.chunked import EvalSums, HeadSpec, head_loss
-from kdjax.losses.divergences import kd_logit_gradient, kd_loss
+from kdjax.losses.kd import KDLoss, kd_logit_gradient, kd_loss
 from kdjax.models.model import fixture, truncated
 from kdjax.models.weights import Packed
 from kdjax.training import plan, step
@@ -81,7 +81,7 @@ def test_every_block_type_stays_in_its_blocks():
 
 def test_no_gradient_reaches_the_teacher_in_either_precision():
     """In 2 precisions, neither its hidden states nor its head get a gradient other than 0."""
-    rng, spec = np.random.default_rng(1), HeadSpec(2.0, 0.3, 8, 8, 6)
+    rng, spec = np.random.default_rng(1), HeadSpec(KDLoss(temperature=2.0, alpha=0.3), 8, 8, 6)
     labels, weights = jnp.zeros((1, 6), jnp.int32), jnp.ones((1, 6), jnp.float32)
     shapes, kinds = ((1, 6, 4), (8, 4)), (jnp.float32, jnp.bfloat16)
     assert len(kinds) == 2
@@ -196,8 +196,8 @@ def test_every_row_is_in_exactly_one_part():
 
 
 def test_the_logged_loss_is_the_mean_over_trained_positions():
-    raw = dict(loss=30.0, ce=20.0, kl=5.0, count=10.0, grad_norm=7.0, learning_rate=1e-3)
-    want = dict(loss=3.0, ce=2.0, kl=0.5, grad_norm=7.0, learning_rate=1e-3, tokens=10.0)
+    raw = dict(loss=30.0, ce=20.0, divergence=5.0, count=10.0, grad_norm=7.0, learning_rate=1e-3)
+    want = dict(loss=3.0, ce=2.0, divergence=0.5, grad_norm=7.0, learning_rate=1e-3, tokens=10.0)
     assert step_figures(raw) == want
     assert step_figures(raw | dict(loss=0.0, count=0.0))["loss"] == 0.0
 
@@ -228,7 +228,7 @@ def test_the_override_is_a_total_function_of_its_two_settings(models, monkeypatc
 
 def sums(rng, count):
     """Sums over `count` positions with means of about 2 nats."""
-    means = dict(student_ce=2.5, teacher_ce=1.5, kl_temperature=0.2, kl=0.3, agreement=0.5)
+    means = dict(student_ce=2.5, teacher_ce=1.5, divergence=0.2, kl=0.3, agreement=0.5)
     drawn = {name: mean * count * rng.uniform(0.5, 1.5) for name, mean in means.items()}
     return EvalSums(**drawn, count=float(count))
 
@@ -236,18 +236,19 @@ def sums(rng, count):
 def test_nothing_evaluated_is_an_error_and_no_figure():
     for nothing in ([EvalSums(*[0.0] * 6)], [EvalSums(*[0.0] * 6)] * 3):
         with pytest.raises(ZeroDivisionError, match="no held-out position carries weight"):
-            held_out_figures(nothing, 1.0)
+            held_out_figures(nothing, KDLoss())
 
 
 def test_figures_are_of_all_positions_and_no_mean_of_means():
     few = EvalSums(8.0, 6.0, 2.0, 4.0, 0.0, 1.0)
     many = EvalSums(99.0, 99.0, 9.9, 9.9, 99.0, 99.0)
-    got = held_out_figures([few, many], 4.0)
+    got = held_out_figures([few, many], KDLoss(temperature=4.0, alpha=0.5))
     assert got["student_ce"] == pytest.approx(1.07) and got["teacher_ce"] == pytest.approx(1.05)
     assert got["student_perplexity"] == pytest.approx(math.exp(1.07))
     assert got["teacher_perplexity"] == pytest.approx(math.exp(1.05))
     assert (got["kl"], got["agreement"], got["tokens"]) == (pytest.approx(0.139), 0.99, 100.0)
-    assert got["kl_temperature"] == pytest.approx(0.119) and got["temperature"] == 4.0
+    assert got["divergence"] == pytest.approx(0.119) and got["temperature"] == 4.0
+    assert got["loss"] == pytest.approx(0.5 * 1.07 + 0.5 * 16 * 0.119)
 
 
 @settings(max_examples=50, deadline=None)
@@ -257,9 +258,9 @@ def test_any_split_into_batches_gives_the_same_figures(seed, counts):
     rng = np.random.default_rng(seed)
     batches = [sums(rng, count) for count in (*counts, 1)]
     whole = EvalSums(*(math.fsum(column) for column in zip(*batches, strict=True)))
-    want = held_out_figures([whole], 2.0)
+    want = held_out_figures([whole], KDLoss())
     for order in (batches, batches[::-1]):
-        assert held_out_figures(order, 2.0) == pytest.approx(want, rel=1e-12)
+        assert held_out_figures(order, KDLoss()) == pytest.approx(want, rel=1e-12)
 
 
 # ---- what watches a run
@@ -409,7 +410,7 @@ def test_every_half_float_survives_decoding_and_encoding(name):
 
 def test_a_trial_is_decided_only_by_all_of_its_steps():
     """Trials of 1 to 6 steps, ended after 0 to 6, with a loss that fell."""
-    figures = dict(student_ce=2.0, kl_temperature=0.1, student_perplexity=1.0, kl=0.1)
+    figures = dict(loss=2.0, student_ce=2.0, divergence=0.1, kl=0.1)
     for wanted, done in itertools.product(range(1, 6 + 1), range(6 + 1)):
         config = Config()
         config.smoke.steps = wanted
@@ -417,7 +418,7 @@ def test_a_trial_is_decided_only_by_all_of_its_steps():
         verdict.eval_end(0, figures)
         for i in range(done):
             verdict.step_end(StepRecord(i + 1, {}, 1.0, {}))
-        verdict.eval_end(done, figures | {"student_ce": 1.0} if done else figures)
+        verdict.eval_end(done, figures | {"loss": 1.0} if done else figures)
         outcome = verdict.outcome(None)
         assert outcome["verdict"] == ("PASS" if done == wanted else "UNDECIDED")
         assert outcome["steps"] == done

@@ -106,7 +106,7 @@ def test_the_librarys_own_heldout_modules_are_found():
 def evaluation(step, student):
     figures = {"teacher_ce": 2.0, "teacher_perplexity": 7.389, "teacher_bits_per_byte": 1.25,
                "student_ce": student, "student_perplexity": 99.5, "student_bits_per_byte": 2.5,
-               "kl": student - 2, "kl_temperature": 0.1, "temperature": 1.0, "agreement": 0.25,
+               "kl": student - 2, "divergence": 0.1, "temperature": 1.0, "agreement": 0.25,
                "tokens": 1000.0}  # fmt: skip
     return {"kind": "eval", "step": step} | figures
 

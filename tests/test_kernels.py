@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from kdjax.device.placement import Placement
-from kdjax.losses import divergences as losses
+from kdjax.losses import kd as losses
 from kdjax.models import decoder, kernels, weights
 
 INTERPRET = jax.default_backend() != "gpu"
@@ -124,11 +124,11 @@ def test_a_layer_is_as_exact_with_kernels_as_without(monkeypatch):
 
 def test_the_loss_is_the_same_with_kernels_and_without(monkeypatch):
     s, t, label = logits(9, 2, 3, 700), logits(10, 2, 3, 700), jnp.full((2, 3), 5)
-    options = dict(temperature=2.0, alpha=0.3, real=690)
-    plain = losses.kd_parts_and_gradient(s, t, label, **options)
+    loss = losses.KDLoss(temperature=2.0, alpha=0.3)
+    plain = losses.kd_parts_and_gradient(s, t, label, loss, real=690)
     kernel = kernels.softmax_sums
     monkeypatch.setattr(kernels, "softmax_sums", lambda *a: kernel(*a, interpret=INTERPRET))
-    found = losses.kd_parts_and_gradient(s, t, label, **options, fused=True)
+    found = losses.kd_parts_and_gradient(s, t, label, loss, real=690, fused=True)
     for a, b in zip(found, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     assert np.all(np.asarray(found[2])[..., 690:] == 0)

@@ -1,5 +1,6 @@
 """The loss against float64 values derived here with SciPy, never with the code under test."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import entr, logsumexp, rel_entr, softmax
 
+from kdjax.config import DIVERGENCES, Config, validate
+from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec, head_evaluation, head_loss
-from kdjax.losses.divergences import (
-    DIVERGENCES,
-    cross_entropy,
-    kd_logit_gradient,
-    kd_loss,
-    kl_divergence,
-)
+from kdjax.losses.divergences import Divergence, parse_divergence
+from kdjax.losses.kd import KDLoss, cross_entropy, kd_logit_gradient, kd_loss
 
 VOCAB = 151_936
 
@@ -62,14 +60,6 @@ def test_hand_worked_value():
     got = kd_loss(s, t, np.array(0), temperature=4.0, alpha=0.3)
     assert abs(float(got) - want) < 1e-6
     assert abs(want - 1.450519) < 1e-5  # the same, by pocket calculator
-
-
-def test_known_kl_is_kl_and_not_soft_cross_entropy():
-    """Soft cross-entropy is larger by the teacher's entropy, with the same gradient."""
-    s, t, labels = case(3)
-    got = np.asarray(kd_loss(s, t, labels, temperature=2.0, alpha=0.0)) / 4
-    soft_ce = -(softmax(t / 2.0, -1) * np.log(softmax(s / 2.0, -1))).sum(-1)
-    np.testing.assert_allclose(got, soft_ce - entr(softmax(t / 2.0, -1)).sum(-1), rtol=1e-4)
 
 
 def test_direction_is_teacher_to_student():
@@ -125,45 +115,166 @@ def test_student_equal_to_teacher_has_no_loss_and_no_gradient(temperature):
     np.testing.assert_array_equal(kd_logit_gradient(s, s, labels, **options), np.zeros(s.shape))
 
 
+def distance(t, s):
+    """A divergence of one's own, whose gradient where both are equal is NaN."""
+    return jnp.sqrt(jnp.sum((jnp.exp(t) - jnp.exp(s)) ** 2, axis=-1))
+
+
+# Each divergence beside its definition over float64 probabilities q, the teacher's, and p.
+kl = lambda a, b: rel_entr(a, b).sum(-1)  # noqa: E731
+ORACLES = {
+    "forward_kl": kl,
+    "reverse_kl": lambda q, p: kl(p, q),
+    "jsd": lambda q, p: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2,
+    "jsd:beta=0.3": lambda q, p: 0.3 * kl(q, 0.3 * q + 0.7 * p) + 0.7 * kl(p, 0.3 * q + 0.7 * p),
+    "skewed_forward_kl": lambda q, p: kl(q, 0.1 * q + 0.9 * p),
+    "skewed_reverse_kl:skew=0.2": lambda q, p: kl(p, 0.8 * q + 0.2 * p),
+    "total_variation": lambda q, p: np.abs(p - q).sum(-1) / 2,
+    distance: lambda q, p: np.linalg.norm(p - q, axis=-1),
+}
+
+
 def oracle_divergence(s, t, temperature, kind):
-    p, q = (softmax(np.asarray(x, np.float64) / temperature, -1) for x in (s, t))
-    middle = (p + q) / 2
-    if kind == "jsd":
-        return (rel_entr(p, middle).sum(-1) + rel_entr(q, middle).sum(-1)) / 2
-    return (rel_entr(q, p) if kind == "forward_kl" else rel_entr(p, q)).sum(-1)
+    return ORACLES[kind](*(softmax(np.asarray(x, np.float64) / temperature, -1) for x in (t, s)))
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
+# q = (1/2, 1/2) and p = (1/4, 3/4), worked by hand; and what each tends to where q and p exclude
+# each other: the entropy of (beta, 1 - beta), log(1 / skew), 1.
+@pytest.mark.parametrize(
+    ("text", "known", "limit"),
+    [
+        ("forward_kl", 0.143841, None),  # ln(2) / 2 + ln(2/3) / 2
+        ("reverse_kl", 0.130812, None),  # ln(1/2) / 4 + 3 ln(3/2) / 4
+        ("jsd", 0.033822, 0.693147),
+        ("jsd:beta=0.3", 0.029003, 0.610864),
+        ("skewed_forward_kl", 0.113137, 2.302585),
+        ("skewed_reverse_kl", 0.107043, 2.302585),
+        ("skewed_reverse_kl:skew=0.5", 0.035375, 0.693147),  # ln(2/3) / 4 + 3 ln(6/5) / 4
+        ("total_variation", 0.25, 1.0),
+    ],
+)
+def test_divergences_have_the_values_known_of_them(text, known, limit):
+    divergence = parse_divergence(text)
+    q, p = (np.log(np.asarray(x, np.float32)) for x in ((0.5, 0.5), (0.25, 0.75)))
+    np.testing.assert_allclose(divergence(q, p), known, atol=2e-6)
+    np.testing.assert_allclose(divergence(q, q), 0, atol=1e-7)
+    far = np.asarray((0, -60), np.float32)
+    if limit:
+        np.testing.assert_allclose(divergence(far, far[::-1]), limit, rtol=1e-5)
+    # Finite and flat where a float32 probability is 0, and a value: equal, and hashable.
+    for a, b in ((far, far[::-1]), (far, far)):
+        assert np.all(np.isfinite(divergence.logit_gradient(a * 3, b * 3)))
+    assert divergence == parse_divergence(text) and hash(divergence) == hash(parse_divergence(text))
+    assert set(DIVERGENCES) == {name.partition(":")[0] for name in ORACLES if isinstance(name, str)}
+
+
+@pytest.mark.parametrize("kind", ORACLES)
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_each_divergence_and_its_gradient(kind, temperature):
     s, t, labels = case(21)
-    how = dict(temperature=temperature, alpha=0.2, divergence=kind)
-    ce = np.asarray(cross_entropy(s, labels), np.float64)
+    options = dict(temperature=temperature, alpha=0.2, divergence=kind)
+    ce = oracle_parts(s, t, labels, temperature)[0]
     want = 0.2 * ce + 0.8 * temperature**2 * oracle_divergence(s, t, temperature, kind)
-    np.testing.assert_allclose(kd_loss(s, t, labels, **how), want, rtol=1e-5)
-    got = kd_logit_gradient(s, t, labels, **how)
-    auto = jax.grad(lambda x: kd_loss(x, t, labels, **how).sum())(jnp.asarray(s))
+    np.testing.assert_allclose(kd_loss(s, t, labels, **options), want, rtol=1e-5)
+    got = kd_logit_gradient(s, t, labels, **options)
+    auto = jax.grad(lambda x: kd_loss(x, t, labels, **options).sum())(jnp.asarray(s))
     np.testing.assert_allclose(got, auto, rtol=1e-4, atol=1e-6)
-    none = kd_loss(t, t, labels, **how | {"alpha": 0.0})
-    np.testing.assert_allclose(none, np.zeros(none.shape), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("kind", ORACLES)
 def test_chunked_loss_minimises_the_divergence_asked_for(kind):
-    """Value and gradients, with ids that do not exist on either side."""
+    """Value, and gradient beside float64 differences; 4 ids do not exist on either side.
+
+    At positions without weight both sides are equal: what is NaN there reaches nothing.
+    """
     arrays, labels, weights = head_case(11)
-    head_spec = spec(real_vocab=V - 4, chunk_tokens=16, divergence=kind)
+    head_spec = spec(KDLoss(kind, 2.0, 0.3), real_vocab=V - 4, chunk_tokens=16)
+    exact = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
+
+    def oracle(hidden, head):
+        s = (hidden @ head.T)[..., : V - 4]
+        t = (exact["teacher_hidden"] @ exact["teacher_head"].T)[..., : V - 4]
+        ce = oracle_parts(s, t, np.asarray(labels), 2.0)[0]
+        return ((0.3 * ce + 2.8 * oracle_divergence(s, t, 2.0, kind)) * np.asarray(weights)).sum()
+
     value, grads = value_and_gradients(arrays, labels, weights, head_spec)
-    s = np.asarray(arrays["student_hidden"], np.float64) @ np.asarray(arrays["student_head"]).T
-    t = np.asarray(arrays["teacher_hidden"], np.float64) @ np.asarray(arrays["teacher_head"]).T
-    s, t = s[..., : V - 4], t[..., : V - 4]
-    ce = np.asarray(cross_entropy(s.astype(np.float32), np.asarray(labels)), np.float64)
-    per = 0.3 * ce + 0.7 * 4.0 * oracle_divergence(s, t, 2.0, kind)
-    np.testing.assert_allclose(value, (per * np.asarray(weights)).sum(), rtol=1e-5)
-    _, want_grads = naive(arrays, labels, weights, head_spec)
-    for key in grads:
-        np.testing.assert_allclose(grads[key], want_grads[key], rtol=1e-4, atol=1e-5)
+    ours = exact["student_hidden"], exact["student_head"]
+    np.testing.assert_allclose(value, oracle(*ours), rtol=1e-5)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        along = [rng.normal(size=x.shape) for x in ours]
+        ends = [oracle(*(x + sign * d for x, d in zip(ours, along, strict=True)))
+                for sign in (1e-6, -1e-6)]  # fmt: skip
+        slope = sum((np.asarray(grads[n]) * d).sum() for n, d in zip(NAMES[:2], along, strict=True))
+        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-6, rtol=2e-4, atol=1e-3)
     assert not np.any(np.asarray(grads["student_head"])[V - 4 :])
+    held = head_evaluation(*arrays.values(), labels, weights, head_spec)
+    want = 0.3 * held.student_ce + 2.8 * held.divergence
+    np.testing.assert_allclose(value, want, rtol=1e-5)  # the minimised loss is the evaluated one
+
+
+def test_a_divergence_of_ones_own_sees_finite_numbers_of_ids_that_exist():
+    seen = []
+
+    def own(t, s):
+        seen.append((t.shape[-1], t.dtype))
+        jax.debug.callback(lambda *x: seen.append(bool(np.isfinite(x).all())), t, s)
+        return jnp.sum(jnp.abs(t - s), axis=-1)
+
+    arrays, labels, weights = head_case(12)
+    for name in ("student_head", "teacher_head"):
+        arrays[name] = arrays[name].at[V - 4 :].set(1e3)
+    arrays["student_hidden"] = jnp.where(weights[..., None] != 0, 20 * arrays["student_hidden"],
+                                         jnp.nan)  # fmt: skip
+    head_spec = spec(KDLoss(own), real_vocab=V - 4, chunk_tokens=6)
+    value, grads = value_and_gradients(arrays, labels, weights, head_spec)
+    jax.effects_barrier()
+    assert set(seen) == {(V - 4, jnp.dtype(jnp.float32)), True}
+    assert np.isfinite(value) and all(np.all(np.isfinite(g)) for g in grads.values())
+    whole = dataclasses.replace(head_spec, chunk_tokens=10_000)
+    again, again_grads = value_and_gradients(arrays, labels, weights, whole)
+    np.testing.assert_allclose(value, again, rtol=1e-5)
+    for key in grads:
+        np.testing.assert_allclose(grads[key], again_grads[key], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("js", "'js' is unknown; known are forward_kl, reverse_kl, jsd"), ("", "known are"),
+     ("jsd:skew=0.1", "jsd has beta"), ("forward_kl:beta=0.1", "no parameters"),
+     ("jsd:beta=half", "must be a number"), ("jsd:beta=1", "above 0 and below 1"),
+     ("skewed_reverse_kl:skew=nan", "above 0 and below 1")],
+)  # fmt: skip
+def test_unknown_divergences_are_refused_wherever_they_are_met(text, message):
+    s, t, labels = case()
+    options = dict(temperature=1.0, alpha=0.0, divergence=text)
+    for refused in (
+        lambda: parse_divergence(text), lambda: KDLoss(text),
+        lambda: kd_loss(s, t, labels, **options),
+        lambda: kd_logit_gradient(s, t, labels, **options),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            refused()
+    config = Config()
+    config.loss.divergence = text
+    with pytest.raises(UserError, match=r"loss.divergence=.*one of forward_kl"):
+        validate(config)
+
+
+def test_what_cannot_be_a_loss_is_refused():
+    s, t, labels = case()
+    for f in (kd_loss, kd_logit_gradient):
+        f = functools.partial(f, temperature=1.0, alpha=0.5)
+        with pytest.raises(UserError, match=r"\[3, 5, 37\] and the teacher's \[3, 5, 1\]"):
+            f(s, t[..., :1], labels)
+        with pytest.raises(UserError, match=r"labels are \[5\]: must be \[3, 5\]"):
+            f(s, t, labels[0])
+        with pytest.raises(UserError, match="one number a position"):
+            f(s, t, labels, divergence=lambda t, s: jnp.sum(t - s))
+    for wrong in (dict(temperature=0.0), dict(alpha=1.1)):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            KDLoss(**wrong)
+    assert isinstance(KDLoss(distance).divergence, Divergence)
 
 
 @settings(max_examples=30, deadline=None)
@@ -251,9 +362,8 @@ def head_case(seed=0, dtype=np.float32):
     return arrays, labels, weights
 
 
-def spec(**changes):
-    base = dict(temperature=2.0, alpha=0.3, width=V, real_vocab=V, chunk_tokens=10_000)
-    return HeadSpec(**{**base, **changes})
+def spec(loss=KDLoss(temperature=2.0, alpha=0.3), **changes):  # noqa: B008
+    return HeadSpec(loss, **dict(width=V, real_vocab=V, chunk_tokens=10_000) | changes)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -274,8 +384,7 @@ def naive(arrays, labels, weights, head_spec):
         s = args["student_hidden"] @ args["student_head"].T
         t = (args["teacher_hidden"] @ args["teacher_head"].T)[..., :V]
         s, t = s[..., : head_spec.real_vocab], t[..., : head_spec.real_vocab]
-        how = dict(temperature=head_spec.temperature, divergence=head_spec.divergence)
-        per = kd_loss(s, t, labels, alpha=head_spec.alpha, **how)
+        per = kd_loss(s, t, labels, **vars(head_spec.loss))
         return jnp.sum(per * weights)
 
     return jax.value_and_grad(f)({k: arrays[k] for k in ("student_hidden", "student_head")})
@@ -297,7 +406,7 @@ def test_chunked_equals_unchunked(chunk_tokens, real_vocab):
 def test_loss_is_made_of_its_parts():
     arrays, labels, weights = head_case(1)
     sums = head_loss(*arrays.values(), labels, weights, spec())
-    np.testing.assert_allclose(sums.loss, 0.3 * sums.ce + 0.7 * 4.0 * sums.kl, rtol=1e-6)
+    np.testing.assert_allclose(sums.loss, 0.3 * sums.ce + 0.7 * 4.0 * sums.divergence, rtol=1e-6)
 
 
 def test_masked_positions_have_no_effect_whatever_they_hold():
@@ -382,7 +491,7 @@ def test_training_never_holds_all_logits():
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     labels = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     weights = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
-    head_spec = HeadSpec(2.0, 0.3, vocab, vocab, chunk_tokens=16)
+    head_spec = HeadSpec(KDLoss(temperature=2.0, alpha=0.3), vocab, vocab, chunk_tokens=16)
 
     def f(h, w, ht, wt, labels, weights):
         return head_loss(h, w, ht, wt, labels, weights, head_spec).loss
@@ -404,9 +513,3 @@ def test_evaluation_sums_match_the_oracle():
     same = s.argmax(-1) == t.argmax(-1)
     want = [(x * w).sum() for x in (ce, teacher_ce, kl_t, kl_1, same, np.ones_like(w))]
     np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
-def test_kl_divergence_accepts_plain_log_probabilities():
-    t, s = np.log([0.5, 0.5]).astype(np.float32), np.log([0.25, 0.75]).astype(np.float32)
-    want = 0.5 * np.log(2) + 0.5 * np.log(2 / 3)
-    np.testing.assert_allclose(kl_divergence(t, s), want, rtol=1e-6)

@@ -102,7 +102,7 @@ def test_hooks_are_called_in_order(tiny_config, tmp_path):
         ("begin", 0), ("eval", 0), *steps[:5], ("eval", 5), ("checkpoint", 5), *steps[5:],
         ("eval", 10), ("checkpoint", 10), ("end", "finished"),
     ]  # fmt: skip
-    kl = [call[2]["kl_temperature"] for call in recorder.calls if call[0] == "eval"]
+    kl = [call[2]["divergence"] for call in recorder.calls if call[0] == "eval"]
     assert kl[0] > kl[1] > kl[2] > 0
 
 

@@ -7,14 +7,20 @@ import math
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import make_tiny_config, without_page
+from scipy.special import rel_entr
 from test_run import Recorder
 
 from kdjax.commands import train as main
 from kdjax.config import Config, SmokeConfig
 from kdjax.device import runtime
 from kdjax.errors import UserError
+from kdjax.losses.chunked import EvalSums, HeadSpec, head_evaluation
+from kdjax.losses.kd import KDLoss
+from kdjax.training.heldout import held_out_figures
 from kdjax.training.hooks import NonFiniteError, Run, StepRecord
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
@@ -71,7 +77,7 @@ def test_a_trial_is_the_start_of_the_run_and_leaves_no_trace_in_it(job, tmp_path
 
     found = provenance.read(tmp_path / "run")
     first, last = (next(c[2] for c in trial.calls if c[:2] == ("eval", s)) for s in (0, 7))
-    loss = [0.3 * f["student_ce"] + 0.7 * 4.0**2 * f["kl_temperature"] for f in (first, last)]
+    loss = [first["loss"], last["loss"]]
     smoke = found["smoke"]
     assert (smoke["verdict"], smoke["steps"], smoke["full_run_steps"]) == ("PASS", 7, 10)
     assert [smoke["before"]["loss"], smoke["after"]["loss"]] == pytest.approx(loss, rel=1e-12)
@@ -139,17 +145,22 @@ def judged(before, after, *, steps=3, done=3, seconds=(9.0, 1.0, 3.0), error=Non
     config.loss = dataclasses.replace(config.loss, **loss)
     verdict = Verdict(config)
     verdict.train_begin(Run(Path(), 0, steps, 64, 1.0, None, 1, {}))
-    figures = dict(student_perplexity=1.0, kl=0.5, agreement=0.5)
-    verdict.eval_end(0, figures | before)
+
+    def figures(student_ce, divergence, agreement=0.5):
+        sums = EvalSums(student_ce, 1.0, divergence, 0.5, agreement, 1.0)
+        settings = config.loss
+        return held_out_figures([sums], KDLoss("jsd", settings.temperature, settings.alpha))
+
+    verdict.eval_end(0, figures(**before))
     for i in range(done):
         verdict.step_end(StepRecord(i + 1, {}, seconds[i], {}))
     if after:
-        verdict.eval_end(steps, figures | after)
+        verdict.eval_end(steps, figures(**after))
     return verdict.outcome(error)
 
 
 def ce_kl(ce, kl):
-    return dict(student_ce=ce, kl_temperature=kl)
+    return dict(student_ce=ce, divergence=kl)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +179,39 @@ def ce_kl(ce, kl):
 def test_the_verdict_is_on_the_minimised_loss(after, verdict):
     outcome = judged(ce_kl(2.0, 0.1), after)
     assert outcome["verdict"] == verdict
-    assert outcome["before"]["loss"] == pytest.approx(0.3 * 2.0 + 0.7 * 16 * 0.1)
+    assert outcome["before"]["loss"] == pytest.approx(1.72)
+
+
+# The teacher has two modes. The student leaves one of them, where the reverse KL is small, for a
+# spread over ids that the teacher does not want, where the forward KL is smaller.
+@pytest.mark.parametrize(
+    ("divergence", "verdict"), [("forward_kl", "PASS"), ("reverse_kl", "FAIL"), ("jsd", "FAIL")]
+)
+def test_the_verdict_is_on_the_trained_divergence(divergence, verdict):
+    """Of logits, beside the loss worked out here in float64 at T = 1 and alpha = 0.01."""
+    q, one_mode, spread = (np.asarray(p) for p in ((495, 495, 10), (980, 10, 10), (200, 200, 600)))
+    config = Config()
+    config.smoke.steps, config.loss.divergence = 1, divergence
+    judge, losses = Verdict(config), []
+    spec = HeadSpec(KDLoss(divergence, 1.0, 0.01), 3, 3, chunk_tokens=1)
+    one = jnp.ones((1, 1))
+    for step, p in enumerate((one_mode, spread)):
+        s, t = (jnp.log(jnp.asarray(x / 1000, jnp.float32))[None, None] for x in (p, q))
+        sums = head_evaluation(s, jnp.eye(3), t, jnp.eye(3), one.astype(int), one, spec)
+        judge.eval_end(step, held_out_figures([sums], spec.loss))
+        a, b = p / 1000, q / 1000
+        m = (a + b) / 2
+        soft = {
+            "forward_kl": rel_entr(b, a).sum(),
+            "reverse_kl": rel_entr(a, b).sum(),
+            "jsd": rel_entr(a, m).sum() / 2 + rel_entr(b, m).sum() / 2,
+        }[divergence]
+        losses.append(-np.log(a[1]) / 100 + 0.99 * soft)
+    judge.step_end(StepRecord(1, {}, 1.0, {}))
+    outcome = judge.outcome(None)
+    assert outcome["verdict"] == verdict
+    shown = [outcome[when]["loss"] for when in ("before", "after")]
+    assert shown == pytest.approx(losses, rel=1e-5)
 
 
 def test_alpha_and_temperature_decide():

@@ -17,6 +17,7 @@ import pytest
 from kdjax.device import sharding
 from kdjax.formats import open_table
 from kdjax.losses.chunked import HeadSpec
+from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import load_params
@@ -57,7 +58,7 @@ def build(mesh=None, *, microbatches=1, optim_spec=OPTIM, student="qwen2_tied", 
     mesh = mesh or mesh_of()
     student_apply, abstract, params = model(student, mesh)
     teacher_apply, _, teacher = model("qwen2_untied", mesh)
-    head = HeadSpec(temperature=2.0, alpha=alpha, width=160, real_vocab=157, chunk_tokens=40)
+    head = HeadSpec(KDLoss(temperature=2.0, alpha=alpha), 160, real_vocab=157, chunk_tokens=40)
     tx, schedule = optim.optimizer(optim_spec), optim.schedule(optim_spec)
     spec = step.StepSpec(student_apply, teacher_apply, head, tx, schedule, microbatches)
     abstract = jax.eval_shape(functools.partial(step.init_state, tx=tx), abstract)

@@ -16,6 +16,7 @@ from kdjax.formats.blocks import BLOCKS, decode_fields, split
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.losses.chunked import HeadSpec, head_evaluation
+from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute
 from kdjax.models.model import (
@@ -177,7 +178,7 @@ def test_truncation_renormalises_over_the_ids_that_are_left():
     tokens = jnp.asarray([[0, 4, 7]], jnp.int32)  # favours 1 and 5; 0 after the last
     hidden = teacher.apply.hidden(teacher.params, tokens, tokens, tokens)
     student = jnp.zeros((1, 3, 2), jnp.float32), jnp.zeros((6, 2), jnp.float32)  # uniform
-    spec = HeadSpec(temperature=1.0, alpha=0.0, width=6, real_vocab=6, chunk_tokens=3)
+    spec = HeadSpec(KDLoss(), width=6, real_vocab=6, chunk_tokens=3)
     labels, weights = jnp.asarray([[1, 5, 3]], jnp.int32), jnp.ones((1, 3), jnp.float32)
     head = teacher.apply.head(teacher.params)
     sums = head_evaluation(*student, hidden, head, labels, weights, spec)

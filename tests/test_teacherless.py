@@ -19,6 +19,7 @@ from kdjax.device.runtime import device_summary
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_shapes, open_table
 from kdjax.losses.chunked import HeadSpec, head_evaluation, head_loss
+from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import step
@@ -35,7 +36,7 @@ SHAPE = {
     "intermediate_size": 96, "vocab_size": 4096, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
-COMPARED = ("teacher_ce", "teacher_perplexity", "kl", "kl_temperature", "agreement")
+COMPARED = ("teacher_ce", "teacher_perplexity", "kl", "divergence", "agreement")
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_a_run_without_a_teacher_from_shapes_to_export(alone, tmp_path, capfd):
     steps = [line for line in lines if line["kind"] == "train"]
     assert len(evals) == 2 and len(steps) == 4
     assert not {*COMPARED, "temperature"} & {key for line in evals for key in line}
-    assert all("kl" not in line and line["loss"] == line["ce"] for line in steps)
+    assert all("divergence" not in line and line["loss"] == line["ce"] for line in steps)
     # A fresh model of 4,000 ids is as good as a guess, and learns.
     assert evals[0]["student_ce"] == pytest.approx(math.log(4000), rel=0.05)
     assert evals[1]["student_ce"] < evals[0]["student_ce"] - 0.1
@@ -93,7 +94,7 @@ def test_a_run_without_a_teacher_from_shapes_to_export(alone, tmp_path, capfd):
 
 
 def test_the_loss_without_a_teacher_is_the_cross_entropy(rng):
-    spec = HeadSpec(temperature=4.0, alpha=1.0, width=24, real_vocab=20, chunk_tokens=8)
+    spec = HeadSpec(KDLoss(temperature=4.0, alpha=1.0), width=24, real_vocab=20, chunk_tokens=8)
     hidden, head, other, wide = (
         jnp.asarray(rng.standard_normal(shape), jnp.float32)
         for shape in ((2, 9, 8), (24, 8), (2, 9, 16), (32, 16))
@@ -108,7 +109,7 @@ def test_the_loss_without_a_teacher_is_the_cross_entropy(rng):
     log_z = np.log(np.exp(logits).sum(-1))
     ce = log_z - np.take_along_axis(logits, np.asarray(labels)[..., None], -1)[..., 0]
     sums = loss(hidden, head, None, None)
-    assert sums.kl is None and float(sums.loss) == float(sums.ce)
+    assert sums.divergence is None and float(sums.loss) == float(sums.ce)
     np.testing.assert_allclose(float(sums.ce), (ce * np.asarray(weights)).sum(), rtol=1e-5)
     # Its gradient is that of the same loss beside a teacher of no weight.
     gradients = [
@@ -127,12 +128,12 @@ def test_alpha_1_runs_the_teacher_in_evaluations_only(tiny_config, tmp_path):
     batch = job.put(job.train_batches(None).next({}))
 
     def shapes(alpha):
-        head = dataclasses.replace(job.step_spec.head, alpha=alpha)
+        head = dataclasses.replace(job.step_spec.head, loss=KDLoss(alpha=alpha))
         spec = dataclasses.replace(job.step_spec, head=head, teacher=_Refusing())
         gradients = functools.partial(step.kd_gradients, spec=spec)
         return jax.eval_shape(gradients, job.abstract.params, job.teacher_params, batch)
 
-    assert shapes(1.0)[1].kl is None
+    assert shapes(1.0)[1].divergence is None
     with pytest.raises(RuntimeError, match="the teacher ran"):
         shapes(0.99)
     job.config.loss.alpha = 1.0
@@ -189,11 +190,11 @@ def test_bits_per_byte_are_the_nats_over_the_bytes_of_the_targets(alone, tmp_pat
     opening = load_tokenizer(demo.STUDENT).decode([first])
     assert job.heldout_bytes == len(text.encode()) - len(opening.encode())
     batches = [(8.0, 6.0, 1.0, 1.0, 1.0, 3.0), (4.0, 2.0, 1.0, 1.0, 0.0, 1.0)]
-    figures = held_out_figures([_sums(*b) for b in batches], 2.0, covered=6)
+    figures = held_out_figures([_sums(*b) for b in batches], KDLoss(), covered=6)
     assert figures["student_bits_per_byte"] == pytest.approx(12 / math.log(2) / 6)
     assert figures["teacher_bits_per_byte"] == pytest.approx(8 / math.log(2) / 6)
     assert figures["bytes"] == 6.0 and figures["tokens"] == 4.0
-    assert "student_bits_per_byte" not in held_out_figures([_sums(*batches[0])], 2.0)
+    assert "student_bits_per_byte" not in held_out_figures([_sums(*batches[0])], KDLoss())
 
 
 def _sums(*values):

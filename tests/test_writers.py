@@ -11,14 +11,14 @@ from kdjax.errors import UserError
 from kdjax.training.hooks import Action, NonFiniteError, NonFiniteGuard, Run, StepRecord
 from kdjax.watch import writers
 
-FIGURES = dict(loss=1.5, ce=2.0, kl=0.5, grad_norm=3.0, learning_rate=1e-5, tokens=60.0)
+FIGURES = dict(loss=1.5, ce=2.0, divergence=0.5, grad_norm=3.0, learning_rate=1e-5, tokens=60.0)
 HELD_OUT = dict(
     student_ce=1.5,
     student_perplexity=4.48,
     teacher_ce=1.2,
     teacher_perplexity=3.3,
     kl=0.3,
-    kl_temperature=0.1,
+    divergence=0.1,
     temperature=4.0,
     agreement=0.8,
     tokens=1000.0,
@@ -56,9 +56,9 @@ def test_plain_lines_say_everything(tmp_path):
     assert [line.split()[1] for line in steps] == ["1/4", "2/4", "4/4"]
     # 64 positions in 0.5 s; 128 tokens/s x 1 GFLOP of 1 TFLOP/s; two steps left.
     assert "128 tok/s  MFU 12.8%  ETA 0:01" in steps[1]
-    assert "loss 1.5000  ce 2.0000  kl 0.5000  lr 1.00e-05  grad 3.000" in steps[1]
+    assert "loss 1.5000  ce 2.0000  divergence 0.5000  lr 1.00e-05  grad 3.000" in steps[1]
     assert "tok/s" not in steps[0]  # it holds compilation
-    assert "kl 0.3000  kl(T=4) 0.1000  agreement 0.8000" in lines[0]
+    assert "kl 0.3000  divergence(T=4) 0.1000  agreement 0.8000" in lines[0]
 
 
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ from kdjax.device import runtime, sharding
 from kdjax.errors import BAD_INPUT, FINISHED, UserError
 from kdjax.formats import content_hash
 from kdjax.losses.chunked import HeadSpec
+from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import top_of_teacher
 from kdjax.models.model import TeacherLogitsProvider
 from kdjax.training import job
@@ -62,7 +63,8 @@ def cache_teacher(config: Config, out: Path, kind: str, k: int) -> None:
     sha = content_hash(sources.teacher)
     k = k if kind == "topk" else 0
     about = job.cache_about(config, sources, rows, sha, kind=kind, k=k)
-    head = HeadSpec(config.loss.temperature, 0.0, *about.vocabulary, plan.chunk_tokens)
+    loss = KDLoss(temperature=config.loss.temperature)
+    head = HeadSpec(loss, *about.vocabulary, plan.chunk_tokens)
     size = config.eval.batch_size
 
     @functools.cache  # nothing is loaded if nothing is left to write

@@ -22,8 +22,9 @@ from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
-from kdjax.losses.chunked import HeadSpec, chunked, cut, joined
-from kdjax.losses.divergences import cross_entropy, kl_divergence, log_softmax, soft_divergence
+from kdjax.losses.chunked import HeadSpec, cut_head, join_chunks, split_chunks
+from kdjax.losses.divergences import jensen_shannon, kl_divergence, log_softmax
+from kdjax.losses.kd import KDLoss, cross_entropy
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.model import Vocabulary, align
 from kdjax.models.tokenizer import Tokenizer
@@ -134,7 +135,7 @@ def _compare(logits: Array, teacher_logits: Array | None, labels: Array) -> Valu
         teacher_entropy=_entropy(t),
         kl_ts=kl_divergence(t, s),
         kl_st=kl_divergence(s, t),
-        jsd=soft_divergence(t, s, "jsd"),
+        jsd=jensen_shannon(t, s),
         top1=(top[..., 0] == teacher_top[..., 0]).astype(jnp.float32),
         top5=jnp.mean(shared.astype(jnp.float32), axis=-1),
         cosine=jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-30),
@@ -158,15 +159,15 @@ def position_values(
     """All figures of every position at T = 1, `chunk_tokens` positions of logits at a time."""
 
     def logits(hidden: Array, head: Array) -> Array:
-        return mask_padding(unembed(hidden, cut(head, hidden, spec)), spec.real_vocab)
+        return mask_padding(unembed(hidden, cut_head(head, hidden, spec)), spec.real_vocab)
 
     def compare(xs: tuple[Array, ...]) -> Values:
         teacher_logits = None if teacher_head is None else logits(xs[2], teacher_head)
         return _compare(logits(xs[0], head), teacher_logits, xs[1])
 
     inputs = (hidden, labels) if teacher_hidden is None else (hidden, labels, teacher_hidden)
-    values = jax.lax.map(compare, tuple(chunked(x, spec) for x in inputs))
-    return Values(*(joined(x, labels.shape[1]) for x in values))
+    values = jax.lax.map(compare, tuple(split_chunks(x, spec) for x in inputs))
+    return Values(*(join_chunks(x, labels.shape[1]) for x in values))
 
 
 def _forward(
@@ -200,7 +201,7 @@ def measure(
     wait on the host. Raises `UserError` for text or models that do not go together.
     """
     shared = shared_vocabulary(target, teacher)
-    spec = HeadSpec(1.0, 0.0, shared.width, shared.real, chunk_tokens=256)
+    spec = HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=256)
     batches = {
         name: read_text(patterns, target.tokenizer, rows=rows, seq_len=seq_len).batches(batch_size)
         for name, patterns in domains.items()

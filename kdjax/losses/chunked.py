@@ -200,18 +200,21 @@ def _scan_head_loss(
     with_gradient: bool,
 ) -> tuple[LossSums, Array | None, Array]:
     head = student_head[: spec.width].astype(student_hidden.dtype)
+    loss = spec.loss
     if teacher_hidden is not None and teacher_head is not None:
         teacher_head = cut_head(teacher_head, teacher_hidden, spec)
+    else:  # the student beside itself, whatever the divergence
+        loss = dataclasses.replace(loss, divergence=forward_kl)
 
     def compute_parts(xs: Any) -> ChunkParts:
         (h_s, h_t), weight, label = xs
         s = unembed(h_s, head)
         t = s if h_t is None else unembed(h_t, teacher_head)  # no teacher: nothing to learn
         ce, divergence, g = kd_parts_and_gradient(
-            s, t, label, spec.loss, real=spec.real_vocab, fused=spec.kernels
+            s, t, label, loss, real=spec.real_vocab, fused=spec.kernels
         )
         g = g * weight[..., None]
-        if spec.loss.divergence != forward_kl:  # whose gradient is finite wherever its sides are
+        if loss.divergence != forward_kl:  # whose gradient is finite wherever its sides are
             g = jnp.where(weight[..., None] != 0, g, 0)
         return ce, divergence, g.astype(h_s.dtype)
 

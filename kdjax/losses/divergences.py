@@ -24,7 +24,7 @@ from kdjax.errors import UserError
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
 LogProbs = Float[AnyArray, "*B V"]
 PerPosition = Float[Array, "*B"]
-PerId = Float[Array, "*B V"]
+PerId = Float[AnyArray, "*B V"]
 DivergenceFunction = Callable[[Array, Array], Array]
 
 
@@ -45,7 +45,7 @@ def kl_divergence(
     return jnp.sum(p_t * (teacher_log_probs - student_log_probs) + (p_s - p_t), axis=-1)
 
 
-def _log_mixture(a: Array, b: Array, share: float) -> Array:
+def _log_mixture(a: AnyArray, b: AnyArray, share: float) -> Array:
     """log(share e^a + (1 - share) e^b)."""
     return jnp.logaddexp(a + math.log(share / (1 - share)), b) + math.log(1 - share)
 

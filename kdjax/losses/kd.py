@@ -45,8 +45,8 @@ class KDLoss:
     def __init__(
         self,
         divergence: Divergence | DivergenceFunction | str = forward_kl,
-        temperature: float = 1.0,
-        alpha: float = 0.0,
+        temperature: float | int = 1.0,
+        alpha: float | int = 0.0,
     ):
         if not 0 < temperature < float("inf"):
             raise UserError(f"temperature={temperature!r}: must be greater than 0")
@@ -140,6 +140,8 @@ def _logit_gradient(
 ) -> Float[Array, "*B V"]:
     is_label = jax.nn.one_hot(labels, student_logits.shape[-1], dtype=jnp.float32)
     hard = jax.nn.softmax(student_logits, axis=-1) - is_label
+    if loss.alpha == 1:  # of a divergence of one's own even 0 times its gradient may be NaN
+        return hard
     soft = loss.divergence.logit_gradient(teacher_log_probs, student_log_probs)
     return loss.alpha * hard + loss.gradient_scale * soft
 

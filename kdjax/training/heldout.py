@@ -7,19 +7,21 @@ from typing import Any
 import jax
 
 from kdjax.losses.chunked import EvalSums
+from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
 
 
 def held_out_figures(
-    sums: Sequence[EvalSums | TopEvalSums], temperature: float, covered: int = 0
+    sums: Sequence[EvalSums | TopEvalSums], loss: KDLoss, covered: int = 0
 ) -> dict[str, float]:
     """Merges batches' sums (host floats, float64 here) into the held-out figures, in nats a token.
 
-    Perplexity is exp of the merged mean, never a mean of perplexities. Against a cache of likeliest
-    ids the KLs are called `kl_topk` and `kl_topk_temperature`: they are lower bounds. `covered` is
-    the UTF-8 bytes of all the targets: with it there are bits per byte. What needs a teacher is
-    absent without one.
+    `loss` is what training minimises, of the cross-entropy and the trained `divergence` at T; `kl`
+    is the forward KL at T = 1, whatever is trained. Against a cache of likeliest ids the last two
+    are called `divergence_topk` and `kl_topk`: they are lower bounds. What needs a teacher is
+    absent without one. Perplexity is exp of the merged mean, never a mean of perplexities.
+    `covered` is the UTF-8 bytes of all the targets: with it there are bits per byte.
     """
     columns = dict(zip(type(sums[0])._fields, zip(*sums, strict=True), strict=True)) if sums else {}
     totals = {
@@ -31,23 +33,24 @@ def held_out_figures(
     if count == 0:
         raise ZeroDivisionError("no held-out position carries weight")
     mean = {name: value / count for name, value in totals.items()}
-    figures: dict[str, float] = {}
+    divergence = mean.get("divergence", mean.get("divergence_topk", 0.0))
+    figures = {"loss": loss.combine(mean["student_ce"], divergence)}
     for side in ("student", "teacher"):
         if (ce := mean.get(f"{side}_ce")) is not None:
             figures |= {f"{side}_ce": ce, f"{side}_perplexity": math.exp(min(ce, 700.0))}
             if covered:
                 figures[f"{side}_bits_per_byte"] = ce * count / math.log(2) / covered
     if "agreement" in mean:
-        figures |= {name: value for name, value in mean.items() if name.startswith("kl")}
-        figures |= {"temperature": temperature, "agreement": mean["agreement"]}
+        figures |= {n: value for n, value in mean.items() if n.startswith(("divergence", "kl"))}
+        figures |= {"temperature": loss.temperature, "agreement": mean["agreement"]}
     figures |= {"bytes": float(covered)} if covered else {}
     return figures | {"tokens": count}
 
 
 def step_figures(raw: Mapping[str, float]) -> dict[str, float]:
-    """One optimizer step's means from its sums: `loss`, `ce`, `kl`, and the rest as they are."""
+    """One optimizer step's means of its sums `loss`, `ce`, `divergence`; the rest as they are."""
     count = max(raw["count"], 1.0)
-    figures = {name: raw[name] / count for name in ("loss", "ce", "kl") if name in raw}
+    figures = {name: raw[name] / count for name in ("loss", "ce", "divergence") if name in raw}
     figures |= {name: raw[name] for name in ("grad_norm", "learning_rate")}
     return figures | {"tokens": raw["count"]}
 
@@ -57,13 +60,9 @@ def held_out(
     params: Params,
     teacher: Params,
     batches: Iterable[dict[str, Any]],
-    temperature: float,
+    loss: KDLoss,
     covered: int = 0,
 ) -> dict[str, float]:
-    """Figures over all batches, in nats a token: cross-entropies, KL at T and at 1, agreement.
-
-    `covered`, the UTF-8 bytes of the batches' targets, adds bits per byte.
-    Sums stay on the device until the last batch was dispatched.
-    """
+    """`held_out_figures` over all batches. Sums stay on the device until the last is dispatched."""
     sums = [eval_step(params, teacher, batch) for batch in batches]
-    return held_out_figures(jax.device_get(sums), temperature, covered)
+    return held_out_figures(jax.device_get(sums), loss, covered)

@@ -52,9 +52,11 @@ class StepRecord:
 
 
 def kl_names(figures: Mapping[str, float]) -> tuple[str, str]:
-    """What held-out figures call the KL at T = 1 and at T: over all ids, or over cached ones."""
-    name = "kl" if "kl" in figures else "kl_topk"
-    return name, f"{name}_temperature"
+    """What held-out figures call the forward KL at T = 1, and the trained divergence at T.
+
+    Over all ids, or over those of a cache.
+    """
+    return ("kl", "divergence") if "kl" in figures else ("kl_topk", "divergence_topk")
 
 
 class Hook:

@@ -27,6 +27,7 @@ from kdjax.device.runtime import device_summary
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, content_hash
 from kdjax.losses.chunked import HeadSpec
+from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
@@ -353,12 +354,10 @@ def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider | Non
     settings = dataclasses.asdict(config.optim)
     optim_spec = optim.OptimSpec(total_steps=config.train.steps, **settings)
     head = HeadSpec(
-        temperature=config.loss.temperature,
-        alpha=config.loss.alpha,
+        loss=KDLoss(config.loss.divergence, config.loss.temperature, config.loss.alpha),
         width=vocabulary.width,
         real_vocab=vocabulary.real,
         chunk_tokens=config.loss.chunk_tokens,
-        divergence=config.loss.divergence,
         kernels=placement.kernels,
     )
     return step.StepSpec(

@@ -102,7 +102,7 @@ def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: S
 
     def evaluate(step: int) -> None:
         figures = held_out(job.eval_step, state.params, job.teacher_params, job.eval_batches(),
-                           config.loss.temperature, job.heldout_bytes)  # fmt: skip
+                           job.step_spec.head.loss, job.heldout_bytes)  # fmt: skip
         for hook in hooks:
             hook.eval_end(step, figures)
         for hook in hooks:

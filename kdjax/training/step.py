@@ -99,7 +99,7 @@ def kd_gradients(
     """
 
     # At alpha = 1 the teacher would change nothing but the figures: it runs in evaluations only.
-    alone = dataclasses.replace(spec, teacher=None) if spec.head.alpha == 1 else spec
+    alone = dataclasses.replace(spec, teacher=None) if spec.head.loss.alpha == 1 else spec
 
     def summed(params: Params, part: Batch) -> tuple[Array, LossSums]:
         sums = _loss_sums(alone, params, teacher, part)
@@ -128,7 +128,7 @@ def kd_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step; returns the next state and float32 scalars, sums not yet divided.
 
-    Without `kl` where the teacher has no part in the loss (alpha = 1).
+    Without `divergence` where the teacher has no part in the loss (alpha = 1).
 
     `teacher` is an argument: closed over it would be folded into the program as constants. It gets
     no gradient, no optimizer slot, and is never donated.

@@ -1,8 +1,8 @@
 """The smoke verdict: does the configured run start to learn? Gate F-DISTILL-SMOKE-001.
 
 `--config.smoke.steps=N` takes the first N optimizer steps of the configured run, schedule and all,
-and compares the held-out loss before and after. It passes if the loss fell and every figure is
-finite.
+and compares the held-out loss, the one that training minimises, before and after. It passes if the
+loss fell and every figure is finite.
 """
 
 import math
@@ -36,11 +36,8 @@ class Verdict(Hook):
         return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Keeps the held-out figures, and the loss that training minimises made of them."""
-        loss = self._config.loss
-        kl = loss.temperature**2 * figures.get(kl_names(figures)[1], 0.0)  # absent at alpha = 1
-        objective = loss.alpha * figures["student_ce"] + (1 - loss.alpha) * kl
-        self._held_out[step] = {**figures, "loss": objective}
+        """Keeps the held-out figures."""
+        self._held_out[step] = dict(figures)
 
     def outcome(self, error: BaseException | None) -> dict[str, Any]:
         """The verdict and what it rests on; `error` is the exception that ended the run, if any.
@@ -75,11 +72,11 @@ class Verdict(Hook):
         before, after = outcome["before"], outcome["after"]
         lines = [f"{GATE} {outcome['verdict']}: {outcome['why']}"]
         if before and after:
-            kl, softened = kl_names(before)
+            kl, trained = kl_names(before)
             names = {"loss": "loss", "student_ce": "ce", kl: kl}
-            temperature = self._config.loss.temperature
-            if temperature != 1:
-                names[softened] = f"{kl}(T={temperature:g})"
+            loss = self._config.loss
+            if (loss.divergence, loss.temperature) != ("forward_kl", 1):
+                names[trained] = f"{trained}(T={loss.temperature:g})"
             pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items()
                      if k in before)  # fmt: skip
             lines.append("  held-out: " + "  ".join(pairs))

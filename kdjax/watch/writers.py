@@ -186,7 +186,7 @@ class Terminal(Hook):
 
     def _line(self, record: StepRecord) -> str:
         run, f = self._run, record.figures
-        fields = [f"{name} {f[name]:.4f}" for name in ("loss", "ce", "kl") if name in f]
+        fields = [f"{name} {f[name]:.4f}" for name in ("loss", "ce", "divergence") if name in f]
         fields += [f"lr {f['learning_rate']:.2e}", f"grad {f['grad_norm']:.3f}"]
         if self._steps:
             pace = self._seconds / self._steps
@@ -205,10 +205,10 @@ class Terminal(Hook):
             for side in ("student", "teacher")
             if f"{side}_ce" in f
         ]
-        kl, soft = kl_names(f)
+        kl, trained = kl_names(f)
         if kl in f:
-            temperature = f["temperature"]
-            at = "" if temperature == 1 else f"  {kl}(T={temperature:g}) {f[soft]:.4f}"
+            same = f[trained] == f[kl]  # the forward KL at T = 1
+            at = "" if same else f"  {trained}(T={f['temperature']:g}) {f[trained]:.4f}"
             parts += [f"{kl} {f[kl]:.4f}{at}", f"agreement {f['agreement']:.4f}"]
         over = f"over {f['tokens']:,.0f} tokens"
         self._print(f"held-out at step {step}: " + "  ".join([*parts, over]))
