@@ -22,7 +22,7 @@ from kdjax.errors import UserError
 from kdjax.models.tokenizer import Tokenizer
 
 FORMAT = 1  # raise when the same inputs would give other bytes
-_COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
+COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
 
@@ -110,9 +110,9 @@ class _SideWriter:
 
     def __init__(self, folder: Path, row_length: int, max_segments: int):
         folder.mkdir()
-        self._files = {name: (folder / f"{name}.bin").open("wb") for name in _COLUMNS}
+        self._files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
         self._packer = Packer(row_length, max_segments)
-        self._row = {name: np.zeros(row_length, dtype) for name, dtype in _COLUMNS.items()}
+        self._row = {name: np.zeros(row_length, dtype) for name, dtype in COLUMNS.items()}
         self.counts = dict(documents=0, tokens=0, targets=0, rows=0)
 
     def _write_row(self) -> None:
@@ -216,8 +216,8 @@ def rows_key(settings: RowSettings) -> str:
 
 
 def _rows_key(settings: RowSettings, files: _Files) -> str:
-    parameters = [FORMAT, settings.seq_len, settings.end_of_document_id, settings.max_segments,
-                  settings.tokenizer.content_hash]  # fmt: skip
+    numbers = FORMAT, settings.seq_len, settings.end_of_document_id, settings.max_segments
+    parameters = [*numbers, settings.tokenizer.content_hash]
     parameters += [] if settings.heldout else [settings.heldout_fraction]
     digest = hashlib.sha256(json.dumps(parameters).encode())
     for side in files:
@@ -232,7 +232,7 @@ def packed_hash(folder: Path) -> str:
     Raises `FileNotFoundError` for one that is not there.
     """
     digest = hashlib.sha256()
-    for name in (f"{side}/{column}.bin" for side in _SIDES for column in _COLUMNS):
+    for name in (f"{side}/{column}.bin" for side in _SIDES for column in COLUMNS):
         digest.update(name.encode() + b"\0")
         with (folder / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -328,7 +328,7 @@ def _open_rows(folder: Path, row_length: int, key: str) -> RowSet | None:
 
 
 def _open_side(folder: Path, rows: int, length: int) -> Rows:
-    columns = {n: _map(folder / f"{n}.bin", t, rows, length) for n, t in _COLUMNS.items()}
+    columns = {n: _map(folder / f"{n}.bin", t, rows, length) for n, t in COLUMNS.items()}
     return Rows(**columns)
 
 

@@ -1,8 +1,8 @@
 """A teacher's outputs on the disk: one record a row, in hashed shards beside an index.
 
-A folder holds `index.json` and `shard-00000.bin`, ...: records of one NumPy type back to back, the
-rows of training first, then the held-out ones. The index says what the records were made of, and
-lists the finished shards; it says `complete` once all are there.
+A folder holds `index.json` and `shard-00000.bin`, ...: records of one NumPy type back to back,
+first those of the training rows, then those of the held-out rows. The index says what the records
+were made of, lists the finished shards, and says `complete` once all shards are there.
 """
 
 import concurrent.futures
@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -33,14 +32,16 @@ _MAKE = "python -m kdjax.cache_teacher --config=... --out={}"
 
 def record_type(kind: str, positions: int, *, k: int, width: int, dtype: str) -> np.dtype:
     """The record of one row; `k` ids a position, or `width` numbers of `dtype`, bf16 as bits."""
-    if kind == "topk":
-        shape = positions, k
-        fields = [("ids", "u1", (*shape, 3)), ("logits", "<f2", shape),
-                  ("odds", "<f4", (positions, 2)), ("label", "<f4", (positions,))]  # fmt: skip
-    else:
+    if kind == "hidden":
         bits = {"bfloat16": "<u2", "float32": "<f4"}[dtype]
-        fields = [("hidden", bits, (positions, width))]
-    return np.dtype(fields)
+        return np.dtype([("hidden", bits, (positions, width))])
+    columns = [
+        ("ids", "u1", (k, 3)),
+        ("logits", "<f2", (k,)),
+        ("odds", "<f4", (2,)),
+        ("label", "<f4", ()),
+    ]
+    return np.dtype([(name, number, (positions, *shape)) for name, number, shape in columns])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class About:
 
     kind: str  # a member of KINDS
     k: int  # ids a position; 0 for hidden states
-    temperature: float | None  # of the tail's odds; None: any
+    temperature: float | None  # at which the tail's odds were taken; None: serves any
     teacher: str  # SHA-256 of the model's files
     rows: str  # key of the packed rows: text, tokenizer and how they are packed
     tokenizer: str  # its content hash
@@ -90,12 +91,11 @@ def read_index(folder: Path) -> tuple[About, dict[str, Any]]:
     path = folder / INDEX
     try:
         index = json.loads(path.read_text())
-        found = index["format"]
-        if found != FORMAT:
-            raise UserError(f"{path}: found format {found}; expected {FORMAT}. Make it again.")
-        made_of: dict[str, Any] = index["about"]
-        made_of |= {name: tuple(made_of[name]) for name in ("vocabulary", "sides")}
-        return About(**made_of), index
+        if (number := index["format"]) != FORMAT:
+            raise UserError(f"{path}: found format {number}; expected {FORMAT}. Make it again.")
+        fields: dict[str, Any] = index["about"]
+        fields |= {name: tuple(fields[name]) for name in ("vocabulary", "sides")}
+        return About(**fields), index
     except FileNotFoundError:
         raise MissingFileError(
             f"{path}: found no such file; expected a cached teacher. Make it: "
@@ -110,45 +110,47 @@ def read_index(folder: Path) -> tuple[About, dict[str, Any]]:
         ) from error
 
 
-def _name(number: int) -> str:
+def _shard_name(number: int) -> str:
     return f"shard-{number:05}.bin"
 
 
-def _hash_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _find_damage(folder: Path, about: About, hashes: Mapping[str, str]) -> dict[str, str]:
+    """The finished shards, of these SHA-256s, that are damaged: name to what is wrong."""
+    sizes = {
+        _shard_name(i): len(rows) * about.record.itemsize for i, rows in enumerate(about.shards)
+    }
 
-
-def _damage(folder: Path, about: About, entries: Mapping[str, str]) -> dict[str, str]:
-    """Finished shards that are not what the index says, and how."""
-    sizes = {_name(i): len(rows) * about.record.itemsize for i, rows in enumerate(about.shards)}
-
-    def check(name: str) -> str:
+    def describe_damage(name: str) -> str:
         try:
             size = (folder / name).stat().st_size
         except OSError:
             return "is missing"
         if size != sizes.get(name):
             return f"has {size:,} bytes, expected {sizes.get(name, 0):,}"
-        found = _hash_of(folder / name)
-        return "" if found == entries[name] else f"has SHA-256 {found}, expected {entries[name]}"
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return "" if digest == hashes[name] else f"has SHA-256 {digest}, expected {hashes[name]}"
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = zip(entries, pool.map(check, entries), strict=True)
-        return {name: problem for name, problem in found if problem}
+        damage = zip(hashes, pool.map(describe_damage, hashes), strict=True)
+        return {name: problem for name, problem in damage if problem}
 
 
 def _save_index(folder: Path, about: About, shards: dict[str, str]) -> None:
-    complete = len(shards) == len(about.shards)
-    index = {"format": FORMAT, "complete": complete, "about": dataclasses.asdict(about),
-             "record_bytes": about.record.itemsize, "shard_rows": about.shard_rows,
-             "shards": dict(sorted(shards.items()))}  # fmt: skip
+    index = {
+        "format": FORMAT,
+        "complete": len(shards) == len(about.shards),
+        "about": dataclasses.asdict(about),
+        "record_bytes": about.record.itemsize,
+        "shard_rows": about.shard_rows,
+        "shards": dict(sorted(shards.items())),
+    }
     with replacing(folder / INDEX) as file:
         file.write(json.dumps(index, indent=1).encode() + b"\n")
 
 
-def _finished(folder: Path, about: About) -> dict[str, str]:
-    """Shards of an earlier, stopped writer that are as it left them: name to SHA-256."""
+def _find_finished(folder: Path, about: About) -> dict[str, str]:
+    """The whole shards that an earlier, stopped writer left: name to SHA-256."""
     if not (folder / INDEX).exists():
         return {}
     earlier, index = read_index(folder)
@@ -158,7 +160,7 @@ def _finished(folder: Path, about: About) -> dict[str, str]:
             f"{folder} holds another cache:\n  " + "\n  ".join(lines) + "\n"
             "Give another --out, delete that folder, or restore what it was made of."
         )
-    damaged = _damage(folder, about, index["shards"])
+    damaged = _find_damage(folder, about, index["shards"])
     for name, problem in damaged.items():
         _log.warning("%s %s: written again", folder / name, problem)
     return {name: sha for name, sha in index["shards"].items() if name not in damaged}
@@ -174,23 +176,25 @@ def write(
     `UserError` for a folder with another cache and for a disk without room.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    done = _finished(folder, about)
-    todo = [(_name(i), rows) for i, rows in enumerate(about.shards) if _name(i) not in done]
-    need = sum(len(rows) for _, rows in todo) * about.record.itemsize
+    done = _find_finished(folder, about)
+    shards = {_shard_name(i): rows for i, rows in enumerate(about.shards)}
+    missing = {name: rows for name, rows in shards.items() if name not in done}
+    row_bytes = about.record.itemsize
+    need = sum(map(len, missing.values())) * row_bytes
     free = shutil.disk_usage(folder).free
-    per_position = about.record.itemsize / about.positions
+    rows, size = sum(about.sides), sum(about.sides) * row_bytes / 1e9
     _log.info(
-        "%s: %s rows x %s positions x %.0f bytes = %.2f GB in %d shards; %d are there, %.2f GB "
-        "are to be written, %.2f GB are free", folder, f"{sum(about.sides):,}",
-        f"{about.positions:,}", per_position, sum(about.sides) * about.record.itemsize / 1e9,
-        len(about.shards), len(done), need / 1e9, free / 1e9,
-    )  # fmt: skip
+        f"{folder}: {rows:,} rows x {about.positions:,} positions x "
+        f"{row_bytes / about.positions:.0f} bytes = {size:.2f} GB in {len(shards)} shards; "
+        f"{len(done)} are there, {need / 1e9:.2f} GB are to be written, "
+        f"{free / 1e9:.2f} GB are free"
+    )
     if need > 0.99 * free:
         raise UserError(
             f"{folder}: found {free / 1e9:.2f} GB free on its disk; expected {need / 1e9:.2f} GB "
             "and 1% to spare. Make room, give another --out, a smaller --k, or less text."
         )
-    for name, rows in todo:
+    for name, rows in missing.items():
         digest, written = hashlib.sha256(), 0
         with replacing(folder / name) as file:
             for block in produce(rows):
@@ -201,7 +205,7 @@ def write(
             assert written == len(rows), (written, rows)
         done[name] = digest.hexdigest()
         _save_index(folder, about, done)
-        _log.info("%s: %d of %d", folder / name, len(done), len(about.shards))
+        _log.info("%s: %d of %d", folder / name, len(done), len(shards))
     return done
 
 
@@ -223,7 +227,7 @@ class TeacherCache:
     def __init__(self, folder: Path, about: About, sha256: str):
         self.about, self.sha256 = about, sha256  # of the index, shards' hashes included
         self._shards = [
-            np.memmap(folder / _name(i), about.record, "r", shape=(len(rows),))
+            np.memmap(folder / _shard_name(i), about.record, "r", shape=(len(rows),))
             for i, rows in enumerate(about.shards)
         ]
         self.train, self.heldout = Side(self, 0), Side(self, about.sides[0])
@@ -236,8 +240,8 @@ class TeacherCache:
     def __str__(self) -> str:
         about = self.about
         size = sum(about.sides) * about.record.itemsize
-        what = f"top {about.k} ids at T={about.temperature:g}" if about.k else "hidden states"
-        return f"cached teacher: {what}, {size / 1e9:.2f} GB in {len(about.shards)} shards"
+        content = f"top {about.k} ids at T={about.temperature:g}" if about.k else "hidden states"
+        return f"cached teacher: {content}, {size / 1e9:.2f} GB in {len(about.shards)} shards"
 
 
 def open_cache(folder: Path, expected: About) -> TeacherCache:
@@ -258,13 +262,13 @@ def open_cache(folder: Path, expected: About) -> TeacherCache:
             f"{folder} is the cache of another run:\n  " + "\n  ".join(lines) + "\n"
             f"Restore those settings, or make a cache of this run: `{_MAKE.format('DIR')}`.{hint}"
         )
-    found, whole = len(index["shards"]), math.ceil(sum(about.sides) / about.shard_rows)
-    if not index["complete"] or found != whole:
+    count, total = len(index["shards"]), len(about.shards)
+    if not index["complete"] or count != total:
         raise UserError(
-            f"{folder}: found {found} of {whole} shards; expected a complete cache. Finish it: "
+            f"{folder}: found {count} of {total} shards; expected a complete cache. Finish it: "
             f"`{_MAKE.format(folder)}`"
         )
-    if damaged := _damage(folder, about, index["shards"]):
+    if damaged := _find_damage(folder, about, index["shards"]):
         lines = "\n  ".join(f"{name} {problem}" for name, problem in damaged.items())
         raise UserError(
             f"{folder}: {len(damaged)} shards are not as they were written:\n  {lines}\n"

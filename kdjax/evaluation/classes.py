@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 # In this order in every table; `class_ids` are indices into it.
-CLASSES = ("identifier", "keyword", "number", "whitespace", "comment/string", "operator", "text",
-           "end of text")  # fmt: skip
+_CODE = ("identifier", "keyword", "number", "whitespace", "comment/string", "operator")
+CLASSES = (*_CODE, "text", "end of text")
 _ID = {name: i for i, name in enumerate(CLASSES)}
 END = _ID["end of text"]
 _LINE = re.compile(r":\d+$")  # "data.jsonl:12", a record of unknown language
@@ -32,24 +32,18 @@ def _lexer(source: str, text: str):
 
 
 def _class_of(kind) -> int:
-    from pygments.token import (
-        Comment,
-        Keyword,
-        Literal,
-        Name,
-        Number,
-        Operator,
-        Punctuation,
-        String,
-    )
+    from pygments import token
 
-    # Subtypes before what they belong to: `and` is Operator.Word, a number is a Literal.
-    for parent, name in (
-        (Operator.Word, "keyword"), (Keyword, "keyword"), (Name, "identifier"),
-        (Number, "number"), (Comment, "comment/string"), (String, "comment/string"),
-        (Literal, "number"), (Operator, "operator"), (Punctuation, "operator"),
-    ):  # fmt: skip
-        if kind in parent:
+    # Subtypes before what they belong to: `and` is Operator.Word, a string is a Literal.
+    members = {
+        "keyword": (token.Operator.Word, token.Keyword),
+        "identifier": (token.Name,),
+        "comment/string": (token.Comment, token.String),
+        "number": (token.Literal,),
+        "operator": (token.Operator, token.Punctuation),
+    }
+    for name, parents in members.items():
+        if any(kind in parent for parent in parents):
             return _ID[name]
     return _ID["text"]
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kdjax.data import pipeline
-from kdjax.data.rows import Packer, Rows, tokenize_documents
+from kdjax.data.rows import COLUMNS, Packer, Rows, tokenize_documents
 from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
@@ -72,8 +72,7 @@ def read_text(patterns: str, tokenizer: Tokenizer, *, rows: int, seq_len: int) -
         raise UserError(f"{patterns}: the text is empty: no document has two tokens or more.")
     chosen = np.linspace(0, packer.rows - 1, min(rows, packer.rows)).astype(np.int64)
     at = {int(row): i for i, row in enumerate(chosen)}
-    dtypes = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8,
-              "classes": np.int8, "bytes": np.int32}  # fmt: skip
+    dtypes = COLUMNS | {"classes": np.int8, "bytes": np.int32}
     columns = {name: np.zeros((len(at), seq_len + 1), dtype) for name, dtype in dtypes.items()}
     for document, pieces in placed:
         if not any(piece.row in at for piece in pieces):

@@ -17,9 +17,8 @@ import signal
 import socket
 import sys
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
-    0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
+NEWNS, NEWUTS, NEWIPC = 0x20000, 0x4000000, 0x8000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 _PRIVATE, _BIND, _REC, _NOSUID = 0x40000, 0x1000, 0x4000, 0x2
 _MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000
 _PDEATHSIG, _NO_NEW_PRIVS = 1, 38
@@ -45,8 +44,12 @@ def enter_namespaces():
     uid, gid = os.getuid(), os.getgid()
     if uid and unshare(NEWUSER):
         with contextlib.suppress(OSError):
-            for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"),
-                               ("gid_map", f"{gid} {gid} 1")):  # fmt: skip
+            maps = (
+                ("setgroups", "deny"),
+                ("uid_map", f"{uid} {uid} 1"),
+                ("gid_map", f"{gid} {gid} 1"),
+            )
+            for name, text in maps:
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
     flags = {"net": NEWNET, "pid": NEWPID, "mount": NEWNS, "ipc": NEWIPC | NEWUTS}
@@ -124,8 +127,8 @@ def block_sockets():
 
     for module in (socket, _socket):
         setattr(module, "socket", Refused)  # noqa: B010
-    for name in ("create_connection", "create_server", "socketpair", "fromfd", "getaddrinfo",
-                 "gethostbyname"):  # fmt: skip
+    names = "create_connection create_server socketpair fromfd getaddrinfo gethostbyname"
+    for name in names.split():
         setattr(socket, name, refuse)
 
 

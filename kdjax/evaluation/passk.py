@@ -17,9 +17,9 @@ from kdjax.evaluation.problems import Problem
 from kdjax.models.tokenizer import Tokenizer
 
 INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
-# What prompts (ids) become until a stop string: (text, "stop" or "length") each, in order. May
-# raise: the samples of that call are failures then.
-Answer = tuple[str, str]
+Answer = tuple[str, str]  # its text, and why it ended: "stop" or "length"
+# Answers prompts (ids), each up to one of the stop strings, in order. If it raises, the samples of
+# that call count as failures.
 Generate = Callable[[list[list[int]], tuple[str, ...]], Sequence[Answer]]
 
 
@@ -63,8 +63,9 @@ class Sample:
     answer: str
 
 
-def _ask(problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate,
-         settings: Settings) -> list[tuple[Problem, Answer | Exception]]:  # fmt: skip
+def _ask(
+    problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate, settings: Settings
+) -> list[tuple[Problem, Answer | Exception]]:
     """An answer, or what was raised instead of it, for every sample of every problem."""
     asked: list[tuple[Problem, Answer | Exception]] = []
     # All samples of a problem go into one call: a row's place in it decides what is drawn.
@@ -117,8 +118,9 @@ def _say(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 
-def run_benchmark(problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate,
-                  settings: Settings) -> dict[str, Any]:  # fmt: skip
+def run_benchmark(
+    problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate, settings: Settings
+) -> dict[str, Any]:
     """Generates, runs and counts; JSON-able, `pass_at_k` by k as fractions.
 
     `mode` is "inference_failed", with the first error as `inference_error`, if no sample was
@@ -131,8 +133,9 @@ def run_benchmark(problems: Sequence[Problem], tokenizer: Tokenizer, generate: G
     return summarise(problems, samples, settings)
 
 
-def summarise(problems: Sequence[Problem], samples: Sequence[Sample],
-              settings: Settings) -> dict[str, Any]:  # fmt: skip
+def summarise(
+    problems: Sequence[Problem], samples: Sequence[Sample], settings: Settings
+) -> dict[str, Any]:
     """The figures of these samples; see `run_benchmark`."""
     by_task: dict[str, list[Sample]] = {problem.task: [] for problem in problems}
     for sample in samples:
@@ -160,8 +163,11 @@ def summarise(problems: Sequence[Problem], samples: Sequence[Sample],
     return figures | {"results": [dataclasses.asdict(sample) for sample in samples]}
 
 
-def check_references(problems: Sequence[Problem], solution: Callable[[Problem], str],
-                     limits: sandbox.Limits = sandbox.DEFAULT) -> Counter[str]:  # fmt: skip
+def check_references(
+    problems: Sequence[Problem],
+    solution: Callable[[Problem], str],
+    limits: sandbox.Limits = sandbox.DEFAULT,
+) -> Counter[str]:
     """How programs end whose answers are `solution(problem)`: proves the harness, not a model."""
     programs = [f"{p.prompt}{solution(p)}\n{p.tests}" for p in problems]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -59,8 +59,10 @@ def _records(path: Path) -> list[dict[str, Any]]:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
         records = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{path}: found no JSON lines ({error}); expected one problem a line. "
-                        "Download the file again.") from error  # fmt: skip
+        raise UserError(
+            f"{path}: found no JSON lines ({error}); expected one problem a line. "
+            "Download the file again."
+        ) from error
     if not records or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{path}: found no problem; expected one JSON object a line.")
     return records
@@ -101,8 +103,8 @@ def load_mbpp(path: Path) -> list[Problem]:
     problems = []
     for record in records:
         text = "prompt" if "prompt" in record else "text"
-        task, said, code, tests = _fields(path, record, ("task_id", text, "code", "test_list"))
-        prompt = '"""\n' + "\n".join([said.strip(), *tests]) + '\n"""\n'
+        task, sentence, code, tests = _fields(path, record, ("task_id", text, "code", "test_list"))
+        prompt = '"""\n' + "\n".join([sentence.strip(), *tests]) + '\n"""\n'
         setup = "\n".join([*record.get("test_imports", ()), record.get("test_setup_code", "")])
         checks = "\n".join([setup, *tests]) + "\n"
         code = code.replace("\r\n", "\n")
@@ -136,15 +138,17 @@ def cut(text: str, stops: tuple[str, ...]) -> str:
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
-def _definitions(code: str) -> str:
+_KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_KEPT += (ast.Assign, ast.AnnAssign, ast.Try)
+
+
+def _keep_definitions(code: str) -> str:
     """Imports, definitions and assignments: an answer's own prints and tests are not its code."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
-    kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
-            ast.Assign, ast.AnnAssign, ast.Try)  # fmt: skip
-    tree.body = [node for node in tree.body if isinstance(node, kept)]
+    tree.body = [node for node in tree.body if isinstance(node, _KEPT)]
     return ast.unparse(tree) if tree.body else code
 
 
@@ -156,7 +160,7 @@ def extract_code(answer: str) -> str:
     blocks = _FENCE.findall(answer)
     before = answer.split("```")[0]
     code = max(blocks, key=len) if blocks and "def " not in before else before
-    return _definitions(code)
+    return _keep_definitions(code)
 
 
 def program(problem: Problem, form: str, answer: str) -> str:

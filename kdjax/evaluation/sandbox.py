@@ -91,9 +91,14 @@ def _run(program: str, limits: Limits, isolate: bool) -> tuple[Outcome, dict[str
                 pass_fds=(writer,),
                 cwd="/",
                 start_new_session=True,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": scratch,
-                     "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-            )  # fmt: skip
+                env={
+                    "PATH": "/usr/bin:/bin",
+                    "LANG": "C.UTF-8",
+                    "HOME": scratch,
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "PYTHONHASHSEED": "0",
+                },
+            )
         except OSError as error:
             os.close(reader)
             return Outcome("infrastructure", str(error)), {}
@@ -174,15 +179,22 @@ def held() -> dict[str, Any]:
 
 def describe(facts: dict[str, Any]) -> dict[str, str]:
     """What `held` found, in words."""
+
+    def choose(name: str, held: str, otherwise: str) -> str:
+        return held if facts.get(name) else otherwise
+
+    limited = choose("processes", "limited", "NOT limited (root)")
+    killed = choose(
+        "pid", "with their namespace", "by group: one that leaves the group can survive"
+    )
+    files = "scratch folder, file sizes limited; the user's own files can be written"
     return {
-        "network": "no interface (network namespace)" if facts["net"] else
-                   "sockets refused in Python only",
-        "processes": ("limited" if facts["processes"] else "NOT limited (root)")
-                     + (", killed with their namespace" if facts["pid"] else
-                        ", killed by group: one that leaves the group can survive"),
-        "files": "read-only but a scratch tmpfs" if facts["mount"] else
-                 "scratch folder, file sizes limited; the user's own files can be written",
-        "user": "one of its own" if facts["user"] else "the caller's",
+        "network": choose(
+            "net", "no interface (network namespace)", "sockets refused in Python only"
+        ),
+        "processes": f"{limited}, killed {killed}",
+        "files": choose("mount", "read-only but a scratch tmpfs", files),
+        "user": choose("user", "one of its own", "the caller's"),
         "memory": "address space limited per process",
-        "environment": "empty" + ("" if facts.get("proc") else "; /proc shows other processes"),
-    }  # fmt: skip
+        "environment": choose("proc", "empty", "empty; /proc shows other processes"),
+    }

@@ -83,11 +83,15 @@ def _benchmark(name: str, found: dict[str, Any]) -> list[str]:
         f"  how programs ended: {ends}; {found['cut_off']} answers cut off at --max-tokens",
     ]
     if found["not_generated"]:
-        lines.append(f"  {found['not_generated']} samples were not generated and count as failures:"
-                     f" {found['inference_error']}")  # fmt: skip
+        lines.append(
+            f"  {found['not_generated']} samples were not generated and count as failures:"
+            f" {found['inference_error']}"
+        )
     if found["infrastructure_failures"]:
-        lines.append(f"  {found['infrastructure_failures']} programs could not be run by the "
-                     "sandbox and count as failures")  # fmt: skip
+        lines.append(
+            f"  {found['infrastructure_failures']} programs could not be run by the "
+            "sandbox and count as failures"
+        )
     return lines
 
 
@@ -112,5 +116,9 @@ def text(document: dict[str, Any]) -> str:
 def write(path: Path, document: dict[str, Any]) -> None:
     """The document as JSON; `path` appears when all of it is written."""
     with replacing(path) as file:
-        file.write(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-                   .encode("utf-8", "backslashreplace") + b"\n")  # fmt: skip
+        file.write(
+            json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False).encode(
+                "utf-8", "backslashreplace"
+            )
+            + b"\n"
+        )

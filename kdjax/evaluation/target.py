@@ -94,8 +94,12 @@ class Target:
             on_device = jax.device_put(np.asarray(array).astype(leaf.dtype), place[path[-1]])
             node[path[-1]] = to_bits(on_device) if jax.default_backend() == "cpu" else on_device
         resident = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        info = TeacherInfo(f"checkpoint ({self.form.dtype})", self.spec.vocab_size, resident,
-                           str(self.saved.workdir))  # fmt: skip
+        info = TeacherInfo(
+            f"checkpoint ({self.form.dtype})",
+            self.spec.vocab_size,
+            resident,
+            str(self.saved.workdir),
+        )
         return TeacherLogitsProvider(apply, params, info)
 
 

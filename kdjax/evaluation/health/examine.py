@@ -87,8 +87,14 @@ def logit_stats(apply: ModelFunctions, params: Params, ids: Sequence[int], real:
     entropy, ce, finite, whole = (np.asarray(x, np.float64) for x in values)
     mean = whole / max(whole.sum(), 1e-30)
     mean_entropy = -np.sum(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0))
-    return LogitStats(len(ce), int((finite == 0).sum()), real, float(entropy.mean()),
-                      float(mean_entropy), float(ce.mean()))  # fmt: skip
+    return LogitStats(
+        len(ce),
+        int((finite == 0).sum()),
+        real,
+        float(entropy.mean()),
+        float(mean_entropy),
+        float(ce.mean()),
+    )
 
 
 def probe_ids(target: Target) -> list[int]:

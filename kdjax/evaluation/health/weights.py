@@ -32,18 +32,19 @@ def _look(raw: Array, dtype: str) -> tuple[Array, ...]:
         jnp.sum((bits ^ (bits >> shift)) * (place * jnp.uint32(factor)), axis=1, dtype=jnp.uint32)
         for shift, factor in ((15, 2654435761), (13, 2246822519))
     ]
-    least, most = (f(jnp.where(finite, x, fill)) for f, fill in
-                   ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))  # fmt: skip
+    least = jnp.min(jnp.where(finite, x, jnp.inf))
+    most = jnp.max(jnp.where(finite, x, -jnp.inf))
     norms = jnp.sqrt(jnp.sum(zeroed * zeroed, axis=1))
     return jnp.sum(jnp.isnan(x)), jnp.sum(jnp.isinf(x)), least, most, norms, *hashes
 
 
-def _stats(name: str, size: int, chunks: Iterator[tuple[np.ndarray, str]],
-           matrix: bool) -> MatrixStats:  # fmt: skip
+def _stats(
+    name: str, size: int, chunks: Iterator[tuple[np.ndarray, str]], matrix: bool
+) -> MatrixStats:
     parts = [jax.device_get(_look(*chunk)) for chunk in chunks]
     nan, inf, least, most, norms, *hashes = zip(*parts, strict=True)
     norm = np.concatenate(norms)
-    # Of the root mean square: a median would be dead itself where most rows are.
+    # Compared with the root mean square: where most rows are dead, the median norm is near zero.
     dead = norm <= DEAD * np.sqrt(np.mean(np.square(norm, dtype=np.float64)))
     keys = np.stack([np.concatenate(h) for h in hashes], axis=1)[~dead]
     repeated = len(keys) - len(np.unique(keys, axis=0))
