@@ -16,10 +16,17 @@ from scripts.bench import peer, program, rows, step
 
 @pytest.fixture
 def args(models, tmp_path):
-    return step.arguments([
-        f"--folder={tmp_path}", f"--teacher={models}/teacher.gguf", "--dtype=float32",
-        f"--student={models}/student.gguf", "--rows=8", "--length=64", "--steps=1",
-    ])  # fmt: skip
+    return step.arguments(
+        [
+            f"--folder={tmp_path}",
+            f"--teacher={models}/teacher.gguf",
+            "--dtype=float32",
+            f"--student={models}/student.gguf",
+            "--rows=8",
+            "--length=64",
+            "--steps=1",
+        ]
+    )
 
 
 @pytest.fixture
@@ -112,8 +119,13 @@ def row(program, length, speed, **more):
 
 
 def test_speeds_stand_beside_the_best_peer_of_the_same_length(args):
-    rows = [row("q4k", 64, 300.0), row("torch-eager", 64, 100.0), row("torch-compile", 64, 200.0),
-            row("q4k", 32, 90.0), {"program": "dequant", "error": "status 1"}]  # fmt: skip
+    rows = [
+        row("q4k", 64, 300.0),
+        row("torch-eager", 64, 100.0),
+        row("torch-compile", 64, 200.0),
+        row("q4k", 32, 90.0),
+        {"program": "dequant", "error": "status 1"},
+    ]
     step.add_rates(rows, 2e9, args)
     assert [r.get("over_peer") for r in rows] == [1.5, 0.5, 1.0, None, None]
     specs = [step.spec_from_table(step.open_table(p)) for p in (args.teacher, args.student)]
@@ -131,8 +143,13 @@ def test_a_benchmark_that_is_cut_short_keeps_what_it_measured(args, monkeypatch,
 
     monkeypatch.setattr(step, "measure", measure)
     monkeypatch.setattr(step, "run", lambda *_: [{"matmul_flops": 2e9, "devices": "x"}])
-    command = [f"--teacher={args.teacher}", f"--student={args.student}", f"--folder={tmp_path}",
-               "--variants=dequant,q4k", f"--json={tmp_path / 'found.json'}"]  # fmt: skip
+    command = [
+        f"--teacher={args.teacher}",
+        f"--student={args.student}",
+        f"--folder={tmp_path}",
+        "--variants=dequant,q4k",
+        f"--json={tmp_path / 'found.json'}",
+    ]
     with pytest.raises(KeyboardInterrupt):
         step.main(command)
     kept = json.loads((tmp_path / "found.json").read_text())

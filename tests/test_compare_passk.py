@@ -12,8 +12,9 @@ def benchmark(passes, samples=2, form="instruct"):
     """As evaluated: of each problem, so many of its samples passed."""
     made = [
         passk.Sample(f"T/{i}", "passed" if k < count else "wrong answer", "", "stop", "")
-        for i, count in enumerate(passes) for k in range(samples)
-    ]  # fmt: skip
+        for i, count in enumerate(passes)
+        for k in range(samples)
+    ]
     asked = [problems.Problem(f"T/{i}", "", "", "", "", ()) for i in range(len(passes))]
     return passk.summarise(asked, made, passk.Settings(samples=samples, ks=(1,), form=form))
 

@@ -74,6 +74,7 @@ def write(folder, text, name="x-v1.yaml"):
         ("equations e: formula is missing", "a = b", '""'),
         ("property is missing", ", property: p", ""),
         ("type is 'guess'", "invariant", "guess"),
+        ("proof_obligations: found NoneType", "\n" + PROPERTY, "\n"),
         ("formal 'q' 2 times", PROPERTY, PROPERTY.replace("p}", "p, formal: q}") * 2),
         ("fewer than proof_obligations", PROPERTY, PROPERTY * 3),
         ("id 'T-1' 2 times", "T-2", "T-1"),
@@ -86,7 +87,7 @@ def write(folder, text, name="x-v1.yaml"):
         ("keys missing or unknown: kind", "qa_gate", "kind: KernelContract\nqa_gate"),
         ("is no contract", CONTRACT, "[1]"),
     ],
-)  # fmt: skip
+)
 def test_each_rule_alone(tmp_path, problem, old, new):
     path = write(tmp_path, CONTRACT)
     assert validate([path]) == [] and old in CONTRACT
@@ -140,8 +141,7 @@ def test_claims_name_tests_that_exist_once(project):
 
 def test_claims_hold_where_their_tests_ran_and_passed(project):
     case = '<testcase classname="tests.test_x" name="{}">{}</testcase>'
-    good = [case.format("test_adds", ""), case.format("test_cases[1-a]", ""),
-            case.format("test_proof", "")]  # fmt: skip
+    good = [case.format(name, "") for name in ("test_adds", "test_cases[1-a]", "test_proof")]
     path = project / "results.xml"
     for extra, state in (
         ("", None),
@@ -193,8 +193,8 @@ def test_a_fault_that_lacks_something_is_refused(project):
 def test_faults_are_killed_survive_or_do_not_run(project):
     # The cases that are dropped once one is red must not spoil the file that follows.
     write(project, TESTS, "tests/test_before.py")
-    write(project, CONTRACT.replace("test_x.py::test_cases", "test_before.py::test_cases"),
-          "contracts/x-v1.yaml")  # fmt: skip
+    text = CONTRACT.replace("test_x.py::test_cases", "test_before.py::test_cases")
+    claims = read_claims([write(project, text, "contracts/x-v1.yaml")])
     faults = {
         "weak": "a + b * (a != 5)",  # no test has a = 5
         "half": "a * b - 1",  # 2 * 3 - 1: only one of the two tests sees it
@@ -208,8 +208,8 @@ def test_faults_are_killed_survive_or_do_not_run(project):
     )
     mutants = read_mutants(write(project, text, "contracts/mutants.yaml"))
     before, said = (project / "kdjax" / "x.py").read_text(), []
-    verdicts = mutate(project, read_claims([project / "contracts"]), mutants, say=said.append,
-                      timeout=4.0, libraries="pytest")  # fmt: skip
+    options = dict(say=said.append, timeout=4.0, libraries="pytest")
+    verdicts = mutate(project, claims, mutants, **options)
     assert verdicts["minus"] == "" and "killed minus: subtracts" in said
     assert verdicts["weak"] == "still green: T-1, T-2"
     assert verdicts["half"] == "still green: T-1"
@@ -230,9 +230,8 @@ def test_tests_must_be_green_without_a_fault(project, capsys):
 @pytest.mark.slow
 def test_the_command(project, capsys):
     assert command.main(["validate"]) == command.main(["bind"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "Contracts are valid.", "3 claims and 1 faults are bound.",
-    ]  # fmt: skip
+    well = "Contracts are valid.\n3 claims and 1 faults are bound.\n"
+    assert capsys.readouterr().out == well
     assert command.main(["mutate", "--only", "minus", "--jobs", "1"]) == 0
     assert "1 faults planted, all found" in capsys.readouterr().out
     assert command.main(["mutate", "--only", "plus"]) == 1

@@ -69,10 +69,14 @@ def server(tmp_path_factory):
 
     try:
         until(answers, "sshd does not listen", 20)
-        options = (f"-F none -i {folder}/user -o IdentitiesOnly=yes -o StrictHostKeyChecking=no "
-                   f"-o UserKnownHostsFile={folder}/known")  # fmt: skip
-        yield dict(pid=process.pid, environment={"HOST": "127.0.0.1", "PORT": str(port),
-                                                 "SSH_OPTIONS": options})  # fmt: skip
+        options = (
+            f"-F none -i {folder}/user -o IdentitiesOnly=yes -o StrictHostKeyChecking=no "
+            f"-o UserKnownHostsFile={folder}/known"
+        )
+        yield dict(
+            pid=process.pid,
+            environment={"HOST": "127.0.0.1", "PORT": str(port), "SSH_OPTIONS": options},
+        )
     finally:
         process.terminate()
         process.wait()
@@ -113,10 +117,19 @@ class Site:
         self.remote, self.evidence = folder / "far end's", folder / "evidence"
         self.sha = shell("git", "-C", str(checkout), "rev-parse", "HEAD")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "KDJAX_"))}
-        self.environment = kept | server["environment"] | {
-            "REMOTE": str(self.remote), "EVIDENCE": str(self.evidence), "PYTHON": sys.executable,
-            "MIN_DISK_GB": "0", "MIN_MEMORY_GB": "0", "POLL": "0.1", "RETRY": "0.2",
-        }  # fmt: skip
+        self.environment = (
+            kept
+            | server["environment"]
+            | {
+                "REMOTE": str(self.remote),
+                "EVIDENCE": str(self.evidence),
+                "PYTHON": sys.executable,
+                "MIN_DISK_GB": "0",
+                "MIN_MEMORY_GB": "0",
+                "POLL": "0.1",
+                "RETRY": "0.2",
+            }
+        )
         self.started, self.watches = [], []
 
     def folder(self, run):
@@ -130,8 +143,9 @@ class Site:
 
     def dispatch(self, run, *flags, status=0, **settings):
         command = [str(self.checkout / "scripts" / "dispatch" / "dispatch.sh"), run, *flags]
-        done = subprocess.run(command, env=self.environment | settings, capture_output=True,
-                              text=True, timeout=60)  # fmt: skip
+        done = subprocess.run(
+            command, env=self.environment | settings, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == status, done.stderr
         with contextlib.suppress(FileNotFoundError):
             self.pid(run)
@@ -153,8 +167,11 @@ class Site:
         family, cut = {self.server["pid"]}, 0
         rows = [line.split(None, 2) for line in table.splitlines()]
         for _ in range(3):
-            family |= {int(p) for p, parent, name in rows if int(parent) in family
-                       and name.startswith("sshd")}  # fmt: skip
+            family |= {
+                int(p)
+                for p, parent, name in rows
+                if int(parent) in family and name.startswith("sshd")
+            }
         for pid in family - {self.server["pid"]}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -196,8 +213,12 @@ def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
         TICKET="T-5",
         PHASE="it's 1",
     )
-    flags = [f"--config.data.cache_dir={tmp_path / 'rows of it'}", "--config.optim.warmup_steps=0",
-             "--config.data.seq_len=32", "--config.eval.every=0"]  # fmt: skip
+    flags = [
+        f"--config.data.cache_dir={tmp_path / 'rows of it'}",
+        "--config.optim.warmup_steps=0",
+        "--config.data.seq_len=32",
+        "--config.eval.every=0",
+    ]
     said = site.dispatch("a-run", *flags, **settings)
     assert "models/teacher.gguf: copying" in said and "started, process" in said
     pid = site.pid("a-run")
@@ -242,11 +263,22 @@ def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
     sent = json.loads((site.evidence / "dispatch.json").read_text())
     assert sent == json.loads((site.folder("a-run") / "dispatch.json").read_text())
     expected = dict(
-        ticket="T-5", phase="it's 1", falsifier="F-DISTILL-SMOKE-001", run_name="a-run",
-        host="127.0.0.1", teacher="models/teacher.gguf", student_init="models/student.gguf",
-        steps=40, batch_size=4, learning_rate=2.0, kd_temperature=2.5, kd_alpha=0.25, sha=site.sha,
-        remote_run_dir=str(site.folder("a-run")), remote_log=str(log),
-    )  # fmt: skip
+        ticket="T-5",
+        phase="it's 1",
+        falsifier="F-DISTILL-SMOKE-001",
+        run_name="a-run",
+        host="127.0.0.1",
+        teacher="models/teacher.gguf",
+        student_init="models/student.gguf",
+        steps=40,
+        batch_size=4,
+        learning_rate=2.0,
+        kd_temperature=2.5,
+        kd_alpha=0.25,
+        sha=site.sha,
+        remote_run_dir=str(site.folder("a-run")),
+        remote_log=str(log),
+    )
     assert {key: sent[key] for key in expected} == expected
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", sent["dispatched_at"])
 
@@ -274,9 +306,12 @@ def stand_in(site, tmp_path):
     path.chmod(0o755)
     for name in ("t.gguf", "s.gguf"):
         (tmp_path / name).write_bytes(name.encode() * 1000)
-    site.environment |= {"PYTHON": str(path), "TEACHER": str(tmp_path / "t.gguf"),
-                         "STUDENT": str(tmp_path / "s.gguf"),
-                         "EXTRA": "--config.data.train=x"}  # fmt: skip
+    site.environment |= {
+        "PYTHON": str(path),
+        "TEACHER": str(tmp_path / "t.gguf"),
+        "STUDENT": str(tmp_path / "s.gguf"),
+        "EXTRA": "--config.data.train=x",
+    }
     return site
 
 
@@ -324,8 +359,10 @@ def test_two_dispatches_at_once_start_one_run(stand_in):
     command = [str(stand_in.checkout / "scripts" / "dispatch" / "dispatch.sh"), "twice"]
     lock = stand_in.folder("twice") / ".starting"
     lock.mkdir(parents=True)  # as a third one, in the middle of its start, would hold it
-    both = [subprocess.Popen(command, env=stand_in.environment, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)]  # fmt: skip
+    both = [
+        subprocess.Popen(command, env=stand_in.environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     for process in both:
         assert any("== start" in line for line in iter(process.stderr.readline, ""))
     time.sleep(0.5)

@@ -159,8 +159,11 @@ def timed(
         return float(value)
 
     clock = timed_steps(step, wait, request["steps"])
-    peak = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(
-        resource.RUSAGE_SELF).ru_maxrss  # fmt: skip
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if cuda
+        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
     return {
         "step_ms": clock.median * 1e3,
         "spread_ms": clock.spread * 1e3,

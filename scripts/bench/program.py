@@ -84,8 +84,13 @@ def random_rows(config: Config, vocab: int, documents: str, batches: int = 64) -
     """Rows of the config's length, enough for so many batches."""
     from kdjax.data.rows import Rows, RowSet
 
-    made = made_rows(batches * config.train.batch_size, config.data.seq_len, vocab, documents,
-                     config.data.max_segments)  # fmt: skip
+    made = made_rows(
+        batches * config.train.batch_size,
+        config.data.seq_len,
+        vocab,
+        documents,
+        config.data.max_segments,
+    )
     return RowSet(Rows(*made), Rows(*made), {}, "")
 
 

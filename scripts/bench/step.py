@@ -120,8 +120,14 @@ def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
 def kdjax_request(variant: str, args: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     name = variant.split(":")[0]
     kind = name.removeprefix("cached-") if name.startswith("cached-") else ""
-    request = Request(settings_of(variant, args), lengths(args), str(args.segments), args.steps,
-                      args.host, teacher_cache=kind)  # fmt: skip
+    request = Request(
+        settings_of(variant, args),
+        lengths(args),
+        str(args.segments),
+        args.steps,
+        args.host,
+        teacher_cache=kind,
+    )
     return dataclasses.asdict(request) | changes
 
 
@@ -150,8 +156,9 @@ def lengths(args: argparse.Namespace) -> list[int]:
     return [args.length]
 
 
-def run(script: str, request: dict[str, Any], name: str, args: argparse.Namespace,
-        cache: str = "") -> list[dict[str, Any]]:  # fmt: skip
+def run(
+    script: str, request: dict[str, Any], name: str, args: argparse.Namespace, cache: str = ""
+) -> list[dict[str, Any]]:
     """Rows that `scripts.bench.<script>` gave in a process of its own, or one with `error`."""
     log = args.folder / f"{name.replace('/', '_')}.log"
     inherited = {k: v for k, v in os.environ.items() if k != "KDJAX_TEACHER_BACKEND"}
@@ -164,8 +171,9 @@ def run(script: str, request: dict[str, Any], name: str, args: argparse.Namespac
         asked.write_text(json.dumps(request))
         command = [sys.executable, "-m", f"scripts.bench.{script}", str(asked), str(answer)]
         try:
-            code = subprocess.run(command, stdout=output, stderr=output, timeout=args.timeout,
-                                  env=environment).returncode  # fmt: skip
+            code = subprocess.run(
+                command, stdout=output, stderr=output, timeout=args.timeout, env=environment
+            ).returncode
         except subprocess.TimeoutExpired:
             code = f"none after {args.timeout} s"
         if code == 0 and answer.exists():
@@ -188,10 +196,9 @@ def why_not(variant: str, args: argparse.Namespace) -> str:
 def measure(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows of one variant: its lengths, its packed rows, its warm start."""
     if variant in TORCH:
-        reason = why_not(variant, args)
-        return [{"program": variant, "error": reason}] if reason else run(
-            "peer", torch_request(variant, args), variant, args
-        )  # fmt: skip
+        if reason := why_not(variant, args):
+            return [{"program": variant, "error": reason}]
+        return run("peer", torch_request(variant, args), variant, args)
     script, request = "program", kdjax_request(variant, args)
     if not args.startup:
         rows = run(script, request, variant, args)
@@ -236,8 +243,11 @@ def add_rates(rows: list[dict[str, Any]], matmul: float | None, args: argparse.N
         row["tflops"] = row["tokens_per_s"] * flops / 1e12
         if matmul:
             row["of_matmul"] = row["tflops"] * 1e12 / matmul
-        peers = [r["tokens_per_s"] for r in rows
-                 if r["program"] in TORCH and r.get("length") == row["length"]]  # fmt: skip
+        peers = [
+            r["tokens_per_s"]
+            for r in rows
+            if r["program"] in TORCH and r.get("length") == row["length"]
+        ]
         if peers:
             row["over_peer"] = row["tokens_per_s"] / max(peers)
 
@@ -329,8 +339,9 @@ def main(argv: list[str] | None = None) -> int:
             add_rates(rows, product, args)
             if args.json:  # now, so that a command that is cut short keeps what it measured
                 settings = {k: str(v) for k, v in vars(args).items()}
-                document = dict(devices=rate.get("devices"), matmul_flops=product,
-                                settings=settings, rows=rows)  # fmt: skip
+                document = dict(
+                    devices=rate.get("devices"), matmul_flops=product, settings=settings, rows=rows
+                )
                 args.json.write_text(json.dumps(document, indent=1))
     print("\n" + report(rows))
     return 1 if any("error" in row and row["program"] not in TORCH for row in rows) else 0

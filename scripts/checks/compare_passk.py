@@ -67,8 +67,10 @@ def better_and_worse(before: dict[str, Any], after: dict[str, Any]) -> tuple[int
 def table(paths: Sequence[Path]) -> list[str]:
     """Rows of Markdown: each benchmark of each later file against the first's."""
     before = read(paths[0])
-    rows = ["| file | benchmark | passed before | passed | better | worse | p |",
-            "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    rows = [
+        "| file | benchmark | passed before | passed | better | worse | p |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for path in paths[1:]:
         after, both = read(path), [0, 0]
         shared = [name for name in BENCHMARKS if name in before and name in after]

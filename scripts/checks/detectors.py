@@ -31,8 +31,14 @@ _CHUNK = 1 << 24  # numbers decoded at a time
 Change = Callable[[str, np.ndarray], np.ndarray]
 
 
-def rewritten(table: TensorTable, path: Path, dtype: str, metadata: dict | None = None,
-              change: Change | None = None, only: str = "") -> None:  # fmt: skip
+def rewritten(
+    table: TensorTable,
+    path: Path,
+    dtype: str,
+    metadata: dict | None = None,
+    change: Change | None = None,
+    only: str = "",
+) -> None:
     """The model with its matrices as `dtype`; those whose name starts with `only` are changed."""
 
     def chunks(name: str, kind: str) -> Iterator[np.ndarray]:
@@ -89,21 +95,28 @@ def damaged(table: TensorTable) -> dict[str, tuple[str, dict]]:
         "one NaN in an F16 matrix": ("non_finite_weights", dict(change=_nan, only="blk.3.ffn_up")),
         "half of the embedding zero": ("dead_rows", dict(change=_dead, only="token_embd")),
         "rows of the head in pairs": ("repeated_rows", dict(change=_repeated, only="output.w")),
-        "a zero matrix": ("constant_weights",
-                          dict(change=lambda n, x: 0 * x, only="blk.5.attn_output.w")),
-        "final norm zero": ("uniform_logits",
-                            dict(change=lambda n, x: 0 * x, only="output_norm")),
+        "a zero matrix": (
+            "constant_weights",
+            dict(change=lambda n, x: 0 * x, only="blk.5.attn_output.w"),
+        ),
+        "final norm zero": ("uniform_logits", dict(change=lambda n, x: 0 * x, only="output_norm")),
         "embedding of noise": (
             "near_chance",
             dict(change=lambda n, x: rng.standard_normal(x.shape, np.float32), only="token_embd"),
         ),
-        "theta 1e4 instead of 1e6": ("rope_theta",
-                                     dict(metadata={f"{family}.rope.freq_base": 1e4})),
-        "tokens in another order": ("tokenizer_order",
-                                    dict(metadata={"tokenizer.ggml.tokens": mixed})),
-        "EOS beyond the vocabulary": ("special_tokens",
-                                      dict(metadata={"tokenizer.ggml.eos_token_id": 151930})),
-    }  # fmt: skip
+        "theta 1e4 instead of 1e6": (
+            "rope_theta",
+            dict(metadata={f"{family}.rope.freq_base": 1e4}),
+        ),
+        "tokens in another order": (
+            "tokenizer_order",
+            dict(metadata={"tokenizer.ggml.tokens": mixed}),
+        ),
+        "EOS beyond the vocabulary": (
+            "special_tokens",
+            dict(metadata={"tokenizer.ggml.eos_token_id": 151930}),
+        ),
+    }
 
 
 def look(path: Path, dtype: str, until: str) -> tuple[list[str], dict, list[str]]:

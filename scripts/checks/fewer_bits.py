@@ -24,8 +24,16 @@ from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.kquants import fit_affine
 
 # Bits a number and numbers a group.
-_TYPES = {"Q4_0": (4, 32), "Q4_1": (4, 32), "Q4_K": (4, 32), "Q5_0": (5, 32), "Q5_1": (5, 32),
-          "Q5_K": (5, 32), "Q6_K": (6, 16), "Q8_0": (8, 32)}  # fmt: skip
+_TYPES = {
+    "Q4_0": (4, 32),
+    "Q4_1": (4, 32),
+    "Q4_K": (4, 32),
+    "Q5_0": (5, 32),
+    "Q5_1": (5, 32),
+    "Q5_K": (5, 32),
+    "Q6_K": (6, 16),
+    "Q8_0": (8, 32),
+}
 _PART = 1 << 17  # numbers that a thread takes at a time
 
 

@@ -139,8 +139,9 @@ def negative_log_likelihood(spec: ArchSpec, params: Any, ids: np.ndarray) -> tup
     return total, len(ids) * (ids.shape[1] - 1 - start)
 
 
-def compare_perplexity(python: str, model: Path, kinds: Sequence[str], ids: np.ndarray,
-                       out: Path) -> list[dict[str, Any]]:  # fmt: skip
+def compare_perplexity(
+    python: str, model: Path, kinds: Sequence[str], ids: np.ndarray, out: Path
+) -> list[dict[str, Any]]:
     """A row for each type: perplexities of kdjax and llama.cpp, and what the export cost."""
     spec, params = load(model)
     np.save(out / "ids.npy", ids)
@@ -155,16 +156,25 @@ def compare_perplexity(python: str, model: Path, kinds: Sequence[str], ids: np.n
         total, count = negative_log_likelihood(*load(path), ids)
         theirs = json.loads(worker(python, "ppl", path, out / "ids.npy", ids.shape[1]))
         ours, theirs = np.exp(total / count), np.exp(theirs[0] / theirs[1])
-        rows.append({"type": kind, "kdjax": ours, "llama.cpp": theirs,
-                     "difference": theirs / ours - 1, "bytes": path.stat().st_size,
-                     "seconds": seconds, "error": report.error})  # fmt: skip
+        rows.append(
+            {
+                "type": kind,
+                "kdjax": ours,
+                "llama.cpp": theirs,
+                "difference": theirs / ours - 1,
+                "bytes": path.stat().st_size,
+                "seconds": seconds,
+                "error": report.error,
+            }
+        )
         _print(rows[-1])
         path.unlink()
     return rows
 
 
-def compare_encoders(python: str, model: Path, kinds: Sequence[str], count: int,
-                     out: Path) -> list[dict[str, Any]]:  # fmt: skip
+def compare_encoders(
+    python: str, model: Path, kinds: Sequence[str], count: int, out: Path
+) -> list[dict[str, Any]]:
     """A row for each K type: relative errors of both encoders over the same real tensors."""
     table = open_table(model)
     fits = [n for n in table if len(table.info(n).shape) == 2 and table.info(n).shape[1] % 256 == 0]
@@ -181,9 +191,16 @@ def compare_encoders(python: str, model: Path, kinds: Sequence[str], count: int,
                 lost[i, j] = np.linalg.norm(x - np.asarray(decode(raw, kind))) / np.linalg.norm(x)
         # Numbers that came from such blocks may come back exactly, from both.
         ratio = np.divide(lost[:, 0], lost[:, 1], out=np.ones(len(lost)), where=lost[:, 1] > 1e-6)
-        rows.append({"type": kind, "tensors": len(chosen), "kdjax": lost[:, 0].mean(),
-                     "llama.cpp": lost[:, 1].mean(), "ratio": ratio.mean(),
-                     "worst ratio": ratio.max()})  # fmt: skip
+        rows.append(
+            {
+                "type": kind,
+                "tensors": len(chosen),
+                "kdjax": lost[:, 0].mean(),
+                "llama.cpp": lost[:, 1].mean(),
+                "ratio": ratio.mean(),
+                "worst ratio": ratio.max(),
+            }
+        )
         _print(rows[-1])
     for name in ("x.npy", "q.npy"):
         (out / name).unlink(missing_ok=True)
@@ -227,8 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return [part for part in text.split(",") if part]
 
     try:
-        encoders = compare_encoders(args.python, args.source or args.model, split(args.kquants),
-                                    args.tensors, args.out)  # fmt: skip
+        encoders = compare_encoders(
+            args.python, args.source or args.model, split(args.kquants), args.tensors, args.out
+        )
         perplexity: list[dict[str, Any]] = []
         if kinds := split(args.types):
             ids = windows(args.text, str(args.model), args.window, args.windows)
@@ -240,8 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = {"llama_cpp": version, "perplexity": perplexity, "encoders": encoders}
         args.json.write_text(json.dumps(found, indent=1, default=float) + "\n")
     bad = [row["type"] for row in encoders if not row["worst ratio"] <= MOST_ERROR]
-    bad += [row["type"] for row in perplexity
-            if not abs(row.get("difference", 0.0)) <= MOST_PERPLEXITY]  # fmt: skip
+    bad += [
+        row["type"] for row in perplexity if not abs(row.get("difference", 0.0)) <= MOST_PERPLEXITY
+    ]
     print(f"beyond the bounds: {', '.join(bad)}" if bad else "all within the bounds")
     return 1 if bad else 0
 

@@ -54,8 +54,11 @@ def build(name: str, seed: int) -> Any:
     with torch.no_grad():
         for key, weight in model.named_parameters():
             # Norms near 1, everything else large enough that attention is far from uniform.
-            weight.copy_(1 + 0.2 * torch.randn_like(weight) if "norm" in key
-                         else 0.2 * torch.randn_like(weight))  # fmt: skip
+            weight.copy_(
+                1 + 0.2 * torch.randn_like(weight)
+                if "norm" in key
+                else 0.2 * torch.randn_like(weight)
+            )
     return model
 
 

@@ -45,11 +45,23 @@ class Page:
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_browser[0], from_browser[1])]
         place = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         self._process = subprocess.Popen(
-            ["bash", "-c", place, "bash", program, "--headless", "--no-sandbox", "--disable-gpu",
-             "--remote-debugging-pipe", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
-             "about:blank"],
-            pass_fds=ends, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                "bash",
+                "-c",
+                place,
+                "bash",
+                program,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--remote-debugging-pipe",
+                "--disable-dev-shm-usage",
+                f"--user-data-dir={profile}",
+                "about:blank",
+            ],
+            pass_fds=ends,
+            stderr=subprocess.DEVNULL,
+        )
         for end in (to_browser[0], from_browser[1], *ends):
             os.close(end)
         self._out = os.fdopen(to_browser[1], "wb", buffering=0)
@@ -97,8 +109,13 @@ class Page:
 
 def look(page: Page, url: str, width: int, scheme: str) -> tuple[list[str], bytes]:
     """What is wrong with the page at that width and colour scheme, and a picture of all of it."""
-    page("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
-         mobile=width < 600)  # fmt: skip
+    page(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=900,
+        deviceScaleFactor=1,
+        mobile=width < 600,
+    )
     feature = {"name": "prefers-color-scheme", "value": scheme}
     page("Emulation.setEmulatedMedia", features=[feature])
     page.events.clear()
@@ -122,8 +139,13 @@ def look(page: Page, url: str, width: int, scheme: str) -> tuple[list[str], byte
         problems.append(f"shifts its layout by {measured['shift']}")
     if not measured["figures"]:
         problems.append("shows no figure")
-    page("Emulation.setDeviceMetricsOverride", width=width, height=measured["height"],
-         deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
+    page(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=measured["height"],
+        deviceScaleFactor=1,
+        mobile=width < 600,
+    )
     picture = page("Page.captureScreenshot", format="png")["data"]
     return problems, base64.b64decode(picture)
 

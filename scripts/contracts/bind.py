@@ -35,7 +35,7 @@ def read_mutants(path: Path) -> list[Mutant]:
     for entry in entries:
         if not isinstance(entry, dict) or set(entry) != set(Mutant._fields) or not entry["kills"]:
             raise UserError(f"{path}: {entry}: a mutant needs {', '.join(Mutant._fields)}.")
-        mutants.append(Mutant(**entry | {"kills": tuple(entry["kills"])}))
+        mutants.append(Mutant(**entry)._replace(kills=tuple(entry["kills"])))
     return mutants
 
 

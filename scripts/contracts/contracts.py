@@ -100,19 +100,19 @@ def _check(path: Path) -> Iterator[str]:
         return
     for section in _KEYS:
         value = data[section]
-        entries = {"": value}
-        if section in _LISTS and isinstance(value, list):
+        if section in _LISTS and not isinstance(value, list):
+            yield f"{section}: found {type(value).__name__}. Write a list."
+            return
+        entries: dict[Any, Any] = value if section == "equations" else {"": value}
+        if section in _LISTS:
             entries = dict(enumerate(value))
-        elif section == "equations":
-            entries = value
         if not entries:
             yield f"{section}: nothing there. Give at least one."
         for name, entry in entries.items():
             yield from _check_entry(section, f"{section} {name}".strip(), entry)
     if len(data["falsification_tests"]) < len(data["proof_obligations"]):
         yield "falsification_tests: fewer than proof_obligations. Add one for each."
-    for section, key in (("falsification_tests", "id"), ("kani_harnesses", "id"),
-                         ("proof_obligations", "formal")):  # fmt: skip
+    for section, key in zip(_LISTS, ("formal", "id", "id"), strict=True):
         values = Counter(entry.get(key) for entry in data[section] if isinstance(entry, dict))
         for value, count in values.items():
             if value and count > 1:

@@ -50,9 +50,13 @@ class Worker:
         script = Path(__file__).with_name("worker.py")
         self._process = subprocess.Popen(
             [sys.executable, str(script), str(folder / "answer.json"), *libraries.split()],
-            cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, bufsize=1,
-        )  # fmt: skip
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
 
     def run(self, tests: list[str], *, every: bool = False, timeout: float) -> dict[str, Any]:
         """Runs tests in a fresh process: all their cases, or until each test has failed once."""

@@ -100,8 +100,9 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"{out}: is there already. Give another --out, or --overwrite.")
     form = open_form(args.model)
     ends = {form.tokenizer.end_of_text_id, form.tokenizer.eos_id}
-    sampling = Sampling(args.max_tokens, args.temperature, args.top_p, 0, tuple(sorted(ends)),
-                        seed=args.seed)  # fmt: skip
+    sampling = Sampling(
+        args.max_tokens, args.temperature, args.top_p, 0, tuple(sorted(ends)), seed=args.seed
+    )
     sampling.check()
     questions = list(read(Path(args.read), form.tokenizer))
     kept: list[str] = []
@@ -114,8 +115,13 @@ def run(args: argparse.Namespace) -> None:
             if time.monotonic() - start > args.seconds:
                 break
             # The same seed for all: it is part of the program, which would compile anew.
-            answers = generate(provider, form.tokenizer, [q.ids for q in batch], sampling,
-                               batch_size=args.batch_size)  # fmt: skip
+            answers = generate(
+                provider,
+                form.tokenizer,
+                [q.ids for q in batch],
+                sampling,
+                batch_size=args.batch_size,
+            )
             for question, answer in zip(batch, answers, strict=True):
                 if why := why_not(answer, question.code):
                     dropped[why] = dropped.get(why, 0) + 1
@@ -126,9 +132,11 @@ def run(args: argparse.Namespace) -> None:
             part.rename(out)
             tried += len(batch)
             tokens += sum(len(a.ids) for a in answers)
-            print(f"{tried} of {len(questions)} asked, {len(kept) / tried:.1%} kept, {tokens} "
-                  f"tokens, {tokens / (time.monotonic() - begun):.0f} tokens/s, {dropped}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{tried} of {len(questions)} asked, {len(kept) / tried:.1%} kept, {tokens} "
+                f"tokens, {tokens / (time.monotonic() - begun):.0f} tokens/s, {dropped}",
+                flush=True,
+            )
 
 
 @reporting

@@ -16,8 +16,17 @@ from scripts.corpus.filters import parsed
 
 # What an answer may import.
 _OUTSIDE = sys.stdlib_module_names | {
-    "numpy", "scipy", "pandas", "torch", "jax", "tensorflow", "sklearn", "requests", "yaml", "PIL",
-}  # fmt: skip
+    "numpy",
+    "scipy",
+    "pandas",
+    "torch",
+    "jax",
+    "tensorflow",
+    "sklearn",
+    "requests",
+    "yaml",
+    "PIL",
+}
 _LEAST, _MOST = 3, 40  # lines of a function without its docstring
 _HELPERS, _HELPER_LINES = 3, 40  # what else of its module an answer may hold
 _ROLE = re.compile(r":[a-z:]+:`~?\.?([^`<]+?)(?:\s*<[^`>]*>)?`")

@@ -8,15 +8,53 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 # SPDX identifiers, and what packages wrote before there were any, without "license" and "the".
-_PERMISSIVE = frozenset((
-    "mit", "mit-0", "mit-cmu", "x11", "expat", "bsd", "bsd-2-clause", "bsd-3-clause", "0bsd",
-    "apache-2.0", "isc", "psf", "psf-2.0", "python-2.0", "cnri-python", "unlicense", "zlib",
-    "bsl-1.0", "cc0-1.0", "ncsa", "apache", "apache 2.0", "apache 2", "apache2.0", "apache2",
-    "apache software", "apache version 2.0", "new bsd", "modified bsd", "simplified bsd",
-    "freebsd", "3-clause bsd", "2-clause bsd", "bsd 3-clause", "bsd 2-clause", "isc (iscl)",
-    "python software foundation", "unlicense (unlicense)", "zlib/libpng", "mit no attribution",
-    "mit no attribution (mit-0)", "mit (mit)", "dfsg approved",
-))  # fmt: skip
+_PERMISSIVE = frozenset(
+    (
+        "mit",
+        "mit-0",
+        "mit-cmu",
+        "x11",
+        "expat",
+        "bsd",
+        "bsd-2-clause",
+        "bsd-3-clause",
+        "0bsd",
+        "apache-2.0",
+        "isc",
+        "psf",
+        "psf-2.0",
+        "python-2.0",
+        "cnri-python",
+        "unlicense",
+        "zlib",
+        "bsl-1.0",
+        "cc0-1.0",
+        "ncsa",
+        "apache",
+        "apache 2.0",
+        "apache 2",
+        "apache2.0",
+        "apache2",
+        "apache software",
+        "apache version 2.0",
+        "new bsd",
+        "modified bsd",
+        "simplified bsd",
+        "freebsd",
+        "3-clause bsd",
+        "2-clause bsd",
+        "bsd 3-clause",
+        "bsd 2-clause",
+        "isc (iscl)",
+        "python software foundation",
+        "unlicense (unlicense)",
+        "zlib/libpng",
+        "mit no attribution",
+        "mit no attribution (mit-0)",
+        "mit (mit)",
+        "dfsg approved",
+    )
+)
 _COPYLEFT = re.compile(
     r"general public licen[sc]e|\b[al]?gpl-?v?[0-9]|mozilla public licen[sc]e|\bMPL[- ]?[12]"
     r"|all rights reserved\.? *proprietary|proprietary and confidential",

@@ -172,8 +172,10 @@ def write(out: Path, tables: dict[str, list[dict[str, Any]]], manifest: dict[str
         data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         (out / f"{name}.jsonl.part").write_bytes(data)
         manifest["files"][f"{name}.jsonl"] = {
-            "rows": len(rows), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()
-        }  # fmt: skip
+            "rows": len(rows),
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
     (out / "manifest.json.part").write_text(json.dumps(manifest, indent=1) + "\n")
     for part in sorted(out.glob("*.part")):
         part.rename(part.with_suffix(""))
@@ -199,16 +201,28 @@ def build(args: argparse.Namespace) -> None:
         made = maker.take(package, heldout)
         tables["heldout" if heldout else "train"] += made.files
         tables["instruct"] += made.conversations
-        rows.append({"name": package.name, "version": package.version, "licence": package.licence,
-                     "side": "heldout" if heldout else "train", "files": len(made.files),
-                     "bytes": sum(len(f["text"].encode()) for f in made.files),
-                     "conversations": len(made.conversations)})  # fmt: skip
+        rows.append(
+            {
+                "name": package.name,
+                "version": package.version,
+                "licence": package.licence,
+                "side": "heldout" if heldout else "train",
+                "files": len(made.files),
+                "bytes": sum(len(f["text"].encode()) for f in made.files),
+                "conversations": len(made.conversations),
+            }
+        )
         if i % 50 == 0:
             print(f"{i} of {len(usable)} packages, {time.monotonic() - start:.0f} s", flush=True)
     refused = {p.name: p.licence for p in packages if not p.free}
-    manifest = {"files": {}, "cap_bytes": int(args.cap * 1e6), "benchmarks": len(args.benchmark),
-                "dropped": dict(maker.dropped.most_common()), "packages": rows,
-                "refused_licences": refused}  # fmt: skip
+    manifest = {
+        "files": {},
+        "cap_bytes": int(args.cap * 1e6),
+        "benchmarks": len(args.benchmark),
+        "dropped": dict(maker.dropped.most_common()),
+        "packages": rows,
+        "refused_licences": refused,
+    }
     write(Path(args.out), tables, manifest)
     for name, found in manifest["files"].items():
         print(f"{name}: {found['rows']} rows, {found['bytes'] / 1e6:.1f} MB")

@@ -73,8 +73,12 @@ def ngram(folder: Path) -> dict[str, Any]:
     scored = ~first & (targets != end)
     covered = int(sizes[targets[scored]].sum())
     bits = math.fsum(nats[scored]) / math.log(2)
-    return {"train_tokens": len(train), "tokens": int(scored.sum()), "bytes": covered,
-            "bits_per_byte": bits / covered}  # fmt: skip
+    return {
+        "train_tokens": len(train),
+        "tokens": int(scored.sum()),
+        "bytes": covered,
+        "bits_per_byte": bits / covered,
+    }
 
 
 def xz(data: bytes, window: int) -> int:

@@ -32,8 +32,15 @@ TEMPLATE = Path(__file__).with_name("card.md.jinja")
 def figures(model: str, text: Path, seq_len: int) -> dict[str, Any]:
     """Held-out figures of a workdir or a model file, computed in float32."""
     mesh = make_mesh(1, 1, 1, jax.devices()[:1])
-    measured = measure(open_target(model), None, {"python": str(text / "heldout")}, mesh,
-                       rows=1 << 30, seq_len=seq_len, batch_size=16)  # fmt: skip
+    measured = measure(
+        open_target(model),
+        None,
+        {"python": str(text / "heldout")},
+        mesh,
+        rows=1 << 30,
+        seq_len=seq_len,
+        batch_size=16,
+    )
     return measured["python"]["overall"]
 
 

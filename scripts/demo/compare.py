@@ -22,23 +22,35 @@ from kdjax.formats.files import replacing
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = {"distilled": "configs/demo.py", "baseline": "configs/demo.py:baseline"}
 FIGURES = {
-    "CE": "student_ce", "perplexity": "student_perplexity", "bits a byte": "student_bits_per_byte",
-    "KL": "kl", "agreement": "agreement",
-}  # fmt: skip
+    "CE": "student_ce",
+    "perplexity": "student_perplexity",
+    "bits a byte": "student_bits_per_byte",
+    "KL": "kl",
+    "agreement": "agreement",
+}
 
 
 def train(config: str, workdir: Path, seed: int, more: Sequence[str]) -> dict[str, Any]:
     """One run, to its end; the last held-out figures, the tokens it trained on and its seconds."""
-    command = [sys.executable, "-m", "kdjax.main", f"--config={config}", f"--workdir={workdir}",
-               f"--config.train.seed={seed}", *more]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "kdjax.main",
+        f"--config={config}",
+        f"--workdir={workdir}",
+        f"--config.train.seed={seed}",
+        *more,
+    ]
     subprocess.run(command, cwd=REPOSITORY, check=True)
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     evals = [line for line in lines if line["kind"] == "eval"]
     trained = sum(line["tokens"] for line in lines if line["kind"] == "train")
     return {name: evals[-1][key] for name, key in FIGURES.items()} | {
-        "first CE": evals[0]["student_ce"], "teacher CE": evals[-1]["teacher_ce"],
-        "step": evals[-1]["step"], "tokens": trained,
-    }  # fmt: skip
+        "first CE": evals[0]["student_ce"],
+        "teacher CE": evals[-1]["teacher_ce"],
+        "step": evals[-1]["step"],
+        "tokens": trained,
+    }
 
 
 def verdict(runs: Sequence[dict[str, Any]]) -> list[int]:
