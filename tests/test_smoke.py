@@ -25,8 +25,9 @@ from kdjax.training.hooks import NonFiniteError, Run, StepRecord
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, saved_steps
-from kdjax.watch import provenance, receipt
+from kdjax.watch import provenance
 from kdjax.watch.smoke import Verdict
+from kdjax.watch.verify import verify
 from kdjax.watch.watchers import make_hooks
 
 
@@ -90,9 +91,7 @@ def test_a_trial_is_the_start_of_the_run_and_leaves_no_trace_in_it(job, tmp_path
                               f"{loss[1]:.6f} in 7 steps\n")  # fmt: skip
     for part in (f"kl {first['kl']:.6f} -> {last['kl']:.6f}", "s a step", "10 steps would take"):
         assert part in printed
-    assert "checkpoint: none: a smoke run saves nothing" in "\n".join(
-        receipt.verify(tmp_path / "run")
-    )
+    assert "checkpoint: none: a smoke run saves nothing" in "\n".join(verify(tmp_path / "run"))
 
     # The run itself, in the same workdir, is what it would have been without the trial.
     whole, _, _ = go(job, tmp_path / "run", 0)

@@ -5,6 +5,7 @@ replacement. `kdjax.watch.verify` rechecks it.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -17,10 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from kdjax._version import __version__
-from kdjax.config import Config
 from kdjax.data.rows import packed_hash
 from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
@@ -29,174 +27,131 @@ from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints, saved_params
 from kdjax.watch.provenance import FILE, FORMAT, config_hash, params_hash, read, source_revision
 from kdjax.watch.smoke import Verdict
-from kdjax.watch.verify import verify
-
-__all__ = ["Receipt", "verify"]
 
 _log = logging.getLogger("kdjax")
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "numpy",
              "orbax-checkpoint", "grain", "ml-dtypes", "tokenizers", "transformers")  # fmt: skip
-# Settings outside the config that can change what is computed, or where.
+_PLAN = "choice", "peak", "resident", "phases", "limit"
 _ENVIRONMENT = ("KDJAX_", "XLA_", "JAX_", "MANAGED_MEMORY", "TF_FORCE_UNIFIED_MEMORY", "NVIDIA_TF")
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for what JSON cannot say."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _platform(devices: Devices) -> dict[str, Any]:
-    return {
-        "host": platform.node(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "devices": {key: value for key, value in dataclasses.asdict(devices).items()
-                    if key != "peak_flops"},
-        "packages": _versions(),
-        "environment": {key: value for key, value in sorted(os.environ.items())
-                        if key.startswith(_ENVIRONMENT)},
-    }  # fmt: skip
-
-
 class Receipt(Hook):
-    """Keeps `workdir/receipt.json`. In a cluster the first process writes it.
+    """Keeps `workdir/receipt.json`.
 
     The models' hashes come with the run's identity, computed while the models load; those of the
     rows and of the output cost no time of a step.
     """
 
-    def __init__(self, job: Job, checkpoints: Checkpoints, devices: Devices,
-                 verdict: Verdict | None = None):  # fmt: skip
+    def __init__(
+        self, job: Job, checkpoints: Checkpoints, devices: Devices, verdict: Verdict | None = None
+    ):
         self._job, self._checkpoints, self._verdict = job, checkpoints, verdict
         self._devices = devices
         self._path = job.workdir / FILE
-        self._writes = jax.process_index() == 0
+        self._record: dict[str, Any] = {}
 
     def train_begin(self, run: Run) -> None:
         """Writes the receipt with status "running"."""
+        folder = Path(self._job.config.data.cache_dir).expanduser() / self._job.rows.key
         pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-        folder = self._rows_folder()
-        self._rows_hash = pool.submit(packed_hash, folder)
+        self._rows_hash = pool.submit(packed_hash, folder.resolve())
         pool.shutdown(wait=False)
-        self._per_step = run.tokens_per_step
-        earlier = self._earlier()
+        earlier = self._read_earlier()
+        resumed = earlier if run.start_step else {}
         sessions = earlier.get("sessions", [])
         if sessions and sessions[-1]["ended"] is None:
             sessions[-1]["reason"] = "killed"
-        self._steps = run.start_step
-        resumed = earlier if run.start_step else {}
-        self._tokens: float | None = 0.0
-        self._saved = {}
-        if run.start_step:
-            self._saved = dict(resumed.get("tokens_at_saves", {}))
-            self._tokens = self._saved.get(str(run.start_step))
-        self._session = dict(started=_now(), ended=None, start_step=run.start_step, reason=None)
-        self._record = _inputs(self._job.config, run, self._job, folder) | {
-            "platform": _platform(self._devices),
-            "started": resumed.get("started") or self._session["started"],
-            "resumed_from": resumed.get("resumed_from", []) + [run.start_step] * bool(resumed),
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        saves = resumed.get("tokens_at_saves", {})
+        self._per_step = run.tokens_per_step
+        self._record = _describe_inputs(run, self._job, folder.resolve()) | {
+            "platform": _describe_platform(self._devices),
+            "started": resumed.get("started") or started,
+            "ended": None,
+            "exit": None,
+            "resumed_from": resumed.get("resumed_from", [])
+            + [run.start_step] * bool(run.start_step),
+            "steps": run.start_step,
+            # Trained positions; None where an earlier session left no count.
+            "tokens": saves.get(str(run.start_step)) if run.start_step else 0.0,
+            "tokens_at_saves": saves,
+            "positions": run.start_step * self._per_step,  # padding included
             "held_out": {"first": resumed.get("held_out", {}).get("first"), "final": None},
             "output": None,
             "smoke": None,
         }
-        if run.start_step and not resumed:  # made before there were receipts, or deleted
-            self._record["resumed_from"] = [run.start_step]
-        mine = {"kdjax": self._record["kdjax"], "config_sha256": self._record["config_sha256"]}
-        self._record["sessions"] = [*sessions, self._session | mine]
+        session = {"started": started, "ended": None, "start_step": run.start_step, "reason": None}
+        made_by = {name: self._record[name] for name in ("kdjax", "config_sha256")}
+        self._record["sessions"] = [*sessions, session | made_by]
         self._write("running")
 
     def step_end(self, record: StepRecord) -> Action:
         """Counts."""
-        self._steps = record.step
-        if self._tokens is not None:
-            self._tokens += record.figures["tokens"]
+        self._record["steps"] = record.step
+        self._record["positions"] = record.step * self._per_step
+        if self._record["tokens"] is not None:
+            self._record["tokens"] += record.figures["tokens"]
         return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the first and the latest held-out figures."""
-        entry = {"step": step, **figures}
         held_out = self._record["held_out"]
-        held_out["final"] = entry
-        held_out["first"] = held_out["first"] or entry
+        held_out["final"] = {"step": step, **figures}
+        held_out["first"] = held_out["first"] or held_out["final"]
 
     def save_begin(self, step: int) -> None:
         """Renews the receipt, so that one left by a kill says how far the run came."""
-        self._saved[str(step)] = self._tokens
+        self._record["tokens_at_saves"][str(step)] = self._record["tokens"]
         self._write("running")
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
         """Hashes the output and closes the receipt; raises what a save in flight raised."""
-        problem = None
+        record, problem = self._record, None
         if not isinstance(error, KeyboardInterrupt):  # who asked twice wants no more waiting
-            self._record["data"]["packed_sha256"] = self._hash_of_rows()
+            with contextlib.suppress(OSError):
+                record["data"]["packed_sha256"] = self._rows_hash.result()
             try:
-                self._record["output"] = self._output()
+                record["output"] = self._hash_output()
             except Exception as raised:
                 problem = raised
         if problem is not None and error is None:
             reason, error = "failed", problem
-        outcome = self._verdict.outcome(error) if self._verdict else None
-        self._record["smoke"] = outcome
-        status = exit_status(reason, error, outcome["verdict"] if outcome else None)
-        self._end(reason, error, status)
+        smoke = self._verdict.outcome(error) if self._verdict else None
+        verdict = smoke["verdict"] if smoke else None
+        status = exit_status(reason, error, verdict)
+        ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record |= {
+            "ended": ended,
+            "smoke": smoke,
+            "exit": {
+                "reason": reason,
+                "error": error and type(error).__name__,
+                "message": error and str(error)[:2000],
+                "status": status,
+            },
+        }
+        record["sessions"][-1] |= {
+            "ended": ended,
+            "end_step": record["steps"],
+            "reason": reason,
+            "status": status,
+            "smoke": verdict,
+        }
+        self._write(reason)
         if problem is not None:
             raise problem
 
-    def _end(self, reason: str, error: BaseException | None, status: int) -> None:
-        self._record["ended"] = _now()
-        self._record["exit"] = {
-            "reason": reason,
-            "error": error and type(error).__name__,
-            "message": error and str(error)[:2000],
-            "status": status,
-        }
-        smoke = self._record["smoke"]
-        self._record["sessions"][-1] |= {
-            "ended": self._record["ended"],
-            "end_step": self._steps,
-            "reason": reason,
-            "status": status,
-            "smoke": smoke and smoke["verdict"],
-        }
-        self._write(reason)
-
-    def _output(self) -> dict[str, Any] | None:
+    def _hash_output(self) -> dict[str, Any] | None:
         """The newest checkpoint and the hash of what it holds on the disk, once it is there."""
         self._checkpoints.wait()
         step = self._checkpoints.latest()
-        if step is None or not self._writes:
+        if step is None:
             return None
         sha = params_hash(saved_params(self._job.workdir, step))
         return {"step": step, "path": f"checkpoints/{step}", "params_sha256": sha}
 
-    def _rows_folder(self) -> Path:
-        cache = Path(self._job.config.data.cache_dir).expanduser()
-        return (cache / self._job.rows.key).resolve()
-
-    def _hash_of_rows(self) -> str | None:
-        try:
-            return self._rows_hash.result()
-        except OSError:
-            return None
-
-    def _earlier(self) -> dict[str, Any]:
+    def _read_earlier(self) -> dict[str, Any]:
         try:
             return read(self._job.workdir) or {}
         except ValueError as error:
@@ -204,57 +159,63 @@ class Receipt(Hook):
             return {}
 
     def _write(self, status: str) -> None:
-        if not self._writes:
-            return
-        record = self._record | {
-            "status": status,
-            "steps": self._steps,
-            # Trained positions; None where an earlier session left no count.
-            "tokens": self._tokens,
-            "positions": self._steps * self._per_step,  # padding included
-            "tokens_at_saves": self._saved,
-        }
+        record = _replace_non_finite(self._record | {"status": status})
         with replacing(self._path) as file:
-            file.write(json.dumps(_finite(record), indent=1, allow_nan=False).encode() + b"\n")
+            file.write(json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
 
 
-def _plan(job: Job) -> dict[str, Any] | None:
-    """Bytes on each device, as planned."""
-    plan = job.plan
-    if plan is None:
-        return None
-    parts = {"resident": plan.resident, "phases": plan.phases, "limit": plan.limit}
-    return {"choice": plan.choice, "peak": plan.peak} | parts
-
-
-def _inputs(config: Config, run: Run, job: Job, rows: Path) -> dict[str, Any]:
+def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
     """What the run is made of."""
-    nested = dataclasses.asdict(config)
+    config = dataclasses.asdict(job.config)
     sha, dirty = source_revision()
-    files: dict[str, Any] = {
-        side: None
-        if table is None
-        else {
-            "files": [str(path.resolve()) for path in table.paths],
-            "sha256": run.config[f"{side}.sha256"],
-        }
-        for side, table in (("teacher", job.sources.teacher), ("student", job.sources.student))
-    }
+    files: dict[str, Any] = {}
+    for side, table in (("teacher", job.sources.teacher), ("student", job.sources.student)):
+        if table is None:
+            files[side] = None
+            continue
+        paths = [str(path.resolve()) for path in table.paths]
+        files[side] = {"files": paths, "sha256": run.config[f"{side}.sha256"]}
     if job.teacher:
         info = job.teacher.info
         files["teacher"] |= {"backend": info.kind, "resident_bytes": info.resident_bytes}
     if job.cache:
         files["teacher"]["cache"] = job.cache.sha256
+    plan = job.plan
     return {
         "format": FORMAT,
         "kdjax": {"version": __version__, "git_sha": sha, "git_dirty": dirty},
-        "config": nested,
-        "config_sha256": config_hash(nested),
-        "seed": config.train.seed,
+        "config": config,
+        "config_sha256": config_hash(config),
+        "seed": job.config.train.seed,
         "cwd": os.getcwd(),  # relative paths of the config start here
         **files,
-        "plan": _plan(job),
+        # Bytes on each device, as planned.
+        "plan": plan and {name: getattr(plan, name) for name in _PLAN},
         "data": {"rows": job.rows.key, "folder": str(rows), "packed_sha256": None},
-        "ended": None,
-        "exit": None,
     }
+
+
+def _describe_platform(devices: Devices) -> dict[str, Any]:
+    """The machine, and settings outside the config that can change what is computed."""
+    packages = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)}
+    seen = dataclasses.asdict(devices)
+    del seen["peak_flops"]
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "devices": seen,
+        "packages": packages,
+        "environment": settings,
+    }
+
+
+def _replace_non_finite(value: Any) -> Any:
+    """The value with None for numbers that JSON cannot say."""
+    if isinstance(value, Mapping):
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,7 @@
 """Rechecks a receipt against the files that it names, and that training changed the student."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import numpy as np
 from kdjax.config import Config, identity
 from kdjax.data.rows import packed_hash, rows_key
 from kdjax.errors import UserError
-from kdjax.formats import content_hash, open_shapes, open_table
+from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.job import row_settings
 from kdjax.training.pair import student_spec
@@ -29,19 +30,19 @@ class _Failed(Exception):
 
 
 def verify(workdir: Path) -> list[str]:
-    """Lines of a report, one a check. Raises `UserError` naming the first checks that failed.
+    """Rechecks the run of `workdir`; returns a line a check. Raises `UserError` with what failed.
 
     Rehashes the config, both models, the packed rows, the text behind them and the checkpoint's
     parameters, and compares these with the student's file as it is loaded: every tensor must have
     changed. A file that is gone fails its check. Uses the CPU, and host memory for 256 MiB of
     parameters or the largest one.
     """
-    receipt = _open(workdir)
+    run = _Recheck(workdir)
     _stay_on_the_cpu()
     lines, failed = [], []
     for name, check in _CHECKS.items():
         try:
-            lines.append(f"ok    {name}: {check(receipt, workdir)}")
+            lines.append(f"ok    {name}: {check(run)}")
         except _Failed as problem:
             failed.append(f"{name}: {problem}")
         except (OSError, ValueError, KeyError, TypeError) as problem:
@@ -57,19 +58,6 @@ def verify(workdir: Path) -> list[str]:
     return lines
 
 
-def _open(workdir: Path) -> dict[str, Any]:
-    path = workdir / provenance.FILE
-    try:
-        receipt = provenance.read(workdir)
-    except ValueError as error:
-        raise UserError(f"{path}: found {error}; expected what a run of kdjax wrote.") from error
-    if receipt is None:
-        raise UserError(
-            f"{path}: no such file; expected the receipt of a run. Give the run's --workdir."
-        )
-    return receipt
-
-
 def _stay_on_the_cpu() -> None:
     from jax._src import xla_bridge  # there is no public way to ask
 
@@ -82,151 +70,166 @@ def _expect(what: str, found: Any, recorded: Any) -> None:
         raise _Failed(f"found {what} {found}, the receipt says {recorded}")
 
 
-def _config(receipt: dict[str, Any]) -> Config:
-    """The run's config, with paths that hold whatever the current directory is."""
-    nested = receipt["config"]
-    config = Config(
-        **{f.name: type(getattr(Config(), f.name))(**nested[f.name])
-           for f in dataclasses.fields(Config)}
-    )  # fmt: skip
+class _Recheck:
+    """A run to recheck. Each check returns what it saw, or raises `_Failed`."""
 
-    def absolute(pattern: str) -> str:
-        return os.path.join(receipt["cwd"], os.path.expanduser(pattern.strip()))
+    def __init__(self, workdir: Path):
+        path = workdir / provenance.FILE
+        try:
+            receipt = provenance.read(workdir)
+        except ValueError as error:
+            raise UserError(
+                f"{path}: found {error}; expected what a run of kdjax wrote."
+            ) from error
+        if receipt is None:
+            raise UserError(
+                f"{path}: no such file; expected the receipt of a run. Give the run's --workdir."
+            )
+        self.workdir, self.receipt = workdir, receipt
 
-    data = config.data
-    for name in ("train", "heldout"):
-        patterns = [absolute(p) for p in getattr(data, name).split(",") if p.strip()]
-        setattr(data, name, ",".join(patterns))
-    data.tokenizer = absolute(data.tokenizer) if data.tokenizer else ""
-    config.student.path = absolute(config.student.path)
-    config.teacher.path = absolute(config.teacher.path) if config.teacher.path else ""
-    return config
+    @functools.cached_property
+    def config(self) -> Config:
+        """The run's config, with paths that hold whatever the current directory is."""
+        nested = self.receipt["config"]
+        config = Config(
+            **{f.name: type(getattr(Config(), f.name))(**nested[f.name])
+               for f in dataclasses.fields(Config)}
+        )  # fmt: skip
+        for section, name in (
+            (config.data, "train"),
+            (config.data, "heldout"),
+            (config.data, "tokenizer"),
+            (config.student, "path"),
+            (config.teacher, "path"),
+        ):
+            paths = [os.path.expanduser(p.strip()) for p in getattr(section, name).split(",")]
+            absolute = [os.path.join(self.receipt["cwd"], path) for path in paths if path]
+            setattr(section, name, ",".join(absolute))
+        return config
 
+    def end(self) -> str:
+        if self.receipt["status"] == "running":
+            raise _Failed("status is running: the run goes on, or was killed; resume it to its end")
+        end = self.receipt["exit"]
+        return f"{end['reason']}, status {end['status']}, {self.receipt['steps']} steps"
 
-def _ended(receipt: dict[str, Any], workdir: Path) -> str:
-    if receipt["status"] == "running":
-        raise _Failed("status is running: the run goes on, or was killed; resume it to its end")
-    end = receipt["exit"]
-    return f"{end['reason']}, status {end['status']}, {receipt['steps']} steps"
+    def config_hash(self) -> str:
+        receipt = self.receipt
+        sha = provenance.config_hash(receipt["config"])
+        _expect("a config of hash", sha, receipt["config_sha256"])
+        _expect("in the config seed", receipt["config"]["train"]["seed"], receipt["seed"])
+        return f"sha256 {sha}"
 
-
-def _config_hash(receipt: dict[str, Any], workdir: Path) -> str:
-    _expect("a config of hash", provenance.config_hash(receipt["config"]), receipt["config_sha256"])
-    _expect("in the config seed", receipt["config"]["train"]["seed"], receipt["seed"])
-    return f"sha256 {receipt['config_sha256']}"
-
-
-def _model(side: str) -> Callable[[dict[str, Any], Path], str]:
-    def check(receipt: dict[str, Any], workdir: Path) -> str:
-        path = getattr(_config(receipt), side).path
+    def teacher(self) -> str:
+        path = self.config.teacher.path
         if not path:
-            _expect(f"no {side} in the config and in the receipt", None, receipt[side])
+            _expect("no teacher in the config and in the receipt", None, self.receipt["teacher"])
             return "none: trained on the text alone"
-        table = open_shapes(path) if side == "student" else open_table(path)
-        _expect(f"in {table.paths[0]} sha256", content_hash(table), receipt[side]["sha256"])
-        return f"{table.paths[0]}, sha256 {receipt[side]['sha256']}"
+        return self._recheck_model("teacher", open_table(path))
 
-    return check
+    def student(self) -> str:
+        return self._recheck_model("student", open_shapes(self.config.student.path))
+
+    def _recheck_model(self, side: str, table: TensorTable) -> str:
+        sha = content_hash(table)
+        _expect(f"in {table.paths[0]} sha256", sha, self.receipt[side]["sha256"])
+        return f"{table.paths[0]}, sha256 {sha}"
+
+    def rows(self) -> str:
+        data = self.receipt["data"]
+        if data["packed_sha256"] is None:
+            raise _Failed("the run could not hash its packed rows")
+        sha = packed_hash(Path(data["folder"]))
+        _expect(f"in {data['folder']} sha256", sha, data["packed_sha256"])
+        return f"{data['folder']}, sha256 {sha}"
+
+    def text(self) -> str:
+        config = self.config
+        tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
+        key = rows_key(row_settings(config, tokenizer))
+        _expect("text of key", key, self.receipt["data"]["rows"])
+        return f"key {key}"
+
+    @property
+    def output(self) -> dict[str, Any]:
+        """What the receipt says of the newest checkpoint."""
+        if self.receipt["output"] is None:
+            raise _Failed("the run left no checkpoint")
+        return self.receipt["output"]
+
+    def checkpoint(self) -> str:
+        receipt, steps = self.receipt, saved_steps(self.workdir)
+        if receipt["smoke"]:
+            if steps:
+                raise _Failed("a smoke run saves nothing, but there is a checkpoint")
+            return "none: a smoke run saves nothing"
+        path, step = self.output["path"], self.output["step"]
+        if step not in steps:
+            raise _Failed(f"{path} is missing; there are {steps}")
+        _expect("a newest checkpoint of step", steps[-1], step)
+        if receipt["status"] != "failed":
+            _expect("in the checkpoint step", step, receipt["steps"])
+        # What the checkpoint itself says it was trained by.
+        saved = saved_run(self.workdir, step)["identity"]
+        teacher = receipt["teacher"] or {}
+        stated = identity(self.config) | {
+            "teacher.sha256": teacher.get("sha256"),
+            "student.sha256": receipt["student"]["sha256"],
+            "data.rows": receipt["data"]["rows"],
+        }
+        if "cache" in teacher:
+            stated["teacher.cache"] = teacher["cache"]
+        for name in sorted(saved.keys() | stated.keys()):
+            _expect(f"in the checkpoint {name}", saved.get(name), stated.get(name))
+        return f"{path}, of the same config, models and rows"
+
+    def held_out(self) -> str:
+        lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
+        logged = {e["step"]: e for line in lines if (e := json.loads(line))["kind"] == "eval"}
+        moves = []
+        for session_end in ("first", "final"):
+            figures = self.receipt["held_out"][session_end]
+            if figures is None:
+                raise _Failed(f"the receipt has no {session_end} figures")
+            found = logged.get(figures["step"])
+            _expect(
+                f"in metrics.jsonl the {session_end} figures", found, {"kind": "eval", **figures}
+            )
+            name = "loss" if "loss" in figures else "student_ce"  # as runs of version 0.1 log
+            moves.append(f"{name} {figures[name]} at step {figures['step']}")
+        return f"as in metrics.jsonl; {', '.join(moves)}"
+
+    def parameters(self) -> str:
+        """Hashes the saved parameters and counts, layer by layer, which differ from the file's."""
+        if self.receipt["smoke"]:
+            return "not kept by a smoke run"
+        output, config, digest = self.output, self.config, hashlib.sha256()
+
+        def hashed() -> Iterator[tuple[str, np.ndarray]]:
+            for name, tensor in saved_params(self.workdir, output["step"]):
+                provenance.add_tensor(digest, name, tensor)
+                yield name, tensor
+
+        table = open_shapes(config.student.path)
+        spec, init = student_spec(config, table), config.student.init
+        changed = changed_tensors(hashed(), table, spec, init=init, seed=config.train.seed)
+        _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
+        same = [name for name, differs in changed.items() if not differs]
+        count = f"{len(changed) - len(same)} of {len(changed)} tensors changed"
+        if same:
+            shown = ", ".join(same[:_SHOWN]) + (", ..." if len(same) > _SHOWN else "")
+            raise _Failed(f"{count}; as in the student's file: {shown}")
+        return f"{count}; sha256 {output['params_sha256']}"
 
 
-def _rows(receipt: dict[str, Any], workdir: Path) -> str:
-    data = receipt["data"]
-    if data["packed_sha256"] is None:
-        raise _Failed("the run could not hash its packed rows")
-    found = packed_hash(Path(data["folder"]))
-    _expect(f"in {data['folder']} sha256", found, data["packed_sha256"])
-    return f"{data['folder']}, sha256 {found}"
-
-
-def _text(receipt: dict[str, Any], workdir: Path) -> str:
-    config = _config(receipt)
-    tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
-    _expect("text of key", rows_key(row_settings(config, tokenizer)), receipt["data"]["rows"])
-    return f"key {receipt['data']['rows']}"
-
-
-def _checkpoint(receipt: dict[str, Any], workdir: Path) -> str:
-    if receipt["smoke"]:
-        if saved_steps(workdir):
-            raise _Failed("a smoke run saves nothing, but there is a checkpoint")
-        return "none: a smoke run saves nothing"
-    output = receipt["output"]
-    if output is None:
-        raise _Failed("the run left no checkpoint")
-    steps = saved_steps(workdir)
-    if output["step"] not in steps:
-        raise _Failed(f"{output['path']} is missing; there are {steps}")
-    _expect("a newest checkpoint of step", steps[-1], output["step"])
-    if receipt["status"] != "failed":
-        _expect("in the checkpoint step", output["step"], receipt["steps"])
-    # What the checkpoint itself says it was trained by.
-    saved = saved_run(workdir, output["step"])["identity"]
-    teacher = receipt["teacher"] or {}
-    stated = identity(_config(receipt)) | {
-        "teacher.sha256": teacher.get("sha256"),
-        "student.sha256": receipt["student"]["sha256"],
-        "data.rows": receipt["data"]["rows"],
-    }
-    if "cache" in teacher:
-        stated["teacher.cache"] = teacher["cache"]
-    for name in sorted(saved.keys() | stated.keys()):
-        _expect(f"in the checkpoint {name}", saved.get(name), stated.get(name))
-    return f"{output['path']}, of the same config, models and rows"
-
-
-def _held_out(receipt: dict[str, Any], workdir: Path) -> str:
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    evals = [e for line in lines if (e := json.loads(line))["kind"] == "eval"]
-    for which in ("first", "final"):
-        figures = receipt["held_out"][which]
-        if figures is None:
-            raise _Failed(f"the receipt has no {which} figures")
-        found = next((e for e in evals if e["step"] == figures["step"]), None)
-        _expect(f"in metrics.jsonl the {which} figures", found, {"kind": "eval", **figures})
-    first, final = (receipt["held_out"][w] for w in ("first", "final"))
-    name = "loss" if "loss" in first else "student_ce"  # logs before loss was a held-out figure
-    return (
-        f"as in metrics.jsonl; {name} {first[name]} at step {first['step']}, "
-        f"{final[name]} at step {final['step']}"
-    )
-
-
-def _changed(receipt: dict[str, Any], workdir: Path) -> str:
-    """Hashes the saved parameters and counts, layer by layer, which differ from the file's."""
-    if receipt["smoke"]:
-        return "not kept by a smoke run"
-    output = receipt["output"]
-    if output is None:
-        raise _Failed("the run left no checkpoint")
-    config, digest = _config(receipt), hashlib.sha256()
-    table = open_shapes(config.student.path)
-
-    def hashed() -> Iterator[tuple[str, np.ndarray]]:
-        for name, tensor in saved_params(workdir, output["step"]):
-            provenance.add_tensor(digest, name, tensor)
-            yield name, tensor
-
-    changed = changed_tensors(hashed(), table, student_spec(config, table),
-                              init=config.student.init, seed=config.train.seed)  # fmt: skip
-    _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
-    same = [name for name, differs in changed.items() if not differs]
-    total = len(changed)
-    if same:
-        shown = ", ".join(same[:_SHOWN]) + (", ..." if len(same) > _SHOWN else "")
-        raise _Failed(
-            f"{total - len(same)} of {total} tensors changed; as in the student's file: {shown}"
-        )
-    return f"{total} of {total} tensors changed; sha256 {output['params_sha256']}"
-
-
-_CHECKS: dict[str, Callable[[dict[str, Any], Path], str]] = {
-    "end": _ended,
-    "config": _config_hash,
-    "teacher": _model("teacher"),
-    "student": _model("student"),
-    "rows": _rows,
-    "text": _text,
-    "checkpoint": _checkpoint,
-    "held-out": _held_out,
-    "parameters": _changed,
+_CHECKS: dict[str, Callable[[_Recheck], str]] = {
+    "end": _Recheck.end,
+    "config": _Recheck.config_hash,
+    "teacher": _Recheck.teacher,
+    "student": _Recheck.student,
+    "rows": _Recheck.rows,
+    "text": _Recheck.text,
+    "checkpoint": _Recheck.checkpoint,
+    "held-out": _Recheck.held_out,
+    "parameters": _Recheck.parameters,
 }
