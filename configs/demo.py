@@ -1,6 +1,6 @@
 """The demo: a student of 2.4 M parameters learns Python from the teacher that kdjax ships.
 
-    python -m kdjax.main --config=configs/demo.py --workdir=runs/demo
+    python -m kdjax.main --config=configs/demo.py
 
 Nothing is downloaded: the teacher is kdjax/demo/teacher.gguf (its card is beside it), the text this
 machine's own standard library, and the held-out text modules of it that neither model has seen.
@@ -20,7 +20,7 @@ from kdjax.errors import UserError
 def get_config(kind: str = "") -> Config:
     """The run, or with kind "baseline" the same without a teacher in the loss."""
     if kind not in ("", "baseline"):
-        raise UserError(f"configs/demo.py:{kind}: the only kind to ask for is 'baseline'.")
+        raise UserError(f"configs/demo.py:{kind}: no such kind; expected 'baseline'.")
     config = Config()
     config.teacher.path, config.teacher.param_dtype = str(demo.TEACHER), "float32"
     config.student.path, config.student.init = str(demo.STUDENT), "random"

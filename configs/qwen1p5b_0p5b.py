@@ -1,6 +1,6 @@
 """Qwen2.5-Coder 1.5B (Q4_K_M GGUF) into 0.5B: T = 1, alpha = 0, 1e-5, what measures best so far.
 
-    python -m kdjax.main --config=configs/qwen1p5b_0p5b.py --workdir=runs/b
+    python -m kdjax.main --config=configs/qwen1p5b_0p5b.py
 
 Text, `:tiny` and the comparison with T = 4, alpha = 0.3, 1.5e-5: as in configs/qwen7b_0p5b.py.
 One H200 takes 6 minutes. On Python of 745 packages and conversations made from it (24.6 M
@@ -12,18 +12,40 @@ rates end farther away: docs/results.md.
 from kdjax.config import Config, tiny
 from kdjax.errors import UserError
 
+_TEXT = (
+    "in a clone of kdjax: python3 -m scripts.corpus.installed corpus "
+    "--train=jax,flax,transformers,stdlib --heldout=optax,orbax"
+)
+_RANDOM = "in a clone of kdjax: python3 -m scripts.bench.random_gguf"
 
-def get_config(size: str = "") -> Config:
-    """The run, or with size "tiny" its small double."""
+# What brings each file that is named below.
+DOWNLOADS = {
+    "models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": (
+        "hf download Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF "
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --local-dir models"
+    ),
+    "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": (
+        "hf download Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF "
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --local-dir models"
+    ),
+    "corpus/train": _TEXT,
+    "corpus/heldout": _TEXT,
+    "runs/tiny/teacher.gguf": f"{_RANDOM} --shape=tiny-teacher --out=runs/tiny/teacher.gguf",
+    "runs/tiny/student.gguf": f"{_RANDOM} --shape=tiny-student --out=runs/tiny/student.gguf",
+}
+
+
+def get_config(kind: str = "") -> Config:
+    """The run, or with kind "tiny" its small double."""
+    if kind not in ("", "tiny"):
+        raise UserError(f"configs/qwen1p5b_0p5b.py:{kind}: no such kind; expected 'tiny'.")
     config = Config()
     config.teacher.path = "models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
     config.student.path = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-    config.data.train = "corpus"
+    config.data.train, config.data.heldout = "corpus/train", "corpus/heldout"
     config.data.seq_len = 1024
     config.loss.temperature, config.loss.alpha = 1.0, 0.0
     config.optim.learning_rate, config.optim.final_learning_rate = 1e-5, 1e-6
     config.optim.warmup_steps = 50
     config.train.steps, config.train.batch_size = 1500, 16
-    if size not in ("", "tiny"):
-        raise UserError(f"configs/qwen1p5b_0p5b.py:{size}: the only size to ask for is 'tiny'.")
-    return tiny(config) if size else config
+    return tiny(config) if kind else config

@@ -1,8 +1,6 @@
 """`python -m kdjax.cache_teacher`: the command `kdjax cache` by its old name."""
 
-import sys
-
-from kdjax.commands.cache import command
+from kdjax.commands.cli import run
 
 if __name__ == "__main__":
-    sys.exit(command())
+    run("cache")

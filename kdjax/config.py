@@ -1,7 +1,8 @@
 """The configuration: nested dataclasses, their defaults, and one `validate()`.
 
 A file in `configs/` returns a `Config` from `get_config()`; flags such as
-`--config.optim.learning_rate=2e-5` override single fields. Nothing here imports JAX.
+`--config.optim.learning_rate=2e-5` override single fields. The comment beside a field is its help:
+`kdjax train --help` and docs/settings.md show it. Nothing here imports JAX.
 """
 
 import dataclasses
@@ -19,11 +20,11 @@ FP8_COMPUTES = ("fp8", "fp8_precise")
 class TeacherConfig:
     """The frozen teacher."""
 
-    path: str = ""  # a GGUF file, or a Hugging Face folder; empty: none, with loss.alpha=1
+    path: str = ""  # GGUF or .apr file, or Hugging Face folder; empty: none, with loss.alpha=1
     backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
     param_dtype: str = "bfloat16"  # of the weights once dequantized
     compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
-    cache: str = ""  # folder of kdjax.commands.cache: trains from it, the teacher is not loaded
+    cache: str = ""  # folder that `kdjax cache` wrote: the teacher is not loaded
     allow_degenerate: bool = False  # accept a student that already is the teacher
 
 
@@ -31,7 +32,7 @@ class TeacherConfig:
 class StudentConfig:
     """The student; its weights are float32 masters whatever it computes in."""
 
-    path: str = ""  # a GGUF file, or a Hugging Face folder; of shapes alone if init=random
+    path: str = ""  # GGUF or .apr file, or Hugging Face folder; shapes alone if init=random
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
@@ -41,21 +42,21 @@ class StudentConfig:
 class DataConfig:
     """Text, packed once into rows of `seq_len` positions."""
 
-    train: str = ""  # directories, globs, files; several joined by commas
+    train: str = ""  # folders, globs, files (text, .jsonl, .parquet), joined by commas
     heldout: str = ""  # as `train`; empty: `heldout_fraction` of the documents, by content hash
-    heldout_fraction: float = 0.02
+    heldout_fraction: float = 0.02  # of the documents, if `heldout` is empty
     seq_len: int = 1024  # positions a row; at most the context of both models
     end_of_document: str = ""  # token after each text; empty: the tokenizer's end-of-text
     max_segments: int = 32  # documents a row; attention kernels need the bound
     tokenizer: str = ""  # a GGUF file or Hugging Face folder; empty: the student's
-    cache_dir: str = "~/.cache/kdjax/rows"
+    cache_dir: str = "~/.cache/kdjax/rows"  # packed rows, kept from run to run
 
 
 @dataclasses.dataclass
 class LossConfig:
     """alpha * CE + (1 - alpha) * T^2 * KL(teacher_T || student_T), or another divergence."""
 
-    temperature: float = 4.0
+    temperature: float = 4.0  # T, of both models' softmax in the divergence
     alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
     divergence: str = "forward_kl"  # a key of DIVERGENCES; "jsd:beta=0.3" sets its parameter
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
@@ -65,13 +66,13 @@ class LossConfig:
 class OptimConfig:
     """AdamW, linear warmup, cosine decay."""
 
-    learning_rate: float = 1.5e-5
-    final_learning_rate: float = 5e-7
-    warmup_steps: int = 20
+    learning_rate: float = 1.5e-5  # at the end of the warmup
+    final_learning_rate: float = 5e-7  # at the last step
+    warmup_steps: int = 20  # the rate rises from 0 over these
     weight_decay: float = 0.01  # of matrices; norms and biases are not decayed
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta1: float = 0.9  # decay of the mean gradient
+    beta2: float = 0.95  # decay of the mean squared gradient
+    eps: float = 1e-8  # added to the root of the mean square
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
     moment_dtype: str = "float32"  # float32 | bfloat16 (stochastic rounding): of stored moments
 
@@ -83,7 +84,7 @@ class TrainConfig:
     steps: int = 1000  # optimizer steps
     batch_size: int = 16  # rows an optimizer step, over all devices
     microbatches: int = 1  # parts a batch is computed in; saves memory, changes no result
-    seed: int = 0  # of the data order, and of random initialisation
+    seed: int = 0  # of the data's order and of random weights
     compute_dtype: str = "bfloat16"  # bfloat16 | float32: of activations and products
 
 
@@ -94,7 +95,7 @@ class EvalConfig:
     every: int = 100  # optimizer steps; 0: only before and after training
     rows: int = 64  # at most this many held-out rows; 0: all
     batch_size: int = 8  # rows at a time, over all devices
-    samples: int = 3  # held-out beginnings continued before and after training; 0: none
+    samples: int = 3  # beginnings that the student continues before and after; 0: none
 
 
 @dataclasses.dataclass
@@ -119,8 +120,8 @@ class LogConfig:
     """What is written while training; `metrics.jsonl` always is."""
 
     every: int = 10  # steps between plain log lines
-    tensorboard: bool = True
-    wandb_project: str = ""  # needs the `wandb` extra
+    tensorboard: bool = True  # writes tensorboard/ too
+    wandb_project: str = ""  # sends to Weights & Biases; needs kdjax[wandb]
 
 
 @dataclasses.dataclass
@@ -323,7 +324,8 @@ def tiny(config: Config) -> Config:
     """
     config.teacher.path = "runs/tiny/teacher.gguf"
     config.student.path = "runs/tiny/student.gguf"
-    config.data.train, config.data.heldout_fraction = "kdjax,tests", 0.2
+    config.data.train, config.data.heldout = "kdjax,tests", ""
+    config.data.heldout_fraction = 0.2
     config.data.seq_len, config.data.cache_dir = 64, "runs/tiny/rows"
     config.loss.chunk_tokens = 128
     config.optim.learning_rate, config.optim.warmup_steps = 1e-3, 2

@@ -1,23 +1,45 @@
-"""Errors that a user can cause and mend.
+"""Errors that a command reports in one line, and what every command's exit status means.
 
-Each message says what was found, what was expected, and what to do. `main` prints it without a
-traceback and exits with status 2.
+Each message says what was found, what was expected, and what to do. Nobody needs a traceback to
+mend what a user, a disk or a network has caused: `reporting` prints `error: ...` instead.
 """
 
+import difflib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec
 
-# Exit statuses of `kdjax.commands.train`. 1 is Python's own, for an error that nobody foresaw.
-FINISHED, BAD_INPUT, SMOKE_FAILED, NOT_FINITE, INTERRUPTED = 0, 2, 3, 4, 75
-QUIT = 130  # by Ctrl-C, at once; what a shell reports for SIGINT
+FINISHED, UNFORESEEN, BAD_INPUT, SMOKE_FAILED, NOT_FINITE, CHECK_FAILED = 0, 1, 2, 3, 4, 5
+INFERENCE_FAILED, BROKEN = 8, 9
+INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on later
+QUIT = 130  # what a shell reports for SIGINT
 
-_P = ParamSpec("_P")
+# Exit statuses of all commands and what they mean; `--help` and docs/commands.md show these lines.
+STATUSES = {
+    FINISHED: "finished; of a smoke run: passed",
+    UNFORESEEN: "an error that nobody foresaw: its traceback is a bug of kdjax to report",
+    BAD_INPUT: "bad input, or a file that cannot be read or written; the message says what to do",
+    SMOKE_FAILED: "a smoke run failed",
+    NOT_FINITE: "loss or gradient not finite; the batch is kept, the checkpoint is from before it",
+    CHECK_FAILED: "a file did not read back as it was written, or a receipt does not hold",
+    INFERENCE_FAILED: "the model does not run; its pass@k is 0",
+    BROKEN: "the model runs and is broken; the evidence is printed",
+    INTERRUPTED: "stopped by a signal and saved: the same command goes on from there",
+    QUIT: "stopped at once; what was saved before is kept",
+}
 
 
-class UserError(ValueError):
+class KdjaxError(Exception):
+    """An error whose message is all that a user needs; `status` is what a command ends with."""
+
+    status = UNFORESEEN
+
+
+class UserError(KdjaxError, ValueError):
     """Bad input: a file, a field or a combination of them that cannot work."""
+
+    status = BAD_INPUT
 
 
 class MissingFileError(UserError, FileNotFoundError):
@@ -27,15 +49,50 @@ class MissingFileError(UserError, FileNotFoundError):
         return str(self.args[0])
 
 
+class CheckError(UserError):
+    """Something on the disk is not what was written there, or not what a receipt says."""
+
+    status = CHECK_FAILED
+
+
+def suggest(wrong: str, names: Iterable[str], prefix: str = "") -> str:
+    """` Did you mean X?` of the name nearest to `wrong`, or nothing if none is near."""
+    near = difflib.get_close_matches(wrong, list(names), n=1)
+    return f" Did you mean {prefix}{near[0]}?" if near else ""
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status of a command that this error ends."""
+    if isinstance(error, KdjaxError):
+        return error.status
+    if isinstance(error, KeyboardInterrupt):
+        return QUIT
+    return BAD_INPUT if isinstance(error, OSError) else UNFORESEEN
+
+
+def print_error(error: BaseException) -> None:
+    """One line on stderr, or as many as the message has, and no traceback."""
+    text = str(error)
+    if isinstance(error, OSError) and not isinstance(error, KdjaxError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    print(f"error: {text or type(error).__name__}", file=sys.stderr)
+
+
+_P = ParamSpec("_P")
+
+
 def reporting(main: Callable[_P, int]) -> Callable[_P, int]:
-    """A command's main, with a `UserError` as a line on stderr and the status `BAD_INPUT`."""
+    """The body of a command: an error that it foresees becomes a line on stderr and a status."""
 
     @functools.wraps(main)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> int:
         try:
             return main(*args, **kwargs)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return BAD_INPUT
+        except (KdjaxError, OSError) as error:
+            print_error(error)
+            return status_of(error)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            return QUIT
 
     return run

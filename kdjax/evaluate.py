@@ -1,8 +1,6 @@
 """`python -m kdjax.evaluate`: the command `kdjax evaluate` by its old name."""
 
-import sys
-
-from kdjax.commands.evaluate import main
+from kdjax.commands.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("evaluate")

@@ -1,8 +1,6 @@
 """`python -m kdjax.generate`: the command `kdjax generate` by its old name."""
 
-import sys
-
-from kdjax.commands.generate import main
+from kdjax.commands.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("generate")

@@ -1,6 +1,6 @@
 """`python -m kdjax.main`: the command `kdjax train` by its old name."""
 
-from kdjax.commands.train import cli
+from kdjax.commands.cli import run
 
 if __name__ == "__main__":
-    cli()
+    run("train")

@@ -1,8 +1,6 @@
 """`python -m kdjax.report`: the command `kdjax report` by its old name."""
 
-import sys
-
-from kdjax.commands.report import main
+from kdjax.commands.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("report")

@@ -48,9 +48,8 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def tiny_config(models, tmp_path, monkeypatch):
+def tiny_config(models, tmp_path):
     """The 7B config's tiny double on those models and a small text; caches under tmp_path."""
-    monkeypatch.delenv("KDJAX_TEACHER_BACKEND", raising=False)
     return make_tiny_config(models, tmp_path)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 from test_probe import GB10, H200
 
+from kdjax.commands.parsing import apply_environment
 from kdjax.config import TEACHER_BACKENDS, Config
 from kdjax.data import pipeline
 from kdjax.data.rows import Rows
@@ -128,16 +129,14 @@ def test_truncation_keeps_ranks_and_probabilities_of_what_is_left(kept, seed):
 # ---- the teacher's backend
 
 
-def test_every_pair_of_settings_chooses_one_backend(monkeypatch):
+def test_every_pair_of_settings_chooses_one_backend():
     """12 pairs: the environment unset or one of three, and a config of three."""
     pairs = list(itertools.product((None, *TEACHER_BACKENDS), TEACHER_BACKENDS))
     assert len(pairs) == 12
     for environ, configured in pairs:
         config = Config()
         config.teacher.backend = configured
-        monkeypatch.delenv("KDJAX_TEACHER_BACKEND", raising=False)
-        if environ is not None:
-            monkeypatch.setenv("KDJAX_TEACHER_BACKEND", environ)
+        apply_environment(config, {"KDJAX_TEACHER_BACKEND": environ} if environ else {})
         assert teacher_backend(config) == (environ or configured)
 
 
@@ -205,7 +204,7 @@ def test_the_logged_loss_is_the_mean_over_trained_positions():
 # ---- teacher and student alike
 
 
-def test_the_override_is_a_total_function_of_its_two_settings(models, monkeypatch):
+def test_the_override_is_a_total_function_of_its_two_settings(models):
     """8 pairs: the config on or off, the variable unset, empty, 0 or 1."""
     tables = [open_table(models / "teacher.gguf")] * 2
     pairs = list(itertools.product((False, True), (None, "", "0", "1")))
@@ -213,9 +212,8 @@ def test_the_override_is_a_total_function_of_its_two_settings(models, monkeypatc
     for allowed, variable in pairs:
         config = Config()
         config.teacher.allow_degenerate = allowed
-        monkeypatch.delenv("KDJAX_ALLOW_DEGENERATE_KD", raising=False)
-        if variable is not None:
-            monkeypatch.setenv("KDJAX_ALLOW_DEGENERATE_KD", variable)
+        named = {} if variable is None else {"KDJAX_ALLOW_DEGENERATE_KD": variable}
+        apply_environment(config, named)
         if allowed or variable == "1":
             assert _refuse_degenerate(config, *tables) is None
             continue

@@ -61,7 +61,7 @@ def test_the_baseline_differs_in_nothing_but_the_loss_and_its_rate():
     differing = {name for name, value in flat[0].items() if value != flat[1][name]}
     assert differing == {"loss.alpha", "optim.learning_rate"}
     assert flat[0]["loss.alpha"] < 1 == flat[1]["loss.alpha"]
-    with pytest.raises(UserError, match="the only kind to ask for is 'baseline'"):
+    with pytest.raises(UserError, match="no such kind; expected 'baseline'"):
         configured("best")
 
 

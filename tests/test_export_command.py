@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from exporting import a_student, corrupted, forward, load
 
-from kdjax.export import __main__ as command
+from kdjax.commands import export as command
 from kdjax.export import card, export_hf, vocabulary, weights
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.saving import Checkpoints
@@ -91,7 +91,7 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     capsys.readouterr()
     fails("there already", workdir, "--format=gguf", out)
     monkeypatch.setattr(weights, "encode", corrupted(weights.encode))
-    fails("self-check failed", workdir, "--format=gguf", out, "--overwrite", status=5)
+    fails("the file just written", workdir, "--format=gguf", out, "--overwrite", status=5)
     assert (tmp_path / "a.gguf").read_bytes() == b"before"
 
 

@@ -203,10 +203,10 @@ def test_a_run_does_not_resume_with_another_compute():
 
 
 @pytest.mark.parametrize("backend", ["dequant", "q4k"])
-def test_fp8_beside_a_backend_is_refused(tiny_config, monkeypatch, backend):
+def test_fp8_beside_a_backend_is_refused(tiny_config, backend):
     tiny_config.teacher.compute = "fp8_precise"
     assert teacher_backend(tiny_config) == "fp8_precise"
-    monkeypatch.setenv("KDJAX_TEACHER_BACKEND", backend)
+    tiny_config.teacher.backend = backend
     with pytest.raises(UserError, match=f"'fp8_precise' with the teacher backend '{backend}'"):
         teacher_backend(tiny_config)
     tiny_config.teacher.compute = "fp4"

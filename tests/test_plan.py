@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdjax.commands import train as main
+from kdjax.commands import plan as command
+from kdjax.commands.parsing import apply_environment
 from kdjax.config import Config
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
@@ -143,10 +144,9 @@ def test_the_plan_names_every_byte_of_the_7b_pair(pairs):
 @pytest.mark.parametrize(
     ("backend", "moment_dtype"), [("dequant", "float32"), ("q4k", "float32"), ("q4k", "bfloat16")]
 )
-def test_resident_bytes_are_those_of_the_arrays(tiny_config, tmp_path, monkeypatch, backend,
-                                                moment_dtype):  # fmt: skip
+def test_resident_bytes_are_those_of_the_arrays(tiny_config, tmp_path, backend, moment_dtype):
     tiny_config.optim.moment_dtype = moment_dtype
-    monkeypatch.setenv("KDJAX_TEACHER_BACKEND", backend)
+    tiny_config.teacher.backend = backend
     tiny_config.teacher.param_dtype = "bfloat16"
     job = assemble(tiny_config, tmp_path)
     made = plan.make_plan(job.config, job.sources, one_device(), on(1), backend)
@@ -263,16 +263,16 @@ def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
 
 
 def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, capsys):
-    monkeypatch.setattr(main.runtime, "configure", lambda: main.runtime.Runtime)
-    monkeypatch.setattr(main.runtime.Runtime, "describe", lambda *_: [], raising=False)
+    monkeypatch.setattr(command.runtime, "configure", lambda: command.runtime.Runtime)
+    monkeypatch.setattr(command.runtime.Runtime, "describe", lambda *_: [], raising=False)
     monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(1e-6))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tiny_config.teacher.backend = "q4k"
-    assert not main.show_plan(tiny_config)
+    assert not command.show_plan(tiny_config)
     assert "too much" in capsys.readouterr().out
     tiny_config.teacher.backend = "auto"
     with pytest.raises(UserError, match="does not fit"):
-        main.show_plan(tiny_config)
+        command.show_plan(tiny_config)
 
 
 # ---- teacher and student with the same content
@@ -300,20 +300,19 @@ def test_the_same_weights_in_another_format_are_refused(renamed, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["config", "environment", "random"])
-def test_a_degenerate_pair_can_be_allowed(renamed, monkeypatch, way):
+def test_a_degenerate_pair_can_be_allowed(renamed, way):
     if way == "config":
         renamed.teacher.allow_degenerate = True
     elif way == "environment":
-        monkeypatch.setenv("KDJAX_ALLOW_DEGENERATE_KD", "1")
+        apply_environment(renamed, {"KDJAX_ALLOW_DEGENERATE_KD": "1"})
     else:
         renamed.student.init = "random"  # only the shapes of the student's file are used
     assert open_sources(renamed).vocabulary.real > 0
 
 
-def test_a_wrong_value_does_not_allow_it(renamed, monkeypatch):
-    monkeypatch.setenv("KDJAX_ALLOW_DEGENERATE_KD", "yes")
+def test_a_wrong_value_does_not_allow_it(renamed):
     with pytest.raises(UserError, match="KDJAX_ALLOW_DEGENERATE_KD='yes': must be 1 or 0"):
-        open_sources(renamed)
+        apply_environment(renamed, {"KDJAX_ALLOW_DEGENERATE_KD": "yes"})
 
 
 @pytest.mark.parametrize("name", ["output_norm.weight", "blk.2.ffn_down.weight", "output.weight"])

@@ -20,7 +20,7 @@ import pytest
 from kdjax import config as config_module
 from kdjax.commands import train as main
 from kdjax.device import sharding
-from kdjax.errors import MissingFileError, UserError
+from kdjax.errors import BAD_INPUT, MissingFileError, UserError
 from kdjax.training import step
 from kdjax.training.hooks import Action, Hook, NonFiniteError, NonFiniteGuard
 from kdjax.training.job import assemble
@@ -282,21 +282,15 @@ def _saving(workdir):
 def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
     tiny_config.teacher.path = "models/qwen2.5-coder-7b-instruct-q4_k_m.gguf"
     code, output = run_command(tiny_config, tmp_path / "run", tmp_path)
-    assert code == main.BAD_INPUT and "Traceback" not in output
+    assert code == BAD_INPUT and "Traceback" not in output
     assert "hf download Qwen/Qwen2.5-Coder-7B-Instruct-GGUF" in output
     wrong = [*command(tiny_config, tmp_path / "run")]
     for index, message in ((f"{wrong[3]}-x", "'tiny'"), ("--config=no.py", "no.py")):
         wrong[3] = index
         process = subprocess.run(wrong, cwd=REPOSITORY, env=environment(tmp_path), text=True,
                                  capture_output=True)  # fmt: skip
-        assert process.returncode == main.BAD_INPUT and "Traceback" not in process.stderr
+        assert process.returncode == BAD_INPUT and "Traceback" not in process.stderr
         assert message in process.stderr
-    process = subprocess.run([*command(tiny_config, tmp_path / "run"), "--config.optim.lr=1"],
-                             cwd=REPOSITORY, env=environment(tmp_path), text=True,
-                             capture_output=True)  # fmt: skip
-    assert process.returncode == main.BAD_INPUT and "Traceback" not in process.stderr
-    assert "Field lr not found" in process.stderr
-    assert "--config.optim.learning_rate" in process.stderr
 
 
 # --- bad input ----------------------------------------------------------------------------------
@@ -313,7 +307,7 @@ def test_held_out_figures_that_are_none_stop_the_run_unsaved(tiny_config, tmp_pa
 def test_unwritable_workdir(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--workdir=.*file/run cannot be written"):
-        main.open_workdir(str(tmp_path / "file" / "run"))
+        main.open_workdir(tmp_path / "file" / "run")
 
 
 def test_missing_teacher_names_the_download(tiny_config, tmp_path):
@@ -322,37 +316,6 @@ def test_missing_teacher_names_the_download(tiny_config, tmp_path):
         MissingFileError, match=r"hf download Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF"
     ):
         assemble(tiny_config, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss.temperature": 0.0}, r"loss.temperature=0.0: must be greater than 0"),
-        ({"loss.temperature": -1.0}, r"loss.temperature=-1.0"),
-        ({"loss.alpha": 1.5}, r"loss.alpha=1.5: must be between 0 and 1"),
-        ({"loss.alpha": -0.1, "train.steps": 0}, r"(?s)loss.alpha=-0.1.*train.steps=0"),
-        ({"train.microbatches": 3}, r"train.batch_size=8: must be divisible by .*=3"),
-        ({"optim.warmup_steps": 10}, r"optim.warmup_steps=10: must be less than train.steps=10"),
-        ({"optim.final_learning_rate": 1.0}, r"must not exceed optim.learning_rate"),
-        ({"teacher.backend": "gpu"}, r"teacher.backend='gpu': must be one of auto, dequant"),
-        ({"data.train": ""}, r"data.train='': must be set"),
-        ({"smoke.steps": -1}, r"smoke.steps=-1: must be 0 or more"),
-        ({"smoke.steps": 11}, r"smoke.steps=11: must not exceed train.steps=10"),
-    ],
-)
-def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message):
-    for field, value in changes.items():
-        section, name = field.split(".")
-        setattr(getattr(tiny_config, section), name, value)
-    with pytest.raises(UserError, match=message):
-        config_module.validate(tiny_config)
-
-
-def test_every_field_has_a_rule_or_is_free():
-    free = {"teacher.path", "teacher.cache", "teacher.allow_degenerate", "data.heldout",
-            "data.end_of_document", "data.tokenizer", "data.cache_dir", "train.seed",
-            "log.tensorboard", "log.wandb_project"}  # fmt: skip
-    assert set(config_module.flatten(config_module.Config())) == free | set(config_module._RULES)
 
 
 def test_batch_that_the_mesh_cannot_split(tiny_config, tmp_path):
@@ -424,28 +387,3 @@ def test_empty_corpus_writes_nothing(tiny_config, tmp_path):
     with pytest.raises(UserError, match="the text is empty"):
         assemble(tiny_config, tmp_path)
     assert not list((tmp_path / "rows").glob("*"))
-
-
-def test_unknown_backend_in_the_environment(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setenv("KDJAX_TEACHER_BACKEND", "cuda")
-    with pytest.raises(UserError, match=r"BACKEND='cuda': must be one of auto, dequant"):
-        assemble(tiny_config, tmp_path)
-
-
-def test_unknown_size_of_a_config():
-    sys.path.insert(0, str(REPOSITORY / "configs"))
-    try:
-        import qwen1p5b_0p5b
-        import qwen7b_0p5b
-    finally:
-        sys.path.pop(0)
-    plan = qwen7b_0p5b.get_config()
-    assert (plan.loss.temperature, plan.loss.alpha) == (4.0, 0.3)
-    assert (plan.optim.learning_rate, plan.optim.final_learning_rate) == (1.5e-5, 5e-7)
-    best = qwen1p5b_0p5b.get_config()
-    assert (best.loss.temperature, best.loss.alpha, best.optim.learning_rate) == (1.0, 0.0, 1e-5)
-    for module in (qwen7b_0p5b, qwen1p5b_0p5b):
-        config_module.validate(module.get_config())
-        config_module.validate(module.get_config("tiny"))
-        with pytest.raises(UserError, match="'tiny'"):
-            module.get_config("huge")

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from test_run import Recorder
 from kdjax.commands import train as main
 from kdjax.config import Config, SmokeConfig
 from kdjax.device import runtime
-from kdjax.errors import UserError
+from kdjax.errors import SMOKE_FAILED, UserError
 from kdjax.losses.chunked import EvalSums, HeadSpec, head_evaluation
 from kdjax.losses.kd import KDLoss
 from kdjax.training.heldout import held_out_figures
@@ -117,13 +116,9 @@ def test_the_command_exits_3_when_the_loss_rises(tiny_config, tmp_path, monkeypa
     tiny_config.optim.learning_rate, tiny_config.optim.warmup_steps = 0.3, 0
     tiny_config.smoke.steps = 2
     tiny_config.log.tensorboard = True
-    monkeypatch.setattr(main, "_CONFIG", types.SimpleNamespace(value=tiny_config))
-    monkeypatch.setattr(main, "_WORKDIR", types.SimpleNamespace(value=str(tmp_path / "run")))
-    for name, kept in (("handlers", []), ("propagate", True), ("level", 0)):
-        monkeypatch.setattr(main._log, name, kept)  # which main sets
-    code = main.main(["kdjax"])
+    code = main.train_and_report(tiny_config, main.open_workdir(tmp_path / "run"))
     output = capsys.readouterr().out
-    assert code == main.SMOKE_FAILED == 3, output
+    assert code == SMOKE_FAILED == 3, output
     assert "F-DISTILL-SMOKE-001 FAIL: held-out loss did not fall: " in output
     assert "done:" not in output
     found = provenance.read(tmp_path / "run")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kdjax.commands.parsing import apply_environment
 from kdjax.device import sharding
 from kdjax.errors import UserError
 from kdjax.formats import open_table
@@ -194,10 +195,10 @@ def test_fixture_favours_the_next_id():
     np.testing.assert_array_equal(np.sort(got, -1)[0, 0], [0, 0, 0, 0, 3])
 
 
-def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path, monkeypatch):
+def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path):
     figures = {}
     for backend in ("dequant", "q4k"):
-        monkeypatch.setenv("KDJAX_TEACHER_BACKEND", backend)
+        tiny_config.teacher.backend = backend
         job = assemble(tiny_config, tmp_path)
         assert backend in job.teacher.info.kind
         with contextlib.closing(Checkpoints(tmp_path / "none", 1)) as none:
@@ -209,16 +210,14 @@ def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path,
     chex.assert_trees_all_equal(figures["dequant"], figures["q4k"])
 
 
-def test_the_environment_wins_over_the_config(tiny_config, tmp_path, monkeypatch):
-    from kdjax.training.job import teacher_backend
-
+def test_the_environment_wins_over_the_config(tiny_config):
     tiny_config.teacher.backend = "dequant"
-    assert teacher_backend(tiny_config) == "dequant"
-    monkeypatch.setenv("KDJAX_TEACHER_BACKEND", "q4k")
-    assert teacher_backend(tiny_config) == "q4k"
-    monkeypatch.setenv("KDJAX_TEACHER_BACKEND", "cublas")
-    with pytest.raises(UserError, match=r"'cublas': must be one of auto, dequant, q4k"):
-        teacher_backend(tiny_config)
+    apply_environment(tiny_config, {"KDJAX_TEACHER_BACKEND": ""})
+    assert tiny_config.teacher.backend == "dequant"
+    apply_environment(tiny_config, {"KDJAX_TEACHER_BACKEND": "q4k"})
+    assert tiny_config.teacher.backend == "q4k"
+    with pytest.raises(UserError, match=r"BACKEND='cublas': must be one of auto, dequant, q4k"):
+        apply_environment(tiny_config, {"KDJAX_TEACHER_BACKEND": "cublas"})
 
 
 @pytest.mark.parametrize(("student_rows", "teacher_rows"), [(384, 320), (320, 0), (0, 384)])

@@ -1,18 +1,16 @@
-"""Runs a run's teacher once over all its rows and keeps what training needs of it on the disk.
+"""Runs a run's teacher once over all its rows and keeps on the disk what training needs of it.
 
-    python -m kdjax.cache_teacher --config=configs/qwen1p5b_0p5b.py --out=cache --k=64
-    python -m kdjax.main --config=configs/qwen1p5b_0p5b.py --config.teacher.cache=cache --workdir=a
+    kdjax cache --config=qwen1p5b_0p5b --out=cache --k=64
+    kdjax train --config=qwen1p5b_0p5b --config.teacher.cache=cache --workdir=runs/a
 
 The config is the run's own, other flags included. `topk` keeps the k likeliest ids of each
 position, for the configured temperature alone; `hidden` the last hidden states, for any. The same
-command continues one that was stopped. Exit status: 0 done, 2 bad input.
+command continues one that was stopped.
 """
 
-import argparse
 import functools
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdjax.commands import train as main
+from kdjax.commands.parsing import log_to_terminal, parse_run, require_files, run_parser
 from kdjax.config import Config, validate
 from kdjax.data import teacher_cache
 from kdjax.data.pipeline import example
 from kdjax.data.rows import RowSet
 from kdjax.data.teacher_cache import About
 from kdjax.device import runtime, sharding
-from kdjax.errors import BAD_INPUT, FINISHED, UserError
+from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.formats import content_hash
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
@@ -138,31 +136,20 @@ def _runner(
     return run
 
 
-def command(argv: list[str] | None = None) -> int:
+@reporting
+def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kdjax.cache_teacher",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = run_parser("cache", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    parser.add_argument("--kind", choices=teacher_cache.KINDS, default="topk")
+    kinds = "likeliest ids of each position, or its last hidden state"
+    parser.add_argument("--kind", choices=teacher_cache.KINDS, default="topk", help=kinds)
     parser.add_argument("--k", type=int, default=64, help="ids a position, of --kind=topk")
-    options, rest = parser.parse_known_args(argv)
-    main.parse([parser.prog, *rest])
-    main.log_to_terminal()
-    try:
-        config = main.configured()
-        validate(config)
-        os.environ.setdefault(runtime.PREALLOCATE, "false")
-        for line in runtime.configure().describe():
-            _log.info("%s", line)
-        cache_teacher(config, options.out, options.kind, options.k)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+    run = parse_run(parser, argv)
+    log_to_terminal()
+    validate(run.config)
+    require_files(run)
+    os.environ.setdefault(runtime.PREALLOCATE, "false")
+    for line in runtime.configure().describe():
+        _log.info("%s", line)
+    cache_teacher(run.config, run.options.out, run.options.kind, run.options.k)
     return FINISHED
-
-
-if __name__ == "__main__":
-    sys.exit(command())

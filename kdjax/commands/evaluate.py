@@ -1,13 +1,10 @@
-"""Evaluation of a model: held-out text, a teacher, HumanEval and MBPP, and whether it is broken.
+"""Measures a model: held-out text, a teacher, HumanEval and MBPP, and whether it is broken.
 
-    python -m kdjax.evaluate runs/a --data=corpus/heldout --teacher=teacher.gguf@q4k
-    python -m kdjax.evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl
+    kdjax evaluate runs/a --data=corpus/heldout --teacher=teacher.gguf@q4k
+    kdjax evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl --json=out.json
 
 TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, or a Hugging
 Face folder. FORM is dequant (the default), q4k or fp8, then nothing or :bfloat16 or :float32.
-
-Exit status: 0 done, 2 bad input, 8 the model does not run (pass@k is 0 then), 9 it runs and is
-broken: the evidence is printed.
 """
 
 import argparse
@@ -21,9 +18,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from kdjax.commands.parsing import Parser
 from kdjax.data.text import find_files
 from kdjax.device import runtime, sharding
-from kdjax.errors import MissingFileError, UserError
+from kdjax.errors import (
+    BROKEN,
+    FINISHED,
+    INFERENCE_FAILED,
+    MissingFileError,
+    UserError,
+    reporting,
+)
 from kdjax.evaluation import heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding, Output
@@ -32,15 +37,12 @@ from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, generate
 from kdjax.models.model import TeacherLogitsProvider
 
-OK, BAD_INPUT, INFERENCE_FAILED, BROKEN = 0, 2, 8, 9
 _BENCHMARKS = {"humaneval": problems.load_humaneval, "mbpp": problems.load_mbpp}
 
 
-def parser(prog: str, description: str) -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The flags."""
-    flags = argparse.ArgumentParser(
-        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = Parser("evaluate", __doc__, INFERENCE_FAILED, BROKEN)
     add = flags.add_argument
     add("target", metavar="TARGET", help="workdir, step folder, model file or folder, with @FORM")
     add("--student", default="", help="what a checkpoint's run began with: shapes and tokenizer")
@@ -168,7 +170,7 @@ class _Report:
         benchmarks = [self.document[name] for name in self.request.benchmarks]
         if self.failed or any(b["mode"] == passk.INFERENCE_FAILED for b in benchmarks):
             return INFERENCE_FAILED
-        return BROKEN if self.document["broken"] else OK
+        return BROKEN if self.document["broken"] else FINISHED
 
 
 def evaluate(request: Request) -> tuple[dict[str, Any], int]:
@@ -279,19 +281,15 @@ def _json_able(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    args = parser("python -m kdjax.evaluate", __doc__ or "").parse_args(argv)
-    try:
-        request = check(args)
-        runtime.configure()
-        print(runtime.device_summary(), file=sys.stderr)
-        document, status = evaluate(request)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+    request = check(parser().parse_args(argv))
+    runtime.configure()
+    print(runtime.device_summary(), file=sys.stderr)
+    document, status = evaluate(request)
     document = _json_able({**document, "status": status})
     print(table.text(document))
-    if args.json:
-        table.write(args.json, document)
+    if request.args.json:
+        table.write(request.args.json, document)
     return status

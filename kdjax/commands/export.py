@@ -1,24 +1,24 @@
-"""The command.
+"""Writes the student of a checkpoint as files that others load.
 
-    python -m kdjax.export WORKDIR --format=hf --out=exported/student
-    python -m kdjax.export WORKDIR --format=gguf --type=q4_k_m --out=student-q4_k_m.gguf
+    kdjax export runs/a --format=hf --out=exported/student
+    kdjax export runs/a --format=gguf --type=q4_k_m --out=student-q4_k_m.gguf
 
-Exit status: 0 done, 2 bad input, 5 what was written did not read back the same; after 2 and 5
-nothing is left of it, and what was at --out before still is.
+What was written is read back and compared before it takes its place: after an error nothing is left
+of it, and what was at --out before still is.
 """
 
 import argparse
 import dataclasses
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from kdjax.commands.parsing import Parser
 from kdjax.device import runtime
-from kdjax.errors import MissingFileError, UserError
+from kdjax.errors import CHECK_FAILED, FINISHED, MissingFileError, UserError, reporting
 from kdjax.export.card import model_card
-from kdjax.export.check import Report, SelfCheckError
+from kdjax.export.check import Report
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
 from kdjax.export.staging import check_target
 from kdjax.export.vocabulary import open_source
@@ -26,7 +26,6 @@ from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.decoder import Params
 from kdjax.training.saving import saved_params, saved_run, saved_steps
 
-DONE, BAD_INPUT, CHECK_FAILED = 0, 2, 5
 _RECEIPT = "receipt.json"
 
 
@@ -119,45 +118,26 @@ def export(args: argparse.Namespace) -> Report:
     return export_hf(params, spec, source, out, card=card, **how)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m kdjax.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("export", __doc__, CHECK_FAILED)
     parser.add_argument("workdir", metavar="WORKDIR", help="of a run that has saved")
-    parser.add_argument("--format", required=True, choices=("hf", "gguf", "apr"))
+    text = "hf: a Hugging Face folder; gguf: for llama.cpp; apr"
+    parser.add_argument("--format", required=True, choices=("hf", "gguf", "apr"), help=text)
     parser.add_argument("--out", required=True, help="folder (hf) or file to make")
-    kinds = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k"
-    parser.add_argument("--type", default="f32", choices=GGUF_TYPES, help=kinds)
+    text = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k"
+    parser.add_argument("--type", default="f32", choices=GGUF_TYPES, help=text)
     parser.add_argument("--step", type=int, help="a saved step; the newest by default")
-    where = "the file or folder the run started from, if receipt.json does not say or it has moved"
-    parser.add_argument("--student", help=where)
+    text = "the file or folder the run started from, if receipt.json does not say or it has moved"
+    parser.add_argument("--student", metavar="PATH", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
 
 
-def _terminated(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
-
-
+@reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
-    try:
-        runtime.configure()
-        report = export(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except SelfCheckError as error:
-        print(f"self-check failed: {error}", file=sys.stderr)
-        return CHECK_FAILED
+    runtime.configure()
+    report = export(args)
     print(f"{args.out}: {report}")
-    return DONE
-
-
-if __name__ == "__main__":
-    # As any exception would, the signal leaves nothing half-written.
-    signal.signal(signal.SIGTERM, _terminated)
-    sys.exit(main())
+    return FINISHED

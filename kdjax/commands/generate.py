@@ -1,18 +1,21 @@
-"""Text from a model.
+"""Writes text with a model, as it grows.
 
-    python -m kdjax.generate model.gguf@q4k --prompt='def fibonacci(n):' --max-tokens=64
+    kdjax generate model.gguf@q4k --prompt='def fibonacci(n):' --max-tokens=64
+    kdjax generate runs/demo --prompt='import '
 
-Exit status: 0 done, 2 bad input.
+MODEL is a GGUF or .apr file, a Hugging Face folder, a run's workdir (its newest checkpoint) or a
+step folder of one. After it `@dequant` (the default), `@q4k`, `@fp8` or `@fp8_precise` says how the
+weights are kept, then nothing or `:bfloat16` or `:float32`.
 """
 
-import argparse
 import sys
 
 import jax
 
+from kdjax.commands.parsing import Parser
 from kdjax.device import runtime, sharding
-from kdjax.errors import UserError
-from kdjax.models.checkpoint import open_form, precision
+from kdjax.errors import FINISHED, reporting
+from kdjax.evaluation.target import open_target
 from kdjax.models.decoding import Sampling, generate
 
 
@@ -30,46 +33,44 @@ class Stream:
             self._shown = text
 
 
+@reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kdjax.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", help="PATH[@dequant|q4k|fp8|fp8_precise[:DTYPE]]")
-    parser.add_argument("--prompt", required=True, help="- reads it from standard input")
-    parser.add_argument("--chat", action="store_true", help="as a user's turn of the template")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = Parser("generate", __doc__)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="PATH[@dequant|q4k|fp8|fp8_precise[:DTYPE]]")
+    add("--prompt", required=True, help="the text to continue; - reads it from standard input")
+    add("--chat", action="store_true", help="the prompt is a user's turn of the chat template")
+    add("--max-tokens", type=int, default=256, help="at most this many (%(default)s)")
+    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest id")
+    add("--top-p", type=float, default=1.0, help="only ids of this much probability together")
+    add("--top-k", type=int, default=0, help="only this many of the likeliest ids; 0: all")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends before it; repeatable")
+    add("--seed", type=int, default=0, help="of what is drawn at a temperature above 0")
+    add("--student", default="", metavar="PATH", help="what a checkpoint's run began with")
+    add("--tokenizer", default="", metavar="PATH", help="instead of the model's own")
     args = parser.parse_args(argv)
-    try:
-        runtime.configure()
-        opened = open_form(args.model)
-        tokenizer = opened.tokenizer
-        text = sys.stdin.read() if args.prompt == "-" else args.prompt
-        if args.chat:
-            turns = [{"role": "user", "content": text}]
-            text = tokenizer.render(turns, answer_next=True)
-        ends = {tokenizer.end_of_text_id, tokenizer.eos_id}
-        sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
-                            tuple(sorted(ends)), tuple(args.stop), args.seed)  # fmt: skip
-        sampling.check()
-        mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
-        with precision(opened):
-            provider = opened.provider(mesh)
-            generate(provider, tokenizer, [tokenizer.encode(text)], sampling, batch_size=1,
-                     on_text=Stream())  # fmt: skip
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    runtime.configure()
+    target = open_target(args.model, args.student, args.tokenizer)
+    tokenizer = target.tokenizer
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.chat:
+        text = tokenizer.render([{"role": "user", "content": text}], answer_next=True)
+    stop_ids = tuple(sorted({tokenizer.end_of_text_id, tokenizer.eos_id}))
+    sampling = Sampling(
+        args.max_tokens,
+        args.temperature,
+        args.top_p,
+        args.top_k,
+        stop_ids,
+        tuple(args.stop),
+        args.seed,
+    )
+    sampling.check()
+    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    with target.precision():
+        provider = target.load(mesh)
+        prompt = tokenizer.encode(text)
+        generate(provider, tokenizer, [prompt], sampling, batch_size=1, on_text=Stream())
     print()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return FINISHED

@@ -1,58 +1,48 @@
-"""python -m kdjax.main --config=configs/qwen7b_0p5b.py --workdir=runs/a
+"""Distils a teacher into a student, from a config to a trained checkpoint and a report.
 
-Flags, runtime, loop. Kept short: what it calls can be imported and tested.
+    kdjax train --config=demo
+    kdjax train --config=my_config.py --workdir=runs/a --config.train.steps=2000
 
-Exit status: 0 finished, or a smoke run that passed; 2 bad input; 3 a smoke run that failed; 4 loss
-or gradient not finite; 75 stopped by a signal and saved (the same command resumes); 130 stopped by
-Ctrl-C at once.
+The config is a Python file with get_config(), or one that comes with kdjax; `:KIND` after its name
+picks a variant of it. The same command resumes a run that was stopped.
 """
 
 import logging
-import os
 import shlex
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
-from absl import app, flags
-from absl import logging as absl_logging
-from ml_collections import config_flags
-
-from kdjax.config import Config, flatten, validate
+from kdjax.commands.parsing import log_to_terminal, parse_run, require_files, run_parser
+from kdjax.commands.plan import plan_run
+from kdjax.config import Config, validate
 from kdjax.device import runtime
 from kdjax.errors import (
-    BAD_INPUT,
     FINISHED,
     INTERRUPTED,
     NOT_FINITE,
     QUIT,
     SMOKE_FAILED,
-    MissingFileError,
+    KdjaxError,
     UserError,
-)  # fmt: skip
-from kdjax.training.hooks import NonFiniteError, exit_status
+    print_error,
+    reporting,
+)
+from kdjax.training.hooks import exit_status
 from kdjax.watch.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
 
-__all__ = ["BAD_INPUT", "FINISHED", "INTERRUPTED", "NOT_FINITE", "QUIT", "SMOKE_FAILED"]
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with get_config().")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and logs go.")
-_PLAN = flags.DEFINE_bool("plan", False, "Only print what would live where, and whether it fits.")
-
-
-def open_workdir(path: str) -> Path:
+def open_workdir(workdir: Path) -> Path:
     """Creates the folder; raises `UserError` if nothing can be written there."""
-    workdir = Path(path)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=workdir):
             pass
     except OSError as error:
         raise UserError(
-            f"--workdir={path} cannot be written: {error.strerror}. Give a folder you own."
+            f"--workdir={workdir} cannot be written: {error.strerror}. Give a folder you own."
         ) from error
     return workdir
 
@@ -83,55 +73,30 @@ def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str
         return reason
 
 
-def show_plan(config: Config) -> bool:
-    """Prints the plan of a run, allocating nothing; returns whether it fits."""
-    from kdjax.training.job import survey
-
-    validate(config)
-    os.environ.setdefault(runtime.PREALLOCATE, "false")
-    for line in runtime.configure().describe():
-        _log.info("%s", line)
-    _log.info("%s", runtime.device_summary())
-    plan = survey(config)[2]
-    print("\n".join(plan.lines()))
-    return not plan.missing
-
-
-def log_to_terminal() -> None:
-    """Shows kdjax's own lines, with the time, and warnings of others."""
-    # Libraries log through absl at INFO (Orbax a dozen lines a save); the run's own lines do not.
-    absl_logging.set_verbosity(absl_logging.WARNING)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    _log.handlers, _log.propagate = [handler], False
-    _log.setLevel(logging.INFO)
-
-
-def configured() -> Config:
-    """The config of the parsed flags; raises `MissingFileError` for a file without one."""
-    if not isinstance(_CONFIG.value, Config):
-        name = config_flags.get_config_filename(flags.FLAGS["config"])
-        raise MissingFileError(f"--config={name}: no such file, or no get_config() -> Config.")
-    return _CONFIG.value
-
-
-def main(argv: list[str]) -> int:
+@reporting
+def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; set fields by --config.<field>=")
+    parser = run_parser("train", __doc__, SMOKE_FAILED, NOT_FINITE, INTERRUPTED)
+    text = "folder for checkpoints, metrics and the report; runs/<name of the config> by default"
+    parser.add_argument("--workdir", help=text)
+    parser.add_argument("--plan", action="store_true", help="as `kdjax plan`: train nothing")
+    run = parse_run(parser, argv)
+    if run.options.plan:
+        return plan_run(run)
     log_to_terminal()
-    verdict = None
+    workdir = Path(run.options.workdir or Path("runs", run.name))
+    if not (workdir / "checkpoints").is_dir():  # a finished run may have lost its files
+        require_files(run)
+    return train_and_report(run.config, open_workdir(workdir))
+
+
+def train_and_report(config: Config, workdir: Path) -> int:
+    """Trains and says how the run ended; returns the exit status."""
+    verdict = Verdict(config) if config.smoke.steps else None
     try:
-        config = configured()
-        if _PLAN.value:
-            return FINISHED if show_plan(config) else BAD_INPUT
-        if not _WORKDIR.value:
-            raise UserError("--workdir is missing: name the folder that checkpoints go to.")
-        if config.smoke.steps:
-            verdict = Verdict(config)
-        reason = distil(config, open_workdir(_WORKDIR.value), verdict)
-    except (UserError, NonFiniteError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        reason = distil(config, workdir, verdict)
+    except (KdjaxError, OSError) as error:
+        print_error(error)
         return exit_status("failed", error, verdict.result if verdict else None)
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is kept. The same command goes on from "
@@ -144,48 +109,10 @@ def main(argv: list[str]) -> int:
         return INTERRUPTED
     from kdjax.watch.report.page import closing_lines
 
-    print(
-        f"done: {_WORKDIR.value}",
-        *closing_lines(Path(_WORKDIR.value), config.train.steps),
-        sep="\n",
-    )
+    print(f"done: {workdir}", *closing_lines(workdir, config.train.steps), sep="\n")
     return FINISHED
 
 
 def _same_command() -> str:
     """What was typed, as a shell takes it."""
     return shlex.join(sys.orig_argv)
-
-
-def parse(argv: list[str]) -> list[str]:
-    """Parses the command line; ends with status 2 and one clear message if it is wrong."""
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:  # one of get_config() comes with its whole traceback
-        message = str(error).strip().splitlines()[-1]
-    except OSError:  # the config file itself; ml_collections does not name it here
-        named = next((arg for arg in argv if arg.startswith("--config=")), "--config")
-        message = f"{named}: no such file, or no get_config() -> Config."
-    except KeyError as error:  # ml_collections: a field that the dataclass does not have
-        known = "\n  ".join(f"--config.{name}" for name in flatten(Config()))
-        message = f"{error.args[0]}. The fields are:\n  {known}"
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(BAD_INPUT)
-
-
-def cli() -> None:
-    """Entry point."""
-    # Until the loop listens to signals, SIGTERM is Ctrl-C: what was begun aside is removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    flags.mark_flag_as_required("config")
-    try:
-        app.run(main, flags_parser=parse)
-    except SystemExit as end:
-        if end.code == QUIT:  # threads that hash or save are not waited for
-            sys.stdout.flush()
-            os._exit(QUIT)
-        raise
-
-
-if __name__ == "__main__":
-    cli()

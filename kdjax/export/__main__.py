@@ -1,8 +1,6 @@
 """`python -m kdjax.export`: the command `kdjax export` by its old name."""
 
-import sys
-
-from kdjax.commands.export import main
+from kdjax.commands.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("export")

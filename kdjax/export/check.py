@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.errors import UserError
+from kdjax.errors import CheckError, UserError
 from kdjax.export.vocabulary import Source, differences
 from kdjax.export.weights import Tensor, interleave
 from kdjax.formats import TensorTable, open_table
@@ -28,7 +28,7 @@ _TINY = 64 * 2.0**-24  # float16's subnormals, as often as the integers multiply
 _ELEMENTS = 1 << 22
 
 
-class SelfCheckError(RuntimeError):
+class SelfCheckError(CheckError):
     """What was written does not read back as what was meant; nothing is left of it."""
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import (
-    BAD_INPUT,
     FINISHED,
     INTERRUPTED,
     NOT_FINITE,
-    QUIT,
     SMOKE_FAILED,
-    UserError,
+    KdjaxError,
+    status_of,
 )
 
 
@@ -93,21 +92,16 @@ def exit_status(reason: str, error: BaseException | None, verdict: str | None = 
     """
     if verdict in ("PASS", "FAIL"):
         return FINISHED if verdict == "PASS" else SMOKE_FAILED
-    match error:
-        case None:
-            undecided = reason == "interrupted" or verdict is not None
-            return INTERRUPTED if undecided else FINISHED
-        case NonFiniteError():
-            return NOT_FINITE
-        case UserError():
-            return BAD_INPUT
-        case KeyboardInterrupt():
-            return QUIT
-    return 1
+    if error is not None:
+        return status_of(error)
+    undecided = reason == "interrupted" or verdict is not None
+    return INTERRUPTED if undecided else FINISHED
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(KdjaxError, FloatingPointError):
     """Loss or gradient became NaN or infinite."""
+
+    status = NOT_FINITE
 
 
 class NonFiniteGuard(Hook):

@@ -8,7 +8,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +45,6 @@ from kdjax.training.plan import Plan, choose, settled, step_flops
 from kdjax.training.saving import Checkpoints, abstract_state, check_same_run
 
 _log = logging.getLogger("kdjax")
-
-BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
 
 
 class Steps(NamedTuple):
@@ -223,7 +220,7 @@ def cache_about(
 
 
 def teacher_backend(config: Config) -> str:
-    """The backend asked for: the cache's kind, what fp8 needs, KDJAX_TEACHER_BACKEND, the config.
+    """The backend asked for: the cache's kind, what fp8 needs, the config's.
 
     Raises `UserError` for an unknown name, and for one beside an fp8 teacher.
     """
@@ -236,10 +233,10 @@ def teacher_backend(config: Config) -> str:
                 "that, or cache hidden states (--kind=hidden)."
             )
         return kind
-    backend = os.environ.get(BACKEND_VARIABLE) or config.teacher.backend
+    backend = config.teacher.backend
     if backend not in TEACHER_BACKENDS:
         valid = ", ".join(TEACHER_BACKENDS)
-        raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {valid}")
+        raise UserError(f"teacher.backend={backend!r}: must be one of {valid}")
     compute = config.teacher.compute
     if compute == "train":
         return backend

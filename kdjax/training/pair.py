@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from kdjax.models.model import Vocabulary, align, own_vocabulary
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger("kdjax")
-
-DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +98,11 @@ def _same_tensor(a: TensorTable, x: str, b: TensorTable, y: str) -> bool:
 
 def _refuse_degenerate(config: Config, teacher: TensorTable, student: TensorTable) -> None:
     paths = f"{teacher.paths[0]} (teacher) and {student.paths[0]} (student)"
-    asked = os.environ.get(DEGENERATE_VARIABLE)
-    if asked not in (None, "", "0", "1"):
-        raise UserError(f"{DEGENERATE_VARIABLE}={asked!r}: must be 1 or 0.")
-    if config.teacher.allow_degenerate or asked == "1":
+    if config.teacher.allow_degenerate:
         _log.warning("%s hold the same weights: the KL starts at 0", paths)
         return
     raise UserError(
         f"{paths} hold the same weights, whatever their names: the KL would start at 0 and the "
         "teacher teach nothing. Give two different models, or, if this is meant, set "
-        f"--config.teacher.allow_degenerate=True or {DEGENERATE_VARIABLE}=1."
+        "--config.teacher.allow_degenerate=True or KDJAX_ALLOW_DEGENERATE_KD=1."
     )

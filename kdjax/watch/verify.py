@@ -14,7 +14,7 @@ import numpy as np
 
 from kdjax.config import Config, identity
 from kdjax.data.rows import packed_hash, rows_key
-from kdjax.errors import UserError
+from kdjax.errors import CheckError, UserError
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.job import row_settings
@@ -49,7 +49,7 @@ def verify(workdir: Path) -> list[str]:
             failed.append(f"{name}: cannot be checked: {type(problem).__name__}: {problem}")
     if failed:
         more = f"\n  and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
-        raise UserError(
+        raise CheckError(
             f"{workdir / provenance.FILE}: {len(failed)} of {len(_CHECKS)} checks failed:\n  "
             + "\n  ".join(failed[:_SHOWN])
             + more

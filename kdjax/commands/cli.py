@@ -1,0 +1,71 @@
+"""`kdjax COMMAND ...`: the console script, and what every command's process does."""
+
+import importlib
+import os
+import signal
+import sys
+
+from kdjax._version import __version__
+from kdjax.errors import FINISHED, QUIT, STATUSES, UserError, reporting, suggest
+
+COMMANDS = {
+    "train": "train a student from a teacher, or from text alone",
+    "plan": "say what of a run would live where on the device, and whether it fits",
+    "cache": "run a teacher once over the text and keep what training needs of it",
+    "evaluate": "measure a model: held-out text, a teacher, HumanEval, MBPP, its health",
+    "generate": "write text with a model",
+    "export": "write a trained student for Transformers, llama.cpp or as .apr",
+    "report": "draw what runs left behind: one HTML page, and PNG files",
+    "verify": "recheck a run's receipt against the files that it names",
+}
+
+_HELP = """\
+usage: kdjax COMMAND ...
+
+Distils a large, quantized, frozen teacher into a small student.
+
+commands:
+{commands}
+
+`kdjax COMMAND --help` says what each one needs. To try it without a download:
+
+    kdjax train --config=demo
+
+exit status, of all commands:
+{statuses}"""
+
+
+def help_text() -> str:
+    """What `kdjax --help` prints."""
+    commands = "\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items())
+    statuses = "\n".join(f"  {status:>3}  {text}" for status, text in STATUSES.items())
+    return _HELP.format(commands=commands, statuses=statuses)
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command that the first argument names; returns the exit status."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in COMMANDS:
+        return importlib.import_module(f"kdjax.commands.{name}").main(rest)
+    if name in ("-h", "--help"):
+        print(help_text())
+    elif name == "--version":
+        print(f"kdjax {__version__}")
+    else:
+        hint = suggest(name, COMMANDS)
+        raise UserError(f"{name}: no such command.{hint} `kdjax --help` lists them.")
+    return FINISHED
+
+
+def run(*command: str) -> None:
+    """The process of `kdjax`, or of one command by its old name, such as `python -m kdjax.main`.
+
+    SIGTERM is Ctrl-C until training listens to signals itself: what was begun aside is removed.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    status = main([*command, *sys.argv[1:]])
+    if status == QUIT:  # threads that hash or save are not waited for
+        sys.stdout.flush()
+        os._exit(QUIT)
+    sys.exit(status)

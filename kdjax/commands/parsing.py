@@ -1,0 +1,252 @@
+"""What commands share in reading a command line: flags, the config of a run, the environment."""
+
+import argparse
+import dataclasses
+import inspect
+import logging
+import os
+import re
+import runpy
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+from absl import logging as absl_logging
+from ml_collections import config_flags
+
+from kdjax.config import TEACHER_BACKENDS, Config, flatten
+from kdjax.data.text import find_files
+from kdjax.errors import BAD_INPUT, FINISHED, QUIT, STATUSES, MissingFileError, UserError, suggest
+from kdjax.formats import open_shapes
+
+BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
+DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
+_FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags of one command. Help is the command's docstring, its flags and its exit statuses."""
+
+    def __init__(self, name: str, description: str | None, *statuses: int, epilog: str = ""):
+        """`statuses` are those beside the ones that every command has."""
+        ends = sorted({FINISHED, BAD_INPUT, QUIT, *statuses})
+        lines = "\n".join(f"  {status:>3}  {STATUSES[status]}" for status in ends)
+        super().__init__(
+            prog=f"kdjax {name}",
+            description=description,
+            epilog=f"{epilog}exit status:\n{lines}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> Any:
+        """Raises `UserError`, which the command reports as any other."""
+        stop = "" if message.endswith("?") else "."
+        raise UserError(f"{message}{stop} `{self.prog} --help` lists the flags.")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, with the flag that an unknown one may have meant."""
+        options, unknown = self.parse_known_args(args, namespace)
+        self.refuse(unknown)
+        return options
+
+    def refuse(self, unknown: Sequence[str]) -> None:
+        """Raises `UserError` if any argument was not understood."""
+        if not unknown:
+            return
+        first = unknown[0].partition("=")[0]
+        known = [text for text in self._option_string_actions if text.startswith("--")]
+        hint = suggest(first, known) if first.startswith("-") else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}".rstrip("."))
+
+
+class Run(NamedTuple):
+    """A command line that names a config."""
+
+    options: argparse.Namespace
+    config: Config  # with every `--config.field=value` and the environment in it
+    name: str  # of the config, such as "demo" or "demo-baseline"
+    downloads: dict[str, str]  # path in the shipped config: the command that brings it
+
+
+def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
+    """The flags of a command that takes a config; `parse_run` reads them."""
+    parser = Parser(name, description, *statuses, epilog=_settings())
+    text = f"a file with get_config(), or one that comes with kdjax: {', '.join(shipped())}"
+    parser.add_argument("--config", metavar="CONFIG[:KIND]", help=text)
+    return parser
+
+
+def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> Run:
+    """Reads the command line and the config; raises `UserError` for what it cannot understand."""
+    options, rest = parser.parse_known_args(argv)
+    if not options.config:
+        parser.error(f"--config is missing: a file, or one of {', '.join(shipped())}")
+    config, name, downloads = load_config(options.config)
+    config = override(config, rest, parser)
+    apply_environment(config, os.environ)
+    return Run(options, config, name, downloads)
+
+
+# --- configs ------------------------------------------------------------------------------------
+
+
+def shipped() -> dict[str, Path]:
+    """The configs that come with kdjax, by name: of the wheel, or of the checkout around it."""
+    package = Path(__file__).parents[1]
+    folders = package / "configs", package.parent / "configs"
+    folder = next((folder for folder in folders if folder.is_dir()), folders[0])
+    return {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
+
+
+def load_config(text: str) -> tuple[Config, str, dict[str, str]]:
+    """The config that `FILE[:KIND]` or `NAME[:KIND]` returns, its name and its `DOWNLOADS`.
+
+    Raises `MissingFileError` for a name that is no file and does not come with kdjax, `UserError`
+    for a file that fails or returns no `Config`.
+    """
+    file, colon, kind = text.partition(":")
+    path = Path(file)
+    if not path.is_file():
+        names = shipped()
+        if file not in names:
+            known = ", ".join(names)
+            raise MissingFileError(
+                f"--config={text}: no such file; expected a Python file with get_config() -> "
+                f"Config, or a config that comes with kdjax: {known}.{suggest(path.stem, names)}"
+            )
+        path = names[file]
+    try:
+        module = runpy.run_path(str(path))
+        config = module["get_config"](*([kind] if colon else []))
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # of the user's own code: name the line, which is what helps
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        line = f":{frames[-1].lineno}" if frames else ""
+        raise UserError(f"{path}{line}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, Config):
+        raise UserError(f"{path}: get_config() returned {config!r}; expected a kdjax Config.")
+    name = f"{path.stem}-{kind}" if kind else path.stem
+    return config, name, module.get("DOWNLOADS", {})
+
+
+def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
+    """A copy of the config with each `--config.field=value` in it, read as the field's type."""
+    fields = flatten(config)
+    for arg in argv:
+        match = _OVERRIDE.match(arg)
+        if match and match[1] not in fields:
+            raise UserError(_unknown_field(match[1], fields))
+    values = flags.FlagValues()
+    program = [parser.prog]
+    try:
+        flag = config_flags.DEFINE_config_dataclass(
+            "config", config, flag_values=values, sys_argv=[*program, *argv]
+        )
+        parser.refuse(values([*program, *argv])[1:])
+    except flags.UnrecognizedFlagError as error:
+        parser.refuse([f"--{error.flagname}"])
+    except flags.Error as error:
+        raise UserError(str(error)) from error
+    flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, which keep their defaults
+    return flag.value
+
+
+def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
+    """Says which fields there are instead: the nearest one, then those of its section."""
+    section = wrong.partition(".")[0]
+    near = [name for name in fields if name.startswith(f"{section}.")]
+    if not near:
+        sections = list(dict.fromkeys(name.partition(".")[0] for name in fields))
+        hint = suggest(wrong, fields, "--config.") or suggest(section, sections, "--config.")
+        return f"--config.{wrong}: no such field.{hint} Sections are {', '.join(sections)}."
+    if wrong == section:
+        return f"--config.{wrong} is a section; set a field of it: {', '.join(near)}."
+    names = [name.removeprefix(f"{section}.") for name in near]
+    hint = suggest(wrong.removeprefix(f"{section}."), names, f"--config.{section}.")
+    return f"--config.{wrong}: no such field.{hint} The fields of {section} are {', '.join(near)}."
+
+
+def describe_fields() -> dict[str, dict[str, tuple[str, str]]]:
+    """Section -> field -> (default as it is written, the comment beside it), of `kdjax.config`."""
+    return {
+        section.name: {
+            name: (default.strip(), text)
+            for name, default, text in _FIELD.findall(inspect.getsource(section.default_factory))
+        }
+        for section in dataclasses.fields(Config)
+    }  # type: ignore[arg-type]
+
+
+def _settings() -> str:
+    lines = ["settings, each a flag --config.SECTION.FIELD=VALUE (docs/settings.md):"]
+    for section, fields in describe_fields().items():
+        for name, (default, text) in fields.items():
+            lines.append(f"  {f'{section}.{name}={default}':<44} {text}")
+    return "\n".join([*lines, "", ""])
+
+
+# --- the environment ----------------------------------------------------------------------------
+
+
+def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
+    """Puts KDJAX_TEACHER_BACKEND and KDJAX_ALLOW_DEGENERATE_KD into the config, over what it says.
+
+    Raises `UserError` for a value that neither knows. Nothing below the commands reads them.
+    """
+    if backend := environ.get(BACKEND_VARIABLE):
+        if backend not in TEACHER_BACKENDS:
+            valid = ", ".join(TEACHER_BACKENDS)
+            raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {valid}")
+        config.teacher.backend = backend
+    allowed = environ.get(DEGENERATE_VARIABLE)
+    if allowed not in (None, "", "0", "1"):
+        raise UserError(f"{DEGENERATE_VARIABLE}={allowed!r}: must be 1 or 0.")
+    config.teacher.allow_degenerate = config.teacher.allow_degenerate or allowed == "1"
+
+
+# --- files and logs -----------------------------------------------------------------------------
+
+
+def require_files(run: Run, *, text: bool = True) -> None:
+    """Raises one `MissingFileError` that names every file of the run that is missing.
+
+    Each comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file
+    says. `text=False` leaves out the text, which planning does not read.
+    """
+    config, missing = run.config, dict[str, list[str]]()  # remedy: the fields that it mends
+    models = {
+        "teacher.path": config.teacher.path,
+        "student.path": config.student.path,
+        "data.tokenizer": config.data.tokenizer,
+    }
+    texts = {"data.train": config.data.train, "data.heldout": config.data.heldout} if text else {}
+    for field, path in (models | texts).items():
+        try:
+            if path and field in texts:
+                find_files(path)
+            elif path and not Path(path).exists():
+                open_shapes(path)
+        except MissingFileError as error:
+            remedy = run.downloads.get(path) or str(error)
+            missing.setdefault(remedy, []).append(f"--config.{field}={path}")
+    if missing:
+        lines = [f"  {', '.join(fields)}\n    {remedy}" for remedy, fields in missing.items()]
+        raise MissingFileError(
+            "files of this run are missing. Get each with the command below it, or set the field "
+            "to a file of yours:\n" + "\n".join(lines)
+        )
+
+
+def log_to_terminal() -> None:
+    """Shows kdjax's own lines, with the time, and warnings of others."""
+    # Libraries log through absl at INFO (Orbax a dozen lines a save); the run's own lines do not.
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log = logging.getLogger("kdjax")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)

@@ -1,0 +1,45 @@
+"""Says what of a run would live where on the device, and whether it fits. Allocates nothing.
+
+    kdjax plan --config=qwen7b_0p5b
+    kdjax plan --config=qwen7b_0p5b --config.train.batch_size=8 --config.data.seq_len=2048
+
+Reads the headers of both models. A run that does not fit ends with status 2 and the settings that
+would.
+"""
+
+import logging
+import os
+
+from kdjax.commands.parsing import Run, log_to_terminal, parse_run, require_files, run_parser
+from kdjax.config import Config, validate
+from kdjax.device import runtime
+from kdjax.errors import BAD_INPUT, FINISHED, reporting
+
+_log = logging.getLogger("kdjax")
+
+
+def show_plan(config: Config) -> bool:
+    """Prints the plan of a run, allocating nothing; returns whether it fits."""
+    from kdjax.training.job import survey
+
+    validate(config)
+    os.environ.setdefault(runtime.PREALLOCATE, "false")
+    for line in runtime.configure().describe():
+        _log.info("%s", line)
+    _log.info("%s", runtime.device_summary())
+    plan = survey(config)[2]
+    print("\n".join(plan.lines()))
+    return not plan.missing
+
+
+def plan_run(run: Run) -> int:
+    """Plans what a command line asked for; returns the exit status."""
+    log_to_terminal()
+    require_files(run, text=False)
+    return FINISHED if show_plan(run.config) else BAD_INPUT
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    return plan_run(parse_run(run_parser("plan", __doc__), argv))
