@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdjax.commands.parsing import log_to_terminal, parse_run, require_files, run_parser
-from kdjax.config import Config, validate
+from kdjax.config import Config
 from kdjax.data import teacher_cache
 from kdjax.data.pipeline import example
 from kdjax.data.rows import RowSet
@@ -146,7 +146,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--k", type=int, default=64, help="ids a position, of --kind=topk")
     run = parse_run(parser, argv)
     log_to_terminal()
-    validate(run.config)
     require_files(run)
     os.environ.setdefault(runtime.PREALLOCATE, "false")
     for line in runtime.configure().describe():

@@ -61,7 +61,7 @@ def parser() -> Parser:
     add("--temperature", type=float, help="default 0, and 0.8 for several samples")
     add("--top-p", type=float, default=0.95, help="has no effect at temperature 0")
     add("--max-tokens", type=int, default=768, help="of an answer")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of what is drawn at a temperature above 0")
     add("--timeout", type=float, default=sandbox.DEFAULT.wall_seconds, help="seconds a program")
     add("--batch-size", type=int, default=8, help="rows at a time")
     add("--json", type=Path, help="write everything there, answers too")

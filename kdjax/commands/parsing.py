@@ -16,7 +16,7 @@ from absl import flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
-from kdjax.config import TEACHER_BACKENDS, Config, flatten
+from kdjax.config import TEACHER_BACKENDS, Config, flatten, validate
 from kdjax.data.text import find_files
 from kdjax.errors import BAD_INPUT, FINISHED, QUIT, STATUSES, MissingFileError, UserError, suggest
 from kdjax.formats import open_shapes
@@ -80,13 +80,14 @@ def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
 
 
 def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> Run:
-    """Reads the command line and the config; raises `UserError` for what it cannot understand."""
+    """Reads the command line and the config; raises `UserError` for what cannot run."""
     options, rest = parser.parse_known_args(argv)
     if not options.config:
         parser.error(f"--config is missing: a file, or one of {', '.join(shipped())}")
     config, name, downloads = load_config(options.config)
     config = override(config, rest, parser)
     apply_environment(config, os.environ)
+    validate(config)
     return Run(options, config, name, downloads)
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 
 from kdjax.commands.parsing import Run, log_to_terminal, parse_run, require_files, run_parser
-from kdjax.config import Config, validate
+from kdjax.config import Config
 from kdjax.device import runtime
 from kdjax.errors import BAD_INPUT, FINISHED, reporting
 
@@ -22,7 +22,6 @@ def show_plan(config: Config) -> bool:
     """Prints the plan of a run, allocating nothing; returns whether it fits."""
     from kdjax.training.job import survey
 
-    validate(config)
     os.environ.setdefault(runtime.PREALLOCATE, "false")
     for line in runtime.configure().describe():
         _log.info("%s", line)

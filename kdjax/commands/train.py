@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kdjax.commands.parsing import log_to_terminal, parse_run, require_files, run_parser
 from kdjax.commands.plan import plan_run
-from kdjax.config import Config, validate
+from kdjax.config import Config
 from kdjax.device import runtime
 from kdjax.errors import (
     FINISHED,
@@ -54,7 +54,6 @@ def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str
     from kdjax.training.saving import Checkpoints, check_fresh
     from kdjax.watch.watchers import make_hooks
 
-    validate(config)
     for line in runtime.configure().describe():
         _log.info("%s", line)
     devices = runtime.device_summary()
@@ -63,8 +62,8 @@ def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str
         if config.smoke.steps:
             check_fresh(checkpoints.latest(), workdir)
         if checkpoints.latest() == config.train.steps:
-            _log.info("%s already holds step %d of %d: nothing to do.", workdir,
-                         config.train.steps, config.train.steps)  # fmt: skip
+            done = config.train.steps
+            _log.info("%s already holds step %d of %d: nothing to do.", workdir, done, done)
             return "finished"
         job = assemble(config, workdir)
         hooks = make_hooks(job, checkpoints, devices, verdict)
