@@ -138,12 +138,12 @@ def run_of(*arguments):
 
 
 def test_overrides_are_read_as_the_field_s_type():
-    run = run_of("--config=demo", "--config.train.steps=5", "--config.optim.eps", "1e-9",
+    run = run_of("--config=demo", "--config.train.steps=50", "--config.optim.eps", "1e-9",
                  "--config.log.tensorboard=True", "--config.mesh.data", "-1",
                  "--noconfig.teacher.allow_degenerate")  # fmt: skip
     changed = {k: v for k, v in flatten(run.config).items()
                if v != flatten(run_of("--config=demo").config)[k]}  # fmt: skip
-    assert changed == {"train.steps": 5, "optim.eps": 1e-9, "log.tensorboard": True}
+    assert changed == {"train.steps": 50, "optim.eps": 1e-9, "log.tensorboard": True}
 
 
 def test_a_name_is_a_file_that_comes_with_kdjax(monkeypatch, tmp_path):
