@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.device import runtime
 from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
-from kdjax.models import decoding as module
 from kdjax.models.checkpoint import open_form
 from kdjax.models.decoding import Sampling, generate, pick
 from kdjax.models.model import fixture
@@ -187,12 +187,12 @@ def test_a_provider_without_a_decoder_is_refused(models):
 def test_the_command(models, monkeypatch, capsys):
     monkeypatch.setattr(runtime, "configure", lambda: None)
     arguments = [f"{models}/teacher.gguf@q4k:float32", "--prompt=def f(", "--max-tokens=9"]
-    assert module.main(arguments) == 0
+    assert command.main(arguments) == 0
     tokenizer, _ = opened(f"{models}/teacher.gguf@q4k:float32")
     ends = (tokenizer.end_of_text_id, tokenizer.eos_id)
     prompt = tokenizer.encode("def f(")
     form = "teacher.gguf@q4k:float32"
     want = run(models, form, [prompt], batch_size=1, max_tokens=9, stop_ids=ends)
     assert capsys.readouterr().out == want[0].text.rstrip("�") + "\n"
-    assert module.main([arguments[0], "--prompt=x", "--top-p=2"]) == 2
+    assert command.main([arguments[0], "--prompt=x", "--top-p=2"]) == 2
     assert "top_p=2.0: must be" in capsys.readouterr().err
