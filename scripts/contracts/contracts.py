@@ -99,7 +99,7 @@ def _check(path: Path) -> Iterator[str]:
         yield f"keys missing or unknown: {odd}. Write {', '.join(_KEYS)}."
         return
     for section in _KEYS:
-        value = data[section]
+        value: Any = data[section]
         if section in _LISTS and not isinstance(value, list):
             yield f"{section}: found {type(value).__name__}. Write a list."
             return
