@@ -103,7 +103,7 @@ def _check(path: Path) -> Iterator[str]:
         if section in _LISTS and not isinstance(value, list):
             yield f"{section}: found {type(value).__name__}. Write a list."
             return
-        entries: dict[Any, Any] = value if section == "equations" else {"": value}
+        entries: Any = value if section == "equations" else {"": value}
         if section in _LISTS:
             entries = dict(enumerate(value))
         if not entries:
