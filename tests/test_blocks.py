@@ -179,3 +179,25 @@ def test_real_files_decode_like_gguf_py():
             raw = table.raw(name)[:512]
             expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[info.dtype])
             np.testing.assert_array_equal(decode(raw, info.dtype), expected)
+
+
+def test_rows_of_super_blocks_take_whole_blocks():
+    """Q4_K and Q6_K rows of 1 to 1024 elements: 144 and 210 bytes a block of 256, or refused."""
+    for name, nbytes in (("Q4_K", 144), ("Q6_K", 210)):
+        for elements in range(1, 1024 + 1):
+            if elements % 256:
+                with pytest.raises(UserError, match="multiple of 256"):
+                    row_bytes(name, elements)
+            else:
+                assert row_bytes(name, elements) == elements // 256 * nbytes
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16"])
+def test_every_half_float_survives_decoding_and_encoding(name):
+    """All 65536 words but NaNs, whose payload may change."""
+    words = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    numbers = np.asarray(decode(words.view(np.uint8), name))
+    finite = np.isfinite(numbers)
+    assert finite.sum() > 60000
+    again = encode(np.where(finite, numbers, 0), name).view(np.uint16)
+    np.testing.assert_array_equal(again[finite], words[finite])

@@ -1,6 +1,7 @@
 """From text to batches: tokenizer, documents, packed rows, split, position; all by hand."""
 
 import dataclasses
+import itertools
 import json
 import os
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from kdjax.data import pipeline, rows, text
+from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_table
 from kdjax.models.tokenizer import from_gguf, load_tokenizer
@@ -405,3 +407,25 @@ def test_eval_batches_are_even_padded_and_the_same_for_processes(packed):
         assert sorted(whole["row_ids"]) == sorted(np.concatenate([h["row_ids"] for h in halves]))
     everything = pipeline.eval_batches(packed, batch_size=5, limit=None)
     assert sum((b["row_ids"] >= 0).sum() for b in everything) == 12
+
+
+def numbered(count, length=4):
+    ids = np.arange(count * length, dtype=np.uint32).reshape(count, length)
+    return Rows(ids, np.ones_like(ids, np.uint16), np.ones_like(ids, np.uint8))
+
+
+def test_resumed_at_any_position_the_data_go_on():
+    """After each of 0 to 12 batches, over two epochs."""
+
+    def batches():
+        return pipeline.TextSource(numbered(12), batch_size=2, seed=5)
+
+    iterator, states, seen = batches(), [], []
+    for _ in range(12 + 1):
+        states.append(iterator.get_state())
+        seen.append(list(iterator.next()["row_ids"]))
+    assert sorted(itertools.chain(*seen[:6])) == list(range(12))
+    for position, state in enumerate(states):
+        resumed = batches()
+        resumed.set_state(state)
+        assert list(resumed.next()["row_ids"]) == seen[position]

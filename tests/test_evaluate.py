@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from kdjax.commands import evaluate
@@ -25,7 +27,10 @@ from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+from kdjax.losses.chunked import EvalSums
+from kdjax.losses.kd import KDLoss
 from kdjax.models.tokenizer import load_tokenizer
+from kdjax.training.heldout import held_out_figures
 
 SIZES = dict(rows=3, seq_len=40, batch_size=2)
 CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naïve 🎉\n'
@@ -499,3 +504,40 @@ def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mes
     named = {"student": {"path": tiny_config.student.path}, "data": {"tokenizer": ""}}
     (work / "receipt.json").write_text(json.dumps({"config": named, "cwd": "/"}))
     assert (newest := open_target(str(work)).saved) is not None and newest.step == 2
+
+
+def sums(rng, count):
+    """Sums over `count` positions with means of about 2 nats."""
+    means = dict(student_ce=2.5, teacher_ce=1.5, divergence=0.2, kl=0.3, agreement=0.5)
+    drawn = {name: mean * count * rng.uniform(0.5, 1.5) for name, mean in means.items()}
+    return EvalSums(**drawn, count=float(count))
+
+
+def test_nothing_evaluated_is_an_error_and_no_figure():
+    for nothing in ([EvalSums(*[0.0] * 6)], [EvalSums(*[0.0] * 6)] * 3):
+        with pytest.raises(ZeroDivisionError, match="no held-out position carries weight"):
+            held_out_figures(nothing, KDLoss())
+
+
+def test_figures_are_of_all_positions_and_no_mean_of_means():
+    few = EvalSums(8.0, 6.0, 2.0, 4.0, 0.0, 1.0)
+    many = EvalSums(99.0, 99.0, 9.9, 9.9, 99.0, 99.0)
+    got = held_out_figures([few, many], KDLoss(temperature=4.0, alpha=0.5))
+    assert got["student_ce"] == pytest.approx(1.07) and got["teacher_ce"] == pytest.approx(1.05)
+    assert got["student_perplexity"] == pytest.approx(math.exp(1.07))
+    assert got["teacher_perplexity"] == pytest.approx(math.exp(1.05))
+    assert (got["kl"], got["agreement"], got["tokens"]) == (pytest.approx(0.139), 0.99, 100.0)
+    assert got["divergence"] == pytest.approx(0.119) and got["temperature"] == 4.0
+    assert got["loss"] == pytest.approx(0.5 * 1.07 + 0.5 * 16 * 0.119)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10_000), counts=st.lists(st.integers(0, 9), min_size=1, max_size=32))
+def test_any_split_into_batches_gives_the_same_figures(seed, counts):
+    """Up to 32 batches of 0 to 9 positions, in any order, or added up beforehand."""
+    rng = np.random.default_rng(seed)
+    batches = [sums(rng, count) for count in (*counts, 1)]
+    whole = EvalSums(*(math.fsum(column) for column in zip(*batches, strict=True)))
+    want = held_out_figures([whole], KDLoss())
+    for order in (batches, batches[::-1]):
+        assert held_out_figures(order, KDLoss()) == pytest.approx(want, rel=1e-12)

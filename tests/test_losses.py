@@ -513,3 +513,36 @@ def test_evaluation_sums_match_the_oracle():
     same = s.argmax(-1) == t.argmax(-1)
     want = [(x * w).sum() for x in (ce, teacher_ce, kl_t, kl_1, same, np.ones_like(w))]
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_no_gradient_reaches_the_teacher_in_either_precision():
+    """In 2 precisions, neither its hidden states nor its head get a gradient other than 0."""
+    rng, spec = np.random.default_rng(1), HeadSpec(KDLoss(temperature=2.0, alpha=0.3), 8, 8, 6)
+    labels, weights = jnp.zeros((1, 6), jnp.int32), jnp.ones((1, 6), jnp.float32)
+    shapes, kinds = ((1, 6, 4), (8, 4)), (jnp.float32, jnp.bfloat16)
+    assert len(kinds) == 2
+    for dtype in kinds:
+        h, w, *teacher = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes * 2)
+
+        def loss(student, teacher):
+            return head_loss(*student, *teacher, labels, weights, spec).loss
+
+        ours, theirs = jax.grad(loss, (0, 1))((h, w), teacher)
+        assert all(np.any(np.asarray(g, np.float32)) for g in ours)
+        assert not any(np.any(np.asarray(g, np.float32)) for g in theirs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(vocab=st.integers(2, 8), seed=st.integers(0, 10_000), t=st.sampled_from((0.5, 1.0, 4.0)),
+       alpha=st.sampled_from((0.0, 0.3, 1.0)))  # fmt: skip
+def test_loss_is_no_less_than_zero_and_its_gradient_sums_to_zero(vocab, seed, t, alpha):
+    rng = np.random.default_rng(seed)
+    student, teacher = rng.normal(0, 3, (2, vocab)).astype(np.float32)
+    label = np.asarray(seed % vocab)
+    options = dict(temperature=t, alpha=alpha)
+    assert float(kd_loss(student, teacher, label, **options)) >= 0
+    gradient = np.asarray(kd_logit_gradient(student, teacher, label, **options), np.float64)
+    assert abs(gradient.sum()) < 1e-5
+    # Down the gradient the loss falls.
+    lower = kd_loss(student - 1e-2 * np.float32(gradient), teacher, label, **options)
+    assert float(lower) <= float(kd_loss(student, teacher, label, **options)) + 1e-6

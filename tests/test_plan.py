@@ -1,5 +1,6 @@
 """The plan: resident bytes exact, peaks near what an H200 used, and the backend that auto takes."""
 
+import itertools
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from kdjax.commands import plan as command
 from kdjax.commands.parsing import apply_environment
-from kdjax.config import Config
+from kdjax.config import TEACHER_BACKENDS, Config
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
@@ -33,7 +34,7 @@ from kdjax.models.arch import spec_from_table
 from kdjax.models.model import Vocabulary
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import plan
-from kdjax.training.job import assemble
+from kdjax.training.job import assemble, teacher_backend
 from kdjax.training.pair import Sources, open_sources, same_weights
 
 GIB = 2**30
@@ -344,3 +345,39 @@ def test_other_types_with_the_same_numbers_are_the_same(tmp_path):
         tensors.append((name, "F32", info.shape, raw))
     write_gguf(paths[1], dict(table.metadata), tensors)
     assert same_weights(*map(open_table, paths))
+
+
+def test_every_pair_of_settings_chooses_one_backend():
+    """12 pairs: the environment unset or one of three, and a config of three."""
+    pairs = list(itertools.product((None, *TEACHER_BACKENDS), TEACHER_BACKENDS))
+    assert len(pairs) == 12
+    for environ, configured in pairs:
+        config = Config()
+        config.teacher.backend = configured
+        apply_environment(config, {"KDJAX_TEACHER_BACKEND": environ} if environ else {})
+        assert teacher_backend(config) == (environ or configured)
+
+
+def test_auto_is_settled_by_what_fits(monkeypatch):
+    """4 cases: each of the two plans fits or does not."""
+    cases = list(itertools.product((True, False), repeat=2))
+    assert len(cases) == 4
+    monkeypatch.setattr(plan, "_remedy", lambda *_: "Buy another.")
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    sources = object.__new__(Sources)  # nothing of it is asked but whether there is a teacher
+    object.__setattr__(sources, "teacher", object())
+    where = Config(), sources, mesh, Devices("gpu", "x", 1, None, None)
+    for fast, lean in cases:
+        fits = {"dequant": fast, "q4k": lean}
+
+        def made(config, sources, mesh, devices, backend, fits=fits):
+            limit = 10e9 if fits[backend] else 1e9
+            return plan.Plan(backend, "full", 1024, "gpu", {"all": 5e9}, {"any": {}}, limit, None)
+
+        monkeypatch.setattr(plan, "make_plan", made)
+        if not fast and not lean:
+            with pytest.raises(UserError, match=r"does not fit: dequant needs 5\.00 GB, q4k"):
+                plan.choose(*where, "auto")
+            continue
+        chosen = plan.choose(*where, "auto")
+        assert chosen.backend == ("dequant" if fast else "q4k") and "by auto" in chosen.choice

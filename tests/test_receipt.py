@@ -397,3 +397,14 @@ def test_hashes_do_not_depend_on_order_and_do_on_everything_else():
     others = [("a", base), ("b", base), ("a", base.reshape(2, 3)), ("a", base.view(np.int32)),
               ("a", base + 1)]  # fmt: skip
     assert len({provenance.params_hash([pair]) for pair in others}) == len(others)
+
+
+def test_any_changed_bit_changes_the_hash_of_parameters():
+    """Each of the 512 bits of a tensor, and none of its neighbours' places."""
+    tensor = np.arange(16, dtype=np.float32)
+    seen = {provenance.params_hash([("a", tensor)])}
+    for bit in range(512):
+        changed = tensor.copy()
+        changed.view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        seen.add(provenance.params_hash([("a", changed)]))
+    assert len(seen) == 512 + 1

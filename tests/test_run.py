@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -19,13 +20,17 @@ import pytest
 
 from kdjax import config as config_module
 from kdjax.commands import train as main
+from kdjax.commands.parsing import apply_environment
+from kdjax.config import Config
 from kdjax.device import sharding
 from kdjax.errors import BAD_INPUT, MissingFileError, UserError
+from kdjax.formats import open_table
 from kdjax.training import step
 from kdjax.training.hooks import Action, Hook, NonFiniteError, NonFiniteGuard
 from kdjax.training.job import assemble
-from kdjax.training.loop import train
-from kdjax.training.saving import Checkpoints, abstract_state
+from kdjax.training.loop import _Delivery, train
+from kdjax.training.pair import _refuse_degenerate
+from kdjax.training.saving import Checkpoints, abstract_state, check_same_run
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -387,3 +392,92 @@ def test_empty_corpus_writes_nothing(tiny_config, tmp_path):
     with pytest.raises(UserError, match="the text is empty"):
         assemble(tiny_config, tmp_path)
     assert not list((tmp_path / "rows").glob("*"))
+
+
+def test_the_override_is_a_total_function_of_its_two_settings(models):
+    """8 pairs: the config on or off, the variable unset, empty, 0 or 1."""
+    tables = [open_table(models / "teacher.gguf")] * 2
+    pairs = list(itertools.product((False, True), (None, "", "0", "1")))
+    assert len(pairs) == 8
+    for allowed, variable in pairs:
+        config = Config()
+        config.teacher.allow_degenerate = allowed
+        named = {} if variable is None else {"KDJAX_ALLOW_DEGENERATE_KD": variable}
+        apply_environment(config, named)
+        if allowed or variable == "1":
+            assert _refuse_degenerate(config, *tables) is None
+            continue
+        with pytest.raises(UserError, match="hold the same weights"):
+            _refuse_degenerate(config, *tables)
+
+
+class Listener(Hook):
+    def __init__(self, stop_at=None):
+        self.steps, self.stop_at = [], stop_at
+
+    def step_end(self, record):
+        self.steps.append(record.step)
+        return Action.STOP if record.step == self.stop_at else Action.CONTINUE
+
+
+RAW = dict(loss=1.0, ce=1.0, kl=1.0, count=1.0, grad_norm=1.0, learning_rate=1.0)
+
+
+def test_each_step_is_delivered_once_in_order_one_late():
+    """Runs of 1 to 10 steps, delivered at once after any of them."""
+    for total, flushed in itertools.product(range(1, 10 + 1), repeat=2):
+        first, second = Listener(), Listener()
+        delivery = _Delivery([first, second])
+        for i in range(1, total + 1):
+            delivery.push(i, RAW, {})
+            assert first.steps == list(range(1, i))
+            if i == flushed:
+                delivery.flush()
+        delivery.flush()
+        assert first.steps == second.steps == list(range(1, total + 1))
+
+
+def test_a_stop_is_known_before_the_next_step_ends():
+    """Asked for at any of 10 steps, by one of two hooks; the other still sees every step."""
+    for stop_at, at in itertools.product(range(1, 10 + 1), (0, 1)):
+        hooks = [Listener(), Listener()]
+        hooks[at].stop_at = stop_at
+        delivery = _Delivery(hooks)
+        for i in range(1, 10 + 1):
+            delivery.push(i, RAW, {})
+            assert delivery.stop == (i > stop_at)
+        delivery.flush()
+        assert delivery.stop and hooks[0].steps == hooks[1].steps == list(range(1, 11))
+
+
+def test_watching_a_step_costs_less_than_a_millisecond():
+    delivery, times = _Delivery([Listener() for _ in range(5)]), []
+    metrics = {name: np.float32(value) for name, value in RAW.items()}
+    for i in range(200):
+        start = time.perf_counter()
+        delivery.push(i, metrics, {})
+        times.append(time.perf_counter() - start)
+    assert np.median(times) < 1e-3
+
+
+def test_another_run_is_named_field_by_field(tmp_path):
+    saved = {"optim.learning_rate": 1e-3, "data.rows": "ab", "gone": 1}
+    check_same_run(saved, dict(saved), tmp_path)
+    with pytest.raises(UserError) as error:
+        check_same_run(saved, {"optim.learning_rate": 2e-3, "data.rows": "ab", "new": 2}, tmp_path)
+    for line in ("optim.learning_rate: the checkpoint has 0.001, now 0.002",
+                 "gone: the checkpoint has 1, now '(absent)'",
+                 "new: the checkpoint has '(absent)', now 2"):  # fmt: skip
+        assert line in str(error.value)
+    assert "data.rows" not in str(error.value)
+
+
+def test_a_save_that_was_cut_short_is_cleared_and_never_resumed(tmp_path):
+    left = tmp_path / "checkpoints" / "7.orbax-checkpoint-tmp-1"
+    (left / "state").mkdir(parents=True)
+    (left / "state" / "half").write_bytes(b"x")
+    checkpoints = Checkpoints(tmp_path, 2)
+    try:
+        assert checkpoints.latest() is None and not left.exists()
+    finally:
+        checkpoints.close()

@@ -448,3 +448,27 @@ def test_two_processes_join_through_the_environment(tmp_path):
             member.kill()
             member.wait()
     assert said == [[str(i), "2", "2", f"cluster: joined at {address}\n"] for i in range(2)]
+
+
+def test_classification_depends_on_no_compute_capability():
+    """Every capability from 0.0 to 20.0, with every answer to the three questions."""
+    for cc, *flags in itertools.product(range(200 + 1), (0, 1), (0, 1), (0, 1)):
+        kind = classify_device_memory([Device(*flags, *divmod(cc, 10), 80 * GIB)])
+        integrated, pageable, tables = flags
+        own = DeviceMemory.COHERENT if pageable and tables else DeviceMemory.DISCRETE
+        assert kind is (DeviceMemory.INTEGRATED if integrated else own)
+
+
+def test_precedence_of_the_environment_is_total():
+    """Each of 4 values of MANAGED_MEMORY, under each of XLA's own setting, on both kinds."""
+    asked, seen = (None, "", "0", "1"), 0
+    for managed, unified, device in itertools.product(asked, asked, (H200, GB10)):
+        environ = {runtime.MANAGED: managed, runtime.UNIFIED: unified}
+        environ = {name: value for name, value in environ.items() if value is not None}
+        settings_, _ = memory_policy([device], environ=environ, mem_available=100 * GIB)
+        on = (unified or managed) == "1"
+        assert (settings_[runtime.ALLOCATOR] == "bfc") == (on or device is GB10)
+        assert (runtime.FRACTION in settings_) == (not on)
+        assert settings_.get(runtime.UNIFIED) == (None if unified else managed or None)
+        seen += 1
+    assert seen == 4 * 4 * 2

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -245,3 +246,19 @@ def test_metrics_stay_json_when_the_student_is_ruined(tmp_path):
     text = (tmp_path / "metrics.jsonl").read_text()
     parsed = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert parsed == {"kind": "eval", "step": 1, "kl": None, "student_ce": None, "agreement": 0.5}
+
+
+def test_a_trial_is_decided_only_by_all_of_its_steps():
+    """Trials of 1 to 6 steps, ended after 0 to 6, with a loss that fell."""
+    figures = dict(loss=2.0, student_ce=2.0, divergence=0.1, kl=0.1)
+    for wanted, done in itertools.product(range(1, 6 + 1), range(6 + 1)):
+        config = Config()
+        config.smoke.steps = wanted
+        verdict = Verdict(config)
+        verdict.eval_end(0, figures)
+        for i in range(done):
+            verdict.step_end(StepRecord(i + 1, {}, 1.0, {}))
+        verdict.eval_end(done, figures | {"loss": 1.0} if done else figures)
+        outcome = verdict.outcome(None)
+        assert outcome["verdict"] == ("PASS" if done == wanted else "UNDECIDED")
+        assert outcome["steps"] == done

@@ -22,6 +22,7 @@ from kdjax.models.arch import spec_from_table
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import load_params
 from kdjax.training import optim, step
+from kdjax.training.heldout import step_figures
 
 GOLDENS = Path(__file__).parent / "goldens"
 ROWS, LENGTH = 8, 12
@@ -264,3 +265,20 @@ def test_products_on_a_gpu_are_left_to_cublas():
     assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda x: x + 2, compiler_options={"xla_gpu_no_such": True})(1)
+
+
+def test_every_row_is_in_exactly_one_part():
+    """Batches of 1 to 16 rows, split into every number of parts that divides them."""
+    for rows in range(1, 16 + 1):
+        batch = {"tokens": jnp.arange(rows * 3, dtype=jnp.int32).reshape(rows, 3)}
+        for parts in (n for n in range(1, rows + 1) if rows % n == 0):
+            split_ = np.asarray(step._split(batch, parts)["tokens"])
+            assert split_.shape == (parts, rows // parts, 3)
+            np.testing.assert_array_equal(np.sort(split_[..., 0].ravel()), np.arange(rows) * 3)
+
+
+def test_the_logged_loss_is_the_mean_over_trained_positions():
+    raw = dict(loss=30.0, ce=20.0, divergence=5.0, count=10.0, grad_norm=7.0, learning_rate=1e-3)
+    want = dict(loss=3.0, ce=2.0, divergence=0.5, grad_norm=7.0, learning_rate=1e-3, tokens=10.0)
+    assert step_figures(raw) == want
+    assert step_figures(raw | dict(loss=0.0, count=0.0))["loss"] == 0.0

@@ -2,18 +2,22 @@
 
 import contextlib
 import dataclasses
+import itertools
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import log_softmax
 
 from kdjax.commands.parsing import apply_environment
 from kdjax.device import sharding
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.formats.blocks import BLOCKS, decode_fields, split
+from kdjax.formats.blocks import BLOCKS, decode, decode_fields, split
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.losses.chunked import HeadSpec, head_evaluation
@@ -234,3 +238,41 @@ def test_vocabularies_of_impossible_sizes_name_both(models, student_rows, teache
         align(*sized, tokenizer, tokenizer)
     shown = {f"{rows:,} rows" for rows in (student_rows, teacher_rows)}
     assert all(text in str(error.value) for text in shown)
+
+
+def test_every_block_type_stays_in_its_blocks():
+    """The bytes of a packed matrix are those of its file, and its numbers the decoded ones."""
+    assert len(BLOCKS) == 11
+    rng = np.random.default_rng(0)
+    for name, block in BLOCKS.items():
+        raw = rng.integers(0, 60, (4, 3 * block.nbytes), dtype=np.uint8)
+        kept = Packed(split(raw, name), name, jnp.float32)
+        assert sum(field.nbytes for field in kept.fields) == raw.nbytes
+        np.testing.assert_array_equal(kept.decode(), decode(raw, name))
+        np.testing.assert_array_equal(kept[1:3].decode(), decode(raw[1:3], name))
+
+
+def test_the_width_after_truncation_is_the_smaller_one_or_an_error():
+    """Teachers of 1 to 8 ids, cut to -1 to 9."""
+    for native, wanted in itertools.product(range(1, 8 + 1), range(-1, 10)):
+        teacher = fixture(native)
+        if not 1 <= wanted <= native:
+            with pytest.raises(UserError, match=f"{native} rows to cut to {wanted}"):
+                truncated(teacher, wanted)
+            continue
+        cut = truncated(teacher, wanted)
+        assert cut.info.vocab_size == cut.params["head"].shape[0] == wanted
+
+
+@settings(max_examples=25, deadline=None)
+@given(kept=st.integers(1, 8), seed=st.integers(0, 1000))
+def test_truncation_keeps_ranks_and_probabilities_of_what_is_left(kept, seed):
+    """Cut before the softmax: the ratios among the ids that stay are unchanged."""
+    teacher = fixture(8)
+    noise = np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32)
+    teacher.params["head"] = jnp.asarray(noise)
+    rows = [jnp.asarray([[seed % 8, 3]], jnp.int32)] * 3
+    whole = np.asarray(teacher.logits(*rows))[..., :kept]
+    cut = np.asarray(truncated(teacher, kept).logits(*rows))
+    np.testing.assert_array_equal(np.argsort(cut, -1), np.argsort(whole, -1))
+    np.testing.assert_allclose(log_softmax(cut, -1), log_softmax(whole, -1), atol=1e-5)
