@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from kdjax.commands import evaluate
+from kdjax.config import identity
 from kdjax.data.rows import RowSettings, prepare_rows
 from kdjax.device import runtime, sharding
 from kdjax.errors import UserError
@@ -29,8 +30,13 @@ from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.losses.chunked import EvalSums
 from kdjax.losses.kd import KDLoss
+from kdjax.models.arch import spec_from_table
+from kdjax.models.decoder import Compute, functional
+from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.heldout import held_out_figures
+from kdjax.training.saving import Checkpoints, saved_params
+from kdjax.training.step import TrainState
 
 SIZES = dict(rows=3, seq_len=40, batch_size=2)
 CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naïve 🎉\n'
@@ -475,18 +481,16 @@ def test_bad_input_ends_with_status_2(command, pair, arguments, message):
 
 
 def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mesh, command):
-    from kdjax import config as config_module
-    from kdjax.training.job import assemble
-    from kdjax.training.loop import train
-    from kdjax.training.saving import Checkpoints, saved_params
-
-    tiny_config.train.steps, tiny_config.optim.warmup_steps = 2, 1
-    tiny_config.checkpoint.every = tiny_config.eval.every = 1
-    config_module.validate(tiny_config)
     work = tmp_path / "work"
+    table = open_table(tiny_config.student.path)
+    spec = spec_from_table(table)
+    params = load_params(table, spec, functional(spec, Compute())[1], mesh)
     work.mkdir()
     with contextlib.closing(Checkpoints(work, 2, asynchronous=False)) as checkpoints:
-        train(assemble(tiny_config, work), checkpoints, [], None)
+        for step in (1, 2):
+            params = jax.tree.map(lambda x: x + 1e-3, params)
+            state = TrainState(np.int32(step), params, {"count": np.int32(step)})
+            checkpoints.save(step, state, {"identity": identity(tiny_config)})
     target = open_target(f"{work}@dequant:float32", tiny_config.student.path)
     assert target.saved is not None and target.saved.step == 2
     assert str(target) == f"{work}, step 2, float32"
