@@ -72,14 +72,15 @@ def test_direction_is_teacher_to_student():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_gradient_is_analytic_and_agrees_with_autodiff(temperature, alpha):
+    """Both against central differences of SciPy's loss in float64, one logit at a time."""
     s, t, labels = case(5)
     options = dict(temperature=temperature, alpha=alpha)
     analytic = kd_logit_gradient(s, t, labels, **options)
     auto = jax.grad(lambda x: kd_loss(x, t, labels, **options).sum())(s)
-    s64, t64 = s.astype(np.float64), t.astype(np.float64)
-    want = alpha * (softmax(s64, -1) - np.eye(37)[labels]) + (1 - alpha) * temperature * (
-        softmax(s64 / temperature, -1) - softmax(t64 / temperature, -1)
-    )
+    want = np.empty(s.shape)
+    for i, step in enumerate(1e-5 * np.eye(37)):
+        up, down = (oracle_loss(s + sign * step, t, labels, temperature, alpha) for sign in (1, -1))
+        want[..., i] = (up - down) / 2e-5
     np.testing.assert_allclose(analytic, want, atol=2e-6)
     np.testing.assert_allclose(auto, want, atol=2e-6)
 
@@ -404,9 +405,19 @@ def test_chunked_equals_unchunked(chunk_tokens, real_vocab):
 
 
 def test_loss_is_made_of_its_parts():
+    """The parts are SciPy's; the loss lies between its two ends where alpha says."""
     arrays, labels, weights = head_case(1)
-    sums = head_loss(*arrays.values(), labels, weights, spec())
-    np.testing.assert_allclose(sums.loss, 0.3 * sums.ce + 0.7 * 4.0 * sums.divergence, rtol=1e-6)
+    mixed, soft, hard = (
+        head_loss(*arrays.values(), labels, weights, spec(KDLoss(temperature=2.0, alpha=alpha)))
+        for alpha in (0.3, 0.0, 1.0)
+    )
+    numbers = [np.asarray(array, np.float64) for array in arrays.values()]
+    s, t = numbers[0] @ numbers[1].T, (numbers[2] @ numbers[3].T)[..., :V]
+    ce, kl = ((part * weights).sum() for part in oracle_parts(s, t, np.asarray(labels), 2.0))
+    for sums in (mixed, soft, hard):
+        np.testing.assert_allclose((sums.ce, sums.divergence), (ce, kl), rtol=1e-5)
+    np.testing.assert_allclose((hard.loss, soft.loss), (ce, 4 * kl), rtol=1e-5)
+    np.testing.assert_allclose((mixed.loss - soft.loss) / (hard.loss - soft.loss), 0.3, rtol=1e-4)
 
 
 def test_masked_positions_have_no_effect_whatever_they_hold():
