@@ -119,6 +119,7 @@ def test_figures_against_numpy(pair, mesh):
         "kl_ts": (np.exp(t) * (t - s)).sum(-1),
         "kl_st": (np.exp(s) * (s - t)).sum(-1),
         "jsd": ((np.exp(s) * (s - middle) + np.exp(t) * (t - middle)) / 2).sum(-1),
+        "tv": 1 - np.minimum(np.exp(s), np.exp(t)).sum(-1),
         "top1": s.argmax(-1) == t.argmax(-1),
         "top5": np.asarray(shared),
         "teacher_entropy": -(np.exp(t) * t).sum(-1),

@@ -21,6 +21,7 @@ _OVERALL = {
     "kl_ts": ("KL(teacher || model), nats", ".4g"),
     "kl_st": ("KL(model || teacher), nats", ".4g"),
     "jsd": ("Jensen-Shannon, nats", ".4g"),
+    "tv": ("total variation", ".4g"),
     "top1": ("top-1 agreement", ".4f"),
     "top5": ("top-5 agreement", ".4f"),
     "cosine": ("cosine of logits, mean", ".6f"),
