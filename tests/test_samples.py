@@ -18,11 +18,13 @@ from kdjax.data.rows import Rows
 from kdjax.device.sharding import make_mesh
 from kdjax.models.checkpoint import open_form
 from kdjax.models.model import fixture
+from kdjax.training.hooks import NonFiniteGuard
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import samples
 from kdjax.watch.samples import Samples, choose, judge, pieces
+from kdjax.watch.watchers import make_hooks
 
 
 @functools.cache
@@ -123,17 +125,28 @@ def test_what_goes_wrong_is_logged_and_harms_no_run(job, tmp_path, monkeypatch, 
     assert not (run / samples.FILE).exists()
 
 
-def test_none_are_made_if_none_are_wanted(job, tmp_path):
-    run = tmp_path / "run"
-    assert go(job, run, hook_for(job, run, count=0)) == "finished"
-    assert not (run / samples.FILE).exists()
+@pytest.mark.parametrize(
+    ("wanted", "processes", "made"), [(2, 1, True), (0, 1, False), (2, 2, False)]
+)
+def test_samples_are_made_if_wanted_and_by_one_process(job, monkeypatch, wanted, processes, made):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    config = dataclasses.replace(
+        job.config, eval=dataclasses.replace(job.config.eval, samples=wanted)
+    )
+    hooks = make_hooks(dataclasses.replace(job, config=config), None, None)
+    assert any(isinstance(hook, Samples) for hook in hooks) == made
+
+
+def test_only_the_first_process_writes(job, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert [type(hook) for hook in make_hooks(job, None, None)] == [NonFiniteGuard]
 
 
 def test_a_teacher_without_a_decoder_has_no_opinion(job, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
     caplog.set_level(logging.INFO, "kdjax")
     hook = hook_for(job, tmp_path, teacher=fixture(320))
-    described = hook._described([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
+    described = hook._describe([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
     assert "teacher" not in described[0]["tokens"][0] and "has no decoder" in caplog.text
 
 
@@ -141,7 +154,7 @@ def test_without_a_teacher_nobody_judges(job, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
     hook = hook_for(job, tmp_path)
     hook._teacher = None
-    described = hook._described([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
+    described = hook._describe([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
     assert described[0]["tokens"][0]["id"] == 5 and "teacher" not in described[0]["tokens"][0]
     assert not caplog.text
 

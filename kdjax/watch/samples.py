@@ -115,9 +115,8 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 class Samples(Hook):
     """Keeps `workdir/samples.json`; a pure function of the parameters, which changes no result.
 
-    Without a teacher nobody judges the tokens.
-    Those of before training are kept when a run resumes. Whatever goes wrong here is logged and
-    leaves the run alone.
+    Completions of before training are kept when a run resumes. Without a teacher nobody judges the
+    tokens. Whatever goes wrong here is logged and leaves the run alone.
     """
 
     def __init__(self, workdir: Path, count: int, student: ModelFunctions,
@@ -125,88 +124,90 @@ class Samples(Hook):
                  rows: Rows):  # fmt: skip
         self._path, self._count, self._rows = workdir / FILE, count, rows
         self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
-        self._document: dict[str, Any] = {}
+        self._samples: list[dict[str, Any]] = []
+        self._last = 0
 
     def train_begin(self, run: Run) -> None:
         """Takes up the samples of an earlier session, or chooses prompts."""
         self._last = run.total_steps
-        if jax.process_count() > 1:
-            _log.info("no samples: they are made by runs of one process only")
-            self._count = 0
-        if not self._count:
-            return
-        self._document = (self._earlier() if run.start_step else None) or {
-            "format": FORMAT,
-            "samples": [
-                {"row": p["row"], "prompt_ids": p["prompt"],
-                 "prompt": self._tokenizer.decode(p["prompt"]),
-                 "reference": self._tokenizer.decode(p["reference"]),
-                 "before": None, "after": None}
-                for p in choose(self._rows, self._count)
-            ],
-        }  # fmt: skip
+        self._samples = (run.start_step and self._read_earlier()) or [
+            {
+                "row": chosen["row"],
+                "prompt_ids": chosen["prompt"],
+                "prompt": self._tokenizer.decode(chosen["prompt"]),
+                "reference": self._tokenizer.decode(chosen["reference"]),
+                "before": None,
+                "after": None,
+            }
+            for chosen in choose(self._rows, self._count)
+        ]
 
-    def _earlier(self) -> dict[str, Any] | None:
+    def _read_earlier(self) -> list[dict[str, Any]]:
         try:
-            found = json.loads(self._path.read_text())
-            if found["format"] == FORMAT and all("prompt_ids" in s for s in found["samples"]):
-                return found
+            document = json.loads(self._path.read_text())
+            samples = document["samples"]
+            if document["format"] == FORMAT and all("prompt_ids" in s for s in samples):
+                return samples
             problem = f"no samples of format {FORMAT}"
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = str(error)
         _log.warning("%s: %s; there will be none from before training", self._path, problem)
-        return None
+        return []
 
     def student(self, step: int, params: Params) -> None:
         """Writes completions before the first step and after the last."""
-        if not self._count or step not in (0, self._last):
+        if step not in (0, self._last):
             return
         try:
-            self._complete("before" if step == 0 else "after", step, params)
+            prompts = [sample["prompt_ids"] for sample in self._samples]
+            completions = self._complete(prompts, params)
+            for sample, tokens in zip(
+                self._samples, self._describe(prompts, completions), strict=True
+            ):
+                sample["before" if step == 0 else "after"] = {"step": step} | tokens
+            document = {"format": FORMAT, "samples": self._samples}
             with replacing(self._path) as file:
-                file.write(json.dumps(self._document, indent=1).encode() + b"\n")
+                file.write(json.dumps(document, indent=1).encode() + b"\n")
         except Exception as error:  # a run of hours does not end for want of samples
             _log.warning("no samples at step %d: %s: %s", step, type(error).__name__, error)
 
-    def _complete(self, when: str, step: int, params: Params) -> None:
-        samples = self._document["samples"]
-        prompts = [sample["prompt_ids"] for sample in samples]
+    def _complete(self, prompts: list[list[int]], params: Params) -> list[Completion]:
         info = TeacherInfo("student", self._tokenizer.vocab_size, 0, "student")
-        ends = {self._tokenizer.end_of_text_id, self._tokenizer.eos_id}
-        sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tuple(sorted(ends)))
-        provider = TeacherLogitsProvider(self._student, params, info)
-        found = generate(provider, self._tokenizer, prompts, sampling, batch_size=len(prompts))
-        for sample, completion in zip(samples, self._described(prompts, found), strict=True):
-            sample[when] = {"step": step} | completion
+        stops = {self._tokenizer.end_of_text_id, self._tokenizer.eos_id}
+        sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tuple(sorted(stops)))
+        student = TeacherLogitsProvider(self._student, params, info)
+        return generate(student, self._tokenizer, prompts, sampling, batch_size=len(prompts))
 
-    def _described(self, prompts: list[list[int]], found: list[Completion]) -> list[dict[str, Any]]:
-        judged = None
-        if self._teacher is None:
-            pass
-        elif not isinstance(self._teacher.apply, Apply):
-            _log.info("samples without the teacher's opinion: %s has no decoder",
-                      self._teacher.info)  # fmt: skip
-        elif any(c.ids for c in found):
-            judged = judge(self._teacher, prompts, [c.ids for c in found],
-                           self._tokenizer.vocab_size)  # fmt: skip
+    def _judge(self, prompts: list[list[int]], completions: list[Completion]) -> Judged | None:
+        """The teacher's opinion, if there is a teacher that can read and a token to judge."""
+        if self._teacher is None or not any(c.ids for c in completions):
+            return None
+        if not isinstance(self._teacher.apply, Apply):
+            reason = "samples without the teacher's opinion: %s has no decoder"
+            _log.info(reason, self._teacher.info)
+            return None
+        ids = [c.ids for c in completions]
+        return judge(self._teacher, prompts, ids, self._tokenizer.vocab_size)
+
+    def _describe(
+        self, prompts: list[list[int]], completions: list[Completion]
+    ) -> list[dict[str, Any]]:
+        """How each completion ended, and its tokens with the opinions of student and teacher."""
+        judged, decode = self._judge(prompts, completions), self._tokenizer.decode
         described = []
-        for row, completion in enumerate(found):
-            tokens: list[dict[str, Any]] = [
-                {"id": i, "text": text, "probability": float(np.exp(log_prob))}
-                for i, text, log_prob in zip(
-                    completion.ids, pieces(self._tokenizer, completion.ids), completion.log_probs,
-                    strict=True,
-                )
-            ]  # fmt: skip
-            for at, token in enumerate(tokens):
-                if judged is None:
-                    break
-                top = int(judged.top[row, at])
-                token["teacher"] = {
-                    "id": top,
-                    "text": self._tokenizer.decode([top]),
-                    "probability": float(judged.top_probability[row, at]),
-                    "of_students_id": float(judged.probability[row, at]),
-                }
+        for row, completion in enumerate(completions):
+            tokens: list[dict[str, Any]] = []
+            texts = pieces(self._tokenizer, completion.ids)
+            for at, id_ in enumerate(completion.ids):
+                probability = float(np.exp(completion.log_probs[at]))
+                tokens.append({"id": id_, "text": texts[at], "probability": probability})
+                if judged is not None:
+                    top = int(judged.top[row, at])
+                    tokens[-1]["teacher"] = {
+                        "id": top,
+                        "text": decode([top]),
+                        "probability": float(judged.top_probability[row, at]),
+                        "of_students_id": float(judged.probability[row, at]),
+                    }
             described.append({"ended_by": completion.reason, "tokens": tokens})
         return described

@@ -21,6 +21,7 @@ from kdjax.training.job import row_settings
 from kdjax.training.pair import student_spec
 from kdjax.training.saving import changed_tensors, saved_params, saved_run, saved_steps
 from kdjax.watch import provenance
+from kdjax.watch.writers import METRICS
 
 _SHOWN = 5  # failures in the message
 
@@ -184,7 +185,7 @@ class _Recheck:
         return f"{path}, of the same config, models and rows"
 
     def held_out(self) -> str:
-        lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
+        lines = (self.workdir / METRICS).read_text().splitlines()
         logged = {e["step"]: e for line in lines if (e := json.loads(line))["kind"] == "eval"}
         moves = []
         for session_end in ("first", "final"):
@@ -192,12 +193,10 @@ class _Recheck:
             if figures is None:
                 raise _Failed(f"the receipt has no {session_end} figures")
             found = logged.get(figures["step"])
-            _expect(
-                f"in metrics.jsonl the {session_end} figures", found, {"kind": "eval", **figures}
-            )
+            _expect(f"in {METRICS} the {session_end} figures", found, {"kind": "eval", **figures})
             name = "loss" if "loss" in figures else "student_ce"  # as runs of version 0.1 log
             moves.append(f"{name} {figures[name]} at step {figures['step']}")
-        return f"as in metrics.jsonl; {', '.join(moves)}"
+        return f"as in {METRICS}; {', '.join(moves)}"
 
     def parameters(self) -> str:
         """Hashes the saved parameters and counts, layer by layer, which differ from the file's."""

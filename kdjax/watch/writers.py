@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
+from kdjax.formats.files import replacing
 from kdjax.training.hooks import Action, Hook, Run, StepRecord, kl_names
+
+METRICS = "metrics.jsonl"
 
 
 class JsonLines(Hook):
@@ -20,23 +22,22 @@ class JsonLines(Hook):
     """
 
     def __init__(self, workdir: Path):
-        self._path = workdir / "metrics.jsonl"
-        self._seconds = 0.0
+        self._path = workdir / METRICS
+        self._file: Any = None
+        self._tokens_per_step = 0
 
     def train_begin(self, run: Run) -> None:
         """Drops lines beyond the step that the run resumes from."""
         kept = []
-        if self._path.exists():
+        if run.start_step > 0 and self._path.exists():
             for line in self._path.read_text().splitlines(keepends=True):
                 try:
-                    entry = json.loads(line)
+                    if json.loads(line)["step"] <= run.start_step:
+                        kept.append(line)
                 except json.JSONDecodeError:  # the line a kill cut short
                     continue
-                if entry["step"] <= run.start_step and run.start_step > 0:
-                    kept.append(line)
-        aside = self._path.with_suffix(".part")
-        aside.write_text("".join(kept))
-        os.replace(aside, self._path)
+        with replacing(self._path) as file:
+            file.write("".join(kept).encode())
         self._tokens_per_step = run.tokens_per_step
         self._file = self._path.open("a", buffering=1)
 
@@ -65,28 +66,31 @@ class TensorBoard(Hook):
 
     def __init__(self, workdir: Path):
         self._folder = workdir / "tensorboard"
+        self._writer: Any = None
+        self._every = 1
 
     def train_begin(self, run: Run) -> None:
         """Opens the event file; steps after the resumed one are purged."""
         import tensorboardX
 
-        self._writer = tensorboardX.SummaryWriter(
-            str(self._folder), purge_step=run.start_step + 1 if run.start_step else None
-        )
+        purged = run.start_step + 1 if run.start_step else None
+        self._writer = tensorboardX.SummaryWriter(str(self._folder), purge_step=purged)
         self._every = run.log_every
 
     def step_end(self, record: StepRecord) -> Action:
         """Writes every `log.every` steps."""
         if record.step % self._every == 0:
-            for name, value in record.figures.items():
-                self._writer.add_scalar(f"train/{name}", value, record.step)
+            self._log("train", record.step, record.figures)
         return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Writes the held-out figures."""
-        for name, value in figures.items():
-            self._writer.add_scalar(f"eval/{name}", value, step)
+        self._log("eval", step, figures)
         self._writer.flush()
+
+    def _log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
         """Closes the event file."""
@@ -105,6 +109,8 @@ class WeightsAndBiases(Hook):
                 "pip install 'kdjax[wandb]', or leave the field empty."
             ) from None
         self._wandb, self._project, self._workdir = wandb, project, workdir
+        self._run: Any = None
+        self._every = 1
 
     def train_begin(self, run: Run) -> None:
         """Starts or resumes the run named after the workdir."""

@@ -18,7 +18,8 @@ from kdjax.errors import UserError
 from kdjax.formats.files import replacing
 from kdjax.watch import provenance
 from kdjax.watch.report import FILE
-from kdjax.watch.report.workdir import METRICS, SAMPLES, RunRecord, read_run, read_runs
+from kdjax.watch.report.workdir import SAMPLES, RunRecord, read_run, read_runs
+from kdjax.watch.writers import METRICS
 
 COMPARISON = "comparison.html"
 _NOTHING = "–"

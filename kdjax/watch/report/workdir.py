@@ -13,8 +13,9 @@ import numpy as np
 from kdjax.config import flatten
 from kdjax.errors import UserError
 from kdjax.watch import provenance
+from kdjax.watch.writers import METRICS
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.json"
+SAMPLES = "samples.json"
 _TRAIN = ("step", "loss", "ce", "divergence", "learning_rate", "tokens_per_second")
 # Names in the logs of version 0.1, where every divergence was called a KL.
 _RENAMED = {
