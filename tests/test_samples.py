@@ -15,6 +15,7 @@ from conftest import make_tiny_config
 from test_run import Recorder, saved
 
 from kdjax.data.rows import Rows
+from kdjax.device.runtime import device_summary
 from kdjax.device.sharding import make_mesh
 from kdjax.models.checkpoint import open_form
 from kdjax.models.model import fixture
@@ -125,21 +126,29 @@ def test_what_goes_wrong_is_logged_and_harms_no_run(job, tmp_path, monkeypatch, 
     assert not (run / samples.FILE).exists()
 
 
-@pytest.mark.parametrize(
-    ("wanted", "processes", "made"), [(2, 1, True), (0, 1, False), (2, 2, False)]
-)
-def test_samples_are_made_if_wanted_and_by_one_process(job, monkeypatch, wanted, processes, made):
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
-    config = dataclasses.replace(
-        job.config, eval=dataclasses.replace(job.config.eval, samples=wanted)
-    )
-    hooks = make_hooks(dataclasses.replace(job, config=config), None, None)
-    assert any(isinstance(hook, Samples) for hook in hooks) == made
+@pytest.fixture
+def hooks_of(job, tmp_path):
+    """The hooks of a run that asks for so many samples."""
+    with contextlib.closing(Checkpoints(tmp_path, 2)) as checkpoints:
+
+        def hooks_of(samples):
+            evaluation = dataclasses.replace(job.config.eval, samples=samples)
+            config = dataclasses.replace(job.config, eval=evaluation)
+            ours = dataclasses.replace(job, config=config)
+            return [type(hook) for hook in make_hooks(ours, checkpoints, device_summary())]
+
+        yield hooks_of
 
 
-def test_only_the_first_process_writes(job, monkeypatch):
+def test_samples_are_made_if_wanted_and_by_runs_of_one_process(hooks_of, monkeypatch):
+    assert Samples in hooks_of(2) and Samples not in hooks_of(0)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert Samples not in hooks_of(2)
+
+
+def test_only_the_first_process_writes(hooks_of, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert [type(hook) for hook in make_hooks(job, None, None)] == [NonFiniteGuard]
+    assert hooks_of(2) == [NonFiniteGuard]
 
 
 def test_a_teacher_without_a_decoder_has_no_opinion(job, tmp_path, monkeypatch, caplog):

@@ -160,11 +160,9 @@ class Samples(Hook):
             return
         try:
             prompts = [sample["prompt_ids"] for sample in self._samples]
-            completions = self._complete(prompts, params)
-            for sample, tokens in zip(
-                self._samples, self._describe(prompts, completions), strict=True
-            ):
-                sample["before" if step == 0 else "after"] = {"step": step} | tokens
+            described = self._describe(prompts, self._complete(prompts, params))
+            for sample, completion in zip(self._samples, described, strict=True):
+                sample["before" if step == 0 else "after"] = {"step": step} | completion
             document = {"format": FORMAT, "samples": self._samples}
             with replacing(self._path) as file:
                 file.write(json.dumps(document, indent=1).encode() + b"\n")
