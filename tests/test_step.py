@@ -15,14 +15,16 @@ import optax
 import pytest
 
 from kdjax.device import sharding
-from kdjax.formats import open_table
+from kdjax.device.placement import Placement
+from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
+from kdjax.losses.divergences import forward_kl
 from kdjax.losses.kd import KDLoss
-from kdjax.models.arch import spec_from_table
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import load_params
 from kdjax.training import optim, step
-from kdjax.training.heldout import step_figures
+from kdjax.training.teachers import Dense
 
 GOLDENS = Path(__file__).parent / "goldens"
 ROWS, LENGTH = 8, 12
@@ -38,36 +40,34 @@ def mesh_of(data=1, fsdp=1, tensor=1):
 
 @functools.cache
 def model(name, mesh):
-    table = open_table(GOLDENS / name)
-    spec = spec_from_table(table)
-    apply, abstract = functional(spec, Compute(max_segments=4))
-    return apply, abstract, load_params(table, spec, abstract, mesh)
+    checkpoint = open_checkpoint(GOLDENS / name)
+    compute = Compute(max_segments=4, placement=Placement(mesh))
+    functions, abstract = functional(checkpoint.spec, compute)
+    return functions, abstract, load_params(checkpoint, abstract, mesh)
 
 
 class Built(NamedTuple):
-    spec: step.StepSpec
+    step: step.Step
     state: step.TrainState
     teacher: dict
-    shardings: step.TrainState
     mesh: jax.sharding.Mesh
     gradients: Callable
-    step: Callable  # without donation, so that a state serves several tests
+    once: Callable  # without donation, so that a state serves several tests
 
 
 @functools.cache
 def build(mesh=None, *, microbatches=1, optim_spec=OPTIM, student="qwen2_tied", alpha=0.3):
     mesh = mesh or mesh_of()
-    student_apply, abstract, params = model(student, mesh)
-    teacher_apply, _, teacher = model("qwen2_untied", mesh)
-    head = HeadSpec(KDLoss(temperature=2.0, alpha=alpha), 160, real_vocab=157, chunk_tokens=40)
-    tx, schedule = optim.optimizer(optim_spec), optim.schedule(optim_spec)
-    spec = step.StepSpec(student_apply, teacher_apply, head, tx, schedule, microbatches)
-    abstract = jax.eval_shape(functools.partial(step.init_state, tx=tx), abstract)
-    shardings = step.state_shardings(abstract, tx, mesh)
-    state = jax.device_put(step.init_state(params, tx), shardings)
+    functions, abstract, params = model(student, mesh)
+    teacher_functions, _, teacher = model("qwen2_untied", mesh)
+    loss = KDLoss(forward_kl, temperature=2.0, alpha=alpha)
+    head = HeadSpec(loss, width=160, real_vocab=157, chunk_tokens=40)
+    tx = optim.optimizer(optim_spec)
+    spec = step.StepSpec(functions, teacher_functions, Dense(), head, tx, microbatches)
+    made = step.Step(spec, abstract, Placement(mesh))
     gradients = jax.jit(lambda p, t, b: step.kd_gradients(p, t, b, spec))
-    one_step = jax.jit(functools.partial(step.kd_step, spec=spec), out_shardings=(shardings, None))
-    return Built(spec, state, teacher, shardings, mesh, gradients, one_step)
+    once = jax.jit(functools.partial(step.kd_step, spec=spec), out_shardings=(made.shardings, None))
+    return Built(made, made.init(params), teacher, mesh, gradients, once)
 
 
 def batch(seed=0, lengths=(2, 2, 2, 2, 12, 12, 12, 12)):
@@ -90,8 +90,8 @@ def gradients(built, data):
 def step_once(built, data=None):
     """Parameters before, state after, metrics."""
     data = sharding.put_batch(batch() if data is None else data, built.mesh)
-    after, metrics = built.step(built.state, built.teacher, data)
-    return jax.tree.map(np.asarray, built.state.params), after, metrics
+    after, metrics = built.once(built.state, built.teacher, data)
+    return jax.tree.map(np.asarray, built.state.params), after, metrics.means()
 
 
 def assert_equal_gradients(got, want):
@@ -151,8 +151,7 @@ def test_batch_without_trained_positions_changes_nothing_but_the_counter():
 
 def first_delta(learning_rate):
     built = build(optim_spec=dataclasses.replace(OPTIM, learning_rate=learning_rate))
-    before, after, metrics = step_once(built)
-    np.testing.assert_allclose(metrics["learning_rate"], learning_rate, rtol=1e-6)
+    before, after, _ = step_once(built)
     return jax.tree.map(lambda a, b: np.asarray(a) - b, after.params, before)
 
 
@@ -190,25 +189,24 @@ def test_teacher_is_an_argument_and_keeps_its_bytes():
     built = build()
     before = jax.tree.map(np.array, built.teacher)
     data = sharding.put_batch(batch(), built.mesh)
-    train, _ = step.compile_steps(built.spec, built.shardings, built.mesh)
     arguments = (jax.tree.map(jnp.copy, built.state), built.teacher, data)
-    compiled = train.lower(*arguments).compile()
+    compiled = built.step.train.lower(*arguments).compile()
     sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[:2]))
     assert compiled.memory_analysis().argument_size_in_bytes >= sizes  # not folded to constants
-    train(*arguments)
+    built.step.train(*arguments)
     chex.assert_trees_all_equal(built.teacher, before)
 
 
 def test_one_trace_and_a_falling_loss_over_steps():
     built = build(student="qwen3", alpha=0.0)
     chex.clear_trace_counter()
-    counted = chex.assert_max_traces(lambda s, t, b: step.kd_step(s, t, b, spec=built.spec), n=1)
-    train = jax.jit(counted, out_shardings=(built.shardings, sharding.replicated(built.mesh)))
+    counted = chex.assert_max_traces(lambda s, t, b: step.kd_step(s, t, b, spec=built.step.spec), n=1)
+    train = jax.jit(counted, out_shardings=(built.step.shardings, None))
     state, losses = built.state, []
     for _ in range(12):
         state, metrics = train(state, built.teacher, sharding.put_batch(batch(), built.mesh))
         chex.assert_tree_all_finite(metrics)
-        losses.append(float(metrics["loss"]))
+        losses.append(metrics.means()["loss"])
     assert state.step == 12
     assert losses[-1] < 0.8 * losses[0] and all(np.diff(losses) < 0)
 
@@ -249,7 +247,7 @@ def test_mesh_that_does_not_fit_names_the_numbers():
 
 def test_evaluation_ignores_rows_without_weight():
     built = build()
-    evaluate = jax.jit(functools.partial(step.eval_step, spec=built.spec))
+    evaluate = built.step.evaluate
     data = batch()
     half = {**data, "weights": data["weights"] * (np.arange(ROWS) < 4).astype(np.float32)[:, None]}
     first = {k: v[:4] for k, v in data.items()}
@@ -267,18 +265,47 @@ def test_products_on_a_gpu_are_left_to_cublas():
         jax.jit(lambda x: x + 2, compiler_options={"xla_gpu_no_such": True})(1)
 
 
-def test_every_row_is_in_exactly_one_part():
-    """Batches of 1 to 16 rows, split into every number of parts that divides them."""
-    for rows in range(1, 16 + 1):
-        batch = {"tokens": jnp.arange(rows * 3, dtype=jnp.int32).reshape(rows, 3)}
-        for parts in (n for n in range(1, rows + 1) if rows % n == 0):
-            split_ = np.asarray(step._split(batch, parts)["tokens"])
-            assert split_.shape == (parts, rows // parts, 3)
-            np.testing.assert_array_equal(np.sort(split_[..., 0].ravel()), np.arange(rows) * 3)
+def test_metrics_of_several_steps_merge_by_their_counts():
+    built = build()
+    metrics = [
+        built.once(built.state, built.teacher, sharding.put_batch(batch(lengths=n), built.mesh))[1]
+        for n in ((2,) * 8, (12,) * 8)
+    ]
+    few, many = (m.means() for m in metrics)
+    merged = (metrics[0] + metrics[1]).means()
+    assert merged["tokens"] == 16 + 96
+    assert merged["loss"] == pytest.approx((16 * few["loss"] + 96 * many["loss"]) / 112, rel=1e-5)
+    assert merged["grad_norm"] == pytest.approx((few["grad_norm"] + many["grad_norm"]) / 2)
 
 
-def test_the_logged_loss_is_the_mean_over_trained_positions():
-    raw = dict(loss=30.0, ce=20.0, divergence=5.0, count=10.0, grad_norm=7.0, learning_rate=1e-3)
-    want = dict(loss=3.0, ce=2.0, divergence=0.5, grad_norm=7.0, learning_rate=1e-3, tokens=10.0)
-    assert step_figures(raw) == want
-    assert step_figures(raw | dict(loss=0.0, count=0.0))["loss"] == 0.0
+def test_the_state_is_a_copy_of_the_model():
+    built = build()
+    _, _, params = model("qwen2_tied", built.mesh)
+    state = built.step.init(params)
+    built.step(state, built.teacher, batch())
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+def test_a_batch_is_completed_as_its_segments_say():
+    segments = np.array([[1, 1, 1, 2, 2, 0], [3, 3, 4, 4, 4, 4]], np.int32)
+    ids = np.zeros((2, 6), np.int32)
+    whole = step.complete_batch({"tokens": ids, "labels": ids, "segment_ids": segments})
+    np.testing.assert_array_equal(whole["positions"], [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
+    np.testing.assert_array_equal(whole["weights"], [[1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 1, 1]])
+    plain = step.complete_batch({"tokens": ids, "labels": ids})
+    assert plain["weights"].all() and plain["segment_ids"].all()
+    np.testing.assert_array_equal(plain["positions"], np.arange(6)[None].repeat(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (dict(tokens=np.zeros((2, 3), np.int32)), "no labels; found"),
+        (dict(tokens=np.zeros((2, 3)), labels=np.zeros((2, 4))), r"labels.*\(2, 4\)"),
+        (dict(tokens=np.zeros(3), labels=np.zeros(3)), r"expected \[B, T\]"),
+    ],
+)
+def test_a_batch_that_cannot_be_used_is_refused(columns, message):
+    with pytest.raises(UserError, match=message):
+        step.complete_batch(columns)

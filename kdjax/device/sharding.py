@@ -3,6 +3,8 @@
 One device is the 1 x 1 x 1 mesh: the same code runs on a laptop and on a host of GPUs.
 """
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -60,6 +62,25 @@ def parameter_shardings(abstract: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, parameter_spec(keys, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(place, abstract)
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Path and leaf of a nested dict of parameters or their shapes."""
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield tuple(key.key for key in keys), leaf
+
+
+def count_shards(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> int:
+    """Over how many devices one parameter is split."""
+    return math.prod(mesh.shape[axis] for axis in parameter_spec(path, shape, mesh) if axis)
+
+
+def tree_bytes(abstract: Any, mesh: Mesh) -> float:
+    """Bytes of parameters, or of their shapes, on each device."""
+    return sum(
+        leaf.size * leaf.dtype.itemsize / count_shards(path, leaf.shape, mesh)
+        for path, leaf in named_leaves(abstract)
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

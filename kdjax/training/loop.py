@@ -2,29 +2,32 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from kdjax.config import last_step
-from kdjax.training.heldout import held_out, step_figures
+from kdjax.training.heldout import held_out
 from kdjax.training.hooks import Action, Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints, check_fresh
+from kdjax.training.step import StepMetrics, TrainState
 
 
 class _Delivery:
     """Hands each step's figures to the hooks one step late, when the device has them anyway."""
 
-    def __init__(self, hooks: Sequence[Hook]):
-        self._hooks = hooks
-        self._pending: tuple[int, Any, Any] | None = None
+    def __init__(self, hooks: Sequence[Hook], schedule: Callable[[Any], Any]):
+        self._hooks, self._schedule = hooks, jax.jit(schedule)
+        self._pending: tuple[int, StepMetrics, Mapping[str, np.ndarray]] | None = None
         self._last = time.perf_counter()
         self.stop = False
 
-    def push(self, step: int, metrics: Any, batch: Any) -> None:
+    def push(self, step: int, metrics: StepMetrics, batch: Mapping[str, np.ndarray]) -> None:
         """Delivers the previous step and keeps this one."""
         self.flush()
         self._pending = step, metrics, batch
@@ -34,7 +37,8 @@ class _Delivery:
         if self._pending is None:
             return
         (step, metrics, batch), self._pending = self._pending, None
-        figures = step_figures({k: float(v) for k, v in jax.device_get(metrics).items()})
+        rate = float(self._schedule(jnp.int32(step - 1)))
+        figures = metrics.means() | {"learning_rate": rate}
         now = time.perf_counter()
         record = StepRecord(step, figures, now - self._last, batch)
         self._last = now
@@ -53,84 +57,89 @@ def train(
 
     A run that already finished returns at once. A smoke run (`smoke.steps`) takes the first steps
     of the same run, evaluates before and after, and saves nothing. Hooks may raise; whatever is
-    raised passes through, after every hook's `train_end("failed", error)`. Raises `UserError` for a
-    smoke run over a checkpoint.
+    raised passes through, after every hook's `train_end("failed", error)`. Raises `UserError` for
+    a smoke run over a checkpoint.
     """
     if job.config.smoke.steps:
         check_fresh(checkpoints.latest(), job.workdir)
     if checkpoints.latest() == job.config.train.steps:
         return "finished"
-    state, saved = job.state(checkpoints)
-    start = int(state.step)
+    state = job.restore(checkpoints)
     run = Run(
         workdir=job.workdir,
-        start_step=start,
+        start_step=int(state.step),
         total_steps=last_step(job.config),
         tokens_per_step=job.config.train.batch_size * job.config.data.seq_len,
         flops_per_token=job.flops_per_token(),
         peak_flops=peak_flops,
         log_every=job.config.log.every,
-        config=job.identity(),
+        config=job.identity,
     )
-    reason, error = "failed", None
     begun: list[Hook] = []
+
+    def end(reason: str, error: BaseException | None = None) -> None:
+        with contextlib.ExitStack() as ends:  # calls all, whatever one of them raises
+            for hook in reversed(begun):
+                ends.callback(hook.train_end, reason, error)
+
     try:
         for hook in hooks:
             hook.train_begin(run)
             begun.append(hook)
         with StopSignals() as signals:
-            reason = _steps(job, checkpoints, hooks, signals, state, start, saved)
-    except BaseException as raised:
-        error = raised
+            reason = _run_steps(job, checkpoints, hooks, signals, state)
+    except BaseException as error:
+        end("failed", error)
         raise
-    finally:
-        with contextlib.ExitStack() as ends:  # calls all, whatever one of them raises
-            for hook in reversed(begun):
-                ends.callback(hook.train_end, reason, error)
+    end(reason)
     return reason
 
 
-def _steps(job: Job, checkpoints: Checkpoints, hooks: Sequence[Hook], signals: StopSignals,
-           state: Any, start: int, saved: Any) -> str:  # fmt: skip
-    config, last = job.config, last_step(job.config)
+def _run_steps(
+    job: Job,
+    checkpoints: Checkpoints,
+    hooks: Sequence[Hook],
+    signals: StopSignals,
+    state: TrainState,
+) -> str:
+    config, start, last = job.config, int(state.step), last_step(job.config)
     saves = not config.smoke.steps  # a trial leaves nothing that the run could resume from
-    data = job.train_batches(saved["data"] if saved else None)
-    delivery = _Delivery(hooks)
+    delivery = _Delivery(hooks, job.schedule)
 
     def due(every: int, step: int) -> bool:
         return step == last or (every > 0 and step % every == 0)
 
-    def evaluate(step: int) -> None:
-        figures = held_out(job.eval_step, state.params, job.teacher_params, job.eval_batches(),
-                           job.step_spec.head.loss, job.heldout_bytes)  # fmt: skip
+    def evaluate(step: int, state: TrainState) -> None:
+        figures = held_out(job, state.params)
         for hook in hooks:
             hook.eval_end(step, figures)
         for hook in hooks:
             hook.student(step, state.params)
         delivery.restart_clock()
 
-    def save(step: int) -> None:
-        checkpoints.save(step, state, {"data": data.get_state(), "identity": job.identity()})
+    def save(step: int, state: TrainState) -> None:
+        record = {"data": job.source.get_state(), "identity": job.identity}
+        checkpoints.save(step, state, record)
         for hook in hooks:
             hook.save_begin(step)
         delivery.restart_clock()
 
     if start == 0:
-        evaluate(0)
+        evaluate(0, state)
     # The order is a contract: the batch is drawn after the save that recorded the position before
     # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
     for step in range(start + 1, last + 1):
-        batch = data.next(state.params)
+        batch = job.source.next(state.params)
         with jax.transfer_guard("disallow"):
-            state, metrics = job.train_step(state, job.teacher_params, job.put(batch))
+            state, metrics = job.step.train(state, job.teacher_params, job.step.put(batch))
         delivery.push(step, metrics, batch)
         stopping = signals.requested or delivery.stop
         if stopping or due(config.checkpoint.every, step) or due(config.eval.every, step):
             delivery.flush()
         if due(config.eval.every, step) and not stopping:
-            evaluate(step)
+            evaluate(step, state)
         if saves and (due(config.checkpoint.every, step) or stopping):
-            save(step)
+            save(step, state)
         if stopping and step < last:
             return "interrupted"
     return "finished"

@@ -1,103 +1,113 @@
-"""The checkpoints of a run: opened, understood and compared, but not yet read."""
+"""Two checkpoints, proven to fit: one vocabulary, rows within both contexts, different weights."""
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
 from kdjax.config import Config
 from kdjax.errors import UserError
-from kdjax.formats import TensorTable, open_shapes, open_table
 from kdjax.formats.blocks import decode
-from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.loading import tensor_names, tied_in_fact
-from kdjax.models.model import Vocabulary, align, own_vocabulary
+from kdjax.models.checkpoint import Checkpoint, open_checkpoint
+from kdjax.models.loading import tied_in_fact
+from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger("kdjax")
 
 
 @dataclasses.dataclass(frozen=True)
-class Sources:
-    """What the headers of both checkpoints say; None for a teacher that there is not."""
+class Vocabulary:
+    """The ids that student and teacher share; the loss slices both heads to `width`."""
 
-    teacher: TensorTable | None
-    student: TensorTable
-    teacher_spec: ArchSpec | None
-    student_spec: ArchSpec
+    width: int  # rows of the narrower head
+    real: int  # ids that a token of the tokenizer reaches
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A student and its teacher, if there is one: headers read, nothing loaded."""
+
+    teacher: Checkpoint | None
+    student: Checkpoint
     tokenizer: Tokenizer
     vocabulary: Vocabulary
 
 
-def open_sources(config: Config) -> Sources:
+def open_pair(config: Config) -> Pair:
     """Opens both checkpoints and compares their vocabularies, contexts and contents.
 
     Reads headers, and tensors only as far as the two agree. Raises `UserError` for a pair that
     cannot be distilled, or that would teach nothing.
     """
-    teacher = open_table(config.teacher.path) if config.teacher.path else None
-    fresh = config.student.init == "random"
-    student = (open_shapes if fresh else open_table)(config.student.path)
-    ours, theirs = student_spec(config, student), spec_from_table(teacher) if teacher else None
-    for name, spec in (("teacher", theirs), ("student", ours)):
-        if spec and config.data.seq_len > spec.max_positions:
+    teacher = open_checkpoint(config.teacher.path) if config.teacher.path else None
+    student = open_student(config)
+    for name, checkpoint in (("teacher", teacher), ("student", student)):
+        if checkpoint and config.data.seq_len > checkpoint.spec.max_positions:
             raise UserError(
                 f"data.seq_len={config.data.seq_len} exceeds the {name}'s context of "
-                f"{spec.max_positions} positions. Lower data.seq_len."
+                f"{checkpoint.spec.max_positions} positions. Lower data.seq_len."
             )
     if teacher and config.student.init == "checkpoint" and same_weights(teacher, student):
         _refuse_degenerate(config, teacher, student)
-    tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
-    if theirs is None:
-        vocabulary = own_vocabulary(ours, tokenizer)
+    tokenizer = student.tokenizer
+    if config.data.tokenizer:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    rows, real = student.spec.vocab_size, tokenizer.vocab_size
+    if teacher is None:
+        vocabulary = own_vocabulary(rows, real)
     else:
-        vocabulary = align(ours, theirs, tokenizer, load_tokenizer(config.teacher.path))
-    return Sources(teacher, student, theirs, ours, tokenizer, vocabulary)
+        vocabulary = align(rows, teacher.spec.vocab_size, tokenizer, teacher.tokenizer)
+    return Pair(teacher, student, tokenizer, vocabulary)
 
 
-def student_spec(config: Config, table: TensorTable) -> ArchSpec:
-    """The student's architecture, its head tied as `student.head` asks.
+def open_student(config: Config) -> Checkpoint:
+    """The student, or with `student.init=random` its shapes, its head tied as `student.head` asks.
 
-    With "auto" as the stored matrices are; a folder of shapes alone is believed.
+    With "auto" it is tied as the stored matrices are; a folder of shapes alone is believed.
     """
-    spec, head = spec_from_table(table), config.student.head
-    if head == "auto" and not len(table):
-        return spec
-    tied = tied_in_fact(table) if head == "auto" else head == "tied"
-    return dataclasses.replace(spec, tied=tied)
+    student = open_checkpoint(config.student.path, shapes=config.student.init == "random")
+    head = config.student.head
+    if head == "auto" and not len(student.table):
+        return student
+    tied = tied_in_fact(student.table) if head == "auto" else head == "tied"
+    return dataclasses.replace(student, spec=dataclasses.replace(student.spec, tied=tied))
 
 
-def same_weights(a: TensorTable, b: TensorTable) -> bool:
+def same_weights(a: Checkpoint, b: Checkpoint) -> bool:
     """Whether two checkpoints hold the same numbers, whatever their names, formats and types.
 
     Compares tensor by tensor and stops at the first difference, so that two real models cost one
     small tensor.
     """
-    ours, theirs = (tensor_names(table, spec_from_table(table)) for table in (a, b))
     # A tied head may or may not be stored a second time.
-    shared = sorted(ours.keys() & theirs.keys(), key=lambda path: a.info(ours[path][0]).nbytes)
-    return all(len(ours[path]) == len(theirs[path]) for path in shared) and all(
+    shared = sorted(
+        a.names.keys() & b.names.keys(), key=lambda path: a.table.info(a.names[path][0]).nbytes
+    )
+    return all(len(a.names[path]) == len(b.names[path]) for path in shared) and all(
         _same_tensor(a, x, b, y)
         for path in shared
-        for x, y in zip(ours[path], theirs[path], strict=True)
+        for x, y in zip(a.names[path], b.names[path], strict=True)
     )
 
 
-def _same_tensor(a: TensorTable, x: str, b: TensorTable, y: str) -> bool:
-    raw, kinds = (a.raw(x), b.raw(y)), (a.info(x).dtype, b.info(y).dtype)
-    if a.info(x).shape != b.info(y).shape:
+def _same_tensor(a: Checkpoint, x: str, b: Checkpoint, y: str) -> bool:
+    raw = a.table.raw(x), b.table.raw(y)
+    infos = a.table.info(x), b.table.info(y)
+    if infos[0].shape != infos[1].shape:
         return False
-    if kinds[0] == kinds[1] and np.array_equal(*raw):
+    if infos[0].dtype == infos[1].dtype and np.array_equal(*raw):
         return True
-    first = [np.atleast_2d(r)[:64] for r in raw]  # most differences show in the first rows
+    first = [np.atleast_2d(tensor)[:64] for tensor in raw]  # most differences show in 64 rows
     return all(
-        np.array_equal(decode(one, kinds[0]), decode(other, kinds[1]))
+        np.array_equal(decode(one, infos[0].dtype), decode(other, infos[1].dtype))
         for one, other in (first, raw)
     )
 
 
-def _refuse_degenerate(config: Config, teacher: TensorTable, student: TensorTable) -> None:
-    paths = f"{teacher.paths[0]} (teacher) and {student.paths[0]} (student)"
+def _refuse_degenerate(config: Config, teacher: Checkpoint, student: Checkpoint) -> None:
+    paths = f"{teacher.table.paths[0]} (teacher) and {student.table.paths[0]} (student)"
     if config.teacher.allow_degenerate:
         _log.warning("%s hold the same weights: the KL starts at 0", paths)
         return
@@ -106,3 +116,90 @@ def _refuse_degenerate(config: Config, teacher: TensorTable, student: TensorTabl
         "teacher teach nothing. Give two different models, or, if this is meant, set "
         "--config.teacher.allow_degenerate=True or KDJAX_ALLOW_DEGENERATE_KD=1."
     )
+
+
+def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
+    """The ids that two loaded models share, by their tokenizers where both have one.
+
+    Without tokenizers their heads must have equally many rows. Raises `UserError` if the models'
+    ids do not mean the same.
+    """
+    real = student.tokenizer.vocab_size if student.tokenizer else student.vocab_size
+    if teacher is None:
+        return own_vocabulary(student.vocab_size, real)
+    if student.tokenizer and teacher.tokenizer:
+        rows = student.vocab_size, teacher.vocab_size
+        return align(*rows, student.tokenizer, teacher.tokenizer)
+    if student.vocab_size != teacher.vocab_size:
+        raise UserError(
+            f"found heads of {student.vocab_size:,} rows (student) and {teacher.vocab_size:,} "
+            "(teacher) and not both tokenizers; expected tokenizers, to prove that ids mean the "
+            "same, or heads of equally many rows."
+        )
+    known = student.tokenizer or teacher.tokenizer
+    return own_vocabulary(student.vocab_size, known.vocab_size if known else student.vocab_size)
+
+
+def align(
+    student_rows: int, teacher_rows: int, student: Tokenizer, teacher: Tokenizer
+) -> Vocabulary:
+    """Decides the shared vocabulary after comparing every token, merge and special id.
+
+    Heads of one tokenizer are padded to different widths (Qwen2.5 7B: 152,064 rows, 0.5B:
+    151,936), so sizes prove nothing. Raises `UserError` naming the first id that differs.
+    """
+    real = student.vocab_size
+    if teacher_rows < student_rows or teacher.vocab_size < real:
+        raise UserError(
+            f"the teacher's vocabulary ({teacher.vocab_size:,} tokens, {teacher_rows:,} rows) is "
+            f"smaller than the student's ({real:,} tokens, {student_rows:,} rows). "
+            "The teacher must know every token the student can predict: choose a teacher of the "
+            "same tokenizer family."
+        )
+    _check_same(
+        "id",
+        student.tokens,
+        teacher.tokens[:real],
+        "Logits of different tokens cannot be compared: choose models of one tokenizer.",
+    )
+    merges = min(len(student.merges), len(teacher.merges))
+    _check_same(
+        "merge",
+        student.merges[:merges],
+        teacher.merges[:merges],
+        "The same text would be cut differently: choose models of one tokenizer.",
+    )
+    facts = {
+        "special ids": (sorted(student.special_ids), sorted(teacher.special_ids)),
+        "number of merges": (len(student.merges), len(teacher.merges)),
+    }
+    for fact, (ours, theirs) in facts.items():
+        if ours != theirs:
+            raise UserError(
+                f"tokenizers differ in their {fact}: the student has {ours}, the teacher {theirs}. "
+                "Choose models of one tokenizer."
+            )
+    return own_vocabulary(student_rows, real, f" (the teacher's {teacher_rows:,} rows)")
+
+
+def _check_same(name: str, ours: Sequence[str], theirs: Sequence[str], remedy: str) -> None:
+    if ours == theirs:
+        return
+    i = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    raise UserError(
+        f"tokenizers differ at {name} {i}: the student has {ours[i]!r}, the teacher "
+        f"{theirs[i]!r}. {remedy}"
+    )
+
+
+def own_vocabulary(rows: int, real: int, beside: str = "") -> Vocabulary:
+    """The student's own vocabulary; raises `UserError` if its head has too few rows for it.
+
+    The message says `beside` after the student's rows.
+    """
+    if not 0 < real <= rows:
+        raise UserError(
+            f"the tokenizer has {real:,} tokens, but the student's head has {rows:,} "
+            f"rows{beside}: the checkpoint is not the one its tokenizer belongs to."
+        )
+    return Vocabulary(rows, real)

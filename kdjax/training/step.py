@@ -1,32 +1,39 @@
-"""The training step and the evaluation step: pure functions, jitted in one place."""
+"""The training step and the evaluation step: pure functions, jitted in one place.
+
+    batch --student--> hidden --chunk of logits--> loss and its gradient --optax--> next state
+          --teacher--> hidden ----------^
+
+The teacher's arrays are an argument: closed over, they would be folded into the program as
+constants. They get no gradient, no optimizer slot, and are never donated.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh
 from jaxtyping import Array
 
-from kdjax.device.sharding import compiler_options, parameter_shardings, replicated
-from kdjax.losses.chunked import (
-    EvalSums,
-    HeadSpec,
-    LossSums,
-    head_evaluation,
-    head_loss,
-)
-from kdjax.losses.topk import TopEvalSums, TopTeacher, cached_head_evaluation, cached_head_loss
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import compiler_options, parameter_shardings, put_batch, replicated
+from kdjax.errors import UserError
+from kdjax.losses.chunked import EvalSums, HeadSpec, LossSums
+from kdjax.losses.kd import KDLoss
+from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import ModelFunctions, Params
-from kdjax.models.weights import from_bits
+from kdjax.models.model import Model
+from kdjax.training.pair import share_vocabulary
+from kdjax.training.teachers import Dense, NoTeacher, TeacherKind
 
-# tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32. With a cached teacher also
-# teacher_hidden [B, T, D], bf16 as its bits, or the columns of `TopTeacher`.
+# tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
+# adds its own columns, `teacher_...`.
 Batch = dict[str, Array]
+Mean = tuple[Array, Array]  # a sum and its count, float32 scalars: divided last
 
 
 @struct.dataclass
@@ -38,50 +45,46 @@ class TrainState:
     opt_state: optax.OptState
 
 
+@struct.dataclass
+class StepMetrics:
+    """Figures of one optimizer step, or, added, of several: each a (sum, count), in nats."""
+
+    loss: Mean  # what is minimised, over trained positions
+    ce: Mean
+    divergence: Mean | None  # at the loss's temperature, without T^2; None: alpha is 1
+    grad_norm: Mean  # before clipping, over steps
+
+    def __add__(self, other: "StepMetrics") -> "StepMetrics":
+        return jax.tree.map(operator.add, self, other)
+
+    def means(self) -> dict[str, float]:
+        """Each sum divided by its count, and `tokens`, the trained positions; waits for them."""
+        figures: StepMetrics = jax.device_get(self)
+        pairs = {field.name: getattr(figures, field.name) for field in dataclasses.fields(figures)}
+        means = {
+            name: float(pair[0]) / max(float(pair[1]), 1.0) for name, pair in pairs.items() if pair
+        }
+        return means | {"tokens": float(figures.loss[1])}
+
+
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
     """What `kd_step` needs besides arrays; fixed for a run."""
 
     student: ModelFunctions
     teacher: ModelFunctions | None  # None: trains on the text alone, and compares with nothing
+    kind: TeacherKind  # how the teacher reaches the loss
     head: HeadSpec
     tx: optax.GradientTransformation
-    schedule: optax.Schedule
-    microbatches: int = (
-        1  # parts a batch is split into, one after the other; the sums stay the same
-    )
+    microbatches: int = 1  # parts a batch is computed in, one after the other; the same sums
 
 
-def _student(spec: StepSpec, params: Params, batch: Batch) -> tuple[Array, Array]:
-    where = batch["tokens"], batch["segment_ids"], batch["positions"]
-    return spec.student.hidden(params, *where), spec.student.head(params)
+def _run_student(spec: StepSpec, params: Params, batch: Batch) -> tuple[Array, Array]:
+    columns = batch["tokens"], batch["segment_ids"], batch["positions"]
+    return spec.student.hidden(params, *columns), spec.student.head(params)
 
 
-def _teacher(
-    spec: StepSpec, teacher: Params, batch: Batch
-) -> tuple[Array, Any] | tuple[None, None]:
-    """The teacher's hidden states, run or cached in the batch, and its head, if there is one."""
-    if spec.teacher is None:
-        return None, None
-    if "teacher_hidden" in batch:
-        return from_bits(batch["teacher_hidden"]), spec.teacher.stored_head(teacher)
-    where = batch["tokens"], batch["segment_ids"], batch["positions"]
-    hidden = jax.lax.stop_gradient(spec.teacher.hidden(teacher, *where))
-    return hidden, spec.teacher.stored_head(teacher)
-
-
-def _loss_sums(spec: StepSpec, params: Params, teacher: Params, batch: Batch) -> LossSums:
-    """Sums of a batch or a part of it; its columns say whether the teacher is cached in it."""
-    student, ends = _student(spec, params, batch), (batch["labels"], batch["weights"], spec.head)
-    sums: Any  # custom_vjp hides what it returns
-    if spec.teacher is not None and "teacher_ids" in batch:
-        sums = cached_head_loss(*student, TopTeacher.of(batch), *ends)
-    else:
-        sums = head_loss(*student, *_teacher(spec, teacher, batch), *ends)
-    return sums
-
-
-def _split(batch: Batch, parts: int) -> Batch:
+def _split_batch(batch: Batch, parts: int) -> Batch:
     """`[B, T]` to `[parts, B / parts, T]`, part m taking rows m, m + parts, ...
 
     Interleaved, so that every device keeps an equal share of each part.
@@ -97,15 +100,15 @@ def kd_gradients(
     The count of the whole batch divides once, after all microbatches: a mean of microbatch means
     would weigh positions of short microbatches more.
     """
-
     # At alpha = 1 the teacher would change nothing but the figures: it runs in evaluations only.
-    alone = dataclasses.replace(spec, teacher=None) if spec.head.loss.alpha == 1 else spec
+    kind = NoTeacher() if spec.head.loss.alpha == 1 else spec.kind
 
-    def summed(params: Params, part: Batch) -> tuple[Array, LossSums]:
-        sums = _loss_sums(alone, params, teacher, part)
+    def sum_loss(params: Params, part: Batch) -> tuple[Array, LossSums]:
+        student = _run_student(spec, params, part)
+        sums = kind.sum_loss(student, spec.teacher, teacher, part, spec.head)
         return sums.loss, sums
 
-    gradient = jax.grad(summed, has_aux=True)
+    gradient = jax.grad(sum_loss, has_aux=True)
     if spec.microbatches == 1:
         grads, sums = gradient(params, batch)
     else:
@@ -113,10 +116,11 @@ def kd_gradients(
         def accumulate(carry: Any, part: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, carry, gradient(params, part)), None
 
+        parts = _split_batch(batch, spec.microbatches)
         zero = jnp.zeros((), jnp.float32)
-        sums = LossSums(zero, zero, None if alone.teacher is None else zero)
+        sums = LossSums(zero, zero, None if isinstance(kind, NoTeacher) else zero)
         start = jax.tree.map(jnp.zeros_like, params), sums
-        (grads, sums), _ = jax.lax.scan(accumulate, start, _split(batch, spec.microbatches))
+        (grads, sums), _ = jax.lax.scan(accumulate, start, parts)
     # Counted in int32: float32 sums of ones stop counting at 2^24.
     count = jnp.sum(batch["weights"] != 0, dtype=jnp.int32).astype(jnp.float32)
     grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
@@ -125,20 +129,17 @@ def kd_gradients(
 
 def kd_step(
     state: TrainState, teacher: Params, batch: Batch, *, spec: StepSpec
-) -> tuple[TrainState, dict[str, Array]]:
-    """One optimizer step; returns the next state and float32 scalars, sums not yet divided.
-
-    Without `divergence` where the teacher has no part in the loss (alpha = 1).
-
-    `teacher` is an argument: closed over it would be folded into the program as constants. It gets
-    no gradient, no optimizer slot, and is never donated.
-    """
+) -> tuple[TrainState, StepMetrics]:
+    """One optimizer step: the next state, and the step's figures."""
     grads, sums, count = kd_gradients(state.params, teacher, batch, spec)
     updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
-    known = {name: value for name, value in sums._asdict().items() if value is not None}
-    metrics = dict(known, count=count, grad_norm=optax.tree.norm(grads),
-                   learning_rate=spec.schedule(state.step))  # fmt: skip
+    metrics = StepMetrics(
+        loss=(sums.loss, count),
+        ce=(sums.ce, count),
+        divergence=None if sums.divergence is None else (sums.divergence, count),
+        grad_norm=(optax.tree.norm(grads), jnp.ones((), jnp.float32)),
+    )
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
@@ -146,10 +147,8 @@ def eval_step(
     params: Params, teacher: Params, batch: Batch, *, spec: StepSpec
 ) -> EvalSums | TopEvalSums:
     """Held-out sums of one batch; rows of weight 0 count nothing."""
-    student, ends = _student(spec, params, batch), (batch["labels"], batch["weights"], spec.head)
-    if "teacher_ids" in batch:
-        return cached_head_evaluation(*student, TopTeacher.of(batch), *ends)
-    return head_evaluation(*student, *_teacher(spec, teacher, batch), *ends)
+    student = _run_student(spec, params, batch)
+    return spec.kind.sum_evaluation(student, spec.teacher, teacher, batch, spec.head)
 
 
 def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
@@ -158,11 +157,11 @@ def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
 
 
 def state_shardings(
-    abstract: TrainState, tx: optax.GradientTransformation, mesh: Mesh
+    abstract: TrainState, tx: optax.GradientTransformation, placement: Placement
 ) -> TrainState:
     """Parameters by the rules, their moments beside them, everything else replicated."""
-    params = parameter_shardings(abstract.params, mesh)
-    everywhere = replicated(mesh)
+    params = parameter_shardings(abstract.params, placement.mesh)
+    everywhere = replicated(placement.mesh)
     opt_state = optax.tree.map_params(
         tx,
         lambda _, sharding: sharding,
@@ -173,20 +172,130 @@ def state_shardings(
     return TrainState(everywhere, params, opt_state)  # type: ignore[arg-type]
 
 
-def compile_steps(
-    spec: StepSpec, shardings: TrainState, mesh: Mesh
-) -> tuple[Callable[..., tuple[TrainState, dict[str, Array]]], Callable[..., Any]]:
-    """The only `jax.jit` of the two steps: (state, teacher, batch) and (params, teacher, batch)."""
-    options = compiler_options(mesh)
-    train = jax.jit(
-        functools.partial(kd_step, spec=spec),
-        donate_argnums=0,
-        out_shardings=(shardings, replicated(mesh)),
-        compiler_options=options,
+class Step:
+    """A compiled `kd_step`: `step(state, teacher.params, batch)` gives the next state and metrics.
+
+    `train` and `evaluate` are the two jitted functions, for batches that are on the devices whole.
+    """
+
+    def __init__(self, spec: StepSpec, params: Params, placement: Placement):
+        """`params` are the student's, or their shapes; they are looked at and not kept."""
+        shapes = jax.eval_shape(lambda tree: tree, params)
+        self.spec, self.placement = spec, placement
+        self.abstract = jax.eval_shape(functools.partial(init_state, tx=spec.tx), shapes)
+        self.shardings = state_shardings(self.abstract, spec.tx, placement)
+        options = compiler_options(placement.mesh)
+        everywhere = replicated(placement.mesh)
+        self.train = jax.jit(
+            functools.partial(kd_step, spec=spec),
+            donate_argnums=0,
+            out_shardings=(self.shardings, everywhere),
+            compiler_options=options,
+        )
+        self.evaluate = jax.jit(
+            functools.partial(eval_step, spec=spec),
+            out_shardings=everywhere,
+            compiler_options=options,
+        )
+
+    def init(self, params: Params, *, donate: bool = False) -> TrainState:
+        """The state before the first step, from a copy of `params`: the model stays whole.
+
+        With `donate` the arrays themselves go into the state, and the model loses them.
+        """
+
+        def begin(params: Params) -> TrainState:
+            if not donate:  # jit hands an argument that it only passes on back as it is
+                params = jax.tree.map(jnp.copy, params)
+            return init_state(params, self.spec.tx)
+
+        donated = (0,) if donate else ()
+        return jax.jit(begin, out_shardings=self.shardings, donate_argnums=donated)(params)
+
+    def __call__(
+        self, state: TrainState, teacher: Params, batch: Any
+    ) -> tuple[TrainState, StepMetrics]:
+        """Donates `state`; `batch` holds host or device arrays, as `complete_batch` takes them."""
+        return self.train(state, teacher, self.put(batch))
+
+    def put(self, batch: Any) -> Batch:
+        """A batch, whole and on the devices, its rows split over them."""
+        whole = complete_batch(batch)
+        on_host = {k: v for k, v in whole.items() if not isinstance(v, jax.Array)}
+        return whole | put_batch(on_host, self.placement.mesh)
+
+
+def complete_batch(batch: Any) -> dict[str, Any]:
+    """`tokens` and `labels` `[B, T]`, with what is left out of the other columns filled in.
+
+    segment_ids: 1 everywhere (0 is padding). positions: from 0 in each run of one segment. weights:
+    1 where the label belongs to the same segment; the last label of a row does.
+    Raises `UserError` for a batch without tokens or labels, or of columns of other shapes.
+    """
+    lacking = [name for name in ("tokens", "labels") if name not in batch]
+    if lacking:
+        raise UserError(f"the batch has no {' and no '.join(lacking)}; found {sorted(batch)}.")
+    shape = tuple(batch["tokens"].shape)
+    columns = {name: batch[name] for name in batch if name != "row_ids"}
+    odd = {name: tuple(x.shape) for name, x in columns.items() if tuple(x.shape[:2]) != shape}
+    if odd or len(shape) != 2:
+        raise UserError(f"the batch's tokens are {shape}, expected [B, T]; other shapes: {odd}.")
+    if not {"segment_ids", "positions", "weights"} <= columns.keys():
+        segments = np.asarray(columns.setdefault("segment_ids", np.ones(shape, np.int32)))
+        at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+        begins = np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+        starts = np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+        same = np.diff(segments, axis=1, append=segments[:, -1:]) == 0
+        columns.setdefault("positions", at - starts)
+        columns.setdefault("weights", (same & (segments != 0)).astype(np.float32))
+    return columns
+
+
+def make_step(
+    student: Model,
+    teacher: Model | None,
+    loss: KDLoss,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatches: int = 1,
+    chunk_tokens: int = 1024,
+    kind: TeacherKind | None = None,
+) -> Step:
+    """The step that teaches `student` what `teacher` predicts; nothing compiles before its call.
+
+    `chunk_tokens` positions have logits at a time. `kind` says how the teacher reaches the loss
+    (default: it runs beside the student; without one the text alone trains, and alpha must be 1).
+    Raises `UserError` for models whose vocabularies do not agree, for devices that are not the
+    same, and for a student whose weights cannot be trained.
+
+        step = make_step(student, teacher, KDLoss(forward_kl), optax.adamw(1e-5))
+        state = step.init(student.params)
+        state, metrics = step(state, teacher.params, {"tokens": ids[:, :-1], "labels": ids[:, 1:]})
+    """
+    if teacher is None and loss.alpha != 1:
+        raise UserError(f"found no teacher and alpha={loss.alpha}; without one alpha must be 1.")
+    if teacher is not None and teacher.placement.mesh != student.placement.mesh:
+        raise UserError("teacher and student are on different devices: load both on the same.")
+    odd = {x.dtype.name for x in jax.tree.leaves(student.params) if not _trainable(x)}
+    if odd:
+        raise UserError(
+            f"the student {student.source} holds {', '.join(sorted(odd))} weights, which no "
+            'gradient reaches. Load it with dtype="float32" and weights="dense".'
+        )
+    vocabulary = share_vocabulary(student, teacher)
+    head = HeadSpec(
+        loss, vocabulary.width, vocabulary.real, chunk_tokens, student.placement.kernels
     )
-    evaluate = jax.jit(
-        functools.partial(eval_step, spec=spec),
-        out_shardings=replicated(mesh),
-        compiler_options=options,
+    spec = StepSpec(
+        student=student.functions,
+        teacher=teacher and teacher.functions,
+        kind=kind or (Dense() if teacher else NoTeacher()),
+        head=head,
+        tx=optimizer,
+        microbatches=microbatches,
     )
-    return train, evaluate
+    return Step(spec, student.params, student.placement)
+
+
+def _trainable(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1

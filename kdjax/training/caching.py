@@ -1,0 +1,124 @@
+"""Runs a teacher once over all rows of a run and writes what training needs of it to the disk."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kdjax.config import Config
+from kdjax.data import teacher_cache
+from kdjax.data.pipeline import example
+from kdjax.data.rows import RowSet
+from kdjax.data.teacher_cache import About
+from kdjax.device import sharding
+from kdjax.errors import UserError
+from kdjax.losses.chunked import HeadSpec
+from kdjax.losses.kd import KDLoss
+from kdjax.models.model import Model
+from kdjax.training.job import load_teacher, prepare, survey
+from kdjax.training.teachers import CachedHidden, CachedTopK, describe_cache
+
+_log = logging.getLogger("kdjax")
+
+
+def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) -> None:
+    """Writes the cache of `config`'s teacher into `out`; continues one that was stopped.
+
+    Raises `UserError` for bad input.
+    """
+    if config.teacher.cache:
+        raise UserError(
+            f"found --config.teacher.cache={config.teacher.cache}; expected a teacher to run. "
+            "Leave it out: --out names the folder to write."
+        )
+    if not config.teacher.path:
+        raise UserError(
+            "found --config.teacher.path=''; expected a teacher to run. Name its file or folder."
+        )
+    if jax.process_count() > 1:
+        raise UserError(f"found {jax.process_count()} processes; expected one to write a cache.")
+    placement, pair, plan = survey(config)
+    real = pair.vocabulary.real
+    if isinstance(kind, CachedTopK) and not 0 < kind.k <= real:
+        raise UserError(f"found --k={kind.k}; expected 1 to {real:,}, the ids of the vocabulary.")
+    rows = prepare(config, pair.tokenizer)
+    _log.info("rows: %s", rows.info)
+    assert pair.teacher is not None  # its path is there
+    about = describe_cache(config, pair, rows, kind, pair.teacher.sha256)
+    loss = KDLoss(temperature=config.loss.temperature)
+    head = HeadSpec(loss, *about.vocabulary, plan.chunk_tokens, placement.kernels)
+    size = config.eval.batch_size
+
+    @functools.cache  # nothing is loaded if nothing is left to write
+    def writer() -> Callable[[dict[str, Any]], np.ndarray]:
+        teacher = load_teacher(config, pair, plan.kind, placement)
+        assert teacher is not None
+        return _make_writer(teacher, kind, about, head)
+
+    def produce(numbers: range) -> Iterator[np.ndarray]:
+        for start in range(numbers.start, numbers.stop, size):
+            mine = range(start, min(start + size, numbers.stop))
+            batch = _read_batch(rows, mine, size)
+            records = writer()(batch)
+            if start == 0 and about.k:
+                _warn_of_tail(records["odds"][..., 0][batch["weights"] != 0], about)
+            yield records[: len(mine)]
+
+    start = time.perf_counter()
+    teacher_cache.write(out, about, produce)
+    _log.info("done in %.1f s: --config.teacher.cache=%s", time.perf_counter() - start, out)
+
+
+def _warn_of_tail(log_odds: np.ndarray, about: About) -> None:
+    """Says if most of the teacher's probability is with ids that are not kept, as at T = 4."""
+    tail = float(np.mean(np.exp(-np.logaddexp(0.0, -log_odds))))
+    if tail > 0.5:
+        _log.warning(
+            "at loss.temperature=%g the %d ids hold %.1f%% of the teacher's probability: training "
+            "from them learns little of the rest. Take --config.loss.temperature=1 or "
+            "--kind=hidden.",
+            about.temperature,
+            about.k,
+            100 * (1 - tail),
+        )
+
+
+def _read_batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
+    """Those rows, held-out ones after those of training; the last is repeated up to `size`."""
+    first = len(rows.train)
+    examples = [
+        example(rows.train, i) if i < first else example(rows.heldout, i - first) for i in numbers
+    ]
+    examples += examples[-1:] * (size - len(examples))
+    return {name: np.stack([e[name] for e in examples]) for name in examples[0]}
+
+
+def _make_writer(
+    teacher: Model, kind: CachedHidden | CachedTopK, about: About, head: HeadSpec
+) -> Callable[[dict[str, Any]], np.ndarray]:
+    """The function from a batch to its records."""
+    mesh = teacher.placement.mesh
+
+    @functools.partial(
+        jax.jit,
+        out_shardings=sharding.batch_sharding(mesh),
+        compiler_options=sharding.compiler_options(mesh),
+    )
+    def outputs(params: Any, batch: Any) -> dict[str, Any]:
+        return kind.make_records(teacher.functions, params, batch, head)
+
+    def make_records(batch: dict[str, Any]) -> np.ndarray:
+        columns = {name: value for name, value in batch.items() if name != "row_ids"}
+        values = jax.device_get(outputs(teacher.params, sharding.put_batch(columns, mesh)))
+        records = np.empty(len(batch["tokens"]), about.record)
+        for name, value in values.items():
+            records[name] = value.view("<u2") if value.dtype == jnp.bfloat16 else value
+        return records
+
+    return make_records

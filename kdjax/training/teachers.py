@@ -1,0 +1,346 @@
+"""The kinds of teacher: each owns its bytes, its arithmetic, its loading and its part of the loss.
+
+A kind is a frozen value, static under jit. `ask_kinds` is the one place where the config's strings
+become kinds.
+"""
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from kdjax.config import Config
+from kdjax.data.rows import RowSet
+from kdjax.data.teacher_cache import About, read_index
+from kdjax.device import sharding
+from kdjax.errors import UserError
+from kdjax.formats.blocks import BLOCKS
+from kdjax.losses.chunked import EvalSums, HeadSpec, LossSums, head_evaluation, head_loss
+from kdjax.losses.divergences import parse_divergence
+from kdjax.losses.topk import (
+    TopEvalSums,
+    TopTeacher,
+    cached_head_evaluation,
+    cached_head_loss,
+    top_of_teacher,
+)
+from kdjax.models.checkpoint import Checkpoint
+from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
+from kdjax.models.model import Model, check_float8, load_model
+from kdjax.models.weights import from_bits
+from kdjax.training.pair import Pair
+
+_log = logging.getLogger("kdjax")
+
+Size = int | float  # bytes
+Batch = dict[str, Array]
+Student = tuple[Array, Array]  # hidden states [B, T, D] and head [V, D]
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherKind:
+    """How a teacher is kept and how it reaches the loss; the base runs beside the student."""
+
+    name: ClassVar[str] = ""  # as logs, plans and caches call it
+    runs: ClassVar[bool] = True  # whether it computes hidden states in every step
+    logit_bytes: ClassVar[int] = 4  # of its float32 logits, an id of a position in a chunk
+    flop_rate: ClassVar[float] = 1.0  # of its products, in units of bf16's
+
+    def check(self, placement: Any) -> None:
+        """Raises `UserError` for devices that cannot run it."""
+
+    def label(self, dtype: Any) -> str:
+        """What is resident, for the plan; `dtype` is that of dequantized numbers."""
+        return jnp.dtype(dtype).name
+
+    def decoded_bytes(self, dtype: Any) -> int:
+        """Bytes a number of one layer, or of the head, while it is decoded for use; 0: never."""
+        return 0
+
+    def activation_bytes(self, width: Size) -> Size:
+        """Bytes a position beside the activations, of an MLP of `width` units."""
+        return 0
+
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+        """On each device, with the head cut to `width` rows."""
+        raise NotImplementedError
+
+    def flops(self, teacher: Checkpoint, width: int, seq_len: int) -> float:
+        """FLOP a position of a step."""
+        return teacher.spec.forward_flops(seq_len)
+
+    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
+        """The teacher on `compute.placement`, its head cut to `width` rows."""
+        raise NotImplementedError
+
+    def read_hidden(self, teacher: ModelFunctions, params: Params, batch: Batch) -> Array:
+        """The teacher's hidden states `[B, T, D]`."""
+        columns = batch["tokens"], batch["segment_ids"], batch["positions"]
+        return jax.lax.stop_gradient(teacher.hidden(params, *columns))
+
+    def sum_loss(
+        self,
+        student: Student,
+        teacher: ModelFunctions | None,
+        params: Params,
+        batch: Batch,
+        spec: HeadSpec,
+    ) -> LossSums:
+        """Sums of the loss over a batch's weighted positions; `params` are the teacher's."""
+        return self._compare(head_loss, student, teacher, params, batch, spec)
+
+    def sum_evaluation(
+        self,
+        student: Student,
+        teacher: ModelFunctions | None,
+        params: Params,
+        batch: Batch,
+        spec: HeadSpec,
+    ) -> EvalSums | TopEvalSums:
+        """Held-out sums over a batch's weighted positions."""
+        return self._compare(head_evaluation, student, teacher, params, batch, spec)
+
+    def _compare(self, compare: Any, student: Student, teacher: ModelFunctions | None,
+                 params: Params, batch: Batch, spec: HeadSpec) -> Any:  # fmt: skip
+        assert teacher is not None
+        hidden = self.read_hidden(teacher, params, batch)
+        head = teacher.stored_head(params)
+        return compare(*student, hidden, head, batch["labels"], batch["weights"], spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(TeacherKind):
+    """Numbers, dequantized at load."""
+
+    name: ClassVar[str] = "dequant"
+
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+        return sharding.tree_bytes(_narrow_shapes(teacher, width, dtype), mesh)
+
+    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
+        return load_model(teacher, "dense", compute).narrow(width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(TeacherKind):
+    """The file's own blocks, decoded a layer at a time."""
+
+    name: ClassVar[str] = "q4k"
+
+    def label(self, dtype: Any) -> str:
+        return "packed blocks"
+
+    def decoded_bytes(self, dtype: Any) -> int:
+        return jnp.dtype(dtype).itemsize
+
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+        spec, total = teacher.spec, 0.0
+        head = ("embed",) if spec.tied else ("head",)
+        for path, names in teacher.names.items():
+            kept = width / spec.vocab_size if path == head else 1.0
+            for info in map(teacher.table.info, names):
+                if len(info.shape) == 2:
+                    blocks = info.shape[0], info.shape[1] // BLOCKS[info.dtype].elements
+                    total += kept * info.nbytes / sharding.count_shards(path, blocks, mesh)
+                else:
+                    total += jnp.dtype(dtype).itemsize * info.shape[0]
+        return total
+
+    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
+        return load_model(teacher, "packed", compute).narrow(width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(TeacherKind):
+    """float8_e4m3fn with a scale a row, multiplied as such; `precise` sums in float32."""
+
+    name: ClassVar[str] = "fp8"
+    flop_rate: ClassVar[float] = 2.0  # data sheets give float8 twice the rate of bf16
+    precise: bool = False
+
+    def check(self, placement: Any) -> None:
+        check_float8(placement)
+
+    def label(self, dtype: Any) -> str:
+        return "float8 and scales"
+
+    def activation_bytes(self, width: Size) -> Size:
+        return width  # what the down projection multiplies, in float8
+
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+        total: Size = 0
+        for path, leaf in sharding.named_leaves(_narrow_shapes(teacher, width, dtype)):
+            itemsize = leaf.dtype.itemsize
+            if len(leaf.shape) == 3 or path == ("head",):
+                itemsize, scales = 1, (*leaf.shape[:-1], 1)
+                total += 4 * math.prod(scales) / sharding.count_shards(path, scales, mesh)
+            total += itemsize * leaf.size / sharding.count_shards(path, leaf.shape, mesh)
+        return total
+
+    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
+        weights = "float8_precise" if self.precise else "float8"
+        return load_model(teacher, weights, compute).narrow(width)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedHidden(TeacherKind):
+    """Hidden states that come with the batch, and the head that makes logits of them."""
+
+    name: ClassVar[str] = "hidden"
+    runs: ClassVar[bool] = False
+
+    def label(self, dtype: Any) -> str:
+        return "its head"
+
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+        head = width * teacher.spec.hidden_size * jnp.dtype(dtype).itemsize
+        return head / mesh.shape["tensor"]
+
+    def flops(self, teacher: Checkpoint, width: int, seq_len: int) -> float:
+        return 2.0 * width * teacher.spec.hidden_size
+
+    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
+        return load_head(teacher, compute).narrow(width)
+
+    def read_hidden(self, teacher: ModelFunctions, params: Params, batch: Batch) -> Array:
+        return from_bits(batch["teacher_hidden"])
+
+    def make_records(
+        self, teacher: ModelFunctions, params: Params, batch: Batch, spec: HeadSpec
+    ) -> dict[str, Array]:
+        """What the cache keeps of a running teacher; zeros at positions without weight."""
+        hidden = TeacherKind.read_hidden(self, teacher, params, batch)
+        # Positions without weight may hold anything, NaN too, and are never read.
+        return {"hidden": jnp.where((batch["weights"] != 0)[..., None], hidden, 0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedTopK(TeacherKind):
+    """The likeliest ids of each position, which come with the batch; nothing is loaded."""
+
+    name: ClassVar[str] = "topk"
+    runs: ClassVar[bool] = False
+    logit_bytes: ClassVar[int] = 0
+    k: int = 0  # ids a position; 0: as the cache says
+
+    def label(self, dtype: Any) -> str:
+        return "cached"
+
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+        return 0
+
+    def flops(self, teacher: Checkpoint, width: int, seq_len: int) -> float:
+        return 0.0
+
+    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
+        return load_head(teacher, compute, empty=True)
+
+    def sum_loss(self, student: Student, teacher: ModelFunctions | None, params: Params,
+                 batch: Batch, spec: HeadSpec) -> LossSums:  # fmt: skip
+        top: Any = cached_head_loss  # custom_vjp hides what it returns
+        return top(*student, TopTeacher.of(batch), batch["labels"], batch["weights"], spec)
+
+    def sum_evaluation(self, student: Student, teacher: ModelFunctions | None, params: Params,
+                       batch: Batch, spec: HeadSpec) -> TopEvalSums:  # fmt: skip
+        top = TopTeacher.of(batch)
+        return cached_head_evaluation(*student, top, batch["labels"], batch["weights"], spec)
+
+    def make_records(
+        self, teacher: ModelFunctions, params: Params, batch: Batch, spec: HeadSpec
+    ) -> dict[str, Array]:
+        """What the cache keeps of a running teacher."""
+        hidden = TeacherKind.read_hidden(self, teacher, params, batch)
+        ends = batch["labels"], batch["weights"], spec, self.k
+        return top_of_teacher(hidden, teacher.head(params), *ends)._asdict()
+
+
+@dataclasses.dataclass(frozen=True)
+class NoTeacher(TeacherKind):
+    """None: the student trains on the text alone."""
+
+    name: ClassVar[str] = "none"
+    runs: ClassVar[bool] = False
+    logit_bytes: ClassVar[int] = 0
+
+    def _compare(self, compare: Any, student: Student, teacher: Any, params: Params,
+                 batch: Batch, spec: HeadSpec) -> Any:  # fmt: skip
+        return compare(*student, None, None, batch["labels"], batch["weights"], spec)
+
+
+CACHED: dict[str, type[CachedHidden] | type[CachedTopK]] = {
+    "hidden": CachedHidden,
+    "topk": CachedTopK,
+}
+
+
+def ask_kinds(config: Config) -> tuple[TeacherKind, ...]:
+    """The kinds that the config allows, fastest first: one, or with backend "auto" two.
+
+    Raises `UserError` for settings that contradict each other, and for a cache of likeliest ids
+    under a divergence that does not say what it does with the tail.
+    """
+    teacher = config.teacher
+    if not teacher.path:
+        return (NoTeacher(),)
+    if teacher.cache:
+        about = read_index(Path(teacher.cache))[0]
+        if about.kind == CachedTopK.name:
+            check_tail(config)
+            return (CachedTopK(about.k),)
+        return (CachedHidden(),)
+    if teacher.compute != "train":
+        if teacher.backend != "auto":
+            raise UserError(
+                f"found teacher.compute={teacher.compute!r} with the teacher backend "
+                f"{teacher.backend!r}; expected backend 'auto': fp8 products need weights of their "
+                "own kind. Leave one of them out."
+            )
+        return (Float8(precise=teacher.compute == "fp8_precise"),)
+    return {"auto": (Dense(), Packed()), "dequant": (Dense(),), "q4k": (Packed(),)}[teacher.backend]
+
+
+def check_tail(config: Config) -> None:
+    """Raises `UserError` if the loss is not defined on likeliest ids and "any other"."""
+    if not parse_divergence(config.loss.divergence).merges_tail:
+        raise UserError(
+            f"teacher.cache={config.teacher.cache} holds the likeliest ids, and "
+            f"loss.divergence={config.loss.divergence} does not say what it does with all others. "
+            "Use another divergence, or cache hidden states (--kind=hidden)."
+        )
+
+
+def describe_cache(
+    config: Config, pair: Pair, rows: RowSet, kind: CachedHidden | CachedTopK, teacher: str
+) -> About:
+    """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
+    assert pair.teacher is not None  # as `validate` asks
+    k = kind.k if isinstance(kind, CachedTopK) else 0
+    return About(
+        kind=kind.name,
+        k=k,
+        temperature=config.loss.temperature if k else None,
+        teacher=teacher,
+        rows=rows.key,
+        tokenizer=pair.tokenizer.content_hash,
+        vocabulary=(pair.vocabulary.width, pair.vocabulary.real),
+        positions=config.data.seq_len,
+        width=pair.teacher.spec.hidden_size,
+        dtype=config.train.compute_dtype,
+        compute=config.teacher.compute,
+        sides=(len(rows.train), len(rows.heldout)),
+    )
+
+
+def _narrow_shapes(teacher: Checkpoint, width: int, dtype: Any) -> Params:
+    """Shapes of a dense teacher with its head cut to `width` rows."""
+    compute = Compute(param_dtype=jnp.dtype(dtype))
+    shapes = functional(teacher.spec, compute)[1]
+    cut = dataclasses.replace(teacher.spec, vocab_size=width)
+    head = "embed" if teacher.spec.tied else "head"
+    return shapes | {head: functional(cut, compute)[1][head]}

@@ -1,0 +1,87 @@
+"""A whole run: assembled from its config, trained, and watched."""
+
+import logging
+from pathlib import Path
+
+import jax
+
+from kdjax.config import Config, validate
+from kdjax.data.pipeline import BatchSource
+from kdjax.device import runtime
+from kdjax.training.hooks import Hook, NonFiniteGuard
+from kdjax.training.job import Job, assemble
+from kdjax.training.loop import train
+from kdjax.training.saving import Checkpoints, check_fresh
+from kdjax.watch import writers
+from kdjax.watch.receipt import Receipt
+from kdjax.watch.report import Report
+from kdjax.watch.samples import Samples
+from kdjax.watch.smoke import Verdict
+
+_log = logging.getLogger("kdjax")
+
+
+def distill(
+    config: Config,
+    workdir: str | Path,
+    *,
+    batches: BatchSource | None = None,
+    verdict: Verdict | None = None,
+) -> str:
+    """Trains the config's student in `workdir`; returns "finished" or "interrupted".
+
+    A run that was stopped goes on from its newest checkpoint. `batches` replaces the batches of
+    the config's text, which stays what is held out. `verdict` judges a smoke run (`smoke.steps`).
+    Raises `UserError` for what cannot run and `NonFiniteError` for a loss that became NaN.
+
+        config = kdjax.Config()
+        config.teacher.path, config.student.path = "teacher.gguf", "student.gguf"
+        config.data.train = "corpus"
+        kdjax.distill(config, "runs/a")
+    """
+    workdir = Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    validate(config)
+    for line in runtime.configure().describe():
+        _log.info("%s", line)
+    devices = runtime.device_summary()
+    _log.info("%s", devices)
+    with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
+        if config.smoke.steps:
+            check_fresh(checkpoints.latest(), workdir)
+        if checkpoints.latest() == config.train.steps:
+            steps = config.train.steps
+            _log.info("%s already holds step %d of %d: nothing to do.", workdir, steps, steps)
+            return "finished"
+        job = assemble(config, workdir, batches)
+        hooks = make_hooks(job, checkpoints, devices, verdict)
+        reason = train(job, checkpoints, hooks, devices.peak_flops)
+        _log.info("%s", runtime.peak_memory())
+        return reason
+
+
+def make_hooks(
+    job: Job, checkpoints: Checkpoints, devices: runtime.Devices, verdict: Verdict | None
+) -> list[Hook]:
+    """The watchers of a run in the order in which they are called; `train_end` in reverse.
+
+    The guard comes first, so that nothing records a broken step as good; the report last, since it
+    reads what the others wrote. Only the first process writes. A smoke run leaves no curves: they
+    would be joined with those of the run that it tries.
+    """
+    config, workdir = job.config, job.workdir
+    hooks: list[Hook] = [NonFiniteGuard(workdir)]
+    if jax.process_index() > 0:
+        return hooks
+    hooks += [
+        Receipt(job, checkpoints, devices, verdict),
+        writers.JsonLines(workdir),
+        writers.Terminal(),
+    ]
+    if verdict:
+        return [*hooks, verdict]
+    if config.log.tensorboard:
+        hooks.append(writers.TensorBoard(workdir))
+    if config.log.wandb_project:
+        hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
+    return [*hooks, Samples(job), Report(workdir)]
