@@ -36,7 +36,7 @@ _ROOMS = {
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
-__all__ = ["__version__", *sorted(_ROOM_OF)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_ROOM_OF)]
 
 if TYPE_CHECKING:
     from kdjax.config import Config as Config

@@ -157,7 +157,7 @@ def survey(config: Config) -> tuple[Placement, Pair, Plan]:
     else:
         _log.info("teacher: %s", describe_model(pair.teacher))
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
-    return placement, pair, choose_plan(config, pair, placement, device_summary(), kinds)
+    return placement, pair, choose_plan(config, pair, mesh, device_summary(), kinds)
 
 
 def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:

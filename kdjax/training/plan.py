@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kdjax.config import Config, flatten
 from kdjax.device import sharding
-from kdjax.device.placement import Placement
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
 from kdjax.losses.divergences import forward_kl, parse_divergence
@@ -85,11 +85,8 @@ class Plan:
         yield self.choice
 
 
-def make_plan(
-    config: Config, pair: Pair, placement: Placement, devices: Devices, kind: TeacherKind
-) -> Plan:
+def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
     """The plan of one kind of teacher and of a `student.remat` by name; allocates nothing."""
-    mesh = placement.mesh
     shapes = functional(pair.student.spec, Compute())[1]
     masters = sharding.tree_bytes(shapes, mesh)
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
@@ -105,7 +102,7 @@ def make_plan(
         f"optimizer moments, {config.optim.moment_dtype}": moments,
     }
     limit = devices.memory_bytes
-    if limit and placement.platform == "cpu":
+    if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
     return Plan(
         kind=kind,
@@ -113,7 +110,7 @@ def make_plan(
         chunk_tokens=config.loss.chunk_tokens,
         resident=resident,
         gradients=masters,
-        phases=_plan_phases(config, pair, placement, kind, masters),
+        phases=_plan_phases(config, pair, mesh, devices.platform, kind, masters),
         limit=limit,
         tokens_per_s=_bound_speed(config, pair, devices, kind),
     )
@@ -142,13 +139,13 @@ def _count_bytes(abstract: Any) -> int:
 
 
 def _plan_phases(
-    config: Config, pair: Pair, placement: Placement, kind: TeacherKind, gradients: Size
+    config: Config, pair: Pair, mesh: Mesh, platform: str, kind: TeacherKind, gradients: Size
 ) -> dict[str, dict[str, Size]]:
-    on_cpu = placement.platform == "cpu"
+    on_cpu = platform == "cpu"
     factor, overhead = (_CPU_FACTOR, {}) if on_cpu else (1.0, {"workspace": _GPU_OVERHEAD})
     return {
         name: {part: size * factor for part, size in parts.items() if size} | overhead
-        for name, parts in _Temporaries(config, pair, placement, kind, gradients).phases()
+        for name, parts in _Temporaries(config, pair, mesh, platform, kind, gradients).phases()
     }
 
 
@@ -159,20 +156,26 @@ class _Temporaries:
     """
 
     def __init__(
-        self, config: Config, pair: Pair, placement: Placement, kind: TeacherKind, gradients: Size
+        self,
+        config: Config,
+        pair: Pair,
+        mesh: Mesh,
+        platform: str,
+        kind: TeacherKind,
+        gradients: Size,
     ):
         self._config, self._kind, self._gradients = config, kind, gradients
-        self._on_gpu = placement.platform != "cpu"
+        self._on_gpu = platform != "cpu"
         self._student = pair.student.spec
         self._teacher = pair.teacher.spec if pair.teacher else None
-        self._tensor = placement.mesh.shape["tensor"]
-        self._shards = sharding.row_shards(placement.mesh)
+        self._tensor = mesh.shape["tensor"]
+        self._shards = sharding.row_shards(mesh)
         self._width = pair.vocabulary.width / self._tensor
         self._size = jnp.dtype(config.train.compute_dtype).itemsize
         self._decoded = kind.decoded_bytes(config.teacher.param_dtype)
         self._sums_logits = (  # in kernels, without an intermediate beside the logits
-            placement.platform == "gpu"
-            and placement.alone
+            platform == "gpu"
+            and mesh.size == 1
             and parse_divergence(config.loss.divergence) == forward_kl
         )
 
@@ -253,7 +256,7 @@ def _keep_a_position(spec: ArchSpec, remat: str, size: int) -> Size:
 def choose_plan(
     config: Config,
     pair: Pair,
-    placement: Placement,
+    mesh: Mesh,
     devices: Devices,
     kinds: Sequence[TeacherKind],
 ) -> Plan:
@@ -264,14 +267,14 @@ def choose_plan(
     name and is not refused: the plan may be wrong by a few percent.
     """
     # On a CPU "none" is hardly faster, and the memory is other programs' too.
-    roomy = placement.platform != "cpu" and bool(devices.memory_bytes)
+    roomy = devices.platform != "cpu" and bool(devices.memory_bytes)
     remats = (config.student.remat,)
     if remats == ("auto",):
         remats = ("none", "dots", "full") if roomy else ("full",)
     chunk = config.loss.chunk_tokens or _CHUNKS[-1]
 
     def plan(remat: str, kind: TeacherKind, chunk: int) -> Plan:
-        return make_plan(replace_settings(config, remat, chunk), pair, placement, devices, kind)
+        return make_plan(replace_settings(config, remat, chunk), pair, mesh, devices, kind)
 
     tried: list[Plan] = []
     for remat, kind in itertools.product(remats, kinds):
@@ -287,7 +290,7 @@ def choose_plan(
     reason = f"{', '.join(sizes)}; the device {offered}"
     if len(kinds) > 1 and best.missing:
         asked = replace_settings(config, config.student.remat, chunk)
-        remedy = _find_remedy(asked, pair, placement, best)
+        remedy = _find_remedy(asked, pair, mesh, devices.platform, best)
         raise UserError(
             f"this run does not fit: {reason}, {best.missing / 1e9:.2f} too little. {remedy}"
         )
@@ -315,9 +318,9 @@ def replace_settings(config: Config, remat: str, chunk_tokens: int) -> Config:
     )
 
 
-def _find_remedy(config: Config, pair: Pair, placement: Placement, plan: Plan) -> str:
+def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Plan) -> str:
     """The mildest settings under which `plan`, of the packed teacher, would fit."""
-    shards = sharding.row_shards(placement.mesh)
+    shards = sharding.row_shards(mesh)
     rows = config.train.batch_size // shards
     asked = config.train.microbatches, config.loss.chunk_tokens, config.eval.batch_size
     parts = [n for n in range(asked[0], rows + 1) if rows % n == 0]
@@ -329,7 +332,7 @@ def _find_remedy(config: Config, pair: Pair, placement: Placement, plan: Plan) -
             train=dataclasses.replace(config.train, microbatches=part),
             eval=dataclasses.replace(config.eval, batch_size=held_out),
         )
-        phases = _plan_phases(trial, pair, placement, plan.kind, plan.gradients)
+        phases = _plan_phases(trial, pair, mesh, platform, plan.kind, plan.gradients)
         least = dataclasses.replace(plan, phases=phases)
         before, after = flatten(config), flatten(trial)
         flags = " ".join(f"--config.{k}={v}" for k, v in after.items() if before[k] != v)
