@@ -61,18 +61,22 @@ def distill(
 
 
 def make_hooks(
-    job: Job, checkpoints: Checkpoints, devices: runtime.Devices, verdict: Verdict | None
+    job: Job, checkpoints: Checkpoints, devices: runtime.Devices, verdict: Verdict | None = None
 ) -> list[Hook]:
-    """The watchers of a run in the order in which they are called; `train_end` in reverse.
+    """The hooks of `job` for this process, in the order in which the loop calls them.
 
-    The guard comes first, so that nothing records a broken step as good; the report last, since it
-    reads what the others wrote. Only the first process writes. A smoke run leaves no curves: they
-    would be joined with those of the run that it tries.
+    The guard is the first, so that no other hook records a broken step as good; every process has
+    one. All others write files or to the terminal: only the first process has them. The receipt
+    comes before the writers, so that a workdir with figures always says what they are of. Samples
+    come before the page, which is the last because it reads the files of all the others.
+
+    A smoke run has its `verdict` in place of samples and page, and leaves no curves in TensorBoard
+    or Weights & Biases: they would be joined with those of the run that it tries.
     """
     config, workdir = job.config, job.workdir
-    hooks: list[Hook] = [NonFiniteGuard(workdir)]
-    if jax.process_index() > 0:
-        return hooks
+    hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index())]
+    if jax.process_index() != 0:
+        return hooks + ([verdict] if verdict else [])  # the verdict decides the exit status
     hooks += [
         Receipt(job, checkpoints, devices, verdict),
         writers.JsonLines(workdir),
@@ -84,4 +88,12 @@ def make_hooks(
         hooks.append(writers.TensorBoard(workdir))
     if config.log.wandb_project:
         hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
-    return [*hooks, Samples(job), Report(workdir)]
+    if jax.process_count() > 1:
+        _log.info("no samples: they are made by runs of one process only")
+    elif config.eval.samples:
+        student = job.step.spec.student
+        rows, tokenizer = job.rows.heldout, job.pair.tokenizer
+        hooks.append(
+            Samples(workdir, config.eval.samples, student, job.teacher, tokenizer, rows)
+        )
+    return [*hooks, Report(workdir)]
