@@ -27,7 +27,6 @@ from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.divergences import parse_divergence
 from kdjax.losses.kd import KDLoss
-from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.models.model import Model
@@ -151,11 +150,11 @@ def survey(config: Config) -> tuple[Placement, Pair, Plan]:
         kind.check(placement)
     _check_batches(config, placement)
     pair = open_pair(config)
-    _log.info("student: %s", describe_model(pair.student))
+    _log.info("student: %s", pair.student.describe())
     if pair.teacher is None:
         _log.info("no teacher: held-out figures are the student's alone")
     else:
-        _log.info("teacher: %s", describe_model(pair.teacher))
+        _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
     return placement, pair, choose_plan(config, pair, mesh, device_summary(), kinds)
 
@@ -292,13 +291,3 @@ def build_step(
     )
     return teacher, Step(spec, shapes, placement), optim.schedule(settings)
 
-
-def describe_model(checkpoint: Checkpoint) -> str:
-    """File, family and size in one line."""
-    spec = checkpoint.spec
-    head = "tied" if spec.tied else "untied"
-    return (
-        f"{checkpoint.table.paths[0].name}: {spec.family}, {spec.num_layers} layers, width "
-        f"{spec.hidden_size}, {spec.vocab_size:,} rows, {head}, "
-        f"{spec.parameters() / 1e9:.3f} B parameters"
-    )

@@ -10,7 +10,7 @@ from kdjax.config import Config
 from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
-from kdjax.models.loading import tied_in_fact
+from kdjax.models.loading import has_tied_head
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -71,7 +71,7 @@ def open_student(config: Config) -> Checkpoint:
     head = config.student.head
     if head == "auto" and not len(student.table):
         return student
-    tied = tied_in_fact(student.table) if head == "auto" else head == "tied"
+    tied = has_tied_head(student.table) if head == "auto" else head == "tied"
     return dataclasses.replace(student, spec=dataclasses.replace(student.spec, tied=tied))
 
 
@@ -124,19 +124,19 @@ def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
     Without tokenizers their heads must have equally many rows. Raises `UserError` if the models'
     ids do not mean the same.
     """
-    real = student.tokenizer.vocab_size if student.tokenizer else student.vocab_size
+    tokenizer = student.tokenizer
     if teacher is None:
+        real = tokenizer.vocab_size if tokenizer else student.vocab_size
         return own_vocabulary(student.vocab_size, real)
-    if student.tokenizer and teacher.tokenizer:
-        rows = student.vocab_size, teacher.vocab_size
-        return align(*rows, student.tokenizer, teacher.tokenizer)
+    if tokenizer and teacher.tokenizer:
+        return align(student.vocab_size, teacher.vocab_size, tokenizer, teacher.tokenizer)
     if student.vocab_size != teacher.vocab_size:
         raise UserError(
             f"found heads of {student.vocab_size:,} rows (student) and {teacher.vocab_size:,} "
             "(teacher) and not both tokenizers; expected tokenizers, to prove that ids mean the "
             "same, or heads of equally many rows."
         )
-    known = student.tokenizer or teacher.tokenizer
+    known = tokenizer or teacher.tokenizer
     return own_vocabulary(student.vocab_size, known.vocab_size if known else student.vocab_size)
 
 

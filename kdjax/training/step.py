@@ -20,7 +20,13 @@ from flax import struct
 from jaxtyping import Array
 
 from kdjax.device.placement import Placement
-from kdjax.device.sharding import compiler_options, parameter_shardings, put_batch, replicated
+from kdjax.device.sharding import (
+    compiler_options,
+    make_mesh,
+    parameter_shardings,
+    put_batch,
+    replicated,
+)
 from kdjax.errors import UserError
 from kdjax.losses.chunked import EvalSums, HeadSpec, LossSums
 from kdjax.losses.kd import KDLoss
@@ -274,8 +280,7 @@ def make_step(
     """
     if teacher is None and loss.alpha != 1:
         raise UserError(f"found no teacher and alpha={loss.alpha}; without one alpha must be 1.")
-    if teacher is not None and teacher.placement.mesh != student.placement.mesh:
-        raise UserError("teacher and student are on different devices: load both on the same.")
+    placement = _share_placement(student, teacher)
     odd = {x.dtype.name for x in jax.tree.leaves(student.params) if not _trainable(x)}
     if odd:
         raise UserError(
@@ -284,7 +289,7 @@ def make_step(
         )
     vocabulary = share_vocabulary(student, teacher)
     head = HeadSpec(
-        loss, vocabulary.width, vocabulary.real, chunk_tokens, student.placement.kernels
+        loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels
     )
     spec = StepSpec(
         student=student.functions,
@@ -294,7 +299,17 @@ def make_step(
         tx=optimizer,
         microbatches=microbatches,
     )
-    return Step(spec, student.params, student.placement)
+    return Step(spec, student.params, placement)
+
+
+def _share_placement(student: Model, teacher: Model | None) -> Placement:
+    """Where both models are; a module of one's own, which is nowhere, goes where the teacher is."""
+    known = [model.placement for model in (student, teacher) if model and model.placement]
+    if not known:
+        return Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+    if known[0].mesh != known[-1].mesh:
+        raise UserError("teacher and student are on different devices: load both on the same.")
+    return known[0]
 
 
 def _trainable(leaf: Any) -> bool:

@@ -19,6 +19,7 @@ from kdjax.config import Config
 from kdjax.data.rows import RowSet
 from kdjax.data.teacher_cache import About, read_index
 from kdjax.device import sharding
+from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats.blocks import BLOCKS
 from kdjax.losses.chunked import EvalSums, HeadSpec, LossSums, head_evaluation, head_loss
@@ -32,7 +33,7 @@ from kdjax.losses.topk import (
 )
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
-from kdjax.models.model import Model, check_float8, load_model
+from kdjax.models.model import Model, check_fp8, load_head, load_model, narrow_head
 from kdjax.models.weights import from_bits
 from kdjax.training.pair import Pair
 
@@ -52,7 +53,12 @@ class TeacherKind:
     logit_bytes: ClassVar[int] = 4  # of its float32 logits, an id of a position in a chunk
     flop_rate: ClassVar[float] = 1.0  # of its products, in units of bf16's
 
-    def check(self, placement: Any) -> None:
+    @property
+    def weights(self) -> str:
+        """As `load_model` calls them."""
+        return "dense"
+
+    def check(self, placement: Placement) -> None:
         """Raises `UserError` for devices that cannot run it."""
 
     def label(self, dtype: Any) -> str:
@@ -76,8 +82,17 @@ class TeacherKind:
         return teacher.spec.forward_flops(seq_len)
 
     def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        """The teacher on `compute.placement`, its head cut to `width` rows."""
-        raise NotImplementedError
+        """The teacher on the compute's placement, its head cut to `width` rows."""
+        assert compute.placement is not None
+        model = load_model(
+            teacher,
+            placement=compute.placement,
+            weights=self.weights,
+            dtype=compute.param_dtype,
+            compute_dtype=compute.dtype,
+            max_segments=compute.max_segments,
+        )
+        return narrow_head(model, width)
 
     def read_hidden(self, teacher: ModelFunctions, params: Params, batch: Batch) -> Array:
         """The teacher's hidden states `[B, T, D]`."""
@@ -123,15 +138,16 @@ class Dense(TeacherKind):
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
         return sharding.tree_bytes(_narrow_shapes(teacher, width, dtype), mesh)
 
-    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        return load_model(teacher, "dense", compute).narrow(width)
-
 
 @dataclasses.dataclass(frozen=True)
 class Packed(TeacherKind):
     """The file's own blocks, decoded a layer at a time."""
 
     name: ClassVar[str] = "q4k"
+
+    @property
+    def weights(self) -> str:
+        return "packed"
 
     def label(self, dtype: Any) -> str:
         return "packed blocks"
@@ -152,9 +168,6 @@ class Packed(TeacherKind):
                     total += jnp.dtype(dtype).itemsize * info.shape[0]
         return total
 
-    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        return load_model(teacher, "packed", compute).narrow(width)
-
 
 @dataclasses.dataclass(frozen=True)
 class Float8(TeacherKind):
@@ -164,8 +177,12 @@ class Float8(TeacherKind):
     flop_rate: ClassVar[float] = 2.0  # data sheets give float8 twice the rate of bf16
     precise: bool = False
 
-    def check(self, placement: Any) -> None:
-        check_float8(placement)
+    @property
+    def weights(self) -> str:
+        return "float8_precise" if self.precise else "float8"
+
+    def check(self, placement: Placement) -> None:
+        check_fp8(placement.mesh.devices.flat[0])
 
     def label(self, dtype: Any) -> str:
         return "float8 and scales"
@@ -182,10 +199,6 @@ class Float8(TeacherKind):
                 total += 4 * math.prod(scales) / sharding.count_shards(path, scales, mesh)
             total += itemsize * leaf.size / sharding.count_shards(path, leaf.shape, mesh)
         return total
-
-    def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        weights = "float8_precise" if self.precise else "float8"
-        return load_model(teacher, weights, compute).narrow(width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +219,7 @@ class CachedHidden(TeacherKind):
         return 2.0 * width * teacher.spec.hidden_size
 
     def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        return load_head(teacher, compute).narrow(width)
+        return narrow_head(load_head(teacher, compute), width)
 
     def read_hidden(self, teacher: ModelFunctions, params: Params, batch: Batch) -> Array:
         return from_bits(batch["teacher_hidden"])
