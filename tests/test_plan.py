@@ -29,6 +29,7 @@ from kdjax.formats.synthetic import (
     write_random_gguf,
 )
 from kdjax.models.arch import spec_from_table
+from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import plan, teachers
 from kdjax.training.job import assemble
@@ -76,9 +77,8 @@ def pairs(tmp_path_factory):
     made = {}
     for name in ("7b", "1.5b"):
         teacher = Header(QWEN25_SHAPES[name])
-        specs = spec_from_table(teacher), spec_from_table(student)
-        vocabulary = Vocabulary(151936, 151665)
-        made[name] = Sources(teacher, student, *specs, tokenizer, vocabulary)
+        checkpoints = (Checkpoint(table, spec_from_table(table)) for table in (teacher, student))
+        made[name] = Pair(*checkpoints, tokenizer, Vocabulary(151936, 151665))
     return made
 
 
@@ -342,9 +342,9 @@ def test_one_number_makes_a_difference(renamed, tmp_path, name):
             raw.flat[-1] ^= 0x20  # of the last block: no shortcut over the first rows finds it
         tensors.append((key, table.info(key).dtype, table.info(key).shape, raw))
     write_gguf(tmp_path / "other.gguf", dict(table.metadata), tensors)
-    other = open_table(tmp_path / "other.gguf")
-    assert same_weights(table, open_table(renamed.student.path))
-    assert not same_weights(table, other)
+    teacher = open_checkpoint(renamed.teacher.path)
+    assert same_weights(teacher, open_checkpoint(renamed.student.path))
+    assert not same_weights(teacher, open_checkpoint(tmp_path / "other.gguf"))
     renamed.student.path = str(tmp_path / "other.gguf")
     assert open_pair(renamed).student.spec.num_layers == 3
 
@@ -361,4 +361,4 @@ def test_other_types_with_the_same_numbers_are_the_same(tmp_path):
             raw = words.view(np.uint8)
         tensors.append((name, "F32", info.shape, raw))
     write_gguf(paths[1], dict(table.metadata), tensors)
-    assert same_weights(*map(open_table, paths))
+    assert same_weights(*map(open_checkpoint, paths))

@@ -200,7 +200,9 @@ def test_teacher_is_an_argument_and_keeps_its_bytes():
 def test_one_trace_and_a_falling_loss_over_steps():
     built = build(student="qwen3", alpha=0.0)
     chex.clear_trace_counter()
-    counted = chex.assert_max_traces(lambda s, t, b: step.kd_step(s, t, b, spec=built.step.spec), n=1)
+    counted = chex.assert_max_traces(
+        lambda s, t, b: step.kd_step(s, t, b, spec=built.step.spec), n=1
+    )
     train = jax.jit(counted, out_shardings=(built.step.shardings, None))
     state, losses = built.state, []
     for _ in range(12):

@@ -204,11 +204,11 @@ def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path)
     for backend in ("dequant", "q4k"):
         tiny_config.teacher.backend = backend
         job = assemble(tiny_config, tmp_path)
-        assert backend in job.teacher.info.kind
+        assert backend in job.teacher.kind
         with contextlib.closing(Checkpoints(tmp_path / "none", 1)) as none:
             state, _ = job.state(none)
         batch = next(job.eval_batches())
-        figures[backend] = job.eval_step(state.params, job.teacher.params, batch)
+        figures[backend] = job.step.evaluate(state.params, job.teacher.params, batch)
         assert job.teacher.info.vocab_size == 320  # the student's, of 384
     assert figures["dequant"].kl > 0 and figures["dequant"].count > 0
     chex.assert_trees_all_equal(figures["dequant"], figures["q4k"])

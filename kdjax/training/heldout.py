@@ -1,7 +1,7 @@
 """Reduced numbers as (sum, count) pairs: merged over batches, divided once."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -45,14 +45,6 @@ def held_out_figures(
         figures |= {"temperature": loss.temperature, "agreement": mean["agreement"]}
     figures |= {"bytes": float(covered)} if covered else {}
     return figures | {"tokens": count}
-
-
-def step_figures(raw: Mapping[str, float]) -> dict[str, float]:
-    """One optimizer step's means of its sums `loss`, `ce`, `divergence`; the rest as they are."""
-    count = max(raw["count"], 1.0)
-    figures = {name: raw[name] / count for name in ("loss", "ce", "divergence") if name in raw}
-    figures |= {name: raw[name] for name in ("grad_norm", "learning_rate")}
-    return figures | {"tokens": raw["count"]}
 
 
 def held_out(

@@ -25,7 +25,6 @@ from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
-from kdjax.losses.divergences import parse_divergence
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
@@ -273,9 +272,8 @@ def build_step(
     )
     functions, shapes = functional(pair.student.spec, compute)
     settings = optim.OptimSpec(total_steps=config.train.steps, **dataclasses.asdict(config.optim))
-    divergence = parse_divergence(config.loss.divergence)
     head = HeadSpec(
-        KDLoss(divergence, config.loss.temperature, config.loss.alpha),
+        KDLoss(config.loss.divergence, config.loss.temperature, config.loss.alpha),
         pair.vocabulary.width,
         pair.vocabulary.real,
         config.loss.chunk_tokens,
@@ -290,4 +288,3 @@ def build_step(
         microbatches=config.train.microbatches,
     )
     return teacher, Step(spec, shapes, placement), optim.schedule(settings)
-

@@ -110,7 +110,14 @@ def _run_steps(
         return step == last or (every > 0 and step % every == 0)
 
     def evaluate(step: int, state: TrainState) -> None:
-        figures = held_out(job, state.params)
+        figures = held_out(
+            job.step.evaluate,
+            state.params,
+            job.teacher_params,
+            job.eval_batches(),
+            job.step.spec.head.loss,
+            job.heldout_bytes,
+        )
         for hook in hooks:
             hook.eval_end(step, figures)
         for hook in hooks:

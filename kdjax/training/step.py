@@ -288,9 +288,7 @@ def make_step(
             'gradient reaches. Load it with dtype="float32" and weights="dense".'
         )
     vocabulary = share_vocabulary(student, teacher)
-    head = HeadSpec(
-        loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels
-    )
+    head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
     spec = StepSpec(
         student=student.functions,
         teacher=teacher and teacher.functions,

@@ -14,7 +14,7 @@ from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, check_fresh
 from kdjax.watch import writers
 from kdjax.watch.receipt import Receipt
-from kdjax.watch.report import Report
+from kdjax.watch.report import ReportPage
 from kdjax.watch.samples import Samples
 from kdjax.watch.smoke import Verdict
 
@@ -93,7 +93,5 @@ def make_hooks(
     elif config.eval.samples:
         student = job.step.spec.student
         rows, tokenizer = job.rows.heldout, job.pair.tokenizer
-        hooks.append(
-            Samples(workdir, config.eval.samples, student, job.teacher, tokenizer, rows)
-        )
-    return [*hooks, Report(workdir)]
+        hooks.append(Samples(workdir, config.eval.samples, student, job.teacher, tokenizer, rows))
+    return [*hooks, ReportPage(workdir)]
