@@ -191,11 +191,11 @@ def test_a_run_with_an_fp8_teacher(tiny_config, tmp_path, caplog):
     with contextlib.closing(Checkpoints(tmp_path / "none", 1)) as none:
         state, _ = job.state(none)
     batch = next(job.eval_batches())
-    sums = job.step.evaluate(state.params, job.teacher.params, batch)
-    assert "fp8" in job.teacher.kind and np.isfinite(sums.kl) and sums.kl > 0
+    sums = job.eval_step(state.params, job.teacher.params, batch)
+    assert "fp8" in job.teacher.info.kind and np.isfinite(sums.kl) and sums.kl > 0
     made = survey(tiny_config)[2]
     assert made.backend == "fp8" and "asked for" in made.choice
-    assert made.resident["teacher, float8 and scales"] == job.teacher.resident_bytes
+    assert made.resident["teacher, float8 and scales"] == job.teacher.info.resident_bytes
 
 
 def test_a_run_does_not_resume_with_another_compute():

@@ -43,8 +43,8 @@ def job(models, tmp_path_factory):
 
 
 def hook_for(job, workdir, count=2, teacher=None):
-    return Samples(workdir, count, job.step.spec.student, teacher or job.teacher,
-                   job.pair.tokenizer, job.rows.heldout)  # fmt: skip
+    return Samples(workdir, count, job.step_spec.student, teacher or job.teacher,
+                   job.sources.tokenizer, job.rows.heldout)  # fmt: skip
 
 
 def go(job, workdir, *hooks):
@@ -82,12 +82,12 @@ def test_the_students_own_words_before_and_after(job, straight):
         steps = [sample[when]["step"] for when in ("before", "after")]
         assert steps == [0, 4]
         assert 1 <= len(sample["prompt_ids"]) <= samples.PROMPT_TOKENS
-        assert sample["prompt"] == job.pair.tokenizer.decode(sample["prompt_ids"])
+        assert sample["prompt"] == job.sources.tokenizer.decode(sample["prompt_ids"])
         for when in ("before", "after"):
             tokens = sample[when]["tokens"]
             assert len(tokens) <= samples.NEW_TOKENS
             ids = [token["id"] for token in tokens]
-            assert "".join(t["text"] for t in tokens) == job.pair.tokenizer.decode(ids)
+            assert "".join(t["text"] for t in tokens) == job.sources.tokenizer.decode(ids)
             for token in tokens:
                 opinion = token["teacher"]
                 assert 0 < opinion["of_students_id"] <= opinion["probability"] <= 1

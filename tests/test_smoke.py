@@ -2,23 +2,22 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
-import types
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_tiny_config, without_page
-from kdjax.watch.watchers import make_hooks
 from scipy.special import rel_entr
 from test_run import Recorder
 
 from kdjax.commands import train as main
 from kdjax.config import Config, SmokeConfig
 from kdjax.device import runtime
-from kdjax.errors import UserError
+from kdjax.errors import SMOKE_FAILED, UserError
 from kdjax.losses.chunked import EvalSums, HeadSpec, head_evaluation
 from kdjax.losses.kd import KDLoss
 from kdjax.training.heldout import held_out_figures
@@ -26,8 +25,10 @@ from kdjax.training.hooks import NonFiniteError, Run, StepRecord
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, saved_steps
-from kdjax.watch import provenance, receipt
+from kdjax.watch import provenance
 from kdjax.watch.smoke import Verdict
+from kdjax.watch.verify import verify
+from kdjax.watch.watchers import make_hooks
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +91,7 @@ def test_a_trial_is_the_start_of_the_run_and_leaves_no_trace_in_it(job, tmp_path
                               f"{loss[1]:.6f} in 7 steps\n")  # fmt: skip
     for part in (f"kl {first['kl']:.6f} -> {last['kl']:.6f}", "s a step", "10 steps would take"):
         assert part in printed
-    assert "checkpoint: none: a smoke run saves nothing" in "\n".join(
-        receipt.verify(tmp_path / "run")
-    )
+    assert "checkpoint: none: a smoke run saves nothing" in "\n".join(verify(tmp_path / "run"))
 
     # The run itself, in the same workdir, is what it would have been without the trial.
     whole, _, _ = go(job, tmp_path / "run", 0)
@@ -118,13 +117,9 @@ def test_the_command_exits_3_when_the_loss_rises(tiny_config, tmp_path, monkeypa
     tiny_config.optim.learning_rate, tiny_config.optim.warmup_steps = 0.3, 0
     tiny_config.smoke.steps = 2
     tiny_config.log.tensorboard = True
-    monkeypatch.setattr(main, "_CONFIG", types.SimpleNamespace(value=tiny_config))
-    monkeypatch.setattr(main, "_WORKDIR", types.SimpleNamespace(value=str(tmp_path / "run")))
-    for name, kept in (("handlers", []), ("propagate", True), ("level", 0)):
-        monkeypatch.setattr(main._log, name, kept)  # which main sets
-    code = main.main(["kdjax"])
+    code = main.train_and_report(tiny_config, main.open_workdir(tmp_path / "run"))
     output = capsys.readouterr().out
-    assert code == main.SMOKE_FAILED == 3, output
+    assert code == SMOKE_FAILED == 3, output
     assert "F-DISTILL-SMOKE-001 FAIL: held-out loss did not fall: " in output
     assert "done:" not in output
     found = provenance.read(tmp_path / "run")
@@ -251,3 +246,19 @@ def test_metrics_stay_json_when_the_student_is_ruined(tmp_path):
     text = (tmp_path / "metrics.jsonl").read_text()
     parsed = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert parsed == {"kind": "eval", "step": 1, "kl": None, "student_ce": None, "agreement": 0.5}
+
+
+def test_a_trial_is_decided_only_by_all_of_its_steps():
+    """Trials of 1 to 6 steps, ended after 0 to 6, with a loss that fell."""
+    figures = dict(loss=2.0, student_ce=2.0, divergence=0.1, kl=0.1)
+    for wanted, done in itertools.product(range(1, 6 + 1), range(6 + 1)):
+        config = Config()
+        config.smoke.steps = wanted
+        verdict = Verdict(config)
+        verdict.eval_end(0, figures)
+        for i in range(done):
+            verdict.step_end(StepRecord(i + 1, {}, 1.0, {}))
+        verdict.eval_end(done, figures | {"loss": 1.0} if done else figures)
+        outcome = verdict.outcome(None)
+        assert outcome["verdict"] == ("PASS" if done == wanted else "UNDECIDED")
+        assert outcome["steps"] == done
