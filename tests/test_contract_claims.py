@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 from test_probe import GB10, H200
+from toy_teacher import next_id_teacher
 
 from kdjax.config import TEACHER_BACKENDS, Config
 from kdjax.data import pipeline
@@ -25,7 +26,7 @@ from kdjax.formats.apr.table import AprTable, write_apr
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes, split
 from kdjax.losses.chunked import EvalSums, HeadSpec, head_loss
 from kdjax.losses.kd import KDLoss, kd_logit_gradient, kd_loss
-from kdjax.models.model import fixture, truncated
+from kdjax.models.model import narrow_head
 from kdjax.models.weights import Packed
 from kdjax.training import plan, step
 from kdjax.training.heldout import held_out_figures, step_figures
@@ -102,25 +103,25 @@ def test_no_gradient_reaches_the_teacher_in_either_precision():
 def test_the_width_after_truncation_is_the_smaller_one_or_an_error():
     """Teachers of 1 to 8 ids, cut to -1 to 9."""
     for native, wanted in itertools.product(range(1, 8 + 1), range(-1, 10)):
-        teacher = fixture(native)
+        teacher = next_id_teacher(native)
         if not 1 <= wanted <= native:
             with pytest.raises(UserError, match=f"{native} rows to cut to {wanted}"):
-                truncated(teacher, wanted)
+                narrow_head(teacher, wanted)
             continue
-        cut = truncated(teacher, wanted)
-        assert cut.info.vocab_size == cut.params["head"].shape[0] == wanted
+        cut = narrow_head(teacher, wanted)
+        assert cut.vocab_size == cut.params["head"].shape[0] == wanted
 
 
 @settings(max_examples=25, deadline=None)
 @given(kept=st.integers(1, 8), seed=st.integers(0, 1000))
 def test_truncation_keeps_ranks_and_probabilities_of_what_is_left(kept, seed):
     """Cut before the softmax: the ratios among the ids that stay are unchanged."""
-    teacher = fixture(8)
+    teacher = next_id_teacher(8)
     noise = np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32)
     teacher.params["head"] = jnp.asarray(noise)
     rows = [jnp.asarray([[seed % 8, 3]], jnp.int32)] * 3
     whole = np.asarray(teacher.logits(*rows))[..., :kept]
-    cut = np.asarray(truncated(teacher, kept).logits(*rows))
+    cut = np.asarray(narrow_head(teacher, kept).logits(*rows))
     np.testing.assert_array_equal(np.argsort(cut, -1), np.argsort(whole, -1))
     np.testing.assert_allclose(log_softmax(cut, -1), log_softmax(whole, -1), atol=1e-5)
 

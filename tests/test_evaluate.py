@@ -471,9 +471,10 @@ def test_bad_input_ends_with_status_2(command, pair, arguments, message):
 
 def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mesh, command):
     from kdjax import config as config_module
+    from kdjax.formats.saved import saved_params
     from kdjax.training.job import assemble
     from kdjax.training.loop import train
-    from kdjax.training.saving import Checkpoints, saved_params
+    from kdjax.training.saving import Checkpoints
 
     tiny_config.train.steps, tiny_config.optim.warmup_steps = 2, 1
     tiny_config.checkpoint.every = tiny_config.eval.every = 1

@@ -29,11 +29,10 @@ from kdjax.formats.synthetic import (
     write_random_gguf,
 )
 from kdjax.models.arch import spec_from_table
-from kdjax.models.model import Vocabulary
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import plan
 from kdjax.training.job import assemble
-from kdjax.training.pair import Sources, open_sources, same_weights
+from kdjax.training.pair import Sources, Vocabulary, open_sources, same_weights
 
 GIB = 2**30
 H200 = Devices("gpu", "NVIDIA H200", 1, int(135.1e9), 989e12)

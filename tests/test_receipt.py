@@ -17,10 +17,11 @@ from conftest import make_tiny_config, without_page
 from kdjax._version import __version__
 from kdjax.device import runtime
 from kdjax.errors import UserError
+from kdjax.formats.saved import saved_params, saved_run
 from kdjax.training.hooks import Action, Hook, NonFiniteError, exit_status
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
-from kdjax.training.saving import Checkpoints, abstract_state, saved_params, saved_run
+from kdjax.training.saving import Checkpoints, abstract_state
 from kdjax.watch import provenance, receipt
 from kdjax.watch.verify import _CHECKS, verify
 from kdjax.watch.watchers import make_hooks

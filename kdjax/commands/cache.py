@@ -34,7 +34,7 @@ from kdjax.formats import content_hash
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import top_of_teacher
-from kdjax.models.model import TeacherLogitsProvider
+from kdjax.models.model import Model
 from kdjax.training import job
 
 _log = logging.getLogger("kdjax")
@@ -110,7 +110,7 @@ def _batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
 
 
 def _runner(
-    provider: TeacherLogitsProvider, about: About, head: HeadSpec, mesh: Any
+    provider: Model, about: About, head: HeadSpec, mesh: Any
 ) -> Callable[[dict[str, Any]], np.ndarray]:
     """The function from a batch to its records."""
 
@@ -120,12 +120,12 @@ def _runner(
     @functools.partial(jax.jit, out_shardings=place, compiler_options=options)
     def outputs(params: Any, batch: Any) -> dict[str, Any]:
         where = batch["tokens"], batch["segment_ids"], batch["positions"]
-        hidden = provider.apply.hidden(params, *where)
+        hidden = provider.functions.hidden(params, *where)
         if about.kind == "hidden":
             # Positions without weight may hold anything, NaN too, and are never read.
             return {"hidden": jnp.where((batch["weights"] != 0)[..., None], hidden, 0)}
         ends = batch["labels"], batch["weights"], head, about.k
-        return top_of_teacher(hidden, provider.apply.head(params), *ends)._asdict()
+        return top_of_teacher(hidden, provider.functions.head(params), *ends)._asdict()
 
     def run(batch: dict[str, Any]) -> np.ndarray:
         columns = {name: value for name, value in batch.items() if name != "row_ids"}

@@ -11,9 +11,11 @@ import sys
 import jax
 
 from kdjax.device import runtime, sharding
+from kdjax.device.placement import Placement
 from kdjax.errors import UserError
-from kdjax.models.checkpoint import open_form, precision
-from kdjax.models.decoding import Sampling, generate
+from kdjax.models.checkpoint import Form, open_checkpoint
+from kdjax.models.decoding import Sampling
+from kdjax.models.model import load_model
 
 
 class Stream:
@@ -49,21 +51,28 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         runtime.configure()
-        opened = open_form(args.model)
-        tokenizer = opened.tokenizer
+        form = Form.parse(args.model)
+        checkpoint = open_checkpoint(form.path)
+        tokenizer = checkpoint.tokenizer
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
         if args.chat:
             turns = [{"role": "user", "content": text}]
             text = tokenizer.render(turns, answer_next=True)
         ends = {tokenizer.end_of_text_id, tokenizer.eos_id}
-        sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
-                            tuple(sorted(ends)), tuple(args.stop), args.seed)  # fmt: skip
+        sampling = Sampling(
+            args.max_tokens,
+            args.temperature,
+            args.top_p,
+            args.top_k,
+            tuple(sorted(ends)),
+            tuple(args.stop),
+            args.seed,
+        )
         sampling.check()
         mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
-        with precision(opened):
-            provider = opened.provider(mesh)
-            generate(provider, tokenizer, [tokenizer.encode(text)], sampling, batch_size=1,
-                     on_text=Stream())  # fmt: skip
+        placement = Placement.on(mesh)
+        model = load_model(checkpoint, weights=form.weights, dtype=form.dtype, placement=placement)
+        model.generate([text], sampling, on_text=Stream())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

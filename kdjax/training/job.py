@@ -29,19 +29,13 @@ from kdjax.formats import TensorTable, content_hash
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import ArchSpec
+from kdjax.models.checkpoint import FORMS, Checkpoint
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
-from kdjax.models.model import (
-    PROVIDERS,
-    TeacherLogitsProvider,
-    Vocabulary,
-    cached,
-    check_fp8,
-    truncated,
-)
+from kdjax.models.model import Model, cached, check_fp8, load_model, narrow_head
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training import optim, step
-from kdjax.training.pair import Sources, open_sources
+from kdjax.training.pair import Sources, Vocabulary, open_sources
 from kdjax.training.plan import Plan, choose, settled, step_flops
 from kdjax.training.saving import Checkpoints, abstract_state, check_same_run
 
@@ -53,7 +47,7 @@ BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
 class Steps(NamedTuple):
     """What two checkpoints and a config make on a mesh: a teacher in memory, and both steps."""
 
-    teacher: TeacherLogitsProvider | None
+    teacher: Model | None
     step_spec: step.StepSpec
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
@@ -70,7 +64,7 @@ class Job:
     mesh: Mesh
     sources: Sources
     rows: RowSet
-    teacher: TeacherLogitsProvider | None  # None: trains on the text alone
+    teacher: Model | None  # None: trains on the text alone
     step_spec: step.StepSpec
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
@@ -258,7 +252,7 @@ def survey(config: Config) -> tuple[Mesh, Sources, Plan]:
     """
     backend = teacher_backend(config)
     if backend in FP8_COMPUTES:
-        check_fp8()
+        check_fp8(jax.local_devices()[0])
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     _check_batches(config, mesh)
     sources = open_sources(config)
@@ -304,22 +298,26 @@ def assemble(config: Config, workdir: Path) -> Job:
     return Job(config, workdir, mesh, sources, rows, *steps, run_identity, plan, cache)
 
 
-def load_teacher(
-    config: Config, sources: Sources, backend: str, mesh: Mesh
-) -> TeacherLogitsProvider | None:
+def load_teacher(config: Config, sources: Sources, backend: str, mesh: Mesh) -> Model | None:
     """The teacher, or what training needs of a cached one, over the shared vocabulary, if any."""
     if sources.teacher is None or sources.teacher_spec is None:
         return None
-    frozen = Compute(
-        dtype=jnp.dtype(config.train.compute_dtype),
-        param_dtype=jnp.dtype(config.teacher.param_dtype),
-        max_segments=config.data.max_segments,
-        placement=Placement.on(mesh),
-    )
-    make = PROVIDERS.get(backend) or functools.partial(cached, kind=backend)
-    provider = make(sources.teacher, sources.teacher_spec, frozen, mesh)
-    provider = truncated(provider, sources.vocabulary.width)
-    _log.info("%s", provider.info)
+    placement = Placement.on(mesh)
+    checkpoint = Checkpoint(sources.teacher, sources.teacher_spec)
+    dtype = config.teacher.param_dtype
+    if backend in FORMS:
+        provider = load_model(
+            checkpoint,
+            weights=FORMS[backend],
+            dtype=dtype,
+            compute_dtype=config.train.compute_dtype,
+            max_segments=config.data.max_segments,
+            placement=placement,
+        )
+    else:
+        provider = cached(checkpoint, dtype, placement, kind=backend)
+    provider = narrow_head(provider, sources.vocabulary.width)
+    _log.info("teacher: %s", provider)
     return provider
 
 
@@ -349,7 +347,7 @@ def trained(remat: str, **shared: Any) -> Compute:
     return Compute(remat=remat, scan=remat == "full", **shared)
 
 
-def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider | None,
+def _step_spec(config: Config, apply: Any, provider: Model | None,
                vocabulary: Vocabulary, placement: Placement) -> step.StepSpec:  # fmt: skip
     settings = dataclasses.asdict(config.optim)
     optim_spec = optim.OptimSpec(total_steps=config.train.steps, **settings)
@@ -362,7 +360,7 @@ def _step_spec(config: Config, apply: Any, provider: TeacherLogitsProvider | Non
     )
     return step.StepSpec(
         student=apply,
-        teacher=provider.apply if provider else None,
+        teacher=provider.functions if provider else None,
         head=head,
         tx=optim.optimizer(optim_spec),
         schedule=optim.schedule(optim_spec),

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +12,20 @@ from kdjax.errors import UserError
 from kdjax.formats import TensorTable, open_shapes, open_table
 from kdjax.formats.blocks import decode
 from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.loading import tensor_names, tied_in_fact
-from kdjax.models.model import Vocabulary, align, own_vocabulary
+from kdjax.models.loading import has_tied_head, tensor_names
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger("kdjax")
 
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The ids that student and teacher share; the loss slices both heads to `width`."""
+
+    width: int  # rows of the narrower head
+    real: int  # ids that a token of the tokenizer reaches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +74,7 @@ def student_spec(config: Config, table: TensorTable) -> ArchSpec:
     spec, head = spec_from_table(table), config.student.head
     if head == "auto" and not len(table):
         return spec
-    tied = tied_in_fact(table) if head == "auto" else head == "tied"
+    tied = has_tied_head(table) if head == "auto" else head == "tied"
     return dataclasses.replace(spec, tied=tied)
 
 
@@ -112,3 +120,66 @@ def _refuse_degenerate(config: Config, teacher: TensorTable, student: TensorTabl
         "teacher teach nothing. Give two different models, or, if this is meant, set "
         f"--config.teacher.allow_degenerate=True or {DEGENERATE_VARIABLE}=1."
     )
+
+
+def align(student: ArchSpec, teacher: ArchSpec, student_tokenizer: Tokenizer,
+          teacher_tokenizer: Tokenizer) -> Vocabulary:  # fmt: skip
+    """Decides the shared vocabulary after comparing every token, merge and special id.
+
+    Heads of one tokenizer are padded to different widths (Qwen2.5 7B: 152,064 rows, 0.5B:
+    151,936), so sizes prove nothing. Raises `UserError` naming the first id that differs.
+    """
+    real = student_tokenizer.vocab_size
+    if teacher.vocab_size < student.vocab_size or teacher_tokenizer.vocab_size < real:
+        raise UserError(
+            f"the teacher's vocabulary ({teacher_tokenizer.vocab_size:,} tokens, "
+            f"{teacher.vocab_size:,} rows) is smaller than the student's "
+            f"({student_tokenizer.vocab_size:,} tokens, {student.vocab_size:,} rows). "
+            "The teacher must know every token the student can predict: choose a teacher of the "
+            "same tokenizer family."
+        )
+    ours, theirs = student_tokenizer.tokens, teacher_tokenizer.tokens
+    for i in range(real):
+        if ours[i] != theirs[i]:
+            raise UserError(
+                f"tokenizers differ at id {i}: the student has {ours[i]!r}, the teacher "
+                f"{theirs[i]!r}. "
+                "Logits of different tokens cannot be compared: choose models of one tokenizer."
+            )
+    _check_rest(student_tokenizer, teacher_tokenizer)
+    beside = f" (the teacher's {teacher.vocab_size:,} rows)"
+    return own_vocabulary(student, student_tokenizer, beside)
+
+
+def own_vocabulary(student: ArchSpec, tokenizer: Tokenizer, beside: str = "") -> Vocabulary:
+    """The student's own vocabulary; raises `UserError` if its head has too few rows for it.
+
+    The message says `beside` after the student's rows.
+    """
+    real = tokenizer.vocab_size
+    if not 0 < real <= student.vocab_size:
+        raise UserError(
+            f"the tokenizer has {real:,} tokens, but the student's head has {student.vocab_size:,} "
+            f"rows{beside}: the checkpoint is not the one its tokenizer belongs to."
+        )
+    return Vocabulary(student.vocab_size, real)
+
+
+def _check_rest(student: Tokenizer, teacher: Tokenizer) -> None:
+    for i, (ours, theirs) in enumerate(zip(student.merges, teacher.merges, strict=False)):
+        if ours != theirs:
+            raise UserError(
+                f"tokenizers differ at merge {i}: the student has {ours!r}, the teacher "
+                f"{theirs!r}. "
+                "The same text would be cut differently: choose models of one tokenizer."
+            )
+    specials: list[tuple[str, Any, Any]] = [
+        ("special ids", sorted(student.special_ids), sorted(teacher.special_ids)),
+        ("number of merges", len(student.merges), len(teacher.merges)),
+    ]
+    for what, ours, theirs in specials:
+        if ours != theirs:
+            raise UserError(
+                f"tokenizers differ in their {what}: the student has {ours}, the teacher {theirs}. "
+                "Choose models of one tokenizer."
+            )

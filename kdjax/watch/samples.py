@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 from kdjax.data.rows import Rows
 from kdjax.formats.files import replacing
 from kdjax.losses.divergences import log_softmax
-from kdjax.models.decoder import Apply, ModelFunctions, Params
-from kdjax.models.decoding import Completion, Sampling, generate
-from kdjax.models.model import TeacherInfo, TeacherLogitsProvider
+from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
+from kdjax.models.decoding import Completion, Sampling
+from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed
 from kdjax.training.hooks import Hook, Run
@@ -59,7 +59,7 @@ def choose(rows: Rows, count: int) -> list[dict[str, Any]]:
 
 
 def judge(
-    teacher: TeacherLogitsProvider,
+    teacher: Model,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
     real: int,
@@ -79,7 +79,7 @@ def judge(
         new[row, : len(ids)] = ids
     starts = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
     return jax.device_get(
-        _judge(teacher.params, tokens, segments, starts, new, apply=teacher.apply, real=real)
+        _judge(teacher.params, tokens, segments, starts, new, apply=teacher.functions, real=real)
     )
 
 
@@ -121,7 +121,7 @@ class Samples(Hook):
     """
 
     def __init__(self, workdir: Path, count: int, student: ModelFunctions,
-                 teacher: TeacherLogitsProvider | None, tokenizer: Tokenizer,
+                 teacher: Model | None, tokenizer: Tokenizer,
                  rows: Rows):  # fmt: skip
         self._path, self._count, self._rows = workdir / FILE, count, rows
         self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
@@ -171,11 +171,12 @@ class Samples(Hook):
     def _complete(self, when: str, step: int, params: Params) -> None:
         samples = self._document["samples"]
         prompts = [sample["prompt_ids"] for sample in samples]
-        info = TeacherInfo("student", self._tokenizer.vocab_size, 0, "student")
         ends = {self._tokenizer.end_of_text_id, self._tokenizer.eos_id}
         sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tuple(sorted(ends)))
-        provider = TeacherLogitsProvider(self._student, params, info)
-        found = generate(provider, self._tokenizer, prompts, sampling, batch_size=len(prompts))
+        student = Model(
+            self._student, params, self._tokenizer.vocab_size, own_tokenizer=self._tokenizer
+        )
+        found = student.generate(prompts, sampling, batch_size=len(prompts))
         for sample, completion in zip(samples, self._described(prompts, found), strict=True):
             sample[when] = {"step": step} | completion
 
@@ -183,9 +184,9 @@ class Samples(Hook):
         judged = None
         if self._teacher is None:
             pass
-        elif not isinstance(self._teacher.apply, Apply):
+        elif not isinstance(self._teacher.functions, DecoderFunctions):
             _log.info("samples without the teacher's opinion: %s has no decoder",
-                      self._teacher.info)  # fmt: skip
+                      self._teacher)  # fmt: skip
         elif any(c.ids for c in found):
             judged = judge(self._teacher, prompts, [c.ids for c in found],
                            self._tokenizer.vocab_size)  # fmt: skip

@@ -16,10 +16,11 @@ from kdjax.config import Config, identity
 from kdjax.data.rows import packed_hash, rows_key
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
+from kdjax.formats.saved import saved_params, saved_run, saved_steps
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.job import row_settings
 from kdjax.training.pair import student_spec
-from kdjax.training.saving import changed_tensors, saved_params, saved_run, saved_steps
+from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
 
 _SHOWN = 5  # failures in the message
