@@ -11,7 +11,7 @@ device.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.3.0"
+__version__ = "0.1.0"
 
 _ROOMS = {
     "kdjax.config": ("Config",),

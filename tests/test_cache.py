@@ -249,10 +249,10 @@ def test_the_teacher_is_not_loaded(run, tmp_path, kind):
     job = assemble(config, tmp_path)
     head = 0 if kind == "topk" else 320 * 256 * 2
     assert sum(x.nbytes for x in jax.tree.leaves(job.teacher.params)) == head
-    batch = job.put(job.train_batches(None).next({}))
-    state = job.fresh_state()
+    batch = job.step.put(job.source.next({}))
+    state = job.make_state()
     arguments = jax.tree.leaves((state, batch))
-    compiled = job.train_step.lower(state, job.teacher.params, batch).compile()
+    compiled = job.step.train.lower(state, job.teacher.params, batch).compile()
     local = sum(x.addressable_shards[0].data.nbytes for x in arguments)
     assert compiled.memory_analysis().argument_size_in_bytes <= local + head + 1024
 
@@ -292,7 +292,7 @@ def test_another_teacher_is_refused(run, tmp_path):
 
 def test_batches_carry_the_rows_own_columns(run, tmp_path):
     job = assemble(with_cache(run[0], make(run, "topk", 8)), tmp_path)
-    batch, cache = job.train_batches(None).next({}), job.cache
+    batch, cache = job.source.next({}), job.cache
     for got, row in zip(batch["teacher_label"], batch["row_ids"], strict=True):
         np.testing.assert_array_equal(got, cache.train[int(row)]["teacher_label"])
     held = pipeline.eval_batches(job.rows.heldout, batch_size=2, limit=None, more=cache.heldout)

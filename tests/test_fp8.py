@@ -11,13 +11,14 @@ from scipy.special import log_softmax
 
 from kdjax.config import Config, identity, validate
 from kdjax.device import sharding
+from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode
-from kdjax.models import model as teacher
 from kdjax.models.arch import spec_from_table
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute
-from kdjax.models.model import PROVIDERS, dequantized, scaled
+from kdjax.models.model import check_fp8, load_model
 from kdjax.models.weights import Scaled, from_bits, quantize_rows, to_bits
 from kdjax.training import plan
 from kdjax.training.job import assemble, survey, teacher_backend
@@ -25,34 +26,29 @@ from kdjax.training.saving import Checkpoints
 from scripts.checks.fewer_bits import write_fewer_bits
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 300, (4, 24)), jnp.int32)
-WHERE = jnp.ones_like(TOKENS), jnp.arange(24, dtype=jnp.int32)[None].repeat(4, 0)
 
 
 def one_device():
     return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
 
 
-def provider(path, make, compute=None, mesh=None):
-    table = open_table(path)
-    compute = compute or Compute()
-    return make(table, spec_from_table(table), compute, mesh or one_device())
+def model(path, weights, mesh=None):
+    placement = Placement.on(mesh or one_device())
+    return load_model(open_checkpoint(path), weights=weights, dtype="float32", placement=placement)
 
 
 @pytest.fixture(scope="module")
 def plain(models):
-    return provider(models / "teacher.gguf", dequantized)
+    return model(models / "teacher.gguf", "dense")
 
 
 @pytest.fixture(scope="module")
 def lean(models):
-    return provider(models / "teacher.gguf", scaled)
+    return model(models / "teacher.gguf", "float8")
 
 
 def logits(made):
-    def f(params):
-        return teacher.TeacherLogitsProvider(made.apply, params, made.info).logits(TOKENS, *WHERE)
-
-    return np.asarray(jax.jit(f)(made.params), np.float64)
+    return np.asarray(made.logits(TOKENS), np.float64)
 
 
 def matrices(params):
@@ -138,10 +134,10 @@ def test_a_matrix_takes_a_byte_a_number_and_four_a_row(models, plain, lean):
     saved = 0
     for _, weight in matrices(plain.params):
         saved += 3 * weight.size - 4 * weight.size // weight.shape[-1]
-    assert lean.info.resident_bytes == plain.info.resident_bytes - saved
-    assert str(lean.info).startswith("fp8 (e4m3, fast sums) teacher teacher.gguf")
-    precise = provider(models / "teacher.gguf", PROVIDERS["fp8_precise"])
-    assert "float32 sums" in precise.info.kind
+    assert lean.resident_bytes == plain.resident_bytes - saved
+    assert str(lean).startswith("fp8 (e4m3, fast sums) teacher.gguf")
+    precise = model(models / "teacher.gguf", "float8_precise")
+    assert "float32 sums" in precise.kind
     assert all(weight.precise for _, weight in matrices(precise.params))
 
 
@@ -165,7 +161,7 @@ def test_safetensors_give_the_same_teacher(models, tmp_path, monkeypatch):
     params = load_params(table, spec, functional(spec, Compute())[1], one_device())
     export_hf(jax.device_get(params), spec, source, tmp_path / "hf")
     for a, b in zip(
-        *(jax.tree.leaves(provider(p, scaled).params) for p in (source, tmp_path / "hf")),
+        *(jax.tree.leaves(model(p, "float8").params) for p in (source, tmp_path / "hf")),
         strict=True,
     ):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -173,7 +169,7 @@ def test_safetensors_give_the_same_teacher(models, tmp_path, monkeypatch):
 
 def test_on_a_mesh_as_on_one_device(models, lean):
     alone = logits(lean)
-    spread = provider(models / "teacher.gguf", scaled, mesh=sharding.make_mesh(2, 2, 2))
+    spread = model(models / "teacher.gguf", "float8", mesh=sharding.make_mesh(2, 2, 2))
     gate = spread.params["blocks"]["mlp"]["gate"]["weight"]
     assert gate.values.addressable_shards[0].data.shape[1:] == (512 // 2, 256 // 2)
     assert gate.scale.addressable_shards[0].data.shape[1:] == (512 // 2,)
@@ -191,11 +187,11 @@ def test_a_run_with_an_fp8_teacher(tiny_config, tmp_path, caplog):
     with contextlib.closing(Checkpoints(tmp_path / "none", 1)) as none:
         state, _ = job.state(none)
     batch = next(job.eval_batches())
-    sums = job.eval_step(state.params, job.teacher.params, batch)
-    assert "fp8" in job.teacher.info.kind and np.isfinite(sums.kl) and sums.kl > 0
+    sums = job.step.evaluate(state.params, job.teacher.params, batch)
+    assert "fp8" in job.teacher.kind and np.isfinite(sums.kl) and sums.kl > 0
     made = survey(tiny_config)[2]
     assert made.backend == "fp8" and "asked for" in made.choice
-    assert made.resident["teacher, float8 and scales"] == job.teacher.info.resident_bytes
+    assert made.resident["teacher, float8 and scales"] == job.teacher.resident_bytes
 
 
 def test_a_run_does_not_resume_with_another_compute():
@@ -228,10 +224,10 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(
     Device.platform = platform
     if capability:
         Device.compute_capability = capability
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     if able:
-        teacher.check_fp8()
+        check_fp8(Device())
         return
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     tiny_config.teacher.compute, tiny_config.teacher.path = "fp8", "/none"
     with pytest.raises(UserError, match=rf"Some GPU of compute capability {capability}; expected"):
         survey(tiny_config)

@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_teacher import next_id_teacher
 
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.device import runtime
-from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
-from kdjax.models.checkpoint import open_form
-from kdjax.models.decoding import Sampling, generate, pick
-from kdjax.models.model import fixture
+from kdjax.models.checkpoint import Form
+from kdjax.models.decoding import Sampling, pick
+from kdjax.models.model import load
 
 
 @functools.cache
 def opened(path):
-    form = open_form(str(path))
-    return form.tokenizer, form.provider(make_mesh(1, 1, 1, jax.devices()[:1]))
+    form = Form.parse(path)
+    return load(form.path, weights=form.weights, dtype=form.dtype)
 
 
 def prompts_of(count, seed=0):
@@ -30,33 +30,23 @@ def prompts_of(count, seed=0):
 
 
 def run(models, form="teacher.gguf@dequant:float32", prompts=None, **sampling):
-    tokenizer, provider = opened(f"{models}/{form}")
-    batch_size = sampling.pop("batch_size", 4)
-    on_text = sampling.pop("on_text", None)
-    sampling = Sampling(**{"max_tokens": 20} | sampling)
+    settings = {"max_tokens": 20, "stop_ids": (), "batch_size": 4} | sampling
     prompts = prompts_of(4) if prompts is None else prompts
-    return generate(provider, tokenizer, prompts, sampling, batch_size=batch_size, on_text=on_text)
+    return opened(f"{models}/{form}").generate(prompts, **settings)
 
 
 def naive(models, prompt, count, form="teacher.gguf@dequant:float32"):
     """Greedy ids and their log-probabilities, the whole text read again for each."""
-    tokenizer, provider = opened(f"{models}/{form}")
+    model = opened(f"{models}/{form}")
     ids, log_probs = list(prompt), []
     length = len(prompt) + count  # one program: what stands behind a position does not reach it
-    logits_of = jax.jit(lambda p, *where: module_logits(provider, p, where))
     for at in range(len(prompt) - 1, length - 1):
         row = np.zeros((1, length), np.int32)
         row[0, : len(ids)] = ids
-        where = jnp.asarray(row), jnp.ones_like(row), jnp.arange(length, dtype=jnp.int32)[None]
-        logits = np.asarray(logits_of(provider.params, *where))[0, at, : tokenizer.vocab_size]
+        logits = np.asarray(model.logits(row))[0, at]
         ids.append(int(np.argmax(logits)))
         log_probs.append(float(jax.nn.log_softmax(logits)[ids[-1]]))
     return ids[len(prompt) :], log_probs
-
-
-def module_logits(provider, params, where):
-    hidden = provider.apply.hidden(params, *where)
-    return jnp.einsum("BTD,VD->BTV", hidden, provider.apply.head(params).astype(hidden.dtype))
 
 
 def test_greedy_with_a_cache_is_greedy_without(models):
@@ -130,7 +120,7 @@ def test_stop_ids_end_a_row_and_are_left_out(models):
 
 
 def test_stop_strings_are_cut_off_even_inside_a_token(models):
-    tokenizer, _ = opened(f"{models}/teacher.gguf@dequant:float32")
+    tokenizer = opened(f"{models}/teacher.gguf@dequant:float32").tokenizer
     free = run(models)[1]
     stop = free.text[6:9]
     end = free.text.index(stop)
@@ -170,6 +160,8 @@ def test_text_streams_as_it_grows(models, capsys):
         (dict(top_k=-1), "top_k=-1"),
         (dict(stop_strings=("",)), "no empty text"),
         (dict(prompts=[[1], []]), r"prompt 1 is empty"),
+        (dict(prompts=[[1, -1]]), r"prompt 0 holds the id -1; expected .* 0 to 304"),
+        (dict(prompts=[[1], [10**6]]), r"prompt 1 holds the id 1000000"),
         (dict(max_tokens=40_000), r"prompt 0 has .* more than the model's 32768 positions"),
     ],
 )
@@ -178,17 +170,32 @@ def test_what_cannot_be_generated(models, how, message):
         run(models, **how)
 
 
-def test_a_provider_without_a_decoder_is_refused(models):
-    tokenizer, _ = opened(f"{models}/teacher.gguf@dequant:float32")
-    with pytest.raises(UserError, match=r"fixture.*no decoder to generate with"):
-        generate(fixture(320), tokenizer, [[1]], Sampling())
+def test_a_model_without_a_decoder_is_refused():
+    with pytest.raises(UserError, match=r"next id.*no decoder to generate with"):
+        next_id_teacher(320).generate([[1]])
+
+
+def test_text_in_and_text_out(models):
+    """A prompt as text is its ids; one prompt alone; the tokenizer's ends are the stops."""
+    model = opened(f"{models}/teacher.gguf@dequant:float32")
+    tokenizer = model.tokenizer
+    (one,) = model.generate("def f(", max_tokens=5)
+    ends = tuple(sorted({tokenizer.end_of_text_id, tokenizer.eos_id}))
+    ids = tokenizer.encode("def f(")
+    assert [one] == model.generate([ids], Sampling(max_tokens=5, stop_ids=ends))
+    assert tokenizer.decode(one.ids) == one.text
+    bare = model.replace(checkpoint=None)
+    (untold,) = bare.generate([ids], max_tokens=5)
+    assert untold.text == "" and len(untold.ids) == 5
+    with pytest.raises(UserError, match="no tokenizer for 'def f"):
+        bare.generate("def f(")
 
 
 def test_the_command(models, monkeypatch, capsys):
     monkeypatch.setattr(runtime, "configure", lambda: None)
     arguments = [f"{models}/teacher.gguf@q4k:float32", "--prompt=def f(", "--max-tokens=9"]
     assert command.main(arguments) == 0
-    tokenizer, _ = opened(f"{models}/teacher.gguf@q4k:float32")
+    tokenizer = opened(f"{models}/teacher.gguf@q4k:float32").tokenizer
     ends = (tokenizer.end_of_text_id, tokenizer.eos_id)
     prompt = tokenizer.encode("def f(")
     form = "teacher.gguf@q4k:float32"

@@ -68,16 +68,13 @@ def test_the_published_half_billion():
 @pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
 def test_greedy_decoding_of_the_published_half_billion():
     """20 prompts x 64 tokens, ragged, in one batch here; one by one there."""
-    from kdjax.models.checkpoint import open_form
-    from kdjax.models.decoding import Sampling, generate
+    from kdjax.models.model import load
 
     path = Path(os.environ["KDJAX_MODELS"]) / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-    opened = open_form(f"{path}@dequant:float32")
+    ours = load(path, dtype="float32")
     source = Path(make_goldens.__file__).read_text() + Path(__file__).read_text()
-    prompts = [opened.tokenizer.encode(source[i * 97 : i * 97 + 20 + 11 * i]) for i in range(20)]
-    provider = opened.provider(jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1),
-                                                 ("data", "fsdp", "tensor")))  # fmt: skip
-    got = generate(provider, opened.tokenizer, prompts, Sampling(max_tokens=64), batch_size=20)
+    prompts = [ours.tokenizer.encode(source[i * 97 : i * 97 + 20 + 11 * i]) for i in range(20)]
+    got = ours.generate(prompts, max_tokens=64, stop_ids=(), batch_size=20)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()

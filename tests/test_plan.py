@@ -31,13 +31,21 @@ from kdjax.formats.synthetic import (
     write_random_gguf,
 )
 from kdjax.models.arch import spec_from_table
-from kdjax.models.model import Vocabulary
+from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.tokenizer import load_tokenizer
-from kdjax.training import plan
-from kdjax.training.job import assemble, teacher_backend
-from kdjax.training.pair import Sources, open_sources, same_weights
+from kdjax.training import plan, teachers
+from kdjax.training.job import assemble
+from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
 
 GIB = 2**30
+KINDS = {
+    "dequant": teachers.Dense(),
+    "q4k": teachers.Packed(),
+    "fp8": teachers.Float8(),
+    "topk": teachers.CachedTopK(64),
+    "hidden": teachers.CachedHidden(),
+}
+AUTO = [KINDS["dequant"], KINDS["q4k"]]
 H200 = Devices("gpu", "NVIDIA H200", 1, int(135.1e9), 989e12)
 
 
@@ -71,9 +79,8 @@ def pairs(tmp_path_factory):
     made = {}
     for name in ("7b", "1.5b"):
         teacher = Header(QWEN25_SHAPES[name])
-        specs = spec_from_table(teacher), spec_from_table(student)
-        vocabulary = Vocabulary(151936, 151665)
-        made[name] = Sources(teacher, student, *specs, tokenizer, vocabulary)
+        checkpoints = (Checkpoint(table, spec_from_table(table)) for table in (teacher, student))
+        made[name] = Pair(*checkpoints, tokenizer, Vocabulary(151936, 151665))
     return made
 
 
@@ -122,12 +129,14 @@ MEASURED = [
 
 @pytest.mark.parametrize(("pair", "backend", "settings", "peak"), MEASURED)
 def test_the_plan_is_within_6_percent_of_what_an_h200_used(pairs, pair, backend, settings, peak):
-    made = plan.make_plan(config_of(**settings), pairs[pair], one_device(), H200, backend)
+    made = plan.make_plan(config_of(**settings), pairs[pair], one_device(), H200, KINDS[backend])
     assert made.peak / 1e9 == pytest.approx(peak, rel=0.06)
 
 
 def test_the_plan_names_every_byte_of_the_7b_pair(pairs):
-    made = plan.make_plan(config_of(8, 2048, parts=4), pairs["7b"], one_device(), H200, "q4k")
+    made = plan.make_plan(
+        config_of(8, 2048, parts=4), pairs["7b"], one_device(), H200, KINDS["q4k"]
+    )
     sizes = {name: round(size / 1e9, 2) for name, size in made.resident.items()}
     assert sizes == {
         "teacher, packed blocks": 4.68, "student, float32 masters": 1.98,
@@ -150,34 +159,34 @@ def test_resident_bytes_are_those_of_the_arrays(tiny_config, tmp_path, backend, 
     tiny_config.teacher.backend = backend
     tiny_config.teacher.param_dtype = "bfloat16"
     job = assemble(tiny_config, tmp_path)
-    made = plan.make_plan(job.config, job.sources, one_device(), on(1), backend)
+    made = plan.make_plan(job.config, job.pair, one_device(), on(1), KINDS[backend])
     teacher, student, moments = made.resident.values()
     indices = 2 * 2 * 3 * 4 if backend == "q4k" else 0  # which type and slot, 2 mixed stacks of 3
-    assert teacher == job.teacher.info.resident_bytes - indices
-    assert student == sum(x.size * 4 for x in jax.tree.leaves(job.abstract.params))
-    opt_state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(job.abstract.opt_state))
+    assert teacher == job.teacher.resident_bytes - indices
+    assert student == sum(x.size * 4 for x in jax.tree.leaves(job.step.abstract.params))
+    opt_state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(job.step.abstract.opt_state))
     assert moments == pytest.approx(opt_state, rel=1e-3)
     assert moments == pytest.approx(student * jnp.dtype(moment_dtype).itemsize / 2, rel=1e-3)
 
 
 def test_weights_are_planned_by_device(pairs):
     config = config_of(8, 2048)
-    alone = plan.make_plan(config, pairs["7b"], one_device(), H200, "q4k").resident
+    alone = plan.make_plan(config, pairs["7b"], one_device(), H200, KINDS["q4k"]).resident
     mesh = sharding.make_mesh(2, 2, 2)
-    spread = plan.make_plan(config, pairs["7b"], mesh, H200, "q4k").resident
+    spread = plan.make_plan(config, pairs["7b"], mesh, H200, KINDS["q4k"]).resident
     for name, size in alone.items():
         assert size / 4.1 < spread[name] < size / 3.5, name
 
 
 def test_auto_prefers_speed_then_room(pairs):
     config, mesh = config_of(8, 2048), one_device()
-    wide = plan.choose(config, pairs["7b"], mesh, H200, "auto")
-    assert wide.backend == "dequant" and "offers 135.10" in wide.choice
-    narrow = plan.choose(config, pairs["7b"], mesh, on(24), "auto")
-    assert narrow.backend == "q4k"
+    wide = plan.choose_plan(config, pairs["7b"], mesh, H200, AUTO)
+    assert wide.kind.name == "dequant" and "offers 135.10" in wide.choice
+    narrow = plan.choose_plan(config, pairs["7b"], mesh, on(24), AUTO)
+    assert narrow.kind.name == "q4k"
     assert re.search(r"q4k, by auto: dequant needs 25.* q4k needs 15.*offers 24.00", narrow.choice)
-    unknown = plan.choose(config, pairs["7b"], mesh, Devices("gpu", "x", 1, None, None), "auto")
-    assert unknown.backend == "dequant" and "does not tell its memory" in unknown.choice
+    unknown = plan.choose_plan(config, pairs["7b"], mesh, Devices("gpu", "x", 1, None, None), AUTO)
+    assert unknown.kind.name == "dequant" and "does not tell its memory" in unknown.choice
 
 
 @pytest.mark.parametrize(
@@ -187,12 +196,14 @@ def test_auto_prefers_speed_then_room(pairs):
 )  # fmt: skip
 def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
-    config, mesh = config_of(8, 2048, remat="auto"), one_device()
-    made = plan.choose(config, pairs["7b"], mesh, device, "auto")
-    assert (made.backend, made.remat) == (teacher, remat)
+    config, mesh = config_of(8, 2048, remat=AUTO), one_device()
+    made = plan.choose_plan(config, pairs["7b"], mesh, device, AUTO)
+    assert (made.kind.name, made.remat) == (teacher, remat)
     assert f"student.remat {remat}, by auto" in made.choice
-    assert plan.choose(config, pairs["7b"], mesh, device, teacher).remat == remat
-    named = plan.choose(config_of(8, 2048, remat="dots"), pairs["7b"], mesh, device, teacher)
+    assert plan.choose_plan(config, pairs["7b"], mesh, device, [KINDS[teacher]]).remat == remat
+    named = plan.choose_plan(
+        config_of(8, 2048, remat="dots"), pairs["7b"], mesh, device, [KINDS[teacher]]
+    )
     assert named.remat == "dots" and "student.remat" not in named.choice
 
 
@@ -202,10 +213,12 @@ def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
 def test_auto_takes_the_widest_chunks_that_fit(pairs, gigabytes, chunk):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
     config, mesh = config_of(8, 2048, remat="none", chunk=0), one_device()
-    made = plan.choose(config, pairs["7b"], mesh, device, "dequant")
+    made = plan.choose_plan(config, pairs["7b"], mesh, device, [KINDS["dequant"]])
     assert made.chunk_tokens == chunk and bool(made.missing) is False
     assert f"loss.chunk_tokens {chunk}, by auto" in made.choice
-    asked = plan.choose(config_of(8, 2048, chunk=512), pairs["7b"], mesh, device, "dequant")
+    asked = plan.choose_plan(
+        config_of(8, 2048, chunk=512), pairs["7b"], mesh, device, [KINDS["dequant"]]
+    )
     assert asked.chunk_tokens == 512 and "chunk" not in asked.choice
 
 
@@ -213,7 +226,9 @@ def test_a_divergence_without_kernels_is_planned_with_an_intermediate(pairs):
     config = config_of(8, 2048, remat="none", chunk=4096)
     config.loss.divergence = "reverse_kl"
     loss = [
-        plan.make_plan(c, pairs["7b"], one_device(), H200, "dequant").phases["the loss is computed"]
+        plan.make_plan(c, pairs["7b"], one_device(), H200, KINDS["dequant"]).phases[
+            "the loss is computed"
+        ]
         for c in (config_of(8, 2048, remat="none", chunk=4096), config)
     ]
     kernels, without = (x["logits of a chunk"] for x in loss)
@@ -222,32 +237,34 @@ def test_a_divergence_without_kernels_is_planned_with_an_intermediate(pairs):
 
 def test_auto_leaves_a_cpus_memory_to_others(pairs):
     config = config_of(8, 2048, remat="auto", chunk=0)
-    made = plan.choose(config, pairs["1.5b"], one_device(), on(512, "cpu"), "auto")
+    made = plan.choose_plan(config, pairs["1.5b"], one_device(), on(512, "cpu"), AUTO)
     assert (made.remat, made.chunk_tokens) == ("full", 1024)
 
 
 def test_16_gib_takes_packed_with_4096_tokens_a_microbatch(pairs):
     config = config_of(8, 2048, chunk=256, parts=4, segments=32, evaluated=2)
     device = Devices("gpu", "x", 1, 16 * GIB, None)
-    assert plan.choose(config, pairs["7b"], one_device(), device, "auto").backend == "q4k"
+    assert plan.choose_plan(config, pairs["7b"], one_device(), device, AUTO).kind.name == "q4k"
 
 
 def test_what_does_not_fit_says_how_much_and_what_would(pairs):
     config, mesh = config_of(8, 2048, remat="none", chunk=2048, evaluated=8), one_device()
     with pytest.raises(UserError, match=r"dequant needs .* q4k needs .* too little") as error:
-        plan.choose(config, pairs["7b"], mesh, on(17), "auto")
+        plan.choose_plan(config, pairs["7b"], mesh, on(17), AUTO)
     flags = re.findall(r"--config\.(\w+)\.(\w+)=(\w+)", str(error.value))
     assert ("student", "remat", "full") in flags
     for section, name, value in flags:
         setattr(getattr(config, section), name, int(value) if value.isdecimal() else value)
-    assert plan.choose(config, pairs["7b"], mesh, on(17), "auto").backend == "q4k"
+    assert plan.choose_plan(config, pairs["7b"], mesh, on(17), AUTO).kind.name == "q4k"
     with pytest.raises(UserError, match=r"Even with .* it needs 1\d.* a smaller model"):
-        plan.choose(config, pairs["7b"], mesh, on(8), "auto")
+        plan.choose_plan(config, pairs["7b"], mesh, on(8), AUTO)
 
 
 def test_a_backend_asked_for_is_taken_even_if_it_may_not_fit(pairs):
-    made = plan.choose(config_of(8, 2048), pairs["7b"], one_device(), on(8), "dequant")
-    assert made.backend == "dequant" and made.missing > 10e9
+    made = plan.choose_plan(
+        config_of(8, 2048), pairs["7b"], one_device(), on(8), [KINDS["dequant"]]
+    )
+    assert made.kind.name == "dequant" and made.missing > 10e9
     assert "too much" in "\n".join(made.lines())
 
 
@@ -290,14 +307,14 @@ def renamed(tiny_config, tmp_path):
 def test_a_student_that_is_the_teacher_is_refused(renamed):
     wanted = r"innocent.gguf \(student\) hold the same weights.* KDJAX_ALLOW_DEGENERATE_KD=1"
     with pytest.raises(UserError, match=wanted):
-        open_sources(renamed)
+        open_pair(renamed)
 
 
 def test_the_same_weights_in_another_format_are_refused(renamed, tmp_path):
     renamed.student.path = str(tmp_path / "student.apr")
     convert(renamed.teacher.path, renamed.student.path)
     with pytest.raises(UserError, match="hold the same weights"):
-        open_sources(renamed)
+        open_pair(renamed)
 
 
 @pytest.mark.parametrize("way", ["config", "environment", "random"])
@@ -308,7 +325,7 @@ def test_a_degenerate_pair_can_be_allowed(renamed, way):
         apply_environment(renamed, {"KDJAX_ALLOW_DEGENERATE_KD": "1"})
     else:
         renamed.student.init = "random"  # only the shapes of the student's file are used
-    assert open_sources(renamed).vocabulary.real > 0
+    assert open_pair(renamed).vocabulary.real > 0
 
 
 def test_a_wrong_value_does_not_allow_it(renamed):
@@ -325,11 +342,11 @@ def test_one_number_makes_a_difference(renamed, tmp_path, name):
             raw.flat[-1] ^= 0x20  # of the last block: no shortcut over the first rows finds it
         tensors.append((key, table.info(key).dtype, table.info(key).shape, raw))
     write_gguf(tmp_path / "other.gguf", dict(table.metadata), tensors)
-    other = open_table(tmp_path / "other.gguf")
-    assert same_weights(table, open_table(renamed.student.path))
-    assert not same_weights(table, other)
+    teacher = open_checkpoint(renamed.teacher.path)
+    assert same_weights(teacher, open_checkpoint(renamed.student.path))
+    assert not same_weights(teacher, open_checkpoint(tmp_path / "other.gguf"))
     renamed.student.path = str(tmp_path / "other.gguf")
-    assert open_sources(renamed).student_spec.num_layers == 3
+    assert open_pair(renamed).student.spec.num_layers == 3
 
 
 def test_other_types_with_the_same_numbers_are_the_same(tmp_path):
@@ -344,40 +361,40 @@ def test_other_types_with_the_same_numbers_are_the_same(tmp_path):
             raw = words.view(np.uint8)
         tensors.append((name, "F32", info.shape, raw))
     write_gguf(paths[1], dict(table.metadata), tensors)
-    assert same_weights(*map(open_table, paths))
+    assert same_weights(*map(open_checkpoint, paths))
 
 
-def test_every_pair_of_settings_chooses_one_backend():
+def test_every_pair_of_settings_chooses_one_kind():
     """12 pairs: the environment unset or one of three, and a config of three."""
     pairs = list(itertools.product((None, *TEACHER_BACKENDS), TEACHER_BACKENDS))
     assert len(pairs) == 12
+    names = {"auto": ["dequant", "q4k"], "dequant": ["dequant"], "q4k": ["q4k"]}
     for environ, configured in pairs:
         config = Config()
-        config.teacher.backend = configured
+        config.teacher.path, config.teacher.backend = "teacher.gguf", configured
         apply_environment(config, {"KDJAX_TEACHER_BACKEND": environ} if environ else {})
-        assert teacher_backend(config) == (environ or configured)
+        kinds = teachers.ask_kinds(config)
+        assert [kind.name for kind in kinds] == names[environ or configured]
 
 
-def test_auto_is_settled_by_what_fits(monkeypatch):
+def test_auto_is_settled_by_what_fits(pairs, monkeypatch):
     """4 cases: each of the two plans fits or does not."""
     cases = list(itertools.product((True, False), repeat=2))
     assert len(cases) == 4
-    monkeypatch.setattr(plan, "_remedy", lambda *_: "Buy another.")
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    sources = object.__new__(Sources)  # nothing of it is asked but whether there is a teacher
-    object.__setattr__(sources, "teacher", object())
-    where = Config(), sources, mesh, Devices("gpu", "x", 1, None, None)
+    monkeypatch.setattr(plan, "_find_remedy", lambda *_: "Buy another.")
+    device = Devices("gpu", "x", 1, None, None)
+    arguments = Config(), pairs["7b"], one_device(), device, AUTO
     for fast, lean in cases:
         fits = {"dequant": fast, "q4k": lean}
 
-        def made(config, sources, mesh, devices, backend, fits=fits):
-            limit = 10e9 if fits[backend] else 1e9
-            return plan.Plan(backend, "full", 1024, "gpu", {"all": 5e9}, {"any": {}}, limit, None)
+        def make(config, pair, mesh, devices, kind, fits=fits):
+            limit = 10e9 if fits[kind.name] else 1e9
+            return plan.Plan(kind, "full", 1024, {"all": 5e9}, 0, {"any": {}}, limit, None)
 
-        monkeypatch.setattr(plan, "make_plan", made)
+        monkeypatch.setattr(plan, "make_plan", make)
         if not fast and not lean:
             with pytest.raises(UserError, match=r"does not fit: dequant needs 5\.00 GB, q4k"):
-                plan.choose(*where, "auto")
+                plan.choose_plan(*arguments)
             continue
-        chosen = plan.choose(*where, "auto")
-        assert chosen.backend == ("dequant" if fast else "q4k") and "by auto" in chosen.choice
+        chosen = plan.choose_plan(*arguments)
+        assert chosen.kind.name == ("dequant" if fast else "q4k") and "by auto" in chosen.choice

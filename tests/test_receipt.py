@@ -13,17 +13,18 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_tiny_config, without_page
-
 from kdjax._version import __version__
+from kdjax.watch.watchers import make_hooks
+
 from kdjax.device import runtime
 from kdjax.errors import UserError
+from kdjax.formats.saved import saved_params, saved_run
 from kdjax.training.hooks import Action, Hook, NonFiniteError, exit_status
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
-from kdjax.training.saving import Checkpoints, abstract_state, saved_params, saved_run
+from kdjax.training.saving import Checkpoints, abstract_state
 from kdjax.watch import provenance, receipt
 from kdjax.watch.verify import _CHECKS, verify
-from kdjax.watch.watchers import make_hooks
 
 
 class Probe(Hook):
@@ -342,9 +343,9 @@ def test_a_tensor_that_did_not_change_is_named(finished, tmp_path):
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("10"))
     with contextlib.closing(Checkpoints(copy, 2)) as checkpoints:
         with contextlib.closing(Checkpoints(workdir, 2)) as source:
-            state = source.restore(10, abstract_state(job.abstract, job.shardings))
+            state = source.restore(10, abstract_state(job.step.abstract, job.step.shardings))
             run = source.read_run(10)
-        before = job.fresh_state().params
+        before = job.make_state().params
         params = jax.tree.map(lambda x: x, state.params)
         params["norm"]["weight"] = before["norm"]["weight"]
         up = params["blocks"]["mlp"]["up"]

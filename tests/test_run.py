@@ -75,7 +75,7 @@ def saved(config, workdir):
     job = assemble(config, workdir)
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         latest = checkpoints.latest()
-        state = checkpoints.restore(latest, abstract_state(job.abstract, job.shardings))
+        state = checkpoints.restore(latest, abstract_state(job.step.abstract, job.step.shardings))
     return latest, jax.tree.map(np.asarray, state)
 
 
@@ -169,15 +169,15 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
     go(tiny_config, tmp_path / "run", Recorder(stop_at=4))
     job = assemble(tiny_config, tmp_path / "run")
     _, whole = saved(tiny_config, tmp_path / "run")
-    batch = job.train_batches(None).next({})
+    batch = job.source.next({})
     batch.pop("row_ids")
     losses = []
     for shape in ((1, 2, 2), (1, 1, 1)):
         mesh = sharding.make_mesh(*shape, jax.devices()[: int(np.prod(shape))])
-        shardings = step.state_shardings(job.abstract, job.step_spec.tx, mesh)
+        shardings = step.state_shardings(job.step.abstract, job.step.spec.tx, mesh)
         with contextlib.closing(Checkpoints(tmp_path / "run", 2)) as checkpoints:
             state = checkpoints.restore(
-                checkpoints.latest(), abstract_state(job.abstract, shardings)
+                checkpoints.latest(), abstract_state(job.step.abstract, shardings)
             )
         chex.assert_trees_all_equal(jax.tree.map(np.asarray, state), whole)
         for place, leaf in zip(jax.tree.leaves(shardings), jax.tree.leaves(state), strict=True):
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
             jax.tree.map(np.asarray, job.teacher.params),
             sharding.parameter_shardings(job.teacher.params, mesh),
         )
-        train_step, _ = step.compile_steps(job.step_spec, shardings, mesh)
+        train_step, _ = step.compile_steps(job.step.spec, shardings, mesh)
         _, metrics = train_step(state, teacher, sharding.put_batch(batch, mesh))
         losses.append(float(metrics["loss"] / metrics["count"]))
     np.testing.assert_allclose(losses, losses[0], rtol=2e-6)

@@ -12,26 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_tiny_config
+from kdjax.watch.watchers import make_hooks
 from test_run import Recorder, saved
+from toy_teacher import next_id_teacher
 
 from kdjax.data.rows import Rows
 from kdjax.device.runtime import device_summary
-from kdjax.device.sharding import make_mesh
-from kdjax.models.checkpoint import open_form
-from kdjax.models.model import fixture
+from kdjax.models.model import load
 from kdjax.training.hooks import NonFiniteGuard
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import samples
 from kdjax.watch.samples import Samples, choose, judge, pieces
-from kdjax.watch.watchers import make_hooks
 
 
 @functools.cache
-def opened(path):
-    form = open_form(str(path))
-    return form.tokenizer, form.provider(make_mesh(1, 1, 1, jax.devices()[:1]))
+def opened(path, weights="dense"):
+    return load(path, weights=weights, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +41,8 @@ def job(models, tmp_path_factory):
 
 
 def hook_for(job, workdir, count=2, teacher=None):
-    return Samples(workdir, count, job.step_spec.student, teacher or job.teacher,
-                   job.sources.tokenizer, job.rows.heldout)  # fmt: skip
+    return Samples(workdir, count, job.step.spec.student, teacher or job.teacher,
+                   job.pair.tokenizer, job.rows.heldout)  # fmt: skip
 
 
 def go(job, workdir, *hooks):
@@ -82,12 +80,12 @@ def test_the_students_own_words_before_and_after(job, straight):
         steps = [sample[when]["step"] for when in ("before", "after")]
         assert steps == [0, 4]
         assert 1 <= len(sample["prompt_ids"]) <= samples.PROMPT_TOKENS
-        assert sample["prompt"] == job.sources.tokenizer.decode(sample["prompt_ids"])
+        assert sample["prompt"] == job.pair.tokenizer.decode(sample["prompt_ids"])
         for when in ("before", "after"):
             tokens = sample[when]["tokens"]
             assert len(tokens) <= samples.NEW_TOKENS
             ids = [token["id"] for token in tokens]
-            assert "".join(t["text"] for t in tokens) == job.sources.tokenizer.decode(ids)
+            assert "".join(t["text"] for t in tokens) == job.pair.tokenizer.decode(ids)
             for token in tokens:
                 opinion = token["teacher"]
                 assert 0 < opinion["of_students_id"] <= opinion["probability"] <= 1
@@ -154,7 +152,7 @@ def test_only_the_first_process_writes(hooks_of, monkeypatch):
 def test_a_teacher_without_a_decoder_has_no_opinion(job, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
     caplog.set_level(logging.INFO, "kdjax")
-    hook = hook_for(job, tmp_path, teacher=fixture(320))
+    hook = hook_for(job, tmp_path, teacher=next_id_teacher(320))
     described = hook._describe([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
     assert "teacher" not in described[0]["tokens"][0] and "has no decoder" in caplog.text
 
@@ -171,20 +169,18 @@ def test_without_a_teacher_nobody_judges(job, tmp_path, monkeypatch, caplog):
 # --- its parts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["dequant", "q4k"])
-def test_the_judgement_is_that_of_all_logits_at_once(models, form):
+@pytest.mark.parametrize("weights", ["dense", "packed"])
+def test_the_judgement_is_that_of_all_logits_at_once(models, weights):
     """Prompts of unlike lengths, one continuation shorter, against each row read on its own."""
-    tokenizer, teacher = opened(f"{models}/teacher.gguf@{form}:float32")
+    teacher = opened(models / "teacher.gguf", weights)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 300, n).tolist() for n in (3, 17, 64)]
     continuations = [rng.integers(0, 300, n).tolist() for n in (12, 5, 1)]
-    real = tokenizer.vocab_size
+    real = teacher.real_vocab
     found = judge(teacher, prompts, continuations, real)
     for row, (prompt, ids) in enumerate(zip(prompts, continuations, strict=True)):
         tokens = jnp.asarray([[*prompt, *ids]], jnp.int32)
-        at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        logits = np.asarray(teacher.logits(tokens, jnp.ones_like(tokens), at), np.float64)[0]
-        logits = logits[len(prompt) - 1 : -1, :real]
+        logits = np.asarray(teacher.logits(tokens), np.float64)[0, len(prompt) - 1 : -1]
         p = np.exp(logits - logits.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         count = len(ids)
@@ -210,7 +206,7 @@ def test_prompts_are_halves_of_the_longest_documents():
 
 
 def test_a_character_of_several_ids_is_shown_once(models):
-    tokenizer, _ = opened(f"{models}/teacher.gguf@dequant:float32")
+    tokenizer = opened(models / "teacher.gguf").tokenizer
     text = "a € b"
     ids = tokenizer.encode(text)
     parts = pieces(tokenizer, ids)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_tiny_config, without_page
+from kdjax.watch.watchers import make_hooks
 from scipy.special import rel_entr
 from test_run import Recorder
 
@@ -18,17 +19,17 @@ from kdjax.commands import train as main
 from kdjax.config import Config, SmokeConfig
 from kdjax.device import runtime
 from kdjax.errors import SMOKE_FAILED, UserError
+from kdjax.formats.saved import saved_steps
 from kdjax.losses.chunked import EvalSums, HeadSpec, head_evaluation
 from kdjax.losses.kd import KDLoss
 from kdjax.training.heldout import held_out_figures
 from kdjax.training.hooks import NonFiniteError, Run, StepRecord
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
-from kdjax.training.saving import Checkpoints, saved_steps
+from kdjax.training.saving import Checkpoints
 from kdjax.watch import provenance
 from kdjax.watch.smoke import Verdict
 from kdjax.watch.verify import verify
-from kdjax.watch.watchers import make_hooks
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
+from toy_teacher import next_id_teacher
 
 from kdjax.commands.parsing import apply_environment
 from kdjax.device import sharding
+from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, decode_fields, split
@@ -23,43 +25,32 @@ from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.losses.chunked import HeadSpec, head_evaluation
 from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
-from kdjax.models.decoder import Compute
-from kdjax.models.model import (
-    PROVIDERS,
-    TeacherLogitsProvider,
-    align,
-    dequantized,
-    fixture,
-    packed,
-    truncated,
-)
+from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.model import WEIGHTS, load_model, narrow_head
 from kdjax.models.weights import Mixed, Packed
 from kdjax.training.job import assemble
+from kdjax.training.pair import align
 from kdjax.training.saving import Checkpoints
-
-HALF = Compute(param_dtype=jnp.bfloat16)
 
 
 def one_device():
     return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
 
 
-def provider(path, make, compute=HALF, mesh=None):
-    table = open_table(path)
-    return make(table, spec_from_table(table), compute, mesh or one_device())
+def model(path, weights, mesh=None):
+    """Weights of bfloat16, computed with in float32."""
+    placement = Placement.on(mesh or one_device())
+    return load_model(
+        open_checkpoint(path), weights=weights, compute_dtype="float32", placement=placement
+    )
 
 
 def logits(teacher, seed=0, rows=2, length=16):
     tokens = jnp.asarray(np.random.default_rng(seed).integers(0, 300, (rows, length)), jnp.int32)
-    where = jnp.ones_like(tokens), jnp.arange(length, dtype=jnp.int32)[None].repeat(rows, 0)
-
-    def f(params):
-        return TeacherLogitsProvider(teacher.apply, params, teacher.info).logits(tokens, *where)
-
-    return np.asarray(jax.jit(f)(teacher.params))
+    return np.asarray(teacher.logits(tokens))
 
 
-@pytest.fixture(scope="module")
+@pytest.next_id_teacher(scope="module")
 def deep(tmp_path_factory):
     """Random teachers of 3 and 9 layers whose value and down projections mix Q4_K and Q6_K."""
     folder, paths = tmp_path_factory.mktemp("deep"), {}
@@ -100,8 +91,8 @@ def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_p
         path = tmp_path / "x.gguf"
         shape = QWEN25_SHAPES["tiny-student"]._replace(tied=kind == "tied")
         write_random_gguf(path, shape, recipe="q4_k_m" if kind == "tied" else kind.lower())
-    lean, plain = provider(path, packed), provider(path, dequantized)
-    assert lean.info.vocab_size == plain.info.vocab_size
+    lean, plain = model(path, "packed"), model(path, "dense")
+    assert lean.vocab_size == plain.vocab_size
     assert isinstance(lean.params["blocks"]["mlp"]["gate"]["weight"], Packed)
     assert isinstance(lean.params["blocks"]["mlp"]["down"]["weight"], Mixed) == (
         kind in ("mixed", "llama", "tied")
@@ -113,7 +104,7 @@ def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_p
 
 def test_every_layer_reads_its_own_blocks(deep):
     """The published order scatters Q6_K over the layers; each layer must find its own."""
-    teacher, table = provider(deep[9], packed), open_table(deep[9])
+    teacher, table = model(deep[9], "packed"), open_table(deep[9])
     down = teacher.params["blocks"]["mlp"]["down"]["weight"]
     assert sorted(stack.block for stack in down.stacks) == ["Q4_K", "Q6_K"]
     for layer in range(9):
@@ -126,23 +117,23 @@ def test_every_layer_reads_its_own_blocks(deep):
 
 
 def test_packed_keeps_the_bytes_of_the_file(deep):
-    lean, table = provider(deep[9], packed), open_table(deep[9])
+    lean, table = model(deep[9], "packed"), open_table(deep[9])
     matrices = [table.info(n) for n in table if len(table.info(n).shape) == 2]
     vectors = sum(table.info(n).nbytes for n in table if len(table.info(n).shape) == 1)
     want = sum(info.nbytes for info in matrices) + vectors // 2  # float32 in the file, bf16 here
     indices = 2 * 2 * 9 * 4  # which and slot, of the two mixed stacks
-    assert lean.info.resident_bytes == want + indices
-    assert lean.info.resident_bytes < 0.35 * provider(deep[9], dequantized).info.resident_bytes
-    assert "q4k" in str(lean.info) and "GB resident, 384 head rows" in str(lean.info)
+    assert lean.resident_bytes == want + indices
+    assert lean.resident_bytes < 0.35 * model(deep[9], "dense").resident_bytes
+    assert "q4k" in str(lean) and "GB resident, 384 head rows" in str(lean)
 
 
 def test_nothing_is_hoisted_out_of_the_layer_scan(deep):
     """Three times the layers must not need room for a single decoded layer more."""
     temporaries = {}
     for layers, path in deep.items():
-        teacher = provider(path, packed)
+        teacher = model(path, "packed")
         rows = [jnp.ones((1, 16), jnp.int32)] * 3
-        compiled = jax.jit(teacher.apply.hidden).lower(teacher.params, *rows).compile()
+        compiled = jax.jit(teacher.functions.hidden).lower(teacher.params, *rows).compile()
         temporaries[layers] = compiled.memory_analysis().temp_size_in_bytes
     spec = spec_from_table(open_table(deep[3]))
     layer = (spec.parameters() - 2 * spec.vocab_size * spec.hidden_size) / spec.num_layers
@@ -151,41 +142,41 @@ def test_nothing_is_hoisted_out_of_the_layer_scan(deep):
 
 
 def test_packed_on_a_mesh_equals_one_device(deep):
-    alone = logits(provider(deep[3], packed), rows=4)
+    alone = logits(model(deep[3], "packed"), rows=4)
     mesh = sharding.make_mesh(2, 2, 2)
-    spread = provider(deep[3], packed, mesh=mesh)
+    spread = model(deep[3], "packed", mesh=mesh)
     gate = spread.params["blocks"]["mlp"]["gate"]["weight"]
     assert gate.fields[-1].addressable_shards[0].data.shape[1] == 512 // 2
     np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("make", PROVIDERS.values())
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("which", ["teacher", "student"])  # untied and tied
-def test_truncated_is_the_first_columns(models, make, which):
-    whole = provider(models / f"{which}.gguf", make)
-    cut = truncated(whole, 310)
-    assert cut.info.vocab_size == 310
-    assert cut.info.resident_bytes < whole.info.resident_bytes
-    np.testing.assert_allclose(logits(cut), logits(whole)[..., :310], rtol=1e-5, atol=1e-5)
-    assert truncated(whole, whole.info.vocab_size) is whole
+def test_truncated_is_the_first_columns(models, weights, which):
+    whole = model(models / f"{which}.gguf", weights)
+    cut = narrow_head(whole, 300)
+    assert cut.vocab_size == 300
+    assert cut.resident_bytes < whole.resident_bytes
+    np.testing.assert_allclose(logits(cut), logits(whole)[..., :300], rtol=1e-5, atol=1e-5)
+    assert narrow_head(whole, whole.vocab_size) is whole
 
 
 @pytest.mark.parametrize("size", [0, -1, 385, 1_000_000])
 def test_truncated_refuses_naming_both_sizes(models, size):
-    whole = provider(models / "teacher.gguf", packed)
+    whole = model(models / "teacher.gguf", "packed")
     with pytest.raises(UserError, match=rf"384 rows to cut to {size:,}; expected 1 to 384"):
-        truncated(whole, size)
+        narrow_head(whole, size)
 
 
 def test_truncation_renormalises_over_the_ids_that_are_left():
     """A fixture teacher's held-out figures by hand, cut from 8 ids to 6."""
-    teacher = truncated(fixture(8, logit=2.0), 6)
+    teacher = narrow_head(next_id_teacher(8, logit=2.0), 6)
     tokens = jnp.asarray([[0, 4, 7]], jnp.int32)  # favours 1 and 5; 0 after the last
-    hidden = teacher.apply.hidden(teacher.params, tokens, tokens, tokens)
+    hidden = teacher.functions.hidden(teacher.params, tokens, tokens, tokens)
     student = jnp.zeros((1, 3, 2), jnp.float32), jnp.zeros((6, 2), jnp.float32)  # uniform
     spec = HeadSpec(KDLoss(), width=6, real_vocab=6, chunk_tokens=3)
     labels, weights = jnp.asarray([[1, 5, 3]], jnp.int32), jnp.ones((1, 3), jnp.float32)
-    head = teacher.apply.head(teacher.params)
+    head = teacher.functions.head(teacher.params)
     sums = head_evaluation(*student, hidden, head, labels, weights, spec)
     p = np.exp([2.0, 0, 0, 0, 0, 0])
     p /= p.sum()
@@ -194,7 +185,7 @@ def test_truncation_renormalises_over_the_ids_that_are_left():
 
 
 def test_fixture_favours_the_next_id():
-    got = fixture(5, logit=3.0).logits(*[jnp.asarray([[0, 2, 4]], jnp.int32)] * 3)
+    got = next_id_teacher(5, logit=3.0).logits(*[jnp.asarray([[0, 2, 4]], jnp.int32)] * 3)
     np.testing.assert_array_equal(np.argmax(got, -1), [[1, 3, 0]])
     np.testing.assert_array_equal(np.sort(got, -1)[0, 0], [0, 0, 0, 0, 3])
 
@@ -209,7 +200,7 @@ def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path)
             state, _ = job.state(none)
         batch = next(job.eval_batches())
         figures[backend] = job.step.evaluate(state.params, job.teacher.params, batch)
-        assert job.teacher.info.vocab_size == 320  # the student's, of 384
+        assert job.teacher.vocab_size == 320  # the student's, of 384
     assert figures["dequant"].kl > 0 and figures["dequant"].count > 0
     chex.assert_trees_all_equal(figures["dequant"], figures["q4k"])
 
@@ -255,24 +246,24 @@ def test_every_block_type_stays_in_its_blocks():
 def test_the_width_after_truncation_is_the_smaller_one_or_an_error():
     """Teachers of 1 to 8 ids, cut to -1 to 9."""
     for native, wanted in itertools.product(range(1, 8 + 1), range(-1, 10)):
-        teacher = fixture(native)
+        teacher = next_id_teacher(native)
         if not 1 <= wanted <= native:
             with pytest.raises(UserError, match=f"{native} rows to cut to {wanted}"):
-                truncated(teacher, wanted)
+                narrow_head(teacher, wanted)
             continue
-        cut = truncated(teacher, wanted)
-        assert cut.info.vocab_size == cut.params["head"].shape[0] == wanted
+        cut = narrow_head(teacher, wanted)
+        assert cut.vocab_size == cut.params["head"].shape[0] == wanted
 
 
 @settings(max_examples=25, deadline=None)
 @given(kept=st.integers(1, 8), seed=st.integers(0, 1000))
 def test_truncation_keeps_ranks_and_probabilities_of_what_is_left(kept, seed):
     """Cut before the softmax: the ratios among the ids that stay are unchanged."""
-    teacher = fixture(8)
+    teacher = next_id_teacher(8)
     noise = np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32)
     teacher.params["head"] = jnp.asarray(noise)
     rows = [jnp.asarray([[seed % 8, 3]], jnp.int32)] * 3
     whole = np.asarray(teacher.logits(*rows))[..., :kept]
-    cut = np.asarray(truncated(teacher, kept).logits(*rows))
+    cut = np.asarray(narrow_head(teacher, kept).logits(*rows))
     np.testing.assert_array_equal(np.argsort(cut, -1), np.argsort(whole, -1))
     np.testing.assert_allclose(log_softmax(cut, -1), log_softmax(whole, -1), atol=1e-5)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import without_page
+from kdjax.watch.watchers import make_hooks
 
 from kdjax import config as config_module
 from kdjax import demo
@@ -28,7 +29,6 @@ from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch.verify import verify
-from kdjax.watch.watchers import make_hooks
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64,
@@ -125,19 +125,19 @@ def test_the_loss_without_a_teacher_is_the_cross_entropy(rng):
 
 def test_alpha_1_runs_the_teacher_in_evaluations_only(tiny_config, tmp_path):
     job = assemble(tiny_config, tmp_path)
-    batch = job.put(job.train_batches(None).next({}))
+    batch = job.step.put(job.source.next({}))
 
     def shapes(alpha):
-        head = dataclasses.replace(job.step_spec.head, loss=KDLoss(alpha=alpha))
-        spec = dataclasses.replace(job.step_spec, head=head, teacher=_Refusing())
+        head = dataclasses.replace(job.step.spec.head, loss=KDLoss(alpha=alpha))
+        spec = dataclasses.replace(job.step.spec, head=head, teacher=_Refusing())
         gradients = functools.partial(step.kd_gradients, spec=spec)
-        return jax.eval_shape(gradients, job.abstract.params, job.teacher_params, batch)
+        return jax.eval_shape(gradients, job.step.abstract.params, job.teacher_params, batch)
 
     assert shapes(1.0)[1].divergence is None
     with pytest.raises(RuntimeError, match="the teacher ran"):
         shapes(0.99)
     job.config.loss.alpha = 1.0
-    assert job.flops_per_token() == 3 * job.sources.student_spec.forward_flops(32)
+    assert job.flops_per_token() == 3 * job.pair.student.spec.forward_flops(32)
 
 
 class _Refusing:
@@ -175,7 +175,7 @@ def test_a_head_too_narrow_for_its_tokenizer_is_refused(alone, shapes):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_of_shapes_is_believed_about_its_head(alone, shapes, tied):
     (shapes / "config.json").write_text(json.dumps(SHAPE | {"tie_word_embeddings": tied}))
-    assert assemble(alone, shapes).sources.student_spec.tied is tied
+    assert assemble(alone, shapes).pair.student.spec.tied is tied
 
 
 def test_bits_per_byte_are_the_nats_over_the_bytes_of_the_targets(alone, tmp_path):

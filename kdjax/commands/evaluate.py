@@ -34,8 +34,8 @@ from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding, Output
 from kdjax.evaluation.target import Target, open_target
 from kdjax.models.checkpoint import Form
-from kdjax.models.decoding import Sampling, generate
-from kdjax.models.model import TeacherLogitsProvider
+from kdjax.models.decoding import Sampling
+from kdjax.models.model import Model
 
 _BENCHMARKS = {"humaneval": problems.load_humaneval, "mbpp": problems.load_mbpp}
 
@@ -117,15 +117,14 @@ def check(args: argparse.Namespace) -> Request:
     return Request(args, domains, benchmarks, ks, sampling)
 
 
-def _speaker(target: Target, provider: TeacherLogitsProvider, sampling: Sampling,
+def _speaker(target: Target, provider: Model, sampling: Sampling,
              batch_size: int) -> Callable[..., list[Output]]:  # fmt: skip
     tokenizer = target.tokenizer
     ends = tuple(sorted({tokenizer.eos_id, tokenizer.end_of_text_id}))
 
     def say(prompts: list[list[int]], stops: tuple[str, ...] = ()) -> list[Output]:
         how = dataclasses.replace(sampling, stop_ids=ends, stop_strings=stops)
-        with target.precision():
-            made = generate(provider, tokenizer, prompts, how, batch_size=batch_size)
+        made = provider.generate(prompts, how, batch_size=batch_size)
         return [Output(c.ids, c.text, c.reason) for c in made]
 
     return say

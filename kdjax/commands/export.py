@@ -22,9 +22,10 @@ from kdjax.export.check import Report
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
 from kdjax.export.staging import check_target
 from kdjax.export.vocabulary import open_source
+from kdjax.formats.saved import saved_params, saved_run, saved_steps
 from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.checkpoint import run_sources
 from kdjax.models.decoder import Params
-from kdjax.training.saving import saved_params, saved_run, saved_steps
 
 _RECEIPT = "receipt.json"
 
@@ -70,40 +71,13 @@ def choose_step(workdir: Path, asked: int | None) -> int:
     return steps[-1] if asked is None else asked
 
 
-def student_paths(workdir: Path, asked: str | None, receipt: dict[str, Any]) -> tuple[str, str]:
-    """Paths of the student's own file or folder, and of its tokenizer."""
-    config = receipt.get("config")
-    config = config if isinstance(config, dict) else {}
-    start = Path(str(receipt.get("cwd") or "."))  # relative paths of the config begin there
-    student = asked or (config.get("student") or {}).get("path")
-    if not student:
-        raise UserError(
-            f"{workdir} does not say which student it trained (no {_RECEIPT} with its config). "
-            "Give the file or folder that the run started from: --student=PATH."
-        )
-    paths = [asked or str(_from(start, student))]
-    tokenizer = "" if asked else (config.get("data") or {}).get("tokenizer")
-    paths.append(str(_from(start, tokenizer)) if tokenizer else paths[0])
-    if not Path(paths[0]).exists():
-        raise MissingFileError(
-            f"{paths[0]}: no such file or folder; expected the student that the run started from, "
-            "for its tokenizer and config. Say where it is now: --student=PATH."
-        )
-    return paths[0], paths[1]
-
-
-def _from(start: Path, path: str) -> Path:
-    """The path as the run's folder saw it, unless it is there as it stands."""
-    return Path(path) if Path(path).exists() else start / path
-
-
 def export(args: argparse.Namespace) -> Report:
     """Reads the checkpoint and writes it as asked."""
     workdir, out = Path(args.workdir), Path(args.out)
     check_target(out, folder=args.format == "hf", overwrite=args.overwrite)
     step = choose_step(workdir, args.step)
     receipt = read_receipt(workdir)
-    source = open_source(*student_paths(workdir, args.student, receipt))
+    source = open_source(*run_sources(workdir, args.student or ""))
     params = read_params(workdir, step)
     # The run may have tied a head that the student's file stores twice, or untied one.
     spec: ArchSpec = dataclasses.replace(spec_from_table(source.table), tied="head" not in params)

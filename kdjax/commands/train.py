@@ -16,7 +16,6 @@ from pathlib import Path
 from kdjax.commands.parsing import log_to_terminal, parse_run, require_files, run_parser
 from kdjax.commands.plan import plan_run
 from kdjax.config import Config
-from kdjax.device import runtime
 from kdjax.errors import (
     FINISHED,
     INTERRUPTED,
@@ -47,31 +46,6 @@ def open_workdir(workdir: Path) -> Path:
     return workdir
 
 
-def distil(config: Config, workdir: Path, verdict: Verdict | None = None) -> str:
-    """Assembles and trains; returns how the run ended. A smoke run is judged by `verdict`."""
-    from kdjax.training.job import assemble
-    from kdjax.training.loop import train
-    from kdjax.training.saving import Checkpoints, check_fresh
-    from kdjax.watch.watchers import make_hooks
-
-    for line in runtime.configure().describe():
-        _log.info("%s", line)
-    devices = runtime.device_summary()
-    _log.info("%s", devices)
-    with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
-        if config.smoke.steps:
-            check_fresh(checkpoints.latest(), workdir)
-        if checkpoints.latest() == config.train.steps:
-            done = config.train.steps
-            _log.info("%s already holds step %d of %d: nothing to do.", workdir, done, done)
-            return "finished"
-        job = assemble(config, workdir)
-        hooks = make_hooks(job, checkpoints, devices, verdict)
-        reason = train(job, checkpoints, hooks, devices.peak_flops)
-        _log.info("%s", runtime.peak_memory())
-        return reason
-
-
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
@@ -91,9 +65,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def train_and_report(config: Config, workdir: Path) -> int:
     """Trains and says how the run ended; returns the exit status."""
+    from kdjax.watch.run import distill
+
     verdict = Verdict(config) if config.smoke.steps else None
     try:
-        reason = distil(config, workdir, verdict)
+        reason = distill(config, workdir, verdict=verdict)
     except (KdjaxError, OSError) as error:
         print_error(error)
         return exit_status("failed", error, verdict.result if verdict else None)

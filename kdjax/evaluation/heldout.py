@@ -31,9 +31,9 @@ from kdjax.losses.divergences import (
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
 from kdjax.models.kernels import EXCLUDED
-from kdjax.models.model import Vocabulary, align
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed
+from kdjax.training.pair import Vocabulary, align
 
 # Positions are counted from the document's start, or from the row's where a document goes on in it:
 # what counts is how much the model could see before.
@@ -185,8 +185,8 @@ def _forward(
     """What `use(batch number, hidden, head)` makes of each batch, with only this model loaded."""
     most = max(int(batch["segment_ids"].max()) for batch in batches)
     provider = target.load(mesh, most)
-    head = jax.block_until_ready(jax.jit(provider.apply.head)(provider.params))
-    states = provider.hidden_states(batches, mesh)
+    head = jax.block_until_ready(jax.jit(provider.functions.head)(provider.params))
+    states = provider.hidden_states(batches)
     return [use(i, hidden, head) for i, hidden in enumerate(states)]
 
 

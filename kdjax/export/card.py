@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kdjax._version import __version__
+from kdjax import __version__
 from kdjax.config import flatten
 from kdjax.models.arch import ArchSpec
 

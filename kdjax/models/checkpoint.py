@@ -1,31 +1,28 @@
-"""A model file as commands name it: PATH[@BACKEND[:DTYPE]], how it is kept and computed in.
-
-BACKEND is `dequant` (the default), `q4k`, `fp8` or `fp8_precise`; DTYPE `bfloat16` (the default) or
-`float32`.
-"""
+"""A model opened and not yet loaded: a file, a folder, or a step that a run saved."""
 
 import dataclasses
+import functools
+import json
+import os
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
-
-from kdjax.device.placement import Placement
-from kdjax.errors import UserError
-from kdjax.formats import TensorTable, open_table
+from kdjax.errors import MissingFileError, UserError
+from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
+from kdjax.formats.saved import SavedTable, saved_run, saved_steps
 from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.decoder import Compute
-from kdjax.models.model import PROVIDERS, TeacherLogitsProvider
+from kdjax.models.loading import tensor_names
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
+RECEIPT = "receipt.json"
+
+# How commands name the kinds of weights of `model.load_model`.
+FORMS = {"dequant": "dense", "q4k": "packed", "fp8": "float8", "fp8_precise": "float8_precise"}
 _DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A model file, how its weights are kept, and what they are computed in."""
+    """PATH[@dequant|q4k|fp8|fp8_precise[:bfloat16|float32]]: a model as commands name it."""
 
     path: str
     backend: str = "dequant"
@@ -33,14 +30,14 @@ class Form:
 
     @classmethod
     def parse(cls, text: str) -> "Form":
-        """From PATH[@BACKEND[:DTYPE]]; a path may hold an @ if a form follows it."""
-        path, at, how = text.rpartition("@")
-        if not at or "/" in how:
+        """Raises `UserError` for an unknown form; a path may hold an @ if a form follows it."""
+        path, at, form = text.rpartition("@")
+        if not at or "/" in form:
             return cls(text)
-        backend, _, dtype = how.partition(":")
-        if backend not in PROVIDERS or (dtype or _DTYPES[0]) not in _DTYPES:
+        backend, _, dtype = form.partition(":")
+        if backend not in FORMS or (dtype or _DTYPES[0]) not in _DTYPES:
             raise UserError(
-                f"{text!r}: found the form {how!r}; expected {' or '.join(PROVIDERS)}, then "
+                f"{text!r}: found the form {form!r}; expected {' or '.join(FORMS)}, then "
                 f"nothing or : and {' or '.join(_DTYPES)}, such as {path}@q4k:bfloat16."
             )
         return cls(path, backend, dtype or _DTYPES[0])
@@ -48,32 +45,158 @@ class Form:
     def __str__(self) -> str:
         return f"{Path(self.path).name}@{self.backend}:{self.dtype}"
 
+    @property
+    def weights(self) -> str:
+        """The form in the words of `load_model`."""
+        return FORMS[self.backend]
 
-class OpenForm(NamedTuple):
-    """A form whose file's header was read."""
 
-    form: Form
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Which step of which run a checkpoint is, and how that run began."""
+
+    workdir: Path
+    step: int
+    init: str  # "checkpoint" or "random"
+    seed: int
+    student: "Checkpoint"  # what the run began with: its header describes the step's tensors too
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model whose header was read, and nothing else of it; `open_checkpoint` makes one."""
+
     table: TensorTable
     spec: ArchSpec
-    tokenizer: Tokenizer
+    tokenizer_path: str = ""  # another file or folder that holds its tokenizer
+    saved: Saved | None = None
 
-    def provider(self, mesh: Mesh, max_segments: int = 1) -> TeacherLogitsProvider:
-        """Loads the weights onto the mesh."""
-        dtype = jnp.dtype(self.form.dtype)
-        compute = Compute(
-            dtype=dtype, param_dtype=dtype, max_segments=max_segments, placement=Placement.on(mesh)
+    def __str__(self) -> str:
+        if self.saved is not None:
+            return f"{self.saved.workdir}, step {self.saved.step}"
+        return self.table.paths[0].name
+
+    @property
+    def path(self) -> Path:
+        """The step's folder, or the first file of the model; its name stands in messages."""
+        if self.saved is not None:
+            return self.saved.workdir / "checkpoints" / str(self.saved.step)
+        return self.table.paths[0]
+
+    @property
+    def header(self) -> TensorTable:
+        """The table whose metadata describes the model: that of the run's student for a step."""
+        return self.table if self.saved is None else self.saved.student.table
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Read when first asked for. Raises `UserError` if there is none."""
+        if self.tokenizer_path:
+            return load_tokenizer(self.tokenizer_path)
+        return load_tokenizer(self.header.paths[0], self.header)
+
+    @functools.cached_property
+    def names(self) -> dict[tuple[str, ...], list[str]]:
+        """See `loading.tensor_names`."""
+        return tensor_names(self.table, self.spec)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the files' bytes, in hex; reads all of them when first asked for."""
+        return content_hash(self.table)
+
+    @property
+    def bos(self) -> int | None:
+        """The id that its file asks to put before every text, if any."""
+        metadata = self.header.metadata
+        bos = metadata.get("tokenizer.ggml.bos_token_id")
+        return (
+            int(bos) if metadata.get("tokenizer.ggml.add_bos_token") and bos is not None else None
         )
-        return PROVIDERS[self.form.backend](self.table, self.spec, compute, mesh)
+
+    def describe(self) -> str:
+        """One line for a log."""
+        spec, head = self.spec, "tied" if self.spec.tied else "untied"
+        return (
+            f"{self}: {spec.family}, {spec.num_layers} layers, width {spec.hidden_size}, "
+            f"{spec.vocab_size:,} rows, {head}, {spec.parameters() / 1e9:.3f} B parameters"
+        )
 
 
-def open_form(text: str) -> OpenForm:
-    """Opens the file of PATH[@BACKEND[:DTYPE]]; raises `UserError` for what cannot be read."""
-    form = Form.parse(text)
-    table = open_table(form.path)
-    return OpenForm(form, table, spec_from_table(table), load_tokenizer(form.path))
+def open_checkpoint(
+    path: str | os.PathLike[str], *, tokenizer: str = "", student: str = "", shapes: bool = False
+) -> Checkpoint:
+    """Opens a GGUF, .apr or safetensors file, a Hugging Face folder, or a run's workdir or step.
+
+    A folder with `checkpoints/` is a workdir, of which the newest step counts. A step has neither
+    architecture nor tokenizer: they come from the student that its run began with, which is
+    `student` or what the run's receipt names. `tokenizer` names another file or folder for the
+    tokenizer alone; with `shapes` a folder may hold its `config.json` and no weights. Reads headers
+    only. Raises `MissingFileError` if there is nothing at `path`, `UserError` for what cannot be
+    understood.
+    """
+    path = Path(path)
+    if (path / "checkpoints").is_dir():
+        return _open_step(path, _newest(path), student, tokenizer)
+    if path.name.isdigit() and path.parent.name == "checkpoints" and path.is_dir():
+        return _open_step(path.parent.parent, int(path.name), student, tokenizer)
+    table = (open_shapes if shapes else open_table)(path)
+    return Checkpoint(table, spec_from_table(table), tokenizer)
 
 
-def precision(*opened: OpenForm) -> Any:
-    """Context in which float32 forms multiply in float32: a GPU would use TF32, 10 bits."""
-    exact = any(o.form.dtype == "float32" for o in opened)
-    return jax.default_matmul_precision("highest" if exact else "default")
+def _open_step(workdir: Path, step: int, student: str, tokenizer: str) -> Checkpoint:
+    student, tokenizer = run_sources(workdir, student, tokenizer)
+    source = open_checkpoint(student, tokenizer=tokenizer, shapes=True)
+    table = SavedTable(workdir, step)
+    # The run may have tied a head that the student's file stores twice, or untied one.
+    spec = dataclasses.replace(source.spec, tied="head" not in table)
+    identity = saved_run(workdir, step)["identity"]
+    saved = Saved(workdir, step, identity["student.init"], int(identity["train.seed"]), source)
+    return Checkpoint(table, spec, source.tokenizer_path, saved)
+
+
+def _newest(workdir: Path) -> int:
+    steps = saved_steps(workdir)
+    if not steps:
+        raise MissingFileError(
+            f"{workdir} holds no complete checkpoint; let the run save one first."
+        )
+    return steps[-1]
+
+
+def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[str, str]:
+    """Paths of the student and of the tokenizer that a run began with, or those given.
+
+    From the run's receipt; relative paths count from the folder that the run was started in. The
+    tokenizer is "" if it is the student's own. Raises `MissingFileError` if nobody says which
+    student it was, or it is there no more.
+    """
+    receipt = _read_receipt(workdir)
+    student = student or receipt.get("student", "")
+    if not student:
+        raise MissingFileError(
+            f"{workdir} does not say which student it began with (no {RECEIPT} with its config): "
+            "name it with --student=PATH, the run's student.path."
+        )
+    if not Path(student).exists():
+        raise MissingFileError(
+            f"{student}: no such file or folder; expected the student that the run in {workdir} "
+            "began with, for its config and tokenizer. Say where it is now: --student=PATH."
+        )
+    ours = receipt.get("tokenizer", "")
+    return student, tokenizer or (ours if Path(ours).exists() else "")
+
+
+def _read_receipt(workdir: Path) -> dict[str, str]:
+    try:
+        receipt = json.loads((workdir / RECEIPT).read_text(encoding="utf-8"))
+        config, start = receipt["config"], receipt.get("cwd") or "."
+        named = {"student": config["student"]["path"], "tokenizer": config["data"]["tokenizer"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+    def absolute(path: str) -> str:
+        path = os.path.expanduser(path)
+        return path if Path(path).exists() else os.path.join(start, path)
+
+    return {name: absolute(path) for name, path in named.items() if path}

@@ -350,17 +350,36 @@ class ModelFunctions(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Apply:
-    """A decoder as pure functions of its parameters; made once by `functional`."""
+class ModuleFunctions:
+    """A module with `hidden(tokens, segment_ids, positions)` and `head_weight()`, as functions."""
 
     graph: nnx.GraphDef
-    spec: ArchSpec
 
     def hidden(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array
     ) -> Float[Array, "B T D"]:
         """See `Decoder.hidden`."""
         return nnx.merge(self.graph, params).hidden(tokens, segment_ids, positions)
+
+    def head(self, params: Params) -> Float[Array, "V D"]:
+        """See `Decoder.head_weight`."""
+        return nnx.merge(self.graph, params).head_weight()
+
+    def stored_head(self, params: Params) -> Array | Scaled:
+        """As `head`."""
+        return self.head(params)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderFunctions(ModuleFunctions):
+    """A `Decoder` as pure functions of its parameters; made once by `functional`."""
+
+    spec: ArchSpec
+    compute: Compute
+
+    def stored_head(self, params: Params) -> Array | Scaled:
+        """See `Decoder.stored_head`."""
+        return nnx.merge(self.graph, params).stored_head()
 
     def prefill(
         self, params: Params, tokens: Array, lengths: Array, capacity: int
@@ -374,20 +393,12 @@ class Apply:
         """See `Decoder.extend`."""
         return nnx.merge(self.graph, params).extend(tokens, positions, cache)
 
-    def head(self, params: Params) -> Float[Array, "V D"]:
-        """See `Decoder.head_weight`."""
-        return nnx.merge(self.graph, params).head_weight()
 
-    def stored_head(self, params: Params) -> Array | Scaled:
-        """See `Decoder.stored_head`."""
-        return nnx.merge(self.graph, params).stored_head()
-
-
-def functional(spec: ArchSpec, compute: Compute) -> tuple[Apply, Params]:
+def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:
     """Pure functions and the parameters' shapes (`ShapeDtypeStruct` leaves); allocates nothing."""
     abstract = nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
-    return Apply(graph, spec), nnx.to_pure_dict(state)
+    return DecoderFunctions(graph, spec, compute), nnx.to_pure_dict(state)
 
 
 def initialise(spec: ArchSpec, compute: Compute, seed: int) -> Params:

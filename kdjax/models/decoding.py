@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kdjax.errors import UserError
-from kdjax.models.decoder import Apply, Cache, Params
-from kdjax.models.model import TeacherLogitsProvider
+from kdjax.models.decoder import Cache, DecoderFunctions, Params
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding
 
@@ -101,19 +100,30 @@ def _filtered(logits: Array, sampling: Sampling) -> Array:
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def _draw(hidden: Array, head: Array, steps: Array, rows: Array, sampling: Sampling,
-          real: int) -> tuple[Array, Array]:  # fmt: skip
+def _draw(
+    hidden: Array, head: Array, steps: Array, rows: Array, sampling: Sampling, real: int
+) -> tuple[Array, Array]:
     logits = jnp.einsum("BD,VD->BV", hidden, head, preferred_element_type=jnp.float32)
     base = jax.random.key(sampling.seed)
     keys = jax.vmap(lambda r, s: jax.random.fold_in(jax.random.fold_in(base, r), s))(rows, steps)
     return pick(mask_padding(logits, real, -jnp.inf), keys, sampling)
 
 
-def _begin(params: Params, tokens: Array, lengths: Array, rows: Array, *, apply: Apply,
-           capacity: int, real: int, sampling: Sampling) -> tuple[Any, ...]:  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("functions", "capacity", "real", "sampling"))
+def _begin(
+    params: Params,
+    tokens: Array,
+    lengths: Array,
+    rows: Array,
+    *,
+    functions: DecoderFunctions,
+    capacity: int,
+    real: int,
+    sampling: Sampling,
+) -> tuple[Any, ...]:
     """Reads the prompts and draws the first id of each row."""
-    head = apply.head(params)
-    hidden, cache = apply.prefill(params, tokens, lengths, capacity)
+    head = functions.head(params)
+    hidden, cache = functions.prefill(params, tokens, lengths, capacity)
     head = head.astype(hidden.dtype)
     ids, log_probs = _draw(hidden, head, jnp.zeros_like(rows), rows, sampling, real)
     return _State(cache, ids, lengths, _stops(ids, sampling)), head, ids, log_probs
@@ -126,12 +136,24 @@ def _stops(ids: Array, sampling: Sampling) -> Array:
     return jnp.any(ids[:, None] == stops[None], axis=-1)
 
 
-def _advance(params: Params, head: Array, state: _State, begun: Array, rows: Array, *,
-             apply: Apply, real: int, sampling: Sampling) -> tuple[Any, ...]:  # fmt: skip
+@functools.partial(
+    jax.jit, static_argnames=("functions", "real", "sampling"), donate_argnames="state"
+)
+def _advance(
+    params: Params,
+    head: Array,
+    state: _State,
+    begun: Array,
+    rows: Array,
+    *,
+    functions: DecoderFunctions,
+    real: int,
+    sampling: Sampling,
+) -> tuple[Any, ...]:
     """`_STEPS` more ids; `begun` is the number that each row has had. Rows that ended idle."""
 
     def step(state: _State, done_steps: Array) -> tuple[_State, tuple[Array, Array]]:
-        hidden, cache = apply.extend(params, state.last, state.positions, state.cache)
+        hidden, cache = functions.extend(params, state.last, state.positions, state.cache)
         number = jnp.broadcast_to(begun + done_steps, rows.shape)
         ids, log_probs = _draw(hidden, head, number, rows, sampling, real)
         # A row that ended stays where it is: its slots beyond are never written.
@@ -146,7 +168,7 @@ def _advance(params: Params, head: Array, state: _State, begun: Array, rows: Arr
 class _Row:
     """A completion as it grows on the host."""
 
-    def __init__(self, sampling: Sampling, tokenizer: Tokenizer):
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer | None):
         self.ids: list[int] = []
         self.log_probs: list[float] = []
         self.text, self.reason = "", ""
@@ -164,12 +186,12 @@ class _Row:
                 self.reason = "length"
                 break
         self.text = self._decode(len(self.ids))
-        found = [self.text.find(s) for s in self._sampling.stop_strings if s in self.text]
-        if found:
-            self._cut(min(found))
+        places = [self.text.find(s) for s in self._sampling.stop_strings if s in self.text]
+        if places:
+            self._cut(min(places))
 
     def _decode(self, count: int) -> str:
-        return self._tokenizer.decode(self.ids[:count])
+        return self._tokenizer.decode(self.ids[:count]) if self._tokenizer else ""
 
     def _cut(self, end: int) -> None:
         """Ends the row before character `end`: no id that only adds to what is cut off stays."""
@@ -184,37 +206,31 @@ class _Row:
         return Completion(self.ids, self.text, self.reason, self.log_probs)
 
 
-def generate(
-    provider: TeacherLogitsProvider,
-    tokenizer: Tokenizer,
+def complete(
+    functions: DecoderFunctions,
+    params: Params,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
+    real: int,
+    tokenizer: Tokenizer | None = None,
     batch_size: int = 32,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
-    """Continues every prompt (token ids), in order; `provider` is a dequantized or packed model.
+    """Continues every prompt (token ids below `real`), in order, with ids below `real`.
 
     A row draws by the seed, its place in `prompts` and its step, whatever the batches. `on_text` is
-    called with a prompt's number and all its text so far, a few steps at a time. Raises `UserError`
-    for an empty prompt, for more positions than the model has, and for impossible sampling.
+    called with a prompt's number and all its text so far, a few steps at a time. Without a
+    tokenizer there is no text. Raises `UserError` for an empty prompt, an id that no token has,
+    more positions than the model has, and impossible sampling.
     """
     sampling.check()
-    apply = provider.apply
-    if not isinstance(apply, Apply):
-        raise UserError(f"{provider.info}: has no decoder to generate with.")
     for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise UserError(f"prompt {i} is empty: give at least one token.")
-        if len(prompt) + sampling.max_tokens > apply.spec.max_positions:
-            raise UserError(
-                f"prompt {i} has {len(prompt)} tokens: with max_tokens={sampling.max_tokens} that "
-                f"is more than the model's {apply.spec.max_positions} positions. Shorten one."
-            )
+        _check_prompt(i, prompt, sampling, functions.spec.max_positions, real)
     completions: list[Completion] = []
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
-        rows = _Batch(provider, apply, tokenizer, sampling, part, start, batch_size)
+        rows = _Batch(functions, params, tokenizer, real, sampling, part, start, batch_size)
         for texts in rows.run():
             if on_text is not None:
                 for number, text in texts:
@@ -223,13 +239,38 @@ def generate(
     return completions
 
 
+def _check_prompt(
+    number: int, prompt: Sequence[int], sampling: Sampling, positions: int, real: int
+) -> None:
+    if not len(prompt):
+        raise UserError(f"prompt {number} is empty: give at least one token.")
+    if (bad := next((i for i in prompt if not 0 <= i < real), None)) is not None:
+        raise UserError(
+            f"prompt {number} holds the id {bad}; expected ids of the vocabulary, 0 to {real - 1}. "
+            "Encode the text with the model's own tokenizer."
+        )
+    if len(prompt) + sampling.max_tokens > positions:
+        raise UserError(
+            f"prompt {number} has {len(prompt)} tokens: with max_tokens={sampling.max_tokens} that "
+            f"is more than the model's {positions} positions. Shorten one."
+        )
+
+
 class _Batch:
     """One batch of prompts, from reading to the last stop."""
 
-    def __init__(self, provider: TeacherLogitsProvider, apply: Apply, tokenizer: Tokenizer,
-                 sampling: Sampling, prompts: Sequence[Sequence[int]], first: int,
-                 batch_size: int):  # fmt: skip
-        self._params, self._first = provider.params, first
+    def __init__(
+        self,
+        functions: DecoderFunctions,
+        params: Params,
+        tokenizer: Tokenizer | None,
+        real: int,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        first: int,
+        batch_size: int,
+    ):
+        self._params, self._first = params, first
         self._rows = [_Row(sampling, tokenizer) for _ in prompts]
         longest = -(-max(map(len, prompts)) // _BUCKET) * _BUCKET
         # Short batches are filled up with copies of the last prompt: the same programs serve.
@@ -239,15 +280,14 @@ class _Batch:
             self._tokens[i, : len(prompt)] = prompt
         self._lengths = np.asarray([len(prompt) for prompt in filled], np.int32)
         self._numbers = np.arange(first, first + batch_size, dtype=np.int32)
-        more = -(-sampling.max_tokens // _STEPS) * _STEPS
-        static: dict[str, Any] = dict(apply=apply, real=tokenizer.vocab_size, sampling=sampling)
-        self._begin = _compiled(_begin, capacity=longest + more, **static)
-        self._advance = _compiled(_advance, **static)
+        self._capacity = longest + -(-sampling.max_tokens // _STEPS) * _STEPS
+        self._static: dict[str, Any] = dict(functions=functions, real=real, sampling=sampling)
 
     def run(self) -> Iterator[list[tuple[int, str]]]:
         """Yields the texts that grew, until all rows have ended."""
-        state, head, ids, log_probs = self._begin(
-            self._params, self._tokens, self._lengths, self._numbers
+        prompts = self._tokens, self._lengths, self._numbers
+        state, head, ids, log_probs = _begin(
+            self._params, *prompts, capacity=self._capacity, **self._static
         )
         yield self._take(ids[None], log_probs[None])
         begun = 1
@@ -255,9 +295,8 @@ class _Batch:
             ended = np.ones(len(self._tokens), bool)
             ended[: len(self._rows)] = [bool(row.reason) for row in self._rows]
             state = state._replace(done=state.done | ended)
-            state, (ids, log_probs) = self._advance(
-                self._params, head, state, np.int32(begun), self._numbers
-            )
+            begun_by = np.int32(begun), self._numbers
+            state, (ids, log_probs) = _advance(self._params, head, state, *begun_by, **self._static)
             yield self._take(ids, log_probs)
             begun += _STEPS
 
@@ -273,9 +312,3 @@ class _Batch:
     def completions(self) -> list[Completion]:
         """After `run`."""
         return [row.done() for row in self._rows]
-
-
-@functools.cache
-def _compiled(function: Any, **static: Any) -> Any:
-    donate = ("state",) if function is _advance else ()
-    return jax.jit(functools.partial(function, **static), donate_argnames=donate)

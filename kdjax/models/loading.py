@@ -6,11 +6,13 @@ holds more than one tensor, and the device never more than the model and one ten
 
 import functools
 import mmap
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -19,6 +21,7 @@ from kdjax.device.sharding import parameter_spec, replicated
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.blocks import decode, split
+from kdjax.formats.saved import SavedTable
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
@@ -34,12 +37,12 @@ def is_gguf(table: TensorTable) -> bool:
     return "general.architecture" in table.metadata
 
 
-def tied_in_fact(table: TensorTable) -> bool:
+def has_tied_head(table: TensorTable) -> bool:
     """Whether the head repeats the embedding, up to quantization, on 64 rows spread over both.
 
     Some published GGUF files of tied models store the matrix twice, in two block types.
     """
-    embed, head = (_stored(names.name_of((key,)), table) for key in ("embed", "head"))
+    embed, head = (_stored((key,), table) for key in ("embed", "head"))
     if head not in table:
         return True
     if table.info(embed).shape != table.info(head).shape:
@@ -49,16 +52,20 @@ def tied_in_fact(table: TensorTable) -> bool:
     return float(np.linalg.norm(a - b)) < SAME_MATRIX * float(np.linalg.norm(b))
 
 
-def _stored(name: names.Name, table: TensorTable) -> str:
+def _stored(path: tuple[str, ...], table: TensorTable) -> str:
+    """The name under which the table holds a parameter; `{i}` stands for the layer."""
+    if isinstance(table, SavedTable):
+        return "/".join(path)
+    name = names.name_of(path)
     return name.gguf if is_gguf(table) else name.hf
 
 
 def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[str]:
     """Tensors that make up one parameter: one, or one a layer."""
-    name = _stored(names.name_of(path), table)
+    name = _stored(path, table)
     if path == ("embed",) and spec.tied:
         # Stored twice: take the copy that kept more bits.
-        head = _stored(names.name_of(("head",)), table)
+        head = _stored(("head",), table)
         if head in table and name in table:
             name = max(name, head, key=lambda n: table.info(n).nbytes)
     if "{i}" not in name:
@@ -66,41 +73,48 @@ def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[
     return [name.format(i=i) for i in range(spec.num_layers)]
 
 
+@functools.lru_cache(maxsize=8)
+def _shapes(spec: ArchSpec) -> Mapping[tuple[str, ...], tuple[int, ...]]:
+    """Every parameter's shape by its path in the tree, layers stacked."""
+    return {path: leaf.shape for path, leaf in flatten_dict(functional(spec, Compute())[1]).items()}
+
+
 def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], list[str]]:
-    """The tensors of each parameter: tree path to one name, or to one a layer."""
-    _, abstract = functional(spec, Compute())
-    leaves = jax.tree_util.tree_flatten_with_path(abstract)[0]
-    paths = [tuple(key.key for key in keys) for keys, _ in leaves]
-    sources = {path: _sources(path, spec, table) for path in paths}
-    _check(sources, abstract, table)
-    return sources
+    """The tensors of each parameter: tree path to one name, or to one a layer.
 
-
-def _check(plan: dict[tuple[str, ...], list[str]], abstract: Any, table: TensorTable) -> None:
-    """Raises one `UserError` that lists every missing, misshapen or unknown tensor."""
-    problems, known = [], set()
-    for path, sources in plan.items():
-        want = functools.reduce(lambda tree, key: tree[key], path, abstract).shape
-        want = want[1:] if len(sources) > 1 or path[0] == "blocks" else want
-        for source in sources:
-            known.add(source)
-            if source not in table:
-                problems.append(f"{source}: missing, expected shape {list(want)}")
-            elif table.info(source).shape != tuple(want):
-                problems.append(
-                    f"{source}: shape {list(table.info(source).shape)}, expected {list(want)}"
-                )
-    both = {_stored(names.name_of((key,)), table) for key in ("embed", "head")}
+    Raises one `UserError` that lists every missing, misshapen or unknown tensor.
+    """
+    sources = {path: _sources(path, spec, table) for path in _shapes(spec)}
+    problems, known = [], {_stored((key,), table) for key in ("embed", "head")}
+    for path, tensors in sources.items():
+        expected = _shapes(spec)[path]
+        if path[0] == "blocks" and not isinstance(table, SavedTable):
+            expected = expected[1:]
+        for name in tensors:
+            known.add(name)
+            if name not in table:
+                problems.append(f"{name}: missing, expected shape {list(expected)}")
+            elif (found := table.info(name).shape) != expected:
+                problems.append(f"{name}: shape {list(found)}, expected {list(expected)}")
     for name in table:
-        if name not in known | both and not name.endswith(names.IGNORED):
+        if name not in known and not name.endswith(names.IGNORED):
             problems.append(f"{name}: not a tensor of this architecture")
     if problems:
         shown = "\n  ".join(problems[:40]) + ("\n  ..." if len(problems) > 40 else "")
-        raise UserError(
-            f"{table.paths[0]} does not match its own header ({len(problems)} tensors):\n"
-            f"  {shown}\n"
-            "The file is damaged or of another architecture: download or convert it again."
+        raise UserError(_mismatch(table, len(problems), shown))
+    return sources
+
+
+def _mismatch(table: TensorTable, count: int, shown: str) -> str:
+    if isinstance(table, SavedTable):
+        return (
+            f"{table.folder} holds other tensors than its student ({count} differ):\n  {shown}\n"
+            "--student is not the model that this run began with. Name that one."
         )
+    return (
+        f"{table.paths[0]} does not match its own header ({count} tensors):\n  {shown}\n"
+        "The file is damaged or of another architecture: download or convert it again."
+    )
 
 
 def _unpermute(rows: Array, heads: int) -> Array:
@@ -117,7 +131,7 @@ def _decode(raw: Array, *, dtype: str, out_dtype: Any, heads: int) -> Array:
     return decode(_unpermute(raw, heads), dtype, out_dtype)
 
 
-def _scaled(raw: Array, *, dtype: str, heads: int) -> Scaled:
+def _scale(raw: Array, *, dtype: str, heads: int) -> Scaled:
     return Scaled(*quantize_rows(_decode(raw, dtype=dtype, out_dtype=jnp.float32, heads=heads)))
 
 
@@ -125,13 +139,34 @@ def _split(raw: Array, *, dtype: str, heads: int) -> tuple[Array, ...]:
     return split(_unpermute(raw, heads), dtype)
 
 
-def _store(buffers: Any, raw: Array, layer: Array, *, read: Any) -> Any:
-    """Writes what `read` makes of a tensor into layer `layer` of its stacks."""
-    return jax.tree.map(
+class _Reading(NamedTuple):
+    """How a tensor's bytes become a weight on the mesh; hashable, so that it can be static."""
+
+    read: Callable[..., Any]  # `_decode`, `_scale` or `_split`
+    place: Any  # `NamedSharding`s, as the weight has arrays
+    dtype: str  # of the bytes: a key of `blocks.BLOCKS`
+    heads: int  # whose rotary rows llama.cpp interleaved; 0: none
+    out_dtype: Any = None
+
+    def __call__(self, raw: Array) -> Any:
+        options = {} if self.out_dtype is None else {"out_dtype": self.out_dtype}
+        return self.read(raw, dtype=self.dtype, heads=self.heads, **options)
+
+
+@functools.partial(jax.jit, static_argnames="reading")
+def _read(raw: Array, reading: _Reading) -> Any:
+    return jax.lax.with_sharding_constraint(reading(raw), reading.place)
+
+
+@functools.partial(jax.jit, static_argnames="reading", donate_argnames="stack")
+def _store(stack: Any, raw: Array, layer: Array, reading: _Reading) -> Any:
+    """Writes what a tensor becomes into layer `layer` of its stack."""
+    stack = jax.tree.map(
         lambda buffer, value: jax.lax.dynamic_update_index_in_dim(buffer, value, layer, 0),
-        buffers,
-        read(raw),
+        stack,
+        reading(raw),
     )
+    return jax.lax.with_sharding_constraint(stack, reading.place)
 
 
 def load_params(
@@ -140,74 +175,96 @@ def load_params(
     """Reads every parameter of `abstract` from the table onto the mesh.
 
     Weights become numbers of `abstract`'s dtypes on the device; with `matrices="packed"` matrices
-    stay there in the file's blocks, as `Packed` and `Mixed`; with "fp8" all but the embedding
+    stay there in the file's blocks, as `Packed` and `Mixed`; with "float8" all but the embedding
     become `Scaled`. Raises `UserError` listing all tensors that are missing, misshapen or unknown.
     """
     sources = tensor_names(table, spec)
-    params: Params = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]:
-        path = tuple(key.key for key in keys)
+    params = {}
+    for path, leaf in flatten_dict(abstract).items():
         heads = names.head_count(names.name_of(path), spec) if is_gguf(table) else 0
         load = _load_dense
         if len(leaf.shape) - (path[0] == "blocks") == 2:
             scaled = _load_dense if path[0] == "embed" else _load_scaled  # ids look embeddings up
-            load = {"dense": load, "packed": _load_packed, "fp8": scaled}[matrices]
-        node = params
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = load(table, sources[path], path, leaf, mesh, heads)
-    return params
+            load = {"dense": load, "packed": _load_packed, "float8": scaled}[matrices]
+        params[path] = load(table, sources[path], path, leaf, mesh, heads)
+    return unflatten_dict(params)
 
 
-def _load_dense(table: TensorTable, sources: list[str], path: tuple[str, ...], leaf: Any,
-                mesh: Mesh, heads: int) -> Array:  # fmt: skip
+def _is_stack(table: TensorTable, path: tuple[str, ...]) -> bool:
+    """Whether a parameter is made of one tensor a layer."""
+    return path[0] == "blocks" and not isinstance(table, SavedTable)
+
+
+def _load_dense(
+    table: TensorTable,
+    sources: list[str],
+    path: tuple[str, ...],
+    leaf: Any,
+    mesh: Mesh,
+    heads: int,
+) -> Array:
     place = NamedSharding(mesh, parameter_spec(path, leaf.shape, mesh))
-    if path[0] != "blocks":
-        how = dict(dtype=table.info(sources[0]).dtype, out_dtype=leaf.dtype, heads=heads)
-        return _jitted(_decode, place, **how)(_to_device(table, sources[0], mesh))
-    buffer = jnp.zeros(leaf.shape, leaf.dtype, device=place)
+
+    def reading(name: str) -> _Reading:
+        return _Reading(_decode, place, table.info(name).dtype, heads, jnp.dtype(leaf.dtype))
+
+    if not _is_stack(table, path):
+        return _read(_to_device(table, sources[0], mesh), reading(sources[0]))
+    stack = jnp.zeros(leaf.shape, leaf.dtype, device=place)
     for layer, name in enumerate(sources):
-        how = dict(dtype=table.info(name).dtype, out_dtype=leaf.dtype, heads=heads)
-        store = _storing(_decode, place, **how)
-        buffer = store(buffer, _to_device(table, name, mesh), jnp.int32(layer))
-    return buffer
+        stack = _store(stack, _to_device(table, name, mesh), jnp.int32(layer), reading(name))
+    return stack
 
 
-def _load_scaled(table: TensorTable, sources: list[str], path: tuple[str, ...], leaf: Any,
-                 mesh: Mesh, heads: int) -> Scaled:  # fmt: skip
+def _load_scaled(
+    table: TensorTable,
+    sources: list[str],
+    path: tuple[str, ...],
+    leaf: Any,
+    mesh: Mesh,
+    heads: int,
+) -> Scaled:
     spec = parameter_spec(path, leaf.shape, mesh)
     place = Scaled(NamedSharding(mesh, spec), NamedSharding(mesh, P(*spec[:-1])))
-    if path[0] != "blocks":
-        how = dict(dtype=table.info(sources[0]).dtype, heads=heads)
-        return _jitted(_scaled, place, **how)(_to_device(table, sources[0], mesh))
+
+    def reading(name: str) -> _Reading:
+        return _Reading(_scale, place, table.info(name).dtype, heads)
+
+    if not _is_stack(table, path):
+        return _read(_to_device(table, sources[0], mesh), reading(sources[0]))
     stack = Scaled(
         jnp.zeros(leaf.shape, FP8, device=place.values),
         jnp.zeros(leaf.shape[:-1], jnp.float32, device=place.scale),
     )
     for layer, name in enumerate(sources):
-        store = _storing(_scaled, place, dtype=table.info(name).dtype, heads=heads)
-        stack = store(stack, _to_device(table, name, mesh), jnp.int32(layer))
+        stack = _store(stack, _to_device(table, name, mesh), jnp.int32(layer), reading(name))
     return stack
 
 
-def _load_packed(table: TensorTable, sources: list[str], path: tuple[str, ...], leaf: Any,
-                 mesh: Mesh, heads: int) -> Packed | Mixed:  # fmt: skip
+def _load_packed(
+    table: TensorTable,
+    sources: list[str],
+    path: tuple[str, ...],
+    leaf: Any,
+    mesh: Mesh,
+    heads: int,
+) -> Packed | Mixed:
     def stack(block: str, members: list[str]) -> Packed:
-        how = dict(dtype=block, heads=heads)
-        first = jax.eval_shape(functools.partial(_split, **how), table.raw(members[0]))
-        lead = () if path[0] != "blocks" else (len(members),)
+        split = functools.partial(_split, dtype=block, heads=heads)
+        first = jax.eval_shape(split, table.raw(members[0]))
+        lead = (len(members),) if _is_stack(table, path) else ()
         shapes = [(*lead, *field.shape) for field in first]
         place = tuple(_field_sharding(path, shape, len(lead), mesh) for shape in shapes)
+        reading = _Reading(_split, place, block, heads)
         if not lead:
-            fields = _jitted(_split, place, **how)(_to_device(table, members[0], mesh))
+            fields = _read(_to_device(table, members[0], mesh), reading)
             return Packed(fields, block, leaf.dtype)
         fields = tuple(
             jnp.zeros(shape, field.dtype, device=p)
             for shape, field, p in zip(shapes, first, place, strict=True)
         )
         for slot, name in enumerate(members):
-            raw = _to_device(table, name, mesh)
-            fields = _storing(_split, place, **how)(fields, raw, jnp.int32(slot))
+            fields = _store(fields, _to_device(table, name, mesh), jnp.int32(slot), reading)
         return Packed(fields, block, leaf.dtype)
 
     types = [table.info(name).dtype for name in sources]
@@ -223,8 +280,9 @@ def _load_packed(table: TensorTable, sources: list[str], path: tuple[str, ...], 
     return Mixed(stacks, index(which), index(slot))
 
 
-def _field_sharding(path: tuple[str, ...], shape: tuple[int, ...], lead: int,
-                    mesh: Mesh) -> NamedSharding:  # fmt: skip
+def _field_sharding(
+    path: tuple[str, ...], shape: tuple[int, ...], lead: int, mesh: Mesh
+) -> NamedSharding:
     """As the weight itself, its inputs counted in blocks; a block stays whole."""
     spec = parameter_spec(path, shape[: lead + 2], mesh)
     return NamedSharding(mesh, spec)
@@ -245,14 +303,3 @@ def _forget_pages(view: np.ndarray) -> None:
         base = base.base
     if isinstance(base, mmap.mmap):
         base.madvise(mmap.MADV_DONTNEED)
-
-
-@functools.cache
-def _jitted(function: Any, place: Any, **how: Any) -> Any:
-    return jax.jit(functools.partial(function, **how), out_shardings=place)
-
-
-@functools.cache
-def _storing(read: Any, place: Any, **how: Any) -> Any:
-    store = functools.partial(_store, read=functools.partial(read, **how))
-    return jax.jit(store, out_shardings=place, donate_argnums=0)

@@ -1,172 +1,378 @@
-"""The frozen teacher: where its weights live, and how its hidden states and head reach the loss.
+"""A loaded model, teacher or student: pure functions, the arrays they take, and a tokenizer."""
 
-A provider is pure functions, the arrays they take, and what it says of itself. Its kinds:
-`dequantized`, `packed`, `scaled`, `cached`, `fixture`, and `truncated`, a narrower view of any.
-"""
-
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from kdjax.device import sharding
 from kdjax.device.placement import Placement, capability
 from kdjax.errors import UserError
-from kdjax.formats import TensorTable
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
+from kdjax.models.checkpoint import Checkpoint, open_checkpoint
+from kdjax.models.decoder import (
+    Compute,
+    DecoderFunctions,
+    ModelFunctions,
+    ModuleFunctions,
+    Params,
+    functional,
+)
+from kdjax.models.decoding import Completion, Sampling, complete
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Scaled, decode_weight, to_bits, unembed
 
 _log = logging.getLogger("kdjax")
 
+WEIGHTS = ("dense", "packed", "float8", "float8_precise")
 # Tensor cores multiply float8 from Ada (8.9) and Hopper (9.0) on.
 _FP8_CAPABILITY = 8.9
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherInfo:
-    """What a provider says of itself."""
+class Model:
+    """Pure functions, the parameters that they take, and what is known of them.
 
-    kind: str
-    vocab_size: int  # rows of the head
-    resident_bytes: int  # on all devices together
-    source: str
+    Logits of a whole batch exist in `logits` alone: hidden states and head stay apart, and the
+    parameters are an argument of a training step, never closed over.
 
-    def __str__(self) -> str:
-        return (
-            f"{self.kind} teacher {self.source}: {self.resident_bytes / 1e9:.2f} GB resident, "
-            f"{self.vocab_size:,} head rows"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherLogitsProvider:
-    """A provider of teacher hidden states and head: pure functions and the arrays they take.
-
-    Logits exist only inside a chunk of the loss, so hidden states and head stay apart here; the
-    arrays are an argument of the step, never closed over.
+        model = kdjax.load("model.gguf")
+        print(model.generate("def f(x):", max_tokens=32)[0].text)
+        logits = model.logits([model.tokenizer.encode("def f(x):")])
     """
 
-    apply: ModelFunctions
+    functions: ModelFunctions
     params: Params
-    info: TeacherInfo
+    vocab_size: int  # rows of the head, padding rows included
+    kind: str = ""  # how the weights are kept, for a log
+    source: str = ""  # where they come from, for a log
+    spec: ArchSpec | None = None
+    placement: Placement | None = None
+    checkpoint: Checkpoint | None = None  # what it was loaded from
+    own_tokenizer: Tokenizer | None = None  # in place of the checkpoint's
+
+    @classmethod
+    def from_module(cls, module: nnx.Module, tokenizer: Tokenizer | None = None) -> "Model":
+        """Any deterministic module with `hidden(tokens, segment_ids, positions)`, `[B, T, D]`, and
+        `head_weight()`, `[V, D]`. Raises `UserError` for state that is no `nnx.Param`.
+        """
+        graph, params, others = nnx.split(module, nnx.Param, ...)
+        if leaves := jax.tree.leaves(nnx.to_pure_dict(others)):
+            raise UserError(
+                f"{type(module).__name__} holds {len(leaves)} arrays that are no nnx.Param; "
+                "expected a deterministic module without other state. Make them parameters or "
+                "constants."
+            )
+        functions, pure = ModuleFunctions(graph), nnx.to_pure_dict(params)
+        rows = jax.eval_shape(functions.head, pure).shape[0]
+        name = type(module).__name__
+        return cls(functions, pure, rows, "own module", name, own_tokenizer=tokenizer)
+
+    def __str__(self) -> str:
+        size = f"{self.resident_bytes / 1e9:.2f} GB resident, {self.vocab_size:,} head rows"
+        return f"{self.kind} {self.source}: {size}"
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the parameters, on all devices together."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The one given, or the checkpoint's, read when first asked for; None without either."""
+        if self.own_tokenizer is None and self.checkpoint is not None:
+            return self.checkpoint.tokenizer
+        return self.own_tokenizer
+
+    def _known_tokenizer(self) -> Tokenizer | None:
+        try:
+            return self.tokenizer
+        except UserError:  # of a file without one
+            return None
+
+    @property
+    def real_vocab(self) -> int:
+        """Ids that some token has; all rows of the head if no tokenizer is known."""
+        tokenizer = self._known_tokenizer()
+        return self.vocab_size if tokenizer is None else min(tokenizer.vocab_size, self.vocab_size)
+
+    def replace(self, **changes: Any) -> "Model":
+        """The same model with other fields, such as `params`."""
+        return dataclasses.replace(self, **changes)
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which a float32 model multiplies in float32: a GPU would use TF32, 10 bits."""
+        if not isinstance(self.functions, DecoderFunctions):
+            return contextlib.nullcontext()
+        exact = jnp.dtype(self.functions.compute.dtype) == jnp.float32
+        return jax.default_matmul_precision("highest" if exact else "default")
 
     def logits(
         self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
+        tokens: Int[ArrayLike, "B T"] | Sequence[Sequence[int]],
+        segment_ids: Int[ArrayLike, "B T"] | None = None,
+        positions: Int[ArrayLike, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """float32 logits of every position at once: for tests and small inputs."""
-        hidden = self.apply.hidden(self.params, tokens, segment_ids, positions)
-        head = self.apply.head(self.params).astype(hidden.dtype)
-        return unembed(hidden, head)
+        """float32 logits of every position over the `real_vocab` ids: for small inputs.
+
+        `tokens` are numbers in equally long rows; a row is one segment, 1, at positions 0 to T - 1,
+        unless others are given. Raises `UserError` for rows of other shapes or ids.
+        """
+        if not isinstance(tokens, jax.core.Tracer):
+            tokens = self._check_tokens(tokens)
+        tokens = jnp.asarray(tokens, jnp.int32)
+        columns = _fill_columns(tokens, segment_ids, positions)
+        with self.precision():
+            return _compute_logits(self.functions, self.params, *columns)[..., : self.real_vocab]
+
+    def _check_tokens(self, tokens: Any) -> np.ndarray:
+        try:
+            array = np.asarray(tokens)
+        except ValueError:  # rows of different lengths
+            array = np.zeros(())
+        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            raise UserError(
+                f"found tokens of shape {array.shape} and type {array.dtype}; expected whole "
+                "numbers [rows, positions], the rows equally long. Put a single row in brackets."
+            )
+        if array.size and not 0 <= array.min() <= array.max() < self.vocab_size:
+            raise UserError(
+                f"found ids from {array.min()} to {array.max()}; expected 0 to "
+                f"{self.vocab_size - 1}. Encode the text with the model's own tokenizer."
+            )
+        return array
 
     def hidden_states(
-        self, batches: Iterable[Mapping[str, Any]], mesh: Mesh
+        self, batches: Iterable[Mapping[str, Any]]
     ) -> Iterator[Float[Array, "B T D"]]:
         """Of each batch of host arrays, its rows over the mesh; made as they are asked for."""
-        place, options = sharding.batch_sharding(mesh), sharding.compiler_options(mesh)
-        hidden = jax.jit(self.apply.hidden, compiler_options=options)
+        options = None
+        if self.placement is not None:
+            options = sharding.compiler_options(self.placement.mesh)
+        hidden = jax.jit(self.functions.hidden, compiler_options=options)
         for batch in batches:
             columns = [batch[name] for name in ("tokens", "segment_ids", "positions")]
-            yield hidden(self.params, *jax.device_put(columns, place))
+            if self.placement is not None:
+                columns = jax.device_put(columns, sharding.batch_sharding(self.placement.mesh))
+            with self.precision():
+                states = hidden(self.params, *columns)
+            yield states
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        batch_size: int | None = None,
+        on_text: Callable[[int, str], None] | None = None,
+        **settings: Any,
+    ) -> list[Completion]:
+        """Continues prompts, texts or token ids: one `Completion` each, in order.
+
+        `settings` are the fields of `Sampling`, such as `max_tokens=64, temperature=0.8`, in place
+        of `sampling`; without either, the ends of text and of a turn end a completion.
+        `batch_size` prompts (default: at most 32) go together; see `decoding.complete` for
+        `on_text`. Raises `UserError` for a model without a decoder, for ids that no token has, and
+        for more positions than the model has.
+        """
+        if not isinstance(self.functions, DecoderFunctions):
+            raise UserError(f"{self}: has no decoder to generate with.")
+        tokenizer = self._known_tokenizer()
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        ids = [self._encode(prompt) for prompt in prompts]
+        if sampling is None:
+            if tokenizer is not None:
+                ends = {tokenizer.end_of_text_id, tokenizer.eos_id}
+                settings = {"stop_ids": tuple(sorted(ends))} | settings
+            sampling = Sampling(**settings)
+        with self.precision():
+            return complete(
+                self.functions,
+                self.params,
+                ids,
+                sampling,
+                real=self.real_vocab,
+                tokenizer=tokenizer,
+                batch_size=batch_size or min(len(ids), 32),
+                on_text=on_text,
+            )
+
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise UserError(f"{self}: has no tokenizer for {prompt!r}; give token ids.")
+        return self.tokenizer.encode(prompt)
 
 
-def _resident(params: Params) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+def _fill_columns(tokens: Array, segment_ids: Any, positions: Any) -> tuple[Array, Array, Array]:
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
+    if positions is None:
+        at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        positions = jnp.broadcast_to(at, tokens.shape)
+    return tokens, jnp.asarray(segment_ids, jnp.int32), jnp.asarray(positions, jnp.int32)
 
 
-def _as_sliced(params: Params, mesh: Mesh) -> Params:
-    """As a scan slices them without copies: bits on a CPU."""
-    if Placement(mesh).platform != "cpu":
-        return params
-    return jax.tree.map(jax.jit(to_bits, donate_argnums=0), params)
+@functools.partial(jax.jit, static_argnames="functions")
+def _compute_logits(
+    functions: ModelFunctions, params: Params, tokens: Array, segment_ids: Array, positions: Array
+) -> Array:
+    hidden = functions.hidden(params, tokens, segment_ids, positions)
+    return unembed(hidden, functions.head(params).astype(hidden.dtype))
 
 
-def dequantized(
-    table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh
-) -> TeacherLogitsProvider:
-    """Every tensor as numbers of `compute.param_dtype`, made on the device at load."""
-    apply, abstract = functional(spec, compute)
-    params = _as_sliced(load_params(table, spec, abstract, mesh), mesh)
-    kind = f"dequant ({jnp.dtype(compute.param_dtype).name})"
-    info = TeacherInfo(kind, spec.vocab_size, _resident(params), table.paths[0].name)
-    return TeacherLogitsProvider(apply, params, info)
+def load(
+    path: str | os.PathLike[str],
+    *,
+    weights: str = "dense",
+    dtype: str = "bfloat16",
+    compute_dtype: str | None = None,
+    tokenizer: str = "",
+    max_segments: int = 32,
+    devices: Sequence[Any] | None = None,
+) -> Model:
+    """Opens and loads a model: a GGUF, .apr or safetensors file, a folder, or a run's workdir.
 
+    `weights`, `dtype` and `compute_dtype` are as `load_model` takes them. Rows of a batch are split
+    over `devices` (default: the first alone), parameters are on each. Raises `UserError` for what
+    is missing, damaged or of an unknown architecture.
 
-def packed(
-    table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh
-) -> TeacherLogitsProvider:
-    """Matrices in the file's own blocks, whatever their type, decoded a layer at a time.
-
-    The numbers are those of `dequantized`, bit for bit: decoded in float32 and rounded to
-    `compute.param_dtype`.
+        teacher = kdjax.load("teacher.gguf", weights="packed")
+        student = kdjax.load("student.gguf", dtype="float32")
     """
-    apply, abstract = functional(spec, compute)
-    params = load_params(table, spec, abstract, mesh, matrices="packed")
-    info = TeacherInfo("q4k (packed)", spec.vocab_size, _resident(params), table.paths[0].name)
-    return TeacherLogitsProvider(apply, params, info)
+    devices = jax.local_devices()[:1] if devices is None else list(devices)
+    return load_model(
+        open_checkpoint(path, tokenizer=tokenizer),
+        weights=weights,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        max_segments=max_segments,
+        placement=Placement.on(sharding.make_mesh(-1, 1, 1, devices)),
+    )
 
 
-def check_fp8() -> None:
-    """Raises `UserError` for a GPU without float8 products; a CPU emulates them."""
-    device = jax.local_devices()[0]
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    placement: Placement,
+    weights: str = "dense",
+    dtype: Any = "bfloat16",
+    compute_dtype: Any = None,
+    max_segments: int = 1,
+) -> Model:
+    """Reads the weights onto the placement's mesh.
+
+    `weights="dense"` keeps every tensor as numbers of `dtype`. "packed" keeps matrices in the
+    file's own blocks, decoded a layer at a time to the numbers of "dense", bit for bit. "float8"
+    keeps matrices as float8_e4m3fn with a float32 scale a row and multiplies them as such;
+    "float8_precise" sums these products in float32. Embeddings, norms and biases are of `dtype`,
+    activations of `compute_dtype` (default: `dtype`). `max_segments` bounds the segments of a row.
+    Raises `UserError` for another kind, for float8 on a GPU without it, and for a damaged file.
+    """
+    if weights not in WEIGHTS:
+        raise UserError(f"found weights={weights!r}; expected one of {', '.join(WEIGHTS)}.")
+    if checkpoint.saved is not None and weights != "dense":
+        raise UserError(f"{checkpoint}: a saved step has no such form ({weights}); leave it out.")
+    compute = Compute(
+        dtype=jnp.dtype(compute_dtype or dtype),
+        param_dtype=jnp.dtype(dtype),
+        max_segments=max_segments,
+        placement=placement,
+    )
+    if weights.startswith("float8"):
+        check_fp8(placement.mesh.devices.flat[0])
+    functions, abstract = functional(checkpoint.spec, compute)
+    params = load_params(
+        checkpoint.table,
+        checkpoint.spec,
+        abstract,
+        placement.mesh,
+        matrices=weights.removesuffix("_precise"),
+    )
+    params = _prepare(params, placement, precise=weights == "float8_precise")
+    kind = _describe_weights(checkpoint, weights, compute)
+    rows = checkpoint.spec.vocab_size
+    spec, source = checkpoint.spec, checkpoint.path.name
+    if checkpoint.saved is not None:
+        source = str(checkpoint.saved.workdir)
+    return Model(functions, params, rows, kind, source, spec, placement, checkpoint)
+
+
+def _describe_weights(checkpoint: Checkpoint, weights: str, compute: Compute) -> str:
+    dtype = jnp.dtype(compute.param_dtype).name
+    if weights == "dense":
+        return f"{'dequant' if checkpoint.saved is None else 'checkpoint'} ({dtype})"
+    if weights == "packed":
+        return "q4k (packed)"
+    return f"fp8 (e4m3, {'float32' if weights == 'float8_precise' else 'fast'} sums)"
+
+
+def _prepare(params: Params, placement: Placement, *, precise: bool = False) -> Params:
+    """Arrays as a scan slices them without copies: bits on a CPU; products as placed."""
+    if placement.platform == "cpu":
+        params = jax.tree.map(jax.jit(to_bits, donate_argnums=0), params)
+    return jax.tree.map(
+        lambda weight: (
+            dataclasses.replace(weight, precise=precise, kernels=placement.kernels)
+            if isinstance(weight, Scaled)
+            else weight
+        ),
+        params,
+        is_leaf=lambda weight: isinstance(weight, Scaled),
+    )
+
+
+def check_fp8(device: Any) -> None:
+    """Raises `UserError` for a GPU without float8 products; warns of a CPU, which emulates them."""
     if device.platform == "cpu":
+        _log.warning("fp8 products are emulated on the CPU: the same numbers, slowly")
         return
     if capability(device) < _FP8_CAPABILITY:
-        found = getattr(device, "compute_capability", "unknown")
+        shown = getattr(device, "compute_capability", "unknown")
         raise UserError(
-            f"found a {device.device_kind} of compute capability {found}; expected an NVIDIA GPU "
+            f"found a {device.device_kind} of compute capability {shown}; expected an NVIDIA GPU "
             f"of {_FP8_CAPABILITY} or more (Ada, Hopper and later) for fp8 products. "
             "Set teacher.compute=train."
         )
 
 
-def scaled(table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh, *,
-           precise: bool = False) -> TeacherLogitsProvider:  # fmt: skip
-    """Matrices as float8_e4m3fn with a float32 scale a row, multiplied as such.
+def narrow_head(model: Model, vocab_size: int) -> Model:
+    """The same model over the first `vocab_size` ids: rows of the head are cut off, once.
 
-    Embedding (with a tied head), norms and biases are numbers of `compute.param_dtype`; what is no
-    product runs in `compute.dtype`. `precise` sums products in float32. Raises `UserError` on a GPU
-    without float8 products.
+    Cutting before the softmax renormalises the probabilities over the ids that are left. Raises
+    `UserError` for a size of 0 and for more rows than there are.
     """
-    check_fp8()
-    placement = Placement.on(mesh)
-    if placement.platform == "cpu":
-        _log.warning("fp8 products are emulated on the CPU: the same numbers, slowly")
-    apply, abstract = functional(spec, compute)
-    params = _as_sliced(load_params(table, spec, abstract, mesh, matrices="fp8"), mesh)
-    flags = dict(precise=precise, kernels=placement.kernels)
-    params = jax.tree.map(
-        lambda w: dataclasses.replace(w, **flags) if isinstance(w, Scaled) else w,
-        params,
-        is_leaf=lambda w: isinstance(w, Scaled),
-    )
-    kind = f"fp8 (e4m3, {'float32' if precise else 'fast'} sums)"
-    info = TeacherInfo(kind, spec.vocab_size, _resident(params), table.paths[0].name)
-    return TeacherLogitsProvider(apply, params, info)
-
-
-PROVIDERS = {
-    "dequant": dequantized,
-    "q4k": packed,
-    "fp8": scaled,
-    "fp8_precise": functools.partial(scaled, precise=True),
-}
+    rows = model.vocab_size
+    if not 0 < vocab_size <= rows:
+        raise UserError(
+            f"{model.source}: found a teacher of {rows:,} rows to cut to {vocab_size:,}; "
+            f"expected 1 to {rows:,}. Choose a teacher of at least the student's vocabulary."
+        )
+    if vocab_size == rows or not model.params:  # without a head there is nothing to cut
+        return model
+    # A tied head is the embedding; ids beyond the cut are no token's, so nothing looks them up.
+    name = "head" if "head" in model.params else "embed"
+    # Packed rows as well: blocks never cross from one row to the next.
+    head = jax.tree.map(jax.jit(lambda x: x[:vocab_size]), model.params[name])
+    params = model.params | {name: jax.block_until_ready(head)}
+    return model.replace(params=params, vocab_size=vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cached:
-    """The functions of a teacher whose outputs are columns of the batch."""
+class HeadFunctions:
+    """The functions of a teacher whose hidden states come with the batch."""
 
     def hidden(self, params: Params, tokens: Array, segment_ids: Array, positions: Array) -> Array:
         raise TypeError("a cached teacher does not run: its hidden states come with the batch")
@@ -177,137 +383,23 @@ class _Cached:
     stored_head = head
 
 
-def cached(
-    table: TensorTable, spec: ArchSpec, compute: Compute, mesh: Mesh, *, kind: str
-) -> TeacherLogitsProvider:
-    """A teacher whose outputs come with the batch: its head alone, for hidden states, or nothing.
-
-    `kind` is that of the cache: "hidden" or "topk".
-    """
+def load_head(checkpoint: Checkpoint, compute: Compute, kind: str, *, empty: bool = False) -> Model:
+    """The head of a model alone, dense; with `empty` not even that. `kind` is for a log."""
+    assert compute.placement is not None
     params: Params = {}
-    if kind == "hidden":
-        name = "embed" if spec.tied else "head"
-        abstract = {name: functional(spec, compute)[1][name]}
-        params = _as_sliced(load_params(table, spec, abstract, mesh), mesh)
-    info = TeacherInfo(f"cached ({kind})", spec.vocab_size, _resident(params), table.paths[0].name)
-    return TeacherLogitsProvider(_Cached(), params, info)
-
-
-def truncated(teacher: TeacherLogitsProvider, vocab_size: int) -> TeacherLogitsProvider:
-    """The same teacher over the first `vocab_size` ids: rows of the head are cut off, once.
-
-    Cutting before the softmax renormalises the probabilities over the ids that are left. Raises
-    `UserError` for a size of 0 and for more rows than there are.
-    """
-    rows = teacher.info.vocab_size
-    if not 0 < vocab_size <= rows:
-        raise UserError(
-            f"{teacher.info.source}: found a teacher of {rows:,} rows to cut to {vocab_size:,}; "
-            f"expected 1 to {rows:,}. Choose a teacher of at least the student's vocabulary."
-        )
-    if vocab_size == rows or not teacher.params:  # without a head there is nothing to cut
-        return teacher
-    # A tied head is the embedding; ids beyond the cut are no token's, so nothing looks them up.
-    name = "head" if "head" in teacher.params else "embed"
-    # Packed rows as well: blocks never cross from one row to the next.
-    cut = jax.tree.map(jax.jit(lambda x: x[:vocab_size]), teacher.params[name])
-    params = teacher.params | {name: jax.block_until_ready(cut)}
-    info = dataclasses.replace(
-        teacher.info, vocab_size=vocab_size, resident_bytes=_resident(params)
+    if not empty:
+        name = "embed" if checkpoint.spec.tied else "head"
+        shapes = {name: functional(checkpoint.spec, compute)[1][name]}
+        mesh = compute.placement.mesh
+        params = load_params(checkpoint.table, checkpoint.spec, shapes, mesh)
+        params = _prepare(params, compute.placement)
+    return Model(
+        HeadFunctions(),
+        params,
+        checkpoint.spec.vocab_size,
+        kind,
+        checkpoint.path.name,
+        checkpoint.spec,
+        compute.placement,
+        checkpoint,
     )
-    return TeacherLogitsProvider(teacher.apply, params, info)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fixture:
-    vocab_size: int
-    logit: float
-
-    def hidden(self, params: Params, tokens: Array, segment_ids: Array, positions: Array) -> Array:
-        return self.logit * jax.nn.one_hot(tokens, self.vocab_size, dtype=jnp.float32)
-
-    def head(self, params: Params) -> Array:
-        return params["head"]
-
-    stored_head = head
-
-
-def fixture(vocab_size: int, logit: float = 10.0) -> TeacherLogitsProvider:
-    """A teacher for tests: after id i it gives `logit` to id i + 1 (the last wraps), 0 to others.
-
-    It looks at nothing but the last token, so each of its figures can be computed by hand.
-    """
-    head = jnp.roll(jnp.eye(vocab_size, dtype=jnp.float32), 1, axis=0)
-    info = TeacherInfo("fixture", vocab_size, head.nbytes, "(none)")
-    return TeacherLogitsProvider(_Fixture(vocab_size, logit), {"head": head}, info)
-
-
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """The ids that student and teacher share; the loss slices both heads to `width`."""
-
-    width: int  # rows of the narrower head
-    real: int  # ids that a token of the tokenizer reaches
-
-
-def align(student: ArchSpec, teacher: ArchSpec, student_tokenizer: Tokenizer,
-          teacher_tokenizer: Tokenizer) -> Vocabulary:  # fmt: skip
-    """Decides the shared vocabulary after comparing every token, merge and special id.
-
-    Heads of one tokenizer are padded to different widths (Qwen2.5 7B: 152,064 rows, 0.5B:
-    151,936), so sizes prove nothing. Raises `UserError` naming the first id that differs.
-    """
-    real = student_tokenizer.vocab_size
-    if teacher.vocab_size < student.vocab_size or teacher_tokenizer.vocab_size < real:
-        raise UserError(
-            f"the teacher's vocabulary ({teacher_tokenizer.vocab_size:,} tokens, "
-            f"{teacher.vocab_size:,} rows) is smaller than the student's "
-            f"({student_tokenizer.vocab_size:,} tokens, {student.vocab_size:,} rows). "
-            "The teacher must know every token the student can predict: choose a teacher of the "
-            "same tokenizer family."
-        )
-    ours, theirs = student_tokenizer.tokens, teacher_tokenizer.tokens
-    for i in range(real):
-        if ours[i] != theirs[i]:
-            raise UserError(
-                f"tokenizers differ at id {i}: the student has {ours[i]!r}, the teacher "
-                f"{theirs[i]!r}. "
-                "Logits of different tokens cannot be compared: choose models of one tokenizer."
-            )
-    _check_rest(student_tokenizer, teacher_tokenizer)
-    beside = f" (the teacher's {teacher.vocab_size:,} rows)"
-    return own_vocabulary(student, student_tokenizer, beside)
-
-
-def own_vocabulary(student: ArchSpec, tokenizer: Tokenizer, beside: str = "") -> Vocabulary:
-    """The student's own vocabulary; raises `UserError` if its head has too few rows for it.
-
-    The message says `beside` after the student's rows.
-    """
-    real = tokenizer.vocab_size
-    if not 0 < real <= student.vocab_size:
-        raise UserError(
-            f"the tokenizer has {real:,} tokens, but the student's head has {student.vocab_size:,} "
-            f"rows{beside}: the checkpoint is not the one its tokenizer belongs to."
-        )
-    return Vocabulary(student.vocab_size, real)
-
-
-def _check_rest(student: Tokenizer, teacher: Tokenizer) -> None:
-    for i, (ours, theirs) in enumerate(zip(student.merges, teacher.merges, strict=False)):
-        if ours != theirs:
-            raise UserError(
-                f"tokenizers differ at merge {i}: the student has {ours!r}, the teacher "
-                f"{theirs!r}. "
-                "The same text would be cut differently: choose models of one tokenizer."
-            )
-    specials: list[tuple[str, Any, Any]] = [
-        ("special ids", sorted(student.special_ids), sorted(teacher.special_ids)),
-        ("number of merges", len(student.merges), len(teacher.merges)),
-    ]
-    for what, ours, theirs in specials:
-        if ours != theirs:
-            raise UserError(
-                f"tokenizers differ in their {what}: the student has {ours}, the teacher {theirs}. "
-                "Choose models of one tokenizer."
-            )

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Encoder
 
 from kdjax.errors import UserError
-from kdjax.formats import open_table
+from kdjax.formats import TensorTable, open_table
 
 # How text is cut before merging, by `tokenizer.ggml.pre`. Sources: the pre_tokenizer entries of
 # published tokenizer.json files, and llama.cpp's llama-vocab.cpp.
@@ -124,16 +124,16 @@ class Tokenizer:
         return rendered[0]
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokenizer:
     """The tokenizer of a GGUF or .apr file, or of a Hugging Face folder.
 
-    A file without one of its own takes the `tokenizer.json` beside it. Raises `UserError` if there
-    is none.
+    A file without one of its own takes the `tokenizer.json` beside it. `table` spares opening the
+    file once more. Raises `UserError` if there is no tokenizer.
     """
     path = Path(path)
     if path.is_dir():  # which may hold a tokenizer and no weights
         return _from_folder(path)
-    table = open_table(path)
+    table = open_table(path) if table is None else table
     if "general.architecture" in table.metadata or "tokenizer.ggml.tokens" in table.metadata:
         return from_gguf(table.metadata, str(path))
     return _from_folder(path.parent)

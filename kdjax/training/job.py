@@ -82,7 +82,9 @@ class Job:
         """The state before the first step: the student's file, or random weights of its shapes."""
         student, shardings = self.pair.student, self.step.shardings
         if self.config.student.init == "checkpoint":
-            params = load_params(student, self.step.abstract.params, self.step.placement.mesh)
+            params = load_params(
+                student.table, student.spec, self.step.abstract.params, self.step.placement.mesh
+            )
         else:
             seed = self.config.train.seed
             draw = functools.partial(initialise, student.spec, Compute(), seed)

@@ -7,7 +7,7 @@ any moment leaves the previous one whole.
 
 import functools
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,37 +101,6 @@ def abstract_state(shapes: TrainState, shardings: TrainState) -> TrainState:
     )
 
 
-def saved_steps(workdir: Path) -> list[int]:
-    """The complete steps under `workdir`, in order; touches nothing, unlike `Checkpoints`."""
-    return sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
-
-
-def saved_run(workdir: Path, step: int) -> dict[str, Any]:
-    """What `Checkpoints.save` was given as `run`."""
-    return dict(ocp.JsonCheckpointHandler().restore(_folder(workdir, step) / "run"))
-
-
-def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The student's parameters as saved, by name (`blocks/attn/q/weight`), in order of names.
-
-    Each is read to the host when its turn comes: no device memory, and no two of them at once.
-    """
-    folder = _folder(workdir, step) / "state"
-    handler = ocp.PyTreeCheckpointHandler()
-    metadata: Any = handler.metadata(folder)
-    tree = dict(getattr(metadata, "tree", metadata))["params"]
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    paths = sorted(tuple(str(key.key) for key in keys) for keys, _ in leaves)
-    for path in paths:
-        item: Any = 0
-        for key in reversed(("params", *path)):
-            item = {key: item}
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
-        args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
-        (array,) = jax.tree.leaves(handler.restore(folder, args=args))
-        yield "/".join(path), array
-
-
 def changed_tensors(saved: Iterable[tuple[str, np.ndarray]], table: TensorTable, spec: ArchSpec, *,
                     init: str, seed: int) -> dict[str, bool]:  # fmt: skip
     """Whether each tensor differs from what its run began with: one a layer of `blocks/...`.
@@ -191,10 +160,6 @@ def _params_before_training(
     return load
 
 
-def _folder(workdir: Path, step: int) -> Any:
-    return (workdir / "checkpoints" / str(step)).resolve()
-
-
 def check_fresh(latest: int | None, workdir: Path) -> None:
     """Raises `UserError` if there is a checkpoint: a smoke run starts from the student's file."""
     if latest is not None:
@@ -219,11 +184,3 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path
             + "\n  ".join(differences)
             + "\nRestore these values, or give a new --workdir."
         )
-
-
-def saved_names(workdir: Path, step: int) -> list[str]:
-    """The names that `saved_params` gives, without reading an array."""
-    metadata: Any = ocp.PyTreeCheckpointHandler().metadata(_folder(workdir, step) / "state")
-    tree = dict(getattr(metadata, "tree", metadata))["params"]
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return sorted("/".join(str(key.key) for key in keys) for keys, _ in leaves)

@@ -219,7 +219,7 @@ class CachedHidden(TeacherKind):
         return 2.0 * width * teacher.spec.hidden_size
 
     def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        return narrow_head(load_head(teacher, compute), width)
+        return narrow_head(load_head(teacher, compute, "cached (hidden)"), width)
 
     def read_hidden(self, teacher: ModelFunctions, params: Params, batch: Batch) -> Array:
         return from_bits(batch["teacher_hidden"])
@@ -252,7 +252,7 @@ class CachedTopK(TeacherKind):
         return 0.0
 
     def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        return load_head(teacher, compute, empty=True)
+        return load_head(teacher, compute, "cached (topk)", empty=True)
 
     def sum_loss(self, student: Student, teacher: ModelFunctions | None, params: Params,
                  batch: Batch, spec: HeadSpec) -> LossSums:  # fmt: skip

@@ -18,13 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kdjax._version import __version__
+from kdjax import __version__
 from kdjax.data.rows import packed_hash
 from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
+from kdjax.formats.saved import saved_params
 from kdjax.training.hooks import Action, Hook, Run, StepRecord, exit_status
 from kdjax.training.job import Job
-from kdjax.training.saving import Checkpoints, saved_params
+from kdjax.training.saving import Checkpoints
 from kdjax.watch.provenance import FILE, FORMAT, config_hash, params_hash, read, source_revision
 from kdjax.watch.smoke import Verdict
 
@@ -169,15 +170,20 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
     config = dataclasses.asdict(job.config)
     sha, dirty = source_revision()
     files: dict[str, Any] = {}
-    for side, table in (("teacher", job.sources.teacher), ("student", job.sources.student)):
+    for side, table in (
+        ("teacher", job.pair.teacher and job.pair.teacher.table),
+        ("student", job.pair.student.table),
+    ):
         if table is None:
             files[side] = None
             continue
         paths = [str(path.resolve()) for path in table.paths]
         files[side] = {"files": paths, "sha256": run.config[f"{side}.sha256"]}
     if job.teacher:
-        info = job.teacher.info
-        files["teacher"] |= {"backend": info.kind, "resident_bytes": info.resident_bytes}
+        files["teacher"] |= {
+            "backend": job.teacher.kind,
+            "resident_bytes": job.teacher.resident_bytes,
+        }
     if job.cache:
         files["teacher"]["cache"] = job.cache.sha256
     plan = job.plan

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 from kdjax.data.rows import Rows
 from kdjax.formats.files import replacing
 from kdjax.losses.divergences import log_softmax
-from kdjax.models.decoder import Apply, ModelFunctions, Params
-from kdjax.models.decoding import Completion, Sampling, generate
-from kdjax.models.model import TeacherInfo, TeacherLogitsProvider
+from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
+from kdjax.models.decoding import Completion, Sampling
+from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed
 from kdjax.training.hooks import Hook, Run
@@ -59,7 +59,7 @@ def choose(rows: Rows, count: int) -> list[dict[str, Any]]:
 
 
 def judge(
-    teacher: TeacherLogitsProvider,
+    teacher: Model,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
     real: int,
@@ -79,7 +79,7 @@ def judge(
         new[row, : len(ids)] = ids
     starts = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
     return jax.device_get(
-        _judge(teacher.params, tokens, segments, starts, new, apply=teacher.apply, real=real)
+        _judge(teacher.params, tokens, segments, starts, new, apply=teacher.functions, real=real)
     )
 
 
@@ -120,7 +120,7 @@ class Samples(Hook):
     """
 
     def __init__(self, workdir: Path, count: int, student: ModelFunctions,
-                 teacher: TeacherLogitsProvider | None, tokenizer: Tokenizer,
+                 teacher: Model | None, tokenizer: Tokenizer,
                  rows: Rows):  # fmt: skip
         self._path, self._count, self._rows = workdir / FILE, count, rows
         self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
@@ -170,19 +170,18 @@ class Samples(Hook):
             _log.warning("no samples at step %d: %s: %s", step, type(error).__name__, error)
 
     def _complete(self, prompts: list[list[int]], params: Params) -> list[Completion]:
-        info = TeacherInfo("student", self._tokenizer.vocab_size, 0, "student")
-        stops = {self._tokenizer.end_of_text_id, self._tokenizer.eos_id}
+        rows, tokenizer = self._tokenizer.vocab_size, self._tokenizer
+        student = Model(self._student, params, rows, own_tokenizer=tokenizer)
+        stops = {tokenizer.end_of_text_id, tokenizer.eos_id}
         sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tuple(sorted(stops)))
-        student = TeacherLogitsProvider(self._student, params, info)
-        return generate(student, self._tokenizer, prompts, sampling, batch_size=len(prompts))
+        return student.generate(prompts, sampling, batch_size=len(prompts))
 
     def _judge(self, prompts: list[list[int]], completions: list[Completion]) -> Judged | None:
         """The teacher's opinion, if there is a teacher that can read and a token to judge."""
         if self._teacher is None or not any(c.ids for c in completions):
             return None
-        if not isinstance(self._teacher.apply, Apply):
-            reason = "samples without the teacher's opinion: %s has no decoder"
-            _log.info(reason, self._teacher.info)
+        if not isinstance(self._teacher.functions, DecoderFunctions):
+            _log.info("samples without the teacher's opinion: %s has no decoder", self._teacher)
             return None
         ids = [c.ids for c in completions]
         return judge(self._teacher, prompts, ids, self._tokenizer.vocab_size)

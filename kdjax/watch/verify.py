@@ -16,10 +16,11 @@ from kdjax.config import Config, identity
 from kdjax.data.rows import packed_hash, rows_key
 from kdjax.errors import CheckError, UserError
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
+from kdjax.formats.saved import saved_params, saved_run, saved_steps
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.job import row_settings
-from kdjax.training.pair import student_spec
-from kdjax.training.saving import changed_tensors, saved_params, saved_run, saved_steps
+from kdjax.training.pair import open_student
+from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
 
@@ -209,9 +210,9 @@ class _Recheck:
                 provenance.add_tensor(digest, name, tensor)
                 yield name, tensor
 
-        table = open_shapes(config.student.path)
-        spec, init = student_spec(config, table), config.student.init
-        changed = changed_tensors(hashed(), table, spec, init=init, seed=config.train.seed)
+        student, init = open_student(config), config.student.init
+        seed = config.train.seed
+        changed = changed_tensors(hashed(), student.table, student.spec, init=init, seed=seed)
         _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
         same = [name for name, differs in changed.items() if not differs]
         count = f"{len(changed) - len(same)} of {len(changed)} tensors changed"

@@ -64,9 +64,8 @@ def configured(settings: dict[str, Any]) -> Config:
 def make_job(request: Request, config: Config) -> Any:
     """A job without text or checkpoints: models of the config, steps, and random rows."""
     from kdjax.device import sharding
-    from kdjax.models.model import Vocabulary
     from kdjax.training.job import Job, build_steps, teacher_backend
-    from kdjax.training.pair import open_sources
+    from kdjax.training.pair import Vocabulary, open_sources
 
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     sources = open_sources(config)
@@ -160,7 +159,7 @@ def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any]
         "processor_ms": clock.processor * 1e3,
         "tokens_per_s": tokens / clock.median,
         "flops_per_token": job.flops_per_token(),
-        "teacher_gb": job.teacher.info.resident_bytes / 1e9,
+        "teacher_gb": job.teacher.resident_bytes / 1e9,
         "arguments_gb": memory.argument_size_in_bytes / 1e9,
         "temporaries_gb": memory.temp_size_in_bytes / 1e9,
         "compile_s": compile_s,

@@ -33,7 +33,7 @@ from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.decoder import Compute, functional
-from kdjax.models.loading import load_params, tied_in_fact
+from kdjax.models.loading import has_tied_head, load_params
 from kdjax.models.tokenizer import load_tokenizer
 
 TYPES = ("f16", "q8_0", "q4_k_m", "q6_k")
@@ -117,7 +117,7 @@ def windows(patterns: str, model: str, window: int, most: int) -> np.ndarray:
 def load(path: Path) -> tuple[ArchSpec, Any]:
     """Spec and float32 parameters; a head that repeats the embedding is tied."""
     table = open_table(path)
-    spec = dataclasses.replace(spec_from_table(table), tied=tied_in_fact(table))
+    spec = dataclasses.replace(spec_from_table(table), tied=has_tied_head(table))
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     return spec, load_params(table, spec, functional(spec, Compute())[1], mesh)
 

@@ -20,12 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
-from kdjax.device import runtime, sharding
+from kdjax.device import runtime
 from kdjax.errors import MissingFileError, UserError, reporting
-from kdjax.models.checkpoint import open_form, precision
-from kdjax.models.decoding import Completion, Sampling, generate
+from kdjax.models.checkpoint import Form, open_checkpoint
+from kdjax.models.decoding import Completion, Sampling
+from kdjax.models.model import load
 from kdjax.models.tokenizer import Tokenizer
 from scripts.corpus.filters import parsed
 
@@ -98,30 +97,26 @@ def run(args: argparse.Namespace) -> None:
     out, part = Path(args.out), Path(f"{args.out}.part")
     if out.exists() and not args.overwrite:
         raise UserError(f"{out}: is there already. Give another --out, or --overwrite.")
-    form = open_form(args.model)
-    ends = {form.tokenizer.end_of_text_id, form.tokenizer.eos_id}
+    form = Form.parse(args.model)
+    tokenizer = open_checkpoint(form.path).tokenizer
+    ends = {tokenizer.end_of_text_id, tokenizer.eos_id}
     sampling = Sampling(
         args.max_tokens, args.temperature, args.top_p, 0, tuple(sorted(ends)), seed=args.seed
     )
     sampling.check()
-    questions = list(read(Path(args.read), form.tokenizer))
+    questions = list(read(Path(args.read), tokenizer))
     kept: list[str] = []
     tried = tokens = 0
     dropped: dict[str, int] = {}
-    with precision(form):
-        provider = form.provider(sharding.make_mesh(1, 1, 1, jax.local_devices()[:1]))
+    model = load(form.path, weights=form.weights, dtype=form.dtype, max_segments=1)
+    with model.precision():
         begun = time.monotonic()
         for batch in batches(questions, args.batch_size, args.seed):
             if time.monotonic() - start > args.seconds:
                 break
             # The same seed for all: it is part of the program, which would compile anew.
-            answers = generate(
-                provider,
-                form.tokenizer,
-                [q.ids for q in batch],
-                sampling,
-                batch_size=args.batch_size,
-            )
+            prompts = [q.ids for q in batch]
+            answers = model.generate(prompts, sampling, batch_size=args.batch_size)
             for question, answer in zip(batch, answers, strict=True):
                 if why := why_not(answer, question.code):
                     dropped[why] = dropped.get(why, 0) + 1

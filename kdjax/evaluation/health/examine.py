@@ -14,10 +14,11 @@ from kdjax.evaluation.health import detectors, probes
 from kdjax.evaluation.health.detectors import Finding, LogitStats, Output, ask
 from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.evaluation.target import Target
+from kdjax.formats.saved import saved_params
 from kdjax.models.decoder import ModelFunctions, Params, functional
-from kdjax.models.model import TeacherLogitsProvider
+from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.training.saving import changed_tensors, saved_params
+from kdjax.training.saving import changed_tensors
 
 PROBE_TOKENS = 512
 _CHUNK = 32  # positions whose logits exist at once
@@ -104,14 +105,12 @@ def probe_ids(target: Target) -> list[int]:
     return ids[: min(PROBE_TOKENS, target.spec.max_positions)]
 
 
-def of_logits(
-    target: Target, provider: TeacherLogitsProvider
-) -> tuple[list[Finding], dict[str, Any]]:
+def of_logits(target: Target, provider: Model) -> tuple[list[Finding], dict[str, Any]]:
     """What its predictions of plain text show, and the figures. Raises what running it raises."""
     real = min(target.tokenizer.vocab_size, target.spec.vocab_size)
     ids = probe_ids(target)
     with target.precision():
-        stats = logit_stats(provider.apply, provider.params, ids, real)
+        stats = logit_stats(provider.functions, provider.params, ids, real)
         findings = ask(
             (detectors.non_finite_logits, stats),
             (detectors.uniform_logits, stats),
@@ -124,7 +123,7 @@ def of_logits(
 
         def ce_with(theta: float) -> float:
             other = dataclasses.replace(target.spec, rope_theta=theta)
-            apply = functional(other, target.compute)[0]
+            apply = functional(other, provider.functions.compute)[0]
             ce = logit_stats(apply, provider.params, ids, real).ce
             facts[f"ce_with_theta_{theta:g}"] = ce
             return ce

@@ -11,8 +11,8 @@ from jaxtyping import Array
 from kdjax.evaluation.health.detectors import DEAD, MatrixStats
 from kdjax.evaluation.target import Saved, Target
 from kdjax.formats.blocks import decode
+from kdjax.formats.saved import saved_params
 from kdjax.models.loading import tensor_names
-from kdjax.training.saving import saved_params
 
 _CHUNK = 1 << 25  # numbers on the device at a time
 _VOCABULARY = ("embed", "head")

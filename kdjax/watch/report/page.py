@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from kdjax._version import __version__
+from kdjax import __version__
 from kdjax.config import Config, flatten
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing

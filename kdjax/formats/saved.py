@@ -1,0 +1,95 @@
+"""What a run saved: its steps, its records, and the student's parameters as a tensor table.
+
+A step lies in `workdir/checkpoints/<step>`: Orbax's tree under `state`, JSON under `run`. Nothing
+here writes or deletes.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from kdjax.formats.table import TensorInfo
+
+_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def step_folder(workdir: Path, step: int) -> Path:
+    """Where a step lies."""
+    return (workdir / "checkpoints" / str(step)).resolve()
+
+
+def saved_steps(workdir: Path) -> list[int]:
+    """The complete steps under `workdir`, in order; touches nothing, unlike Orbax's manager."""
+    return sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
+
+
+def saved_run(workdir: Path, step: int) -> dict[str, Any]:
+    """What `training.saving.Checkpoints.save` was given as `run`."""
+    return dict(ocp.JsonCheckpointHandler().restore(step_folder(workdir, step) / "run"))
+
+
+def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The student's parameters as saved, by name (`blocks/attn/q/weight`), in order of names.
+
+    Each is read to the host when its turn comes: no device memory, and no two of them at once.
+    """
+    table = SavedTable(workdir, step)
+    return ((name, table.array(name)) for name in table)
+
+
+class SavedTable:
+    """The parameters of a saved step, layers stacked as in the tree; see `TensorTable`."""
+
+    metadata: Mapping[str, Any] = {}  # a step says nothing of its architecture
+
+    def __init__(self, workdir: Path, step: int):
+        self.folder = step_folder(workdir, step) / "state"
+        metadata: Any = ocp.PyTreeCheckpointHandler().metadata(self.folder)
+        tree = dict(getattr(metadata, "tree", metadata))["params"]
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        named = {"/".join(str(key.key) for key in keys): leaf for keys, leaf in leaves}
+        self._tensors = {name: self._info(name, named[name]) for name in sorted(named)}
+
+    @staticmethod
+    def _info(name: str, leaf: Any) -> TensorInfo:
+        dtype = np.dtype(leaf.dtype)
+        shape = tuple(leaf.shape)
+        return TensorInfo(name, shape, _TYPES[dtype.name], dtype.itemsize * int(np.prod(shape)))
+
+    @functools.cached_property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file of the step's tree."""
+        return tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises `KeyError` for a name that was not saved."""
+        return self._tensors[name]
+
+    def array(self, name: str) -> np.ndarray:
+        """The numbers, read from the disk at each call."""
+        item: Any = 0
+        for key in reversed(("params", *name.split("/"))):
+            item = {key: item}
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
+        (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self.folder, args=args))
+        return array
+
+    def raw(self, name: str) -> np.ndarray:
+        """uint8 `shape[:-1] + (row_bytes,)`, read from the disk at each call."""
+        array = np.ascontiguousarray(self.array(name))
+        return array.view(np.uint8).reshape(*array.shape[:-1], -1)
