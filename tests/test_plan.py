@@ -34,7 +34,7 @@ from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import plan, teachers
-from kdjax.training.job import assemble
+from kdjax.training.job import ask_kinds, assemble
 from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
 
 GIB = 2**30
@@ -373,7 +373,7 @@ def test_every_pair_of_settings_chooses_one_kind():
         config = Config()
         config.teacher.path, config.teacher.backend = "teacher.gguf", configured
         apply_environment(config, {"KDJAX_TEACHER_BACKEND": environ} if environ else {})
-        kinds = teachers.ask_kinds(config)
+        kinds = ask_kinds(config)
         assert [kind.name for kind in kinds] == names[environ or configured]
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-from kdjax._version import __version__
+from kdjax import __version__
 from kdjax.errors import FINISHED, QUIT, STATUSES, UserError, reporting, suggest
 
 COMMANDS = {

@@ -21,8 +21,8 @@ from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.model import Model
-from kdjax.training.job import load_teacher, prepare, survey
-from kdjax.training.teachers import CachedHidden, CachedTopK, describe_cache
+from kdjax.training.job import describe_cache, load_teacher, prepare, survey
+from kdjax.training.teachers import CachedHidden, CachedTopK
 
 _log = logging.getLogger("kdjax")
 

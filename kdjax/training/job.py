@@ -19,12 +19,13 @@ from kdjax.config import Config, identity
 from kdjax.data import pipeline
 from kdjax.data.pipeline import BatchSource, TextSource
 from kdjax.data.rows import RowSet, RowSettings, prepare_rows
-from kdjax.data.teacher_cache import TeacherCache, open_cache
+from kdjax.data.teacher_cache import About, TeacherCache, open_cache, read_index
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
+from kdjax.losses.divergences import parse_divergence
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
@@ -38,9 +39,11 @@ from kdjax.training.step import Step, StepSpec, TrainState
 from kdjax.training.teachers import (
     CachedHidden,
     CachedTopK,
+    Dense,
+    Float8,
+    NoTeacher,
+    Packed,
     TeacherKind,
-    ask_kinds,
-    describe_cache,
 )
 
 _log = logging.getLogger("kdjax")
@@ -137,6 +140,64 @@ def _check_batches(config: Config, placement: Placement) -> None:
                 f"{name} = {rows} rows cannot be split over mesh.data x mesh.fsdp = {shards} "
                 f"devices. Use a multiple of {shards}."
             )
+
+
+def ask_kinds(config: Config) -> tuple[TeacherKind, ...]:
+    """The kinds that the config allows, fastest first: one, or with backend "auto" two.
+
+    Raises `UserError` for settings that contradict each other, and for a cache of likeliest ids
+    under a divergence that does not say what it does with the tail.
+    """
+    teacher = config.teacher
+    if not teacher.path:
+        return (NoTeacher(),)
+    if teacher.cache:
+        about = read_index(Path(teacher.cache))[0]
+        if about.kind == CachedTopK.name:
+            check_tail(config)
+            return (CachedTopK(about.k),)
+        return (CachedHidden(),)
+    if teacher.compute != "train":
+        if teacher.backend != "auto":
+            raise UserError(
+                f"found teacher.compute={teacher.compute!r} with the teacher backend "
+                f"{teacher.backend!r}; expected backend 'auto': fp8 products need weights of their "
+                "own kind. Leave one of them out."
+            )
+        return (Float8(precise=teacher.compute == "fp8_precise"),)
+    return {"auto": (Dense(), Packed()), "dequant": (Dense(),), "q4k": (Packed(),)}[teacher.backend]
+
+
+def check_tail(config: Config) -> None:
+    """Raises `UserError` if the loss is not defined on likeliest ids and "any other"."""
+    if not parse_divergence(config.loss.divergence).merges_tail:
+        raise UserError(
+            f"teacher.cache={config.teacher.cache} holds the likeliest ids, and "
+            f"loss.divergence={config.loss.divergence} does not say what it does with all others. "
+            "Use another divergence, or cache hidden states (--kind=hidden)."
+        )
+
+
+def describe_cache(
+    config: Config, pair: Pair, rows: RowSet, kind: CachedHidden | CachedTopK, teacher: str
+) -> About:
+    """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
+    assert pair.teacher is not None  # as `validate` asks
+    k = kind.k if isinstance(kind, CachedTopK) else 0
+    return About(
+        kind=kind.name,
+        k=k,
+        temperature=config.loss.temperature if k else None,
+        teacher=teacher,
+        rows=rows.key,
+        tokenizer=pair.tokenizer.content_hash,
+        vocabulary=(pair.vocabulary.width, pair.vocabulary.real),
+        positions=config.data.seq_len,
+        width=pair.teacher.spec.hidden_size,
+        dtype=config.train.compute_dtype,
+        compute=config.teacher.compute,
+        sides=(len(rows.train), len(rows.heldout)),
+    )
 
 
 def survey(config: Config) -> tuple[Placement, Pair, Plan]:

@@ -1,13 +1,11 @@
 """The kinds of teacher: each owns its bytes, its arithmetic, its loading and its part of the loss.
 
-A kind is a frozen value, static under jit. `ask_kinds` is the one place where the config's strings
-become kinds.
+A kind is a frozen value, static under jit. `job.ask_kinds` is the one place where the config's
+strings become kinds.
 """
 
 import dataclasses
-import logging
 import math
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -15,15 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from kdjax.config import Config
-from kdjax.data.rows import RowSet
-from kdjax.data.teacher_cache import About, read_index
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
-from kdjax.errors import UserError
 from kdjax.formats.blocks import BLOCKS
 from kdjax.losses.chunked import EvalSums, HeadSpec, LossSums, head_evaluation, head_loss
-from kdjax.losses.divergences import parse_divergence
 from kdjax.losses.topk import (
     TopEvalSums,
     TopTeacher,
@@ -35,9 +28,6 @@ from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
 from kdjax.models.model import Model, check_fp8, load_head, load_model, narrow_head
 from kdjax.models.weights import from_bits
-from kdjax.training.pair import Pair
-
-_log = logging.getLogger("kdjax")
 
 Size = int | float  # bytes
 Batch = dict[str, Array]
@@ -284,70 +274,6 @@ class NoTeacher(TeacherKind):
     def _compare(self, compare: Any, student: Student, teacher: Any, params: Params,
                  batch: Batch, spec: HeadSpec) -> Any:  # fmt: skip
         return compare(*student, None, None, batch["labels"], batch["weights"], spec)
-
-
-CACHED: dict[str, type[CachedHidden] | type[CachedTopK]] = {
-    "hidden": CachedHidden,
-    "topk": CachedTopK,
-}
-
-
-def ask_kinds(config: Config) -> tuple[TeacherKind, ...]:
-    """The kinds that the config allows, fastest first: one, or with backend "auto" two.
-
-    Raises `UserError` for settings that contradict each other, and for a cache of likeliest ids
-    under a divergence that does not say what it does with the tail.
-    """
-    teacher = config.teacher
-    if not teacher.path:
-        return (NoTeacher(),)
-    if teacher.cache:
-        about = read_index(Path(teacher.cache))[0]
-        if about.kind == CachedTopK.name:
-            check_tail(config)
-            return (CachedTopK(about.k),)
-        return (CachedHidden(),)
-    if teacher.compute != "train":
-        if teacher.backend != "auto":
-            raise UserError(
-                f"found teacher.compute={teacher.compute!r} with the teacher backend "
-                f"{teacher.backend!r}; expected backend 'auto': fp8 products need weights of their "
-                "own kind. Leave one of them out."
-            )
-        return (Float8(precise=teacher.compute == "fp8_precise"),)
-    return {"auto": (Dense(), Packed()), "dequant": (Dense(),), "q4k": (Packed(),)}[teacher.backend]
-
-
-def check_tail(config: Config) -> None:
-    """Raises `UserError` if the loss is not defined on likeliest ids and "any other"."""
-    if not parse_divergence(config.loss.divergence).merges_tail:
-        raise UserError(
-            f"teacher.cache={config.teacher.cache} holds the likeliest ids, and "
-            f"loss.divergence={config.loss.divergence} does not say what it does with all others. "
-            "Use another divergence, or cache hidden states (--kind=hidden)."
-        )
-
-
-def describe_cache(
-    config: Config, pair: Pair, rows: RowSet, kind: CachedHidden | CachedTopK, teacher: str
-) -> About:
-    """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
-    assert pair.teacher is not None  # as `validate` asks
-    k = kind.k if isinstance(kind, CachedTopK) else 0
-    return About(
-        kind=kind.name,
-        k=k,
-        temperature=config.loss.temperature if k else None,
-        teacher=teacher,
-        rows=rows.key,
-        tokenizer=pair.tokenizer.content_hash,
-        vocabulary=(pair.vocabulary.width, pair.vocabulary.real),
-        positions=config.data.seq_len,
-        width=pair.teacher.spec.hidden_size,
-        dtype=config.train.compute_dtype,
-        compute=config.teacher.compute,
-        sides=(len(rows.train), len(rows.heldout)),
-    )
 
 
 def _narrow_shapes(teacher: Checkpoint, width: int, dtype: Any) -> Params:
