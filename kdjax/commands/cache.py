@@ -93,8 +93,10 @@ def _warn_of_tail(log_odds: np.ndarray, about: About) -> None:
             "at loss.temperature=%g the %d ids hold %.1f%% of the teacher's probability: training "
             "from them learns little of the rest. Take --config.loss.temperature=1 or "
             "--kind=hidden.",
-            about.temperature, about.k, 100 * (1 - tail),
-        )  # fmt: skip
+            about.temperature,
+            about.k,
+            100 * (1 - tail),
+        )
 
 
 def _batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
