@@ -24,8 +24,8 @@ from kdjax.errors import UserError
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
 LogProbs = Float[AnyArray, "*B V"]
 PerPosition = Float[Array, "*B"]
-PerId = Float[AnyArray, "*B V"]
-DivergenceFunction = Callable[[Array, Array], Array]
+PerId = Float[Array, "*B V"]
+DivergenceFunction = Callable[..., Array]  # f(teacher_log_probs, student_log_probs)
 
 
 def log_softmax(logits: Float[AnyArray, "*B V"], temperature: float) -> Float[Array, "*B V"]:
@@ -122,7 +122,7 @@ class ReverseKL(Divergence):
 
     def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
         """log(s / t)."""
-        return student_log_probs - teacher_log_probs
+        return jnp.subtract(student_log_probs, teacher_log_probs)
 
 
 @dataclasses.dataclass(frozen=True)
