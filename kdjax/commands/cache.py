@@ -65,20 +65,20 @@ def cache_teacher(config: Config, out: Path, kind: str, k: int) -> None:
     head = HeadSpec(loss, *about.vocabulary, plan.chunk_tokens)
     size = config.eval.batch_size
 
-    @functools.cache  # nothing is loaded if nothing is left to write
-    def run() -> Callable[[dict[str, Any]], np.ndarray]:
+    @functools.cache  # the teacher is not loaded if nothing is left to write
+    def compile_once() -> Callable[[dict[str, Any]], np.ndarray]:
         provider = job.load_teacher(config, sources, plan.backend, mesh)
         assert provider is not None
-        return _runner(provider, about, head, mesh)
+        return _compile_records(provider, about, head, mesh)
 
     def produce(numbers: range) -> Iterator[np.ndarray]:
         for start in range(numbers.start, numbers.stop, size):
-            mine = range(start, min(start + size, numbers.stop))
-            batch = _batch(rows, mine, size)
-            found = run()(batch)
+            chunk = range(start, min(start + size, numbers.stop))
+            batch = _make_batch(rows, chunk, size)
+            records = compile_once()(batch)
             if start == 0 and kind == "topk":
-                _warn_of_tail(found["odds"][..., 0][batch["weights"] != 0], about)
-            yield found[: len(mine)]
+                _warn_of_tail(records["odds"][..., 0][batch["weights"] != 0], about)
+            yield records[: len(chunk)]
 
     start = time.perf_counter()
     teacher_cache.write(out, about, produce)
@@ -99,8 +99,8 @@ def _warn_of_tail(log_odds: np.ndarray, about: About) -> None:
         )
 
 
-def _batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
-    """Those rows, held-out ones after those of training; the last is repeated up to `size`."""
+def _make_batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
+    """The rows of these numbers, held-out rows after those of training; repeats the last one."""
     first = len(rows.train)
     examples = [
         example(rows.train, i) if i < first else example(rows.heldout, i - first) for i in numbers
@@ -109,29 +109,31 @@ def _batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
     return {name: np.stack([e[name] for e in examples]) for name in examples[0]}
 
 
-def _runner(
+def _compile_records(
     provider: TeacherLogitsProvider, about: About, head: HeadSpec, mesh: Any
 ) -> Callable[[dict[str, Any]], np.ndarray]:
-    """The function from a batch to its records."""
-
+    """The function from a batch to what the cache keeps of each of its rows."""
     options = sharding.compiler_options(mesh)
     place = sharding.batch_sharding(mesh)
 
     @functools.partial(jax.jit, out_shardings=place, compiler_options=options)
     def outputs(params: Any, batch: Any) -> dict[str, Any]:
-        where = batch["tokens"], batch["segment_ids"], batch["positions"]
-        hidden = provider.apply.hidden(params, *where)
+        hidden = provider.apply.hidden(
+            params, batch["tokens"], batch["segment_ids"], batch["positions"]
+        )
         if about.kind == "hidden":
             # Positions without weight may hold anything, NaN too, and are never read.
             return {"hidden": jnp.where((batch["weights"] != 0)[..., None], hidden, 0)}
-        ends = batch["labels"], batch["weights"], head, about.k
-        return top_of_teacher(hidden, provider.apply.head(params), *ends)._asdict()
+        weight = provider.apply.head(params)
+        return top_of_teacher(
+            hidden, weight, batch["labels"], batch["weights"], head, about.k
+        )._asdict()
 
     def run(batch: dict[str, Any]) -> np.ndarray:
         columns = {name: value for name, value in batch.items() if name != "row_ids"}
-        found = jax.device_get(outputs(provider.params, sharding.put_batch(columns, mesh)))
+        kept = jax.device_get(outputs(provider.params, sharding.put_batch(columns, mesh)))
         records = np.empty(len(batch["tokens"]), about.record)
-        for name, value in found.items():
+        for name, value in kept.items():
             records[name] = value.view("<u2") if value.dtype == jnp.bfloat16 else value
         return records
 
