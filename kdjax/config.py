@@ -58,7 +58,7 @@ class LossConfig:
 
     temperature: float = 4.0  # T, of both models' softmax in the divergence
     alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
-    divergence: str = "forward_kl"  # a key of DIVERGENCES; "jsd:beta=0.3" sets its parameter
+    divergence: str = "forward_kl"  # or reverse_kl, jsd:beta=0.3, ...; a wrong name lists all
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 
@@ -151,10 +151,23 @@ class Config:
 # Fields that may change between a save and its resumption: they alter cost, place or reporting, not
 # the run. Models and text are compared by content instead of by path.
 RESUMABLE = (
-    "teacher.path", "teacher.backend", "teacher.cache", "student.path", "student.remat",
-    "data.train", "data.heldout", "data.tokenizer", "data.cache_dir", "loss.chunk_tokens",
-    "train.microbatches", "eval.", "checkpoint.", "mesh.", "log.", "smoke.",
-)  # fmt: skip
+    "teacher.path",
+    "teacher.backend",
+    "teacher.cache",
+    "student.path",
+    "student.remat",
+    "data.train",
+    "data.heldout",
+    "data.tokenizer",
+    "data.cache_dir",
+    "loss.chunk_tokens",
+    "train.microbatches",
+    "eval.",
+    "checkpoint.",
+    "mesh.",
+    "log.",
+    "smoke.",
+)
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

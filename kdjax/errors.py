@@ -72,6 +72,8 @@ def status_of(error: BaseException) -> int:
 
 def print_error(error: BaseException) -> None:
     """One line on stderr, or as many as the message has, and no traceback."""
+    if isinstance(error, BrokenPipeError):  # whoever read the output has had enough, as `head` has
+        return
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, KdjaxError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -27,8 +27,9 @@ REPOSITORY = Path(__file__).parent.parent
 # ---- the shards
 
 
-ABOUT = teacher_cache.About("topk", 4, 1.0, "a" * 64, "rows", "tokenizer", (50, 47), 6, 8,
-                            "float32", "train", (7, 3))  # fmt: skip
+ABOUT = teacher_cache.About(
+    "topk", 4, 1.0, "a" * 64, "rows", "tokenizer", (50, 47), 6, 8, "float32", "train", (7, 3)
+)
 
 
 @pytest.fixture
@@ -60,8 +61,11 @@ def same_bytes(columns, row):
 def test_rows_come_back_as_they_were_written(tmp_path, small_shards):
     teacher_cache.write(tmp_path, ABOUT, produce)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "index.json", "shard-00000.bin", "shard-00001.bin", "shard-00002.bin",
-    ]  # fmt: skip
+        "index.json",
+        "shard-00000.bin",
+        "shard-00001.bin",
+        "shard-00002.bin",
+    ]
     cache = teacher_cache.open_cache(tmp_path, ABOUT)
     for row in range(7):
         same_bytes(cache.train[row], row)
@@ -154,9 +158,16 @@ def test_a_shard_that_is_not_as_written_is_refused(tmp_path, small_shards, how):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("teacher", "b" * 64), ("compute", "fp8"), ("rows", "other"), ("tokenizer", "other"),
-     ("temperature", 2.0), ("vocabulary", (50, 46)), ("sides", (6, 4))],
-)  # fmt: skip
+    [
+        ("teacher", "b" * 64),
+        ("compute", "fp8"),
+        ("rows", "other"),
+        ("tokenizer", "other"),
+        ("temperature", 2.0),
+        ("vocabulary", (50, 46)),
+        ("sides", (6, 4)),
+    ],
+)
 def test_a_cache_of_something_else_is_refused_with_both_values(tmp_path, field, value):
     teacher_cache.write(tmp_path, ABOUT, produce)
     other = dataclasses.replace(ABOUT, **{field: value})
@@ -269,10 +280,12 @@ def test_microbatches_and_meshes_change_nothing(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [(dict(loss__temperature=2.0), "temperature: the cache has 4.0, this run 2.0"),
-     (dict(data__heldout_fraction=0.3), "rows: the cache has"),
-     (dict(loss__divergence="jsd"), "only loss.divergence=forward_kl")],
-)  # fmt: skip
+    [
+        (dict(loss__temperature=2.0), "temperature: the cache has 4.0, this run 2.0"),
+        (dict(data__heldout_fraction=0.3), "rows: the cache has"),
+        (dict(loss__divergence="jsd"), "only loss.divergence=forward_kl"),
+    ],
+)
 def test_a_changed_run_is_refused(run, tmp_path, changes, says):
     config = with_cache(run[0], make(run, "topk", 8), **changes)
     with pytest.raises(UserError, match=says):

@@ -68,8 +68,12 @@ def test_each_command_teaches(name, capsys):
 
 def test_the_old_names_are_the_same_commands():
     for old, name in (("main", "train"), ("cache_teacher", "cache"), ("export", "export")):
-        done = subprocess.run([sys.executable, "-m", f"kdjax.{old}", "--no"], cwd=REPOSITORY,
-                              capture_output=True, text=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", f"kdjax.{old}", "--no"],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == BAD_INPUT and done.stderr.startswith("error: ")
         assert f"kdjax {name} --help" in done.stderr
 
@@ -116,8 +120,10 @@ def test_a_bug_keeps_its_traceback():
         (["train", "--config=demo:x"], "configs/demo.py:x: no such kind; expected 'baseline'"),
         (["train", "--config=demo_teacher:x"], "takes 0 positional arguments"),
         (["train"], "--config is missing: a file, or one of demo, "),
-        (["train", "--config=demo", "--config.optim.learnin_rate=1"],
-         "no such field. Did you mean --config.optim.learning_rate?"),
+        (
+            ["train", "--config=demo", "--config.optim.learnin_rate=1"],
+            "no such field. Did you mean --config.optim.learning_rate?",
+        ),
         (["train", "--config=demo", "--config.optm.eps=1"], "Did you mean --config.optim.eps?"),
         (["train", "--config=demo", "--config.optim.lr=1"], "fields of optim are optim.learning_"),
         (["train", "--config=demo", "--config.optim=1"], "is a section; set a field of it: optim"),
@@ -125,7 +131,7 @@ def test_a_bug_keeps_its_traceback():
         (["cache", "--config=demo", "--out=x", "extra"], "unrecognized arguments: extra"),
         (["verify", "nowhere"], "nowhere/receipt.json: no such file"),
     ],
-)  # fmt: skip
+)
 def test_mistyped_names_are_corrected(arguments, message, capsys):
     assert re.search(message.replace("?", r"\?"), error_of(capsys, *arguments))
 
@@ -138,16 +144,26 @@ def run_of(*arguments):
 
 
 def test_overrides_are_read_as_the_field_s_type():
-    run = run_of("--config=demo", "--config.train.steps=50", "--config.optim.eps", "1e-9",
-                 "--config.log.tensorboard=True", "--config.mesh.data", "-1",
-                 "--noconfig.teacher.allow_degenerate")  # fmt: skip
-    changed = {k: v for k, v in flatten(run.config).items()
-               if v != flatten(run_of("--config=demo").config)[k]}  # fmt: skip
+    run = run_of(
+        "--config=demo",
+        "--config.train.steps=50",
+        "--config.optim.eps",
+        "1e-9",
+        "--config.log.tensorboard=True",
+        "--config.mesh.data",
+        "-1",
+        "--noconfig.teacher.allow_degenerate",
+    )
+    changed = {
+        k: v
+        for k, v in flatten(run.config).items()
+        if v != flatten(run_of("--config=demo").config)[k]
+    }
     assert changed == {"train.steps": 50, "optim.eps": 1e-9, "log.tensorboard": True}
 
 
 def test_a_name_is_a_file_that_comes_with_kdjax(monkeypatch, tmp_path):
-    assert set(parsing.shipped()) == {p.stem for p in (REPOSITORY / "configs").glob("*.py")}
+    assert set(parsing.shipped()) == {p.stem for p in (REPOSITORY / "configs").glob("[!_]*.py")}
     assert run_of("--config=demo:baseline").name == "demo-baseline"
     assert run_of("--config=demo:baseline").config == run_of("--config=configs/demo.py:baseline")[1]
     monkeypatch.chdir(tmp_path)
@@ -172,8 +188,13 @@ def test_what_the_shipped_configs_train_with():
     def settings(name):
         config = parsing.load_config(name)[0]
         validate(config)
-        return (config.loss.temperature, config.loss.alpha, config.optim.learning_rate,
-                config.optim.final_learning_rate, config.optim.warmup_steps)  # fmt: skip
+        return (
+            config.loss.temperature,
+            config.loss.alpha,
+            config.optim.learning_rate,
+            config.optim.final_learning_rate,
+            config.optim.warmup_steps,
+        )
 
     assert settings("qwen7b_0p5b") == settings("qwen1p5b_0p5b") == (1.0, 0.0, 1e-5, 1e-6, 50)
     assert settings("qwen7b_0p5b:reference") == (4.0, 0.3, 1.5e-5, 5e-7, 20)
@@ -224,10 +245,22 @@ def test_the_page_of_settings_is_config_py():
     for section, fields in parsing.describe_fields().items():
         kind = next(f for f in dataclasses.fields(Config) if f.name == section).default_factory
         purpose = inspect.getdoc(kind)
-        rows = [f"| `{name}` | `{default}` | {text.replace('|', chr(92) + '|')} |"
-                for name, (default, text) in fields.items()]  # fmt: skip
-        table = "\n".join([f"## `{section}`", "", purpose, "", "| field | default | meaning |",
-                           "| --- | --- | --- |", *rows, ""])  # fmt: skip
+        rows = [
+            f"| `{name}` | `{default}` | {text.replace('|', chr(92) + '|')} |"
+            for name, (default, text) in fields.items()
+        ]
+        table = "\n".join(
+            [
+                f"## `{section}`",
+                "",
+                purpose,
+                "",
+                "| field | default | meaning |",
+                "| --- | --- | --- |",
+                *rows,
+                "",
+            ]
+        )
         assert table in page, table
 
 
@@ -281,7 +314,16 @@ def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message
 
 
 def test_every_field_has_a_rule_or_is_free():
-    free = {"teacher.path", "teacher.cache", "teacher.allow_degenerate", "data.heldout",
-            "data.end_of_document", "data.tokenizer", "data.cache_dir", "train.seed",
-            "log.tensorboard", "log.wandb_project"}  # fmt: skip
+    free = {
+        "teacher.path",
+        "teacher.cache",
+        "teacher.allow_degenerate",
+        "data.heldout",
+        "data.end_of_document",
+        "data.tokenizer",
+        "data.cache_dir",
+        "train.seed",
+        "log.tensorboard",
+        "log.wandb_project",
+    }
     assert set(flatten(Config())) == free | set(config_module._RULES)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -59,10 +60,12 @@ def test_nfc_for_qwen2(tokenizer):
 
 @pytest.mark.parametrize(
     ("pre", "sample", "pieces"),
-    [("qwen2", "a 1234  b\n\nit's", ["a", "Ġ", "1", "2", "3", "4", "Ġ", "Ġb", "ĊĊ", "it", "'s"]),
-     ("llama-bpe", "a 1234", ["a", "Ġ", "123", "4"]),
-     ("gpt-2", "a 1234!", ["a", "Ġ1234", "!"])],
-)  # fmt: skip
+    [
+        ("qwen2", "a 1234  b\n\nit's", ["a", "Ġ", "1", "2", "3", "4", "Ġ", "Ġb", "ĊĊ", "it", "'s"]),
+        ("llama-bpe", "a 1234", ["a", "Ġ", "123", "4"]),
+        ("gpt-2", "a 1234!", ["a", "Ġ1234", "!"]),
+    ],
+)
 def test_pre_tokenizers_cut_as_published(models, pre, sample, pieces):
     metadata = dict(open_table(models / "student.gguf").metadata) | {"tokenizer.ggml.pre": pre}
     cut = from_gguf(metadata, "x").encoder.pre_tokenizer.pre_tokenize_str(sample)
@@ -98,8 +101,9 @@ def test_a_hugging_face_folder_gives_the_same_tokenizer(tokenizer, tmp_path):
 
 @pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
 def test_ids_of_the_published_tokenizer():
-    real = load_tokenizer(os.path.join(os.environ["KDJAX_MODELS"],
-                                       "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"))  # fmt: skip
+    real = load_tokenizer(
+        os.path.join(os.environ["KDJAX_MODELS"], "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")
+    )
     assert real.vocab_size == 151665
     # From tiktoken with the published ranks and pattern.
     assert real.encode("Hello world 2024\n") == [9707, 1879, 220, 17, 15, 17, 19, 198]
@@ -145,23 +149,36 @@ def test_json_lines_and_parquet(tokenizer, tmp_path):
     assert found[2].source.endswith("b.parquet:3") and found[3].trained
 
 
+def test_parquet_without_pyarrow_names_the_extra(tokenizer, tmp_path, monkeypatch):
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"pip install 'kdjax\[parquet\]'"):
+        list(text.documents([tmp_path / "a.parquet"], tokenizer))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a.jsonl:2: not JSON \(.* at column"),
         ("a.jsonl", b'{"txt": "x"}', r"a.jsonl:1: expected .* found \['txt'\]"),
         ("a.jsonl", b'{"text": 3}', r"a.jsonl:1: expected"),
-        ("a.jsonl", b'[1]', r"a.jsonl:1: expected .* found list"),
-        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}',
-         r"a.jsonl:1: a conversation cannot start with the assistant"),
-        ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}',
-         r"a.jsonl:1: no message of the assistant"),
+        ("a.jsonl", b"[1]", r"a.jsonl:1: expected .* found list"),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "assistant", "content": "x"}]}',
+            r"a.jsonl:1: a conversation cannot start with the assistant",
+        ),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user", "content": "x"}]}',
+            r"a.jsonl:1: no message of the assistant",
+        ),
         ("a.jsonl", b'{"messages": ["x"]}', r"a.jsonl:1: message 0 must be an object"),
         ("a.py", b"ok\nfine\n\xff", r"a.py:3: byte 8 \(0xff\) is not UTF-8"),
         ("a.parquet", b"PAR1 not really", r"a.parquet: not a readable Parquet file"),
         ("a.py", b"  \n", r"the text is empty"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_names_file_and_line_and_writes_nothing(
     tokenizer, tmp_path, name, content, message
 ):
@@ -196,11 +213,13 @@ def pack(folder, documents, length=8, most=32):
 def test_packing_by_hand(tmp_path):
     packed = pack(tmp_path, [[1, 2, 3], [4], list(range(10, 22)), [5, 6]])
     # [4] has no target. The long one is cut after 14; the next row repeats 14 as its first input.
-    np.testing.assert_array_equal(packed.tokens, [[1, 2, 3, 10, 11, 12, 13, 14],
-                                                  [14, 15, 16, 17, 18, 19, 20, 21],
-                                                  [5, 6, 0, 0, 0, 0, 0, 0]])  # fmt: skip
-    np.testing.assert_array_equal(packed.segments, [[1, 1, 1, 2, 2, 2, 2, 2], [1] * 8,
-                                                    [1, 1, 0, 0, 0, 0, 0, 0]])  # fmt: skip
+    np.testing.assert_array_equal(
+        packed.tokens,
+        [[1, 2, 3, 10, 11, 12, 13, 14], [14, 15, 16, 17, 18, 19, 20, 21], [5, 6, 0, 0, 0, 0, 0, 0]],
+    )
+    np.testing.assert_array_equal(
+        packed.segments, [[1, 1, 1, 2, 2, 2, 2, 2], [1] * 8, [1, 1, 0, 0, 0, 0, 0, 0]]
+    )
 
 
 def test_a_row_closes_at_the_most_segments(tmp_path):
@@ -229,9 +248,11 @@ def test_every_id_but_a_documents_first_is_a_target_once(tmp_path_factory, lengt
 
 
 def test_examples_by_hand():
-    packed = rows.Rows(np.array([[7, 8, 9, 4, 5, 0]], np.uint32),
-                       np.array([[1, 1, 1, 2, 2, 0]], np.uint16),
-                       np.array([[0, 0, 1, 1, 1, 0]], np.uint8))  # fmt: skip
+    packed = rows.Rows(
+        np.array([[7, 8, 9, 4, 5, 0]], np.uint32),
+        np.array([[1, 1, 1, 2, 2, 0]], np.uint16),
+        np.array([[0, 0, 1, 1, 1, 0]], np.uint8),
+    )
     one = pipeline.example(packed, 0)
     np.testing.assert_array_equal(one["tokens"], [7, 8, 9, 4, 5])
     np.testing.assert_array_equal(one["labels"], [8, 9, 4, 5, 0])
@@ -307,8 +328,12 @@ def test_cache_is_by_content(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_pack_sides", lambda *args: (calls.append(1), real(*args)))
     assert prepare(tmp_path, tokenizer, str(tmp_path / "t")).key == first.key and not calls
     keys = {first.key}
-    for change in (dict(seq_len=9), dict(max_segments=3), dict(end_of_document_id=5),
-                   dict(heldout_fraction=0.4)):  # fmt: skip
+    for change in (
+        dict(seq_len=9),
+        dict(max_segments=3),
+        dict(end_of_document_id=5),
+        dict(heldout_fraction=0.4),
+    ):
         keys.add(prepare(tmp_path, tokenizer, str(tmp_path / "t"), **change).key)
     (tmp_path / "t" / "000.py").write_text("changed\n")
     keys.add(prepare(tmp_path, tokenizer, str(tmp_path / "t")).key)
@@ -401,8 +426,10 @@ def test_eval_batches_are_even_padded_and_the_same_for_processes(packed):
     ids = np.concatenate([b["row_ids"] for b in batches])
     np.testing.assert_array_equal(ids, [0, 2, 4, 6, 8, 11, -1, -1])
     assert not batches[1]["weights"][2:].any() and batches[1]["weights"][:2].any()
-    split = [list(pipeline.eval_batches(packed, batch_size=4, limit=6, process_index=i,
-                                        process_count=2)) for i in range(2)]  # fmt: skip
+    split = [
+        list(pipeline.eval_batches(packed, batch_size=4, limit=6, process_index=i, process_count=2))
+        for i in range(2)
+    ]
     for whole, *halves in zip(batches, *split, strict=True):
         assert sorted(whole["row_ids"]) == sorted(np.concatenate([h["row_ids"] for h in halves]))
     everything = pipeline.eval_batches(packed, batch_size=5, limit=None)

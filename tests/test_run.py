@@ -104,9 +104,16 @@ def test_hooks_are_called_in_order(tiny_config, tmp_path):
     names = [call[:2] for call in recorder.calls]
     steps = [("step", i) for i in range(1, 11)]
     assert names == [
-        ("begin", 0), ("eval", 0), *steps[:5], ("eval", 5), ("checkpoint", 5), *steps[5:],
-        ("eval", 10), ("checkpoint", 10), ("end", "finished"),
-    ]  # fmt: skip
+        ("begin", 0),
+        ("eval", 0),
+        *steps[:5],
+        ("eval", 5),
+        ("checkpoint", 5),
+        *steps[5:],
+        ("eval", 10),
+        ("checkpoint", 10),
+        ("end", "finished"),
+    ]
     kl = [call[2]["divergence"] for call in recorder.calls if call[0] == "eval"]
     assert kl[0] > kl[1] > kl[2] > 0
 
@@ -120,9 +127,14 @@ def test_a_finished_run_does_nothing(tiny_config, tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("optim.learning_rate", 5e-4), ("train.steps", 12), ("data.seq_len", 16), ("train.seed", 1),
-     ("loss.alpha", 0.5)],
-)  # fmt: skip
+    [
+        ("optim.learning_rate", 5e-4),
+        ("train.steps", 12),
+        ("data.seq_len", 16),
+        ("train.seed", 1),
+        ("loss.alpha", 0.5),
+    ],
+)
 def test_a_changed_config_is_not_resumed(tiny_config, tmp_path, field, value):
     tiny_config.optim.warmup_steps = 0
     go(tiny_config, tmp_path / "run", Recorder(stop_at=1))
@@ -198,18 +210,28 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
 def command(config, workdir):
     """The command line that sets every field of `config`."""
     changed = {
-        k: v for k, v in config_module.flatten(config).items()
+        k: v
+        for k, v in config_module.flatten(config).items()
         if v != config_module.flatten(config_module.tiny(config_module.Config()))[k]
-    }  # fmt: skip
+    }
     flags = [f"--config.{k}={v}" for k, v in changed.items()]
-    return [sys.executable, "-m", "kdjax.main", "--config=configs/qwen7b_0p5b.py:tiny",
-            f"--workdir={workdir}", *flags]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "kdjax.main",
+        "--config=configs/qwen7b_0p5b.py:tiny",
+        f"--workdir={workdir}",
+        *flags,
+    ]
 
 
 def environment(tmp_path):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    return clean | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"),
-                    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
+    return clean | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 def start(config, workdir, tmp_path):
@@ -292,8 +314,9 @@ def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
     wrong = [*command(tiny_config, tmp_path / "run")]
     for index, message in ((f"{wrong[3]}-x", "'tiny'"), ("--config=no.py", "no.py")):
         wrong[3] = index
-        process = subprocess.run(wrong, cwd=REPOSITORY, env=environment(tmp_path), text=True,
-                                 capture_output=True)  # fmt: skip
+        process = subprocess.run(
+            wrong, cwd=REPOSITORY, env=environment(tmp_path), text=True, capture_output=True
+        )
         assert process.returncode == BAD_INPUT and "Traceback" not in process.stderr
         assert message in process.stderr
 
@@ -378,9 +401,11 @@ def test_missing_misshapen_and_unknown_tensors_are_listed_together(tiny_config, 
     tiny_config.student.path = str(tmp_path / "broken.gguf")
     with pytest.raises(UserError, match="3 tensors") as error:
         go(tiny_config, tmp_path / "run")
-    for line in ("blk.1.ffn_up.weight: missing, expected shape [256, 128]",
-                 "blk.0.attn_k.weight: shape [32, 128], expected [64, 128]",
-                 "blk.0.surprise: not a tensor of this architecture"):  # fmt: skip
+    for line in (
+        "blk.1.ffn_up.weight: missing, expected shape [256, 128]",
+        "blk.0.attn_k.weight: shape [32, 128], expected [64, 128]",
+        "blk.0.surprise: not a tensor of this architecture",
+    ):
         assert line in str(error.value)
 
 

@@ -172,8 +172,14 @@ def test_an_ordinary_user_is_confined_as_well():
         "assert 'no network' in o.error, o\nassert sandbox.held()['processes']"
     )
     user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
-    done = subprocess.run([*user, system, "-B", "-c", code], capture_output=True, text=True,
-                          cwd=Path(__file__).parent.parent, timeout=60, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*user, system, "-B", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        timeout=60,
+        check=False,
+    )
     if "ModuleNotFoundError" in done.stderr or "Permission" in done.stderr:
         pytest.skip("the system's interpreter cannot read this checkout")
     assert done.returncode == 0, done.stderr

@@ -64,6 +64,8 @@ def run(*command: str) -> None:
     SIGTERM is Ctrl-C until training listens to signals itself: what was begun aside is removed.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Transformers, of which kdjax takes tokenizers, would advise every user to install PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     status = main([*command, *sys.argv[1:]])
     if status == QUIT:  # threads that hash or save are not waited for
         sys.stdout.flush()

@@ -117,8 +117,9 @@ def check(args: argparse.Namespace) -> Request:
     return Request(args, domains, benchmarks, ks, sampling)
 
 
-def _speaker(target: Target, provider: Model, sampling: Sampling,
-             batch_size: int) -> Callable[..., list[Output]]:  # fmt: skip
+def _speaker(
+    target: Target, provider: Model, sampling: Sampling, batch_size: int
+) -> Callable[..., list[Output]]:
     tokenizer = target.tokenizer
     ends = tuple(sorted({tokenizer.eos_id, tokenizer.end_of_text_id}))
 
@@ -196,9 +197,18 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
         if name not in made.document:
             made.document[name] = _nothing_ran(asked, request, made.document["inference_error"])
     if target is not None and request.domains and not made.failed:
-        figures = made.attempt("held-out text", lambda: heldout.measure(
-            target, teacher, request.domains, mesh, rows=args.rows, seq_len=args.seq_len,
-            batch_size=args.batch_size))  # fmt: skip
+        figures = made.attempt(
+            "held-out text",
+            lambda: heldout.measure(
+                target,
+                teacher,
+                request.domains,
+                mesh,
+                rows=args.rows,
+                seq_len=args.seq_len,
+                batch_size=args.batch_size,
+            ),
+        )
         made.document |= {"teacher": args.teacher, "held_out": figures}
     if request.benchmarks:
         made.document["sandbox"] = sandbox.describe(sandbox.held())
@@ -214,8 +224,10 @@ def _check_together(request: Request, target: Target, teacher: Target | None) ->
     if request.domains and args.seq_len > most:
         raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
     if request.benchmarks and args.max_tokens >= most:
-        raise UserError(f"--max-tokens={args.max_tokens} leaves no room for a prompt in {most} "
-                        "positions; lower it.")  # fmt: skip
+        raise UserError(
+            f"--max-tokens={args.max_tokens} leaves no room for a prompt in {most} "
+            "positions; lower it."
+        )
     if request.benchmarks and args.prompt == "instruct" and not target.tokenizer.chat_template:
         raise UserError("--prompt=instruct: the tokenizer has no chat template; use base.")
 

@@ -74,8 +74,10 @@ def train_and_report(config: Config, workdir: Path) -> int:
         print_error(error)
         return exit_status("failed", error, verdict.result if verdict else None)
     except KeyboardInterrupt:
-        print("stopped at once; what was saved before is kept. The same command goes on from "
-              f"there: {_same_command()}")  # fmt: skip
+        print(
+            "stopped at once; what was saved before is kept. The same command goes on from "
+            f"there: {_same_command()}"
+        )
         return QUIT
     if verdict:
         return exit_status(reason, None, verdict.result)

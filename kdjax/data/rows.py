@@ -256,7 +256,7 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
     aside = Path(tempfile.mkdtemp(prefix=".making-", dir=cache_dir))
     try:
         writers = [_SideWriter(aside / side, row_length, settings.max_segments) for side in _SIDES]
-        _pack_sides(*writers, settings, files)
+        _pack_sides(writers, settings, files)
         info = _check_sides(writers, settings)
         (aside / "meta.json").write_text(json.dumps(info, indent=1))
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete one: `_open_rows` refused it
@@ -274,9 +274,10 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
     return rows
 
 
-def _pack_sides(
-    train: _SideWriter, heldout: _SideWriter, settings: RowSettings, files: _Files
-) -> None:
+def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files) -> None:
+    """Packs the documents of both sides, and closes the writers (training, held out)."""
+    train, heldout = writers
+
     def tokenize(paths: list[Path]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
         source = documents(paths, settings.tokenizer)
         return tokenize_documents(source, settings.tokenizer, settings.end_of_document_id)
@@ -321,10 +322,12 @@ def _open_rows(folder: Path, row_length: int, key: str) -> RowSet | None:
     """The cached rows, or None if they are absent or not whole."""
     try:
         info = json.loads((folder / "meta.json").read_text())
-        sides = [_open_side(folder / side, info[side]["rows"], row_length) for side in _SIDES]
+        train, heldout = (
+            _open_side(folder / side, info[side]["rows"], row_length) for side in _SIDES
+        )
     except (OSError, ValueError, KeyError):
         return None
-    return RowSet(*sides, info, key)
+    return RowSet(train, heldout, info, key)
 
 
 def _open_side(folder: Path, rows: int, length: int) -> Rows:

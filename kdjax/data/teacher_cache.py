@@ -106,7 +106,7 @@ def read_index(folder: Path) -> tuple[About, dict[str, Any]]:
             raise
         raise UserError(
             f"{path}: found no index of a cached teacher ({type(error).__name__}: {error}); "
-            "expected what kdjax.commands.cache writes. Delete the folder and make it again."
+            "expected what `kdjax cache` writes. Delete the folder and make it again."
         ) from error
 
 

@@ -53,30 +53,31 @@ def find_files(patterns: str) -> list[Path]:
 
     Raises `MissingFileError` naming the first pattern that matches nothing.
     """
-    found: set[Path] = set()
+    files: set[Path] = set()
     for pattern in filter(None, (p.strip() for p in patterns.split(","))):
         expanded = os.path.expanduser(pattern)
         matches = sorted(glob.glob(expanded, recursive=True)) or [expanded]
-        files: set[Path] = set()
+        matched: set[Path] = set()
         for path in map(Path, matches):
-            files |= set(_walk(path)) if path.is_dir() else ({path} if path.is_file() else set())
-        if not files:
+            matched |= set(_walk(path)) if path.is_dir() else ({path} if path.is_file() else set())
+        if not matched:
             raise MissingFileError(
                 f"{pattern}: no file found. Give a directory of text, a glob such as "
                 "'src/**/*.py', or a .txt, .jsonl or .parquet file."
             )
-        found |= files
-    if not found:
+        files |= matched
+    if not files:
         raise MissingFileError("no text was named: set data.train to directories, globs or files.")
-    return sorted(found)
+    return sorted(files)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for here, folders, names in os.walk(folder):
+    """The files of text under a folder, hidden folders left out."""
+    for parent, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
         for name in names:
             if Path(name).suffix.lower() in TEXT_SUFFIXES | TABLE_SUFFIXES:
-                yield Path(here, name)
+                yield Path(parent, name)
 
 
 def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]:
@@ -87,16 +88,16 @@ def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]
     for path in files:
         suffix = path.suffix.lower()
         if suffix == ".jsonl":
-            records = _json_lines(path)
+            records = _read_json_lines(path)
         elif suffix == ".parquet":
-            records = _parquet(path)
+            records = _read_parquet(path)
         else:
             text = _read_text(path)
             if text.strip():
                 yield Document(text, str(path))
             continue
         for source, record in records:
-            document = _from_record(record, source, tokenizer)
+            document = _make_document(record, source, tokenizer)
             if document.text.strip():
                 yield document
 
@@ -113,7 +114,7 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     # Split on newlines only: str.splitlines would cut inside strings at U+2028.
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():
@@ -127,7 +128,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             ) from error
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -152,19 +153,19 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
 
 
-def _from_record(record: Any, source: str, tokenizer: Tokenizer) -> Document:
+def _make_document(record: Any, source: str, tokenizer: Tokenizer) -> Document:
     if isinstance(record, Mapping) and isinstance(record.get("text"), str):
         return Document(record["text"], source)
     if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
-        return _conversation(record["messages"], source, tokenizer)
-    found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
+        return _render_conversation(record["messages"], source, tokenizer)
+    content = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise UserError(
         f'{source}: expected an object with "text" (a string) or "messages" (a list); '
-        f"found {found}."
+        f"found {content}."
     )
 
 
-def _conversation(messages: list[Any], source: str, tokenizer: Tokenizer) -> Document:
+def _render_conversation(messages: list[Any], source: str, tokenizer: Tokenizer) -> Document:
     """Renders the messages; only what the assistant says, its end token included, carries loss."""
     for i, message in enumerate(messages):
         if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):

@@ -15,11 +15,32 @@ TEACHER = FOLDER / "teacher.gguf"
 TEACHER_SHAPE = FOLDER / "teacher"  # config.json: what the teacher was before it was trained
 STUDENT = FOLDER / "student"  # config.json and the tokenizer of both
 
-HELD_OUT = ("argparse", "csv", "difflib", "fractions", "heapq", "ipaddress", "json", "mailbox",
-            "shlex", "statistics", "textwrap", "turtle")  # fmt: skip
+HELD_OUT = (
+    "argparse",
+    "csv",
+    "difflib",
+    "fractions",
+    "heapq",
+    "ipaddress",
+    "json",
+    "mailbox",
+    "shlex",
+    "statistics",
+    "textwrap",
+    "turtle",
+)
 # Tests, packages that are not Python's own, and tables that are no prose of any kind.
-_SKIPPED = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
-            "encodings", "pydoc_data", *HELD_OUT)  # fmt: skip
+_SKIPPED = (
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+    *HELD_OUT,
+)
 
 
 def standard_library() -> Path:

@@ -62,6 +62,10 @@ def cut_head(head: Head, hidden: Float[Array, "B T D"], spec: HeadSpec) -> Head:
     return rows if isinstance(rows, Scaled) else rows.astype(hidden.dtype)
 
 
+def _cut_teacher(head: Head | None, hidden: Array | None, spec: HeadSpec) -> Head | None:
+    return None if head is None or hidden is None else cut_head(head, hidden, spec)
+
+
 def _logits(hidden: Array, head: Head, spec: HeadSpec) -> Array:
     return mask_padding(unembed(hidden, head), spec.real_vocab)
 
@@ -100,11 +104,12 @@ def add_sums(sums: Sums, values: tuple[Array | None, ...], weight: Array) -> Sum
     """
 
     def add(total: Array | None, value: Array | None) -> Array | None:
-        if total is None:
+        if total is None or value is None:
             return None
         return total + jnp.sum(weight * jnp.where(weight != 0, value, 0))
 
-    return type(sums)(*map(add, sums, values))
+    make: Any = type(sums)
+    return make(*map(add, sums, values))
 
 
 _ROWS = (((0,), (0,)), ((), ()))  # what a product sums over: the rows of both sides
@@ -200,16 +205,14 @@ def _scan_head_loss(
     with_gradient: bool,
 ) -> tuple[LossSums, Array | None, Array]:
     head = student_head[: spec.width].astype(student_hidden.dtype)
-    loss = spec.loss
-    if teacher_hidden is not None and teacher_head is not None:
-        teacher_head = cut_head(teacher_head, teacher_hidden, spec)
-    else:  # the student beside itself, whatever the divergence
-        loss = dataclasses.replace(loss, divergence=forward_kl)
+    theirs = _cut_teacher(teacher_head, teacher_hidden, spec)
+    # Without a teacher the student stands beside itself, whatever the divergence.
+    loss = spec.loss if theirs is not None else KDLoss(alpha=spec.loss.alpha)
 
     def compute_parts(xs: Any) -> ChunkParts:
         (h_s, h_t), weight, label = xs
         s = unembed(h_s, head)
-        t = s if h_t is None else unembed(h_t, teacher_head)  # no teacher: nothing to learn
+        t = s if theirs is None else unembed(h_t, theirs)
         ce, divergence, g = kd_parts_and_gradient(
             s, t, label, loss, real=spec.real_vocab, fused=spec.kernels
         )
@@ -251,8 +254,7 @@ def head_evaluation(
 ) -> EvalSums:
     """Held-out sums of student against teacher, `chunk_tokens` positions of logits at a time."""
     head = cut_head(student_head, student_hidden, spec)
-    if teacher_hidden is not None and teacher_head is not None:
-        teacher_head = cut_head(teacher_head, teacher_hidden, spec)
+    theirs = _cut_teacher(teacher_head, teacher_hidden, spec)
     temperature, divergence = spec.loss.temperature, spec.loss.divergence
     # The forward KL may see ids that do not exist, as -1e30: its terms of them are exactly 0.
     seen = None if divergence == forward_kl else spec.real_vocab
@@ -260,7 +262,7 @@ def head_evaluation(
     def add_chunk(sums: EvalSums, xs: Any) -> tuple[EvalSums, None]:
         (h_s, h_t), weight, label = xs
         s = _logits(h_s, head, spec)
-        t = s if h_t is None else _logits(h_t, teacher_head, spec)
+        t = s if theirs is None else _logits(h_t, theirs, spec)
         soft = [log_softmax(x[..., :seen], temperature) for x in (t, s)]
         hard = [log_softmax(x, 1.0) for x in (t, s)]
         same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)

@@ -24,8 +24,8 @@ from kdjax.errors import UserError
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
 LogProbs = Float[AnyArray, "*B V"]
 PerPosition = Float[Array, "*B"]
-PerId = Float[AnyArray, "*B V"]
-DivergenceFunction = Callable[[Array, Array], Array]
+PerId = Float[Array, "*B V"]
+DivergenceFunction = Callable[..., Array]  # f(teacher_log_probs, student_log_probs)
 
 
 def log_softmax(logits: Float[AnyArray, "*B V"], temperature: float) -> Float[Array, "*B V"]:
@@ -122,7 +122,7 @@ class ReverseKL(Divergence):
 
     def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
         """log(s / t)."""
-        return student_log_probs - teacher_log_probs
+        return jnp.subtract(student_log_probs, teacher_log_probs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class JensenShannon(Divergence):
     def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
         """(1 - beta) log(s / m)."""
         m = _log_mixture(teacher_log_probs, student_log_probs, self.beta)
-        return (1 - self.beta) * (student_log_probs - m)
+        return (1 - self.beta) * jnp.subtract(student_log_probs, m)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,8 @@ class SkewedReverseKL(Divergence):
 
     def slope(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
         """log(s / m) - skew s / m."""
-        below = student_log_probs - _log_mixture(student_log_probs, teacher_log_probs, self.skew)
+        mixture = _log_mixture(student_log_probs, teacher_log_probs, self.skew)
+        below = jnp.subtract(student_log_probs, mixture)
         return below - self.skew * jnp.expm1(below)
 
 

@@ -11,6 +11,7 @@ Letters: B rows, T positions, D hidden width, V vocabulary.
 
 import dataclasses
 import functools
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from kdjax.losses.divergences import (
 )
 from kdjax.models import kernels
 from kdjax.models.weights import mask_padding
+
+Amount = TypeVar("Amount", float, Array)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -56,7 +59,7 @@ class KDLoss:
         object.__setattr__(self, "temperature", float(temperature))
         object.__setattr__(self, "alpha", float(alpha))
 
-    def combine(self, ce, divergence):
+    def combine(self, ce: Amount, divergence: Amount) -> Amount:
         """The loss of a cross-entropy and a divergence at T: arrays or numbers, nats."""
         return self.alpha * ce + (1 - self.alpha) * self.temperature**2 * divergence
 
@@ -206,13 +209,14 @@ def kd_parts_and_gradient(
     student_logits, teacher_logits = (
         mask_padding(x, real) for x in (student_logits, teacher_logits)
     )
-    z = sums.teacher_soft
+    z, distance, their_peak = sums.teacher_soft, sums.distance, sums.teacher_peak
+    assert z is not None and distance is not None and their_peak is not None
     # Both sides start from their own maximum, so what cancels here is of order 1, not 30.
-    kl = jnp.maximum(sums.distance / z - jnp.log(z) + jnp.log(sums.soft), 0.0)
+    kl = jnp.maximum(distance / z - jnp.log(z) + jnp.log(sums.soft), 0.0)
     chosen = jnp.take_along_axis(student_logits, labels[..., None], axis=-1)
     ce = jnp.log(sums.hard) + sums.peak - chosen
     # Behind a barrier: XLA would write the exponentials of the sums out, to read them back here.
-    peak, their_peak = jax.lax.optimization_barrier((sums.peak, sums.teacher_peak))
+    peak, their_peak = jax.lax.optimization_barrier((sums.peak, their_peak))
     hard = student_logits - peak
     gradient = jnp.zeros_like(hard)
     # Reciprocals of sums, not quotients of numbers: a division of every logit costs an H200 more

@@ -32,7 +32,7 @@ class _Failed(Exception):
 
 
 def verify(workdir: Path) -> list[str]:
-    """Rechecks the run of `workdir`; returns a line a check. Raises `UserError` with what failed.
+    """Rechecks the run of `workdir`; returns a line a check. Raises `CheckError` with what failed.
 
     Rehashes the config, both models, the packed rows, the text behind them and the checkpoint's
     parameters, and compares these with the student's file as it is loaded: every tensor must have

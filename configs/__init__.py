@@ -1,0 +1,1 @@
+"""The configs that come with kdjax; in a wheel they are the package `kdjax.configs`."""
