@@ -39,7 +39,7 @@ from kdjax.training.teachers import Dense, NoTeacher, TeacherKind
 # tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
 # adds its own columns, `teacher_...`.
 Batch = dict[str, Array]
-Mean = tuple[Array, Array]  # a sum and its count, float32 scalars: divided last
+Mean = tuple[Any, Any]  # a sum and its count, float32 scalars: divided last
 
 
 @struct.dataclass
