@@ -15,6 +15,7 @@ import pytest
 from exporting import a_student, corrupted, forward, load
 
 from kdjax.commands import export as command
+from kdjax.commands import generate
 from kdjax.export import card, export_hf, vocabulary, weights
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.saving import Checkpoints
@@ -33,6 +34,7 @@ def workdir(student, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     earlier = jax.tree.map(lambda x: x * np.float32(0.5), params)
     identity = {"teacher.sha256": "aa", "student.sha256": "bb", "loss.alpha": 0.25}
+    identity |= {"student.init": "checkpoint", "train.seed": 0}
     with contextlib.closing(Checkpoints(folder, keep=2, asynchronous=False)) as checkpoints:
         for step, tree in ((5, earlier), (10, params)):
             state = TrainState(
@@ -93,6 +95,18 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     monkeypatch.setattr(weights, "encode", corrupted(weights.encode))
     fails("the file just written", workdir, "--format=gguf", out, "--overwrite", status=5)
     assert (tmp_path / "a.gguf").read_bytes() == b"before"
+
+
+def test_generate_writes_the_same_from_a_workdir_as_from_the_model(workdir, student, capsys):
+    flags = ["--prompt=def f(", "--max-tokens=5"]
+    texts = []
+    saved = [f"{workdir}@dequant:float32", f"--student={student[0]}"]
+    for model in (saved, [f"{student[0]}@dequant:float32"]):
+        assert generate.main([*model, *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != "\n"
+    half = [f"{workdir}/checkpoints/5@dequant:float32", f"--student={student[0]}"]
+    assert generate.main([*half, *flags]) == 0
 
 
 def test_a_card_without_records_claims_nothing(student):

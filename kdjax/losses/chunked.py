@@ -266,8 +266,8 @@ def head_evaluation(
         soft = [log_softmax(x[..., :seen], temperature) for x in (t, s)]
         hard = [log_softmax(x, 1.0) for x in (t, s)]
         same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)
-        values = (cross_entropy(s, label), cross_entropy(t, label), divergence(*soft),
-                  kl_divergence(*hard), same, jnp.ones_like(weight))  # fmt: skip
+        ces = cross_entropy(s, label), cross_entropy(t, label)
+        values = (*ces, divergence(*soft), kl_divergence(*hard), same, jnp.ones_like(weight))
         return add_sums(sums, values, weight), None
 
     xs = split_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)

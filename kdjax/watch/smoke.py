@@ -77,8 +77,8 @@ class Verdict(Hook):
             loss = self._config.loss
             if (loss.divergence, loss.temperature) != ("forward_kl", 1):
                 names[trained] = f"{trained}(T={loss.temperature:g})"
-            pairs = (f"{shown} {before[k]:.6f} -> {after[k]:.6f}" for k, shown in names.items()
-                     if k in before)  # fmt: skip
+            known = {k: shown for k, shown in names.items() if k in before}
+            pairs = (f"{known[k]} {before[k]:.6f} -> {after[k]:.6f}" for k in known)
             lines.append("  held-out: " + "  ".join(pairs))
         if median := outcome["median_step_seconds"]:
             lines.append(
@@ -96,19 +96,28 @@ def _shown(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: figures[name] for name in names if name in figures}
 
 
-def _judge(before: Mapping[str, float] | None, after: Mapping[str, float] | None,
-           error: BaseException | None, done: int, steps: int) -> tuple[str, str]:  # fmt: skip
+def _judge(
+    before: Mapping[str, float] | None,
+    after: Mapping[str, float] | None,
+    error: BaseException | None,
+    done: int,
+    steps: int,
+) -> tuple[str, str]:
     if isinstance(error, NonFiniteError):
         return "FAIL", str(error)
     if error is not None:
         return "UNDECIDED", f"ended after {done} of {steps} steps by {type(error).__name__}"
     if before is None or after is None or done != steps:
         return "UNDECIDED", f"stopped after {done} of {steps} steps; the same command starts over"
-    bad = [f"{name} {when}" for when, figures in (("before", before), ("after", after))
-           for name, value in figures.items() if not math.isfinite(value)]  # fmt: skip
+    bad = [
+        f"{name} {when}"
+        for when, figures in (("before", before), ("after", after))
+        for name, value in figures.items()
+        if not math.isfinite(value)
+    ]
     if bad:
         return "FAIL", f"held-out figures not finite: {', '.join(bad)}"
     fell = after["loss"] < before["loss"]
     verb = "fell from" if fell else "did not fall:"
-    said = f"held-out loss {verb} {before['loss']:.6f} to {after['loss']:.6f} in {done} steps"
-    return ("PASS" if fell else "FAIL"), said
+    why = f"held-out loss {verb} {before['loss']:.6f} to {after['loss']:.6f} in {done} steps"
+    return ("PASS" if fell else "FAIL"), why
