@@ -196,7 +196,7 @@ def test_auto_prefers_speed_then_room(pairs):
 )  # fmt: skip
 def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
-    config, mesh = config_of(8, 2048, remat=AUTO), one_device()
+    config, mesh = config_of(8, 2048, remat="auto"), one_device()
     made = plan.choose_plan(config, pairs["7b"], mesh, device, AUTO)
     assert (made.kind.name, made.remat) == (teacher, remat)
     assert f"student.remat {remat}, by auto" in made.choice

@@ -43,7 +43,8 @@ def model(name, mesh):
     checkpoint = open_checkpoint(GOLDENS / name)
     compute = Compute(max_segments=4, placement=Placement(mesh))
     functions, abstract = functional(checkpoint.spec, compute)
-    return functions, abstract, load_params(checkpoint, abstract, mesh)
+    params = load_params(checkpoint.table, checkpoint.spec, abstract, mesh)
+    return functions, abstract, params
 
 
 class Built(NamedTuple):
