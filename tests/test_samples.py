@@ -41,8 +41,14 @@ def job(models, tmp_path_factory):
 
 
 def hook_for(job, workdir, count=2, teacher=None):
-    return Samples(workdir, count, job.step.spec.student, teacher or job.teacher,
-                   job.pair.tokenizer, job.rows.heldout)  # fmt: skip
+    return Samples(
+        workdir,
+        count,
+        job.step.spec.student,
+        teacher or job.teacher,
+        job.pair.tokenizer,
+        job.rows.heldout,
+    )
 
 
 def go(job, workdir, *hooks):
