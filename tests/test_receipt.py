@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from conftest import make_tiny_config, without_page
 from kdjax._version import __version__
-from kdjax.watch.watchers import make_hooks
 
 from kdjax.device import runtime
 from kdjax.errors import UserError
@@ -24,6 +23,7 @@ from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, abstract_state
 from kdjax.watch import provenance, receipt
+from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import _CHECKS, verify
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_tiny_config
-from kdjax.watch.watchers import make_hooks
 from test_run import Recorder, saved
 from toy_teacher import next_id_teacher
 
@@ -24,6 +23,7 @@ from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import samples
+from kdjax.watch.run import make_hooks
 from kdjax.watch.samples import Samples, choose, judge, pieces
 
 

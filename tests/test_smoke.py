@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_tiny_config, without_page
-from kdjax.watch.watchers import make_hooks
 from scipy.special import rel_entr
 from test_run import Recorder
 
@@ -28,6 +27,7 @@ from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import provenance
+from kdjax.watch.run import make_hooks
 from kdjax.watch.smoke import Verdict
 from kdjax.watch.verify import verify
 

@@ -319,9 +319,8 @@ class Curve:
     label: str
     tokens: np.ndarray
     values: np.ndarray
-    band: tuple[np.ndarray, np.ndarray] | None = (
-        None  # least and greatest of the steps that a value is a mean of
-    )
+    # Least and greatest of the steps that a value is a mean of.
+    band: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,9 +116,10 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
         try:
             entry = json.loads(line)
             kind, figures = entry.pop("kind"), {"step": float(entry.pop("step"))}
+            renamed = _RENAMED.get(kind, {})
             for name, value in entry.items():
                 topk |= "_topk" in name
-                name = _RENAMED.get(kind, {}).get(name, name).removesuffix("_topk")
+                name = renamed.get(name, str(name)).removesuffix("_topk")
                 figures[name] = float(value) if isinstance(value, int | float) else math.nan
             lines.append((kind, figures))
         except (ValueError, TypeError, KeyError, AttributeError):
