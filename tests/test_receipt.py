@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_tiny_config, without_page
-from kdjax._version import __version__
 
+from kdjax import __version__
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.formats.saved import saved_params, saved_run
