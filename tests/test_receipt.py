@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import make_tiny_config, without_page
+from conftest import make_tiny_config, start_over, without_page
 
 from kdjax import __version__
 from kdjax.device import runtime
@@ -56,7 +56,7 @@ def go(job, workdir, stop_at=None, error=None):
     `job` may have run before, elsewhere: its steps are compiled then.
     """
     workdir.mkdir(exist_ok=True)
-    job, config = dataclasses.replace(job, workdir=workdir), job.config
+    job, config = start_over(job, workdir), job.config
     probe = Probe(workdir, stop_at, error)
     # As on a GPU: the last save is in flight when the run ends.
     store = Checkpoints(workdir, config.checkpoint.keep, asynchronous=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_tiny_config
+from conftest import make_tiny_config, start_over
 from test_run import Recorder, saved
 from toy_teacher import next_id_teacher
 
@@ -53,7 +53,7 @@ def hook_for(job, workdir, count=2, teacher=None):
 
 def go(job, workdir, *hooks):
     workdir.mkdir(exist_ok=True)
-    job = dataclasses.replace(job, workdir=workdir)
+    job = start_over(job, workdir)
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         return train(job, checkpoints, hooks, None)
 
@@ -123,7 +123,7 @@ def test_what_goes_wrong_is_logged_and_harms_no_run(job, tmp_path, monkeypatch, 
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
-    monkeypatch.setattr(samples, "generate", broken)
+    monkeypatch.setattr(Samples, "_complete", broken)
     run = tmp_path / "run"
     assert go(job, run, hook_for(job, run)) == "finished"
     assert "no samples at step 0: RuntimeError: out of memory" in caplog.text
