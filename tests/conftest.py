@@ -1,5 +1,6 @@
 """Test session: 8 emulated CPU devices, strict ranks, full matmul precision."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -51,6 +52,14 @@ def models(tmp_path_factory):
 def tiny_config(models, tmp_path):
     """The 7B config's tiny double on those models and a small text; caches under tmp_path."""
     return make_tiny_config(models, tmp_path)
+
+
+def start_over(job, workdir, **changes):
+    """The job for another run: its steps stay compiled, its batches begin again."""
+    from kdjax.training.job import text_source
+
+    source = text_source(job.config, job.rows, job.cache)
+    return dataclasses.replace(job, workdir=workdir, source=source, **changes)
 
 
 def without_page(hooks):

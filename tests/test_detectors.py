@@ -20,6 +20,7 @@ from kdjax.formats.blocks import decode, encode
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.models.arch import spec_from_table
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import load_tokenizer
@@ -93,8 +94,8 @@ def bigram(random_model, tmp_path_factory):
 def findings(path, mesh, answers=None):
     """What all detectors but those of generation say."""
     opened = open_target(f"{path}@dequant:float32")
-    found = examine.of_files(opened)
-    found += examine.of_logits(opened, opened.load(mesh))[0]
+    found = examine.of_files(opened.checkpoint)
+    found += examine.of_logits(opened.load(mesh))[0]
     return {finding.detector: finding.evidence for finding in found}
 
 
@@ -104,7 +105,7 @@ def test_a_healthy_toy_has_no_finding(bigram, mesh):
 
 def test_the_toys_of_the_demo_have_healthy_files(models, mesh):
     """Their weights are random: only what they predict may be called broken."""
-    assert examine.of_files(open_target(f"{models}/student.gguf")) == []
+    assert examine.of_files(open_checkpoint(models / "student.gguf")) == []
 
 
 def nan(x):
@@ -242,16 +243,17 @@ def test_the_rope_probe_names_the_better_theta(bigram):
 
 def test_the_rope_probe_runs_the_model_with_the_other_theta(bigram, mesh):
     opened = open_target(f"{bigram}@dequant:float32")
-    facts = examine.of_logits(opened, opened.load(mesh))[1]
-    other = dataclasses.replace(opened, spec=dataclasses.replace(opened.spec, rope_theta=1e4))
-    want = examine.of_logits(other, other.load(mesh))[1]["ce"]
+    facts = examine.of_logits(opened.load(mesh))[1]
+    spec = dataclasses.replace(opened.checkpoint.spec, rope_theta=1e4)
+    other = opened._replace(checkpoint=dataclasses.replace(opened.checkpoint, spec=spec))
+    want = examine.of_logits(other.load(mesh))[1]["ce"]
     assert facts["ce_with_theta_10000"] == pytest.approx(want, rel=1e-6)
     assert facts["ce_with_theta_10000"] != facts["ce"]
 
 
 def test_logit_stats_against_numpy(random_model, mesh):
     opened = open_target(f"{random_model}@dequant:float32")
-    ids, real = examine.probe_ids(opened)[:70], 300
+    ids, real = examine.probe_ids(opened.checkpoint)[:70], 300
     provider = opened.load(mesh)
     tokens = np.asarray([ids[:-1]], np.int32)
     places = np.arange(len(ids) - 1, dtype=np.int32)[None]
@@ -260,7 +262,7 @@ def test_logit_stats_against_numpy(random_model, mesh):
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     p = np.exp(log_p)
     kept = [i if i < real else 0 for i in ids[1:]]
-    stats = examine.logit_stats(provider.apply, provider.params, [ids[0], *kept], real)
+    stats = examine.logit_stats(provider.functions, provider.params, [ids[0], *kept], real)
     mean = p.mean(0)
     if kept == ids[1:]:
         assert stats.ce == pytest.approx(-log_p[range(len(kept)), kept].mean(), rel=1e-4)
@@ -270,7 +272,7 @@ def test_logit_stats_against_numpy(random_model, mesh):
 
 
 def test_weight_figures_against_numpy(bigram):
-    stats = {s.name: s for s in matrix_stats(open_target(str(bigram)))}
+    stats = {s.name: s for s in matrix_stats(open_checkpoint(bigram))}
     embed = stats["token_embd.weight"]
     tokenizer = load_tokenizer(bigram)
     assert embed.rows == tokenizer.vocab_size and embed.repeated_rows == embed.dead_rows == 0

@@ -27,15 +27,17 @@ from kdjax.evaluation.health import examine
 from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.saved import saved_params
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.losses.chunked import EvalSums
 from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.heldout import held_out_figures
-from kdjax.training.saving import Checkpoints, saved_params
+from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 
 SIZES = dict(rows=3, seq_len=40, batch_size=2)
@@ -96,7 +98,7 @@ def reference(pair, batch, name):
     provider = opened.load(sharding.make_mesh(1, 1, 1, jax.devices()[:1]), max_segments=40)
     columns = [jnp.asarray(batch[x]) for x in ("tokens", "segment_ids", "positions")]
     logits = np.asarray(provider.logits(*columns), np.float64)
-    logits = logits[batch["weights"] != 0][:, : opened.tokenizer.vocab_size]
+    logits = logits[batch["weights"] != 0][:, : opened.checkpoint.tokenizer.vocab_size]
     return logits, log_softmax(logits, axis=-1)
 
 
@@ -182,10 +184,10 @@ def test_a_model_against_itself_differs_in_nothing(models, mesh, tmp_path):
 def test_either_of_the_two_may_have_more_padding(pair):
     student, teacher = (open_target(f"{pair}/{n}.gguf") for n in ("student", "teacher"))
     for shared in (
-        heldout.shared_vocabulary(student, teacher),
-        heldout.shared_vocabulary(teacher, student),
+        heldout.shared_vocabulary(student.checkpoint, teacher.checkpoint),
+        heldout.shared_vocabulary(teacher.checkpoint, student.checkpoint),
     ):
-        assert (shared.width, shared.real) == (320, student.tokenizer.vocab_size)
+        assert (shared.width, shared.real) == (320, student.checkpoint.tokenizer.vocab_size)
 
 
 def test_models_of_other_tokenizers_are_refused(pair, tmp_path):
@@ -197,7 +199,7 @@ def test_models_of_other_tokenizers_are_refused(pair, tmp_path):
     write_gguf(tmp_path / "x.gguf", metadata, tensors)
     with pytest.raises(UserError, match="differ at id 3"):
         heldout.shared_vocabulary(
-            open_target(f"{pair}/student.gguf"), open_target(f"{tmp_path}/x.gguf")
+            open_checkpoint(pair / "student.gguf"), open_checkpoint(tmp_path / "x.gguf")
         )
 
 
@@ -504,22 +506,22 @@ def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mes
             state = TrainState(np.int32(step), params, {"count": np.int32(step)})
             checkpoints.save(step, state, {"identity": identity(tiny_config)})
     target = open_target(f"{work}@dequant:float32", tiny_config.student.path)
-    assert target.saved is not None and target.saved.step == 2
+    assert target.checkpoint.saved is not None and target.checkpoint.saved.step == 2
     assert str(target) == f"{work}, step 2, float32"
-    assert examine.of_files(target) == []  # every tensor is whole, and changed
+    assert examine.of_files(target.checkpoint) == []  # every tensor is whole, and changed
     params = target.load(mesh).params
     for name, array in saved_params(work, 2):
         leaf = functools.reduce(lambda tree, key: tree[key], name.split("/"), params)
         assert np.array_equal(np.asarray(leaf), array), name
-    one = open_target(f"{work}/checkpoints/1", tiny_config.student.path)
-    assert one.saved is not None and one.saved.step == 1 and one.saved.workdir == work
+    one = open_checkpoint(work / "checkpoints" / "1", student=tiny_config.student.path).saved
+    assert one is not None and one.step == 1 and one.workdir == work
     with pytest.raises(UserError, match="--student is not the model"):
         open_target(str(work), tiny_config.teacher.path).load(mesh)
     status, _, printed = command(work)
     assert status == 2 and "name it with --student=PATH" in printed.err
     named = {"student": {"path": tiny_config.student.path}, "data": {"tokenizer": ""}}
     (work / "receipt.json").write_text(json.dumps({"config": named, "cwd": "/"}))
-    assert (newest := open_target(str(work)).saved) is not None and newest.step == 2
+    assert (newest := open_target(str(work)).checkpoint.saved) is not None and newest.step == 2
 
 
 def sums(rng, count):

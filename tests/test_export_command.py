@@ -44,7 +44,11 @@ def workdir(student, tmp_path_factory):
     figures = {"step": 10, "student_ce": 1.25, "kl": 0.125, "agreement": 0.875, "tokens": 1000}
     receipt = {
         "format": 1,
-        "config": {"student": {"path": path.name}, "loss": {"alpha": 0.25}},
+        "config": {
+            "student": {"path": path.name},
+            "data": {"tokenizer": ""},
+            "loss": {"alpha": 0.25},
+        },
         "cwd": str(path.parent),
         "teacher": {"files": ["/models/big.gguf"], "sha256": "aa" * 32},
         "held_out": {"first": figures | {"step": 0, "kl": 0.5}, "final": figures},
@@ -97,16 +101,18 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     assert (tmp_path / "a.gguf").read_bytes() == b"before"
 
 
-def test_generate_writes_the_same_from_a_workdir_as_from_the_model(workdir, student, capsys):
-    flags = ["--prompt=def f(", "--max-tokens=5"]
+def test_generate_writes_the_same_from_a_workdir_as_from_its_export(
+    workdir, student, tmp_path, capsys
+):
+    exported, flags = tmp_path / "a.gguf", ["--prompt=def f(", "--max-tokens=5"]
+    assert run(workdir, "--format=gguf", f"--out={exported}") == 0
+    capsys.readouterr()
     texts = []
-    saved = [f"{workdir}@dequant:float32", f"--student={student[0]}"]
-    for model in (saved, [f"{student[0]}@dequant:float32"]):
-        assert generate.main([*model, *flags]) == 0
+    for model in (workdir, workdir / "checkpoints" / "10", exported):
+        source = [] if model is exported else [f"--student={student[0]}"]
+        assert generate.main([f"{model}@dequant:float32", *source, *flags]) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != "\n"
-    half = [f"{workdir}/checkpoints/5@dequant:float32", f"--student={student[0]}"]
-    assert generate.main([*half, *flags]) == 0
+    assert texts == [texts[0]] * 3 and texts[0] != "\n"
 
 
 def test_a_card_without_records_claims_nothing(student):

@@ -12,10 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import make_tiny_config, without_page
-from kdjax._version import __version__
-from kdjax.watch.watchers import make_hooks
+from conftest import make_tiny_config, start_over, without_page
 
+from kdjax import __version__
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.formats.saved import saved_params, saved_run
@@ -24,6 +23,7 @@ from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, abstract_state
 from kdjax.watch import provenance, receipt
+from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import _CHECKS, verify
 
 
@@ -56,7 +56,7 @@ def go(job, workdir, stop_at=None, error=None):
     `job` may have run before, elsewhere: its steps are compiled then.
     """
     workdir.mkdir(exist_ok=True)
-    job, config = dataclasses.replace(job, workdir=workdir), job.config
+    job, config = start_over(job, workdir), job.config
     probe = Probe(workdir, stop_at, error)
     # As on a GPU: the last save is in flight when the run ends.
     store = Checkpoints(workdir, config.checkpoint.keep, asynchronous=True)
@@ -166,8 +166,17 @@ def test_verify_accepts_a_finished_run(finished):
     total = layers * per_layer + others
     assert f"parameters: {total} of {total} tensors changed" in lines[-1]
     sections = [line.split(":")[0].removeprefix("ok    ") for line in lines]
-    assert sections == ["end", "config", "teacher", "student", "rows", "text", "checkpoint",
-                        "held-out", "parameters"]  # fmt: skip
+    assert sections == [
+        "end",
+        "config",
+        "teacher",
+        "student",
+        "rows",
+        "text",
+        "checkpoint",
+        "held-out",
+        "parameters",
+    ]
 
 
 def test_a_resumed_run_keeps_its_first_start(finished, tmp_path):
@@ -216,14 +225,20 @@ def test_a_failed_run_names_the_exception(finished, tmp_path, error):
 @pytest.mark.parametrize(
     ("reason", "error", "verdict", "status"),
     [
-        ("finished", None, None, 0), ("interrupted", None, None, 75),
-        ("failed", NonFiniteError("step 7"), None, 4), ("failed", UserError("no"), None, 2),
-        ("failed", RuntimeError("bug"), None, 1), ("failed", KeyboardInterrupt(), None, 130),
-        ("finished", None, "PASS", 0), ("finished", None, "FAIL", 3),
-        ("failed", NonFiniteError("step 7"), "FAIL", 3), ("interrupted", None, "UNDECIDED", 75),
-        ("finished", None, "UNDECIDED", 75), ("failed", UserError("no"), "UNDECIDED", 2),
+        ("finished", None, None, 0),
+        ("interrupted", None, None, 75),
+        ("failed", NonFiniteError("step 7"), None, 4),
+        ("failed", UserError("no"), None, 2),
+        ("failed", RuntimeError("bug"), None, 1),
+        ("failed", KeyboardInterrupt(), None, 130),
+        ("finished", None, "PASS", 0),
+        ("finished", None, "FAIL", 3),
+        ("failed", NonFiniteError("step 7"), "FAIL", 3),
+        ("interrupted", None, "UNDECIDED", 75),
+        ("finished", None, "UNDECIDED", 75),
+        ("failed", UserError("no"), "UNDECIDED", 2),
     ],
-)  # fmt: skip
+)
 def test_the_exit_status_of_every_end(reason, error, verdict, status):
     assert exit_status(reason, error, verdict) == status
 
@@ -282,7 +297,7 @@ def _other_loss(record):
         (lambda r: r["held_out"].update(first=None), r"held-out: the receipt has no first"),
         (lambda r: r.pop("teacher"), r"teacher: cannot be checked: KeyError"),
     ],
-)  # fmt: skip
+)
 def test_a_changed_receipt_is_found(copied, change, message, monkeypatch):
     if "parameters" not in message:  # the slow one
         monkeypatch.delitem(_CHECKS, "parameters")
@@ -395,8 +410,13 @@ def test_hashes_do_not_depend_on_order_and_do_on_everything_else():
     )
     assert provenance.canonical({"b": 1, "a": 0.5}) == b'{"a":0.5,"b":1}'
     base = np.arange(6, dtype=np.float32)
-    others = [("a", base), ("b", base), ("a", base.reshape(2, 3)), ("a", base.view(np.int32)),
-              ("a", base + 1)]  # fmt: skip
+    others = [
+        ("a", base),
+        ("b", base),
+        ("a", base.reshape(2, 3)),
+        ("a", base.view(np.int32)),
+        ("a", base + 1),
+    ]
     assert len({provenance.params_hash([pair]) for pair in others}) == len(others)
 
 

@@ -21,19 +21,54 @@ from kdjax.watch.report.workdir import read_run, read_runs
 from scripts.checks import report as check_report
 
 REPOSITORY = Path(__file__).parent.parent
-PICTURES = ["agreement", "ce", "divergence", "heldout_ce", "heldout_loss", "kl", "learning_rate",
-            "loss", "throughput"]  # fmt: skip
+PICTURES = [
+    "agreement",
+    "ce",
+    "divergence",
+    "heldout_ce",
+    "heldout_loss",
+    "kl",
+    "learning_rate",
+    "loss",
+    "throughput",
+]
 
 
 def evaluation(step, ce=2.0, kl=0.5, agreement=0.5, **more):
-    return dict(kind="eval", step=step, student_ce=ce, student_perplexity=float(np.exp(ce)),
-                teacher_ce=1.0, teacher_perplexity=2.718, kl=kl, divergence=kl / 8, loss=2 * kl,
-                temperature=4.0, agreement=agreement, tokens=1000.0) | more  # fmt: skip
+    return (
+        dict(
+            kind="eval",
+            step=step,
+            student_ce=ce,
+            student_perplexity=float(np.exp(ce)),
+            teacher_ce=1.0,
+            teacher_perplexity=2.718,
+            kl=kl,
+            divergence=kl / 8,
+            loss=2 * kl,
+            temperature=4.0,
+            agreement=agreement,
+            tokens=1000.0,
+        )
+        | more
+    )
 
 
 def step(number, loss=3.0, **more):
-    return dict(kind="train", step=number, loss=loss, ce=2.5, divergence=0.2, grad_norm=1.0,
-                learning_rate=1e-4, tokens=100.0, tokens_per_second=50.0) | more  # fmt: skip
+    return (
+        dict(
+            kind="train",
+            step=number,
+            loss=loss,
+            ce=2.5,
+            divergence=0.2,
+            grad_norm=1.0,
+            learning_rate=1e-4,
+            tokens=100.0,
+            tokens_per_second=50.0,
+        )
+        | more
+    )
 
 
 def receipt(status="finished", sessions=((0, 4),), **config):
@@ -42,21 +77,35 @@ def receipt(status="finished", sessions=((0, 4),), **config):
         section, _, field = name.partition("_")
         setattr(getattr(whole, section), field, value)
     return {
-        "format": 1, "status": status, "config": dataclasses.asdict(whole), "config_sha256": "c0ff",
+        "format": 1,
+        "status": status,
+        "config": dataclasses.asdict(whole),
+        "config_sha256": "c0ff",
         "kdjax": {"version": "0.1.0", "git_sha": "abc123", "git_dirty": False},
         "teacher": {"files": ["/m/teacher.gguf"], "sha256": "7ea"},
         "student": {"files": ["/m/student.gguf"], "sha256": "57d"},
         "data": {"rows": "key", "packed_sha256": "da7a"},
-        "platform": {"host": "here", "devices": {"kind": "H200"}, "packages": {"jax": "0.11.2"},
-                     "environment": {"XLA_FLAGS": "--x"}},
-        "sessions": [dict(started="then", ended="now", start_step=a, end_step=b, reason=status)
-                     for a, b in sessions],
-        "plan": {"choice": "teacher backend q4k", "peak": 5e9, "limit": None,
-                 "resident": {"teacher, packed blocks": 4e9}, "phases": {"evaluating": {"x": 1e9}}},
+        "platform": {
+            "host": "here",
+            "devices": {"kind": "H200"},
+            "packages": {"jax": "0.11.2"},
+            "environment": {"XLA_FLAGS": "--x"},
+        },
+        "sessions": [
+            dict(started="then", ended="now", start_step=a, end_step=b, reason=status)
+            for a, b in sessions
+        ],
+        "plan": {
+            "choice": "teacher backend q4k",
+            "peak": 5e9,
+            "limit": None,
+            "resident": {"teacher, packed blocks": 4e9},
+            "phases": {"evaluating": {"x": 1e9}},
+        },
         "output": {"path": "checkpoints/4", "params_sha256": "0e7"},
         "exit": {"error": "NonFiniteError", "message": "step 3: loss not finite"},
         "smoke": None,
-    }  # fmt: skip
+    }
 
 
 def token(text, agrees):
@@ -67,12 +116,23 @@ def token(text, agrees):
 def a_sample():
     before = {"step": 0, "ended_by": "length", "tokens": [token("<b>", True), token("\n", False)]}
     after = {"step": 4, "ended_by": "stop", "tokens": [token("def", True), token(" f", True)]}
-    return {"row": 0, "prompt_ids": [1], "prompt": "p & q", "reference": "r", "before": before,
-            "after": after}  # fmt: skip
+    return {
+        "row": 0,
+        "prompt_ids": [1],
+        "prompt": "p & q",
+        "reference": "r",
+        "before": before,
+        "after": after,
+    }
 
 
-WHOLE = [evaluation(0), *map(step, range(1, 3)), evaluation(2, 1.5, 0.4, 0.6),
-         *map(step, range(3, 5)), evaluation(4, 1.2, 0.25, 0.75)]  # fmt: skip
+WHOLE = [
+    evaluation(0),
+    *map(step, range(1, 3)),
+    evaluation(2, 1.5, 0.4, 0.6),
+    *map(step, range(3, 5)),
+    evaluation(4, 1.2, 0.25, 0.75),
+]
 
 
 def workdir(folder, lines=WHOLE, receipt=None, samples=None):
@@ -135,14 +195,22 @@ def test_the_page_of_a_run(whole, drawing):
         ["student before training", "2.0000", "7.389", "1.0000", "0.0625", "0.5000", "50.00%"],
         ["student after 4 steps", "1.2000", "3.320", "0.5000", "0.0312", "0.2500", "75.00%"],
     ]
-    assert "KL to the teacher fell from 0.5000 to 0.2500 (-50.0%), agreement rose from 50.0% to " \
-           "75.0%, in 4 steps (400 tokens)." in source  # fmt: skip
+    assert (
+        "KL to the teacher fell from 0.5000 to 0.2500 (-50.0%), agreement rose from 50.0% to "
+        "75.0%, in 4 steps (400 tokens)." in source
+    )
     said = {row[0]: row[1:] for row in rows if len(row) > 1}
     for name, value in {
-        "config_sha256": "c0ff", "teacher.sha256": "7ea", "output.params_sha256": "0e7",
-        "packages.jax": "0.11.2", "environment.XLA_FLAGS": "--x", "devices.kind": "H200",
-        "choice": "teacher backend q4k", "peak": "5.00 GB", "loss.temperature": "4",
-    }.items():  # fmt: skip
+        "config_sha256": "c0ff",
+        "teacher.sha256": "7ea",
+        "output.params_sha256": "0e7",
+        "packages.jax": "0.11.2",
+        "environment.XLA_FLAGS": "--x",
+        "devices.kind": "H200",
+        "choice": "teacher backend q4k",
+        "peak": "5.00 GB",
+        "loss.temperature": "4",
+    }.items():
         assert said[name] == [value], name
     assert "loss = 0.3 · CE + 11.2 · KL at T = 4." in source
     pictures = sorted(p.name for p in (whole / "report").iterdir())
@@ -175,22 +243,30 @@ def test_samples_are_marked_by_more_than_colour(whole):
     assert "p &amp; q" in source and "↵\n</span>" in source
 
 
-def test_several_runs_in_one_page(tmp_path, drawing):
+def test_several_runs_in_one_page(tmp_path):
     """A baseline beside a distilled run: one teacher, one start, and where the settings differ."""
     one = workdir(tmp_path / "x" / "run", WHOLE, receipt())
-    two = workdir(tmp_path / "y" / "run", [*WHOLE[:-1], evaluation(4, 1.3, 0.45, 0.55)],
-                  receipt(loss_alpha=1.0, train_seed=7))  # fmt: skip
+    two = workdir(
+        tmp_path / "y" / "run",
+        [*WHOLE[:-1], evaluation(4, 1.3, 0.45, 0.55)],
+        receipt(loss_alpha=1.0, train_seed=7),
+    )
     out = page.write_page([one, two])
     assert out == one / "comparison.html" and not (one / "report.html").exists()
     rows = Text(out.read_text()).rows
     assert [row[0] for row in rows[1:5]] == [
-        "teacher", "student before training", "x/run: student after 4 steps",
+        "teacher",
+        "student before training",
+        "x/run: student after 4 steps",
         "y/run: student after 4 steps, without the teacher (alpha = 1)",
-    ]  # fmt: skip
+    ]
     assert rows[4][1] == "1.3000"
     at = next(i for i, row in enumerate(rows) if row[:1] == ["field"])
-    assert rows[at : at + 3] == [["field", "x/run", "y/run"], ["loss.alpha", "0.3", "1"],
-                                 ["train.seed", "0", "7"]]  # fmt: skip
+    assert rows[at : at + 3] == [
+        ["field", "x/run", "y/run"],
+        ["loss.alpha", "0.3", "1"],
+        ["train.seed", "0", "7"],
+    ]
     elsewhere = page.write_page([one, two], tmp_path / "out" / "both.html")
     assert elsewhere.read_text().count('src="data:image/svg') == len(PICTURES)
     assert len(list((tmp_path / "out" / "both").glob("*.png"))) == len(PICTURES)
@@ -213,21 +289,39 @@ def test_what_forbids_a_comparison_is_said(tmp_path):
     [
         (WHOLE[:3], receipt("running"), "not finished: 2 of 20 steps so far"),
         (WHOLE[:4], receipt("interrupted"), "stopped after 2 of 20 steps, and can be resumed"),
-        ([*WHOLE[:3], step(3, loss=None)], receipt("failed"),
-         "failed after 3 of 20 steps: NonFiniteError: step 3: loss not finite"),
-        ([*WHOLE[:3], step(3, loss=None)], receipt("failed"),
-         "loss is not finite or not logged in 1 steps, the first 3"),
+        (
+            [*WHOLE[:3], step(3, loss=None)],
+            receipt("failed"),
+            "failed after 3 of 20 steps: NonFiniteError: step 3: loss not finite",
+        ),
+        (
+            [*WHOLE[:3], step(3, loss=None)],
+            receipt("failed"),
+            "loss is not finite or not logged in 1 steps, the first 3",
+        ),
         ([step(1), step(2)], receipt(), "there was no held-out evaluation"),
         ([evaluation(0)], receipt("running"), "no step was logged"),
         ([], receipt("running"), "no step was logged"),
         (WHOLE, None, "no receipt.json"),
         (WHOLE, "{", "receipt.json cannot be read"),
         ([*WHOLE, '{"kind": "tr'], receipt(), "1 of 8 lines of metrics.jsonl cannot be read"),
-        ([step(1, loss=None, ce=None, divergence=None, learning_rate=None, tokens_per_second=None),
-          evaluation(0, None or float("nan"), float("nan"), float("nan"))], None,
-         "divergence is not finite"),
+        (
+            [
+                step(
+                    1,
+                    loss=None,
+                    ce=None,
+                    divergence=None,
+                    learning_rate=None,
+                    tokens_per_second=None,
+                ),
+                evaluation(0, None or float("nan"), float("nan"), float("nan")),
+            ],
+            None,
+            "divergence is not finite",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_is_not_whole_is_shown_as_far_as_it_goes(tmp_path, lines, record, note):
     source = page.write_page([workdir(tmp_path / "a", lines, record)]).read_text()
     assert note in source and "nan" not in {cell for row in Text(source).rows for cell in row}
@@ -253,8 +347,10 @@ def test_figures_are_those_of_the_files(tmp_path):
 
 
 def test_curves_average_and_bands_span(tmp_path):
-    lines = [step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)
-             for i in range(1, 4 * page._BINS + 1)]  # fmt: skip
+    lines = [
+        step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)
+        for i in range(1, 4 * page._BINS + 1)
+    ]
     run = read_run(workdir(tmp_path / "a", lines))
     curve = page._average(run, "loss")
     assert curve.values.tolist() == [1.5] * page._BINS
@@ -276,8 +372,10 @@ def test_other_divergences_and_top_k_caches_are_named(tmp_path):
     record = receipt(loss_divergence="reverse_kl", loss_temperature=1.0)
     columns, _ = page.results_table([read_run(workdir(tmp_path / "a", WHOLE, record))])
     assert "reverse_kl at T = 1" in columns and "KL to the teacher" in columns
-    lines = [{f"{k}_topk" if k in ("kl", "divergence") else k: v for k, v in line.items()}
-             for line in WHOLE]  # fmt: skip
+    lines = [
+        {f"{k}_topk" if k in ("kl", "divergence") else k: v for k, v in line.items()}
+        for line in WHOLE
+    ]
     topk = read_run(workdir(tmp_path / "b", lines, receipt()))
     assert [e["kl"] for e in topk.evals] == [0.5, 0.4, 0.25]
     assert any("over the ids that the teacher's cache holds" in note for note in topk.notes)
@@ -346,8 +444,11 @@ def test_it_renders_in_a_browser(whole, tmp_path, drawing):
     """Headless, at both widths, light and dark: no error, no request, nothing wider than it."""
     if check_report.browser() is None:
         pytest.skip("no chromium")
-    other = workdir(tmp_path / ("a-long-name-without-a-break-" * 4), WHOLE,
-                    receipt(data_train="/text/" + "x" * 300))  # fmt: skip
+    other = workdir(
+        tmp_path / ("a-long-name-without-a-break-" * 4),
+        WHOLE,
+        receipt(data_train="/text/" + "x" * 300),
+    )
     for report in (page.write_page([whole]), page.write_page([whole, other])):
         assert check_report.check(report) == []
     broken = tmp_path / "broken.html"

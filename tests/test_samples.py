@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_tiny_config
-from kdjax.watch.watchers import make_hooks
+from conftest import make_tiny_config, start_over
 from test_run import Recorder, saved
 from toy_teacher import next_id_teacher
 
@@ -24,6 +23,7 @@ from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import samples
+from kdjax.watch.run import make_hooks
 from kdjax.watch.samples import Samples, choose, judge, pieces
 
 
@@ -41,13 +41,19 @@ def job(models, tmp_path_factory):
 
 
 def hook_for(job, workdir, count=2, teacher=None):
-    return Samples(workdir, count, job.step.spec.student, teacher or job.teacher,
-                   job.pair.tokenizer, job.rows.heldout)  # fmt: skip
+    return Samples(
+        workdir,
+        count,
+        job.step.spec.student,
+        teacher or job.teacher,
+        job.pair.tokenizer,
+        job.rows.heldout,
+    )
 
 
 def go(job, workdir, *hooks):
     workdir.mkdir(exist_ok=True)
-    job = dataclasses.replace(job, workdir=workdir)
+    job = start_over(job, workdir)
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         return train(job, checkpoints, hooks, None)
 
@@ -117,7 +123,7 @@ def test_what_goes_wrong_is_logged_and_harms_no_run(job, tmp_path, monkeypatch, 
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
-    monkeypatch.setattr(samples, "generate", broken)
+    monkeypatch.setattr(Samples, "_complete", broken)
     run = tmp_path / "run"
     assert go(job, run, hook_for(job, run)) == "finished"
     assert "no samples at step 0: RuntimeError: out of memory" in caplog.text

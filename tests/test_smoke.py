@@ -10,8 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_tiny_config, without_page
-from kdjax.watch.watchers import make_hooks
+from conftest import make_tiny_config, start_over, without_page
 from scipy.special import rel_entr
 from test_run import Recorder
 
@@ -28,6 +27,7 @@ from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import provenance
+from kdjax.watch.run import make_hooks
 from kdjax.watch.smoke import Verdict
 from kdjax.watch.verify import verify
 
@@ -44,7 +44,7 @@ def go(job, workdir, steps, stop_at=None):
     """A run of the command's hooks, a trial if `steps`; returns its parts."""
     workdir.mkdir(exist_ok=True)
     config = dataclasses.replace(job.config, smoke=SmokeConfig(steps=steps))
-    job = dataclasses.replace(job, workdir=workdir, config=config)
+    job = start_over(job, workdir, config=config)
     recorder, verdict = Recorder(stop_at), Verdict(config) if steps else None
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         hooks = make_hooks(job, checkpoints, runtime.device_summary(), verdict)

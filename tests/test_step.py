@@ -268,6 +268,25 @@ def test_products_on_a_gpu_are_left_to_cublas():
         jax.jit(lambda x: x + 2, compiler_options={"xla_gpu_no_such": True})(1)
 
 
+def test_every_row_is_in_exactly_one_part():
+    """Batches of 1 to 16 rows, split into every number of parts that divides them."""
+    for rows in range(1, 16 + 1):
+        batch = {"tokens": jnp.arange(rows * 3, dtype=jnp.int32).reshape(rows, 3)}
+        counts = [n for n in range(1, rows + 1) if rows % n == 0]
+        split = jax.jit(lambda b, counts=counts: [step._split_batch(b, n) for n in counts])
+        for parts, pieces in zip(counts, jax.device_get(split(batch)), strict=True):
+            assert pieces["tokens"].shape == (parts, rows // parts, 3)
+            first = pieces["tokens"][..., 0].ravel()
+            np.testing.assert_array_equal(np.sort(first), np.arange(rows) * 3)
+
+
+def test_the_logged_loss_is_the_mean_over_trained_positions():
+    metrics = step.StepMetrics((30.0, 10.0), (20.0, 10.0), (5.0, 10.0), (7.0, 1.0))
+    want = dict(loss=3.0, ce=2.0, divergence=0.5, grad_norm=7.0, tokens=10.0)
+    assert metrics.means() == want
+    assert metrics.replace(loss=(0.0, 0.0)).means()["loss"] == 0.0
+
+
 def test_metrics_of_several_steps_merge_by_their_counts():
     built = build()
     metrics = [

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import without_page
-from kdjax.watch.watchers import make_hooks
 
 from kdjax import config as config_module
 from kdjax import demo
@@ -28,6 +27,7 @@ from kdjax.training.heldout import held_out_figures
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
+from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import verify
 
 SHAPE = {

@@ -74,8 +74,12 @@ def test_metrics_jsonl_drops_what_will_be_written_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(entry["kind"], entry["step"]) for entry in lines] == [
-        ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("train", 4)
-    ]  # fmt: skip
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("train", 3),
+        ("train", 4),
+    ]
     assert lines[1]["tokens_per_second"] == 128
     path.write_text(path.read_text() + '{"kind": "tr')  # cut short by a kill
     resumed = writers.JsonLines(tmp_path)

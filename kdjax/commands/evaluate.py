@@ -33,7 +33,7 @@ from kdjax.evaluation import heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding, Output
 from kdjax.evaluation.target import Target, open_target
-from kdjax.models.checkpoint import Form
+from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model
 
@@ -117,16 +117,15 @@ def check(args: argparse.Namespace) -> Request:
     return Request(args, domains, benchmarks, ks, sampling)
 
 
-def _speaker(
-    target: Target, provider: Model, sampling: Sampling, batch_size: int
-) -> Callable[..., list[Output]]:
-    tokenizer = target.tokenizer
-    ends = tuple(sorted({tokenizer.eos_id, tokenizer.end_of_text_id}))
+def make_speaker(model: Model, sampling: Sampling, batch_size: int) -> Callable[..., list[Output]]:
+    """The function from prompts (ids), and stop strings, to what the model says to each."""
+    assert model.tokenizer is not None
+    stop_ids = tuple(sorted({model.tokenizer.eos_id, model.tokenizer.end_of_text_id}))
 
     def say(prompts: list[list[int]], stops: tuple[str, ...] = ()) -> list[Output]:
-        how = dataclasses.replace(sampling, stop_ids=ends, stop_strings=stops)
-        made = provider.generate(prompts, how, batch_size=batch_size)
-        return [Output(c.ids, c.text, c.reason) for c in made]
+        settings = dataclasses.replace(sampling, stop_ids=stop_ids, stop_strings=stops)
+        completions = model.generate(prompts, settings, batch_size=batch_size)
+        return [Output(c.ids, c.text, c.reason) for c in completions]
 
     return say
 
@@ -159,7 +158,7 @@ class _Report:
         """Whether the model could not run."""
         return self.document["mode"] == passk.INFERENCE_FAILED
 
-    def found(self, findings: Sequence[Finding]) -> None:
+    def add(self, findings: Sequence[Finding]) -> None:
         """Adds findings, and says them at once: benchmarks may take an hour from here."""
         for finding in findings:
             print(f"BROKEN {finding.detector}: {finding.evidence}", file=sys.stderr)
@@ -178,7 +177,7 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
 
     Raises `UserError` for paths that do not exist and a teacher that cannot be compared with.
     """
-    args, made = request.args, _Report(request)
+    args, report = request.args, _Report(request)
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
     teacher = open_target(args.teacher) if args.teacher else None
     try:
@@ -187,17 +186,17 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
         raise
     except UserError as error:  # it is there, and no model that could answer anything
         target = None
-        made.document |= {"mode": passk.INFERENCE_FAILED, "inference_error": str(error)}
+        report.document |= {"mode": passk.INFERENCE_FAILED, "inference_error": str(error)}
     if target is not None:
-        made.document["model"] = str(target)
-        _check_together(request, target, teacher)
-        made.found(made.attempt("reading it", lambda: examine.of_files(target)) or [])
-        _run(made, target, mesh)
+        report.document["model"] = str(target)
+        _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
+        report.add(report.attempt("reading it", lambda: examine.of_files(target.checkpoint)) or [])
+        _run(report, target, mesh)
     for name, asked in request.benchmarks.items():
-        if name not in made.document:
-            made.document[name] = _nothing_ran(asked, request, made.document["inference_error"])
-    if target is not None and request.domains and not made.failed:
-        figures = made.attempt(
+        if name not in report.document:
+            report.document[name] = _nothing_ran(asked, request, report.document["inference_error"])
+    if target is not None and request.domains and not report.failed:
+        figures = report.attempt(
             "held-out text",
             lambda: heldout.measure(
                 target,
@@ -209,18 +208,18 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
                 batch_size=args.batch_size,
             ),
         )
-        made.document |= {"teacher": args.teacher, "held_out": figures}
+        report.document |= {"teacher": args.teacher, "held_out": figures}
     if request.benchmarks:
-        made.document["sandbox"] = sandbox.describe(sandbox.held())
-    return made.document, made.status()
+        report.document["sandbox"] = sandbox.describe(sandbox.held())
+    return report.document, report.status()
 
 
-def _check_together(request: Request, target: Target, teacher: Target | None) -> None:
+def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoint | None) -> None:
     """Raises `UserError` for what was asked of this model and cannot be asked of it."""
     args = request.args
     if teacher is not None:
-        heldout.shared_vocabulary(target, teacher)
-    most = target.spec.max_positions
+        heldout.shared_vocabulary(checkpoint, teacher)
+    most = checkpoint.spec.max_positions
     if request.domains and args.seq_len > most:
         raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
     if request.benchmarks and args.max_tokens >= most:
@@ -228,46 +227,48 @@ def _check_together(request: Request, target: Target, teacher: Target | None) ->
             f"--max-tokens={args.max_tokens} leaves no room for a prompt in {most} "
             "positions; lower it."
         )
-    if request.benchmarks and args.prompt == "instruct" and not target.tokenizer.chat_template:
+    if request.benchmarks and args.prompt == "instruct" and not checkpoint.tokenizer.chat_template:
         raise UserError("--prompt=instruct: the tokenizer has no chat template; use base.")
 
 
-def _run(made: _Report, target: Target, mesh: Mesh) -> None:
+def _run(report: _Report, target: Target, mesh: Mesh) -> None:
     """Loads the model and adds what it predicts, says and solves; it is freed on return."""
-    request = made.request
-    provider = made.attempt("loading it", lambda: target.load(mesh))
-    seen = made.attempt("running it", lambda: examine.of_logits(target, provider))
-    if seen is None:
+    request = report.request
+    model = report.attempt("loading it", lambda: target.load(mesh))
+    predictions = report.attempt("running it", lambda: examine.of_logits(model))
+    if predictions is None:
         return
-    made.found(seen[0])
-    made.document["probe"] = seen[1]
+    report.add(predictions[0])
+    report.document["probe"] = predictions[1]
     short = Sampling(max_tokens=examine.probes.ANSWER_TOKENS)
-    say = _speaker(target, provider, short, len(examine.probes.QUESTIONS))
-    said = made.attempt("generating", lambda: examine.of_answers(target, say))
-    if said is None:
+    say = make_speaker(model, short, len(examine.probes.QUESTIONS))
+    answers = report.attempt("generating", lambda: examine.of_answers(target.checkpoint, say))
+    if answers is None:
         return
-    made.found(said[0])
-    made.document["probe"]["answers"] = said[1]
-    answer = _speaker(target, provider, request.sampling, request.args.batch_size)
-    form = problems.choose_format(request.args.prompt, target.tokenizer)
-    settings = _settings(request, form, target)
+    report.add(answers[0])
+    report.document["probe"]["answers"] = answers[1]
+    answer = make_speaker(model, request.sampling, request.args.batch_size)
+    form = problems.choose_format(request.args.prompt, target.checkpoint.tokenizer)
+    settings = _settings(request, form, target.checkpoint)
 
     def ask(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
         return [(output.text, output.reason) for output in answer(prompts, stops)]
 
     for name, asked in request.benchmarks.items():
-        made.document[name] = passk.run_benchmark(asked, target.tokenizer, ask, settings)
+        report.document[name] = passk.run_benchmark(
+            asked, target.checkpoint.tokenizer, ask, settings
+        )
 
 
-def _settings(request: Request, form: str, target: Target | None) -> passk.Settings:
+def _settings(request: Request, form: str, checkpoint: Checkpoint | None) -> passk.Settings:
     args = request.args
     return passk.Settings(
         form=form,
         samples=args.samples,
         ks=request.ks,
         batch_size=args.batch_size,
-        bos=target.bos if target else None,
-        room=target.spec.max_positions - args.max_tokens if target else None,
+        bos=checkpoint.bos if checkpoint else None,
+        room=checkpoint.spec.max_positions - args.max_tokens if checkpoint else None,
         limits=dataclasses.replace(sandbox.DEFAULT, wall_seconds=args.timeout),
     )
 

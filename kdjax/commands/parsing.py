@@ -1,7 +1,6 @@
 """What commands share in reading a command line: flags, the config of a run, the environment."""
 
 import argparse
-import dataclasses
 import inspect
 import logging
 import os
@@ -174,12 +173,12 @@ def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
 def describe_fields() -> dict[str, dict[str, tuple[str, str]]]:
     """Section -> field -> (default as it is written, the comment beside it), of `kdjax.config`."""
     return {
-        section.name: {
+        section: {
             name: (default.strip(), text)
-            for name, default, text in _FIELD.findall(inspect.getsource(section.default_factory))
+            for name, default, text in _FIELD.findall(inspect.getsource(type(fields)))
         }
-        for section in dataclasses.fields(Config)
-    }  # type: ignore[arg-type]
+        for section, fields in vars(Config()).items()
+    }
 
 
 def _settings() -> str:

@@ -4,6 +4,7 @@ Values of each position come off the device as they are, so that they can be sor
 buckets; sums are float64, merged, and divided once.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -30,6 +31,7 @@ from kdjax.losses.divergences import (
     total_variation,
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
+from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed
@@ -184,10 +186,9 @@ def _forward(
 ) -> list[Any]:
     """What `use(batch number, hidden, head)` makes of each batch, with only this model loaded."""
     most = max(int(batch["segment_ids"].max()) for batch in batches)
-    provider = target.load(mesh, most)
-    head = jax.block_until_ready(jax.jit(provider.functions.head)(provider.params))
-    states = provider.hidden_states(batches)
-    return [use(i, hidden, head) for i, hidden in enumerate(states)]
+    model = target.load(mesh, most)
+    head = jax.block_until_ready(jax.jit(model.functions.head)(model.params))
+    return [use(i, hidden, head) for i, hidden in enumerate(model.hidden_states(batches))]
 
 
 def measure(
@@ -206,16 +207,17 @@ def measure(
     figures over all of them. One model is on the devices at a time: the teacher's hidden states
     wait on the host. Raises `UserError` for text or models that do not go together.
     """
-    shared = shared_vocabulary(target, teacher)
+    shared = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint)
     spec = HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=256)
+    tokenizer = target.checkpoint.tokenizer
     batches = {
-        name: read_text(patterns, target.tokenizer, rows=rows, seq_len=seq_len).batches(batch_size)
+        name: read_text(patterns, tokenizer, rows=rows, seq_len=seq_len).batches(batch_size)
         for name, patterns in domains.items()
     }
     flat = [batch for domain in batches.values() for batch in domain]
     waiting: list[Any] = []
     if teacher is not None:
-        with teacher.precision():
+        with _precision(teacher):
             waiting = _forward(
                 teacher, mesh, flat, lambda i, h, w: (np.asarray(h), w if i == 0 else None)
             )
@@ -225,9 +227,7 @@ def measure(
         theirs = (waiting[i][0], waiting[0][1]) if waiting else ()
         return jax.device_get(compute(hidden, head, flat[i]["labels"], *theirs))
 
-    # The head's products of either model are as exact as the more exact of the two.
-    exact = teacher if teacher is not None and teacher.form.dtype == "float32" else target
-    with exact.precision():
+    with _precision(target, teacher):
         values = _forward(target, mesh, flat, compare)
     figures, at, pair = {}, 0, teacher is not None
     for name, domain in batches.items():
@@ -238,13 +238,20 @@ def measure(
     return figures
 
 
-def shared_vocabulary(target: Target, teacher: Target | None) -> Vocabulary:
+def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any]:
+    """Context in which heads multiply in float32 if one of the models does: a GPU has TF32."""
+    exact = any(target is not None and target.form.dtype == "float32" for target in targets)
+    return jax.default_matmul_precision("highest" if exact else "default")
+
+
+def shared_vocabulary(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:
     """The ids that are compared. Raises `UserError` for models of different tokenizers."""
     if teacher is None:
-        real = min(target.tokenizer.vocab_size, target.spec.vocab_size)
-        return Vocabulary(target.spec.vocab_size, real)
-    narrow, wide = sorted((target, teacher), key=lambda model: model.spec.vocab_size)
-    return align(narrow.spec, wide.spec, narrow.tokenizer, wide.tokenizer)
+        real = min(model.tokenizer.vocab_size, model.spec.vocab_size)
+        return Vocabulary(model.spec.vocab_size, real)
+    narrow, wide = sorted((model, teacher), key=lambda model: model.spec.vocab_size)
+    sizes = narrow.spec.vocab_size, wide.spec.vocab_size
+    return align(*sizes, narrow.tokenizer, wide.tokenizer)
 
 
 def _figures(

@@ -31,8 +31,20 @@ from kdjax.watch.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
 
-_PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "numpy",
-             "orbax-checkpoint", "grain", "ml-dtypes", "tokenizers", "transformers")  # fmt: skip
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "flax",
+    "optax",
+    "numpy",
+    "orbax-checkpoint",
+    "grain",
+    "ml-dtypes",
+    "tokenizers",
+    "transformers",
+)
 _PLAN = "choice", "peak", "resident", "phases", "limit"
 _ENVIRONMENT = ("KDJAX_", "XLA_", "JAX_", "MANAGED_MEMORY", "TF_FORCE_UNIFIED_MEMORY", "NVIDIA_TF")
 

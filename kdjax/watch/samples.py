@@ -84,8 +84,16 @@ def judge(
 
 
 @functools.partial(jax.jit, static_argnames=("apply", "real"))
-def _judge(params: Params, tokens: Array, segments: Array, starts: Array, new: Array, *,
-           apply: ModelFunctions, real: int) -> Judged:  # fmt: skip
+def _judge(
+    params: Params,
+    tokens: Array,
+    segments: Array,
+    starts: Array,
+    new: Array,
+    *,
+    apply: ModelFunctions,
+    real: int,
+) -> Judged:
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     hidden = apply.hidden(params, tokens, segments, at)
     # The state at a position predicts the next id; only these few become logits.
@@ -119,9 +127,15 @@ class Samples(Hook):
     tokens. Whatever goes wrong here is logged and leaves the run alone.
     """
 
-    def __init__(self, workdir: Path, count: int, student: ModelFunctions,
-                 teacher: Model | None, tokenizer: Tokenizer,
-                 rows: Rows):  # fmt: skip
+    def __init__(
+        self,
+        workdir: Path,
+        count: int,
+        student: ModelFunctions,
+        teacher: Model | None,
+        tokenizer: Tokenizer,
+        rows: Rows,
+    ):
         self._path, self._count, self._rows = workdir / FILE, count, rows
         self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
         self._samples: list[dict[str, Any]] = []

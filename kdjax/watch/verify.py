@@ -94,9 +94,11 @@ class _Recheck:
         """The run's config, with paths that hold whatever the current directory is."""
         nested = self.receipt["config"]
         config = Config(
-            **{f.name: type(getattr(Config(), f.name))(**nested[f.name])
-               for f in dataclasses.fields(Config)}
-        )  # fmt: skip
+            **{
+                f.name: type(getattr(Config(), f.name))(**nested[f.name])
+                for f in dataclasses.fields(Config)
+            }
+        )
         for section, name in (
             (config.data, "train"),
             (config.data, "heldout"),

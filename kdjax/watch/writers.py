@@ -61,43 +61,54 @@ class JsonLines(Hook):
         self._file.close()
 
 
-class TensorBoard(Hook):
+class _Scalars(Hook):
+    """Scalars named `train/loss` every `log.every` steps, and `eval/kl` at each evaluation."""
+
+    _every = 1
+
+    def train_begin(self, run: Run) -> None:
+        """Notes `log.every`."""
+        self._every = run.log_every
+
+    def step_end(self, record: StepRecord) -> Action:
+        """Logs every `log.every` steps."""
+        if record.step % self._every == 0:
+            self._log({f"train/{k}": v for k, v in record.figures.items()}, record.step)
+        return Action.CONTINUE
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Logs the held-out figures."""
+        self._log({f"eval/{k}": v for k, v in figures.items()}, step)
+
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        raise NotImplementedError
+
+
+class TensorBoard(_Scalars):
     """Scalars for TensorBoard under `workdir/tensorboard`."""
 
     def __init__(self, workdir: Path):
         self._folder = workdir / "tensorboard"
         self._writer: Any = None
-        self._every = 1
 
     def train_begin(self, run: Run) -> None:
         """Opens the event file; steps after the resumed one are purged."""
         import tensorboardX
 
+        super().train_begin(run)
         purged = run.start_step + 1 if run.start_step else None
         self._writer = tensorboardX.SummaryWriter(str(self._folder), purge_step=purged)
-        self._every = run.log_every
 
-    def step_end(self, record: StepRecord) -> Action:
-        """Writes every `log.every` steps."""
-        if record.step % self._every == 0:
-            self._log("train", record.step, record.figures)
-        return Action.CONTINUE
-
-    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes the held-out figures."""
-        self._log("eval", step, figures)
-        self._writer.flush()
-
-    def _log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(f"{kind}/{name}", value, step)
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
         """Closes the event file."""
         self._writer.close()
 
 
-class WeightsAndBiases(Hook):
+class WeightsAndBiases(_Scalars):
     """The same scalars to Weights & Biases; needs `pip install 'kdjax[wandb]'`."""
 
     def __init__(self, project: str, workdir: Path):
@@ -110,10 +121,10 @@ class WeightsAndBiases(Hook):
             ) from None
         self._wandb, self._project, self._workdir = wandb, project, workdir
         self._run: Any = None
-        self._every = 1
 
     def train_begin(self, run: Run) -> None:
         """Starts or resumes the run named after the workdir."""
+        super().train_begin(run)
         self._run = self._wandb.init(
             project=self._project,
             id=self._workdir.name,
@@ -121,20 +132,9 @@ class WeightsAndBiases(Hook):
             dir=str(self._workdir),
             config=dict(run.config),
         )
-        self._every = run.log_every
 
-    def step_end(self, record: StepRecord) -> Action:
-        """Logs every `log.every` steps."""
-        if record.step % self._every == 0:
-            self._log("train", record.step, record.figures)
-        return Action.CONTINUE
-
-    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Logs the held-out figures."""
-        self._log("eval", step, figures)
-
-    def _log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({f"{kind}/{k}": v for k, v in figures.items()}, step=step)
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(scalars), step=step)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
         """Finishes the run; an exit code other than 0 marks it as failed."""

@@ -6,6 +6,7 @@ The request's fields are those of `Request`; the result is a list of figures, on
 """
 
 import dataclasses
+import functools
 import json
 import resource
 import sys
@@ -64,19 +65,22 @@ def configured(settings: dict[str, Any]) -> Config:
 def make_job(request: Request, config: Config) -> Any:
     """A job without text or checkpoints: models of the config, steps, and random rows."""
     from kdjax.device import sharding
-    from kdjax.training.job import Job, build_steps, teacher_backend
-    from kdjax.training.pair import Vocabulary, open_sources
+    from kdjax.device.placement import Placement
+    from kdjax.training.job import Job, ask_kinds, build_step, text_source
+    from kdjax.training.pair import Vocabulary, open_pair
+    from kdjax.training.teachers import CachedHidden, CachedTopK
 
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    sources = open_sources(config)
-    width = sources.vocabulary.width
-    if sources.vocabulary.real < width - 1000:  # a random file's tokenizer knows few ids
-        sources = dataclasses.replace(sources, vocabulary=Vocabulary(width, ids_of(width)))
-    backend = teacher_backend(config)
-    backend = request.teacher_cache or ("dequant" if backend == "auto" else backend)
-    steps = build_steps(config, sources, mesh, backend)
-    rows = random_rows(config, sources.vocabulary.real, request.documents)
-    return Job(config, Path(), mesh, sources, rows, *steps, dict)
+    pair = open_pair(config)
+    width = pair.vocabulary.width
+    if pair.vocabulary.real < width - 1000:  # a random file's tokenizer knows few ids
+        pair = dataclasses.replace(pair, vocabulary=Vocabulary(width, ids_of(width)))
+    cached = {"topk": CachedTopK(request.k), "hidden": CachedHidden()}
+    kind = cached.get(request.teacher_cache) or ask_kinds(config)[0]
+    teacher, step, schedule = build_step(config, pair, Placement.on(mesh), kind)
+    rows = random_rows(config, pair.vocabulary.real, request.documents)
+    source = text_source(config, rows, None)
+    return Job(config, Path(), pair, rows, teacher, step, kind, schedule, source, {})
 
 
 def random_rows(config: Config, vocab: int, documents: str, batches: int = 64) -> Any:
@@ -93,13 +97,12 @@ def random_rows(config: Config, vocab: int, documents: str, batches: int = 64) -
     return RowSet(Rows(*made), Rows(*made), {}, "")
 
 
-def random_cache(job: Any, kind: str, k: int) -> Any:
+def random_cache(job: Any) -> Any:
     """A cache of random records for the job's rows: written, hashed and opened as any other."""
     from kdjax.data.teacher_cache import open_cache, write
-    from kdjax.training.job import cache_about
+    from kdjax.training.job import describe_cache
 
-    k = k if kind == "topk" else 0
-    about = cache_about(job.config, job.sources, job.rows, "(none)", kind=kind, k=k)
+    about = describe_cache(job.config, job.pair, job.rows, job.kind, "(none)")
     block = made_records(about.record, job.config.train.batch_size, about.vocabulary[1])
     with tempfile.TemporaryDirectory() as folder:  # its files are mapped, and go with the job
         write(Path(folder), about, lambda rows: (block[[i % len(block)]] for i in rows))
@@ -108,15 +111,16 @@ def random_cache(job: Any, kind: str, k: int) -> Any:
 
 def with_length(job: Any, length: int, request: Request) -> Any:
     """The same job with rows of that length; its step is traced anew for it."""
+    from kdjax.training.job import text_source
+
     data = dataclasses.replace(job.config.data, seq_len=length)
     config = dataclasses.replace(job.config, data=data)
     # A row's hidden states of a 7B are 15 MB: 8 batches of them, half trained on, half held out.
     batches = 4 if request.teacher_cache else 64
-    rows = random_rows(config, job.sources.vocabulary.real, request.documents, batches)
+    rows = random_rows(config, job.pair.vocabulary.real, request.documents, batches)
     job = dataclasses.replace(job, config=config, rows=rows)
-    if not request.teacher_cache:
-        return job
-    return dataclasses.replace(job, cache=random_cache(job, request.teacher_cache, request.k))
+    cache = random_cache(job) if request.teacher_cache else None
+    return dataclasses.replace(job, cache=cache, source=text_source(config, rows, cache))
 
 
 def measure(request: Request) -> list[dict[str, Any]]:
@@ -126,9 +130,9 @@ def measure(request: Request) -> list[dict[str, Any]]:
     config = configured(request.settings | {"data.seq_len": request.lengths[0]})
     start = time.perf_counter()
     job = make_job(request, config)
-    jax.block_until_ready(job.teacher.params)
+    jax.block_until_ready(job.teacher_params)
     loaded = time.perf_counter() - start
-    state = job.fresh_state()
+    state = job.make_state()
     found = []
     for length in request.lengths:
         job = with_length(job, length, request)
@@ -140,18 +144,23 @@ def measure(request: Request) -> list[dict[str, Any]]:
 
 def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any], Any]:
     """Compiles the step for the job's rows and times it; returns figures and the state after."""
-    batch = job.put(job.train_batches(None).next({}))
+    import jax
+
+    from kdjax.training.plan import make_plan
+
+    batch = job.step.put(job.source.next({}))
     start = time.perf_counter()
-    compiled = job.train_step.lower(state, job.teacher.params, batch).compile()
+    compiled = job.step.train.lower(state, job.teacher_params, batch).compile()
     compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
 
     def step() -> Any:
         nonlocal state
-        state, metrics = compiled(state, job.teacher.params, batch)
-        return metrics["loss"] / metrics["count"]
+        state, metrics = compiled(state, job.teacher_params, batch)
+        return metrics.loss[0] / metrics.loss[1]
 
     clock = timed_steps(step, float, request.steps)
+    mesh, devices = job.step.placement.mesh, runtime.device_summary()
     tokens = job.config.train.batch_size * job.config.data.seq_len
     figures = {
         "step_ms": clock.median * 1e3,
@@ -159,7 +168,8 @@ def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any]
         "processor_ms": clock.processor * 1e3,
         "tokens_per_s": tokens / clock.median,
         "flops_per_token": job.flops_per_token(),
-        "teacher_gb": job.teacher.resident_bytes / 1e9,
+        "teacher_gb": sum(x.nbytes for x in jax.tree.leaves(job.teacher_params)) / 1e9,
+        "planned_gb": make_plan(job.config, job.pair, mesh, devices, job.kind).peak / 1e9,
         "arguments_gb": memory.argument_size_in_bytes / 1e9,
         "temporaries_gb": memory.temp_size_in_bytes / 1e9,
         "compile_s": compile_s,
@@ -167,8 +177,7 @@ def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any]
         "loss": clock.value,
     }
     if request.host:
-        job = dataclasses.replace(job, train_step=compiled)
-        host, state = measure_host(job, state, batch, clock.median, request.steps)
+        host, state = measure_host(job, compiled, state, batch, clock.median, request.steps)
         figures |= host
     return figures | {"peak_gb": peak_bytes() / 1e9}, state
 
@@ -184,14 +193,14 @@ def peak_bytes() -> int:
 
 
 def measure_host(
-    job: Any, state: Any, batch: Any, step_s: float, steps: int
+    job: Any, train_step: Any, state: Any, batch: Any, step_s: float, steps: int
 ) -> tuple[dict[str, Any], Any]:
     """What the host costs: steps as the loop runs them against steps with nothing between them."""
     import jax
 
     def bare(state: Any) -> Any:
         for _ in range(steps):
-            state, _ = job.train_step(state, job.teacher.params, batch)
+            state, _ = train_step(state, job.teacher_params, batch)
         return jax.block_until_ready(state)
 
     def clocked(run: Any, state: Any) -> tuple[float, Any]:
@@ -201,8 +210,7 @@ def measure_host(
 
     _, state = clocked(bare, state)
     bare_s, state = clocked(bare, state)
-    data = job.train_batches(None)
-    as_loop = lambda state: looped(job, state, data, steps)  # noqa: E731
+    as_loop = functools.partial(run_loop, job, train_step, steps)
     _, state = clocked(as_loop, state)
     loop_s, state = clocked(as_loop, state)
     with tempfile.TemporaryDirectory() as folder:
@@ -220,14 +228,14 @@ def measure_host(
     }, state
 
 
-def looped(job: Any, state: Any, data: Any, steps: int) -> Any:
+def run_loop(job: Any, train_step: Any, steps: int, state: Any) -> Any:
     """As `kdjax.training.loop`: batch, transfer, dispatch, the figures one step late."""
     from kdjax.training.loop import _Delivery
 
-    delivery = _Delivery([])
-    for step in range(steps):
-        batch = data.next(state.params)
-        state, metrics = job.train_step(state, job.teacher.params, job.put(batch))
+    delivery = _Delivery([], job.schedule)
+    for step in range(1, steps + 1):
+        batch = job.source.next(state.params)
+        state, metrics = train_step(state, job.teacher_params, job.step.put(batch))
         delivery.push(step, metrics, batch)
     delivery.flush()
     return state
@@ -235,12 +243,11 @@ def looped(job: Any, state: Any, data: Any, steps: int) -> Any:
 
 def pipeline_rows_per_s(job: Any, seconds: float = 2.0) -> float:
     """Rows a second that the input pipeline makes when nothing else runs."""
-    data = job.train_batches(None)
     for _ in range(16):  # what it made ahead
-        data.next({})
+        job.source.next({})
     count, start = 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < seconds:
-        data.next({})
+        job.source.next({})
         count += 1
     return count * job.config.train.batch_size / passed
 

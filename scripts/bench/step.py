@@ -261,6 +261,7 @@ STEP_TABLE = [
     ("tokens/s", "tokens_per_s", ",.0f"),
     ("TFLOP/s", "tflops", ".4g"),
     ("of the product's rate", "of_matmul", ".2f"),
+    ("planned peak, GB", "planned_gb", ".2f"),
     ("peak, GB", "peak_gb", ".2f"),
     ("arguments, GB", "arguments_gb", ".2f"),
     ("temporaries, GB", "temporaries_gb", ".2f"),

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kdjax.commands.evaluate import _speaker
+from kdjax.commands.evaluate import make_speaker
 from kdjax.device import runtime, sharding
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.target import open_target
@@ -123,14 +123,14 @@ def look(path: Path, dtype: str, until: str) -> tuple[list[str], dict, list[str]
     """Findings (as lines), figures of the probe, and answers; up to the finding `until`."""
     target = open_target(f"{path}@dequant:{dtype}")
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
-    found, more = examine.of_files(target), []
+    found, more = examine.of_files(target.checkpoint), []
     figures, answers = {}, []
     if not any(f.detector == until for f in found):
-        provider = target.load(mesh)
-        more, figures = examine.of_logits(target, provider)
+        model = target.load(mesh)
+        more, figures = examine.of_logits(model)
     if not until:
-        say = _speaker(target, provider, Sampling(max_tokens=examine.probes.ANSWER_TOKENS), 4)
-        last, answers = examine.of_answers(target, say)
+        say = make_speaker(model, Sampling(max_tokens=examine.probes.ANSWER_TOKENS), 4)
+        last, answers = examine.of_answers(target.checkpoint, say)
         more += last
     lines = [f"{f.detector}: {f.evidence}" for f in found + more]
     return lines, figures, answers

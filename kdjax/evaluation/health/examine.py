@@ -13,8 +13,8 @@ from jaxtyping import Array
 from kdjax.evaluation.health import detectors, probes
 from kdjax.evaluation.health.detectors import Finding, LogitStats, Output, ask
 from kdjax.evaluation.health.weights import matrix_stats
-from kdjax.evaluation.target import Target
 from kdjax.formats.saved import saved_params
+from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import ModelFunctions, Params, functional
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
@@ -27,27 +27,24 @@ _CHUNK = 32  # positions whose logits exist at once
 Say = Callable[[list[list[int]]], Sequence[Output]]
 
 
-def of_files(target: Target) -> list[Finding]:
+def of_files(checkpoint: Checkpoint) -> list[Finding]:
     """What headers, tokenizer and tensors show, without running the model."""
-    tokenizer, spec = target.tokenizer, target.spec
-    stats = matrix_stats(target)
+    tokenizer, spec = checkpoint.tokenizer, checkpoint.spec
+    stats = matrix_stats(checkpoint)
     questions = [
         (detectors.tokenizer_round_trip, tokenizer),
         (detectors.tokenizer_size, tokenizer, spec),
         (detectors.tokenizer_order, tokenizer),
-        (detectors.special_tokens, tokenizer, target.table.metadata),
+        (detectors.special_tokens, tokenizer, checkpoint.header.metadata),
         (detectors.rope_theta, spec),
         (detectors.non_finite_weights, stats),
         (detectors.constant_weights, stats),
         (detectors.dead_rows, stats),
         (detectors.repeated_rows, stats),
     ]
-    if target.saved is not None:
-        saved = target.saved
-        params = saved_params(saved.workdir, saved.step)
-        changed = changed_tensors(
-            params, target.table, target.spec, init=saved.init, seed=saved.seed
-        )
+    if (saved := checkpoint.saved) is not None:
+        params, start = saved_params(saved.workdir, saved.step), checkpoint.header
+        changed = changed_tensors(params, start, spec, init=saved.init, seed=saved.seed)
         questions.append((detectors.unchanged_weights, changed, saved.step))
     return ask(*questions)
 
@@ -98,19 +95,22 @@ def logit_stats(apply: ModelFunctions, params: Params, ids: Sequence[int], real:
     )
 
 
-def probe_ids(target: Target) -> list[int]:
+def probe_ids(checkpoint: Checkpoint) -> list[int]:
     """The probe text in the model's tokens, as much of it as its context holds."""
-    ids = target.tokenizer.encode(probes.TEXT)
-    ids = [i for i in ids if i < target.spec.vocab_size]
-    return ids[: min(PROBE_TOKENS, target.spec.max_positions)]
+    spec = checkpoint.spec
+    ids = [i for i in checkpoint.tokenizer.encode(probes.TEXT) if i < spec.vocab_size]
+    return ids[: min(PROBE_TOKENS, spec.max_positions)]
 
 
-def of_logits(target: Target, provider: Model) -> tuple[list[Finding], dict[str, Any]]:
-    """What its predictions of plain text show, and the figures. Raises what running it raises."""
-    real = min(target.tokenizer.vocab_size, target.spec.vocab_size)
-    ids = probe_ids(target)
-    with target.precision():
-        stats = logit_stats(provider.functions, provider.params, ids, real)
+def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
+    """What a loaded checkpoint predicts of plain text, and the figures.
+
+    Raises what running it raises.
+    """
+    assert model.checkpoint is not None
+    ids, spec = probe_ids(model.checkpoint), model.checkpoint.spec
+    with model.precision():
+        stats = logit_stats(model.functions, model.params, ids, model.real_vocab)
         findings = ask(
             (detectors.non_finite_logits, stats),
             (detectors.uniform_logits, stats),
@@ -122,13 +122,13 @@ def of_logits(target: Target, provider: Model) -> tuple[list[Finding], dict[str,
             return findings, facts
 
         def ce_with(theta: float) -> float:
-            other = dataclasses.replace(target.spec, rope_theta=theta)
-            apply = functional(other, provider.functions.compute)[0]
-            ce = logit_stats(apply, provider.params, ids, real).ce
+            other = dataclasses.replace(spec, rope_theta=theta)
+            functions = functional(other, model.functions.compute)[0]
+            ce = logit_stats(functions, model.params, ids, model.real_vocab).ce
             facts[f"ce_with_theta_{theta:g}"] = ce
             return ce
 
-        evidence = detectors.better_theta(target.spec.rope_theta, stats.ce, ce_with)
+        evidence = detectors.better_theta(spec.rope_theta, stats.ce, ce_with)
         return [Finding("rope_theta", evidence)] if evidence else [], facts
 
 
@@ -141,9 +141,9 @@ def probe_prompts(tokenizer: Tokenizer, bos: int | None = None) -> list[list[int
     return [start + tokenizer.encode(text) for text in probes.BEGINNINGS]
 
 
-def of_answers(target: Target, say: Say) -> tuple[list[Finding], list[str]]:
+def of_answers(checkpoint: Checkpoint, say: Say) -> tuple[list[Finding], list[str]]:
     """What it says shows, and what it said. Raises what generating raises."""
-    outputs = say(probe_prompts(target.tokenizer, target.bos))
+    outputs = say(probe_prompts(checkpoint.tokenizer, checkpoint.bos))
     findings = ask(
         (detectors.repetition, outputs), (detectors.non_text, outputs), (detectors.silence, outputs)
     )

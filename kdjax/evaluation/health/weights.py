@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array
 
 from kdjax.evaluation.health.detectors import DEAD, MatrixStats
-from kdjax.evaluation.target import Saved, Target
 from kdjax.formats.blocks import decode
 from kdjax.formats.saved import saved_params
-from kdjax.models.loading import tensor_names
+from kdjax.models.checkpoint import Checkpoint, Saved
 
 _CHUNK = 1 << 25  # numbers on the device at a time
 _VOCABULARY = ("embed", "head")
+_Tensor = tuple[str, np.ndarray, str, bool]  # name, rows, block type, whether it is a matrix
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -61,22 +61,22 @@ def _stats(
     )
 
 
-def _file_tensors(target: Target) -> Iterator[tuple[str, np.ndarray, str, bool]]:
-    """Name, rows, block type and whether it is a matrix, of each tensor of a model's files."""
-    for path, names in tensor_names(target.table, target.spec).items():
+def _file_tensors(checkpoint: Checkpoint) -> Iterator[_Tensor]:
+    """The tensors of a model's files."""
+    for path, names in checkpoint.names.items():
         for name in names:
-            raw, info = target.table.raw(name), target.table.info(name)
+            raw, info = checkpoint.table.raw(name), checkpoint.table.info(name)
             if path[0] in _VOCABULARY:
-                raw = raw[: target.tokenizer.vocab_size]
+                raw = raw[: checkpoint.tokenizer.vocab_size]
             matrix = len(info.shape) == 2
             yield name, raw if matrix else raw[None], info.dtype, matrix
 
 
-def _saved_tensors(target: Target, saved: Saved) -> Iterator[tuple[str, np.ndarray, str, bool]]:
-    """The same of a checkpoint, layer by layer; its numbers are no blocks: type ""."""
+def _saved_tensors(checkpoint: Checkpoint, saved: Saved) -> Iterator[_Tensor]:
+    """The tensors of a saved step, layer by layer; numbers are no blocks: their type is ""."""
     for name, array in saved_params(saved.workdir, saved.step):
         if name in _VOCABULARY:
-            array = array[: target.tokenizer.vocab_size]
+            array = array[: checkpoint.tokenizer.vocab_size]
         layers = {name: array}
         if name.startswith("blocks/"):
             layers = {f"{name}[{i}]": layer for i, layer in enumerate(array)}
@@ -84,16 +84,16 @@ def _saved_tensors(target: Target, saved: Saved) -> Iterator[tuple[str, np.ndarr
             yield part, np.atleast_2d(layer), "", layer.ndim == 2
 
 
-def matrix_stats(target: Target) -> list[MatrixStats]:
+def matrix_stats(checkpoint: Checkpoint) -> list[MatrixStats]:
     """Figures of every tensor, read a part at a time: no more than 32 M numbers at once.
 
     Of embedding and head the rows of padding ids are left out.
     """
-    saved = target.saved
-    tensors = _file_tensors(target) if saved is None else _saved_tensors(target, saved)
+    saved = checkpoint.saved
+    tensors = _file_tensors(checkpoint) if saved is None else _saved_tensors(checkpoint, saved)
     stats = []
     for name, rows, dtype, matrix in tensors:
-        width = rows.shape[-1] if not dtype else target.table.info(name).shape[-1]
+        width = rows.shape[-1] if not dtype else checkpoint.table.info(name).shape[-1]
         step = max(1, _CHUNK // width)
         chunks = ((rows[at : at + step], dtype) for at in range(0, len(rows), step))
         stats.append(_stats(name, len(rows) * width, chunks, matrix))

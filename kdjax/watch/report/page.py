@@ -59,14 +59,20 @@ def write_page(workdirs: Sequence[Path], out: Path | None = None) -> Path:
     columns, rows = results_table(runs)
     default = flatten(Config())
     html = _template().render(
-        runs=runs, version=__version__, folder=out.stem, columns=columns, rows=rows,
+        runs=runs,
+        version=__version__,
+        folder=out.stem,
+        columns=columns,
+        rows=rows,
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         pictures=[(p, base64.b64encode(p.svg).decode()) for p in pictures],
         summary=[line for run in runs if (line := _summarise(run, len(runs) > 1))],
-        measured=_describe_units(runs), doubts=_list_doubts(runs),
-        differing=_list_differing(runs) if len(runs) > 1 else [], default=default,
+        measured=_describe_units(runs),
+        doubts=_list_doubts(runs),
+        differing=_list_differing(runs) if len(runs) > 1 else [],
+        default=default,
         facts=[_list_facts(run.receipt) for run in runs],
-    )  # fmt: skip
+    )
     try:
         for picture in pictures:
             with replacing(out.with_suffix("") / f"{picture.name}.png") as file:
@@ -106,9 +112,12 @@ def closing_lines(workdir: Path, step: int) -> list[str]:
 
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     environment.filters |= {"shown": _show, "marked": _mark_tokens}
     return environment.get_template("template.html")
 
@@ -210,8 +219,11 @@ def _list_doubts(runs: Sequence[RunRecord]) -> list[str]:
         "are over different numbers of positions": positions,
         "have different teachers": teachers,
     }
-    return [f"Held-out figures of these runs {doubt}: compare them with care."
-            for doubt, values in doubts.items() if len(values) > 1]  # fmt: skip
+    return [
+        f"Held-out figures of these runs {doubt}: compare them with care."
+        for doubt, values in doubts.items()
+        if len(values) > 1
+    ]
 
 
 def _list_differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
@@ -307,7 +319,8 @@ class Curve:
     label: str
     tokens: np.ndarray
     values: np.ndarray
-    band: tuple[np.ndarray, ...] = ()  # least and greatest of the steps that a value is a mean of
+    # Least and greatest of the steps that a value is a mean of.
+    band: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,8 +386,8 @@ def _average(run: RunRecord, figure: str) -> Curve | None:
     tokens = tokens[starts + counts - 1]
     if speed:
         return Curve(run.label, tokens, 1 / means)
-    band = tuple(f.reduceat(values, starts) for f in (np.minimum, np.maximum))
-    return Curve(run.label, tokens, means, band if size > 1 else ())
+    band = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+    return Curve(run.label, tokens, means, band if size > 1 else None)
 
 
 def _list_evaluations(run: RunRecord, figure: str) -> Curve | None:
@@ -396,13 +409,15 @@ def _draw(
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+    style: Any = _STYLE | {"svg.hashsalt": name}
+    with matplotlib.rc_context(style):
         figure = Figure(layout="constrained")
         axes = figure.add_subplot(title=title, xlabel="tokens trained")
         for i, curve in enumerate(curves):
             colour, dashes = _COLOURS[i % len(_COLOURS)], _DASHES[i % len(_DASHES)]
             if curve.band:
-                axes.fill_between(curve.tokens, *curve.band, color=colour, alpha=0.18, linewidth=0)
+                low, high = curve.band
+                axes.fill_between(curve.tokens, low, high, color=colour, alpha=0.18, linewidth=0)
             axes.plot(
                 curve.tokens,
                 curve.values,

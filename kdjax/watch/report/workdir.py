@@ -18,7 +18,7 @@ from kdjax.watch.writers import METRICS
 SAMPLES = "samples.json"
 _TRAIN = ("step", "loss", "ce", "divergence", "learning_rate", "tokens_per_second")
 # Names in the logs of version 0.1, where every divergence was called a KL.
-_RENAMED = {
+_RENAMED: dict[str, dict[str, str]] = {
     "train": {"kl": "divergence"},
     "eval": {"kl_temperature": "divergence", "kl_topk_temperature": "divergence"},
 }
@@ -102,8 +102,10 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     depth = 1
     while len({path.parts[-depth:] for path in resolved}) < len(paths):
         depth += 1
-    return [read_run(path, os.path.join(*full.parts[-depth:]))
-            for path, full in zip(paths, resolved, strict=True)]  # fmt: skip
+    return [
+        read_run(path, os.path.join(*full.parts[-depth:]))
+        for path, full in zip(paths, resolved, strict=True)
+    ]
 
 
 def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, float]]]:
@@ -114,9 +116,10 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
         try:
             entry = json.loads(line)
             kind, figures = entry.pop("kind"), {"step": float(entry.pop("step"))}
+            renamed = _RENAMED.get(kind, {})
             for name, value in entry.items():
                 topk |= "_topk" in name
-                name = _RENAMED.get(kind, {}).get(name, name).removesuffix("_topk")
+                name = renamed.get(name, str(name)).removesuffix("_topk")
                 figures[name] = float(value) if isinstance(value, int | float) else math.nan
             lines.append((kind, figures))
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -124,8 +127,10 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
     if bad:
         notes.append(f"{bad} of {len(text)} lines of {METRICS} cannot be read and are left out")
     if topk:
-        notes.append("KL and divergence are over the ids that the teacher's cache holds, and lower "
-                     "than over all ids")  # fmt: skip
+        notes.append(
+            "KL and divergence are over the ids that the teacher's cache holds, and lower "
+            "than over all ids"
+        )
     return sorted(lines, key=lambda line: line[1]["step"])
 
 
@@ -137,8 +142,9 @@ def _describe_end(run: RunRecord) -> list[str]:
     notes = []
     match receipt.get("status"):
         case None:
-            notes.append(f"no {provenance.FILE}: how the run ended, and what it was made of, is "
-                         "not known")  # fmt: skip
+            notes.append(
+                f"no {provenance.FILE}: how the run ended, and what it was made of, is not known"
+            )
         case "running":
             notes.append(f"not finished: {done} steps so far; the run goes on, or was killed")
         case "interrupted":
@@ -149,8 +155,9 @@ def _describe_end(run: RunRecord) -> list[str]:
     for name in ("loss", "ce", "divergence"):
         bad = steps[~np.isfinite(run.train[name])]
         if len(bad) and not (name == "divergence" and run.without_teacher):
-            notes.append(f"{name} is not finite or not logged in {len(bad)} steps, the first "
-                         f"{int(bad[0]):,}")  # fmt: skip
+            notes.append(
+                f"{name} is not finite or not logged in {len(bad)} steps, the first {int(bad[0]):,}"
+            )
     if not len(steps):
         notes.append("no step was logged")
     if not run.evals:
