@@ -15,7 +15,7 @@ from kdjax.evaluation.health.detectors import Finding, LogitStats, Output, ask
 from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.formats.saved import saved_params
 from kdjax.models.checkpoint import Checkpoint
-from kdjax.models.decoder import ModelFunctions, Params, functional
+from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params, functional
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.saving import changed_tensors
@@ -107,7 +107,8 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
 
     Raises what running it raises.
     """
-    assert model.checkpoint is not None
+    decoder = model.functions
+    assert model.checkpoint is not None and isinstance(decoder, DecoderFunctions)
     ids, spec = probe_ids(model.checkpoint), model.checkpoint.spec
     with model.precision():
         stats = logit_stats(model.functions, model.params, ids, model.real_vocab)
@@ -123,7 +124,7 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
 
         def ce_with(theta: float) -> float:
             other = dataclasses.replace(spec, rope_theta=theta)
-            functions = functional(other, model.functions.compute)[0]
+            functions = functional(other, decoder.compute)[0]
             ce = logit_stats(functions, model.params, ids, model.real_vocab).ce
             facts[f"ce_with_theta_{theta:g}"] = ce
             return ce
