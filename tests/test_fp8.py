@@ -1,12 +1,14 @@
 """The fp8 teacher: rounding by rows, products, loading, memory, and what it refuses."""
 
-import contextlib
 import logging
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from scipy.special import log_softmax
 
 from kdjax.config import Config, identity, validate
@@ -21,8 +23,8 @@ from kdjax.models.decoder import Compute
 from kdjax.models.model import check_fp8, load_model
 from kdjax.models.weights import Scaled, from_bits, quantize_rows, to_bits
 from kdjax.training import plan
-from kdjax.training.job import assemble, survey, teacher_backend
-from kdjax.training.saving import Checkpoints
+from kdjax.training.job import ask_kinds, assemble, survey
+from kdjax.training.teachers import Dense, Float8
 from scripts.checks.fewer_bits import write_fewer_bits
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 300, (4, 24)), jnp.int32)
@@ -184,13 +186,12 @@ def test_a_run_with_an_fp8_teacher(tiny_config, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "kdjax"):
         job = assemble(tiny_config, tmp_path)
     assert "emulated on the CPU" in caplog.text
-    with contextlib.closing(Checkpoints(tmp_path / "none", 1)) as none:
-        state, _ = job.state(none)
+    state = job.make_state()
     batch = next(job.eval_batches())
     sums = job.step.evaluate(state.params, job.teacher.params, batch)
     assert "fp8" in job.teacher.kind and np.isfinite(sums.kl) and sums.kl > 0
     made = survey(tiny_config)[2]
-    assert made.backend == "fp8" and "asked for" in made.choice
+    assert made.kind == Float8() and "asked for" in made.choice
     assert made.resident["teacher, float8 and scales"] == job.teacher.resident_bytes
 
 
@@ -201,10 +202,10 @@ def test_a_run_does_not_resume_with_another_compute():
 @pytest.mark.parametrize("backend", ["dequant", "q4k"])
 def test_fp8_beside_a_backend_is_refused(tiny_config, backend):
     tiny_config.teacher.compute = "fp8_precise"
-    assert teacher_backend(tiny_config) == "fp8_precise"
+    assert ask_kinds(tiny_config) == (Float8(precise=True),)
     tiny_config.teacher.backend = backend
     with pytest.raises(UserError, match=f"'fp8_precise' with the teacher backend '{backend}'"):
-        teacher_backend(tiny_config)
+        ask_kinds(tiny_config)
     tiny_config.teacher.compute = "fp4"
     with pytest.raises(UserError, match=r"teacher.compute='fp4': must be one of train, fp8"):
         validate(tiny_config)
@@ -218,16 +219,15 @@ def test_fp8_beside_a_backend_is_refused(tiny_config, backend):
 def test_a_gpu_without_fp8_is_refused_before_anything_is_read(
     tiny_config, monkeypatch, platform, capability, able
 ):
-    class Device:
-        device_kind = "Some GPU"
-
-    Device.platform = platform
-    if capability:
-        Device.compute_capability = capability
+    device = SimpleNamespace(
+        device_kind="Some GPU", platform=platform, compute_capability=capability or "unknown"
+    )
     if able:
-        check_fp8(Device())
+        check_fp8(device)
         return
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    mesh = mock.MagicMock(spec=Mesh, size=1)
+    mesh.devices = np.asarray([device])
+    monkeypatch.setattr(sharding, "make_mesh", lambda *_: mesh)
     tiny_config.teacher.compute, tiny_config.teacher.path = "fp8", "/none"
     with pytest.raises(UserError, match=rf"Some GPU of compute capability {capability}; expected"):
         survey(tiny_config)
@@ -235,17 +235,14 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(
 
 def test_the_bound_on_speed_counts_fp8_twice_as_fast(tiny_config):
     from kdjax.device.runtime import Devices
-    from kdjax.training.pair import open_sources
+    from kdjax.training.pair import open_pair
 
-    sources = open_sources(tiny_config)
+    pair = open_pair(tiny_config)
     devices = Devices("gpu", "NVIDIA H200", 1, int(135e9), 989e12)
-    alone = plan.settled(tiny_config, "full", 128)
-    made = [plan.make_plan(alone, sources, one_device(), devices, b)
-            for b in ("dequant", "fp8")]  # fmt: skip
+    alone = plan.replace_settings(tiny_config, "full", 128)
+    made = [plan.make_plan(alone, pair, one_device(), devices, k) for k in (Dense(), Float8())]
     length = tiny_config.data.seq_len
-    frozen, trained = (
-        s.forward_flops(length) for s in (sources.teacher_spec, sources.student_spec)
-    )
+    frozen, trained = (x.spec.forward_flops(length) for x in (pair.teacher, pair.student))
     want = (frozen + 3 * trained) / (frozen / 2 + 3 * trained)
     assert made[1].tokens_per_s / made[0].tokens_per_s == pytest.approx(want)
 

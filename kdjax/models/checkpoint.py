@@ -191,8 +191,9 @@ def _read_receipt(workdir: Path) -> dict[str, str]:
     try:
         receipt = json.loads((workdir / RECEIPT).read_text(encoding="utf-8"))
         config, start = receipt["config"], receipt.get("cwd") or "."
-        named = {"student": config["student"]["path"], "tokenizer": config["data"]["tokenizer"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        data = config.get("data") or {}
+        named = {"student": config["student"]["path"], "tokenizer": data.get("tokenizer")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
     def absolute(path: str) -> str:

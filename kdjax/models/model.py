@@ -145,10 +145,12 @@ class Model:
                 f"found tokens of shape {array.shape} and type {array.dtype}; expected whole "
                 "numbers [rows, positions], the rows equally long. Put a single row in brackets."
             )
-        if array.size and not 0 <= array.min() <= array.max() < self.vocab_size:
+        # Rows of the embedding; the head, which may be narrower, does not tell.
+        rows = np.inf if self.spec is None else self.spec.vocab_size
+        if array.size and not 0 <= array.min() <= array.max() < rows:
             raise UserError(
-                f"found ids from {array.min()} to {array.max()}; expected 0 to "
-                f"{self.vocab_size - 1}. Encode the text with the model's own tokenizer."
+                f"found ids from {array.min()} to {array.max()}; expected 0 to {rows - 1}. "
+                "Encode the text with the model's own tokenizer."
             )
         return array
 
@@ -293,6 +295,8 @@ def load_model(
     )
     if weights.startswith("float8"):
         check_fp8(placement.mesh.devices.flat[0])
+        if placement.platform == "cpu":
+            _log.warning("fp8 products are emulated on the CPU: the same numbers, slowly")
     functions, abstract = functional(checkpoint.spec, compute)
     params = load_params(
         checkpoint.table,
@@ -335,11 +339,8 @@ def _prepare(params: Params, placement: Placement, *, precise: bool = False) -> 
 
 
 def check_fp8(device: Any) -> None:
-    """Raises `UserError` for a GPU without float8 products; warns of a CPU, which emulates them."""
-    if device.platform == "cpu":
-        _log.warning("fp8 products are emulated on the CPU: the same numbers, slowly")
-        return
-    if capability(device) < _FP8_CAPABILITY:
+    """Raises `UserError` for a GPU without float8 products; a CPU emulates them."""
+    if device.platform != "cpu" and capability(device) < _FP8_CAPABILITY:
         shown = getattr(device, "compute_capability", "unknown")
         raise UserError(
             f"found a {device.device_kind} of compute capability {shown}; expected an NVIDIA GPU "
