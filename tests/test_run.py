@@ -14,6 +14,7 @@ from pathlib import Path
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -23,14 +24,17 @@ from kdjax.commands import train as main
 from kdjax.commands.parsing import apply_environment
 from kdjax.config import Config
 from kdjax.device import sharding
+from kdjax.device.placement import Placement
 from kdjax.errors import BAD_INPUT, MissingFileError, UserError
 from kdjax.formats import open_table
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training import step
 from kdjax.training.hooks import Action, Hook, NonFiniteError, NonFiniteGuard
 from kdjax.training.job import assemble
 from kdjax.training.loop import _Delivery, train
 from kdjax.training.pair import _refuse_degenerate
 from kdjax.training.saving import Checkpoints, abstract_state, check_same_run
+from kdjax.training.step import StepMetrics
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -182,11 +186,11 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
     job = assemble(tiny_config, tmp_path / "run")
     _, whole = saved(tiny_config, tmp_path / "run")
     batch = job.source.next({})
-    batch.pop("row_ids")
     losses = []
     for shape in ((1, 2, 2), (1, 1, 1)):
         mesh = sharding.make_mesh(*shape, jax.devices()[: int(np.prod(shape))])
-        shardings = step.state_shardings(job.step.abstract, job.step.spec.tx, mesh)
+        other = step.Step(job.step.spec, job.step.abstract.params, Placement(mesh))
+        shardings = other.shardings
         with contextlib.closing(Checkpoints(tmp_path / "run", 2)) as checkpoints:
             state = checkpoints.restore(
                 checkpoints.latest(), abstract_state(job.step.abstract, shardings)
@@ -198,9 +202,8 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
             jax.tree.map(np.asarray, job.teacher.params),
             sharding.parameter_shardings(job.teacher.params, mesh),
         )
-        train_step, _ = step.compile_steps(job.step.spec, shardings, mesh)
-        _, metrics = train_step(state, teacher, sharding.put_batch(batch, mesh))
-        losses.append(float(metrics["loss"] / metrics["count"]))
+        _, metrics = other(state, teacher, batch)
+        losses.append(metrics.means()["loss"])
     np.testing.assert_allclose(losses, losses[0], rtol=2e-6)
 
 
@@ -369,6 +372,7 @@ def test_teacher_smaller_than_student(tiny_config, tmp_path):
 
 def test_tokenizer_mismatch_names_the_first_id(tiny_config, tmp_path):
     from kdjax.formats import open_table
+from kdjax.models.checkpoint import open_checkpoint
     from kdjax.formats.gguf_writer import write_gguf
 
     table = open_table(tiny_config.teacher.path)
@@ -386,6 +390,7 @@ def test_tokenizer_mismatch_names_the_first_id(tiny_config, tmp_path):
 
 def test_missing_misshapen_and_unknown_tensors_are_listed_together(tiny_config, tmp_path):
     from kdjax.formats import open_table
+from kdjax.models.checkpoint import open_checkpoint
     from kdjax.formats.gguf_writer import write_gguf
 
     table = open_table(tiny_config.student.path)
@@ -421,7 +426,7 @@ def test_empty_corpus_writes_nothing(tiny_config, tmp_path):
 
 def test_the_override_is_a_total_function_of_its_two_settings(models):
     """8 pairs: the config on or off, the variable unset, empty, 0 or 1."""
-    tables = [open_table(models / "teacher.gguf")] * 2
+    pair = [open_checkpoint(models / "teacher.gguf")] * 2
     pairs = list(itertools.product((False, True), (None, "", "0", "1")))
     assert len(pairs) == 8
     for allowed, variable in pairs:
@@ -430,10 +435,10 @@ def test_the_override_is_a_total_function_of_its_two_settings(models):
         named = {} if variable is None else {"KDJAX_ALLOW_DEGENERATE_KD": variable}
         apply_environment(config, named)
         if allowed or variable == "1":
-            assert _refuse_degenerate(config, *tables) is None
+            assert _refuse_degenerate(config, *pair) is None
             continue
         with pytest.raises(UserError, match="hold the same weights"):
-            _refuse_degenerate(config, *tables)
+            _refuse_degenerate(config, *pair)
 
 
 class Listener(Hook):
@@ -445,14 +450,21 @@ class Listener(Hook):
         return Action.STOP if record.step == self.stop_at else Action.CONTINUE
 
 
-RAW = dict(loss=1.0, ce=1.0, kl=1.0, count=1.0, grad_norm=1.0, learning_rate=1.0)
+ONE = np.float32(1), np.float32(1)
+
+
+def constant_rate(step):
+    return jnp.float32(1e-3)
+
+
+RAW = StepMetrics(loss=ONE, ce=ONE, divergence=ONE, grad_norm=ONE)
 
 
 def test_each_step_is_delivered_once_in_order_one_late():
     """Runs of 1 to 10 steps, delivered at once after any of them."""
     for total, flushed in itertools.product(range(1, 10 + 1), repeat=2):
         first, second = Listener(), Listener()
-        delivery = _Delivery([first, second])
+        delivery = _Delivery([first, second], constant_rate)
         for i in range(1, total + 1):
             delivery.push(i, RAW, {})
             assert first.steps == list(range(1, i))
@@ -467,7 +479,7 @@ def test_a_stop_is_known_before_the_next_step_ends():
     for stop_at, at in itertools.product(range(1, 10 + 1), (0, 1)):
         hooks = [Listener(), Listener()]
         hooks[at].stop_at = stop_at
-        delivery = _Delivery(hooks)
+        delivery = _Delivery(hooks, constant_rate)
         for i in range(1, 10 + 1):
             delivery.push(i, RAW, {})
             assert delivery.stop == (i > stop_at)
@@ -476,11 +488,10 @@ def test_a_stop_is_known_before_the_next_step_ends():
 
 
 def test_watching_a_step_costs_less_than_a_millisecond():
-    delivery, times = _Delivery([Listener() for _ in range(5)]), []
-    metrics = {name: np.float32(value) for name, value in RAW.items()}
+    delivery, times = _Delivery([Listener() for _ in range(5)], constant_rate), []
     for i in range(200):
         start = time.perf_counter()
-        delivery.push(i, metrics, {})
+        delivery.push(i, RAW, {})
         times.append(time.perf_counter() - start)
     assert np.median(times) < 1e-3
 

@@ -65,10 +65,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def train_and_report(config: Config, workdir: Path) -> int:
     """Trains and says how the run ended; returns the exit status."""
-    from kdjax.watch.run import distill
-
     verdict = Verdict(config) if config.smoke.steps else None
     try:
+        from kdjax.watch.run import distill  # JAX and all rooms: a second that a signal may fall in
+
         reason = distill(config, workdir, verdict=verdict)
     except (KdjaxError, OSError) as error:
         print_error(error)
