@@ -371,8 +371,6 @@ def test_teacher_smaller_than_student(tiny_config, tmp_path):
 
 
 def test_tokenizer_mismatch_names_the_first_id(tiny_config, tmp_path):
-    from kdjax.formats import open_table
-from kdjax.models.checkpoint import open_checkpoint
     from kdjax.formats.gguf_writer import write_gguf
 
     table = open_table(tiny_config.teacher.path)
@@ -389,8 +387,6 @@ from kdjax.models.checkpoint import open_checkpoint
 
 
 def test_missing_misshapen_and_unknown_tensors_are_listed_together(tiny_config, tmp_path):
-    from kdjax.formats import open_table
-from kdjax.models.checkpoint import open_checkpoint
     from kdjax.formats.gguf_writer import write_gguf
 
     table = open_table(tiny_config.student.path)
