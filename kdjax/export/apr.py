@@ -13,19 +13,18 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import UserError
-from kdjax.formats.apr.metadata import GGUF_KEY, INTEGERS, TOKENIZER
+from kdjax.formats.apr.metadata import GGUF_KEY, INTEGERS, NEOX, TOKENIZER
 from kdjax.formats.apr.table import DTYPES, AprTable, verify_footer, write_apr
 from kdjax.formats.files import bad, map_file, replacing
 from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.families import FAMILIES
 from kdjax.models.names import gguf_name, hf_name
 
-_NEOX = 2  # `rope_type` of .apr: halves of a head rotate
-# `qkv_bias`, `o_bias` and `qk_norm` as config.json implies them. Llama is not here: its GGUF files
-# interleave the rows of queries and keys, .apr files do not.
-_FAMILIES = {"qwen2": (True, False, False), "qwen3": (False, False, True)}
+# GGUF files of the others interleave the rows of queries and keys, .apr files do not.
+_CONVERTIBLE = [name for name, family in FAMILIES.items() if not family.interleaved]
 _USE_GGUF = "Use the GGUF file: kdjax reads it as it is."
 _AGAIN = "Convert the GGUF file again."
 
@@ -55,9 +54,10 @@ def _check_convertible(path: Path, table: GGUFTable, spec: ArchSpec) -> None:
     if len(table.paths) > 1:
         found = f"one of {len(table.paths)} shards"
         raise bad(path, found, "a single file", "Merge the shards first, or use them as they are.")
-    found = (spec.qkv_bias, spec.o_bias, spec.qk_norm)
-    if spec.family not in _FAMILIES or found != _FAMILIES[spec.family]:
-        wanted = f"one of {', '.join(_FAMILIES)} as published"
+    family = FAMILIES[spec.family]
+    published = family.qkv_bias, False, family.qk_norm  # what config.json implies
+    if family.interleaved or (spec.qkv_bias, spec.o_bias, spec.qk_norm) != published:
+        wanted = f"one of {', '.join(_CONVERTIBLE)} as published"
         raise bad(path, f"a {spec.family} model to convert", wanted, _USE_GGUF)
     others = {name: table.info(name).dtype for name in table}
     listed = [f"{name} ({dtype})" for name, dtype in others.items() if dtype not in DTYPES]
@@ -108,7 +108,7 @@ def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[st
         "param_count": spec.parameters(),
         **{key: numbers.get(key) or getattr(spec, key) for key in INTEGERS},
         "rope_theta": spec.rope_theta,
-        "rope_type": _NEOX,
+        "rope_type": NEOX,
         "rms_norm_eps": spec.rms_eps,
         "tie_word_embeddings": spec.tied,
         "attention_bias": spec.o_bias,
@@ -204,14 +204,16 @@ def _restore(table: AprTable, stored: Any, target: Path) -> None:
 def _write_new(table: AprTable, target: Path) -> None:
     """A GGUF file with a header made from the architecture and tokenizer of the `.apr` file."""
     path, spec = table.paths[0], spec_from_table(table)
-    if spec.family not in _FAMILIES or spec.rope_scaling:
+    if FAMILIES[spec.family].interleaved or spec.rope_scaling:
         found = f"a {spec.family} model" + (" with rope scaling" if spec.rope_scaling else "")
-        wanted = f"one of {', '.join(_FAMILIES)} without"
+        wanted = f"one of {', '.join(_CONVERTIBLE)} without"
         raise bad(path, found, wanted, "Use the .apr file: kdjax reads it as it is.")
     if strange := [name for name in table if gguf_name(name) is None]:
         found = f"tensors without a name in GGUF: {', '.join(strange[:4])}"
         raise bad(path, found, "parameters of the decoder only", "Leave them out.")
     tokenizer = {key: table.metadata[key] for key in TOKENIZER.values() if key in table.metadata}
+    if tokenizer:
+        tokenizer.setdefault("tokenizer.ggml.pre", FAMILIES[spec.family].pre_tokenizer)
     values = {
         "block_count": spec.num_layers,
         "context_length": spec.max_positions,

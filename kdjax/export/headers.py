@@ -15,20 +15,16 @@ from kdjax.export.apr import apr_architecture, plain
 from kdjax.formats import TensorTable
 from kdjax.formats.apr.metadata import TOKENIZER
 from kdjax.models.arch import ArchSpec, RopeScaling, rope_frequencies
+from kdjax.models.families import FAMILIES
 from kdjax.models.loading import is_gguf
 
-_ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
 TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Of the source's GGUF header what holds for its weights or its files only.
 _STALE = ("general.file_type", "general.quantization_version", "general.alignment", "quantize.",
           "split.")  # fmt: skip
 # config.json entries likewise.
 _STALE_HF = ("quantization_config", "torch_dtype", "dtype", "transformers_version",
-             "_name_or_path", "tokenizer.")  # fmt: skip
+             "_name_or_path", "tokenizer.", "apr.")  # fmt: skip
 
 
 def _unscaled(spec: ArchSpec) -> np.ndarray:
@@ -94,12 +90,10 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
         "torch_dtype": TORCH_DTYPES[dtype],
     }
     if not is_gguf(source) and "architectures" in source.metadata:
-        kept = {
-            k: v for k, v in source.metadata.items() if not k.startswith((*_STALE_HF, "tokenizer."))
-        }
+        kept = {k: v for k, v in source.metadata.items() if not k.startswith(_STALE_HF)}
         return kept | shape
     config = {
-        "architectures": [_ARCHITECTURES[spec.family]],
+        "architectures": [FAMILIES[spec.family].hf_architecture],
         "model_type": spec.family,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
@@ -111,13 +105,13 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     }
     if scaling := _rope_parameters(spec):
         config["rope_scaling"] = scaling
-    if spec.family == "qwen2":
-        config |= {"use_sliding_window": False, "max_window_layers": spec.num_layers}
-    else:
-        config |= {"attention_bias": spec.o_bias}
-    if spec.family == "llama":
-        config |= {"mlp_bias": False}
-    return config
+    own = {
+        "use_sliding_window": False,
+        "max_window_layers": spec.num_layers,
+        "attention_bias": spec.o_bias,
+        "mlp_bias": False,
+    }
+    return config | {key: own[key] for key in FAMILIES[spec.family].config_keys}
 
 
 def _short(value: float) -> float:
@@ -138,8 +132,8 @@ def _gguf_shape(spec: ArchSpec) -> dict[str, Any]:
     }
     if spec.head_dim * spec.num_heads != spec.hidden_size:
         values |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
-    if spec.family == "llama":
-        values |= {"rope.dimension_count": spec.head_dim, "vocab_size": spec.vocab_size}
+    own = {"rope.dimension_count": spec.head_dim, "vocab_size": spec.vocab_size}
+    values |= {key: own[key] for key in FAMILIES[spec.family].gguf_keys}
     scaling = spec.rope_scaling
     if scaling is not None and scaling.kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}

@@ -14,9 +14,9 @@ import numpy as np
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
+from kdjax.formats.apr.metadata import NEOX, ROPE_TYPE
 from kdjax.formats.blocks import decode
-
-FAMILIES = ("qwen2", "qwen3", "llama")
+from kdjax.models.families import FAMILIES, Family
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,18 +131,18 @@ def spec_from_table(table: TensorTable) -> ArchSpec:
     return _from_hf(table)
 
 
-def _family(name: object, table: TensorTable) -> str:
+def _find_family(name: object, table: TensorTable) -> Family:
     if name not in FAMILIES:
         raise UserError(
             f"{table.paths[0]} holds a {name!r} model; kdjax knows {', '.join(FAMILIES)}. "
             "Use a checkpoint of one of these families."
         )
-    return str(name)
+    return FAMILIES[str(name)]
 
 
 def _from_gguf(table: TensorTable) -> ArchSpec:
     meta = table.metadata
-    family = _family(meta["general.architecture"], table)
+    family = _find_family(meta["general.architecture"], table).name
 
     def key(name: str, default: Any = None) -> Any:
         value = meta.get(f"{family}.{name}", default)
@@ -198,7 +198,8 @@ def _gguf_scaling(table: TensorTable, family: str) -> RopeScaling | None:
 
 def _from_hf(table: TensorTable) -> ArchSpec:
     config = table.metadata
-    family = _family(config.get("model_type"), table)
+    family = _find_family(config.get("model_type"), table)
+    _check_rope_rows(family, table)
 
     def key(name: str, default: Any = None) -> Any:
         value = config.get(name)
@@ -218,23 +219,34 @@ def _from_hf(table: TensorTable) -> ArchSpec:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     biased = bool(config.get("attention_bias", False))
     return ArchSpec(
-        family=family,
+        family=family.name,
         vocab_size=int(key("vocab_size")),
         hidden_size=hidden,
         num_layers=int(key("num_hidden_layers")),
         num_heads=heads,
         num_kv_heads=int(key("num_key_value_heads", heads)),
-        head_dim=int(key("head_dim", 128 if family == "qwen3" else hidden // heads)),
+        head_dim=int(key("head_dim", family.head_dim or hidden // heads)),
         mlp_size=int(key("intermediate_size")),
         max_positions=int(key("max_position_embeddings")),
         rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
         rms_eps=float(key("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2" or biased,
-        o_bias=family != "qwen2" and biased,
-        qk_norm=family == "qwen3",
+        qkv_bias=family.qkv_bias or biased,
+        o_bias=biased and not family.qkv_bias,
+        qk_norm=family.qk_norm,
         rope_scaling=_hf_scaling(table, rope),
     )
+
+
+def _check_rope_rows(family: Family, table: TensorTable) -> None:
+    """Raises `UserError` for an .apr file whose rows of q and k lie as llama.cpp's do."""
+    found = table.metadata.get(ROPE_TYPE)
+    if family.interleaved and found not in (None, NEOX):
+        raise UserError(
+            f"{table.paths[0]}: found a {family.name} model of rope_type {found}, whose query and "
+            f"key rows are interleaved; expected rope_type {NEOX}, rows in Hugging Face's order. "
+            "Convert it again from Hugging Face's files, or use its GGUF file."
+        )
 
 
 def _hf_scaling(table: TensorTable, rope: Mapping[str, Any]) -> RopeScaling | None:

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kdjax.models.arch import ArchSpec
+from kdjax.models.families import FAMILIES
 
 
 class Name(NamedTuple):
     """Where one parameter of the tree lives in each kind of checkpoint.
 
-    `{i}` stands for the layer. `rotary` names the head count whose rows llama.cpp permutes for
-    the Llama family, "q" or "k".
+    `{i}` stands for the layer. `rotary`, "q" or "k", names the head count by which llama.cpp
+    interleaves the rows of some families.
     """
 
     path: tuple[str, ...]
@@ -80,7 +81,7 @@ def gguf_name(hf: str) -> str | None:
 
 
 def head_count(name: Name, spec: ArchSpec) -> int:
-    """Heads whose rotary rows the Llama GGUF layout interleaves, or 0 where nothing is permuted."""
-    if spec.family != "llama" or not name.rotary:
+    """Heads whose rotary rows lie interleaved in GGUF files, or 0 where the rows are in order."""
+    if not FAMILIES[spec.family].interleaved or not name.rotary:
         return 0
     return spec.num_heads if name.rotary == "q" else spec.num_kv_heads

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Encoder
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, open_table
+from kdjax.models.families import FAMILIES
 
 # How text is cut before merging, by `tokenizer.ggml.pre`. Sources: the pre_tokenizer entries of
 # published tokenizer.json files, and llama.cpp's llama-vocab.cpp.
@@ -32,7 +33,7 @@ _LLAMA3 = (
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2, "default": _GPT2}
-_NFC = ("qwen2",)  # families whose tokenizer.json normalizes to NFC
+_NFC = ("qwen2",)  # those whose tokenizer.json normalizes to NFC
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
@@ -147,7 +148,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             "folder or file that does."
         )
     model = metadata.get("tokenizer.ggml.model")
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = metadata.get("tokenizer.ggml.pre", _default_pre_tokenizer(metadata))
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
         raise UserError(
             f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds "
@@ -190,6 +191,13 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         eos_id=int(metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1)),
         chat_template=metadata.get("tokenizer.chat_template"),
     )
+
+
+def _default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
+    if "general.architecture" in metadata:  # GGUF files from before the key existed
+        return "default"
+    family = FAMILIES.get(metadata.get("model_type", ""))
+    return family.pre_tokenizer if family else "unknown"
 
 
 def _guess_types(tokens: Sequence[str], merges: Sequence[str]) -> list[int]:

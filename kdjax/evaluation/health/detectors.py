@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kdjax.models.arch import ArchSpec
+from kdjax.models.families import FAMILIES
 from kdjax.models.tokenizer import Tokenizer
 
 DEAD = 1e-3  # of the root mean square of the norms of a matrix's rows
@@ -147,9 +148,6 @@ def near_chance(stats: LogitStats) -> str | None:
     return f"{stats.ce:.2f} nats a token of English and Python, a uniform guess has {chance:.2f}"
 
 
-# Below this context a family was published with theta 1e4 (Qwen2-Math: 4,096 positions; Llama 2 and
-# CodeLlama's relatives: 16,384); beyond it every release has 1e5 or more, or scales its rotations.
-_SMALL_THETA_CONTEXT = {"qwen2": 4096, "qwen3": 0, "llama": 16384}
 _THETAS = (1e4, 1e6)
 
 
@@ -158,7 +156,7 @@ def rope_theta(spec: ArchSpec) -> str | None:
     theta, context = spec.rope_theta, spec.max_positions
     if not (math.isfinite(theta) and 1e3 <= theta <= 1e9):
         return f"{theta:g} is outside of 1e3 to 1e9"
-    limit = _SMALL_THETA_CONTEXT[spec.family]
+    limit = FAMILIES[spec.family].small_theta_context
     if theta >= 1e5 or context <= limit or spec.rope_scaling is not None:
         return None
     return (

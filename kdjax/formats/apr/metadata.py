@@ -41,8 +41,8 @@ TOKENIZER = {
     "tokenizer.add_bos_token": "tokenizer.ggml.add_bos_token",
     "chat_template": "tokenizer.chat_template",
 }
-_NEOX = 2  # rope_type: halves of a head rotate, as in Hugging Face's layout
-_PRE = {"qwen2": "qwen2", "qwen3": "qwen2"}
+NEOX = 2  # rope_type: halves of a head rotate, as in Hugging Face's layout
+ROPE_TYPE = "apr.rope_type"  # an entry beside those of config.json: the file's rope_type
 _REMEDY = "Put the model's config.json beside the file."
 
 
@@ -126,15 +126,11 @@ def _architecture(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     family = _checked(path, stored, "architecture") or _checked(path, stored, "model_type")
     # "Qwen2ForCausalLM" is qwen2.
     said["model_type"] = family.lower().removesuffix("forcausallm") if family else None
-    rope = _checked(path, stored, "rope_type")
-    if said["model_type"] == "llama" and rope not in (None, _NEOX):
-        found = f"a llama model of rope_type {rope}, whose query and key rows are interleaved"
-        remedy = "Convert it again from Hugging Face's files, or use its GGUF file."
-        raise bad(path, found, f"rope_type {_NEOX}, rows in Hugging Face's order", remedy)
+    said[ROPE_TYPE] = _checked(path, stored, "rope_type")
     return {key: value for key, value in said.items() if value is not None}
 
 
-def _tokenizer(path: Path, stored: Mapping[str, Any], family: object) -> dict[str, Any]:
+def _tokenizer(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     """GGUF key-values of the stored tokenizer; empty where vocabulary or merges are missing."""
     parts = {name: _checked(path, stored, key) for key, name in TOKENIZER.items()}
     if not parts["tokenizer.ggml.tokens"] or not parts["tokenizer.ggml.merges"]:
@@ -149,8 +145,6 @@ def _tokenizer(path: Path, stored: Mapping[str, Any], family: object) -> dict[st
             raise bad(path, found, "all of the tokens", "Write the file again with all of them.")
     if parts["tokenizer.ggml.model"] in (None, "bpe"):
         parts["tokenizer.ggml.model"] = "gpt2"
-    if parts["tokenizer.ggml.pre"] is None:
-        parts["tokenizer.ggml.pre"] = _PRE.get(str(family), "unknown")
     if parts["tokenizer.chat_template"] is None and _is_text(stored.get("tokenizer.chat_template")):
         parts["tokenizer.chat_template"] = stored["tokenizer.chat_template"]
     return {name: value for name, value in parts.items() if value is not None}
@@ -181,4 +175,4 @@ def as_config(
     # Both are config.json's to say; a file on its own says them by the tensors it has.
     said.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
     said.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in tensors)
-    return said | _tokenizer(path, stored, said["model_type"])
+    return said | _tokenizer(path, stored)
