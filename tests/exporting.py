@@ -1,26 +1,17 @@
 """What tests of exports share: a student to export, and ways to look at what came of it."""
 
 import dataclasses
-import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kdjax.device import sharding
-from kdjax.formats import open_table
-from kdjax.models.arch import spec_from_table
-from kdjax.models.decoder import Compute, functional
-from kdjax.models.loading import load_params
+import kdjax
 
 
 def load(path):
-    """Spec and float32 parameters of a checkpoint, on the host."""
-    table = open_table(path)
-    spec = spec_from_table(table)
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    _, abstract = functional(spec, Compute())
-    return spec, jax.device_get(load_params(table, spec, abstract, mesh))
+    """A checkpoint as a model of float32 parameters on the host."""
+    model = kdjax.load(path, dtype="float32")
+    return model.replace(params=jax.device_get(model.params))
 
 
 def short(spec):
@@ -28,34 +19,22 @@ def short(spec):
     return dataclasses.replace(spec, rms_eps=float(f"{spec.rms_eps:.6g}"))
 
 
-@functools.cache
-def forward(spec):
-    apply, _ = functional(spec, Compute())
-
-    def logits(params, tokens):
-        where = (
-            jnp.ones_like(tokens),
-            jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape),
-        )
-        return jnp.einsum("BTD,VD->BTV", apply.hidden(params, tokens, *where), apply.head(params))
-
-    return jax.jit(logits)
-
-
-def logits_of(spec, params):
-    tokens = np.random.default_rng(0).integers(0, 160, (2, 24)).astype(np.int32)
-    return np.asarray(forward(spec)(params, tokens))
+def logits_of(model):
+    return np.asarray(model.logits(np.random.default_rng(0).integers(0, 140, (2, 24))))
 
 
 def a_student(path):
-    """Path, spec and parameters that differ from the file's own."""
-    spec, params = load(path)
-    rng = np.random.default_rng(7)
+    """A model whose parameters differ from the file's own."""
+    model, rng = load(path), np.random.default_rng(7)
 
     def moved(x):
         return np.asarray(x) + rng.standard_normal(x.shape, np.float32) * np.float32(1e-3)
 
-    return path, spec, jax.tree.map(moved, params)
+    return model.replace(params=jax.tree.map(moved, model.params))
+
+
+def assert_same(params, want):
+    jax.tree.map(np.testing.assert_array_equal, params, want)
 
 
 def left_in(folder):

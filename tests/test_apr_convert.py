@@ -12,7 +12,6 @@ import pytest
 
 from kdjax.device import sharding
 from kdjax.errors import UserError
-from kdjax.export.apr import convert
 from kdjax.formats import open_table
 from kdjax.formats.apr.table import AprTable, verify_footer, write_apr
 from kdjax.formats.gguf import GGUFTable
@@ -24,6 +23,7 @@ from kdjax.models.loading import load_params
 from kdjax.models.names import gguf_name, hf_name
 from kdjax.models.tokenizer import load_tokenizer
 from scripts.apr import convert as script
+from scripts.apr.convert import convert
 
 # ---- tokenizers
 

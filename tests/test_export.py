@@ -1,6 +1,7 @@
 """Exports: what is read back equals what was meant, and nothing half-made is ever left."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exporting import a_student, corrupted, left_in, load, logits_of, short
+from exporting import a_student, assert_same, corrupted, left_in, load, logits_of, short
 
+import kdjax
 from kdjax.errors import UserError
 from kdjax.export import (
     SelfCheckError,
@@ -24,8 +26,9 @@ from kdjax.export import (
     weights,
 )
 from kdjax.formats import open_table
+from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import byte_alphabet
-from kdjax.models.tokenizer import from_gguf, load_tokenizer
+from kdjax.models.checkpoint import open_checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
 EXPORTS = {"hf": export_hf, "gguf": export_gguf, "apr": export_apr}
@@ -38,19 +41,40 @@ def student(models):
     return a_student(models / "student.gguf")
 
 
-def export(kind, student, out, **how):
-    path, spec, params = student
-    return EXPORTS[kind](params, spec, path, out, **how)
+@pytest.fixture(scope="module")
+def exported(student, tmp_path_factory):
+    """Path and report of the student in a format and type, written once; nothing may change it."""
+    written = {}
+
+    def export(kind, dtype="f32"):
+        if (kind, dtype) not in written:
+            out = tmp_path_factory.mktemp("exported") / f"student{SUFFIXES[kind]}"
+            written[kind, dtype] = out, EXPORTS[kind](student, out, dtype=dtype)
+        return written[kind, dtype]
+
+    return export
+
+
+def copied(path, folder):
+    """A copy of a shared export, to replace or to spoil."""
+    out = folder / path.name
+    (shutil.copytree if path.is_dir() else shutil.copyfile)(path, out)
+    return out
 
 
 @pytest.mark.parametrize("kind", EXPORTS)
 @pytest.mark.parametrize("dtype", ROUNDED)
-def test_unquantized_exports_come_back_bit_for_bit(kind, dtype, student, tmp_path):
-    out = tmp_path / f"student{SUFFIXES[kind]}"
-    report = export(kind, student, out, dtype=dtype)
-    spec, params = load(out)
-    _, want_spec, want = student
-    assert short(spec) == short(want_spec) and report.error == 0
+def test_unquantized_exports_come_back_bit_for_bit(kind, dtype, student, exported):
+    """To the bit in f32; in f16 and bf16 as rounding gives them, and the report says how far."""
+    out, report = exported(kind, dtype)
+    model = load(out)
+    assert short(model.spec) == short(student.spec)
+    if dtype == "f32":
+        assert report.error == 0 and "equal bit for bit" in str(report)
+    else:
+        assert 1e-5 < report.error < 2.0**-8
+        assert f"rounded to {dtype.upper()}, relative error 0." in str(report)
+        assert "bit for bit" not in str(report)
     whole = kind == "hf"  # elsewhere norms and biases stay F32
 
     def rounded(path, x):
@@ -58,46 +82,47 @@ def test_unquantized_exports_come_back_bit_for_bit(kind, dtype, student, tmp_pat
         as_stored = jnp.asarray(x).astype(ROUNDED[dtype]).astype(jnp.float32)
         return x if kept and not whole else np.asarray(as_stored)
 
-    want = jax.tree_util.tree_map_with_path(rounded, want)
-    jax.tree.map(np.testing.assert_array_equal, params, want)
-    np.testing.assert_array_equal(logits_of(spec, params), logits_of(want_spec, want))
-    assert load_tokenizer(out).tokens == load_tokenizer(student[0]).tokens
-    assert left_in(tmp_path) == [out.name]
+    want = jax.tree_util.tree_map_with_path(rounded, student.params)
+    assert_same(model.params, want)
+    np.testing.assert_array_equal(logits_of(model), logits_of(student.replace(params=want)))
+    assert model.tokenizer.tokens == student.tokenizer.tokens
+    assert left_in(out.parent) == [out.name]
 
 
-@pytest.mark.parametrize("dtype, error", [("q8_0", 0.01), ("q6_k", 0.02), ("q5_0", 0.06),
-                                          ("q4_k_m", 0.09), ("q4_0", 0.12)])  # fmt: skip
-def test_quantized_exports_lose_what_their_type_loses(dtype, error, student, tmp_path):
-    report = export("gguf", student, tmp_path / "a.gguf", dtype=dtype)
+@pytest.mark.parametrize(
+    "dtype, error",
+    [("q8_0", 0.01), ("q6_k", 0.02), ("q5_0", 0.06), ("q4_k_m", 0.09), ("q4_0", 0.12)],
+)
+def test_quantized_exports_lose_what_their_type_loses(dtype, error, student, exported):
+    out, report = exported("gguf", dtype)
     assert 0.001 < report.error < error
-    spec, params = load(tmp_path / "a.gguf")
-    want = logits_of(*student[1:])
-    assert np.linalg.norm(logits_of(spec, params) - want) < 0.6 * np.linalg.norm(want)
+    want = logits_of(student)
+    assert np.linalg.norm(logits_of(load(out)) - want) < 0.6 * np.linalg.norm(want)
 
 
-def test_q4_k_m_has_the_types_of_llama_quantize(student, tmp_path, models):
-    export("gguf", student, tmp_path / "a.gguf", dtype="q4_k_m")
-    ours, theirs = open_table(tmp_path / "a.gguf"), open_table(models / "student.gguf")
+def test_q4_k_m_has_the_types_of_llama_quantize(exported, models):
+    ours, theirs = open_table(exported("gguf", "q4_k_m")[0]), open_table(models / "student.gguf")
     assert {n: ours.info(n)[1:] for n in ours} == {n: theirs.info(n)[1:] for n in theirs}
     assert ours.metadata.keys() == theirs.metadata.keys()
     for key in ours.metadata:
         np.testing.assert_array_equal(ours.metadata[key], theirs.metadata[key])
 
 
-def test_a_tied_head_is_exported_tied(student, tmp_path):
-    export("hf", student, tmp_path / "hf")
-    export("gguf", student, tmp_path / "a.gguf")
-    assert student[1].tied
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert config["tie_word_embeddings"] is True
-    assert "lm_head.weight" not in open_table(tmp_path / "hf")
-    assert "output.weight" not in open_table(tmp_path / "a.gguf")
+def test_a_tied_head_is_exported_tied(student, exported):
+    folder = exported("hf")[0]
+    assert student.spec.tied
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in open_table(folder)
+    assert "output.weight" not in open_table(exported("gguf")[0])
 
 
-def small_source(model):
-    """A model of 160 rows with a tokenizer that fits: no byte beyond ASCII has a token."""
+@pytest.fixture(scope="module")
+def small_tokenizer(tmp_path_factory):
+    """A file with a tokenizer that fits 160 rows: no byte beyond ASCII has a token."""
     tokens = [*byte_alphabet()[:140], "<|endoftext|>", "<|im_end|>"]
+    tokens[139] = "!!"
     values = {
+        "general.architecture": "qwen2",
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
         "tokenizer.ggml.tokens": tokens,
@@ -108,56 +133,80 @@ def small_source(model):
         "tokenizer.ggml.bos_token_id": 140,
         "tokenizer.ggml.add_bos_token": True,
     }
-    tokens[139] = "!!"
-    special = vocabulary.Special(bos=140, eos=141, pad=140, add_bos=True)
-    return vocabulary.Source(open_table(model), from_gguf(values, "test"), special, None, values)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.gguf"
+    write_gguf(path, values, [("t", "F32", (1,), np.zeros(1, "<f4"))])
+    return path
 
 
 @pytest.mark.parametrize("case", ["qwen2_untied", "qwen2_yarn", "qwen3", "llama", "llama_scaled"])
 @pytest.mark.parametrize("kind", EXPORTS)
-def test_every_family_and_rope_comes_back(case, kind, tmp_path):
+def test_every_family_and_rope_comes_back(case, kind, small_tokenizer, tmp_path):
     """Through GGUF a Llama's rows are interleaved and its scaling becomes divisors."""
-    spec, params = load(GOLDENS / case)
+    model = load(GOLDENS / case)
+    source = open_checkpoint(GOLDENS / case, tokenizer=str(small_tokenizer))
     out = tmp_path / f"a{SUFFIXES[kind]}"
-    EXPORTS[kind](params, spec, small_source(GOLDENS / case), out)
-    found, again = load(out)
-    jax.tree.map(np.testing.assert_array_equal, again, params)
-    want = logits_of(spec, params)
-    np.testing.assert_allclose(logits_of(found, again), want, rtol=1e-4, atol=1e-4)
+    EXPORTS[kind](model.replace(checkpoint=source), out)
+    again = load(out)
+    assert_same(again.params, model.params)
+    want = logits_of(model)[..., :142]
+    np.testing.assert_allclose(logits_of(again), want, rtol=1e-4, atol=1e-4)
 
 
 def test_shards_and_their_index_read_back(student, tmp_path):
-    path, spec, params = student
-    export_hf(params, spec, path, tmp_path / "hf", shard_bytes=200_000)
+    export_hf(student, tmp_path / "hf", shard_bytes=200_000)
     shards = [n for n in left_in(tmp_path / "hf") if n.endswith(".safetensors")]
     assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 4 * spec.parameters()
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "hf")[1], params)
+    assert index["metadata"]["total_size"] == 4 * student.spec.parameters()
+    assert_same(load(tmp_path / "hf").params, student.params)
 
 
-def test_a_folder_becomes_a_gguf_file_with_the_same_tokenizer(student, tmp_path):
-    path, spec, params = student
-    export_hf(params, spec, path, tmp_path / "hf", dtype="bf16")
-    export_gguf(params, spec, tmp_path / "hf", tmp_path / "a.gguf")
-    ours, theirs = open_table(tmp_path / "a.gguf").metadata, open_table(path).metadata
+def test_a_folder_becomes_a_gguf_file_with_the_same_tokenizer(student, exported, tmp_path):
+    folder = exported("hf", "bf16")[0]
+    model = load(folder)
+    export_gguf(model, tmp_path / "a.gguf", dtype="bf16")
+    ours, theirs = (
+        open_table(tmp_path / "a.gguf").metadata,
+        student.checkpoint.header.metadata,
+    )
     for key in theirs:
-        if key.startswith("tokenizer.") or key.startswith("qwen2."):
+        if key.startswith(("tokenizer.", "qwen2.")):
             np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)
-    export_hf(params, spec, tmp_path / "hf", tmp_path / "again", dtype="bf16")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json",
-                 "config.json", "model.safetensors"):  # fmt: skip
-        once, again = ((tmp_path / folder / name).read_bytes() for folder in ("hf", "again"))
+    # bf16 numbers to bf16 lose nothing, and the report may say so.
+    report = export_hf(model, tmp_path / "again", dtype="bf16")
+    assert report.error == 0 and "equal bit for bit" in str(report)
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "config.json",
+        "model.safetensors",
+    ):
+        once, again = ((path / name).read_bytes() for path in (folder, tmp_path / "again"))
         assert once == again or json.loads(once) == json.loads(again), name
 
 
-def test_bf16_bits_are_numbers_too(student, tmp_path):
-    path, spec, params = student
-    bits = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16)).view(np.uint16), params)
-    export_hf(bits, spec, path, tmp_path / "a", dtype="bf16")
-    export_hf(params, spec, path, tmp_path / "b", dtype="bf16")
-    a, b = (tmp_path / n / "model.safetensors" for n in "ab")
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["host", "device"])
+@pytest.mark.parametrize("bits", [False, True])
+def test_parameters_may_be_bf16_or_its_bits_anywhere(bits, place, student, exported, tmp_path):
+    def stored(x):
+        x = np.asarray(x.astype(jnp.bfloat16))
+        return place(x.view(np.uint16) if bits else x)
+
+    params = jax.tree.map(stored, student.params)
+    export_hf(student.replace(params=params), tmp_path / "a", dtype="bf16")
+    a, b = (path / "model.safetensors" for path in (tmp_path / "a", exported("hf", "bf16")[0]))
     assert a.read_bytes() == b.read_bytes()
+
+
+def test_models_that_have_nothing_to_write_are_refused(student, models, tmp_path):
+    for lost, missing in (("spec", "an architecture that kdjax knows"), ("checkpoint", "a check")):
+        with pytest.raises(UserError, match=f"found a model without {missing}.*kdjax.load"):
+            export_hf(student.replace(**{lost: None}), tmp_path / "a")
+    packed = kdjax.load(models / "teacher.gguf", weights="packed")
+    with pytest.raises(UserError, match=r"found \w+ weights to export.*weights='dense'"):
+        export_hf(packed, tmp_path / "a")
+    assert not left_in(tmp_path)
 
 
 class Interrupted(BaseException):
@@ -166,10 +215,12 @@ class Interrupted(BaseException):
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("kind", EXPORTS)
-def test_an_interrupted_export_leaves_what_was_there(kind, before, student, tmp_path, monkeypatch):
-    out = tmp_path / f"a{SUFFIXES[kind]}"
+def test_an_interrupted_export_leaves_what_was_there(
+    kind, before, student, exported, tmp_path, monkeypatch
+):
+    out = tmp_path / f"student{SUFFIXES[kind]}"
     if before:
-        export(kind, student, out)
+        copied(exported(kind)[0], tmp_path)
     read, count = weights.Tensor.read, iter(range(99))
 
     def breaks(self, **how):
@@ -179,59 +230,73 @@ def test_an_interrupted_export_leaves_what_was_there(kind, before, student, tmp_
 
     monkeypatch.setattr(weights.Tensor, "read", breaks)
     with pytest.raises(Interrupted):
-        export(kind, student, out, dtype="f16", overwrite=True)
+        EXPORTS[kind](student, out, dtype="f16", overwrite=True)
     monkeypatch.undo()
     assert left_in(tmp_path) == [out.name] * before
     if before:
-        jax.tree.map(np.testing.assert_array_equal, load(out)[1], student[2])
+        assert_same(load(out).params, student.params)
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_killed_export_leaves_nothing_that_looks_complete(folder, tmp_path):
-    out = tmp_path / "a.gguf"
-    code = f"""
-import os, signal
+def test_a_killed_export_leaves_nothing_that_looks_complete(tmp_path):
+    code = """
+import os, signal, sys
 from pathlib import Path
-from kdjax.export.staging import staged
-with staged(Path({str(out)!r}), folder={folder}) as aside:
-    aside.mkdir() if {folder} else aside.write_bytes(b"GGUF")
+from kdjax.export.staging import stage
+out = Path(sys.argv[1])
+with stage(out / "a.gguf", folder=False) as file, stage(out / "hf", folder=True) as folder:
+    file.write_bytes(b"GGUF")
+    folder.mkdir()
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
-    assert killed.returncode == -signal.SIGKILL and not out.exists()
-    (left,) = left_in(tmp_path)
-    assert left.startswith(".a.gguf.") and left.endswith(".partial")
-    with staging.staged(out, folder=folder) as aside:
-        aside.mkdir() if folder else aside.write_bytes(b"whole")
-    assert left_in(tmp_path) == ["a.gguf"]
+    killed = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent.parent
+    )
+    assert killed.returncode == -signal.SIGKILL
+    left = left_in(tmp_path)
+    assert [name.split(".")[1] for name in left] == ["a", "hf"]
+    assert all(name.startswith(".") and name.endswith(".partial") for name in left)
+    with staging.stage(tmp_path / "a.gguf", folder=False) as aside:
+        aside.write_bytes(b"whole")
+    with staging.stage(tmp_path / "hf", folder=True) as aside:
+        aside.mkdir()
+    assert left_in(tmp_path) == ["a.gguf", "hf"]
 
 
 def upside_down(encode):
     return lambda rows, dtype: encode(rows[::-1] if rows.ndim == 2 else rows, dtype)
 
 
-@pytest.mark.parametrize("kind, dtype, fault", [
-    ("hf", "f32", corrupted), ("gguf", "bf16", corrupted), ("apr", "f16", corrupted),
-    ("gguf", "q8_0", upside_down), ("gguf", "q4_0", upside_down), ("gguf", "q4_k_m", upside_down),
-])  # fmt: skip
-def test_a_failed_self_check_removes_nothing(kind, dtype, fault, student, tmp_path, monkeypatch):
-    out = tmp_path / f"a{SUFFIXES[kind]}"
-    export(kind, student, out)
+@pytest.mark.parametrize(
+    "kind, dtype, fault",
+    [
+        ("hf", "f32", corrupted),
+        ("gguf", "bf16", corrupted),
+        ("apr", "f16", corrupted),
+        ("gguf", "q8_0", upside_down),
+        ("gguf", "q4_0", upside_down),
+        ("gguf", "q4_k_m", upside_down),
+    ],
+)
+def test_a_failed_self_check_removes_nothing(
+    kind, dtype, fault, student, exported, tmp_path, monkeypatch
+):
+    out = copied(exported(kind)[0], tmp_path)
     monkeypatch.setattr(weights, "encode", fault(weights.encode))
     with pytest.raises(SelfCheckError, match=r"not the bytes|times what"):
-        export(kind, student, out, dtype=dtype, overwrite=True)
+        EXPORTS[kind](student, out, dtype=dtype, overwrite=True)
     assert left_in(tmp_path) == [out.name]
-    jax.tree.map(np.testing.assert_array_equal, load(out)[1], student[2])
+    assert_same(load(out).params, student.params)
 
 
 def test_the_self_check_sees_another_tokenizer_and_architecture(student, tmp_path, monkeypatch):
-    path, spec, params = student
-    source = vocabulary.open_source(path)
-    tokens = list(source.values["tokenizer.ggml.tokens"])
+    files = vocabulary.find_files(student.checkpoint)
+    tokens = list(files.values["tokenizer.ggml.tokens"])
     tokens[65], tokens[66] = tokens[66], tokens[65]
-    wrong = source._replace(values=source.values | {"tokenizer.ggml.tokens": tokens})
-    with pytest.raises(SelfCheckError, match=r"another tokens\n.*other ids or text"):
-        export_gguf(params, spec, wrong, tmp_path / "a.gguf")
+    wrong = files._replace(values=files.values | {"tokenizer.ggml.tokens": tokens})
+    with monkeypatch.context() as patch:
+        patch.setattr(vocabulary, "find_files", lambda _: wrong)
+        with pytest.raises(SelfCheckError, match=r"another tokens\n.*other ids or text"):
+            export_gguf(student, tmp_path / "a.gguf")
     bent = formats.headers.gguf_metadata
 
     def metadata(*args):
@@ -239,66 +304,64 @@ def test_the_self_check_sees_another_tokenizer_and_architecture(student, tmp_pat
 
     monkeypatch.setattr(formats.headers, "gguf_metadata", metadata)
     with pytest.raises(SelfCheckError, match=r"rope_theta = 10000.0, expected 1000000.0"):
-        export_gguf(params, spec, path, tmp_path / "a.gguf")
+        export_gguf(student, tmp_path / "a.gguf")
     assert not left_in(tmp_path)
 
 
 @pytest.mark.parametrize("kind", EXPORTS)
-def test_what_is_there_is_replaced_only_when_asked(kind, student, tmp_path):
-    out = tmp_path / f"a{SUFFIXES[kind]}"
-    export(kind, student, out, dtype="bf16")
+def test_what_is_there_is_replaced_only_when_asked(kind, student, exported, tmp_path):
+    out = copied(exported(kind, "bf16")[0], tmp_path)
     with pytest.raises(UserError, match=r"there already.*--overwrite"):
-        export(kind, student, out)
-    assert load_dtype(out) == "BF16"
-    export(kind, student, out, overwrite=True)
-    assert load_dtype(out) == "F32" and left_in(tmp_path) == [out.name]
+        EXPORTS[kind](student, out)
+    assert embedding_type(out) == "BF16"
+    EXPORTS[kind](student, out, overwrite=True)
+    assert embedding_type(out) == "F32" and left_in(tmp_path) == [out.name]
 
 
-def load_dtype(path):
+def embedding_type(path):
     table = open_table(path)
-    return table.info("token_embd.weight" if "token_embd.weight" in table else
-                      "model.embed_tokens.weight").dtype  # fmt: skip
+    names = ("token_embd.weight", "model.embed_tokens.weight")
+    return next(table.info(name).dtype for name in names if name in table)
 
 
-def test_folders_are_exchanged_where_the_system_cannot(student, tmp_path, monkeypatch):
+def test_folders_are_exchanged_where_the_system_cannot(student, exported, tmp_path, monkeypatch):
     monkeypatch.setattr(staging.ctypes, "CDLL", lambda *_, **__: object())
-    test_what_is_there_is_replaced_only_when_asked("hf", student, tmp_path)
+    test_what_is_there_is_replaced_only_when_asked("hf", student, exported, tmp_path)
 
 
 def test_other_things_are_never_replaced(student, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     with pytest.raises(UserError, match=r"without config.json.*left alone"):
-        export("hf", student, tmp_path / "mine", overwrite=True)
+        export_hf(student, tmp_path / "mine", overwrite=True)
     with pytest.raises(UserError, match=r"is a folder; expected a file"):
-        export("gguf", student, tmp_path / "mine", overwrite=True)
+        export_gguf(student, tmp_path / "mine", overwrite=True)
     with pytest.raises(UserError, match=r"is a file; expected a folder"):
-        export("hf", student, tmp_path / "mine" / "thesis.txt", overwrite=True)
+        export_hf(student, tmp_path / "mine" / "thesis.txt", overwrite=True)
     assert left_in(tmp_path / "mine") == ["thesis.txt"]
 
 
 def test_input_that_cannot_be_exported(student, tmp_path):
-    path, spec, params = student
-    broken = jax.tree.map(np.copy, params)
-    broken["blocks"]["mlp"]["up"]["weight"][1, 2, 3] = np.nan
+    params = student.params
+    broken = student.replace(params=jax.tree.map(np.copy, params))
+    broken.params["blocks"]["mlp"]["up"]["weight"][1, 2, 3] = np.nan
     with pytest.raises(UserError, match=r"1 numbers of \d+ in model.layers.1.mlp.up_proj.weight"):
-        export_hf(broken, spec, path, tmp_path / "a")
+        export_hf(broken, tmp_path / "a")
     fewer = {k: v for k, v in params.items() if k != "norm"} | {"head": params["embed"][:-1]}
     with pytest.raises(UserError, match=r"norm/weight: missing\n.*head: unknown\n.*--student"):
-        export_hf(fewer, spec, path, tmp_path / "a")
-    broken["blocks"]["mlp"]["up"]["weight"][1, 2, 3] = 1e6
+        export_hf(student.replace(params=fewer), tmp_path / "a")
+    broken.params["blocks"]["mlp"]["up"]["weight"][1, 2, 3] = 1e6
     with pytest.raises(UserError, match=r"layers.1.mlp.up_proj.weight.*1e\+06 to store as F16"):
-        export_hf(broken, spec, path, tmp_path / "a", dtype="f16")
+        export_hf(broken, tmp_path / "a", dtype="f16")
     with pytest.raises(UserError, match=r"'q4_k_m' for a Hugging Face folder.*f32, bf16, f16"):
-        export_hf(params, spec, path, tmp_path / "a", dtype="q4_k_m")
+        export_hf(student, tmp_path / "a", dtype="q4_k_m")
     with pytest.raises(UserError, match=r"no whole blocks of 256.*\(128 columns\).*bf16"):
-        export_apr(params, spec, path, tmp_path / "a.apr", dtype="q4_k_m")
+        export_apr(student, tmp_path / "a.apr", dtype="q4_k_m")
     with pytest.raises(UserError, match=r"ends in .apr"):
-        export_apr(params, spec, path, tmp_path / "a.bin")
+        export_apr(student, tmp_path / "a.bin")
     assert not left_in(tmp_path)
 
 
 def test_apr_takes_k_blocks_where_rows_are_whole(models, tmp_path):
-    spec, params = load(models / "teacher.gguf")
-    report = export_apr(params, spec, models / "teacher.gguf", tmp_path / "a.apr", dtype="q4_k_m")
+    report = export_apr(load(models / "teacher.gguf"), tmp_path / "a.apr", dtype="q4_k_m")
     assert report.types.keys() == {"F32", "Q4_K", "Q6_K"} and report.error < 0.02

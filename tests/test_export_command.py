@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exporting import a_student, corrupted, forward, load
+from exporting import a_student, assert_same, corrupted, load
 
 from kdjax.commands import export as command
 from kdjax.commands import generate
 from kdjax.export import card, export_hf, vocabulary, weights
-from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 
@@ -30,7 +29,7 @@ def student(models):
 @pytest.fixture(scope="module")
 def workdir(student, tmp_path_factory):
     """Two saved steps of a run and its receipt; the second step's weights are the student's."""
-    path, _, params = student
+    path, params = student.checkpoint.path, student.params
     folder = tmp_path_factory.mktemp("run")
     earlier = jax.tree.map(lambda x: x * np.float32(0.5), params)
     identity = {"teacher.sha256": "aa", "student.sha256": "bb", "loss.alpha": 0.25}
@@ -66,14 +65,21 @@ def test_the_command_exports_the_newest_step(workdir, student, tmp_path, capsys)
     out = tmp_path / "made" / "hf"
     assert run(workdir, "--format=hf", f"--out={out}") == 0
     assert "equal bit for bit" in capsys.readouterr().out
-    jax.tree.map(np.testing.assert_array_equal, load(out)[1], student[2])
+    assert_same(load(out).params, student.params)
     readme = (out / "README.md").read_text()
-    for said in ("after 10 optimizer steps", "aa" * 32, "big.gguf", "| 0.5 | 0.125 |",
-                 '"loss.alpha": 0.25', "status 0", "## Not known"):  # fmt: skip
-        assert said in readme
+    for words in (
+        "after 10 optimizer steps",
+        "aa" * 32,
+        "big.gguf",
+        "| 0.5 | 0.125 |",
+        '"loss.alpha": 0.25',
+        "status 0",
+        "## Not known",
+    ):
+        assert words in readme
     assert run(workdir, "--format=gguf", "--step=5", f"--out={tmp_path}/a.gguf") == 0
-    half = jax.tree.map(lambda x: x * np.float32(0.5), student[2])
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "a.gguf")[1], half)
+    half = jax.tree.map(lambda x: x * np.float32(0.5), student.params)
+    assert_same(load(tmp_path / "a.gguf").params, half)
 
 
 def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monkeypatch):
@@ -83,16 +89,19 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
 
     out = f"--out={tmp_path}/a.gguf"
     fails("no such folder", tmp_path / "none", "--format=gguf", out)
-    fails("holds no checkpoint", tmp_path, "--format=gguf", out)
+    fails("holds no complete checkpoint", tmp_path, "--format=gguf", out)
     fails("no step 7.*expected one of 5, 10", workdir, "--format=gguf", out, "--step=7")
     fails("no such file or folder.*--student", workdir, "--format=gguf", out, "--student=gone.gguf")
     bare = tmp_path / "bare"
     (bare).mkdir()
     (bare / "checkpoints").symlink_to(workdir / "checkpoints")
     fails("does not say which student.*--student=PATH", bare, "--format=gguf", out)
-    assert run(bare, "--format=hf", f"--out={tmp_path}/hf", f"--student={student[0]}") == 0
+    named = f"--student={student.checkpoint.path}"
+    assert run(bare, "--format=hf", f"--out={tmp_path}/hf", named) == 0
     readme = (tmp_path / "hf" / "README.md").read_text()
     assert "`bb`" in readme and "How near it is to its teacher" in readme
+    (bare / "receipt.json").write_text("{cut")
+    fails("receipt.json: no JSON.*Restore it", bare, "--format=gguf", out)
     (tmp_path / "a.gguf").write_bytes(b"before")
     capsys.readouterr()
     fails("there already", workdir, "--format=gguf", out)
@@ -109,14 +118,14 @@ def test_generate_writes_the_same_from_a_workdir_as_from_its_export(
     capsys.readouterr()
     texts = []
     for model in (workdir, workdir / "checkpoints" / "10", exported):
-        source = [] if model is exported else [f"--student={student[0]}"]
+        source = [] if model is exported else [f"--student={student.checkpoint.path}"]
         assert generate.main([f"{model}@dequant:float32", *source, *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts == [texts[0]] * 3 and texts[0] != "\n"
 
 
 def test_a_card_without_records_claims_nothing(student):
-    text = card.model_card(student[1])
+    text = card.model_card(student.spec)
     assert "Which files the teacher and the student were" in text and "SHA-256" not in text
     assert "distilled by" not in text and "The settings of the run." in text
 
@@ -127,16 +136,15 @@ def test_transformers_loads_the_folder(dtype, student, tmp_path):
     torch = pytest.importorskip("torch")
     import transformers
 
-    path, spec, params = student
-    export_hf(params, spec, path, tmp_path / "hf", dtype=dtype)
+    export_hf(student, tmp_path / "hf", dtype=dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32, attn_implementation="eager"
     )
     tokens = np.random.default_rng(0).integers(0, 300, (2, 32))
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens)).logits.numpy()
-    spec, params = load(tmp_path / "hf")
-    ours = np.asarray(forward(spec)(params, tokens.astype(np.int32)))
+    ours = np.asarray(load(tmp_path / "hf").logits(tokens))
+    theirs = theirs[..., : ours.shape[-1]]
     assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert model.config.tie_word_embeddings and model.generation_config.eos_token_id
@@ -146,9 +154,9 @@ def test_transformers_loads_the_folder(dtype, student, tmp_path):
 def test_transformers_tokenizer_gives_the_same_ids(student, tmp_path):
     import transformers
 
-    path, spec, params = student
-    export_hf(params, spec, path, tmp_path / "hf")
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), load_tokenizer(path)
+    export_hf(student, tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = student.tokenizer
     for text in vocabulary._SAMPLES:
         assert theirs(text)["input_ids"] == ours.encode(text)
     messages = [{"role": "user", "content": "def f(self): return"}]
@@ -162,10 +170,11 @@ def test_transformers_tokenizer_gives_the_same_ids(student, tmp_path):
 @pytest.mark.skipif("KDJAX_LLAMA_PYTHON" not in os.environ, reason="needs llama-cpp-python")
 def test_llama_cpp_loads_the_files_and_agrees(models, tmp_path):
     """KDJAX_LLAMA_PYTHON names an interpreter with llama-cpp-python; the models are random."""
-    command = [sys.executable, "-m", "scripts.checks.llama_cpp", str(models / "student.gguf"),
-               "--text=README.md",
-               "--window=64", "--windows=4", f"--out={tmp_path}",
-               f"--python={os.environ['KDJAX_LLAMA_PYTHON']}"]  # fmt: skip
+    command = [
+        *(sys.executable, "-m", "scripts.checks.llama_cpp", str(models / "student.gguf")),
+        *("--text=README.md", "--window=64", "--windows=4", f"--out={tmp_path}"),
+        f"--python={os.environ['KDJAX_LLAMA_PYTHON']}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -177,17 +186,18 @@ def test_the_published_half_billion_in_transformers(tmp_path):
     import transformers
 
     path = Path(os.environ["KDJAX_MODELS"]) / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-    spec, params = load(path)
-    export_hf(params, spec, path, tmp_path / "hf")
+    published = load(path)
+    export_hf(published, tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = Path(__file__).read_text()
-    ids = load_tokenizer(path).encode(text)
+    ids = published.tokenizer.encode(text)
     assert tokenizer(text)["input_ids"] == ids
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokens = np.asarray([ids[:48]])
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens)).logits.numpy()
-    ours = np.asarray(forward(spec)(params, tokens.astype(np.int32)))
+    ours = np.asarray(published.logits(tokens))
+    theirs = theirs[..., : ours.shape[-1]]
     error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
     print(f"published 0.5B exported: logits {error:.1e}")
     assert error < 1e-4

@@ -11,15 +11,14 @@ import pytest
 from jax.sharding import Mesh
 from scipy.special import log_softmax
 
+import kdjax
 from kdjax.config import Config, identity, validate
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode
-from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
-from kdjax.models.decoder import Compute
 from kdjax.models.model import check_fp8, load_model
 from kdjax.models.weights import Scaled, from_bits, quantize_rows, to_bits
 from kdjax.training import plan
@@ -154,14 +153,9 @@ def test_what_it_costs_on_a_random_model(plain, lean):
 def test_safetensors_give_the_same_teacher(models, tmp_path, monkeypatch):
     """The student's folder in float32 and its own GGUF: one row's scale and all, bit for bit."""
     from kdjax.export import export_hf
-    from kdjax.models.decoder import functional
-    from kdjax.models.loading import load_params
 
     source = models / "student.gguf"
-    table = open_table(source)
-    spec = spec_from_table(table)
-    params = load_params(table, spec, functional(spec, Compute())[1], one_device())
-    export_hf(jax.device_get(params), spec, source, tmp_path / "hf")
+    export_hf(kdjax.load(source, dtype="float32"), tmp_path / "hf")
     for a, b in zip(
         *(jax.tree.leaves(model(p, "float8").params) for p in (source, tmp_path / "hf")),
         strict=True,

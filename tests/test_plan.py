@@ -19,7 +19,6 @@ from kdjax.config import TEACHER_BACKENDS, Config
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
-from kdjax.export.apr import convert
 from kdjax.formats import TensorInfo, open_table
 from kdjax.formats.blocks import row_bytes
 from kdjax.formats.gguf_writer import write_gguf
@@ -36,6 +35,7 @@ from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import plan, teachers
 from kdjax.training.job import ask_kinds, assemble
 from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
+from scripts.apr.convert import convert
 
 GIB = 2**30
 KINDS = {

@@ -8,88 +8,56 @@ of it, and what was at --out before still is.
 """
 
 import argparse
-import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from kdjax.commands.parsing import Parser
 from kdjax.device import runtime
-from kdjax.errors import CHECK_FAILED, FINISHED, MissingFileError, UserError, reporting
+from kdjax.errors import CHECK_FAILED, FINISHED, UserError, reporting
 from kdjax.export.card import model_card
 from kdjax.export.check import Report
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
 from kdjax.export.staging import check_target
-from kdjax.export.vocabulary import open_source
-from kdjax.formats.saved import saved_params, saved_run, saved_steps
-from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.checkpoint import run_sources
-from kdjax.models.decoder import Params
-
-_RECEIPT = "receipt.json"
+from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run
+from kdjax.models.checkpoint import Checkpoint, open_step
+from kdjax.models.decoder import Compute, functional
+from kdjax.models.model import Model
 
 
-def read_params(workdir: Path, step: int) -> Params:
-    """The student's parameters at a saved step: a nested dict of float32 arrays on the host."""
-    params: Params = {}
-    for name, array in saved_params(workdir, step):
-        *path, last = name.split("/")
-        node = params
-        for key in path:
-            node = node.setdefault(key, {})
-        node[last] = array
-    return params
+def read_model(checkpoint: Checkpoint) -> Model:
+    """A saved step with its parameters on the host, as they were saved: no device is used."""
+    assert isinstance(checkpoint.table, SavedTable)
+    functions, _ = functional(checkpoint.spec, Compute())
+    params, rows = checkpoint.table.read_tree(), checkpoint.spec.vocab_size
+    return Model(functions, params, rows, spec=checkpoint.spec, checkpoint=checkpoint)
 
 
-def read_receipt(workdir: Path) -> dict[str, Any]:
-    """The run's `receipt.json`, empty if there is none; raises `UserError` if it is no JSON."""
-    path = workdir / _RECEIPT
-    if not path.is_file():
-        return {}
+def _read_receipt(workdir: Path) -> dict[str, Any]:
     try:
-        receipt = json.loads(path.read_text(encoding="utf-8"))
+        return read_receipt(workdir) or {}
     except ValueError as error:
+        path = workdir / RECEIPT
         raise UserError(f"{path}: no JSON ({error}). Restore it, or move it away.") from error
-    return receipt if isinstance(receipt, dict) else {}
-
-
-def choose_step(workdir: Path, asked: int | None) -> int:
-    """The step to export, the newest by default; raises `UserError` if it is not there."""
-    if not workdir.is_dir():
-        raise MissingFileError(f"{workdir}: no such folder; expected the --workdir of a run.")
-    steps = saved_steps(workdir)
-    if not steps:
-        raise UserError(
-            f"{workdir} holds no checkpoint; expected some under {workdir}/checkpoints. Name the "
-            "--workdir of a run that has saved."
-        )
-    if asked is not None and asked not in steps:
-        raise UserError(
-            f"found no step {asked} in {workdir}; expected one of {', '.join(map(str, steps))}."
-        )
-    return steps[-1] if asked is None else asked
 
 
 def export(args: argparse.Namespace) -> Report:
     """Reads the checkpoint and writes it as asked."""
     workdir, out = Path(args.workdir), Path(args.out)
     check_target(out, folder=args.format == "hf", overwrite=args.overwrite)
-    step = choose_step(workdir, args.step)
-    receipt = read_receipt(workdir)
-    source = open_source(*run_sources(workdir, args.student or ""))
-    params = read_params(workdir, step)
-    # The run may have tied a head that the student's file stores twice, or untied one.
-    spec: ArchSpec = dataclasses.replace(spec_from_table(source.table), tied="head" not in params)
-    how: dict[str, Any] = {"dtype": args.type, "overwrite": args.overwrite}
+    receipt = _read_receipt(workdir)
+    checkpoint = open_step(workdir, args.step, student=args.student or "")
+    assert checkpoint.saved is not None
+    step, model = checkpoint.saved.step, read_model(checkpoint)
+    options: dict[str, Any] = {"dtype": args.type, "overwrite": args.overwrite}
     print(f"{workdir} step {step}: {args.format} as {args.type} to {out}", file=sys.stderr)
     if args.format == "gguf":
-        return export_gguf(params, spec, source, out, **how)
+        return export_gguf(model, out, **options)
     if args.format == "apr":
-        return export_apr(params, spec, source, out, **how)
+        return export_apr(model, out, **options)
     identity = saved_run(workdir, step).get("identity")
-    card = model_card(spec, name=out.name, step=step, receipt=receipt, identity=identity)
-    return export_hf(params, spec, source, out, card=card, **how)
+    card = model_card(checkpoint.spec, name=out.name, step=step, receipt=receipt, identity=identity)
+    return export_hf(model, out, card=card, **options)
 
 
 def _parser() -> Parser:

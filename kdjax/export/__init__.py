@@ -1,6 +1,6 @@
 """Students as files that others load: a Hugging Face folder, a GGUF file, an `.apr` file.
 
-    python -m kdjax.export runs/a --format=hf --out=exported/student
+    kdjax export runs/a --format=hf --out=exported/student
 
 Every export is written beside its target, read back and compared, and only then put in place.
 """

@@ -8,11 +8,23 @@ from kdjax import __version__
 from kdjax.config import flatten
 from kdjax.models.arch import ArchSpec
 
+_FRONT = """---
+library_name: transformers
+tags:
+- distillation
+- kdjax
+---
+"""
+_NO_RECORD = (
+    "Which files the teacher and the student were: no record of the run is beside the checkpoint."
+)
 _FIGURES = {
     "student_ce": "cross-entropy with the text, nats a token",
     "student_perplexity": "perplexity",
     "kl": "KL(teacher to student) at T=1, nats a token",
     "kl_topk": "KL(teacher to student) at T=1 over the cached ids and any other, a lower bound",
+    "divergence": "the divergence that was trained, at its temperature",
+    "divergence_topk": "the same over the cached ids and any other, a lower bound",
     "agreement": "top-1 agreement with the teacher",
     "teacher_ce": "the teacher's cross-entropy",
     "tokens": "positions measured",
@@ -24,42 +36,46 @@ _NEVER_KNOWN = (
 )
 
 
-def model_card(spec: ArchSpec, *, name: str = "", step: int | None = None,
-               receipt: Mapping[str, Any] | None = None,
-               identity: Mapping[str, Any] | None = None) -> str:  # fmt: skip
+def model_card(
+    spec: ArchSpec,
+    *,
+    name: str = "",
+    step: int | None = None,
+    receipt: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
+) -> str:
     """README.md of a Hugging Face folder, in Markdown.
 
     `receipt` is the run's `receipt.json`; without one `identity`, which a checkpoint holds, says
     which models and settings were used.
     """
-    said = receipt or {}
-    lines = ["---", "library_name: transformers", "tags:", "- distillation", "- kdjax", "---", "",
-             f"# {name or 'Exported student'}", ""]  # fmt: skip
-    lines.append(_opening(spec, step, bool(said or identity)))
+    receipt = receipt or {}
+    lines = [_FRONT, f"# {name or 'Exported student'}", ""]
+    lines.append(_opening(spec, step, bool(receipt or identity)))
     unknown = []
-    hashes = _hashes(said, identity or {})
+    hashes = _hashes(receipt, identity or {})
     if hashes:
         lines += ["", "## Made from", "", "| what | SHA-256 |", "| --- | --- |", *hashes]
     else:
-        unknown.append("Which files the teacher and the student were: no record of the run is "
-                       "beside the checkpoint.")  # fmt: skip
-    figures = _figures(said.get("held_out"), step)
+        unknown.append(_NO_RECORD)
+    figures = _figures(receipt.get("held_out"), step)
     if figures:
         lines += ["", "## Measured on held-out text", "", *figures]
     else:
         unknown.append("How near it is to its teacher on held-out text: no receipt holds figures.")
-    if said.get("exit"):
-        ended = said["exit"]
-        lines += ["", f"The run ended: {ended.get('reason')}, exit status {ended.get('status')}."]
-    elif said:
+    if exit := receipt.get("exit"):
+        lines += ["", f"The run ended: {exit.get('reason')}, exit status {exit.get('status')}."]
+    elif receipt:
         unknown.append("How the run ended: its receipt was not closed when this was exported.")
-    settings = flatten(dict(said["config"])) if isinstance(said.get("config"), dict) else identity
+    config = receipt.get("config")
+    settings = flatten(dict(config)) if isinstance(config, dict) else identity
     if settings:
-        lines += ["", "## Settings", "", "```json", _json(settings), "```"]
+        text = json.dumps(dict(settings), indent=1, sort_keys=True, default=str)
+        lines += ["", "## Settings", "", "```json", text, "```"]
     else:
         unknown.append("The settings of the run.")
     lines += ["", "## Not known", "", *(f"- {item}" for item in (*unknown, *_NEVER_KNOWN))]
-    return "\n".join([*lines, "", _closing(said), ""])
+    return "\n".join([*lines, "", _closing(receipt), ""])
 
 
 def _opening(spec: ArchSpec, step: int | None, trained: bool) -> str:
@@ -100,17 +116,12 @@ def _figures(held_out: Any, step: int | None) -> list[str]:
         if isinstance(final.get(key), int | float):
             rows.append(f"| {label} | {_number(first.get(key))} | {_number(final[key])} |")
     if step is not None and final.get("step") != step:
-        rows += ["", f"The weights here are those of step {step}, which is not the step of the "
-                     "last figures."]  # fmt: skip
+        rows += ["", f"The weights are those of step {step}, not of the step of the last figures."]
     return rows
 
 
 def _number(value: Any) -> str:
     return f"{value:,.6g}" if isinstance(value, int | float) else "not measured"
-
-
-def _json(settings: Mapping[str, Any]) -> str:
-    return json.dumps(dict(settings), indent=1, sort_keys=True, default=str)
 
 
 def _closing(receipt: Mapping[str, Any]) -> str:

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from kdjax.errors import CheckError, UserError
-from kdjax.export.vocabulary import Source, differences
+from kdjax.export.vocabulary import compare_tokenizers
 from kdjax.export.weights import Tensor, interleave
 from kdjax.formats import TensorTable, open_table
 from kdjax.formats.apr.table import verify_footer
 from kdjax.formats.blocks import decode, encode
 from kdjax.models.arch import ArchSpec, rope_frequencies, spec_from_table
 from kdjax.models.loading import is_gguf, tensor_names
-from kdjax.models.tokenizer import load_tokenizer
+from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 # Root mean square of the errors in a block of 256, relative to its largest element: what no valid
 # rounding exceeds. Half the worst step for the types with one scale, which are off by a whole step
@@ -34,20 +34,25 @@ class SelfCheckError(CheckError):
 
 @dataclasses.dataclass
 class Report:
-    """What the check found."""
+    """What was read back, and how far it is from the parameters that were given."""
 
     tensors: int = 0
     nbytes: int = 0
     types: dict[str, int] = dataclasses.field(default_factory=dict)  # tensors of each type
-    error: float = 0.0  # root mean square over all quantized numbers, relative to theirs
+    error: float = 0.0  # root mean square over all numbers not kept as F32, relative to theirs
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.types.items()))
-        lost = f"; relative error {self.error:.2%}" if self.error else "; equal bit for bit"
-        return f"{self.tensors} tensors ({kinds}), {self.nbytes / 1e6:,.1f} MB{lost}"
+        rounded = ", ".join(sorted(kind for kind in self.types if kind != "F32"))
+        verdict = "equal bit for bit"
+        if self.error:
+            verdict = f"rounded to {rounded}, relative error {self.error:.2%}"
+        return f"{self.tensors} tensors ({kinds}), {self.nbytes / 1e6:,.1f} MB; {verdict}"
 
 
-def check(path: Path, tensors: Sequence[Tensor], spec: ArchSpec, source: Source) -> Report:
+def check_export(
+    path: Path, tensors: Sequence[Tensor], spec: ArchSpec, tokenizer: Tokenizer
+) -> Report:
     """Reads a written file or folder and compares all of it with what was meant.
 
     Unquantized tensors must have the bytes that rounding gives, quantized ones lie within their
@@ -57,12 +62,12 @@ def check(path: Path, tensors: Sequence[Tensor], spec: ArchSpec, source: Source)
         if path.suffix == ".apr":
             verify_footer(path)
         table = open_table(path)
-        found = spec_from_table(table)
-        tensor_names(table, found)
+        written_spec = spec_from_table(table)
+        tensor_names(table, written_spec)
         written = load_tokenizer(path)
     except (UserError, OSError, ValueError) as error:
         raise SelfCheckError(f"the file just written cannot be read: {error}") from error
-    problems = _spec_differences(spec, found) + differences(source.tokenizer, written)
+    problems = _compare_specs(spec, written_spec) + compare_tokenizers(tokenizer, written)
     if path.is_dir():
         problems += _folder_problems(path)
     report, lost, total = Report(), 0.0, 0.0
@@ -82,10 +87,10 @@ def check(path: Path, tensors: Sequence[Tensor], spec: ArchSpec, source: Source)
     return report
 
 
-def _spec_differences(want: ArchSpec, found: ArchSpec) -> list[str]:
+def _compare_specs(want: ArchSpec, written: ArchSpec) -> list[str]:
     problems = []
     for field in dataclasses.fields(ArchSpec):
-        a, b = getattr(want, field.name), getattr(found, field.name)
+        a, b = getattr(want, field.name), getattr(written, field.name)
         if field.name == "rope_scaling":
             continue
         # GGUF stores reals as float32.
@@ -93,7 +98,7 @@ def _spec_differences(want: ArchSpec, found: ArchSpec) -> list[str]:
         if not same:
             problems.append(f"{field.name} = {b}, expected {a}")
     if not problems:
-        (a, scale_a), (b, scale_b) = rope_frequencies(want), rope_frequencies(found)
+        (a, scale_a), (b, scale_b) = rope_frequencies(want), rope_frequencies(written)
         if not np.allclose(a, b, rtol=1e-5, atol=0) or abs(scale_a - scale_b) > 1e-5:
             problems.append("other rotary frequencies")
     return problems
@@ -115,9 +120,10 @@ def _decoder(dtype: str) -> Any:
     return jax.jit(functools.partial(decode, dtype_name=dtype))
 
 
-def _compare(table: TensorTable, name: str, want: np.ndarray,
-             heads: int) -> tuple[list[str], tuple[float, float]]:  # fmt: skip
-    """Problems of one tensor, and the squares of its errors and of its numbers if quantized."""
+def _compare(
+    table: TensorTable, name: str, want: np.ndarray, heads: int
+) -> tuple[list[str], tuple[float, float]]:
+    """Problems of one tensor, and the squares of its errors and of its numbers unless F32."""
     info, raw = table.info(name), table.raw(name)
     if info.shape != want.shape:
         return [f"{name}: shape {info.shape}, expected {want.shape}"], (0.0, 0.0)
@@ -127,14 +133,15 @@ def _compare(table: TensorTable, name: str, want: np.ndarray,
     step = max(1, _ELEMENTS // rows.shape[1])
     for start in range(0, len(rows), step):
         part, bits = rows[start : start + step], raw[start : start + step]
-        if info.dtype not in LIMITS:
-            if not np.array_equal(bits, encode(part, info.dtype)):
-                return [f"{name}: not the bytes that {info.dtype} rounds to"], (0.0, 0.0)
+        if info.dtype not in LIMITS and not np.array_equal(bits, encode(part, info.dtype)):
+            return [f"{name}: not the bytes that {info.dtype} rounds to"], (0.0, 0.0)
+        if info.dtype == "F32":
             continue
         error = part - np.asarray(_decoder(info.dtype)(bits))
         lost += float(np.vdot(error, error))
         total += float(np.vdot(part, part))
-        worst = max(worst, _worst(error, part, LIMITS[info.dtype]))
+        if info.dtype in LIMITS:
+            worst = max(worst, _worst(error, part, LIMITS[info.dtype]))
     if not worst <= 1:
         return [f"{name}: off by {worst:.2f} times what {info.dtype} may be"], (0.0, 0.0)
     return [], (lost, total)

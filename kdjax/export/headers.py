@@ -11,20 +11,33 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import UserError
-from kdjax.export.apr import apr_architecture, plain
+from kdjax.export.vocabulary import is_empty
 from kdjax.formats import TensorTable
-from kdjax.formats.apr.metadata import TOKENIZER
+from kdjax.formats.apr.metadata import INTEGERS, NEOX, TOKENIZER
 from kdjax.models.arch import ArchSpec, RopeScaling, rope_frequencies
 from kdjax.models.families import FAMILIES
 from kdjax.models.loading import is_gguf
 
 TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Of the source's GGUF header what holds for its weights or its files only.
-_STALE = ("general.file_type", "general.quantization_version", "general.alignment", "quantize.",
-          "split.")  # fmt: skip
+_STALE = (
+    "general.file_type",
+    "general.quantization_version",
+    "general.alignment",
+    "quantize.",
+    "split.",
+    "tokenizer.",
+)
 # config.json entries likewise.
-_STALE_HF = ("quantization_config", "torch_dtype", "dtype", "transformers_version",
-             "_name_or_path", "tokenizer.", "apr.")  # fmt: skip
+_STALE_HF = (
+    "quantization_config",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "_name_or_path",
+    "tokenizer.",
+    "apr.",
+)
 
 
 def _unscaled(spec: ArchSpec) -> np.ndarray:
@@ -61,17 +74,17 @@ def _rope_parameters(spec: ArchSpec) -> dict[str, Any] | None:
         return None
     if scaling.kind == "divisors":
         scaling = _published_llama3(spec, scaling)
-    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    config: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind != "linear":
-        found["original_max_position_embeddings"] = scaling.original_positions
+        config["original_max_position_embeddings"] = scaling.original_positions
     if scaling.kind == "llama3":
-        found |= {"low_freq_factor": scaling.low_freq_factor,
-                  "high_freq_factor": scaling.high_freq_factor}  # fmt: skip
+        config["low_freq_factor"] = scaling.low_freq_factor
+        config["high_freq_factor"] = scaling.high_freq_factor
     if scaling.kind == "yarn":
-        found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        config |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
         if scaling.attention_factor is not None:
-            found["attention_factor"] = scaling.attention_factor
-    return found
+            config["attention_factor"] = scaling.attention_factor
+    return config
 
 
 def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, Any]) -> dict:
@@ -90,8 +103,7 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
         "torch_dtype": TORCH_DTYPES[dtype],
     }
     if not is_gguf(source) and "architectures" in source.metadata:
-        kept = {k: v for k, v in source.metadata.items() if not k.startswith(_STALE_HF)}
-        return kept | shape
+        return _keep(source, _STALE_HF) | shape
     config = {
         "architectures": [FAMILIES[spec.family].hf_architecture],
         "model_type": spec.family,
@@ -119,7 +131,8 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _gguf_shape(spec: ArchSpec) -> dict[str, Any]:
+def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
+    """The architecture as GGUF key-values."""
     values: dict[str, Any] = {
         "block_count": spec.num_layers,
         "context_length": spec.max_positions,
@@ -142,22 +155,49 @@ def _gguf_shape(spec: ArchSpec) -> dict[str, Any]:
     return {f"{spec.family}.{key}": value for key, value in values.items()}
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, list | np.ndarray) and not len(value)
+def _keep(source: TensorTable, stale: tuple[str, ...]) -> dict[str, Any]:
+    return {key: source.metadata[key] for key in source.metadata if not key.startswith(stale)}
 
 
-def gguf_metadata(spec: ArchSpec, source: TensorTable, file_type: int,
-                  tokenizer: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
+def gguf_metadata(
+    spec: ArchSpec, source: TensorTable, file_type: int, tokenizer: dict[str, Any]
+) -> dict[str, Any]:
     """Key-values of the GGUF header, the tokenizer's last, as converters order them."""
     base: dict[str, Any] = {"general.architecture": spec.family, "general.type": "model"}
     if is_gguf(source):
-        base |= {
-            key: source.metadata[key]
-            for key in source.metadata
-            if not key.startswith((*_STALE, "tokenizer.")) and not _is_empty(source.metadata[key])
-        }
-    base |= _gguf_shape(spec) | {"general.file_type": file_type}
+        kept = _keep(source, _STALE)
+        base |= {key: value for key, value in kept.items() if not is_empty(value)}
+    base |= gguf_shape(spec) | {"general.file_type": file_type}
     return base | {"general.quantization_version": 2} | tokenizer
+
+
+def as_json(value: Any) -> Any:
+    """A metadata value as JSON takes it."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[str, Any]:
+    """What `.apr` metadata say of a model but for rope scaling and tokenizer."""
+    renamed = {
+        "num_layers": spec.num_layers,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "intermediate_size": spec.mlp_size,
+        "max_position_embeddings": spec.max_positions,
+    }
+    return {
+        "model_type": spec.family,
+        "name": name,
+        "original_format": original_format,
+        "architecture": spec.family,
+        "param_count": spec.parameters(),
+        **{key: renamed.get(key) or getattr(spec, key) for key in INTEGERS},
+        "rope_theta": spec.rope_theta,
+        "rope_type": NEOX,
+        "rms_norm_eps": spec.rms_eps,
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": spec.o_bias,
+    }
 
 
 def apr_metadata(spec: ArchSpec, name: str, tokenizer: dict[str, Any]) -> dict[str, Any]:
@@ -166,5 +206,5 @@ def apr_metadata(spec: ArchSpec, name: str, tokenizer: dict[str, Any]) -> dict[s
     metadata |= {"rope_theta": _short(spec.rope_theta), "rms_norm_eps": _short(spec.rms_eps)}
     if scaling := _rope_parameters(spec):
         metadata["rope_scaling"] = scaling
-    said = {key: tokenizer.get(name) for key, name in TOKENIZER.items()}
-    return metadata | {key: plain(value) for key, value in said.items() if value is not None}
+    parts = {key: tokenizer.get(name) for key, name in TOKENIZER.items()}
+    return metadata | {key: as_json(value) for key, value in parts.items() if value is not None}

@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kdjax.errors import UserError
 
@@ -21,9 +23,8 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
             f"{out} is there already. Give another --out, or replace it with --overwrite."
         )
     if folder != out.is_dir():
-        kind = "a folder" if out.is_dir() else "a file"
-        wanted = "a folder" if folder else "a file"
-        raise UserError(f"{out} is {kind}; expected {wanted} to replace. Give another --out.")
+        kind, other = ("a file", "a folder") if folder else ("a folder", "a file")
+        raise UserError(f"{out} is {kind}; expected {other} to replace. Give another --out.")
     if folder and any(out.iterdir()) and not (out / "config.json").is_file():
         raise UserError(
             f"{out} is a folder without config.json, so not one that an export made; it is left "
@@ -32,7 +33,7 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def staged(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]:
+def stage(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]:
     """A path in a hidden folder beside `out`, of the same name; it becomes `out` at the end.
 
     If the block raises, nothing is left and `out` stays as it was; a kill leaves the hidden folder,
@@ -72,6 +73,11 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Indented UTF-8, as Transformers writes its configs."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _sync_one(path: Path) -> None:

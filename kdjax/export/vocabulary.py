@@ -9,15 +9,25 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers.processors import TemplateProcessing
 
 from kdjax.errors import UserError
-from kdjax.formats import TensorTable, open_shapes, open_table
-from kdjax.models.tokenizer import PRE_TOKENIZERS, Tokenizer, load_tokenizer
+from kdjax.export.staging import write_json
+from kdjax.formats import open_table
+from kdjax.models.checkpoint import Checkpoint
+from kdjax.models.tokenizer import PRE_TOKENIZERS, Tokenizer, default_pre_tokenizer
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
-          "merges.txt", "added_tokens.json", "chat_template.jinja")  # fmt: skip
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
 # Tokens that a text must survive, whatever the vocabulary.
 _SAMPLES = (
@@ -39,32 +49,26 @@ class Special(NamedTuple):
     add_bos: bool
 
 
-class Source(NamedTuple):
-    """Where a model and its tokenizer come from."""
+class TokenizerFiles(NamedTuple):
+    """Where a tokenizer is stored: in a folder's files or in the key-values of a GGUF header."""
 
-    table: TensorTable
-    tokenizer: Tokenizer
     special: Special
-    folder: Path | None  # with tokenizer.json; None if GGUF key-values hold the tokenizer
+    folder: Path | None  # with tokenizer.json; None if key-values hold the tokenizer
     values: dict[str, Any]  # those key-values
 
 
-def open_source(model: str | Path, tokenizer: str | Path | None = None) -> Source:
-    """The student's own file or folder; `tokenizer` is another for the tokenizer alone.
-
-    Raises `UserError` if either is missing or broken.
-    """
-    table = open_shapes(model)
-    place = Path(tokenizer or model)
-    loaded = load_tokenizer(place)
-    values: dict[str, Any] = {}
-    if not place.is_dir():
-        metadata = open_table(place).metadata
-        values = {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}
+def find_files(checkpoint: Checkpoint) -> TokenizerFiles:
+    """How a checkpoint stores its tokenizer; raises `UserError` if it is missing or broken."""
+    tokenizer, table = checkpoint.tokenizer, checkpoint.header
+    place = Path(checkpoint.tokenizer_path or table.paths[0])
+    if place.is_dir():
+        return TokenizerFiles(_special_of_folder(place, tokenizer), place, {})
+    metadata = open_table(place).metadata if checkpoint.tokenizer_path else table.metadata
+    values = {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" in values:
-        return Source(table, loaded, _special_of_gguf(values, loaded), None, values)
-    folder = place if place.is_dir() else place.parent
-    return Source(table, loaded, _special_of_folder(folder, loaded), folder, {})
+        values.setdefault("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
+        return TokenizerFiles(_special_of_gguf(values, tokenizer), None, values)
+    return TokenizerFiles(_special_of_folder(place.parent, tokenizer), place.parent, {})
 
 
 def _special_of_gguf(values: dict[str, Any], tokenizer: Tokenizer) -> Special:
@@ -72,20 +76,17 @@ def _special_of_gguf(values: dict[str, Any], tokenizer: Tokenizer) -> Special:
         value = values.get(f"tokenizer.ggml.{name}_token_id")
         return int(value) if value is not None and int(value) < tokenizer.vocab_size else None
 
-    return Special(known("bos"), known("eos"), known("padding"),
-                   bool(values.get("tokenizer.ggml.add_bos_token", False)))  # fmt: skip
+    opens = bool(values.get("tokenizer.ggml.add_bos_token", False))
+    return Special(known("bos"), known("eos"), known("padding"), opens)
 
 
 def _special_of_folder(folder: Path, tokenizer: Tokenizer) -> Special:
     from transformers import AutoTokenizer
 
     fast = AutoTokenizer.from_pretrained(folder)
-    bos = fast.bos_token_id
-    opened = fast("a")["input_ids"]
-    add_bos = bos is not None and opened[:1] == [bos]
-    pad = fast.pad_token_id
-    return Special(bos, fast.eos_token_id, tokenizer.end_of_text_id if pad is None else pad,
-                   add_bos)  # fmt: skip
+    bos, pad = fast.bos_token_id, fast.pad_token_id
+    opens = bos is not None and fast("a")["input_ids"][:1] == [bos]
+    return Special(bos, fast.eos_token_id, tokenizer.end_of_text_id if pad is None else pad, opens)
 
 
 def ids_for_config(special: Special) -> dict[str, Any]:
@@ -94,23 +95,23 @@ def ids_for_config(special: Special) -> dict[str, Any]:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def generation_config(source: Source) -> dict[str, Any]:
-    """`generation_config.json`: the source's own, or special tokens only.
+def generation_config(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, Any]:
+    """`generation_config.json`: the folder's own, or special tokens only.
 
     Both the end of a turn and the end of the text stop a generation.
     """
-    if source.folder is not None and (path := source.folder / "generation_config.json").is_file():
+    if files.folder is not None and (path := files.folder / "generation_config.json").is_file():
         return json.loads(path.read_text())
-    ends = [source.special.eos, source.tokenizer.end_of_text_id]
+    ends = [files.special.eos, tokenizer.end_of_text_id]
     stops = list(dict.fromkeys(end for end in ends if end is not None))
-    return {**ids_for_config(source.special), "eos_token_id": stops}
+    return {**ids_for_config(files.special), "eos_token_id": stops}
 
 
 def _encoder_json(encoder: Encoder) -> dict[str, Any]:
     return json.loads(encoder.to_str())
 
 
-def _pre_tokenizer(encoder: Encoder, source: Path | None) -> str:
+def _pre_tokenizer(encoder: Encoder, folder: Path | None) -> str:
     """The name that llama.cpp has for how text is cut before merging."""
     described = json.dumps(_encoder_json(encoder)["pre_tokenizer"])
     for name, pattern in PRE_TOKENIZERS.items():
@@ -120,22 +121,22 @@ def _pre_tokenizer(encoder: Encoder, source: Path | None) -> str:
     if '"use_regex": true' in described and "Regex" not in described:
         return "gpt-2"
     raise UserError(
-        f"{source}/tokenizer.json cuts text in a way that has no known name in llama.cpp; expected "
+        f"{folder}/tokenizer.json cuts text in a way that has no known name in llama.cpp; expected "
         f"that of {', '.join(PRE_TOKENIZERS)}. Export --format=hf and use llama.cpp's "
         "convert_hf_to_gguf.py, or give --student=FILE.gguf."
     )
 
 
-def gguf_values(source: Source, rows: int) -> dict[str, Any]:
+def gguf_values(tokenizer: Tokenizer, files: TokenizerFiles, rows: int) -> dict[str, Any]:
     """The tokenizer as GGUF key-values, one token for each of `rows` rows of the embedding.
 
     Raises `UserError` for a tokenizer of more tokens, and for one that llama.cpp has no name for.
     """
-    values = dict(source.values) if source.folder is None else _values_of_folder(source)
+    values = dict(files.values) if files.folder is None else _values_of_folder(tokenizer, files)
     tokens = list(values["tokenizer.ggml.tokens"])
-    if source.tokenizer.vocab_size > rows:
+    if tokenizer.vocab_size > rows:
         raise UserError(
-            f"found a tokenizer of {source.tokenizer.vocab_size} tokens; expected at most the "
+            f"found a tokenizer of {tokenizer.vocab_size} tokens; expected at most the "
             f"{rows} rows of the embedding. Give the tokenizer of this student."
         )
     tokens = tokens[:rows] + [f"[PAD{i}]" for i in range(len(tokens), rows)]
@@ -143,22 +144,23 @@ def gguf_values(source: Source, rows: int) -> dict[str, Any]:
     if "tokenizer.ggml.token_type" in values:
         types = [int(kind) for kind in values["tokenizer.ggml.token_type"]][:rows]
         values["tokenizer.ggml.token_type"] = types + [_UNUSED] * (rows - len(types))
-    return {key: value for key, value in values.items() if not _is_empty(value)}
+    return {key: value for key, value in values.items() if not is_empty(value)}
 
 
-def _is_empty(value: Any) -> bool:
-    return not isinstance(value, bool | int | float) and not len(value)
+def is_empty(value: Any) -> bool:
+    """Whether the value is a list without elements, which have no type for GGUF to name."""
+    return isinstance(value, list | np.ndarray) and not len(value)
 
 
-def _values_of_folder(source: Source) -> dict[str, Any]:
-    tokenizer, special = source.tokenizer, source.special
+def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, Any]:
+    special = files.special
     types = [_NORMAL] * tokenizer.vocab_size
     for added in _encoder_json(tokenizer.encoder)["added_tokens"]:
         types[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
     bos = tokenizer.end_of_text_id if special.bos is None else special.bos
     values: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer.encoder, source.folder),
+        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer.encoder, files.folder),
         "tokenizer.ggml.tokens": list(tokenizer.tokens),
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": list(tokenizer.merges),
@@ -172,15 +174,15 @@ def _values_of_folder(source: Source) -> dict[str, Any]:
     return values
 
 
-def write_hf(source: Source, folder: Path, context: int) -> None:
+def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context: int) -> None:
     """The tokenizer's files into `folder`; `context` in tokens goes to `model_max_length`."""
-    if source.folder is not None:
+    if files.folder is not None:
         for name in _FILES:
-            if (path := source.folder / name).is_file():
+            if (path := files.folder / name).is_file():
                 shutil.copyfile(path, folder / name)
         return
-    described = _encoder_json(source.tokenizer.encoder)
-    special, tokens = source.special, source.tokenizer.tokens
+    described = _encoder_json(tokenizer.encoder)
+    special, tokens = files.special, tokenizer.tokens
     if special.add_bos and special.bos is not None:
         bos = tokens[special.bos]
         opening = TemplateProcessing(
@@ -189,7 +191,7 @@ def write_hf(source: Source, folder: Path, context: int) -> None:
         encoder = Encoder.from_str(json.dumps(described))
         encoder.post_processor = opening
         described = _encoder_json(encoder)
-    _write_json(folder / "tokenizer.json", described)
+    write_json(folder / "tokenizer.json", described)
     named = {"bos_token": special.bos, "eos_token": special.eos, "pad_token": special.pad}
     flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     config = {
@@ -203,24 +205,20 @@ def write_hf(source: Source, folder: Path, context: int) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
-    if source.tokenizer.chat_template:
-        config["chat_template"] = source.tokenizer.chat_template
-    _write_json(folder / "tokenizer_config.json", config)
+    if tokenizer.chat_template:
+        config["chat_template"] = tokenizer.chat_template
+    write_json(folder / "tokenizer_config.json", config)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def differences(source: Tokenizer, written: Tokenizer) -> list[str]:
+def compare_tokenizers(source: Tokenizer, written: Tokenizer) -> list[str]:
     """What the tokenizer read back does otherwise than the source; empty if nothing."""
-    found = []
+    problems = []
     for name in ("tokens", "special_ids", "eos_id", "chat_template"):
         if getattr(source, name) != getattr(written, name):
-            found.append(f"another {name.replace('_', ' ')}")
+            problems.append(f"another {name.replace('_', ' ')}")
     names = [source.tokens[i] for i in sorted(source.special_ids)[:8]]
     for text in (*_SAMPLES, "".join(names), f"a{''.join(names)} b"):
         ids = source.encode(text)
         if written.encode(text) != ids or written.decode(ids) != source.decode(ids):
-            found.append(f"other ids or text for {text!r}")
-    return found
+            problems.append(f"other ids or text for {text!r}")
+    return problems

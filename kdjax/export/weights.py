@@ -88,11 +88,17 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
-    """Every tensor of the model, layer by layer; raises `UserError` if `params` are not of `spec`.
+def list_tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
+    """Every tensor of the model, layer by layer; a tied head is the embedding.
 
-    A tied head is the embedding and no tensor of its own.
+    Raises `UserError` if `params` are not of `spec`, or are blocks or float8 in place of numbers.
     """
+    for weight in jax.tree.leaves(params, is_leaf=lambda node: not isinstance(node, dict)):
+        if not isinstance(weight, np.ndarray | jax.Array):
+            raise UserError(
+                f"found {type(weight).__name__} weights to export; expected arrays of numbers. "
+                "Load the model with weights='dense'."
+            )
     _, abstract = functional(spec, Compute())
     want = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]}
     have = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
@@ -109,14 +115,14 @@ def tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
             f"the parameters are not those of this {spec.family} model:\n  {listed}\n"
             "Give the student that the run started from, with --student=PATH."
         )
-    found = [
+    tensors = [
         Tensor(path, layer, have[path], names.head_count(names.name_of(path), spec))
         for path in want
         for layer in (range(spec.num_layers) if path[0] == "blocks" else (None,))
     ]
     # Embedding, layers, norm, head.
     order = {"embed": -1, "norm": spec.num_layers, "head": spec.num_layers + 1}
-    return sorted(found, key=lambda t: order.get(t.path[0], t.layer or 0))
+    return sorted(tensors, key=lambda t: order.get(t.path[0], t.layer or 0))
 
 
 def _path(keys: Any) -> tuple[str, ...]:

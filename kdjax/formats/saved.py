@@ -5,6 +5,7 @@ here writes or deletes.
 """
 
 import functools
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from kdjax.formats.table import TensorInfo
 
+RECEIPT = "receipt.json"
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -31,6 +33,18 @@ def saved_steps(workdir: Path) -> list[int]:
 def saved_run(workdir: Path, step: int) -> dict[str, Any]:
     """What `training.saving.Checkpoints.save` was given as `run`."""
     return dict(ocp.JsonCheckpointHandler().restore(step_folder(workdir, step) / "run"))
+
+
+def read_receipt(workdir: Path) -> dict[str, Any] | None:
+    """The run's `receipt.json`; None without one, empty if it is no object.
+
+    Raises `ValueError` if it is no JSON.
+    """
+    try:
+        receipt = json.loads((workdir / RECEIPT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return receipt if isinstance(receipt, dict) else {}
 
 
 def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -88,6 +102,17 @@ class SavedTable:
         args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
         (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self.folder, args=args))
         return array
+
+    def read_tree(self) -> dict[str, Any]:
+        """All parameters as the tree that was saved: nested dicts of arrays on the host."""
+        tree: dict[str, Any] = {}
+        for name in self:
+            *path, last = name.split("/")
+            node = tree
+            for key in path:
+                node = node.setdefault(key, {})
+            node[last] = self.array(name)
+        return tree
 
     def raw(self, name: str) -> np.ndarray:
         """uint8 `shape[:-1] + (row_bytes,)`, read from the disk at each call."""

@@ -2,18 +2,15 @@
 
 import dataclasses
 import functools
-import json
 import os
 from pathlib import Path
 
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
-from kdjax.formats.saved import SavedTable, saved_run, saved_steps
+from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run, saved_steps
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.loading import tensor_names
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
-
-RECEIPT = "receipt.json"
 
 # How commands name the kinds of weights of `model.load_model`.
 FORMS = {"dequant": "dense", "q4k": "packed", "fp8": "float8", "fp8_precise": "float8_precise"}
@@ -137,14 +134,34 @@ def open_checkpoint(
     """
     path = Path(path)
     if (path / "checkpoints").is_dir():
-        return _open_step(path, _newest(path), student, tokenizer)
-    if path.name.isdigit() and path.parent.name == "checkpoints" and path.is_dir():
-        return _open_step(path.parent.parent, int(path.name), student, tokenizer)
+        return open_step(path, student=student, tokenizer=tokenizer)
+    if path.name.isdigit() and path.parent.name == "checkpoints":
+        workdir, step = path.parent.parent, int(path.name)
+        return open_step(workdir, step, student=student, tokenizer=tokenizer)
     table = (open_shapes if shapes else open_table)(path)
     return Checkpoint(table, spec_from_table(table), tokenizer)
 
 
-def _open_step(workdir: Path, step: int, student: str, tokenizer: str) -> Checkpoint:
+def open_step(
+    workdir: Path, step: int | None = None, *, student: str = "", tokenizer: str = ""
+) -> Checkpoint:
+    """Opens a run's saved step, the newest by default; otherwise as `open_checkpoint`.
+
+    Raises `MissingFileError` for a workdir or step that is not there.
+    """
+    if not workdir.is_dir():
+        raise MissingFileError(f"{workdir}: no such folder; expected the --workdir of a run.")
+    steps = saved_steps(workdir)
+    if not steps:
+        raise MissingFileError(
+            f"{workdir} holds no complete checkpoint; expected some under {workdir}/checkpoints. "
+            "Name the --workdir of a run that has saved."
+        )
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise MissingFileError(
+            f"found no step {step} in {workdir}; expected one of {', '.join(map(str, steps))}."
+        )
     student, tokenizer = run_sources(workdir, student, tokenizer)
     source = open_checkpoint(student, tokenizer=tokenizer, shapes=True)
     table = SavedTable(workdir, step)
@@ -155,15 +172,6 @@ def _open_step(workdir: Path, step: int, student: str, tokenizer: str) -> Checkp
     return Checkpoint(table, spec, source.tokenizer_path, saved)
 
 
-def _newest(workdir: Path) -> int:
-    steps = saved_steps(workdir)
-    if not steps:
-        raise MissingFileError(
-            f"{workdir} holds no complete checkpoint; let the run save one first."
-        )
-    return steps[-1]
-
-
 def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[str, str]:
     """Paths of the student and of the tokenizer that a run began with, or those given.
 
@@ -171,7 +179,7 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
     tokenizer is "" if it is the student's own. Raises `MissingFileError` if nobody says which
     student it was, or it is there no more.
     """
-    receipt = _read_receipt(workdir)
+    receipt = _receipt_paths(workdir)
     student = student or receipt.get("student", "")
     if not student:
         raise MissingFileError(
@@ -187,9 +195,9 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
     return student, tokenizer or (ours if Path(ours).exists() else "")
 
 
-def _read_receipt(workdir: Path) -> dict[str, str]:
+def _receipt_paths(workdir: Path) -> dict[str, str]:
     try:
-        receipt = json.loads((workdir / RECEIPT).read_text(encoding="utf-8"))
+        receipt = read_receipt(workdir) or {}
         config, start = receipt["config"], receipt.get("cwd") or "."
         data = config.get("data") or {}
         named = {"student": config["student"]["path"], "tokenizer": data.get("tokenizer")}

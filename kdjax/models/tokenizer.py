@@ -148,7 +148,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             "folder or file that does."
         )
     model = metadata.get("tokenizer.ggml.model")
-    pre = metadata.get("tokenizer.ggml.pre", _default_pre_tokenizer(metadata))
+    pre = metadata.get("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
         raise UserError(
             f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds "
@@ -193,7 +193,8 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     )
 
 
-def _default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
+def default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
+    """How text is cut, a key of `PRE_TOKENIZERS`, in a file that does not say."""
     if "general.architecture" in metadata:  # GGUF files from before the key existed
         return "default"
     family = FAMILIES.get(metadata.get("model_type", ""))

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-FILE = "receipt.json"
+from kdjax.formats.saved import RECEIPT, read_receipt
+
+FILE = RECEIPT
 FORMAT = 1  # raise when a field changes its meaning
 REVISION_FILE = ".revision"  # beside kdjax/, where the source came without its .git
 _SOURCE = Path(__file__).resolve().parents[2]
@@ -66,10 +68,7 @@ def source_revision(root: Path = _SOURCE) -> tuple[str | None, bool | None]:
 
 def read(workdir: Path) -> dict[str, Any] | None:
     """The receipt in `workdir`; None if there is none. Raises `ValueError` if it is no receipt."""
-    try:
-        receipt = json.loads((workdir / FILE).read_text())
-    except FileNotFoundError:
-        return None
-    if not isinstance(receipt, dict) or receipt.get("format") != FORMAT:
+    receipt = read_receipt(workdir)
+    if receipt is not None and receipt.get("format") != FORMAT:
         raise ValueError(f"no receipt of format {FORMAT}")
     return receipt

@@ -27,13 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdjax.device import sharding
+from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.export import export_gguf
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
-from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.decoder import Compute, functional
-from kdjax.models.loading import has_tied_head, load_params
+from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.loading import has_tied_head
+from kdjax.models.model import Model, load_model
 from kdjax.models.tokenizer import load_tokenizer
 
 TYPES = ("f16", "q8_0", "q4_k_m", "q6_k")
@@ -114,17 +115,19 @@ def windows(patterns: str, model: str, window: int, most: int) -> np.ndarray:
     return np.asarray(ids[: count * window], np.int32).reshape(count, window)
 
 
-def load(path: Path) -> tuple[ArchSpec, Any]:
-    """Spec and float32 parameters; a head that repeats the embedding is tied."""
-    table = open_table(path)
-    spec = dataclasses.replace(spec_from_table(table), tied=has_tied_head(table))
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    return spec, load_params(table, spec, functional(spec, Compute())[1], mesh)
+def load(path: Path) -> Model:
+    """Of float32 parameters; a head that repeats the embedding is tied."""
+    checkpoint = open_checkpoint(path)
+    spec = dataclasses.replace(checkpoint.spec, tied=has_tied_head(checkpoint.table))
+    placement = Placement(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))
+    return load_model(
+        dataclasses.replace(checkpoint, spec=spec), dtype="float32", placement=placement
+    )
 
 
-def negative_log_likelihood(spec: ArchSpec, params: Any, ids: np.ndarray) -> tuple[float, int]:
+def negative_log_likelihood(model: Model, ids: np.ndarray) -> tuple[float, int]:
     """Sum over the later half of each window, in nats, in float32; and the number of positions."""
-    apply, _ = functional(spec, Compute())
+    apply, params = model.functions, model.params
     start = ids.shape[1] // 2
 
     def one(params: Any, row: jax.Array) -> jax.Array:
@@ -135,7 +138,8 @@ def negative_log_likelihood(spec: ArchSpec, params: Any, ids: np.ndarray) -> tup
         return -jnp.take_along_axis(log, row[:, start + 1 :, None], axis=-1).sum()
 
     step = jax.jit(one)
-    total = sum(float(step(params, jnp.asarray(row[None]))) for row in ids)
+    with model.precision():
+        total = sum(float(step(params, jnp.asarray(row[None]))) for row in ids)
     return total, len(ids) * (ids.shape[1] - 1 - start)
 
 
@@ -143,17 +147,17 @@ def compare_perplexity(
     python: str, model: Path, kinds: Sequence[str], ids: np.ndarray, out: Path
 ) -> list[dict[str, Any]]:
     """A row for each type: perplexities of kdjax and llama.cpp, and what the export cost."""
-    spec, params = load(model)
+    loaded = load(model)
     np.save(out / "ids.npy", ids)
-    total, count = negative_log_likelihood(spec, params, ids)
+    total, count = negative_log_likelihood(loaded, ids)
     rows = [{"type": "float32 in kdjax", "kdjax": np.exp(total / count), "positions": count}]
     _print(rows[-1])
     for kind in kinds:
         path = out / f"{kind}.gguf"
         began = time.perf_counter()
-        report = export_gguf(params, spec, model, path, dtype=kind, overwrite=True)
+        report = export_gguf(loaded, path, dtype=kind, overwrite=True)
         seconds = time.perf_counter() - began
-        total, count = negative_log_likelihood(*load(path), ids)
+        total, count = negative_log_likelihood(load(path), ids)
         theirs = json.loads(worker(python, "ppl", path, out / "ids.npy", ids.shape[1]))
         ours, theirs = np.exp(total / count), np.exp(theirs[0] / theirs[1])
         rows.append(

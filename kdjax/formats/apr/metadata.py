@@ -12,7 +12,7 @@ from typing import Any
 from kdjax.formats.files import bad, load_json
 from kdjax.formats.table import TensorInfo
 
-# The key under which `kdjax.export.apr` keeps what it needs to restore a GGUF file.
+# The key under which `scripts/apr/convert.py` keeps what it needs to restore a GGUF file.
 GGUF_KEY = "kdjax.gguf"
 # Numbers of the architecture: `.apr` name -> name in config.json.
 INTEGERS = {
@@ -107,7 +107,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _checked(path: Path, stored: Mapping[str, Any], key: str) -> Any:
+def _read_value(path: Path, stored: Mapping[str, Any], key: str) -> Any:
     """The value of a known key, or None where it is missing; raises `UserError` if malformed."""
     value = stored.get(key)
     # Some writers put the architecture under names like "model.hidden_size".
@@ -121,18 +121,18 @@ def _checked(path: Path, stored: Mapping[str, Any], key: str) -> Any:
 
 def _architecture(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     """What the file itself says, by the names of config.json."""
-    said = {INTEGERS[key]: _checked(path, stored, key) for key in INTEGERS}
-    said |= {key: _checked(path, stored, key) for key in (*_REALS, *_SWITCHES, "rope_scaling")}
-    family = _checked(path, stored, "architecture") or _checked(path, stored, "model_type")
+    config = {INTEGERS[key]: _read_value(path, stored, key) for key in INTEGERS}
+    config |= {key: _read_value(path, stored, key) for key in (*_REALS, *_SWITCHES, "rope_scaling")}
+    family = _read_value(path, stored, "architecture") or _read_value(path, stored, "model_type")
     # "Qwen2ForCausalLM" is qwen2.
-    said["model_type"] = family.lower().removesuffix("forcausallm") if family else None
-    said[ROPE_TYPE] = _checked(path, stored, "rope_type")
-    return {key: value for key, value in said.items() if value is not None}
+    config["model_type"] = family.lower().removesuffix("forcausallm") if family else None
+    config[ROPE_TYPE] = _read_value(path, stored, "rope_type")
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _tokenizer(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     """GGUF key-values of the stored tokenizer; empty where vocabulary or merges are missing."""
-    parts = {name: _checked(path, stored, key) for key, name in TOKENIZER.items()}
+    parts = {name: _read_value(path, stored, key) for key, name in TOKENIZER.items()}
     if not parts["tokenizer.ggml.tokens"] or not parts["tokenizer.ggml.merges"]:
         return {}
     tokens, types = parts["tokenizer.ggml.tokens"], parts["tokenizer.ggml.token_type"]
@@ -158,21 +158,21 @@ def as_config(
     `config.json` wins where both speak, except of a file that was a GGUF file, which says all.
     Raises `UserError` for malformed values, and where neither has what fixes the architecture.
     """
-    said = _architecture(path, stored)
+    config = _architecture(path, stored)
     if "model.embed_tokens.weight" in tensors:
         # The vocabulary's size may leave out the padding rows that the embedding has.
-        said["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
+        config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
     sibling, required = path.with_name("config.json"), ["model_type"]
     required += [INTEGERS[key] for key in INTEGERS if key not in _OPTIONAL]
     if stored.get(GGUF_KEY) is None and sibling.is_file():
-        config = load_json(sibling, sibling.read_bytes(), "a file")
-        said |= {key: value for key, value in config.items() if value is not None}
+        beside = load_json(sibling, sibling.read_bytes(), "a file")
+        config |= {key: value for key, value in beside.items() if value is not None}
     else:
         required += _REALS  # config.json may leave these to the family's defaults
-    if missing := [key for key in required if key not in said]:
+    if missing := [key for key in required if key not in config]:
         found = f"metadata without {', '.join(missing)}, and no {sibling.name} that has them"
         raise bad(path, found, "the model's architecture in one of the two", _REMEDY)
     # Both are config.json's to say; a file on its own says them by the tensors it has.
-    said.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
-    said.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in tensors)
-    return said | _tokenizer(path, stored)
+    config.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
+    config.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in tensors)
+    return config | _tokenizer(path, stored)
