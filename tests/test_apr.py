@@ -379,11 +379,8 @@ def test_interleaved_llama_rows_are_refused(tmp_path):
 
 def test_any_flipped_bit_of_an_apr_header_is_refused(tmp_path):
     """All 512 bits of the 64 bytes, the checksum's own among them."""
-    model = dict(architecture="qwen2", hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1,
-                 vocab_size=9, intermediate_size=8, max_position_embeddings=9, rope_theta=1e6,
-                 rms_norm_eps=1e-6)  # fmt: skip
     path = tmp_path / "x.apr"
-    write_apr(path, model, [("t", "F32", (4,), np.zeros(4, "<f4"))])
+    write_apr(path, MODEL, [("t", "F32", (4,), np.zeros(4, "<f4"))])
     whole = path.read_bytes()
     assert list(AprTable(path)) == ["t"]
     for bit in range(512):

@@ -5,12 +5,10 @@ import json
 import struct
 from pathlib import Path
 
-import chex
-import jax
 import numpy as np
 import pytest
+from exporting import assert_same, load
 
-from kdjax.device import sharding
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.apr.table import AprTable, verify_footer, write_apr
@@ -18,8 +16,6 @@ from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.models.arch import spec_from_table
-from kdjax.models.decoder import Compute, functional
-from kdjax.models.loading import load_params
 from kdjax.models.names import gguf_name, hf_name
 from kdjax.models.tokenizer import load_tokenizer
 from scripts.apr import convert as script
@@ -37,12 +33,17 @@ def pair(tmp_path_factory):
     return folder / "t.gguf", folder / "t.apr"
 
 
+def list_tensors(table):
+    """All of a table's tensors as the writers take them."""
+    infos = [table.info(name) for name in table]
+    return [(i.name, i.dtype, i.shape, table.raw(i.name)) for i in infos]
+
+
 def rewritten(source: Path, target: Path, drop=(), **changes):
     """The .apr file with other metadata."""
     table = AprTable(source)
     metadata = {key: value for key, value in table.stored().items() if key not in drop} | changes
-    infos = [table.info(name) for name in table]
-    write_apr(target, metadata, [(i.name, i.dtype, i.shape, table.raw(i.name)) for i in infos])
+    write_apr(target, metadata, list_tensors(table))
     return target
 
 
@@ -96,11 +97,8 @@ def test_the_tokenizer_beside_the_file(pair, tmp_path):
 def test_the_apr_file_is_the_model(pair):
     gguf, table = map(open_table, pair)
     assert spec_from_table(table) == spec_from_table(gguf)
-    assert len(table) == len(gguf) and {table.info(n).dtype for n in table} == {
-        "F32",
-        "Q4_K",
-        "Q6_K",
-    }
+    assert len(table) == len(gguf)
+    assert {table.info(n).dtype for n in table} == {"F32", "Q4_K", "Q6_K"}
     for name in gguf:
         hf = hf_name(name)
         assert gguf_name(hf) == name and table.info(hf)[1:] == gguf.info(name)[1:]
@@ -109,30 +107,22 @@ def test_the_apr_file_is_the_model(pair):
     verify_footer(pair[1])
 
 
-def loaded(path):
-    table = open_table(path)
-    spec = spec_from_table(table)
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    return spec, load_params(table, spec, functional(spec, Compute())[1], mesh)
-
-
 def test_both_files_load_the_same_parameters(pair):
-    (gguf_spec, gguf), (apr_spec, found) = map(loaded, pair)
-    assert apr_spec == gguf_spec
-    chex.assert_trees_all_equal(found, gguf)
+    gguf, apr = map(load, pair)
+    assert apr.spec == gguf.spec
+    assert_same(apr.params, gguf.params)
 
 
 @pytest.mark.parametrize("case", ["qwen2_tied", "qwen2_yarn", "qwen3", "llama_scaled"])
 def test_a_hugging_face_model_as_apr(tmp_path, case):
     folder = Path(__file__).parent / "goldens" / case
     table = open_table(folder)
-    infos = [table.info(name) for name in table]
-    tensors = [(i.name, i.dtype, i.shape, table.raw(i.name)) for i in infos]
+    tensors = list_tensors(table)
     write_apr(tmp_path / "x.apr", {"architecture": case.split("_")[0]}, tensors)
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    (spec, want), (found_spec, found) = loaded(folder), loaded(tmp_path / "x.apr")
-    assert found_spec == spec
-    chex.assert_trees_all_equal(found, want)
+    want, apr = load(folder), load(tmp_path / "x.apr")
+    assert apr.spec == want.spec
+    assert_same(apr.params, want.params)
 
 
 def test_a_converted_file_needs_no_config(pair, tmp_path):
@@ -158,8 +148,7 @@ def test_rope_scaling_comes_along(pair, tmp_path):
     table = GGUFTable(pair[0])
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32768}
     metadata = dict(table.metadata) | {f"qwen2.rope.scaling.{k}": v for k, v in scaling.items()}
-    infos = [table.info(name) for name in table]
-    tensors = [(i.name, i.dtype, i.shape, table.raw(i.name)) for i in infos]
+    tensors = list_tensors(table)
     write_gguf(tmp_path / "y.gguf", metadata, tensors)
     convert(tmp_path / "y.gguf", tmp_path / "y.apr")
     spec = spec_from_table(open_table(tmp_path / "y.apr"))
@@ -193,8 +182,7 @@ def test_models_that_apr_cannot_hold_are_refused(pair, tmp_path):
         tmp_path / "s.gguf",
     )
     table = GGUFTable(pair[0])
-    infos = [table.info(name) for name in table]
-    tensors = [(i.name, i.dtype, i.shape, table.raw(i.name)) for i in infos]
+    tensors = list_tensors(table)
     values = {key.replace("qwen2.", "llama."): table.metadata[key] for key in table.metadata}
     write_gguf(tmp_path / "l.gguf", values | {"general.architecture": "llama"}, tensors)
     refused("found a llama model to convert; expected one of qwen2, qwen3", tmp_path / "l.gguf")
@@ -215,13 +203,12 @@ def test_bytes_that_are_no_padding_are_not_lost(pair, tmp_path):
     path.write_bytes(whole + b"\1")
     with pytest.raises(UserError, match="found data behind the last tensor"):
         convert(path, tmp_path / "x.apr")
-    infos = [table.info(name) for name in table]
-    tensors = [(i.name, i.dtype, i.shape, table.raw(i.name)) for i in infos]
+    tensors = list_tensors(table)
     write_gguf(path, dict(table.metadata) | {"general.alignment": 4096}, tensors)
     convert(path, tmp_path / "x.apr")
     convert(tmp_path / "x.apr", tmp_path / "y.gguf")
     assert (tmp_path / "y.gguf").read_bytes() == path.read_bytes()
-    last = infos[-1]
+    last = table.info(tensors[-1][0])
     assert (GGUFTable(path).start(last.name) + last.nbytes) % 4096  # padding follows
     gap = GGUFTable(path).start("blk.0.attn_norm.weight") + 256 * 4
     path.write_bytes(path.read_bytes()[:gap] + b"\1" + path.read_bytes()[gap + 1 :])

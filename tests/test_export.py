@@ -1,6 +1,7 @@
 """Exports: what is read back equals what was meant, and nothing half-made is ever left."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -64,7 +65,7 @@ def copied(path, folder):
 
 @pytest.mark.parametrize("kind", EXPORTS)
 @pytest.mark.parametrize("dtype", ROUNDED)
-def test_unquantized_exports_come_back_bit_for_bit(kind, dtype, student, exported):
+def test_unquantized_exports_come_back_as_rounding_gives_them(kind, dtype, student, exported):
     """To the bit in f32; in f16 and bf16 as rounding gives them, and the report says how far."""
     out, report = exported(kind, dtype)
     model = load(out)
@@ -365,3 +366,13 @@ def test_input_that_cannot_be_exported(student, tmp_path):
 def test_apr_takes_k_blocks_where_rows_are_whole(models, tmp_path):
     report = export_apr(load(models / "teacher.gguf"), tmp_path / "a.apr", dtype="q4_k_m")
     assert report.types.keys() == {"F32", "Q4_K", "Q6_K"} and report.error < 0.02
+
+
+def test_the_page_on_exports_runs(models, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "export.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "student.gguf").symlink_to(models / "student.gguf")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "docs/export.md", "exec"), {})
+    assert "equal bit for bit" in capsys.readouterr().out
+    assert left_in(tmp_path) == ["student-hf", "student-q8_0.gguf", "student.apr", "student.gguf"]

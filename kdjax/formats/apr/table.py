@@ -60,9 +60,16 @@ DTYPES = {"F32": 0, "F16": 1, "BF16": 30, "Q4_K": 12, "Q6_K": 14}
 _NAMES = {number: name for name, number in DTYPES.items()}
 # Types of the format that are not read here, so that an error can call them by name.
 _OTHER_NAMES = {
-    3: "F64", 4: "I32", 5: "I64", 6: "I8", 7: "U8",
-    8: "AprQ4", 9: "AprQ8", 128: "AprQ4", 129: "AprQ8",
-}  # fmt: skip
+    3: "F64",
+    4: "I32",
+    5: "I64",
+    6: "I8",
+    7: "U8",
+    8: "AprQ4",
+    9: "AprQ8",
+    128: "AprQ4",
+    129: "AprQ8",
+}
 _HEAD = "lm_head.weight"
 _CHUNK = 1 << 22
 
