@@ -94,7 +94,7 @@ def reporting(main: Callable[_P, int]) -> Callable[_P, int]:
             print_error(error)
             return status_of(error)
         except KeyboardInterrupt:
-            print("stopped", file=sys.stderr)
+            print(STATUSES[QUIT], file=sys.stderr)
             return QUIT
 
     return run
