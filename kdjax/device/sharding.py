@@ -19,19 +19,17 @@ AXES = ("data", "fsdp", "tensor")
 # Last keys of a parameter's path -> axes of its last two dimensions, (out, in). Column-parallel
 # products split their outputs over `tensor`, row-parallel ones their inputs; `fsdp` the rest.
 _COLUMN, _ROW = ("tensor", "fsdp"), ("fsdp", "tensor")
-_RULES = {
-    "q": _COLUMN, "k": _COLUMN, "v": _COLUMN, "gate": _COLUMN, "up": _COLUMN,
-    "o": _ROW, "down": _ROW, "embed": _COLUMN, "head": _COLUMN,
-}  # fmt: skip
+_RULES = dict.fromkeys(("q", "k", "v", "gate", "up", "embed", "head"), _COLUMN)
+_RULES |= dict.fromkeys(("o", "down"), _ROW)
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = None) -> Mesh:
     """The mesh over `devices` (default: all); `data=-1` takes what the other axes leave."""
     devices = list(jax.devices()) if devices is None else devices
-    rest = fsdp * tensor
-    if data == -1 and rest > 0 and len(devices) % rest == 0:
-        data = len(devices) // rest
-    if data < 1 or data * rest != len(devices):
+    others = fsdp * tensor
+    if data == -1 and others > 0 and len(devices) % others == 0:
+        data = len(devices) // others
+    if data < 1 or data * others != len(devices):
         raise UserError(
             f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not make "
             f"{len(devices)} devices. Set the three so that their product is {len(devices)}; "

@@ -71,9 +71,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array | Rounded) -> Array:
         """Of rows `[N, inner]`."""
-        return self.biased(project(x, self.weight.get_value()))
+        return self.add_bias(project(x, self.weight.get_value()))
 
-    def biased(self, y: Array) -> Array:
+    def add_bias(self, y: Array) -> Array:
         """A product with the weight, `[N, outer]`, with the bias if there is one."""
         return y if self.bias is None else y + from_bits(self.bias[...]).astype(y.dtype)[None]
 
@@ -135,7 +135,7 @@ class Attention(nnx.Module):
         weights = [linear.weight.get_value() for linear in linears]
         projected = project_all(round_for(rows, weights[0]), weights, self.placement)
         q, k, v = (
-            linear.biased(y).reshape(*cos.shape[:2], -1, self.head_dim)
+            linear.add_bias(y).reshape(*cos.shape[:2], -1, self.head_dim)
             for linear, y in zip(linears, projected, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
@@ -304,9 +304,9 @@ class Decoder(nnx.Module):
 
             return nnx.merge(graph, read(weights))(x, cos, sin, mix), None
 
-        numbered = jnp.arange(self.spec.num_layers, dtype=jnp.int32), slices
+        layers = jnp.arange(self.spec.num_layers, dtype=jnp.int32), slices
         x = self._embed_tokens(tokens[:, None])
-        (x, cache), _ = jax.lax.scan(layer, (x, cache), numbered)
+        (x, cache), _ = jax.lax.scan(layer, (x, cache), layers)
         return self.norm(x)[:, 0], cache
 
     def head_weight(self) -> Float[Array, "V D"]:

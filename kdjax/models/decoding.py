@@ -78,13 +78,13 @@ def pick(
     if sampling.temperature == 0:
         ids = jnp.argmax(logits, axis=-1)
     else:
-        scaled = _filtered(logits / sampling.temperature, sampling)
+        scaled = _filter(logits / sampling.temperature, sampling)
         ids = jax.vmap(jax.random.categorical)(keys, scaled)
     ids = ids.astype(jnp.int32)
     return ids, jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
 
 
-def _filtered(logits: Array, sampling: Sampling) -> Array:
+def _filter(logits: Array, sampling: Sampling) -> Array:
     """Logits outside top-k and top-p at -inf; the most likely id always stays."""
     if sampling.top_k == 0 and sampling.top_p == 1:
         return logits
@@ -201,7 +201,7 @@ class _Row:
             count -= 1
         self.ids, self.log_probs = self.ids[:count], self.log_probs[:count]
 
-    def done(self) -> Completion:
+    def complete(self) -> Completion:
         """The completion, once there is a reason to end it."""
         return Completion(self.ids, self.text, self.reason, self.log_probs)
 
@@ -311,4 +311,4 @@ class _Batch:
 
     def completions(self) -> list[Completion]:
         """After `run`."""
-        return [row.done() for row in self._rows]
+        return [row.complete() for row in self._rows]

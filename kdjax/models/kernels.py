@@ -25,7 +25,7 @@ FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no in
 FP8_MAX = 448.0
 # Columns at a time, and warps of 32 threads that share them: the fastest on an H200.
 _WIDTH_BLOCK, _WIDTH_WARPS = 2048, 8
-_NORM_ROWS = 16  # whose gradients of a norm's weight one program adds up
+_NORM_ROWS = 16  # rows whose gradients of a norm's weight one program adds up
 
 
 def _logits_block(rows: int) -> tuple[int, int]:
@@ -65,14 +65,14 @@ def softmax_sums(
     count = rows[0].shape[0]
     width, warps = _logits_block(count)
     kernel = functools.partial(_softmax_sums, len(rows), temperature, real, width)
-    found = pl.pallas_call(
+    sums = pl.pallas_call(
         kernel,
         grid=(count,),
         out_shape=[jax.ShapeDtypeStruct((count,), jnp.float32)] * (3 * len(rows)),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
     )(*rows)
-    return SoftmaxSums(*(x.reshape(*student.shape[:-1], 1) for x in found))
+    return SoftmaxSums(*(x.reshape(*student.shape[:-1], 1) for x in sums))
 
 
 def _softmax_sums(inputs: int, temperature: float, real: int, width: int, *refs):
@@ -83,7 +83,7 @@ def _softmax_sums(inputs: int, temperature: float, real: int, width: int, *refs)
         column = index * width + jnp.arange(width, dtype=jnp.int32)
         # Without a mask four logits are loaded at once.
         inside: dict[str, Any] = {} if whole else dict(mask=column < real, other=EXCLUDED)
-        x, *rest = (plgpu.load(ref.at[row, column], **inside) for ref in refs[:inputs])
+        x, *teacher = (plgpu.load(ref.at[row, column], **inside) for ref in refs[:inputs])
         (peak, hard, soft), theirs = carry[:3], carry[3:]
         new = jnp.maximum(peak, jnp.max(x))
         below, fall = x - new, peak - new
@@ -93,9 +93,9 @@ def _softmax_sums(inputs: int, temperature: float, real: int, width: int, *refs)
             soft = soft * jnp.exp(fall) + jnp.sum(jnp.exp(below))
         else:
             soft = hard
-        if not rest:
+        if not teacher:
             return new, hard, soft
-        (y,), (their_peak, z, distance) = rest, theirs
+        (y,), (their_peak, z, distance) = teacher, theirs
         their_new = jnp.maximum(their_peak, jnp.max(y))
         their_below = (y - their_new) * cooled
         their_fall = (their_peak - their_new) * cooled
@@ -108,10 +108,10 @@ def _softmax_sums(inputs: int, temperature: float, real: int, width: int, *refs)
 
     lowest, zero = jnp.float32(EXCLUDED), jnp.float32(0)
     blocks, left = divmod(real, width)
-    found = jax.lax.fori_loop(0, blocks, block, (lowest, zero, zero) * inputs)
+    sums = jax.lax.fori_loop(0, blocks, block, (lowest, zero, zero) * inputs)
     if left:
-        found = block(blocks, found, whole=False)
-    for ref, value in zip(refs[inputs:], found, strict=True):
+        sums = block(blocks, sums, whole=False)
+    for ref, value in zip(refs[inputs:], sums, strict=True):
         plgpu.store(ref.at[row], value)
 
 
@@ -148,14 +148,13 @@ def _gate_and_round(width: int, gate, up, rows, gate_scale, up_scale, values, sc
     for start, size in _blocks(width):
         column = start + jnp.arange(size, dtype=jnp.int32)
         inside = column < width
+        refs = gate.at[row, column], up.at[row, column], gate_scale.at[column], up_scale.at[column]
         g, u, of_gate, of_up = (
-            plgpu.load(ref, mask=inside, other=0.0).astype(jnp.float32)
-            for ref in (gate.at[row, column], up.at[row, column],
-                        gate_scale.at[column], up_scale.at[column])
-        )  # fmt: skip
+            plgpu.load(ref, mask=inside, other=0.0).astype(jnp.float32) for ref in refs
+        )
         g *= of_row * of_gate
         kept.append((column, inside, g * jax.nn.sigmoid(g) * (u * (of_row * of_up))))
-    # After all loads: warps meet for each maximum, and what is loaded behind it would wait.
+    # Maxima after all loads: warps meet for each maximum, and later loads would wait for that.
     largest: dict[int, Any] = {}
     for _, _, x in kept:
         largest[x.size] = jnp.maximum(largest.get(x.size, 0.0), jnp.abs(x))
@@ -183,8 +182,9 @@ def normalize_rows(
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
     """x, and x / rms(x) * weight, as `decoder.RMSNorm` defines it.
 
-    Returned together because of the way back: what comes to x along the residual stream is added
-    to what comes through the norm as that is made. XLA takes three kernels forwards and four back.
+    The two are returned together for the backward pass: one kernel adds the gradient that reaches x
+    along the residual stream to the one that it computes through the norm. XLA takes three kernels
+    forwards and four backwards.
     """
     return x, _run_norm(x, (weight, eps), jax.ShapeDtypeStruct(x.shape, x.dtype), interpret)
 
@@ -201,24 +201,24 @@ def _run_norm(x: Array, norm: tuple[Array, float] | None, out: Any, interpret: b
 
 
 def _norm(width: int, eps: float | None, x, *refs):
-    """Of a row; refs: the weight unless eps is None, the result, a scale if it is to be rounded."""
+    """One row's norm; refs: the weight unless eps is None, the result, a scale if float8."""
     row, (column, inside) = pl.program_id(0), _columns(width)
-    found = plgpu.load(x.at[row, column], mask=inside, other=0.0)
+    y = plgpu.load(x.at[row, column], mask=inside, other=0.0)
     if eps is not None:
         weight, *refs = refs
         w = plgpu.load(weight.at[column], mask=inside, other=0.0)
-        v = found.astype(jnp.float32)
-        found = (v * jax.lax.rsqrt(jnp.sum(v * v) / width + eps)).astype(found.dtype) * w
+        v = y.astype(jnp.float32)
+        y = (v * jax.lax.rsqrt(jnp.sum(v * v) / width + eps)).astype(y.dtype) * w
     if len(refs) == 2:
-        v = found.astype(jnp.float32)
+        v = y.astype(jnp.float32)
         to, inverse = fp8_scales(jnp.max(jnp.abs(v)))
         plgpu.store(refs[1].at[row], inverse)
-        found = (v * to).astype(FP8)
-    plgpu.store(refs[0].at[row, column], found, mask=inside)
+        y = (v * to).astype(FP8)
+    plgpu.store(refs[0].at[row, column], y, mask=inside)
 
 
 def _columns(width: int) -> tuple[Array, Array]:
-    """As many as a power of two, which Triton wants, and which of them exist."""
+    """Column numbers up to a power of two, which Triton asks for, and which of them exist."""
     column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     return column, column < width
 
@@ -233,8 +233,8 @@ def _normalize_forward(x: Array, weight: Array, eps: float, interpret: bool) -> 
     return normalize_rows(x, weight, eps, interpret), (x, weight)
 
 
-def _normalize_backward(eps: float, interpret: bool, kept: Any, gradients: Any) -> Any:
-    (x, weight), (along, through) = kept, gradients
+def _normalize_backward(eps: float, interpret: bool, residuals: Any, gradients: Any) -> Any:
+    (x, weight), (along, through) = residuals, gradients
     count, width = x.shape
     programs = pl.cdiv(count, _NORM_ROWS)
     dx, dw = pl.pallas_call(
@@ -265,8 +265,8 @@ def _norm_backward(count: int, width: int, eps: float, x, weight, along, through
         squares, shared = jnp.sum(v * v) / width, jnp.sum(g * v) / width
         scale = jax.lax.rsqrt(squares + eps)
         hat = v * scale
-        found = add + scale * (g - hat * (scale * shared))
-        plgpu.store(dx.at[row, column], found.astype(dx.dtype), mask=here)
+        grad = add + scale * (g - hat * (scale * shared))
+        plgpu.store(dx.at[row, column], grad.astype(dx.dtype), mask=here)
         return total + dy * hat
 
     total = jax.lax.fori_loop(0, _NORM_ROWS, one, jnp.zeros(column.shape, jnp.float32))
@@ -278,9 +278,9 @@ normalize_rows.defvjp(_normalize_forward, _normalize_backward)
 
 def _blocks(width: int) -> list[tuple[int, int]]:
     """(start, size) of pieces whose sizes are powers of two, as Triton wants them."""
-    found, start = [], 0
+    blocks, start = [], 0
     while start < width:
         size = min(_WIDTH_BLOCK, 1 << (width - start).bit_length() - 1)
-        found.append((start, max(size, 128)))
-        start += found[-1][1]
-    return found
+        blocks.append((start, max(size, 128)))
+        start += blocks[-1][1]
+    return blocks

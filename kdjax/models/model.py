@@ -119,14 +119,14 @@ class Model:
 
     def logits(
         self,
-        tokens: Int[ArrayLike, "B T"] | Sequence[Sequence[int]],
+        tokens: ArrayLike | Sequence[Any],
         segment_ids: Int[ArrayLike, "B T"] | None = None,
         positions: Int[ArrayLike, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """float32 logits of every position over the `real_vocab` ids: for small inputs.
 
-        `tokens` are numbers in equally long rows; a row is one segment, 1, at positions 0 to T - 1,
-        unless others are given. Raises `UserError` for rows of other shapes or ids.
+        `tokens` are whole numbers `[B, T]`, in lists or arrays. A row is one segment, 1, at positions
+        0 to T - 1, unless others are given. Raises `UserError` for other shapes or ids.
         """
         if not isinstance(tokens, jax.core.Tracer):
             tokens = self._check_tokens(tokens)

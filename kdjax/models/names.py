@@ -62,22 +62,22 @@ def name_of(path: tuple[str, ...]) -> Name:
     return _BY_PATH[path]
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str | None:
+def _rename(name: str, names: Mapping[str, str]) -> str | None:
     match = _LAYER_OF.fullmatch(name)
     if match is None:
         return names.get(name)
-    found = names.get(f"{match[1]}.{{i}}.{match['rest']}")
-    return found and found.format(i=match["i"])
+    other = names.get(f"{match[1]}.{{i}}.{match['rest']}")
+    return other and other.format(i=match["i"])
 
 
 def hf_name(gguf: str) -> str | None:
     """Hugging Face's name of the tensor; None for one that is no parameter of the table."""
-    return _renamed(gguf, _HF_OF)
+    return _rename(gguf, _HF_OF)
 
 
 def gguf_name(hf: str) -> str | None:
     """llama.cpp's name of the tensor; None for one that is no parameter of the table."""
-    return _renamed(hf, _GGUF_OF)
+    return _rename(hf, _GGUF_OF)
 
 
 def head_count(name: Name, spec: ArchSpec) -> int:

@@ -1,0 +1,122 @@
+"""One opened and one loaded bundle: what each reads, and what it refuses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kdjax.errors import MissingFileError, UserError
+from kdjax.formats import gguf
+from kdjax.models import loading
+from kdjax.models.checkpoint import Form, open_checkpoint, run_sources
+from kdjax.models.model import Model, load
+
+
+@pytest.fixture(scope="module")
+def student(models):
+    return load(models / "student.gguf", dtype="float32")
+
+
+def test_a_header_is_parsed_once_and_the_decoder_traced_once(models, monkeypatch):
+    opened, traced = [], []
+    parse, functional = gguf._read_shards, loading.functional
+    monkeypatch.setattr(gguf, "_read_shards", lambda *a: (opened.append(a), parse(*a))[1])
+    monkeypatch.setattr(loading, "functional", lambda *a: (traced.append(a), functional(*a))[1])
+    loading._shapes.cache_clear()
+    checkpoint = open_checkpoint(models / "student.gguf")
+    first = checkpoint.names, checkpoint.tokenizer.tokens, checkpoint.spec, checkpoint.bos
+    again = checkpoint.names, checkpoint.tokenizer.tokens, checkpoint.spec, checkpoint.bos
+    assert first == again and len(opened) == len(traced) == 1
+
+
+def test_logits_of_lists_are_those_of_arrays(student):
+    rows = np.random.default_rng(0).integers(0, 300, (2, 9))
+    places = np.broadcast_to(np.arange(9), (2, 9))
+    explicit = student.logits(jnp.asarray(rows), np.ones_like(rows), places)
+    np.testing.assert_array_equal(student.logits(rows.tolist()), explicit)
+    assert explicit.shape == (2, 9, student.real_vocab) and explicit.dtype == jnp.float32
+    assert student.real_vocab == student.tokenizer.vocab_size < student.vocab_size
+    bare = student.replace(checkpoint=None)
+    assert bare.tokenizer is None and bare.real_vocab == student.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2], r"shape \(2,\).*a single row in brackets"),
+        ([[1, 2], [3]], "the rows equally long"),
+        ([[0.5]], "whole numbers"),
+        ([[1, -1]], "ids from -1 to 1; expected 0 to 319"),
+        ([[10**6]], "ids from 1000000 to 1000000"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(student, tokens, message):
+    with pytest.raises(UserError, match=message):
+        student.logits(tokens)
+
+
+def test_weights_of_an_unknown_kind_are_refused(models):
+    with pytest.raises(UserError, match="weights='int3'; expected one of dense, packed, float8"):
+        load(models / "student.gguf", weights="int3")
+
+
+class _Bigram(nnx.Module):
+    def __init__(self, rows, width, rngs, steps=None):
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (rows, width)))
+        self.steps = steps
+
+    def hidden(self, tokens, segment_ids, positions):
+        return self.embed[...][tokens]
+
+    def head_weight(self):
+        return self.embed[...]
+
+
+def test_a_module_of_ones_own(student):
+    module = _Bigram(7, 3, nnx.Rngs(0))
+    model = Model.from_module(module)
+    table = np.asarray(module.embed[...], np.float64)
+    np.testing.assert_allclose(model.logits([[2, 5]])[0], table[[2, 5]] @ table.T, rtol=1e-5)
+    assert model.vocab_size == model.real_vocab == 7 and model.tokenizer is None
+    told = Model.from_module(module, student.tokenizer)
+    assert told.tokenizer is student.tokenizer and told.real_vocab == 7
+    counting = _Bigram(7, 3, nnx.Rngs(0), steps=nnx.Variable(jnp.zeros(2)))
+    with pytest.raises(UserError, match=r"_Bigram holds 1 arrays that are no nnx\.Param"):
+        Model.from_module(counting)
+
+
+def test_forms():
+    assert Form.parse("a@b/c.gguf") == Form("a@b/c.gguf")
+    form = Form.parse("a@b/c.gguf@fp8_precise:float32")
+    assert (form.path, form.weights, form.dtype) == ("a@b/c.gguf", "float8_precise", "float32")
+    assert str(form) == "c.gguf@fp8_precise:float32"
+    with pytest.raises(UserError, match="found the form 'q5k'; expected dequant or q4k"):
+        Form.parse("c.gguf@q5k")
+
+
+def test_a_runs_receipt_names_its_student_and_tokenizer(tmp_path):
+    def record(student, tokenizer):
+        config = {"student": {"path": student}, "data": {"tokenizer": tokenizer}}
+        receipt = {"cwd": str(tmp_path / "home"), "config": config}
+        (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+
+    for name in ("s.gguf", "t.json", "other.gguf"):
+        path = tmp_path / "home" / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    home = str(tmp_path / "home")
+    with pytest.raises(MissingFileError, match=r"does not say which student.*--student=PATH"):
+        run_sources(tmp_path)
+    record("s.gguf", "")
+    assert run_sources(tmp_path) == (f"{home}/s.gguf", "")
+    record("s.gguf", "t.json")
+    assert run_sources(tmp_path) == (f"{home}/s.gguf", f"{home}/t.json")
+    given = f"{home}/other.gguf"
+    assert run_sources(tmp_path, given, "mine") == (given, "mine")
+    record("gone.gguf", "gone.json")
+    with pytest.raises(MissingFileError, match=r"gone\.gguf: no such file.*--student=PATH"):
+        run_sources(tmp_path)
+    assert run_sources(tmp_path, given) == (given, "")
