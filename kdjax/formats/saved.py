@@ -4,7 +4,6 @@ A step lies in `workdir/checkpoints/<step>`: Orbax's tree under `state`, JSON un
 here writes or deletes.
 """
 
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,8 +19,8 @@ RECEIPT = "receipt.json"
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def step_folder(workdir: Path, step: int) -> Path:
-    """Where a step lies."""
+def step_folder(workdir: Path, step: int) -> Any:
+    """The folder of a step, resolved: Orbax takes no relative path."""
     return (workdir / "checkpoints" / str(step)).resolve()
 
 
@@ -75,7 +74,7 @@ class SavedTable:
         shape = tuple(leaf.shape)
         return TensorInfo(name, shape, _TYPES[dtype.name], dtype.itemsize * int(np.prod(shape)))
 
-    @functools.cached_property
+    @property
     def paths(self) -> tuple[Path, ...]:
         """Every file of the step's tree."""
         return tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from kdjax.device.sharding import parameter_spec, replicated
+from kdjax.device.sharding import named_leaves, parameter_spec, replicated
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.blocks import decode, split
@@ -76,7 +76,7 @@ def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[
 @functools.lru_cache(maxsize=8)
 def _shapes(spec: ArchSpec) -> Mapping[tuple[str, ...], tuple[int, ...]]:
     """Every parameter's shape by its path in the tree, layers stacked."""
-    return {path: leaf.shape for path, leaf in flatten_dict(functional(spec, Compute())[1]).items()}
+    return {path: leaf.shape for path, leaf in named_leaves(functional(spec, Compute())[1])}
 
 
 def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], list[str]]:
@@ -180,7 +180,7 @@ def load_params(
     """
     sources = tensor_names(table, spec)
     params = {}
-    for path, leaf in flatten_dict(abstract).items():
+    for path, leaf in named_leaves(abstract):
         heads = names.head_count(names.name_of(path), spec) if is_gguf(table) else 0
         load = _load_dense
         if len(leaf.shape) - (path[0] == "blocks") == 2:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from kdjax.device import sharding
@@ -125,10 +126,10 @@ class Model:
     ) -> Float[Array, "B T V"]:
         """float32 logits of every position over the `real_vocab` ids: for small inputs.
 
-        `tokens` are whole numbers `[B, T]`, in lists or arrays. A row is one segment, 1, at positions
-        0 to T - 1, unless others are given. Raises `UserError` for other shapes or ids.
+        `tokens` are whole numbers `[B, T]`, in lists or arrays. A row is one segment, 1, at
+        positions 0 to T - 1, unless others are given. Raises `UserError` for other shapes or ids.
         """
-        if not isinstance(tokens, jax.core.Tracer):
+        if not isinstance(tokens, Tracer):
             tokens = self._check_tokens(tokens)
         tokens = jnp.asarray(tokens, jnp.int32)
         columns = _fill_columns(tokens, segment_ids, positions)

@@ -172,22 +172,23 @@ def project_all(
     joins them without a pass of its own, and the backward pass makes one gradient of x in place of
     a sum of several. Not on several devices, where joining rows would move them between devices.
     """
-    first = weights[0]
-    cast = not isinstance(first, Scaled) and from_bits(first).dtype != x.dtype
+    numbers = [from_bits(w) for w in weights if not isinstance(w, Scaled)]
+    cast = bool(numbers) and numbers[0].dtype != x.dtype
     if not cast or not (placement is None or placement.alone):
         return [project(x, w) for w in weights]
-    y = project(x, jnp.concatenate([from_bits(w).astype(x.dtype) for w in weights]))
-    return jnp.split(y, np.cumsum([w.shape[0] for w in weights])[:-1], axis=-1)
+    y = project(x, jnp.concatenate([w.astype(x.dtype) for w in numbers]))
+    return jnp.split(y, np.cumsum([w.shape[0] for w in numbers])[:-1], axis=-1)
 
 
 def swiglu(
     x: Array | Rounded, gate: Array | Scaled, up: Array | Scaled, placement: Placement | None = None
 ) -> Array | Rounded:
     """silu(x gate^T) * (x up^T), `[N, F]`, for two weights of one kind; float8 if by a kernel."""
-    if isinstance(x, Rounded) and isinstance(gate, Scaled) and gate.kernels:
-        unscaled = gate.unscaled(x), up.unscaled(x)
-        values, scale = kernels.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
-        return Rounded(values, scale, x.dtype)
+    match x, gate, up:
+        case Rounded(), Scaled(kernels=True), Scaled():
+            unscaled = gate.unscaled(x), up.unscaled(x)
+            values, scale = kernels.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
+            return Rounded(values, scale, x.dtype)
     to_gate, to_up = project_all(x, (gate, up), placement)
     product = jax.nn.silu(to_gate) * to_up
     # XLA would fuse this product with its rounding to float8, and read both factors twice: at a
