@@ -40,7 +40,7 @@ def rng():
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folder with teacher.gguf and student.gguf: random Q4_K_M files of two toy models."""
-    from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
+    from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("teacher", "student")):

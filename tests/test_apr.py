@@ -12,8 +12,8 @@ from kdjax.errors import UserError
 from kdjax.formats import content_hash, open_table
 from kdjax.formats.apr.table import AprTable, verify_footer, write_apr
 from kdjax.formats.blocks import decode, encode, row_bytes
-from kdjax.formats.synthetic import random_blocks
 from kdjax.models.arch import spec_from_table
+from scripts.bench.synthetic import random_blocks
 
 MODEL = {
     "architecture": "qwen2",

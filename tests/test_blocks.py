@@ -13,7 +13,7 @@ import pytest
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes
-from kdjax.formats.synthetic import random_blocks
+from scripts.bench.synthetic import random_blocks
 
 ENCODED = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_0")
 

@@ -18,13 +18,13 @@ from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
 from kdjax.formats.gguf_writer import write_gguf
-from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.saving import changed_tensors
+from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
 SHAPE = QWEN25_SHAPES["tiny-student"]._replace(layers=1)
 

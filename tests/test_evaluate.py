@@ -28,7 +28,6 @@ from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.formats.saved import saved_params
-from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.losses.chunked import EvalSums
 from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
@@ -39,6 +38,7 @@ from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.heldout import held_out_figures
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
+from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
 SIZES = dict(rows=3, seq_len=40, batch_size=2)
 CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naïve 🎉\n'

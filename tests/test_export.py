@@ -28,8 +28,8 @@ from kdjax.export import (
 )
 from kdjax.formats import open_table
 from kdjax.formats.gguf_writer import write_gguf
-from kdjax.formats.synthetic import byte_alphabet
 from kdjax.models.checkpoint import open_checkpoint
+from scripts.bench.synthetic import byte_alphabet
 
 GOLDENS = Path(__file__).parent / "goldens"
 EXPORTS = {"hf": export_hf, "gguf": export_gguf, "apr": export_apr}

@@ -25,8 +25,8 @@ from kdjax.formats.apr.table import write_apr
 from kdjax.formats.blocks import BLOCKS
 from kdjax.formats.files import Cursor
 from kdjax.formats.gguf_writer import write_gguf
-from kdjax.formats.synthetic import random_blocks
 from kdjax.models.arch import spec_from_table
+from scripts.bench.synthetic import random_blocks
 
 CASES, BATCHES = 5000, 5  # of each format
 SECONDS = 2.0  # a case takes a millisecond; a busy machine may stop for a while

@@ -12,7 +12,7 @@ from kdjax.formats import content_hash, open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes
 from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.gguf_writer import write_gguf
-from kdjax.formats.synthetic import random_blocks
+from scripts.bench.synthetic import random_blocks
 
 METADATA = {
     "general.architecture": "qwen2",

@@ -22,13 +22,6 @@ from kdjax.errors import UserError
 from kdjax.formats import TensorInfo, open_table
 from kdjax.formats.blocks import row_bytes
 from kdjax.formats.gguf_writer import write_gguf
-from kdjax.formats.synthetic import (
-    QWEN25_SHAPES,
-    RECIPES,
-    _metadata,
-    tensor_plan,
-    write_random_gguf,
-)
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.tokenizer import load_tokenizer
@@ -36,6 +29,13 @@ from kdjax.training import plan, teachers
 from kdjax.training.job import ask_kinds, assemble
 from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
 from scripts.apr.convert import convert
+from scripts.bench.synthetic import (
+    QWEN25_SHAPES,
+    RECIPES,
+    _metadata,
+    tensor_plan,
+    write_random_gguf,
+)
 
 GIB = 2**30
 KINDS = {

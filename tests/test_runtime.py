@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 
@@ -211,7 +210,7 @@ def test_configure_applies_and_describes(not_started, warnings_logged):
     result, environ = run(GB10, environ={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
     assert environ.items() >= result.settings.items() and runtime.FRACTION not in environ
     text = "\n".join(result.describe())
-    for part in ("device memory: integrated", "XLA_PYTHON_CLIENT_ALLOCATOR=bfc", "one process",
+    for part in ("device memory: integrated", "XLA_PYTHON_CLIENT_ALLOCATOR=bfc",
                  "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 was set already"):  # fmt: skip
         assert part in text
     assert not warnings_logged
@@ -275,40 +274,6 @@ def test_unwritable_cache_is_off_with_a_reason(tmp_path, not_started):
     (tmp_path / "file").write_text("")
     result = configure(environ={}, probe=lambda _: Probe(), cache_dir=tmp_path / "file" / "x")
     assert result.cache.startswith("off (") and "file" in result.cache
-
-
-# Clusters.
-
-
-def test_a_cluster_is_joined_from_arguments_or_the_environment():
-    joined = []
-
-    def join(environ, *args):
-        return runtime.join_cluster(environ, *args, initialize=lambda *a: joined.append(a))
-
-    environ = {"KDJAX_COORDINATOR": "a:1", "KDJAX_NUM_PROCESSES": "2", "KDJAX_PROCESS_ID": "1"}
-    assert join(environ) == "joined at a:1"
-    assert join(environ, "b:2", 4, 0) == "joined at b:2"
-    assert join({}) == "joined, found by JAX"
-    assert joined == [("a:1", 2, 1), ("b:2", 4, 0), (None, None, None)]
-    with pytest.raises(UserError, match="KDJAX_PROCESS_ID='one': must be a whole number"):
-        join(environ | {"KDJAX_PROCESS_ID": "one"})
-    with pytest.raises(UserError, match="coordinator 'a': must be host:port"):
-        join({"KDJAX_COORDINATOR": "a"})
-
-
-def test_no_cluster_is_an_error_with_a_way_out():
-    def initialize(*_):
-        raise ValueError("coordinator_address should be defined.")
-
-    with pytest.raises(UserError, match=r"no complete cluster: .* set KDJAX_COORDINATOR"):
-        runtime.join_cluster({}, initialize=initialize)
-
-
-def test_joining_after_jax_started_is_an_error():
-    jax.devices()
-    with pytest.raises(RuntimeError, match="must be called before"):
-        run(distributed=True, coordinator="localhost:1", num_processes=1, process_id=0)
 
 
 # After JAX started.
@@ -417,37 +382,6 @@ def test_temporaries_of_the_next_step_on_a_cpu_are_those_of_the_last(tmp_path, o
                            env=clean, check=True)  # fmt: skip
     pages = 2**26 // 4096
     assert (int(child.stdout) < pages // 10) is kept, child.stdout
-
-
-_MEMBER = """
-from kdjax.device.runtime import configure
-line = configure(distributed=True).describe()[-1]
-import jax
-print(jax.process_index(), jax.process_count(), jax.device_count(), line)
-"""
-
-
-def test_two_processes_join_through_the_environment(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environ = os.environ | {
-        "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
-        "KDJAX_COORDINATOR": address, "JAX_COORDINATOR_BIND_ADDRESS": address,
-        "KDJAX_NUM_PROCESSES": "2",
-    }  # fmt: skip
-    members = [
-        subprocess.Popen([sys.executable, "-c", _MEMBER], text=True, stdout=subprocess.PIPE,
-                         env=environ | {"KDJAX_PROCESS_ID": str(i)})
-        for i in range(2)
-    ]  # fmt: skip
-    try:
-        said = [member.communicate(timeout=60)[0].split(maxsplit=3) for member in members]
-    finally:
-        for member in members:
-            member.kill()
-            member.wait()
-    assert said == [[str(i), "2", "2", f"cluster: joined at {address}\n"] for i in range(2)]
 
 
 def test_classification_depends_on_no_compute_capability():

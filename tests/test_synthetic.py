@@ -14,7 +14,8 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode
 from kdjax.formats.gguf_writer import write_gguf
-from kdjax.formats.synthetic import (
+from scripts.bench import random_gguf
+from scripts.bench.synthetic import (
     QWEN25_SHAPES,
     RECIPES,
     byte_alphabet,
@@ -22,7 +23,6 @@ from kdjax.formats.synthetic import (
     tensor_plan,
     write_random_gguf,
 )
-from scripts.bench import random_gguf
 
 STEP = jax.jit(decode, static_argnums=1)
 TEACHER, STUDENT = QWEN25_SHAPES["tiny-teacher"], QWEN25_SHAPES["tiny-student"]
@@ -131,7 +131,7 @@ def test_the_seed_decides_every_byte(tmp_path):
 
 
 def test_large_tensors_are_written_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("kdjax.formats.synthetic._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("scripts.bench.synthetic._CHUNK_BYTES", 1000)
     write_random_gguf(tmp_path / "x.gguf", STUDENT)
     raw = open_table(tmp_path / "x.gguf").raw("token_embd.weight")
     assert len(np.unique(raw, axis=0)) == len(raw)

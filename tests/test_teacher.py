@@ -19,7 +19,6 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, decode_fields, split
 from kdjax.formats.gguf_writer import write_gguf
-from kdjax.formats.synthetic import QWEN25_SHAPES, write_random_gguf
 from kdjax.losses.chunked import HeadSpec, head_evaluation
 from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
@@ -28,6 +27,7 @@ from kdjax.models.model import WEIGHTS, load_model, narrow_head
 from kdjax.models.weights import Mixed, Packed
 from kdjax.training.job import assemble
 from kdjax.training.pair import align
+from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
 
 def one_device():

@@ -1,4 +1,4 @@
-"""What must be decided before JAX touches a device: allocator, memory, compilation cache, cluster.
+"""What must be decided before JAX touches a device: allocator, memory, compilation cache.
 
 XLA does not know about GPUs that share memory with the CPU (GB10, Jetson): its default grabs 75% of
 what the driver calls total, which there is the machine's own RAM. So the driver is asked first
@@ -196,7 +196,6 @@ class Runtime:
     settings: Mapping[str, str]  # added to the environment; empty if JAX had already started
     reasons: Sequence[str]
     cache: str  # the compilation cache's folder, or why it is off
-    processes: str = "one process"
 
     def describe(self) -> list[str]:
         """Lines for the log."""
@@ -204,16 +203,12 @@ class Runtime:
         lines += [f"  {reason}" for reason in self.reasons[1:]]
         if self.settings:
             lines.append("  set " + " ".join(f"{k}={v}" for k, v in self.settings.items()))
-        return [*lines, f"compilation cache: {self.cache}", f"cluster: {self.processes}"]
+        return [*lines, f"compilation cache: {self.cache}"]
 
 
 def configure(
     *,
     cache_dir: str | Path | None = None,
-    distributed: bool = False,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
     environ: MutableMapping[str, str] | None = None,
     probe: Callable[[Mapping[str, str]], Probe] = probe_devices,
     mem_available: Callable[[], int | None] = mem_available,
@@ -221,10 +216,9 @@ def configure(
     """Decides and applies everything; call it once, before the first use of a JAX device.
 
     `cache_dir` is where compiled programs are kept (default ~/.cache/kdjax/xla; a
-    JAX_COMPILATION_CACHE_DIR wins). `distributed` joins a cluster: `join_cluster` takes the three
-    arguments after it. Warns, naming the settings, if JAX already started and can no longer see
-    them. Raises `UserError` for settings that cannot work. The rest is for tests: `environ` is
-    os.environ if left out.
+    JAX_COMPILATION_CACHE_DIR wins). Warns, naming the settings, if JAX already started and can no
+    longer see them. Raises `UserError` for settings that cannot work. The rest is for tests:
+    `environ` is os.environ if left out.
     """
     from jax._src import xla_bridge  # there is no public way to ask
 
@@ -249,11 +243,7 @@ def configure(
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if kind is DeviceMemory.NONE:
         _keep_freed_memory(environ)
-    cache = _compilation_cache(environ, cache_dir)
-    if not distributed:
-        return Runtime(kind, settings, reasons, cache)
-    processes = join_cluster(environ, coordinator, num_processes, process_id)
-    return Runtime(kind, settings, reasons, cache, processes)
+    return Runtime(kind, settings, reasons, _compilation_cache(environ, cache_dir))
 
 
 def _keep_freed_memory(environ: Mapping[str, str]) -> None:
@@ -295,49 +285,6 @@ def _compilation_cache(environ: Mapping[str, str], cache_dir: str | Path | None)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     return str(folder)
-
-
-def join_cluster(
-    environ: Mapping[str, str],
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    *,
-    initialize: Callable[..., None] = jax.distributed.initialize,
-) -> str:
-    """Makes this process one of several; returns one line for the log.
-
-    An argument left out comes from KDJAX_COORDINATOR (host:port), KDJAX_NUM_PROCESSES or
-    KDJAX_PROCESS_ID, else from what JAX recognises (SLURM, Open MPI, Kubernetes, Cloud TPU).
-    Raises `UserError` if that is not enough, and JAX's RuntimeError once devices have been used:
-    a process that trains alone by mistake must not go unnoticed.
-    """
-    if jax.distributed.is_initialized():
-        return "joined earlier"
-    coordinator = coordinator or environ.get("KDJAX_COORDINATOR") or None
-    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
-        raise UserError(f"coordinator {coordinator!r}: must be host:port, such as 10.0.0.1:1234.")
-    if num_processes is None:
-        num_processes = _integer(environ, "KDJAX_NUM_PROCESSES")
-    if process_id is None:
-        process_id = _integer(environ, "KDJAX_PROCESS_ID")
-    try:
-        initialize(coordinator, num_processes, process_id)
-    except ValueError as error:
-        raise UserError(
-            f"distributed=True, but this process found no complete cluster: {error} Start it under "
-            "SLURM, Open MPI or Kubernetes, or set KDJAX_COORDINATOR=host:port, "
-            "KDJAX_NUM_PROCESSES and KDJAX_PROCESS_ID (from 0)."
-        ) from error
-    where = f" at {coordinator}" if coordinator else ", found by JAX"
-    return f"joined{where}"
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "")
-    if text and not text.isdecimal():
-        raise UserError(f"{name}={text!r}: must be a whole number from 0.")
-    return int(text) if text else None
 
 
 # Dense FLOP/s of bf16 or f16 matrix products with float32 accumulation, per device, for the whole

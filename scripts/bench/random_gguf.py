@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from kdjax.errors import reporting
-from kdjax.formats.synthetic import QWEN25_SHAPES, RECIPES, write_random_gguf
+from scripts.bench.synthetic import QWEN25_SHAPES, RECIPES, write_random_gguf
 
 
 @reporting

@@ -28,11 +28,11 @@ from typing import Any
 
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.formats.synthetic import QWEN25_SHAPES, ModelShape, write_random_gguf
 from kdjax.models.arch import ArchSpec, spec_from_table
 from scripts.bench.peer import MODES
 from scripts.bench.program import Request, configured
 from scripts.bench.rows import ids_of
+from scripts.bench.synthetic import QWEN25_SHAPES, ModelShape, write_random_gguf
 
 # name: fields of kdjax/config.py. A new variant is a line here.
 VARIANTS: dict[str, dict[str, Any]] = {
