@@ -103,6 +103,7 @@ def _make_writer(
     teacher: Model, kind: CachedHidden | CachedTopK, about: About, head: HeadSpec
 ) -> Callable[[dict[str, Any]], np.ndarray]:
     """The function from a batch to its records."""
+    assert teacher.placement is not None  # as `load_teacher` loads
     mesh = teacher.placement.mesh
 
     @functools.partial(
