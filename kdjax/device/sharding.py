@@ -19,7 +19,9 @@ AXES = ("data", "fsdp", "tensor")
 # Last keys of a parameter's path -> axes of its last two dimensions, (out, in). Column-parallel
 # products split their outputs over `tensor`, row-parallel ones their inputs; `fsdp` the rest.
 _COLUMN, _ROW = ("tensor", "fsdp"), ("fsdp", "tensor")
-_RULES = dict.fromkeys(("q", "k", "v", "gate", "up", "embed", "head"), _COLUMN)
+_RULES: dict[str, tuple[str, str]] = dict.fromkeys(
+    ("q", "k", "v", "gate", "up", "embed", "head"), _COLUMN
+)
 _RULES |= dict.fromkeys(("o", "down"), _ROW)
 
 
