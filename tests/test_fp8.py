@@ -207,9 +207,15 @@ def test_fp8_beside_a_backend_is_refused(tiny_config, backend):
 
 @pytest.mark.parametrize(
     ("platform", "capability", "able"),
-    [("gpu", "8.0", False), ("gpu", "8.9", True), ("gpu", "9.0", True), ("gpu", "12.1", True),
-     ("gpu", "gfx942", False), ("cpu", None, True)],
-)  # fmt: skip
+    [
+        ("gpu", "8.0", False),
+        ("gpu", "8.9", True),
+        ("gpu", "9.0", True),
+        ("gpu", "12.1", True),
+        ("gpu", "gfx942", False),
+        ("cpu", None, True),
+    ],
+)
 def test_a_gpu_without_fp8_is_refused_before_anything_is_read(
     tiny_config, monkeypatch, platform, capability, able
 ):

@@ -78,10 +78,19 @@ def test_a_row_does_not_depend_on_its_batch(models):
     assert len({tuple(c.ids) for c in same}) == 5  # samples of one prompt differ
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "kept"), [
-    (0, 1.0, [0, 1, 2, 3, 4]), (2, 1.0, [0, 1]), (0, 0.55, [0, 1]), (0, 0.4, [0]),
-    (3, 0.8, [0, 1]), (0, 0.94, [0, 1, 2, 3]), (1, 0.01, [0]), (9, 1.0, [0, 1, 2, 3, 4]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (0, 1.0, [0, 1, 2, 3, 4]),
+        (2, 1.0, [0, 1]),
+        (0, 0.55, [0, 1]),
+        (0, 0.4, [0]),
+        (3, 0.8, [0, 1]),
+        (0, 0.94, [0, 1, 2, 3]),
+        (1, 0.01, [0]),
+        (9, 1.0, [0, 1, 2, 3, 4]),
+    ],
+)
 def test_top_k_and_top_p_keep_the_right_ids(top_k, top_p, kept):
     p = np.asarray([0.45, 0.25, 0.15, 0.1, 0.05], np.float32)
     order = np.asarray([3, 0, 4, 1, 2])  # rank -> id
@@ -139,8 +148,13 @@ def test_exactly_so_many_tokens(models, count):
 
 def test_text_streams_as_it_grows(models, capsys):
     seen = []
-    got = run(models, prompts=prompts_of(1), batch_size=1, max_tokens=40,
-              on_text=lambda number, text: seen.append((number, text)))  # fmt: skip
+    got = run(
+        models,
+        prompts=prompts_of(1),
+        batch_size=1,
+        max_tokens=40,
+        on_text=lambda number, text: seen.append((number, text)),
+    )
     texts = [text for number, text in seen if number == 0]
     assert len(texts) == 4 and texts[-1] == got[0].text  # 1, 17, 33, 40 tokens
     pairs = itertools.pairwise(texts)

@@ -210,6 +210,8 @@ def test_rows_normed_or_not_are_rounded_as_defined(shape, with_norm):
     norm = (weight, 1e-6) if with_norm else None
     got, got_scale = kernels.round_rows(x, norm, interpret=INTERPRET)
     np.testing.assert_allclose(got_scale, scale, rtol=2.0**-7)  # one bfloat16 step of the largest
-    got, want = (np.asarray(v, np.float32) * np.asarray(s)[:, None]
-                 for v, s in ((got, got_scale), (values, scale)))  # fmt: skip
+    got, want = (
+        np.asarray(v, np.float32) * np.asarray(s)[:, None]
+        for v, s in ((got, got_scale), (values, scale))
+    )
     np.testing.assert_allclose(got, want, rtol=2.0**-3, atol=2.0**-9 * np.abs(want).max())

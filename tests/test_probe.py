@@ -94,10 +94,14 @@ def test_the_child_sees_the_given_environment_and_its_answer_arrives():
 
 @pytest.mark.parametrize(
     ("command", "note"),
-    [(python("import os; os.abort()"), "status -6"), (python("print('{}')"), "status 0"),
-     (python(""), "status 0"), (python("import time; time.sleep(60)"), "did not answer in 0.3 s"),
-     (("/no/such/python",), "could not be asked")],
-)  # fmt: skip
+    [
+        (python("import os; os.abort()"), "status -6"),
+        (python("print('{}')"), "status 0"),
+        (python(""), "status 0"),
+        (python("import time; time.sleep(60)"), "did not answer in 0.3 s"),
+        (("/no/such/python",), "could not be asked"),
+    ],
+)
 def test_a_child_that_crashes_hangs_or_mumbles_is_unknown(command, note):
     answer = probe.probe_devices(
         {}, command=command, timeout=0.3 if "sleep" in command[-1] else 60.0

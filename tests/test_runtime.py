@@ -70,10 +70,19 @@ def warnings_logged():
 
 @pytest.mark.parametrize(
     ("devices", "kind"),
-    [((H200,), "discrete"), ((RTX_4090,), "discrete"), ((GB10,), "integrated"),
-     ((ORIN,), "integrated"), ((GH200,), "coherent"), ((), "none"), ((SILENT,), "unknown"),
-     ((H200, H200), "discrete"), ((H200, GB10), "unknown"), ((GB10, SILENT), "unknown")],
-)  # fmt: skip
+    [
+        ((H200,), "discrete"),
+        ((RTX_4090,), "discrete"),
+        ((GB10,), "integrated"),
+        ((ORIN,), "integrated"),
+        ((GH200,), "coherent"),
+        ((), "none"),
+        ((SILENT,), "unknown"),
+        ((H200, H200), "discrete"),
+        ((H200, GB10), "unknown"),
+        ((GB10, SILENT), "unknown"),
+    ],
+)
 def test_known_machines(devices, kind):
     assert classify_device_memory(devices) is DeviceMemory(kind)
 
@@ -107,11 +116,15 @@ def test_classification_is_total_and_an_error_is_never_integrated():
 
 @pytest.mark.parametrize(
     ("device", "expected"),
-    [(H200, ("default", "true", "0.90", None)), (RTX_4090, ("default", "true", "0.90", None)),
-     (GH200, ("default", "true", "0.85", None)),
-     (GB10, ("bfc", "false", "0.733", "4")),  # (100 GiB available - 12 reserved) / 120
-     (ORIN, ("bfc", "false", "0.750", "4")), (SILENT, (None,) * 4)],
-)  # fmt: skip
+    [
+        (H200, ("default", "true", "0.90", None)),
+        (RTX_4090, ("default", "true", "0.90", None)),
+        (GH200, ("default", "true", "0.85", None)),
+        (GB10, ("bfc", "false", "0.733", "4")),  # (100 GiB available - 12 reserved) / 120
+        (ORIN, ("bfc", "false", "0.750", "4")),
+        (SILENT, (None,) * 4),
+    ],
+)
 def test_policy_by_machine(device, expected):
     settings, _ = policy(device)
     names = (runtime.ALLOCATOR, runtime.PREALLOCATE, runtime.FRACTION, runtime.PINNED_GIB)
@@ -124,9 +137,16 @@ def test_without_a_gpu_nothing_is_set():
 
 @pytest.mark.parametrize(
     ("devices", "available", "fraction"),
-    [((GB10,), 20, "0.100"), ((GB10,), 5, "0.100"), ((GB10,), 60, "0.400"), ((GB10,), 119, "0.750"),
-     ((ORIN,), 38, "0.500"), ((GB10, GB10), 60, "0.200"), ((GB10,), None, None)],
-)  # fmt: skip
+    [
+        ((GB10,), 20, "0.100"),
+        ((GB10,), 5, "0.100"),
+        ((GB10,), 60, "0.400"),
+        ((GB10,), 119, "0.750"),
+        ((ORIN,), 38, "0.500"),
+        ((GB10, GB10), 60, "0.200"),
+        ((GB10,), None, None),
+    ],
+)
 def test_integrated_budget_follows_available_memory(devices, available, fraction):
     settings, _ = policy(*devices, available=available and available * GIB)
     assert settings.get(runtime.FRACTION) == fraction
@@ -152,8 +172,13 @@ def test_other_values_of_managed_memory_are_refused_everywhere(devices, value):
         policy(*devices, MANAGED_MEMORY=value)
 
 
-ALL_SETTINGS = (runtime.ALLOCATOR, runtime.PREALLOCATE, runtime.FRACTION, runtime.UNIFIED,
-                runtime.PINNED_GIB)  # fmt: skip
+ALL_SETTINGS = (
+    runtime.ALLOCATOR,
+    runtime.PREALLOCATE,
+    runtime.FRACTION,
+    runtime.UNIFIED,
+    runtime.PINNED_GIB,
+)
 
 
 @pytest.mark.parametrize("name", ALL_SETTINGS)
@@ -192,12 +217,15 @@ def test_both_fraction_names_never_come_out():
 
 @pytest.mark.parametrize(
     ("name", "value", "warned"),
-    [("XLA_PYTHON_CLIENT_PREALLOCATE", "FALSE", True),
-     ("XLA_PYTHON_CLIENT_PREALLOCATE", "no", True),
-     ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", False),
-     ("XLA_PYTHON_CLIENT_PREALLOCATE", "0", False), ("XLA_PYTHON_CLIENT_ALLOCATOR", "bfc", False),
-     ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", True)],
-)  # fmt: skip
+    [
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "FALSE", True),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "no", True),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", False),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "0", False),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "bfc", False),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", True),
+    ],
+)
 def test_traps_are_named(name, value, warned):
     _, reasons = policy(H200, MANAGED_MEMORY="1", **{name: value})
     assert any("means true" in r or "never allocates unified" in r for r in reasons) == warned
@@ -210,8 +238,17 @@ def test_configure_applies_and_describes(not_started, warnings_logged):
     result, environ = run(GB10, environ={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
     assert environ.items() >= result.settings.items() and runtime.FRACTION not in environ
     text = "\n".join(result.describe())
+<<<<<<< HEAD
     for part in ("device memory: integrated", "XLA_PYTHON_CLIENT_ALLOCATOR=bfc",
                  "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 was set already"):  # fmt: skip
+=======
+    for part in (
+        "device memory: integrated",
+        "XLA_PYTHON_CLIENT_ALLOCATOR=bfc",
+        "one process",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 was set already",
+    ):
+>>>>>>> 8fc72e7 (Tests of device and models as the formatter wraps them)
         assert part in text
     assert not warnings_logged
 
@@ -296,18 +333,26 @@ def test_device_summary_on_the_cpu():
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "peak"),
-    [("NVIDIA H200", "bfloat16", 989e12), ("NVIDIA H100 80GB HBM3", "float16", 989e12),
-     ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12), ("NVIDIA A100 80GB PCIe", "bfloat16", 312e12),
-     ("NVIDIA L4", "bfloat16", 121e12), ("NVIDIA L40S", "bfloat16", 362e12),
-     ("NVIDIA GeForce RTX 4090", jax.numpy.bfloat16, 165.2e12),
-     # Neighbours in name, not in speed; and what has no published figure.
-     ("NVIDIA L40", "bfloat16", None), ("NVIDIA GB200", "bfloat16", None),
-     ("NVIDIA H100 PCIe", "bfloat16", None), ("NVIDIA GeForce RTX 4090 D", "bfloat16", None),
-     ("NVIDIA GeForce RTX 3090 Ti", "bfloat16", None),
-     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
-     ("NVIDIA GB10", "bfloat16", None), ("cpu", "bfloat16", None),
-     ("NVIDIA H200", "float32", None)],
-)  # fmt: skip
+    [
+        ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "float16", 989e12),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA A100 80GB PCIe", "bfloat16", 312e12),
+        ("NVIDIA L4", "bfloat16", 121e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("NVIDIA GeForce RTX 4090", jax.numpy.bfloat16, 165.2e12),
+        # Neighbours in name, not in speed; and what has no published figure.
+        ("NVIDIA L40", "bfloat16", None),
+        ("NVIDIA GB200", "bfloat16", None),
+        ("NVIDIA H100 PCIe", "bfloat16", None),
+        ("NVIDIA GeForce RTX 4090 D", "bfloat16", None),
+        ("NVIDIA GeForce RTX 3090 Ti", "bfloat16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
+        ("NVIDIA GB10", "bfloat16", None),
+        ("cpu", "bfloat16", None),
+        ("NVIDIA H200", "float32", None),
+    ],
+)
 def test_peaks_are_for_the_exact_device(kind, dtype, peak):
     assert runtime.peak_matmul_flops(kind, dtype) == peak
 
@@ -332,16 +377,20 @@ print(json.dumps({"started": import_started or xla_bridge.backends_are_initializ
 
 @pytest.mark.parametrize(
     ("device", "own", "allocator", "fraction", "preallocate"),
-    [(GB10, {}, "bfc", 0.733, False), (H200, {}, "default", 0.9, True),
-     (H200, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "default", 0.5, True)],
-)  # fmt: skip
+    [
+        (GB10, {}, "bfc", 0.733, False),
+        (H200, {}, "default", 0.9, True),
+        (H200, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "default", 0.5, True),
+    ],
+)
 def test_a_child_process_and_its_jax_see_the_settings(
     tmp_path, device, own, allocator, fraction, preallocate
 ):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "TF_FORCE"))}
     clean |= {"HOME": str(tmp_path), "DEVICE": json.dumps(dataclasses.astuple(device))} | own
-    child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True,
-                           env=clean, check=True)  # fmt: skip
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD], capture_output=True, text=True, env=clean, check=True
+    )
     seen = json.loads(child.stdout.splitlines()[-1])
     assert not seen["started"], "importing kdjax.device.runtime or configuring started JAX"
     assert seen["options"]["allocator"] == allocator
@@ -378,12 +427,54 @@ print(min(faults[1:]))
 def test_temporaries_of_the_next_step_on_a_cpu_are_those_of_the_last(tmp_path, own, kept):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     clean |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)} | own
-    child = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True,
-                           env=clean, check=True)  # fmt: skip
+    child = subprocess.run(
+        [sys.executable, "-c", _FAULTS], capture_output=True, text=True, env=clean, check=True
+    )
     pages = 2**26 // 4096
     assert (int(child.stdout) < pages // 10) is kept, child.stdout
 
 
+<<<<<<< HEAD
+=======
+_MEMBER = """
+from kdjax.device.runtime import configure
+line = configure(distributed=True).describe()[-1]
+import jax
+print(jax.process_index(), jax.process_count(), jax.device_count(), line)
+"""
+
+
+def test_two_processes_join_through_the_environment(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environ = os.environ | {
+        "HOME": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "KDJAX_COORDINATOR": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,
+        "KDJAX_NUM_PROCESSES": "2",
+    }
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", _MEMBER],
+            text=True,
+            stdout=subprocess.PIPE,
+            env=environ | {"KDJAX_PROCESS_ID": str(i)},
+        )
+        for i in range(2)
+    ]
+    try:
+        said = [member.communicate(timeout=60)[0].split(maxsplit=3) for member in members]
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    assert said == [[str(i), "2", "2", f"cluster: joined at {address}\n"] for i in range(2)]
+
+
+>>>>>>> 8fc72e7 (Tests of device and models as the formatter wraps them)
 def test_classification_depends_on_no_compute_capability():
     """Every capability from 0.0 to 20.0, with every answer to the three questions."""
     kinds = {  # integrated, pageable access, the host's page tables
