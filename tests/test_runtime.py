@@ -240,7 +240,7 @@ def test_configure_applies_and_describes(not_started, warnings_logged):
     text = "\n".join(result.describe())
 <<<<<<< HEAD
     for part in ("device memory: integrated", "XLA_PYTHON_CLIENT_ALLOCATOR=bfc",
-                 "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 was set already"):  # fmt: skip
+                 "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 was set already"):
 =======
     for part in (
         "device memory: integrated",
