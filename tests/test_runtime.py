@@ -238,17 +238,11 @@ def test_configure_applies_and_describes(not_started, warnings_logged):
     result, environ = run(GB10, environ={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
     assert environ.items() >= result.settings.items() and runtime.FRACTION not in environ
     text = "\n".join(result.describe())
-<<<<<<< HEAD
-    for part in ("device memory: integrated", "XLA_PYTHON_CLIENT_ALLOCATOR=bfc",
-                 "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 was set already"):
-=======
     for part in (
         "device memory: integrated",
         "XLA_PYTHON_CLIENT_ALLOCATOR=bfc",
-        "one process",
         "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 was set already",
     ):
->>>>>>> 8fc72e7 (Tests of device and models as the formatter wraps them)
         assert part in text
     assert not warnings_logged
 
@@ -434,47 +428,6 @@ def test_temporaries_of_the_next_step_on_a_cpu_are_those_of_the_last(tmp_path, o
     assert (int(child.stdout) < pages // 10) is kept, child.stdout
 
 
-<<<<<<< HEAD
-=======
-_MEMBER = """
-from kdjax.device.runtime import configure
-line = configure(distributed=True).describe()[-1]
-import jax
-print(jax.process_index(), jax.process_count(), jax.device_count(), line)
-"""
-
-
-def test_two_processes_join_through_the_environment(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environ = os.environ | {
-        "HOME": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "KDJAX_COORDINATOR": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,
-        "KDJAX_NUM_PROCESSES": "2",
-    }
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", _MEMBER],
-            text=True,
-            stdout=subprocess.PIPE,
-            env=environ | {"KDJAX_PROCESS_ID": str(i)},
-        )
-        for i in range(2)
-    ]
-    try:
-        said = [member.communicate(timeout=60)[0].split(maxsplit=3) for member in members]
-    finally:
-        for member in members:
-            member.kill()
-            member.wait()
-    assert said == [[str(i), "2", "2", f"cluster: joined at {address}\n"] for i in range(2)]
-
-
->>>>>>> 8fc72e7 (Tests of device and models as the formatter wraps them)
 def test_classification_depends_on_no_compute_capability():
     """Every capability from 0.0 to 20.0, with every answer to the three questions."""
     kinds = {  # integrated, pageable access, the host's page tables
