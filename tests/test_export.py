@@ -290,12 +290,12 @@ def test_a_failed_self_check_removes_nothing(
 
 
 def test_the_self_check_sees_another_tokenizer_and_architecture(student, tmp_path, monkeypatch):
-    files = vocabulary.find_files(student.checkpoint)
+    files = vocabulary.find_tokenizer_files(student.checkpoint)
     tokens = list(files.values["tokenizer.ggml.tokens"])
     tokens[65], tokens[66] = tokens[66], tokens[65]
     wrong = files._replace(values=files.values | {"tokenizer.ggml.tokens": tokens})
     with monkeypatch.context() as patch:
-        patch.setattr(vocabulary, "find_files", lambda _: wrong)
+        patch.setattr(vocabulary, "find_tokenizer_files", lambda _: wrong)
         with pytest.raises(SelfCheckError, match=r"another tokens\n.*other ids or text"):
             export_gguf(student, tmp_path / "a.gguf")
     bent = formats.headers.gguf_metadata

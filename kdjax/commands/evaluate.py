@@ -8,10 +8,11 @@ Face folder. FORM is dequant (the default), q4k or fp8, then nothing or :bfloat1
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def check(args: argparse.Namespace) -> Request:
 def make_speaker(model: Model, sampling: Sampling, batch_size: int) -> Callable[..., list[Output]]:
     """The function from prompts (ids), and stop strings, to what the model says to each."""
     assert model.tokenizer is not None
-    stop_ids = tuple(sorted({model.tokenizer.eos_id, model.tokenizer.end_of_text_id}))
+    stop_ids = model.tokenizer.stop_ids
 
     def say(prompts: list[list[int]], stops: tuple[str, ...] = ()) -> list[Output]:
         settings = dataclasses.replace(sampling, stop_ids=stop_ids, stop_strings=stops)
@@ -130,46 +131,17 @@ def make_speaker(model: Model, sampling: Sampling, batch_size: int) -> Callable[
     return say
 
 
-class _Report:
-    """The document as it grows; whatever stops the model ends up in it."""
+class _ModelFailedError(Exception):
+    """What the model stopped: the message names the step of the evaluation and the error."""
 
-    def __init__(self, request: Request):
-        self.request = request
-        self.document: dict[str, Any] = {
-            "target": request.args.target,
-            "mode": passk.INFERENCE,
-            "broken": [],
-        }
 
-    def attempt(self, what: str, work: Callable[[], Any]) -> Any:
-        """The work's result; None, and the first error kept, if the model stopped it."""
-        if self.failed:
-            return None
-        try:
-            return work()
-        # Out of memory, a missing tensor, an operation XLA refuses: all of them mean no figures.
-        except Exception as error:
-            message = f"{what}: {type(error).__name__}: {error}"[:2000]
-            self.document |= {"mode": passk.INFERENCE_FAILED, "inference_error": message}
-            return None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the model could not run."""
-        return self.document["mode"] == passk.INFERENCE_FAILED
-
-    def add(self, findings: Sequence[Finding]) -> None:
-        """Adds findings, and says them at once: benchmarks may take an hour from here."""
-        for finding in findings:
-            print(f"BROKEN {finding.detector}: {finding.evidence}", file=sys.stderr)
-        self.document["broken"] += [dataclasses.asdict(finding) for finding in findings]
-
-    def status(self) -> int:
-        """The exit status."""
-        benchmarks = [self.document[name] for name in self.request.benchmarks]
-        if self.failed or any(b["mode"] == passk.INFERENCE_FAILED for b in benchmarks):
-            return INFERENCE_FAILED
-        return BROKEN if self.document["broken"] else FINISHED
+@contextlib.contextmanager
+def _model_at_work(step: str) -> Iterator[None]:
+    try:
+        yield
+    # Out of memory, a missing tensor, an operation XLA refuses: all of them mean no figures.
+    except Exception as error:
+        raise _ModelFailedError(f"{step}: {type(error).__name__}: {error}"[:2000]) from error
 
 
 def evaluate(request: Request) -> tuple[dict[str, Any], int]:
@@ -177,28 +149,43 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
 
     Raises `UserError` for paths that do not exist and a teacher that cannot be compared with.
     """
-    args, report = request.args, _Report(request)
-    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    args = request.args
+    document: dict[str, Any] = {"target": args.target, "mode": passk.INFERENCE, "broken": []}
     teacher = open_target(args.teacher) if args.teacher else None
+    try:
+        _measure(document, request, teacher)
+    except _ModelFailedError as failure:
+        document |= {"mode": passk.INFERENCE_FAILED, "inference_error": str(failure)}
+        for name in request.benchmarks:
+            if name not in document:
+                document[name] = _fail_benchmark(request, name, str(failure))
+    if request.benchmarks:
+        document["sandbox"] = sandbox.describe(sandbox.held())
+    modes = [document["mode"], *(document[name]["mode"] for name in request.benchmarks)]
+    if passk.INFERENCE_FAILED in modes:
+        return document, INFERENCE_FAILED
+    return document, BROKEN if document["broken"] else FINISHED
+
+
+def _measure(document: dict[str, Any], request: Request, teacher: Target | None) -> None:
+    """Puts into `document` what the model is, predicts, answers and solves, and its figures."""
+    args = request.args
     try:
         target = open_target(args.target, args.student, args.tokenizer)
     except MissingFileError:
         raise
-    except UserError as error:  # it is there, and no model that could answer anything
-        target = None
-        report.document |= {"mode": passk.INFERENCE_FAILED, "inference_error": str(error)}
-    if target is not None:
-        report.document["model"] = str(target)
-        _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
-        report.add(report.attempt("reading it", lambda: examine.of_files(target.checkpoint)) or [])
-        _run(report, target, mesh)
-    for name, asked in request.benchmarks.items():
-        if name not in report.document:
-            report.document[name] = _nothing_ran(asked, request, report.document["inference_error"])
-    if target is not None and request.domains and not report.failed:
-        figures = report.attempt(
-            "held-out text",
-            lambda: heldout.measure(
+    except UserError as error:  # the target is there, and no model that could answer anything
+        raise _ModelFailedError(str(error)) from error
+    document["model"] = str(target)
+    _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
+    with _model_at_work("reading it"):
+        _add_findings(document, examine.of_files(target.checkpoint))
+    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    _run_model(document, request, target, mesh)
+    if request.domains:
+        document |= {"teacher": args.teacher, "held_out": None}
+        with _model_at_work("held-out text"):
+            document["held_out"] = heldout.measure(
                 target,
                 teacher,
                 request.domains,
@@ -206,12 +193,14 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
                 rows=args.rows,
                 seq_len=args.seq_len,
                 batch_size=args.batch_size,
-            ),
-        )
-        report.document |= {"teacher": args.teacher, "held_out": figures}
-    if request.benchmarks:
-        report.document["sandbox"] = sandbox.describe(sandbox.held())
-    return report.document, report.status()
+            )
+
+
+def _add_findings(document: dict[str, Any], findings: Sequence[Finding]) -> None:
+    """Adds findings, and prints them at once: benchmarks may take an hour from here."""
+    for finding in findings:
+        print(f"BROKEN {finding.detector}: {finding.evidence}", file=sys.stderr)
+    document["broken"] += [dataclasses.asdict(finding) for finding in findings]
 
 
 def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoint | None) -> None:
@@ -231,33 +220,28 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
         raise UserError("--prompt=instruct: the tokenizer has no chat template; use base.")
 
 
-def _run(report: _Report, target: Target, mesh: Mesh) -> None:
-    """Loads the model and adds what it predicts, says and solves; it is freed on return."""
-    request = report.request
-    model = report.attempt("loading it", lambda: target.load(mesh))
-    predictions = report.attempt("running it", lambda: examine.of_logits(model))
-    if predictions is None:
-        return
-    report.add(predictions[0])
-    report.document["probe"] = predictions[1]
+def _run_model(document: dict[str, Any], request: Request, target: Target, mesh: Mesh) -> None:
+    """Loads the model and adds what it predicts, answers and solves; it is freed on return."""
+    tokenizer = target.checkpoint.tokenizer
+    with _model_at_work("loading it"):
+        model = target.load(mesh)
+    with _model_at_work("running it"):
+        findings, document["probe"] = examine.of_logits(model)
+    _add_findings(document, findings)
     short = Sampling(max_tokens=examine.probes.ANSWER_TOKENS)
     say = make_speaker(model, short, len(examine.probes.QUESTIONS))
-    answers = report.attempt("generating", lambda: examine.of_answers(target.checkpoint, say))
-    if answers is None:
-        return
-    report.add(answers[0])
-    report.document["probe"]["answers"] = answers[1]
+    with _model_at_work("generating"):
+        findings, document["probe"]["answers"] = examine.of_answers(target.checkpoint, say)
+    _add_findings(document, findings)
     answer = make_speaker(model, request.sampling, request.args.batch_size)
-    form = problems.choose_format(request.args.prompt, target.checkpoint.tokenizer)
+    form = problems.choose_format(request.args.prompt, tokenizer)
     settings = _settings(request, form, target.checkpoint)
 
-    def ask(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
+    def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
         return [(output.text, output.reason) for output in answer(prompts, stops)]
 
-    for name, asked in request.benchmarks.items():
-        report.document[name] = passk.run_benchmark(
-            asked, target.checkpoint.tokenizer, ask, settings
-        )
+    for name, benchmark in request.benchmarks.items():
+        document[name] = passk.run_benchmark(benchmark, tokenizer, generate, settings)
 
 
 def _settings(request: Request, form: str, checkpoint: Checkpoint | None) -> passk.Settings:
@@ -273,15 +257,15 @@ def _settings(request: Request, form: str, checkpoint: Checkpoint | None) -> pas
     )
 
 
-def _nothing_ran(asked: Sequence[problems.Problem], request: Request, error: str) -> dict[str, Any]:
+def _fail_benchmark(request: Request, name: str, error: str) -> dict[str, Any]:
     """A benchmark whose every sample failed because the model does not run."""
-    settings = _settings(request, request.args.prompt, None)
+    settings, benchmark = _settings(request, request.args.prompt, None), request.benchmarks[name]
     samples = [
         passk.Sample(problem.task, passk.INFERENCE_FAILED, error, "", "")
-        for problem in asked
+        for problem in benchmark
         for _ in range(settings.samples)
     ]
-    return passk.summarise(asked, samples, settings)
+    return passk.summarise(benchmark, samples, settings)
 
 
 def _json_able(value: Any) -> Any:

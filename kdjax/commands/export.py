@@ -16,7 +16,7 @@ from kdjax.commands.parsing import Parser
 from kdjax.device import runtime
 from kdjax.errors import CHECK_FAILED, FINISHED, UserError, reporting
 from kdjax.export.card import model_card
-from kdjax.export.check import Report
+from kdjax.export.check import ExportSummary
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
 from kdjax.export.staging import check_target
 from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run
@@ -41,7 +41,7 @@ def _read_receipt(workdir: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no JSON ({error}). Restore it, or move it away.") from error
 
 
-def export(args: argparse.Namespace) -> Report:
+def export(args: argparse.Namespace) -> ExportSummary:
     """Reads the checkpoint and writes it as asked."""
     workdir, out = Path(args.workdir), Path(args.out)
     check_target(out, folder=args.format == "hf", overwrite=args.overwrite)
@@ -80,6 +80,5 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
     runtime.configure()
-    report = export(args)
-    print(f"{args.out}: {report}")
+    print(f"{args.out}: {export(args)}")
     return FINISHED

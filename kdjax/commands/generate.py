@@ -59,15 +59,14 @@ def main(argv: list[str] | None = None) -> int:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
         text = tokenizer.render([{"role": "user", "content": text}], answer_next=True)
-    stop_ids = tuple(sorted({tokenizer.end_of_text_id, tokenizer.eos_id}))
     sampling = Sampling(
-        args.max_tokens,
-        args.temperature,
-        args.top_p,
-        args.top_k,
-        stop_ids,
-        tuple(args.stop),
-        args.seed,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        stop_ids=tokenizer.stop_ids,
+        stop_strings=tuple(args.stop),
+        seed=args.seed,
     )
     sampling.check()
     placement = Placement.on(sharding.make_mesh(1, 1, 1, jax.local_devices()[:1]))

@@ -5,14 +5,14 @@
 Every export is written beside its target, read back and compared, and only then put in place.
 """
 
-from kdjax.export.check import Report, SelfCheckError
+from kdjax.export.check import ExportSummary, SelfCheckError
 from kdjax.export.formats import APR_TYPES, GGUF_TYPES, HF_TYPES, export_apr, export_gguf, export_hf
 
 __all__ = [
     "APR_TYPES",
+    "ExportSummary",
     "GGUF_TYPES",
     "HF_TYPES",
-    "Report",
     "SelfCheckError",
     "export_apr",
     "export_gguf",

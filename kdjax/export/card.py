@@ -53,23 +53,19 @@ def model_card(
     lines = [_FRONT, f"# {name or 'Exported student'}", ""]
     lines.append(_opening(spec, step, bool(receipt or identity)))
     unknown = []
-    hashes = _hashes(receipt, identity or {})
-    if hashes:
+    if hashes := _list_hashes(receipt, identity or {}):
         lines += ["", "## Made from", "", "| what | SHA-256 |", "| --- | --- |", *hashes]
     else:
         unknown.append(_NO_RECORD)
-    figures = _figures(receipt.get("held_out"), step)
-    if figures:
+    if figures := _list_figures(receipt.get("held_out") or {}, step):
         lines += ["", "## Measured on held-out text", "", *figures]
     else:
         unknown.append("How near it is to its teacher on held-out text: no receipt holds figures.")
-    if exit := receipt.get("exit"):
-        lines += ["", f"The run ended: {exit.get('reason')}, exit status {exit.get('status')}."]
+    if end := receipt.get("exit"):
+        lines += ["", f"The run ended: {end.get('reason')}, exit status {end.get('status')}."]
     elif receipt:
         unknown.append("How the run ended: its receipt was not closed when this was exported.")
-    config = receipt.get("config")
-    settings = flatten(dict(config)) if isinstance(config, dict) else identity
-    if settings:
+    if settings := flatten(receipt.get("config") or {}) or identity:
         text = json.dumps(dict(settings), indent=1, sort_keys=True, default=str)
         lines += ["", "## Settings", "", "```json", text, "```"]
     else:
@@ -79,25 +75,23 @@ def model_card(
 
 
 def _opening(spec: ArchSpec, step: int | None, trained: bool) -> str:
-    size = f"{spec.parameters():,} parameters"
-    tied = "tied" if spec.tied else "untied"
-    what = f"A {spec.family} model of {spec.num_layers} layers, {size}, {tied} head"
+    model = (
+        f"A {spec.family} model of {spec.num_layers} layers, {spec.parameters():,} parameters, "
+        f"{'tied' if spec.tied else 'untied'} head"
+    )
     if not trained and step is None:
-        return f"{what}, exported by kdjax {__version__}."
+        return f"{model}, exported by kdjax {__version__}."
     after = "" if step is None else f" after {step:,} optimizer steps"
-    return f"{what}, distilled by kdjax{after}."
+    return f"{model}, distilled by kdjax{after}."
 
 
-def _hashes(receipt: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+def _list_hashes(receipt: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
     rows = []
-    for side in ("teacher", "student"):
-        entry = receipt.get(side)
-        entry = entry if isinstance(entry, dict) else {}
-        sha = entry.get("sha256") or identity.get(f"{side}.sha256")
+    for side, title in (("teacher", "the teacher"), ("student", "the student before training")):
+        entry = receipt.get(side) or {}
         files = ", ".join(str(path).rpartition("/")[2] for path in entry.get("files", ()))
-        if sha:
-            start = "the student before training" if side == "student" else "the teacher"
-            rows.append(f"| {start}{f' ({files})' if files else ''} | `{sha}` |")
+        if sha := entry.get("sha256") or identity.get(f"{side}.sha256"):
+            rows.append(f"| {title}{f' ({files})' if files else ''} | `{sha}` |")
     if sha := (receipt.get("data") or {}).get("packed_sha256"):
         rows.append(f"| the packed text | `{sha}` |")
     if sha := receipt.get("config_sha256"):
@@ -105,8 +99,7 @@ def _hashes(receipt: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str
     return rows
 
 
-def _figures(held_out: Any, step: int | None) -> list[str]:
-    held_out = held_out if isinstance(held_out, dict) else {}
+def _list_figures(held_out: Mapping[str, Any], step: int | None) -> list[str]:
     first, final = held_out.get("first"), held_out.get("final")
     if not first or not final:
         return []
@@ -114,18 +107,18 @@ def _figures(held_out: Any, step: int | None) -> list[str]:
     rows = [head, "| --- | --- | --- |"]
     for key, label in _FIGURES.items():
         if isinstance(final.get(key), int | float):
-            rows.append(f"| {label} | {_number(first.get(key))} | {_number(final[key])} |")
+            rows.append(f"| {label} | {_show(first.get(key))} | {_show(final[key])} |")
     if step is not None and final.get("step") != step:
         rows += ["", f"The weights are those of step {step}, not of the step of the last figures."]
     return rows
 
 
-def _number(value: Any) -> str:
+def _show(value: Any) -> str:
     return f"{value:,.6g}" if isinstance(value, int | float) else "not measured"
 
 
 def _closing(receipt: Mapping[str, Any]) -> str:
-    made = receipt.get("kdjax") if isinstance(receipt.get("kdjax"), dict) else {}
-    sha = made.get("git_sha") if made else None
-    version = made.get("version", __version__) if made else __version__
-    return f"Trained with kdjax {version}{f' ({sha})' if sha else ''}, exported with {__version__}."
+    trainer = receipt.get("kdjax") or {}
+    version = trainer.get("version", __version__)
+    commit = f" ({trainer['git_sha']})" if trainer.get("git_sha") else ""
+    return f"Trained with kdjax {version}{commit}, exported with {__version__}."

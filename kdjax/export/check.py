@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import numpy as np
 
 from kdjax.errors import CheckError, UserError
 from kdjax.export.vocabulary import compare_tokenizers
-from kdjax.export.weights import Tensor, interleave
+from kdjax.export.weights import Tensor
 from kdjax.formats import TensorTable, open_table
 from kdjax.formats.apr.table import verify_footer
 from kdjax.formats.blocks import decode, encode
+from kdjax.formats.table import TensorInfo
 from kdjax.models.arch import ArchSpec, rope_frequencies, spec_from_table
 from kdjax.models.loading import is_gguf, tensor_names
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
@@ -32,27 +34,26 @@ class SelfCheckError(CheckError):
     """What was written does not read back as what was meant; nothing is left of it."""
 
 
-@dataclasses.dataclass
-class Report:
+@dataclasses.dataclass(frozen=True)
+class ExportSummary:
     """What was read back, and how far it is from the parameters that were given."""
 
-    tensors: int = 0
-    nbytes: int = 0
-    types: dict[str, int] = dataclasses.field(default_factory=dict)  # tensors of each type
-    error: float = 0.0  # root mean square over all numbers not kept as F32, relative to theirs
+    tensors: int
+    nbytes: int
+    types: dict[str, int]  # tensors of each type
+    error: float  # root mean square over all numbers not kept as F32, relative to theirs
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.types.items()))
         rounded = ", ".join(sorted(kind for kind in self.types if kind != "F32"))
-        verdict = "equal bit for bit"
-        if self.error:
-            verdict = f"rounded to {rounded}, relative error {self.error:.2%}"
+        lossy = f"rounded to {rounded}, relative error {self.error:.2%}"
+        verdict = lossy if self.error else "equal bit for bit"
         return f"{self.tensors} tensors ({kinds}), {self.nbytes / 1e6:,.1f} MB; {verdict}"
 
 
 def check_export(
     path: Path, tensors: Sequence[Tensor], spec: ArchSpec, tokenizer: Tokenizer
-) -> Report:
+) -> ExportSummary:
     """Reads a written file or folder and compares all of it with what was meant.
 
     Unquantized tensors must have the bytes that rounding gives, quantized ones lie within their
@@ -69,47 +70,46 @@ def check_export(
         raise SelfCheckError(f"the file just written cannot be read: {error}") from error
     problems = _compare_specs(spec, written_spec) + compare_tokenizers(tokenizer, written)
     if path.is_dir():
-        problems += _folder_problems(path)
-    report, lost, total = Report(), 0.0, 0.0
+        problems += _check_folder(path)
+    gguf = is_gguf(table)
+    infos, lost, total = [], 0.0, 0.0
     for tensor in tensors:
-        name = tensor.gguf if is_gguf(table) else tensor.hf
-        info = table.info(name)
-        report.tensors += 1
-        report.nbytes += info.nbytes
-        report.types[info.dtype] = report.types.get(info.dtype, 0) + 1
-        wrong, squares = _compare(table, name, tensor.read(), tensor.heads * is_gguf(table))
-        problems += wrong
-        lost, total = lost + squares[0], total + squares[1]
+        infos.append(table.info(tensor.gguf if gguf else tensor.hf))
+        problem, squared_error, squared = _compare(table, infos[-1], tensor.read(interleaved=gguf))
+        problems += [problem] if problem else []
+        lost, total = lost + squared_error, total + squared
     if problems:
         shown = "\n  ".join(problems[:12]) + ("\n  ..." if len(problems) > 12 else "")
         raise SelfCheckError(f"the file just written is not what was meant:\n  {shown}")
-    report.error = (lost / total) ** 0.5 if total else 0.0
-    return report
+    return ExportSummary(
+        tensors=len(infos),
+        nbytes=sum(info.nbytes for info in infos),
+        types=dict(Counter(info.dtype for info in infos)),
+        error=(lost / total) ** 0.5 if total else 0.0,
+    )
 
 
-def _compare_specs(want: ArchSpec, written: ArchSpec) -> list[str]:
+def _compare_specs(spec: ArchSpec, written: ArchSpec) -> list[str]:
     problems = []
-    for field in dataclasses.fields(ArchSpec):
-        a, b = getattr(want, field.name), getattr(written, field.name)
-        if field.name == "rope_scaling":
+    for name, a in vars(spec).items():
+        b = getattr(written, name)
+        if name == "rope_scaling":
             continue
         # GGUF stores reals as float32.
         same = np.isclose(a, b, rtol=1e-6, atol=0) if isinstance(a, float) else a == b
         if not same:
-            problems.append(f"{field.name} = {b}, expected {a}")
+            problems.append(f"{name} = {b}, expected {a}")
     if not problems:
-        (a, scale_a), (b, scale_b) = rope_frequencies(want), rope_frequencies(written)
+        (a, scale_a), (b, scale_b) = rope_frequencies(spec), rope_frequencies(written)
         if not np.allclose(a, b, rtol=1e-5, atol=0) or abs(scale_a - scale_b) > 1e-5:
             problems.append("other rotary frequencies")
     return problems
 
 
-def _folder_problems(folder: Path) -> list[str]:
+def _check_folder(folder: Path) -> list[str]:
     config = json.loads((folder / "config.json").read_text())
-    problems = []
-    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"):
-        if not (folder / name).is_file():
-            problems.append(f"no {name}")
+    names = "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"
+    problems = [f"no {name}" for name in names if not (folder / name).is_file()]
     if config.get("tie_word_embeddings") and "lm_head.weight" in open_table(folder):
         problems.append("a head beside a tied embedding")
     return problems
@@ -120,34 +120,31 @@ def _decoder(dtype: str) -> Any:
     return jax.jit(functools.partial(decode, dtype_name=dtype))
 
 
-def _compare(
-    table: TensorTable, name: str, want: np.ndarray, heads: int
-) -> tuple[list[str], tuple[float, float]]:
-    """Problems of one tensor, and the squares of its errors and of its numbers unless F32."""
-    info, raw = table.info(name), table.raw(name)
-    if info.shape != want.shape:
-        return [f"{name}: shape {info.shape}, expected {want.shape}"], (0.0, 0.0)
-    want = interleave(want, heads)
-    rows, raw = want.reshape(-1, want.shape[-1]), raw.reshape(-1, raw.shape[-1])
+def _compare(table: TensorTable, info: TensorInfo, tensor: np.ndarray) -> tuple[str, float, float]:
+    """What is wrong with one tensor, and the sums of its squared errors and numbers unless F32."""
+    name, raw = info.name, table.raw(info.name)
+    if info.shape != tensor.shape:
+        return f"{name}: shape {info.shape}, expected {tensor.shape}", 0.0, 0.0
+    rows, raw = tensor.reshape(-1, tensor.shape[-1]), raw.reshape(-1, raw.shape[-1])
     lost = total = worst = 0.0
     step = max(1, _ELEMENTS // rows.shape[1])
     for start in range(0, len(rows), step):
         part, bits = rows[start : start + step], raw[start : start + step]
         if info.dtype not in LIMITS and not np.array_equal(bits, encode(part, info.dtype)):
-            return [f"{name}: not the bytes that {info.dtype} rounds to"], (0.0, 0.0)
+            return f"{name}: not the bytes that {info.dtype} rounds to", 0.0, 0.0
         if info.dtype == "F32":
             continue
         error = part - np.asarray(_decoder(info.dtype)(bits))
         lost += float(np.vdot(error, error))
         total += float(np.vdot(part, part))
         if info.dtype in LIMITS:
-            worst = max(worst, _worst(error, part, LIMITS[info.dtype]))
+            worst = max(worst, _worst_error(error, part, LIMITS[info.dtype]))
     if not worst <= 1:
-        return [f"{name}: off by {worst:.2f} times what {info.dtype} may be"], (0.0, 0.0)
-    return [], (lost, total)
+        return f"{name}: off by {worst:.2f} times what {info.dtype} may be", 0.0, 0.0
+    return "", lost, total
 
 
-def _worst(error: np.ndarray, part: np.ndarray, limit: float) -> float:
+def _worst_error(error: np.ndarray, part: np.ndarray, limit: float) -> float:
     """The largest error of a block, in units of the one allowed."""
     block = 256 if error.shape[1] % 256 == 0 else 32
     error, part = error.reshape(-1, block), part.reshape(-1, block)

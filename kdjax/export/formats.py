@@ -10,7 +10,7 @@ import numpy as np
 from kdjax.errors import UserError
 from kdjax.export import headers, vocabulary
 from kdjax.export.card import model_card
-from kdjax.export.check import Report, check_export
+from kdjax.export.check import ExportSummary, check_export
 from kdjax.export.staging import stage, write_json
 from kdjax.export.vocabulary import TokenizerFiles
 from kdjax.export.weights import Tensor, list_tensors
@@ -64,7 +64,7 @@ def _open_source(model: Model) -> _Source:
         )
     tensors = list_tensors(model.params, model.spec)
     checkpoint = model.checkpoint
-    files = vocabulary.find_files(checkpoint)
+    files = vocabulary.find_tokenizer_files(checkpoint)
     return _Source(model.spec, tensors, checkpoint.header, checkpoint.tokenizer, files)
 
 
@@ -84,7 +84,7 @@ def export_hf(
     card: str | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-) -> Report:
+) -> ExportSummary:
     """Writes a folder that Transformers loads: safetensors, configs, tokenizer, model card.
 
     The model's parameters may be float32, bfloat16 or float16, on a device or on the host; header
@@ -115,7 +115,7 @@ def export_hf(
 
 def export_gguf(
     model: Model, out: PathLike, *, dtype: str = "f32", overwrite: bool = False
-) -> Report:
+) -> ExportSummary:
     """Writes a GGUF file that llama.cpp loads; `dtype` is one of `GGUF_TYPES`.
 
     Block types are those that `llama-quantize` chooses, norms and biases F32. Header and tokenizer
@@ -137,7 +137,7 @@ def export_gguf(
 
 def export_apr(
     model: Model, out: PathLike, *, dtype: str = "f32", overwrite: bool = False
-) -> Report:
+) -> ExportSummary:
     """Writes an `.apr` file; `dtype` is one of `APR_TYPES`.
 
     Raises `UserError` also where rows are no whole K-blocks, for which the format has no other

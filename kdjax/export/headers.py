@@ -87,9 +87,9 @@ def _rope_parameters(spec: ArchSpec) -> dict[str, Any] | None:
     return config
 
 
-def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, Any]) -> dict:
-    """`config.json`; `ids` are the special tokens' ids by its names."""
-    shape = {
+def _hf_shape(spec: ArchSpec) -> dict[str, Any]:
+    """The architecture's numbers by the names of config.json."""
+    return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.mlp_size,
@@ -100,8 +100,12 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": _short(spec.rms_eps),
         "tie_word_embeddings": spec.tied,
-        "torch_dtype": TORCH_DTYPES[dtype],
     }
+
+
+def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, Any]) -> dict:
+    """`config.json`; `ids` are the special tokens' ids by its names."""
+    shape = _hf_shape(spec) | {"torch_dtype": TORCH_DTYPES[dtype]}
     if not is_gguf(source) and "architectures" in source.metadata:
         return _keep(source, _STALE_HF) | shape
     config = {
@@ -178,20 +182,14 @@ def as_json(value: Any) -> Any:
 
 def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[str, Any]:
     """What `.apr` metadata say of a model but for rope scaling and tokenizer."""
-    renamed = {
-        "num_layers": spec.num_layers,
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
-        "intermediate_size": spec.mlp_size,
-        "max_position_embeddings": spec.max_positions,
-    }
+    shape = _hf_shape(spec)
     return {
         "model_type": spec.family,
         "name": name,
         "original_format": original_format,
         "architecture": spec.family,
         "param_count": spec.parameters(),
-        **{key: renamed.get(key) or getattr(spec, key) for key in INTEGERS},
+        **{key: shape[name] for key, name in INTEGERS.items()},
         "rope_theta": spec.rope_theta,
         "rope_type": NEOX,
         "rms_norm_eps": spec.rms_eps,

@@ -57,7 +57,7 @@ class TokenizerFiles(NamedTuple):
     values: dict[str, Any]  # those key-values
 
 
-def find_files(checkpoint: Checkpoint) -> TokenizerFiles:
+def find_tokenizer_files(checkpoint: Checkpoint) -> TokenizerFiles:
     """How a checkpoint stores its tokenizer; raises `UserError` if it is missing or broken."""
     tokenizer, table = checkpoint.tokenizer, checkpoint.header
     place = Path(checkpoint.tokenizer_path or table.paths[0])
@@ -72,12 +72,12 @@ def find_files(checkpoint: Checkpoint) -> TokenizerFiles:
 
 
 def _special_of_gguf(values: dict[str, Any], tokenizer: Tokenizer) -> Special:
-    def known(name: str) -> int | None:
+    def find_id(name: str) -> int | None:
         value = values.get(f"tokenizer.ggml.{name}_token_id")
         return int(value) if value is not None and int(value) < tokenizer.vocab_size else None
 
-    opens = bool(values.get("tokenizer.ggml.add_bos_token", False))
-    return Special(known("bos"), known("eos"), known("padding"), opens)
+    add_bos = bool(values.get("tokenizer.ggml.add_bos_token", False))
+    return Special(find_id("bos"), find_id("eos"), find_id("padding"), add_bos)
 
 
 def _special_of_folder(folder: Path, tokenizer: Tokenizer) -> Special:
@@ -85,8 +85,9 @@ def _special_of_folder(folder: Path, tokenizer: Tokenizer) -> Special:
 
     fast = AutoTokenizer.from_pretrained(folder)
     bos, pad = fast.bos_token_id, fast.pad_token_id
-    opens = bos is not None and fast("a")["input_ids"][:1] == [bos]
-    return Special(bos, fast.eos_token_id, tokenizer.end_of_text_id if pad is None else pad, opens)
+    pad = tokenizer.end_of_text_id if pad is None else pad
+    add_bos = bos is not None and fast("a")["input_ids"][:1] == [bos]
+    return Special(bos, fast.eos_token_id, pad, add_bos)
 
 
 def ids_for_config(special: Special) -> dict[str, Any]:
@@ -102,8 +103,8 @@ def generation_config(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
     """
     if files.folder is not None and (path := files.folder / "generation_config.json").is_file():
         return json.loads(path.read_text())
-    ends = [files.special.eos, tokenizer.end_of_text_id]
-    stops = list(dict.fromkeys(end for end in ends if end is not None))
+    eos, end_of_text = files.special.eos, tokenizer.end_of_text_id
+    stops = [end_of_text] if eos in (None, end_of_text) else [eos, end_of_text]
     return {**ids_for_config(files.special), "eos_token_id": stops}
 
 
@@ -185,11 +186,10 @@ def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context:
     special, tokens = files.special, tokenizer.tokens
     if special.add_bos and special.bos is not None:
         bos = tokens[special.bos]
-        opening = TemplateProcessing(
+        encoder = Encoder.from_str(json.dumps(described))
+        encoder.post_processor = TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, special.bos)]
         )
-        encoder = Encoder.from_str(json.dumps(described))
-        encoder.post_processor = opening
         described = _encoder_json(encoder)
     write_json(folder / "tokenizer.json", described)
     named = {"bos_token": special.bos, "eos_token": special.eos, "pad_token": special.pad}
@@ -212,10 +212,11 @@ def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context:
 
 def compare_tokenizers(source: Tokenizer, written: Tokenizer) -> list[str]:
     """What the tokenizer read back does otherwise than the source; empty if nothing."""
-    problems = []
-    for name in ("tokens", "special_ids", "eos_id", "chat_template"):
-        if getattr(source, name) != getattr(written, name):
-            problems.append(f"another {name.replace('_', ' ')}")
+    problems = [
+        f"another {name.replace('_', ' ')}"
+        for name in ("tokens", "special_ids", "eos_id", "chat_template")
+        if getattr(source, name) != getattr(written, name)
+    ]
     names = [source.tokens[i] for i in sorted(source.special_ids)[:8]]
     for text in (*_SAMPLES, "".join(names), f"a{''.join(names)} b"):
         ids = source.encode(text)

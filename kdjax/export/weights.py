@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from kdjax.errors import UserError
 from kdjax.formats.blocks import encode
@@ -64,20 +65,15 @@ class Tensor:
         """What the writers take: a function that yields the encoded rows, a part at a time."""
 
         def parts() -> Iterator[np.ndarray]:
-            array = self.read(interleaved=interleaved)
-            step = max(1, _ELEMENTS // array.shape[-1])
-            for start in range(0, len(array), step) if array.ndim > 1 else (None,):
-                rows = array if start is None else array[start : start + step]
-                yield _encoded(rows, dtype, self.hf)
+            rows = self.read(interleaved=interleaved).reshape(-1, self.shape[-1])
+            step = max(1, _ELEMENTS // self.shape[-1])
+            for start in range(0, len(rows), step):
+                try:
+                    yield encode(rows[start : start + step], dtype)
+                except UserError as error:
+                    raise UserError(f"{self.hf}: {error}") from error
 
         return parts
-
-
-def _encoded(rows: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    try:
-        return encode(rows, dtype)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -100,14 +96,13 @@ def list_tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
                 "Load the model with weights='dense'."
             )
     _, abstract = functional(spec, Compute())
-    want = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]}
-    have = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    problems = [f"{'/'.join(p)}: missing" for p in want if p not in have]
-    problems += [f"{'/'.join(p)}: unknown" for p in have if p not in want]
+    known, leaves = flatten_dict(abstract), flatten_dict(params)
+    problems = [f"{'/'.join(path)}: missing" for path in known if path not in leaves]
+    problems += [f"{'/'.join(path)}: unknown" for path in leaves if path not in known]
     problems += [
-        f"{'/'.join(p)}: shape {list(have[p].shape)}, expected {list(want[p].shape)}"
-        for p in want
-        if p in have and have[p].shape != want[p].shape
+        f"{'/'.join(path)}: shape {list(leaves[path].shape)}, expected {list(leaf.shape)}"
+        for path, leaf in known.items()
+        if path in leaves and leaves[path].shape != leaf.shape
     ]
     if problems:
         listed = "\n  ".join(problems[:20])
@@ -116,14 +111,10 @@ def list_tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
             "Give the student that the run started from, with --student=PATH."
         )
     tensors = [
-        Tensor(path, layer, have[path], names.head_count(names.name_of(path), spec))
-        for path in want
+        Tensor(path, layer, leaves[path], names.head_count(names.name_of(path), spec))
+        for path in known
         for layer in (range(spec.num_layers) if path[0] == "blocks" else (None,))
     ]
     # Embedding, layers, norm, head.
     order = {"embed": -1, "norm": spec.num_layers, "head": spec.num_layers + 1}
     return sorted(tensors, key=lambda t: order.get(t.path[0], t.layer or 0))
-
-
-def _path(keys: Any) -> tuple[str, ...]:
-    return tuple(str(key.key) for key in keys)

@@ -196,8 +196,7 @@ class Model:
         ids = [self._encode(prompt) for prompt in prompts]
         if sampling is None:
             if tokenizer is not None:
-                ends = {tokenizer.end_of_text_id, tokenizer.eos_id}
-                settings = {"stop_ids": tuple(sorted(ends))} | settings
+                settings = {"stop_ids": tokenizer.stop_ids} | settings
             sampling = Sampling(**settings)
         with self.precision():
             return complete(

@@ -62,6 +62,11 @@ class Tokenizer:
         known = (self.encoder.token_to_id(name) for name in _END_OF_TEXT)
         return next((i for i in known if i is not None), self.eos_id)
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer: the end of a text and of a turn."""
+        return tuple(sorted({self.end_of_text_id, self.eos_id}))
+
     @functools.cached_property
     def content_hash(self) -> str:
         """SHA-256 of all that decides ids: the serialised encoder, and the template."""

@@ -186,8 +186,7 @@ class Samples(Hook):
     def _complete(self, prompts: list[list[int]], params: Params) -> list[Completion]:
         rows, tokenizer = self._tokenizer.vocab_size, self._tokenizer
         student = Model(self._student, params, rows, own_tokenizer=tokenizer)
-        stops = {tokenizer.end_of_text_id, tokenizer.eos_id}
-        sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tuple(sorted(stops)))
+        sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tokenizer.stop_ids)
         return student.generate(prompts, sampling, batch_size=len(prompts))
 
     def _judge(self, prompts: list[list[int]], completions: list[Completion]) -> Judged | None:

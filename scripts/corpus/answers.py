@@ -99,9 +99,9 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"{out}: is there already. Give another --out, or --overwrite.")
     form = Form.parse(args.model)
     tokenizer = open_checkpoint(form.path).tokenizer
-    ends = {tokenizer.end_of_text_id, tokenizer.eos_id}
+    stop_ids = tokenizer.stop_ids
     sampling = Sampling(
-        args.max_tokens, args.temperature, args.top_p, 0, tuple(sorted(ends)), seed=args.seed
+        args.max_tokens, args.temperature, args.top_p, stop_ids=stop_ids, seed=args.seed
     )
     sampling.check()
     questions = list(read(Path(args.read), tokenizer))
