@@ -10,9 +10,9 @@ from kdjax.export.formats import APR_TYPES, GGUF_TYPES, HF_TYPES, export_apr, ex
 
 __all__ = [
     "APR_TYPES",
-    "ExportSummary",
     "GGUF_TYPES",
     "HF_TYPES",
+    "ExportSummary",
     "SelfCheckError",
     "export_apr",
     "export_gguf",
