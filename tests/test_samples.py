@@ -23,8 +23,9 @@ from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import samples
+from kdjax.watch.report.workdir import SAMPLES
 from kdjax.watch.run import make_hooks
-from kdjax.watch.samples import Samples, choose, judge, pieces
+from kdjax.watch.samples import Samples, choose, judge, split_text
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def go(job, workdir, *hooks):
 
 
 def read(workdir):
-    return json.loads((workdir / samples.FILE).read_text())["samples"]
+    return json.loads((workdir / SAMPLES).read_text())["samples"]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_a_resumed_run_keeps_what_was_written_before_training(job, straight, tmp
 def test_a_new_run_in_an_old_folder_starts_over(job, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / samples.FILE).write_text('{"format": 1, "samples": [{"prompt_ids": [9], "before": 1}]}')
+    (run / SAMPLES).write_text('{"format": 1, "samples": [{"prompt_ids": [9], "before": 1}]}')
     go(job, run, hook_for(job, run), Recorder(stop_at=1))
     assert [s["prompt_ids"] for s in read(run)] != [[9]]
 
@@ -127,7 +128,7 @@ def test_what_goes_wrong_is_logged_and_harms_no_run(job, tmp_path, monkeypatch, 
     run = tmp_path / "run"
     assert go(job, run, hook_for(job, run)) == "finished"
     assert "no samples at step 0: RuntimeError: out of memory" in caplog.text
-    assert not (run / samples.FILE).exists()
+    assert not (run / SAMPLES).exists()
 
 
 @pytest.fixture
@@ -215,8 +216,8 @@ def test_a_character_of_several_ids_is_shown_once(models):
     tokenizer = opened(models / "teacher.gguf").tokenizer
     text = "a € b"
     ids = tokenizer.encode(text)
-    parts = pieces(tokenizer, ids)
+    parts = split_text(tokenizer, ids)
     assert len(parts) == len(ids) > len(text) and "".join(parts) == text
     assert "€" in parts and parts[parts.index("€") - 1] == ""
-    cut = pieces(tokenizer, ids[: parts.index("€")])
+    cut = split_text(tokenizer, ids[: parts.index("€")])
     assert "".join(cut) == "a \N{REPLACEMENT CHARACTER}"

@@ -5,6 +5,7 @@ here writes or deletes.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def read_receipt(workdir: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return receipt if isinstance(receipt, dict) else {}
+
+
+def resolve_path(receipt: Mapping[str, Any], path: str) -> str:
+    """A path of a receipt's config, from the folder that the run was started in."""
+    return os.path.join(receipt.get("cwd") or ".", os.path.expanduser(path))
 
 
 def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:

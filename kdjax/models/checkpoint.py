@@ -7,7 +7,14 @@ from pathlib import Path
 
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
-from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run, saved_steps
+from kdjax.formats.saved import (
+    RECEIPT,
+    SavedTable,
+    read_receipt,
+    resolve_path,
+    saved_run,
+    saved_steps,
+)
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.loading import tensor_names
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
@@ -198,7 +205,7 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
 def _receipt_paths(workdir: Path) -> dict[str, str]:
     try:
         receipt = read_receipt(workdir) or {}
-        config, start = receipt["config"], receipt.get("cwd") or "."
+        config = receipt["config"]
         data = config.get("data") or {}
         named = {"student": config["student"]["path"], "tokenizer": data.get("tokenizer")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -206,6 +213,6 @@ def _receipt_paths(workdir: Path) -> dict[str, str]:
 
     def absolute(path: str) -> str:
         path = os.path.expanduser(path)
-        return path if Path(path).exists() else os.path.join(start, path)
+        return path if Path(path).exists() else resolve_path(receipt, path)
 
     return {name: absolute(path) for name, path in named.items() if path}

@@ -9,22 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.formats.saved import RECEIPT, read_receipt
+from kdjax.formats.saved import read_receipt
 
-FILE = RECEIPT
 FORMAT = 1  # raise when a field changes its meaning
 REVISION_FILE = ".revision"  # beside kdjax/, where the source came without its .git
 _SOURCE = Path(__file__).resolve().parents[2]
 
 
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces: equal values give equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of a nested config's canonical JSON."""
-    return hashlib.sha256(canonical(config)).hexdigest()
+    """SHA-256, in hex, of a nested config as JSON with sorted keys and no spaces."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def add_tensor(digest: Any, name: str, tensor: np.ndarray) -> None:

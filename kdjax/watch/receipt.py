@@ -22,11 +22,11 @@ from kdjax import __version__
 from kdjax.data.rows import packed_hash
 from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
-from kdjax.formats.saved import saved_params
+from kdjax.formats.saved import RECEIPT, saved_params
 from kdjax.training.hooks import Action, Hook, Run, StepRecord, exit_status
 from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints
-from kdjax.watch.provenance import FILE, FORMAT, config_hash, params_hash, read, source_revision
+from kdjax.watch.provenance import FORMAT, config_hash, params_hash, read, source_revision
 from kdjax.watch.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
@@ -61,7 +61,7 @@ class Receipt(Hook):
     ):
         self._job, self._checkpoints, self._verdict = job, checkpoints, verdict
         self._devices = devices
-        self._path = job.workdir / FILE
+        self._path = job.workdir / RECEIPT
         self._record: dict[str, Any] = {}
 
     def train_begin(self, run: Run) -> None:
@@ -83,8 +83,9 @@ class Receipt(Hook):
             "started": resumed.get("started") or started,
             "ended": None,
             "exit": None,
-            "resumed_from": resumed.get("resumed_from", [])
-            + [run.start_step] * bool(run.start_step),
+            "resumed_from": (
+                [*resumed.get("resumed_from", []), run.start_step] if run.start_step else []
+            ),
             "steps": run.start_step,
             # Trained positions; None where an earlier session left no count.
             "tokens": saves.get(str(run.start_step)) if run.start_step else 0.0,
@@ -100,7 +101,6 @@ class Receipt(Hook):
         self._write("running")
 
     def step_end(self, record: StepRecord) -> Action:
-        """Counts."""
         self._record["steps"] = record.step
         self._record["positions"] = record.step * self._per_step
         if self._record["tokens"] is not None:
@@ -181,16 +181,11 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
     """What the run is made of."""
     config = dataclasses.asdict(job.config)
     sha, dirty = source_revision()
-    files: dict[str, Any] = {}
-    for side, table in (
-        ("teacher", job.pair.teacher and job.pair.teacher.table),
-        ("student", job.pair.student.table),
-    ):
-        if table is None:
-            files[side] = None
-            continue
-        paths = [str(path.resolve()) for path in table.paths]
-        files[side] = {"files": paths, "sha256": run.config[f"{side}.sha256"]}
+    files: dict[str, Any] = {"teacher": None}
+    for side, checkpoint in (("teacher", job.pair.teacher), ("student", job.pair.student)):
+        if checkpoint is not None:
+            paths = [str(path.resolve()) for path in checkpoint.table.paths]
+            files[side] = {"files": paths, "sha256": run.config[f"{side}.sha256"]}
     if job.teacher:
         files["teacher"] |= {
             "backend": job.teacher.kind,

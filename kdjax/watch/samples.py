@@ -25,10 +25,10 @@ from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed
 from kdjax.training.hooks import Hook, Run
+from kdjax.watch.report.workdir import SAMPLES
 
 _log = logging.getLogger("kdjax")
 
-FILE = "samples.json"
 FORMAT = 1  # raise when a field changes its meaning
 PROMPT_TOKENS, NEW_TOKENS = 64, 48
 _BUCKET = 64  # the teacher reads a multiple of so many positions
@@ -94,11 +94,11 @@ def _judge(
     apply: ModelFunctions,
     real: int,
 ) -> Judged:
-    at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    hidden = apply.hidden(params, tokens, segments, at)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden = apply.hidden(params, tokens, segments, positions)
     # The state at a position predicts the next id; only these few become logits.
-    where = starts[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    hidden = jnp.take_along_axis(hidden, where[..., None], axis=1)
+    before = starts[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    hidden = jnp.take_along_axis(hidden, before[..., None], axis=1)
     head = apply.head(params).astype(hidden.dtype)
     log_probs = log_softmax(mask_padding(unembed(hidden, head), real), 1.0)
     top = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
@@ -109,7 +109,7 @@ def _judge(
     return Judged(top, probability(top), probability(new))
 
 
-def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+def split_text(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text of `ids`, id by id; a character of several ids comes whole with the last of them."""
     shown, parts = "", []
     for end in range(1, len(ids) + 1):
@@ -136,7 +136,7 @@ class Samples(Hook):
         tokenizer: Tokenizer,
         rows: Rows,
     ):
-        self._path, self._count, self._rows = workdir / FILE, count, rows
+        self._path, self._count, self._rows = workdir / SAMPLES, count, rows
         self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
         self._samples: list[dict[str, Any]] = []
         self._last = 0
@@ -184,8 +184,8 @@ class Samples(Hook):
             _log.warning("no samples at step %d: %s: %s", step, type(error).__name__, error)
 
     def _complete(self, prompts: list[list[int]], params: Params) -> list[Completion]:
-        rows, tokenizer = self._tokenizer.vocab_size, self._tokenizer
-        student = Model(self._student, params, rows, own_tokenizer=tokenizer)
+        tokenizer = self._tokenizer
+        student = Model(self._student, params, tokenizer.vocab_size, own_tokenizer=tokenizer)
         sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tokenizer.stop_ids)
         return student.generate(prompts, sampling, batch_size=len(prompts))
 
@@ -207,7 +207,7 @@ class Samples(Hook):
         described = []
         for row, completion in enumerate(completions):
             tokens: list[dict[str, Any]] = []
-            texts = pieces(self._tokenizer, completion.ids)
+            texts = split_text(self._tokenizer, completion.ids)
             for at, id_ in enumerate(completion.ids):
                 probability = float(np.exp(completion.log_probs[at]))
                 tokens.append({"id": id_, "text": texts[at], "probability": probability})

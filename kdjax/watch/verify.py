@@ -1,10 +1,8 @@
 """Rechecks a receipt against the files that it names, and that training changed the student."""
 
-import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from kdjax.config import Config, identity
 from kdjax.data.rows import packed_hash, rows_key
 from kdjax.errors import CheckError, UserError
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
-from kdjax.formats.saved import saved_params, saved_run, saved_steps
+from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.job import row_settings
 from kdjax.training.pair import open_student
@@ -41,21 +39,22 @@ def verify(workdir: Path) -> list[str]:
     """
     run = _Recheck(workdir)
     _stay_on_the_cpu()
-    lines, failed = [], []
+    lines, failures = [], []
     for name, check in _CHECKS.items():
         try:
             lines.append(f"ok    {name}: {check(run)}")
         except _Failed as problem:
-            failed.append(f"{name}: {problem}")
+            failures.append(f"{name}: {problem}")
         except (OSError, ValueError, KeyError, TypeError) as problem:
-            failed.append(f"{name}: cannot be checked: {type(problem).__name__}: {problem}")
-    if failed:
-        more = f"\n  and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+            failures.append(f"{name}: cannot be checked: {type(problem).__name__}: {problem}")
+    if failures:
+        shown = failures[:_SHOWN]
+        if len(failures) > _SHOWN:
+            shown.append(f"and {len(failures) - _SHOWN} more")
+        listed = "\n  ".join(shown)
         raise CheckError(
-            f"{workdir / provenance.FILE}: {len(failed)} of {len(_CHECKS)} checks failed:\n  "
-            + "\n  ".join(failed[:_SHOWN])
-            + more
-            + "\nRestore the files it names, or take the run as one without evidence."
+            f"{workdir / RECEIPT}: {len(failures)} of {len(_CHECKS)} checks failed:\n  {listed}"
+            "\nRestore the files it names, or take the run as one without evidence."
         )
     return lines
 
@@ -76,7 +75,7 @@ class _Recheck:
     """A run to recheck. Each check returns what it saw, or raises `_Failed`."""
 
     def __init__(self, workdir: Path):
-        path = workdir / provenance.FILE
+        path = workdir / RECEIPT
         try:
             receipt = provenance.read(workdir)
         except ValueError as error:
@@ -93,12 +92,8 @@ class _Recheck:
     def config(self) -> Config:
         """The run's config, with paths that hold whatever the current directory is."""
         nested = self.receipt["config"]
-        config = Config(
-            **{
-                f.name: type(getattr(Config(), f.name))(**nested[f.name])
-                for f in dataclasses.fields(Config)
-            }
-        )
+        sections = {name: type(default)(**nested[name]) for name, default in vars(Config()).items()}
+        config = Config(**sections)
         for section, name in (
             (config.data, "train"),
             (config.data, "heldout"),
@@ -106,9 +101,8 @@ class _Recheck:
             (config.student, "path"),
             (config.teacher, "path"),
         ):
-            paths = [os.path.expanduser(p.strip()) for p in getattr(section, name).split(",")]
-            absolute = [os.path.join(self.receipt["cwd"], path) for path in paths if path]
-            setattr(section, name, ",".join(absolute))
+            paths = filter(None, map(str.strip, getattr(section, name).split(",")))
+            setattr(section, name, ",".join(resolve_path(self.receipt, path) for path in paths))
         return config
 
     def end(self) -> str:
@@ -191,12 +185,12 @@ class _Recheck:
         lines = (self.workdir / METRICS).read_text().splitlines()
         logged = {e["step"]: e for line in lines if (e := json.loads(line))["kind"] == "eval"}
         moves = []
-        for session_end in ("first", "final"):
-            figures = self.receipt["held_out"][session_end]
+        for which in ("first", "final"):
+            figures = self.receipt["held_out"][which]
             if figures is None:
-                raise _Failed(f"the receipt has no {session_end} figures")
-            found = logged.get(figures["step"])
-            _expect(f"in {METRICS} the {session_end} figures", found, {"kind": "eval", **figures})
+                raise _Failed(f"the receipt has no {which} figures")
+            entry = logged.get(figures["step"])
+            _expect(f"in {METRICS} the {which} figures", entry, {"kind": "eval", **figures})
             name = "loss" if "loss" in figures else "student_ce"  # as runs of version 0.1 log
             moves.append(f"{name} {figures[name]} at step {figures['step']}")
         return f"as in {METRICS}; {', '.join(moves)}"
@@ -207,14 +201,13 @@ class _Recheck:
             return "not kept by a smoke run"
         output, config, digest = self.output, self.config, hashlib.sha256()
 
-        def hashed() -> Iterator[tuple[str, np.ndarray]]:
+        def read_params() -> Iterator[tuple[str, np.ndarray]]:
             for name, tensor in saved_params(self.workdir, output["step"]):
                 provenance.add_tensor(digest, name, tensor)
                 yield name, tensor
 
-        student, init = open_student(config), config.student.init
-        seed = config.train.seed
-        changed = changed_tensors(hashed(), student.table, student.spec, init=init, seed=seed)
+        student, init, seed = open_student(config), config.student.init, config.train.seed
+        changed = changed_tensors(read_params(), student.table, student.spec, init=init, seed=seed)
         _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
         same = [name for name, differs in changed.items() if not differs]
         count = f"{len(changed) - len(same)} of {len(changed)} tensors changed"

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Collection, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from kdjax import __version__
 from kdjax.config import Config, flatten
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing
-from kdjax.watch import provenance
+from kdjax.formats.saved import RECEIPT
 from kdjax.watch.report import FILE
 from kdjax.watch.report.workdir import SAMPLES, RunRecord, read_run, read_runs
 from kdjax.watch.writers import METRICS
 
-COMPARISON = "comparison.html"
 _NOTHING = "–"
 # Column of the results: the figures of teacher and student, and their form.
 _COLUMNS = {
@@ -40,7 +40,7 @@ _PLACES = {
     "figures": "report",
     "metrics": METRICS,
     "samples": SAMPLES,
-    "receipt": provenance.FILE,
+    "receipt": RECEIPT,
     "curves": "tensorboard",
 }
 
@@ -51,13 +51,12 @@ def write_page(workdirs: Sequence[Path], out: Path | None = None) -> Path:
     By default `report.html` in the one workdir, or `comparison.html` in the first of several.
     Raises `UserError` for folders without a run, runs named twice, and a page that is no `.html`.
     """
-    out = out or workdirs[0] / (FILE if len(workdirs) == 1 else COMPARISON)
+    out = out or workdirs[0] / (FILE if len(workdirs) == 1 else "comparison.html")
     if out.suffix != ".html":
         raise UserError(f"--out={out}: expected a name that ends in .html, for the page.")
     runs = read_runs(workdirs)
     pictures = list(_draw_pictures(runs))
     columns, rows = results_table(runs)
-    default = flatten(Config())
     html = _template().render(
         runs=runs,
         version=__version__,
@@ -65,13 +64,12 @@ def write_page(workdirs: Sequence[Path], out: Path | None = None) -> Path:
         columns=columns,
         rows=rows,
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
-        pictures=[(p, base64.b64encode(p.svg).decode()) for p in pictures],
+        pictures=pictures,
         summary=[line for run in runs if (line := _summarise(run, len(runs) > 1))],
         measured=_describe_units(runs),
         doubts=_list_doubts(runs),
         differing=_list_differing(runs) if len(runs) > 1 else [],
-        default=default,
-        facts=[_list_facts(run.receipt) for run in runs],
+        default=flatten(Config()),
     )
     try:
         for picture in pictures:
@@ -118,7 +116,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"shown": _show, "marked": _mark_tokens}
+    environment.filters |= {"shown": _show, "marked": _mark_tokens, "facts": _list_facts}
     return environment.get_template("template.html")
 
 
@@ -145,8 +143,10 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
     A teacher or a start that several runs share is one row. A column that nobody has is left out,
     and the divergence where it is the KL at T = 1, or not the same in all runs.
     """
-    rows: dict[tuple[bool, str, tuple[str, ...], str], list[str]] = {}
-    for run in (run for run in runs if run.evals):
+    rows: dict[tuple[bool, str, tuple[str, ...], str], list[str]] = {}  # labels of runs
+    for run in runs:
+        if not run.evals:
+            continue
         first, last = run.evals[0], run.evals[-1]
         without = ", without the teacher (alpha = 1)" if run.without_teacher else ""
         after = f"student after {last['step']:,.0f} steps{without}"
@@ -167,10 +167,10 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
     divergences = {run.divergence for run in runs}
     title = divergences.pop() if len(divergences) == 1 else _SAME
     names = [title if name == "divergence" else name for name in _COLUMNS]
-    columns = list(zip(*(cells for _, cells in labelled), strict=True))
-    used = [i for i, name in enumerate(names) if name != _SAME and {*columns[i]} != {_NOTHING}]
-    kept = [(label, [cells[i] for i in used]) for label, cells in labelled]
-    return [names[i] for i in used], kept
+    columns = zip(*(cells for _, cells in labelled), strict=True)
+    used = [n != _SAME and {*c} != {_NOTHING} for n, c in zip(names, columns, strict=True)]
+    shown = [(label, list(compress(cells, used))) for label, cells in labelled]
+    return list(compress(names, used)), shown
 
 
 def _cells(figures: dict[str, float], side: int) -> tuple[str, ...]:
@@ -236,7 +236,6 @@ def _list_differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 def _list_facts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What the receipt says of files, sessions, machine and plan, by heading."""
     named = ("kdjax", "config_sha256", "teacher", "student", "data", "output")
-    plan = flatten(receipt.get("plan") or {})
     facts = {
         "Files and hashes": flatten({name: receipt.get(name) for name in named if receipt}),
         "Sessions": {
@@ -247,7 +246,7 @@ def _list_facts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "Environment": flatten(receipt.get("platform") or {}),
         "Memory plan, on each device": {
             name: f"{value / 1e9:.2f} GB" if isinstance(value, int | float) else value
-            for name, value in plan.items()
+            for name, value in flatten(receipt.get("plan") or {}).items()
         },
     }
     return {heading: rows for heading, rows in facts.items() if rows}
@@ -330,7 +329,7 @@ class Picture:
     name: str  # of its PNG
     title: str
     note: str  # what a reader must know of it
-    svg: bytes
+    svg: str  # base64
     png: bytes
 
 
@@ -365,7 +364,7 @@ def _formula(run: RunRecord) -> str:
 
 
 def _bin_size(steps: int) -> int:
-    return max(1, -(-steps // _BINS))
+    return max(1, math.ceil(steps / _BINS))
 
 
 def _average(run: RunRecord, figure: str) -> Curve | None:
@@ -403,8 +402,8 @@ def _draw(
     curves: Sequence[Curve],
     marker: str = "",
     levels: Collection[float] = (),
-) -> tuple[bytes, bytes]:
-    """SVG without paper, and PNG on white."""
+) -> tuple[str, bytes]:
+    """SVG without paper, in base64, and PNG on white."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -442,4 +441,4 @@ def _draw(
         svg, png = io.BytesIO(), io.BytesIO()
         figure.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
         figure.savefig(png, format="png", facecolor="white", dpi=160)
-    return svg.getvalue(), png.getvalue()
+    return base64.b64encode(svg.getvalue()).decode(), png.getvalue()

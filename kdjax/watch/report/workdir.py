@@ -12,6 +12,7 @@ import numpy as np
 
 from kdjax.config import flatten
 from kdjax.errors import UserError
+from kdjax.formats.saved import RECEIPT
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
 
@@ -65,7 +66,7 @@ def read_run(path: Path, label: str = "") -> RunRecord:
     try:
         receipt = provenance.read(path) or {}
     except (OSError, ValueError) as error:
-        notes.append(f"{provenance.FILE} cannot be read: {error}")
+        notes.append(f"{RECEIPT} cannot be read: {error}")
     try:
         samples = list(json.loads((path / SAMPLES).read_text())["samples"])
     except FileNotFoundError:
@@ -74,7 +75,7 @@ def read_run(path: Path, label: str = "") -> RunRecord:
         notes.append(f"{SAMPLES} cannot be read: {type(error).__name__}: {error}")
     if not lines and not receipt:
         raise UserError(
-            f"{path}: found neither figures in {METRICS} nor a {provenance.FILE}; expected the "
+            f"{path}: found neither figures in {METRICS} nor a {RECEIPT}; expected the "
             "--workdir of a run that has begun. Give that of another run, or start one there: "
             f"python -m kdjax.main --config=CONFIG --workdir={path}"
         )
@@ -142,9 +143,7 @@ def _describe_end(run: RunRecord) -> list[str]:
     notes = []
     match receipt.get("status"):
         case None:
-            notes.append(
-                f"no {provenance.FILE}: how the run ended, and what it was made of, is not known"
-            )
+            notes.append(f"no {RECEIPT}: how the run ended, and what it was made of, is not known")
         case "running":
             notes.append(f"not finished: {done} steps so far; the run goes on, or was killed")
         case "interrupted":
