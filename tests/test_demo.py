@@ -69,8 +69,15 @@ def test_the_baseline_differs_in_nothing_but_the_loss_and_its_rate():
 def library(tmp_path):
     """A standard library of a few files; those that must not train say `unseen`."""
     seen = {"os.py": "os", "xml/sax/expat.py": "expat", "xml/[odd].py": "odd"}
-    unseen = ("argparse.py", "json/__init__.py", "json/tool.py", "json/deep/a.py",
-              "test/test_os.py", "site-packages/other/a.py", "xml/notes.txt")  # fmt: skip
+    unseen = (
+        "argparse.py",
+        "json/__init__.py",
+        "json/tool.py",
+        "json/deep/a.py",
+        "test/test_os.py",
+        "site-packages/other/a.py",
+        "xml/notes.txt",
+    )
     texts = {name: f"seen_{what} = 1" for name, what in seen.items()}
     texts |= {name: f"unseen = {number}" for number, name in enumerate(unseen)}
     for name, text in texts.items():
@@ -104,10 +111,19 @@ def test_the_librarys_own_heldout_modules_are_found():
 
 
 def evaluation(step, student):
-    figures = {"teacher_ce": 2.0, "teacher_perplexity": 7.389, "teacher_bits_per_byte": 1.25,
-               "student_ce": student, "student_perplexity": 99.5, "student_bits_per_byte": 2.5,
-               "kl": student - 2, "divergence": 0.1, "temperature": 1.0, "agreement": 0.25,
-               "tokens": 1000.0}  # fmt: skip
+    figures = {
+        "teacher_ce": 2.0,
+        "teacher_perplexity": 7.389,
+        "teacher_bits_per_byte": 1.25,
+        "student_ce": student,
+        "student_perplexity": 99.5,
+        "student_bits_per_byte": 2.5,
+        "kl": student - 2,
+        "divergence": 0.1,
+        "temperature": 1.0,
+        "agreement": 0.25,
+        "tokens": 1000.0,
+    }
     return {"kind": "eval", "step": step} | figures
 
 

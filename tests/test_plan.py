@@ -84,8 +84,9 @@ def pairs(tmp_path_factory):
     return made
 
 
-def config_of(rows, length, *, remat="full", chunk=1024, parts=1, segments=8, evaluated=1,
-              moments="float32"):  # fmt: skip
+def config_of(
+    rows, length, *, remat="full", chunk=1024, parts=1, segments=8, evaluated=1, moments="float32"
+):
     config = Config()
     config.data.seq_len, config.data.max_segments = length, segments
     config.train.batch_size, config.train.microbatches = rows, parts
@@ -122,9 +123,8 @@ MEASURED = [
     ("7b", "q4k", dict(rows=8, length=8192), 20.62),
     ("7b", "dequant", dict(rows=8, length=2048, segments=32, evaluated=8), 28.1),
     ("7b", "q4k", dict(rows=8, length=2048, chunk=256, parts=4, segments=32, evaluated=2), 16.0),
-    ("1.5b", "dequant",
-     dict(rows=16, length=1024, remat="none", segments=16, evaluated=16), 29.2),
-]  # fmt: skip
+    ("1.5b", "dequant", dict(rows=16, length=1024, remat="none", segments=16, evaluated=16), 29.2),
+]
 
 
 @pytest.mark.parametrize(("pair", "backend", "settings", "peak"), MEASURED)
@@ -139,12 +139,20 @@ def test_the_plan_names_every_byte_of_the_7b_pair(pairs):
     )
     sizes = {name: round(size / 1e9, 2) for name, size in made.resident.items()}
     assert sizes == {
-        "teacher, packed blocks": 4.68, "student, float32 masters": 1.98,
+        "teacher, packed blocks": 4.68,
+        "student, float32 masters": 1.98,
         "optimizer moments, float32": 3.95,
-    }  # fmt: skip
+    }
     text = "\n".join(made.lines())
-    for part in (*made.resident, "logits of a chunk", "teacher's head", "gradients, accumulated",
-                 "student's kept activations", "a teacher layer", "workspace"):  # fmt: skip
+    for part in (
+        *made.resident,
+        "logits of a chunk",
+        "teacher's head",
+        "gradients, accumulated",
+        "student's kept activations",
+        "a teacher layer",
+        "workspace",
+    ):
         assert part in text
     assert re.search(r"peak +\d+\.\d\d of 135.10: fits", text)
     flops = 989e12 / made.tokens_per_s
@@ -191,9 +199,15 @@ def test_auto_prefers_speed_then_room(pairs):
 
 @pytest.mark.parametrize(
     ("gigabytes", "teacher", "remat"),
-    [(135, "dequant", "none"), (38, "q4k", "none"), (26.5, "q4k", "dots"), (26, "q4k", "full"),
-     (20, "q4k", "full"), (None, "dequant", "full")],
-)  # fmt: skip
+    [
+        (135, "dequant", "none"),
+        (38, "q4k", "none"),
+        (26.5, "q4k", "dots"),
+        (26, "q4k", "full"),
+        (20, "q4k", "full"),
+        (None, "dequant", "full"),
+    ],
+)
 def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
     config, mesh = config_of(8, 2048, remat="auto"), one_device()
@@ -269,10 +283,16 @@ def test_a_backend_asked_for_is_taken_even_if_it_may_not_fit(pairs):
 
 
 def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
-    command = [sys.executable, "-m", "kdjax.main", "--config=configs/qwen7b_0p5b.py:tiny", "--plan",
-               f"--config.teacher.path={models}/teacher.gguf",
-               f"--config.student.path={models}/student.gguf",
-               f"--config.data.cache_dir={tmp_path}/rows"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "kdjax.main",
+        "--config=configs/qwen7b_0p5b.py:tiny",
+        "--plan",
+        f"--config.teacher.path={models}/teacher.gguf",
+        f"--config.student.path={models}/student.gguf",
+        f"--config.data.cache_dir={tmp_path}/rows",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "teacher, bfloat16" in done.stdout and "by auto" in done.stdout

@@ -158,7 +158,7 @@ def drawing():
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
     if "drawing" not in request.fixturenames:
-        monkeypatch.setattr(page, "_draw", lambda *_: (b"<svg/>", b"png"))
+        monkeypatch.setattr(page, "_draw", lambda *_: ("PHN2Zy8+", b"png"))
 
 
 class Text(html.parser.HTMLParser):

@@ -497,9 +497,11 @@ def test_another_run_is_named_field_by_field(tmp_path):
     check_same_run(saved, dict(saved), tmp_path)
     with pytest.raises(UserError) as error:
         check_same_run(saved, {"optim.learning_rate": 2e-3, "data.rows": "ab", "new": 2}, tmp_path)
-    for line in ("optim.learning_rate: the checkpoint has 0.001, now 0.002",
-                 "gone: the checkpoint has 1, now '(absent)'",
-                 "new: the checkpoint has '(absent)', now 2"):  # fmt: skip
+    for line in (
+        "optim.learning_rate: the checkpoint has 0.001, now 0.002",
+        "gone: the checkpoint has 1, now '(absent)'",
+        "new: the checkpoint has '(absent)', now 2",
+    ):
         assert line in str(error.value)
     assert "data.rows" not in str(error.value)
 

@@ -88,8 +88,10 @@ def test_a_trial_is_the_start_of_the_run_and_leaves_no_trace_in_it(job, tmp_path
     )
     assert smoke["projected_seconds"] == pytest.approx(10 * smoke["median_step_seconds"])
     assert found["exit"]["status"] == 0 and found["output"] is None
-    assert printed.startswith(f"F-DISTILL-SMOKE-001 PASS: held-out loss fell from {loss[0]:.6f} to "
-                              f"{loss[1]:.6f} in 7 steps\n")  # fmt: skip
+    assert printed.startswith(
+        f"F-DISTILL-SMOKE-001 PASS: held-out loss fell from {loss[0]:.6f} to "
+        f"{loss[1]:.6f} in 7 steps\n"
+    )
     for part in (f"kl {first['kl']:.6f} -> {last['kl']:.6f}", "s a step", "10 steps would take"):
         assert part in printed
     assert "checkpoint: none: a smoke run saves nothing" in "\n".join(verify(tmp_path / "run"))
@@ -128,8 +130,10 @@ def test_the_command_exits_3_when_the_loss_rises(tiny_config, tmp_path, monkeypa
     assert found["exit"] == dict(reason="finished", error=None, message=None, status=3)
     # A second curve in TensorBoard's folder would be joined to the run's own.
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
-        "checkpoints", "metrics.jsonl", "receipt.json",
-    ]  # fmt: skip
+        "checkpoints",
+        "metrics.jsonl",
+        "receipt.json",
+    ]
 
 
 # --- the judgement, without a run ---------------------------------------------------------------

@@ -8,18 +8,19 @@ position, for the configured temperature alone; `hidden` the last hidden states,
 command continues one that was stopped.
 """
 
-import logging
-import os
 from pathlib import Path
 
-from kdjax.commands.parsing import log_to_terminal, parse_run, require_files, run_parser
+from kdjax.commands.parsing import (
+    log_to_terminal,
+    parse_run,
+    require_files,
+    run_parser,
+    start_device,
+)
 from kdjax.data import teacher_cache
-from kdjax.device import runtime
 from kdjax.errors import FINISHED, reporting
 from kdjax.training.caching import cache_teacher
 from kdjax.training.teachers import CachedHidden, CachedTopK
-
-_log = logging.getLogger("kdjax")
 
 
 @reporting
@@ -33,9 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     run = parse_run(parser, argv)
     log_to_terminal()
     require_files(run)
-    os.environ.setdefault(runtime.PREALLOCATE, "false")
-    for line in runtime.configure().describe():
-        _log.info("%s", line)
+    start_device()
     kind = CachedTopK(run.options.k) if run.options.kind == "topk" else CachedHidden()
     cache_teacher(run.config, run.options.out, kind)
     return FINISHED

@@ -17,6 +17,7 @@ from ml_collections import config_flags
 
 from kdjax.config import TEACHER_BACKENDS, Config, flatten, validate
 from kdjax.data.text import find_files
+from kdjax.device import runtime
 from kdjax.errors import BAD_INPUT, FINISHED, QUIT, STATUSES, MissingFileError, UserError, suggest
 from kdjax.formats import open_shapes
 
@@ -239,6 +240,13 @@ def require_files(run: Run, *, text: bool = True) -> None:
             "files of this run are missing. Get each with the command below it, or set the field "
             "to a file of yours:\n" + "\n".join(lines)
         )
+
+
+def start_device() -> None:
+    """Configures JAX, which claims no memory ahead of its use, and logs how."""
+    os.environ.setdefault(runtime.PREALLOCATE, "false")
+    for line in runtime.configure().describe():
+        logging.getLogger("kdjax").info("%s", line)
 
 
 def log_to_terminal() -> None:

@@ -8,9 +8,15 @@ would.
 """
 
 import logging
-import os
 
-from kdjax.commands.parsing import Run, log_to_terminal, parse_run, require_files, run_parser
+from kdjax.commands.parsing import (
+    Run,
+    log_to_terminal,
+    parse_run,
+    require_files,
+    run_parser,
+    start_device,
+)
 from kdjax.config import Config
 from kdjax.device import runtime
 from kdjax.errors import BAD_INPUT, FINISHED, reporting
@@ -22,9 +28,7 @@ def show_plan(config: Config) -> bool:
     """Prints the plan of a run, allocating nothing; returns whether it fits."""
     from kdjax.training.job import survey
 
-    os.environ.setdefault(runtime.PREALLOCATE, "false")
-    for line in runtime.configure().describe():
-        _log.info("%s", line)
+    start_device()
     _log.info("%s", runtime.device_summary())
     plan = survey(config)[2]
     print("\n".join(plan.lines()))

@@ -1,7 +1,6 @@
 """The three exports, one function each."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,17 +39,18 @@ class _Source(NamedTuple):
     tokenizer: Tokenizer
     files: TokenizerFiles
 
-    def encode(
-        self, kind: str, name: Callable[[Tensor], str], *, interleaved: bool
-    ) -> list[tuple[str, str, tuple[int, ...], Data]]:
-        """Name, type, shape and data of each tensor, of the types that `llama-quantize` chooses."""
+    def encode(self, kind: str, *, gguf: bool) -> list[tuple[str, str, tuple[int, ...], Data]]:
+        """Name, type, shape and data of each tensor, of the types that `llama-quantize` chooses.
+
+        Names and order of rotary rows are those of `gguf` or of Hugging Face.
+        """
+        layers, tied = self.spec.num_layers, self.spec.tied
         rows = []
         for tensor in self.tensors:
-            place, width = tensor.layer or 0, tensor.shape[-1]
-            layers, tied = self.spec.num_layers, self.spec.tied
-            dtype = tensor_type(RECIPES[kind], tensor.path, place, layers, width, tied)
-            data = tensor.stream(dtype, interleaved=interleaved)
-            rows.append((name(tensor), dtype, tensor.shape, data))
+            layer, width = tensor.layer or 0, tensor.shape[-1]
+            dtype = tensor_type(RECIPES[kind], tensor.path, layer, layers, width, tied)
+            name = tensor.gguf if gguf else tensor.hf
+            rows.append((name, dtype, tensor.shape, tensor.stream(dtype, interleaved=gguf)))
         return rows
 
 
@@ -62,8 +62,7 @@ def _open_source(model: Model) -> _Source:
             "gave, whose file has the header and tokenizer to write. Save the parameters of a "
             "module of your own as arrays."
         )
-    tensors = list_tensors(model.params, model.spec)
-    checkpoint = model.checkpoint
+    checkpoint, tensors = model.checkpoint, list_tensors(model.params, model.spec)
     files = vocabulary.find_tokenizer_files(checkpoint)
     return _Source(model.spec, tensors, checkpoint.header, checkpoint.tokenizer, files)
 
@@ -126,7 +125,7 @@ def export_gguf(
     spec, tensors, header, tokenizer, files = source
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)
     metadata = headers.gguf_metadata(spec, header, RECIPES[dtype].file_type, values)
-    rows = source.encode(dtype, lambda t: t.gguf, interleaved=True)
+    rows = source.encode(dtype, gguf=True)
     divisors = headers.rope_divisors(spec)
     if divisors is not None:
         rows.append(("rope_freqs.weight", "F32", divisors.shape, divisors.view(np.uint8)))
@@ -148,14 +147,14 @@ def export_apr(
         raise UserError(f"found --out={out}; expected a name that ends in .apr. Add the suffix.")
     source = _open_source(model)
     spec, tensors, _, tokenizer, files = source
-    rows = source.encode(dtype, lambda t: t.hf, interleaved=False)
-    others = [
+    rows = source.encode(dtype, gguf=False)
+    misfits = [
         f"{name} ({shape[-1]} columns)" for name, kind, shape, _ in rows if kind not in DTYPES
     ]
-    if others:
-        listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    if misfits:
+        listed = ", ".join(misfits[:3]) + (", ..." if len(misfits) > 3 else "")
         raise UserError(
-            f"found {len(others)} tensors whose rows are no whole blocks of 256: {listed}; .apr "
+            f"found {len(misfits)} tensors whose rows are no whole blocks of 256: {listed}; .apr "
             "has no quantized type for them. Export --type=bf16 or f16, or --format=gguf."
         )
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)

@@ -40,10 +40,6 @@ _STALE_HF = (
 )
 
 
-def _unscaled(spec: ArchSpec) -> np.ndarray:
-    return rope_frequencies(dataclasses.replace(spec, rope_scaling=None))[0]
-
-
 def rope_divisors(spec: ArchSpec) -> np.ndarray | None:
     """float32 `[head_dim / 2]` for GGUF's `rope_freqs.weight`; None where the header says it all.
 
@@ -52,7 +48,8 @@ def rope_divisors(spec: ArchSpec) -> np.ndarray | None:
     scaling = spec.rope_scaling
     if scaling is None or scaling.kind not in ("divisors", "llama3"):
         return None
-    return (_unscaled(spec) / rope_frequencies(spec)[0]).astype(np.float32)
+    unscaled = rope_frequencies(dataclasses.replace(spec, rope_scaling=None))[0]
+    return (unscaled / rope_frequencies(spec)[0]).astype(np.float32)
 
 
 def _published_llama3(spec: ArchSpec, scaling: RopeScaling) -> RopeScaling:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,13 +57,11 @@ def stage(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]
 
 def _sweep(out: Path) -> None:
     """Removes what killed exports of this machine left."""
-    prefix, suffix = f".{out.name}.{os.uname().nodename}-", ".partial"
+    partial = re.escape(f".{out.name}.{os.uname().nodename}-") + r"(\d+)\.partial"
     for left in out.parent.iterdir():
-        name = left.name
-        if name.startswith(prefix) and name.endswith(suffix):
-            pid = name[len(prefix) : -len(suffix)]
-            if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-                shutil.rmtree(left, ignore_errors=True)
+        match = re.fullmatch(partial, left.name)
+        if match and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_alive(pid: int) -> bool:
@@ -89,9 +88,8 @@ def _sync_one(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
+    for path in (*folder.rglob("*"), folder):
         _sync_one(path)
-    _sync_one(folder)
 
 
 def _replace(new: Path, out: Path) -> None:

@@ -27,16 +27,13 @@ class Verdict(Hook):
         self.result = "UNDECIDED"  # PASS, FAIL, or this if the run ended before its last step
 
     def train_begin(self, run: Run) -> None:
-        """Notes the size of a step."""
         self._positions = run.tokens_per_step
 
     def step_end(self, record: StepRecord) -> Action:
-        """Keeps the step's wall time."""
         self._seconds.append(record.seconds)
         return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Keeps the held-out figures."""
         self._held_out[step] = dict(figures)
 
     def outcome(self, error: BaseException | None) -> dict[str, Any]:
@@ -55,15 +52,14 @@ class Verdict(Hook):
             "verdict": verdict,
             "why": why,
             "steps": len(self._seconds),
-            "before": before and _shown(before),
-            "after": after and _shown(after),
+            "before": before and _select(before),
+            "after": after and _select(after),
             "median_step_seconds": median,
             "full_run_steps": total,
             "projected_seconds": median and median * total,
         }
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        """Prints the verdict."""
         outcome = self.outcome(error)
         self.result = outcome["verdict"]
         print("\n".join(self._lines(outcome)), flush=True)
@@ -77,9 +73,12 @@ class Verdict(Hook):
             loss = self._config.loss
             if (loss.divergence, loss.temperature) != ("forward_kl", 1):
                 names[trained] = f"{trained}(T={loss.temperature:g})"
-            known = {k: shown for k, shown in names.items() if k in before}
-            pairs = (f"{known[k]} {before[k]:.6f} -> {after[k]:.6f}" for k in known)
-            lines.append("  held-out: " + "  ".join(pairs))
+            moves = (
+                f"{title} {before[name]:.6f} -> {after[name]:.6f}"
+                for name, title in names.items()
+                if name in before
+            )
+            lines.append("  held-out: " + "  ".join(moves))
         if median := outcome["median_step_seconds"]:
             lines.append(
                 f"  {outcome['steps']} steps, median {median:.4f} s a step "
@@ -91,7 +90,7 @@ class Verdict(Hook):
         return lines
 
 
-def _shown(figures: Mapping[str, float]) -> dict[str, float]:
+def _select(figures: Mapping[str, float]) -> dict[str, float]:
     names = ("loss", "student_ce", *kl_names(figures))  # the last two only with a teacher
     return {name: figures[name] for name in names if name in figures}
 

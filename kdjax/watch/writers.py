@@ -47,17 +47,14 @@ class JsonLines(Hook):
         self._file.write(json.dumps({"kind": kind, "step": step, **known}) + "\n")
 
     def step_end(self, record: StepRecord) -> Action:
-        """Writes a `train` line."""
         speed = self._tokens_per_step / record.seconds
         self._write("train", record.step, {**record.figures, "tokens_per_second": speed})
         return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes an `eval` line."""
         self._write("eval", step, figures)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -67,17 +64,14 @@ class _Scalars(Hook):
     _every = 1
 
     def train_begin(self, run: Run) -> None:
-        """Notes `log.every`."""
         self._every = run.log_every
 
     def step_end(self, record: StepRecord) -> Action:
-        """Logs every `log.every` steps."""
         if record.step % self._every == 0:
             self._log({f"train/{k}": v for k, v in record.figures.items()}, record.step)
         return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Logs the held-out figures."""
         self._log({f"eval/{k}": v for k, v in figures.items()}, step)
 
     def _log(self, scalars: Mapping[str, float], step: int) -> None:
@@ -104,7 +98,6 @@ class TensorBoard(_Scalars):
             self._writer.add_scalar(name, value, step)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        """Closes the event file."""
         self._writer.close()
 
 
@@ -204,23 +197,22 @@ class Terminal(Hook):
         return "  ".join(fields)
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Prints the held-out figures."""
         f = figures
-        parts = [
+        fields = [
             f"{side} ce {f[f'{side}_ce']:.4f} (ppl {f[f'{side}_perplexity']:.3f})"
             for side in ("student", "teacher")
             if f"{side}_ce" in f
         ]
         kl, trained = kl_names(f)
         if kl in f:
-            same = f[trained] == f[kl]  # the forward KL at T = 1
-            at = "" if same else f"  {trained}(T={f['temperature']:g}) {f[trained]:.4f}"
-            parts += [f"{kl} {f[kl]:.4f}{at}", f"agreement {f['agreement']:.4f}"]
-        over = f"over {f['tokens']:,.0f} tokens"
-        self._print(f"held-out at step {step}: " + "  ".join([*parts, over]))
+            fields.append(f"{kl} {f[kl]:.4f}")
+            if f[trained] != f[kl]:  # not the forward KL at T = 1
+                fields.append(f"{trained}(T={f['temperature']:g}) {f[trained]:.4f}")
+            fields.append(f"agreement {f['agreement']:.4f}")
+        fields.append(f"over {f['tokens']:,.0f} tokens")
+        self._print(f"held-out at step {step}: {'  '.join(fields)}")
 
     def save_begin(self, step: int) -> None:
-        """Says that a save was started."""
         self._print(f"checkpoint at step {step}")
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
