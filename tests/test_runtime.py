@@ -310,11 +310,23 @@ def test_unwritable_cache_is_off_with_a_reason(tmp_path, not_started):
 # After JAX started.
 
 
-def test_mem_available():
-    meminfo = "MemTotal: 125829120 kB\nMemFree:  1 kB\nMemAvailable:   104857600 kB\nX: 2 kB\n"
-    assert runtime.parse_mem_available(meminfo) == 100 * GIB
-    for text in ("", "MemTotal: 1 kB", "MemAvailable: lots kB", "NotMemAvailable: 1 kB"):
-        assert runtime.parse_mem_available(text) is None
+@pytest.mark.parametrize(
+    ("meminfo", "available"),
+    [
+        (
+            "MemTotal: 125829120 kB\nMemFree:  1 kB\nMemAvailable:   104857600 kB\nX: 2 kB\n",
+            100 * GIB,
+        ),
+        ("", None),
+        ("MemTotal: 1 kB", None),
+        ("MemAvailable: lots kB", None),
+        ("NotMemAvailable: 1 kB", None),
+    ],
+)
+def test_mem_available(tmp_path, meminfo, available):
+    (tmp_path / "meminfo").write_text(meminfo)
+    assert runtime.mem_available(tmp_path / "meminfo") == available
+    assert runtime.mem_available(tmp_path / "none") is None
 
 
 def test_device_summary_on_the_cpu():

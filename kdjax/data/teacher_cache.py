@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import MissingFileError, UserError
-from kdjax.formats.files import chunks, replacing
+from kdjax.formats.files import replacing
 
 _log = logging.getLogger("kdjax")
 
@@ -198,9 +198,9 @@ def write(
         digest, written = hashlib.sha256(), 0
         with replacing(folder / name) as file:
             for block in produce(rows):
-                for data in chunks(block):
-                    digest.update(data)
-                    file.write(data)
+                data = np.ravel(block).view(np.uint8).data
+                digest.update(data)
+                file.write(data)
                 written += len(block)
             assert written == len(rows), (written, rows)
         done[name] = digest.hexdigest()

@@ -73,18 +73,13 @@ def _classify(device: Device) -> DeviceMemory:
     return DeviceMemory.COHERENT if coherent else DeviceMemory.DISCRETE
 
 
-def parse_mem_available(meminfo: str) -> int | None:
-    """Bytes of MemAvailable in the text of /proc/meminfo; None if it is not there."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def mem_available() -> int | None:
+def mem_available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """Bytes of RAM that can be had without swapping; None where the kernel does not say."""
     try:
-        return parse_mem_available(Path("/proc/meminfo").read_text())
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:
         return None
+    return int(found[1]) * 1024 if found else None
 
 
 def memory_policy(

@@ -65,6 +65,5 @@ def content_hash(table: TensorTable) -> str:
     digest = hashlib.sha256()
     for path in table.paths:
         with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()

@@ -40,11 +40,6 @@ class BlockType(NamedTuple):
         return sum(self.fields)
 
 
-def _float16(word: Array) -> Array:
-    """uint16 to float32 of the same shape."""
-    return lax.bitcast_convert_type(word, jnp.float16).astype(jnp.float32)
-
-
 def _fields(data: Array, shifts: tuple[int, ...], mask: int) -> Array:
     """uint8 `[..., n]` to `[..., len(shifts), n]`: one bit field of each byte per shift."""
     # A broadcast shift fuses into its consumer; stacking the fields would materialise them.
@@ -83,7 +78,8 @@ def _f32(block: Array) -> Array:
 
 
 def _f16(word: Array) -> Array:
-    return _float16(word)[..., None]
+    """uint16 `[...]` to float32 `[..., 1]`."""
+    return lax.bitcast_convert_type(word, jnp.float16).astype(jnp.float32)[..., None]
 
 
 def _bf16(word: Array) -> Array:
@@ -94,27 +90,27 @@ def _bf16(word: Array) -> Array:
 
 def _q4_0(d: Array, low: Array) -> Array:
     q = _nibbles(low, 16).astype(jnp.int8) - 8
-    return _float16(d)[..., None] * q.astype(jnp.float32)
+    return _f16(d) * q.astype(jnp.float32)
 
 
 def _q4_1(d: Array, minimum: Array, low: Array) -> Array:
     q = _nibbles(low, 16).astype(jnp.float32)
-    return _float16(d)[..., None] * q + _float16(minimum)[..., None]
+    return _f16(d) * q + _f16(minimum)
 
 
 def _q5_0(d: Array, high: Array, low: Array) -> Array:
     q = (_nibbles(low, 16) | _fifth_bits(high)).astype(jnp.int8) - 16
-    return _float16(d)[..., None] * q.astype(jnp.float32)
+    return _f16(d) * q.astype(jnp.float32)
 
 
 def _q5_1(d: Array, minimum: Array, high: Array, low: Array) -> Array:
     q = (_nibbles(low, 16) | _fifth_bits(high)).astype(jnp.float32)
-    return _float16(d)[..., None] * q + _float16(minimum)[..., None]
+    return _f16(d) * q + _f16(minimum)
 
 
 def _q8_0(d: Array, q: Array) -> Array:
     q = lax.bitcast_convert_type(q, jnp.int8)
-    return _float16(d)[..., None] * q.astype(jnp.float32)
+    return _f16(d) * q.astype(jnp.float32)
 
 
 def _scale_and_minimum(d: Array, dmin: Array, scales: Array, q: Array) -> Array:
@@ -122,7 +118,7 @@ def _scale_and_minimum(d: Array, dmin: Array, scales: Array, q: Array) -> Array:
     # Exact on every backend, fused multiply-add or not: d has 11 significant bits, a scale 6 and
     # q at most 5, so both products fit the 24 of float32 and only the subtraction rounds.
     factors, minimums = _six_bit_scales(scales)
-    factors, minimums = _float16(d)[..., None] * factors, _float16(dmin)[..., None] * minimums
+    factors, minimums = _f16(d) * factors, _f16(dmin) * minimums
     x = factors[..., None] * _shape(q, 8, 32).astype(jnp.float32) - minimums[..., None]
     return x.reshape(q.shape)
 
@@ -142,7 +138,7 @@ def _q6_k(low: Array, high: Array, scales: Array, d: Array) -> Array:
     high = _fields(_shape(high, 2, 32), (0, 2, 4, 6), 3)
     q = (low | (high.reshape(low.shape) << 4)).astype(jnp.int8) - 32
     factors = lax.bitcast_convert_type(scales, jnp.int8).astype(jnp.float32)
-    factors = _float16(d)[..., None] * factors
+    factors = _f16(d) * factors
     return (factors[..., None] * _shape(q, 16, 16).astype(jnp.float32)).reshape(q.shape)
 
 

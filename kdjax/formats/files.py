@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kdjax.errors import UserError
+from kdjax.formats.blocks import row_bytes
 
 DOWNLOAD = "Download the file again."
 
@@ -32,16 +34,24 @@ def map_file(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, np.uint8, mode="r"))
 
 
-def load_json(path: Path, data: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `data`, which `what` describes; the last of equal keys counts."""
+def load_json(path: Path, what: str, data: bytes | None = None) -> dict[str, Any]:
+    """The JSON object in `data` (default: the file), in errors `what`; of equal keys the last."""
     try:
-        value = json.loads(data)
+        value = json.loads(path.read_bytes() if data is None else data)
     except (ValueError, RecursionError) as error:
         raise bad(path, f"{what} that is no JSON ({error})", "a JSON object", DOWNLOAD) from error
     if not isinstance(value, dict):
         found = f"{what} that is a JSON {type(value).__name__}"
         raise bad(path, found, "a JSON object", DOWNLOAD)
     return value
+
+
+def tensor_bytes(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor in `path`; raises `UserError` if its rows are no whole blocks."""
+    try:
+        return math.prod(shape[:-1]) * row_bytes(dtype, shape[-1] if shape else 1)
+    except UserError as error:
+        raise UserError(f"{path}: tensor {name!r}: {error}") from error
 
 
 class Cursor:
@@ -79,19 +89,17 @@ class Cursor:
             raise bad(self.path, found, "UTF-8 text", DOWNLOAD) from error
 
 
-def chunks(data: Data) -> Iterator[memoryview]:
-    """The bytes to write, piece by piece."""
-    parts = data() if callable(data) else data
+def checked_chunks(path: Path, name: str, data: Data, nbytes: int) -> Iterator[memoryview]:
+    """The tensor's bytes, piece by piece; raises `UserError` if they are not `nbytes` in all."""
+    parts, size = data() if callable(data) else data, 0
     for part in [parts] if isinstance(parts, np.ndarray) else parts:
-        yield np.ravel(part).view(np.uint8).data
-
-
-def check_written(path: Path, name: str, found: int, nbytes: int) -> None:
-    """Raises `UserError` if a tensor came with another number of bytes than its shape has."""
-    if found != nbytes:
-        wanted = f"{nbytes}, as its shape and type say"
-        fix = "Pass the encoded bytes of the whole tensor."
-        raise bad(path, f"{found} bytes of tensor {name!r} to write", wanted, fix)
+        chunk = np.ravel(part).view(np.uint8).data
+        size += len(chunk)
+        yield chunk
+    if size != nbytes:
+        expected = f"{nbytes}, as its shape and type say"
+        remedy = "Pass the encoded bytes of the whole tensor."
+        raise bad(path, f"{size} bytes of tensor {name!r} to write", expected, remedy)
 
 
 @contextlib.contextmanager

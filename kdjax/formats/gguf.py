@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kdjax.errors import MissingFileError, UserError
-from kdjax.formats.blocks import BLOCKS, row_bytes
-from kdjax.formats.files import DOWNLOAD, Cursor, bad, map_file
+from kdjax.errors import MissingFileError
+from kdjax.formats.blocks import BLOCKS
+from kdjax.formats.files import DOWNLOAD, Cursor, bad, map_file, tensor_bytes
 from kdjax.formats.table import NamedTensors, TensorInfo
 
 MAGIC = b"GGUF"
@@ -24,17 +24,14 @@ DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 STRING, ARRAY = 8, 9
 # `enum gguf_type`: number -> little-endian NumPy type of the fixed-size ones.
-SCALARS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
-    6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
-}  # fmt: skip
+_SCALAR_TYPES = "<u1 <i1 <u2 <i2 <u4 <i4 <f4 |b1 <u8 <i8 <f8"
+SCALARS = dict(zip((*range(8), 10, 11, 12), _SCALAR_TYPES.split(), strict=True))
 _BLOCK_NAMES = {block.ggml: name for name, block in BLOCKS.items()}
-# Types that llama.cpp writes and `blocks` does not decode, so that an error can call them by name.
-_OTHER_NAMES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
-    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8",
-    25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
+# `enum ggml_type` from 0 on, - where a number is free: an error can name what `blocks` lacks.
+_GGML_TYPES = """
+    F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS
+    IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4
+"""
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -183,18 +180,13 @@ def _read_entry(cursor: _Cursor, index: int) -> tuple[TensorInfo, int]:
     kind = cursor.number("<I", f"the block type of {name!r}")
     offset = cursor.number("<Q", f"the offset of {name!r}")
     if kind not in _BLOCK_NAMES:
-        alias = f" ({_OTHER_NAMES[kind]})" if kind in _OTHER_NAMES else ""
+        alias = dict(enumerate(_GGML_TYPES.split())).get(kind, "-")
+        alias = "" if alias == "-" else f" ({alias})"
         found = f"block type {kind}{alias} in tensor {name!r}"
         remedy = "Take a Q4_K_M, Q5_K_M, Q6_K, Q8_0 or F16 file of the same model."
         raise bad(path, found, f"one of {', '.join(_BLOCK_NAMES.values())}", remedy)
-    nbytes = 1
-    for size in shape[:-1]:
-        nbytes *= size
-    try:
-        nbytes *= row_bytes(_BLOCK_NAMES[kind], shape[-1] if shape else 1)
-    except UserError as error:
-        raise UserError(f"{path}: tensor {name!r}: {error}") from error
-    return TensorInfo(name, shape, _BLOCK_NAMES[kind], nbytes), offset
+    dtype = _BLOCK_NAMES[kind]
+    return TensorInfo(name, shape, dtype, tensor_bytes(path, name, dtype, shape)), offset
 
 
 def _read_shard(path: Path) -> _Shard:
@@ -218,12 +210,9 @@ def _read_shard(path: Path) -> _Shard:
             raise bad(path, found, f"a multiple of {alignment}", DOWNLOAD)
         missing = base + offset + info.nbytes - size
         if missing > 0:
-            raise bad(
-                path,
-                f"{size} bytes, {missing} too few for tensor {info.name!r}",
-                f"at least {size + missing}",
-                "The download broke off: download the file again.",
-            )
+            found = f"{size} bytes, {missing} too few for tensor {info.name!r}"
+            remedy = "The download broke off: download the file again."
+            raise bad(path, found, f"at least {size + missing}", remedy)
         tensors[info.name] = info, base + offset
     return _Shard(path, data, metadata, tensors)
 
@@ -232,12 +221,9 @@ def _sibling_paths(path: Path, count: int) -> tuple[Path, ...]:
     """All shards of the split that `path` belongs to."""
     match = _SHARD.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
-        raise bad(
-            path,
-            f"one of {count} shards under the name {path.name}",
-            f"a name like model-00001-of-{count:05}.gguf",
-            "Give all shards the names they were published under.",
-        )
+        found = f"one of {count} shards under the name {path.name}"
+        expected = f"a name like model-00001-of-{count:05}.gguf"
+        raise bad(path, found, expected, "Give all shards the names they were published under.")
     names = [f"{match['stem']}-{index:05}-of-{count:05}.gguf" for index in range(1, count + 1)]
     paths = tuple(path.with_name(name) for name in names)
     if missing := [name for name in names if not path.with_name(name).is_file()]:
@@ -282,31 +268,18 @@ class GGUFTable(NamedTensors):
 
     def __init__(self, path: str | os.PathLike[str]):
         shards = _read_shards(Path(path))
-        self._paths = tuple(shard.path for shard in shards)
-        self._metadata = shards[0].metadata
-        self._tensors: dict[str, tuple[TensorInfo, np.ndarray, int]] = {}
+        self.paths = tuple(shard.path for shard in shards)
+        self.metadata = shards[0].metadata  # lists of strings are decoded when asked for
+        self._tensors: dict[str, tuple[TensorInfo, np.ndarray]] = {}
+        self._starts: dict[str, int] = {}
         for shard in shards:
             for name, (info, start) in shard.tensors.items():
                 if name in self._tensors:
                     found = f"the tensor {name!r} a second time in the split"
                     raise bad(shard.path, found, "it once", DOWNLOAD)
-                self._tensors[name] = info, shard.data, start
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The file, or all shards in order."""
-        return self._paths
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Key-values of the (first) file; lists of strings are decoded when asked for."""
-        return self._metadata
-
-    def raw(self, name: str) -> np.ndarray:
-        """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""
-        info, data, start = self._tensors[name]
-        return data[start : start + info.nbytes].reshape(*info.shape[:-1], -1)
+                self._tensors[name] = info, shard.data[start : start + info.nbytes]
+                self._starts[name] = start
 
     def start(self, name: str) -> int:
         """Where the tensor's data starts, in bytes from the start of the file that holds it."""
-        return self._tensors[name][2]
+        return self._starts[name]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import UserError
-from kdjax.formats.blocks import BLOCKS, row_bytes
-from kdjax.formats.files import Data, check_written, chunks, replacing
+from kdjax.formats.blocks import BLOCKS
+from kdjax.formats.files import Data, checked_chunks, replacing, tensor_bytes
 from kdjax.formats.gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING, VERSIONS
 
 _SCALAR_NUMBERS = {np.dtype(name): number for number, name in SCALARS.items()}
@@ -75,7 +75,7 @@ def write_gguf(
     header = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(pairs)), *pairs]
     sizes, offset = [], 0
     for name, dtype, shape, _ in tensors:
-        nbytes = int(np.prod(shape[:-1], dtype=np.int64)) * row_bytes(dtype, (shape or (1,))[-1])
+        nbytes = tensor_bytes(path, name, dtype, shape)
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         kind = struct.pack("<IQ", BLOCKS[dtype].ggml, offset)
         header += [_pack_string(name), dims, kind]
@@ -85,8 +85,5 @@ def write_gguf(
         file.write(b"".join(header))
         for (name, *_, data), nbytes in zip(tensors, sizes, strict=True):
             file.write(bytes(-file.tell() % alignment))
-            start = file.tell()
-            for chunk in chunks(data):
-                file.write(chunk)
-            check_written(path, name, file.tell() - start, nbytes)
+            file.writelines(checked_chunks(path, name, data, nbytes))
         file.write(bytes(-file.tell() % alignment))

@@ -134,10 +134,8 @@ def _six_bits(scale: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 def _pack_six_bits(scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """uint8 `[b, 8]` twice to `[b, 12]`, as `get_scale_min_k4` in ggml-quants.c reads them."""
-    low, high = (
-        scales[:, :4] | (scales[:, 4:] >> 4 << 6),
-        offsets[:, :4] | (offsets[:, 4:] >> 4 << 6),
-    )
+    low = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
+    high = offsets[:, :4] | (offsets[:, 4:] >> 4 << 6)
     return np.concatenate([low, high, (scales[:, 4:] & 15) | (offsets[:, 4:] << 4)], axis=1)
 
 
@@ -174,20 +172,19 @@ def _encode_q6_k(blocks: np.ndarray) -> np.ndarray:
     high = (q >> 4).reshape(b, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = np.bitwise_or.reduce(high, axis=2).reshape(b, 64)
     scales = scales.astype(np.int8).view(np.uint8)
-    return np.concatenate(
-        [_pack_nibbles(q & 15, 64), high, scales, d.view(np.uint8).reshape(b, 2)], axis=1
-    )
+    parts = [_pack_nibbles(q & 15, 64), high, scales, d.view(np.uint8).reshape(b, 2)]
+    return np.concatenate(parts, axis=1)
 
 
 _Q6_STEPS = 32 + 0.1 * np.arange(-9, 10)
+_encode_q4_k = functools.partial(_encode_affine, top=15, steps=15 + 0.1 * np.arange(-10, 11))
+_encode_q5_k = functools.partial(_encode_affine, top=31, steps=31 + 0.1 * np.arange(-5, 11))
 # Encoder of a type, and the largest value whose scale float16 holds.
 _TYPES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
-    "Q4_K": (functools.partial(_encode_affine, top=15, steps=15 + 0.1 * np.arange(-10, 11)),
-             _HALF_MAX * 63),
-    "Q5_K": (functools.partial(_encode_affine, top=31, steps=31 + 0.1 * np.arange(-5, 11)),
-             _HALF_MAX * 63),
+    "Q4_K": (_encode_q4_k, _HALF_MAX * 63),
+    "Q5_K": (_encode_q5_k, _HALF_MAX * 63),
     "Q6_K": (_encode_q6_k, _HALF_MAX * 31 * 127),
-}  # fmt: skip
+}
 
 
 def encode_k(

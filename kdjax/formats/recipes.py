@@ -46,8 +46,9 @@ def fitting(dtype: str, width: int) -> str:
     return "F16"
 
 
-def tensor_type(recipe: Recipe, path: tuple[str, ...], layer: int, layers: int, width: int,
-                tied: bool) -> str:  # fmt: skip
+def tensor_type(
+    recipe: Recipe, path: tuple[str, ...], layer: int, layers: int, width: int, tied: bool
+) -> str:
     """Block type of the parameter at `path` of the tree, in `layer` of `layers` if it has layers.
 
     Norms and biases get F32. A tied embedding is the output too, and gets the output's bits.

@@ -4,18 +4,15 @@ Format: https://github.com/huggingface/safetensors#format. The header is read he
 library, whose NumPy views have no bfloat16.
 """
 
-import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from kdjax.errors import MissingFileError
-from kdjax.formats.blocks import BLOCKS
-from kdjax.formats.files import DOWNLOAD, bad, load_json, map_file
+from kdjax.formats.files import DOWNLOAD, bad, load_json, map_file, tensor_bytes
 from kdjax.formats.table import NamedTensors, TensorInfo
 
 _DTYPES = ("F32", "F16", "BF16")
@@ -23,9 +20,7 @@ _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", 
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
-class _Tensor(NamedTuple):
-    info: TensorInfo
-    data: np.ndarray  # uint8, flat
+_Tensors = dict[str, tuple[TensorInfo, np.ndarray]]  # bytes as uint8, flat
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
@@ -46,7 +41,7 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[TensorInf
         )
         raise bad(path, f"tensor {name!r} of type {dtype}", f"one of {', '.join(_DTYPES)}", remedy)
     start, end = offsets
-    nbytes = math.prod(shape) * BLOCKS[dtype].nbytes
+    nbytes = tensor_bytes(path, name, dtype, tuple(shape))
     if end - start != nbytes:
         found = f"{end - start} bytes for tensor {name!r}"
         raise bad(path, found, f"{nbytes}, as its shape and dtype say", DOWNLOAD)
@@ -56,7 +51,7 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[TensorInf
     return TensorInfo(name, tuple(shape), dtype, nbytes), start
 
 
-def _read_file(path: Path) -> dict[str, _Tensor]:
+def _read_file(path: Path) -> _Tensors:
     """All tensors of one file, as views into it."""
     data = map_file(path)
     size = data.size
@@ -65,20 +60,20 @@ def _read_file(path: Path) -> dict[str, _Tensor]:
         found = f"{size} bytes, with a header of {length}"
         remedy = "The download broke off, or this is no safetensors file: download it again."
         raise bad(path, found, "a safetensors file at least as long as its header", remedy)
-    header = load_json(path, data[8 : 8 + length].tobytes(), "a header")
+    header = load_json(path, "a header", data[8 : 8 + length].tobytes())
     body = data[8 + length :]
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         info, start = _read_entry(path, name, entry, body.size)
-        tensors[name] = _Tensor(info, body[start : start + info.nbytes])
+        tensors[name] = info, body[start : start + info.nbytes]
     return tensors
 
 
-def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
+def _read_index(index: Path) -> tuple[tuple[Path, ...], _Tensors]:
     """Shards in the order of their names, and the tensors that the index lists."""
-    where = load_json(index, index.read_bytes(), "an index").get("weight_map")
+    where = load_json(index, "an index").get("weight_map")
     if not isinstance(where, dict) or not all(
         isinstance(name, str) and name == Path(name).name for name in where.values()
     ):
@@ -99,7 +94,7 @@ def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
     return tuple(index.parent / name for name in names), tensors
 
 
-def _read_folder(folder: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
+def _read_folder(folder: Path) -> tuple[tuple[Path, ...], _Tensors]:
     if (folder / _INDEX).is_file():
         return _read_index(folder / _INDEX)
     if (folder / _SINGLE).is_file():
@@ -107,15 +102,14 @@ def _read_folder(folder: Path) -> tuple[tuple[Path, ...], dict[str, _Tensor]]:
     others = sorted(
         path.name for path in folder.iterdir() if path.suffix in (".gguf", ".apr", ".bin")
     )
-    found = f"a folder without {_SINGLE}" + (
-        f", but with {', '.join(others[:4])}" if others else ""
-    )
+    found = f"a folder without {_SINGLE}"
+    if others:
+        found += f", but with {', '.join(others[:4])}"
     shapes = " Shapes alone, from a config.json, are enough for a student with student.init=random."
     raise MissingFileError(
         f"{folder}: found {found}; expected {_SINGLE} or {_INDEX} in it. Download the model with "
         "`hf download OWNER/MODEL --local-dir FOLDER`, or name a GGUF or .apr file itself."
-        + shapes
-        * (folder / _CONFIG).is_file()
+        f"{shapes if (folder / _CONFIG).is_file() else ''}"
     )
 
 
@@ -124,12 +118,8 @@ class ShapesTable(NamedTensors):
 
     def __init__(self, config: Path):
         self.paths = (config,)
-        self.metadata: Mapping[str, Any] = load_json(config, config.read_bytes(), "a file")
+        self.metadata = load_json(config, "a file")
         self._tensors = {}
-
-    def raw(self, name: str) -> np.ndarray:
-        """Raises `KeyError`: there is no tensor."""
-        raise KeyError(name)
 
 
 class SafetensorsTable(NamedTensors):
@@ -143,32 +133,16 @@ class SafetensorsTable(NamedTensors):
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         if path.is_dir():
-            self._paths, self._tensors = _read_folder(path)
+            self.paths, self._tensors = _read_folder(path)
         elif _SHARD.fullmatch(path.name) and (folder / _INDEX).is_file():
             remedy = f"Pass the folder: {folder}."
             raise bad(path, "one shard of several", "a whole checkpoint", remedy)
         else:
-            self._paths, self._tensors = (path,), _read_file(path)
+            self.paths, self._tensors = (path,), _read_file(path)
         config = folder / _CONFIG
         if not config.is_file():
             raise MissingFileError(
                 f"{config}: found no such file; expected the model's {_CONFIG} beside its weights. "
                 "Copy it from the model's page, or download the whole folder."
             )
-        self._metadata = load_json(config, config.read_bytes(), "a file")
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The safetensors files, in the order of their names."""
-        return self._paths
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The model's `config.json`."""
-        return self._metadata
-
-    def raw(self, name: str) -> np.ndarray:
-        """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""
-        info, data = self._tensors[name]
-        width = (info.shape or (1,))[-1] * BLOCKS[info.dtype].nbytes
-        return data.reshape(*info.shape[:-1], width)
+        self.metadata = load_json(config, "a file")

@@ -7,11 +7,11 @@ writes and reads them. `safetensors` reads them back.
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from kdjax.formats.blocks import BLOCKS
-from kdjax.formats.files import Data, check_written, chunks, replacing
+from kdjax.formats.files import Data, checked_chunks, replacing
 
 SHARD_BYTES = 5_000_000_000  # as `save_pretrained` had it for years
 _ALIGNMENT = 8  # of the data, from the start of the file
@@ -43,10 +43,8 @@ def write_file(path: Path, tensors: Iterable[_Tensor]) -> None:
     with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
-            start = file.tell()
-            for chunk in chunks(tensor[3]):
-                file.write(chunk)
-            check_written(path, tensor[0], file.tell() - start, _nbytes(tensor))
+            name, _, _, data = tensor
+            file.writelines(checked_chunks(path, name, data, _nbytes(tensor)))
 
 
 def _shards(tensors: Iterable[_Tensor], most: int) -> list[list[_Tensor]]:
@@ -68,12 +66,12 @@ def write_folder(folder: Path, tensors: Iterable[_Tensor], shard_bytes: int = SH
     if len(shards) == 1:
         write_file(folder / "model.safetensors", shards[0])
         return
-    where: Mapping[str, str] = {}
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    weight_map: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
         write_file(folder / name, shard)
-        where = {**where, **{tensor[0]: name for tensor in shard}}
+        weight_map |= {tensor[0]: name for tensor in shard}
     total = sum(_nbytes(tensor) for shard in shards for tensor in shard)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     with replacing(folder / "model.safetensors.index.json") as file:
         file.write(json.dumps(index, indent=2).encode() + b"\n")

@@ -5,6 +5,7 @@ here writes or deletes.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from kdjax.formats.table import TensorInfo
+from kdjax.formats.table import NamedTensors, TensorInfo
 
 RECEIPT = "receipt.json"
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -61,48 +63,25 @@ def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
     return ((name, table.array(name)) for name in table)
 
 
-class SavedTable:
+def _info(name: str, leaf: Any) -> TensorInfo:
+    dtype, shape = np.dtype(leaf.dtype), tuple(leaf.shape)
+    return TensorInfo(name, shape, _TYPES[dtype.name], dtype.itemsize * math.prod(shape))
+
+
+class SavedTable(NamedTensors):
     """The parameters of a saved step, layers stacked as in the tree; see `TensorTable`."""
 
-    metadata: Mapping[str, Any] = {}  # a step says nothing of its architecture
-
     def __init__(self, workdir: Path, step: int):
+        self.metadata = {}  # a step says nothing of its architecture
         self.folder = step_folder(workdir, step) / "state"
+        self.paths = tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))
         metadata: Any = ocp.PyTreeCheckpointHandler().metadata(self.folder)
-        tree = dict(getattr(metadata, "tree", metadata))["params"]
-        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-        named = {"/".join(str(key.key) for key in keys): leaf for keys, leaf in leaves}
-        self._tensors = {name: self._info(name, named[name]) for name in sorted(named)}
-
-    @staticmethod
-    def _info(name: str, leaf: Any) -> TensorInfo:
-        dtype = np.dtype(leaf.dtype)
-        shape = tuple(leaf.shape)
-        return TensorInfo(name, shape, _TYPES[dtype.name], dtype.itemsize * int(np.prod(shape)))
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Every file of the step's tree."""
-        return tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        """Raises `KeyError` for a name that was not saved."""
-        return self._tensors[name]
+        leaves = flatten_dict(dict(getattr(metadata, "tree", metadata))["params"], sep="/")
+        self._tensors = {name: (_info(name, leaves[name]),) for name in sorted(leaves)}
 
     def array(self, name: str) -> np.ndarray:
         """The numbers, read from the disk at each call."""
-        item: Any = 0
-        for key in reversed(("params", *name.split("/"))):
-            item = {key: item}
+        item = unflatten_dict({f"params/{name}": 0}, sep="/")
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
         (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self.folder, args=args))
@@ -110,14 +89,7 @@ class SavedTable:
 
     def read_tree(self) -> dict[str, Any]:
         """All parameters as the tree that was saved: nested dicts of arrays on the host."""
-        tree: dict[str, Any] = {}
-        for name in self:
-            *path, last = name.split("/")
-            node = tree
-            for key in path:
-                node = node.setdefault(key, {})
-            node[last] = self.array(name)
-        return tree
+        return unflatten_dict({name: self.array(name) for name in self}, sep="/")
 
     def raw(self, name: str) -> np.ndarray:
         """uint8 `shape[:-1] + (row_bytes,)`, read from the disk at each call."""

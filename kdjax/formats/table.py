@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from kdjax.formats.blocks import row_bytes
+
 
 class TensorInfo(NamedTuple):
     """What a checkpoint says of one tensor, before any byte of it is read."""
@@ -50,8 +52,10 @@ class TensorTable(Protocol):
 
 
 class NamedTensors:
-    """What tables share that hold their tensors in a dict, the `TensorInfo` of each first."""
+    """What the tables share: a dict of a `TensorInfo` and a flat view of its bytes a tensor."""
 
+    paths: tuple[Path, ...]
+    metadata: Mapping[str, Any]
     _tensors: Mapping[str, tuple[Any, ...]]
 
     def __contains__(self, name: object) -> bool:
@@ -66,3 +70,8 @@ class NamedTensors:
     def info(self, name: str) -> TensorInfo:
         """Raises `KeyError` for a name the checkpoint does not hold."""
         return self._tensors[name][0]
+
+    def raw(self, name: str) -> np.ndarray:
+        """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""
+        info, data = self._tensors[name]
+        return data.reshape(*info.shape[:-1], row_bytes(info.dtype, (info.shape or (1,))[-1]))

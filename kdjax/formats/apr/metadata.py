@@ -59,6 +59,10 @@ def _is_real(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < 1e300 and math.isfinite(value)
 
 
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
 def _is_rope(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(item, str) if key in ("rope_type", "type") else item is None or _is_real(item)
@@ -91,19 +95,17 @@ def _is_text(value: Any) -> bool:
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(INTEGERS, (_is_positive, "a whole number above 0")),
     **dict.fromkeys(_REALS, (_is_real, "a number above 0")),
-    **dict.fromkeys(_SWITCHES, (lambda value: type(value) is bool, "true or false")),
-    **dict.fromkeys(TOKENIZER, (_is_text, "a text")),
-    "architecture": (_is_text, "a text"),
-    "model_type": (_is_text, "a text"),
+    **dict.fromkeys(("architecture", "model_type", *TOKENIZER), (_is_text, "a text")),
+    **dict.fromkeys((*_SWITCHES, "tokenizer.add_bos_token"), (_is_bool, "true or false")),
     "rope_scaling": (_is_rope, "an object of numbers"),
     "rope_type": (_is_integer, "a whole number"),
     "tokenizer.vocabulary": (_are_strings, "a list of texts"),
     "tokenizer.merges": (_are_pairs, "a list of texts with one space each"),
     "tokenizer.token_type": (_are_ids, "a list of whole numbers"),
-    "tokenizer.bos_token_id": (_is_integer, "a token id"),
-    "tokenizer.eos_token_id": (_is_integer, "a token id"),
-    "tokenizer.padding_token_id": (_is_integer, "a token id"),
-    "tokenizer.add_bos_token": (lambda value: type(value) is bool, "true or false"),
+    **dict.fromkeys(
+        (f"tokenizer.{part}_token_id" for part in ("bos", "eos", "padding")),
+        (_is_integer, "a token id"),
+    ),
 }
 
 
@@ -165,7 +167,7 @@ def as_config(
     sibling, required = path.with_name("config.json"), ["model_type"]
     required += [INTEGERS[key] for key in INTEGERS if key not in _OPTIONAL]
     if stored.get(GGUF_KEY) is None and sibling.is_file():
-        beside = load_json(sibling, sibling.read_bytes(), "a file")
+        beside = load_json(sibling, "a file")
         config |= {key: value for key, value in beside.items() if value is not None}
     else:
         required += _REALS  # config.json may leave these to the family's defaults

@@ -11,8 +11,8 @@ All numbers are little-endian, and every section and tensor starts at a multiple
 No count or length is believed before it is compared with the size of the file.
 """
 
+import itertools
 import json
-import math
 import os
 import struct
 import zlib
@@ -20,22 +20,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kdjax.errors import UserError
+from kdjax.formats import files
 from kdjax.formats.apr.metadata import as_config
-from kdjax.formats.blocks import row_bytes
-from kdjax.formats.files import (
-    DOWNLOAD,
-    Cursor,
-    Data,
-    bad,
-    check_written,
-    chunks,
-    load_json,
-    map_file,
-    replacing,
-)
+from kdjax.formats.files import DOWNLOAD, Cursor, Data, bad
 from kdjax.formats.table import NamedTensors, TensorInfo
 
 MAGIC, _OLD_MAGIC = b"APR\0", b"APRN"
@@ -59,17 +46,8 @@ _REFUSED = {
 DTYPES = {"F32": 0, "F16": 1, "BF16": 30, "Q4_K": 12, "Q6_K": 14}
 _NAMES = {number: name for name, number in DTYPES.items()}
 # Types of the format that are not read here, so that an error can call them by name.
-_OTHER_NAMES = {
-    3: "F64",
-    4: "I32",
-    5: "I64",
-    6: "I8",
-    7: "U8",
-    8: "AprQ4",
-    9: "AprQ8",
-    128: "AprQ4",
-    129: "AprQ8",
-}
+_OTHER_NAMES = {3: "F64", 4: "I32", 5: "I64", 6: "I8", 7: "U8", 8: "AprQ4", 9: "AprQ8"}
+_OTHER_NAMES |= {128: "AprQ4", 129: "AprQ8"}
 _HEAD = "lm_head.weight"
 _CHUNK = 1 << 22
 
@@ -138,14 +116,6 @@ def _read_header(path: Path, data: memoryview) -> _Header:
     return _Header(flags, tensors, metadata, metadata_size, index, start)
 
 
-def _nbytes(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; raises `UserError` if its rows are no whole blocks."""
-    try:
-        return math.prod(shape[:-1]) * row_bytes(dtype, shape[-1] if shape else 1)
-    except UserError as error:
-        raise UserError(f"{path}: tensor {name!r}: {error}") from error
-
-
 def _read_entry(cursor: Cursor, number: int) -> tuple[TensorInfo, int]:
     """One tensor and its offset from the start of the data."""
     path = cursor.path
@@ -168,7 +138,7 @@ def _read_entry(cursor: Cursor, number: int) -> tuple[TensorInfo, int]:
     # A tied model may keep its head as a name without elements: `_read_index` leaves it out.
     if 0 in shape and name != _HEAD:
         raise bad(path, f"tensor {name!r} of shape {shape}", "no empty axis", DOWNLOAD)
-    nbytes = _nbytes(path, name, _NAMES[kind], shape)
+    nbytes = files.tensor_bytes(path, name, _NAMES[kind], shape)
     if size != nbytes:
         found = f"{size} bytes for tensor {name!r}"
         raise bad(path, found, f"{nbytes}, as its shape and type say", DOWNLOAD)
@@ -207,33 +177,24 @@ class AprTable(NamedTensors):
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = Path(path)
-        self._data = map_file(self._path)
-        self._header = _read_header(self._path, self._data.data)
-        self._tensors = _read_index(self._path, self._data.data, self._header)
-        infos = {name: info for name, (info, _) in self._tensors.items()}
-        self._metadata = as_config(self._path, self.stored(), infos)
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The file."""
-        return (self._path,)
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """As Hugging Face's `config.json`; a tokenizer as in GGUF, under `tokenizer.ggml.*`."""
-        return self._metadata
+        path = Path(path)
+        self._data = files.map_file(path)
+        self._header = _read_header(path, self._data.data)
+        starts = _read_index(path, self._data.data, self._header)
+        self.paths = (path,)
+        self._tensors = {
+            name: (info, self._data[start : start + info.nbytes])
+            for name, (info, start) in starts.items()
+        }
+        infos = {name: info for name, (info, _) in starts.items()}
+        # As Hugging Face's config.json; a tokenizer as in GGUF, under `tokenizer.ggml.*`.
+        self.metadata = as_config(path, self.stored(), infos)
 
     def stored(self) -> dict[str, Any]:
         """The file's own metadata, parsed at each call: megabytes, where it holds a tokenizer."""
         start = self._header.metadata
         data = self._data[start : start + self._header.metadata_size].tobytes()
-        return load_json(self._path, data, "metadata")
-
-    def raw(self, name: str) -> np.ndarray:
-        """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""
-        info, start = self._tensors[name]
-        return self._data[start : start + info.nbytes].reshape(*info.shape[:-1], -1)
+        return files.load_json(self.paths[0], "metadata", data)
 
 
 def verify_footer(path: str | os.PathLike[str]) -> None:
@@ -276,7 +237,7 @@ def _place(path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...], Data]]
             found = f"tensor {name!r} of rank {len(shape)}" + (" again" if name in names else "")
             wanted = f"each name once, at most {_MAX_NAME} bytes, and a rank up to {_MAX_DIMS}"
             raise bad(path, found, wanted, "Rename or reshape it.")
-        nbytes = _nbytes(path, name, dtype, shape)
+        nbytes = files.tensor_bytes(path, name, dtype, shape)
         names.add(name)
         plans.append(_Plan(name, dtype, shape, data, nbytes, offset))
         offset += _aligned(nbytes)
@@ -320,16 +281,13 @@ def write_apr(
     path = Path(path)
     plans = _place(path, tensors)
     front = _front(path, metadata, plans)
-    with replacing(path) as file:
+    with files.replacing(path) as file:
         file.write(front)
         crc = zlib.crc32(front)
         for plan in plans:
-            written = 0
-            for chunk in chunks(plan.data):
+            padding = bytes(-plan.nbytes % ALIGNMENT)
+            data = files.checked_chunks(path, plan.name, plan.data, plan.nbytes)
+            for chunk in itertools.chain(data, [padding]):
                 file.write(chunk)
-                crc, written = zlib.crc32(chunk, crc), written + len(chunk)
-            check_written(path, plan.name, written, plan.nbytes)
-            padding = bytes(-written % ALIGNMENT)
-            file.write(padding)
-            crc = zlib.crc32(padding, crc)
+                crc = zlib.crc32(chunk, crc)
         file.write(_FOOTER.pack(crc))
