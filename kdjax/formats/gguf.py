@@ -245,11 +245,11 @@ def _read_shards(path: Path) -> tuple[_Shard, ...]:
     paths = _sibling_paths(path, count)
     shards = tuple(first if other == path else _read_shard(other) for other in paths)
     for index, shard in enumerate(shards):
-        found = shard.metadata.get("split.no"), shard.metadata.get("split.count")
-        if found != (index, count):
-            found = f"split.no = {found[0]}, split.count = {found[1]}"
-            wanted = f"{index} and {count}, as its name says"
-            raise bad(shard.path, found, wanted, "Do not mix shards of different models.")
+        number, total = shard.metadata.get("split.no"), shard.metadata.get("split.count")
+        if (number, total) != (index, count):
+            found = f"split.no = {number}, split.count = {total}"
+            expected = f"{index} and {count}, as its name says"
+            raise bad(shard.path, found, expected, "Do not mix shards of different models.")
     total = sum(len(shard.tensors) for shard in shards)
     expected = shards[0].metadata.get("split.tensors.count", total)
     if total != expected:

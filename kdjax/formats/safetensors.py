@@ -36,10 +36,10 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[TensorInf
         raise bad(path, found, "its dtype, shape and data_offsets", DOWNLOAD)
     dtype = fields.get("dtype")
     if dtype not in _DTYPES:
-        remedy = (
-            "Save the model again in bfloat16: `model.to(torch.bfloat16).save_pretrained(...)`."
-        )
-        raise bad(path, f"tensor {name!r} of type {dtype}", f"one of {', '.join(_DTYPES)}", remedy)
+        found = f"tensor {name!r} of type {dtype}"
+        save = "`model.to(torch.bfloat16).save_pretrained(...)`"
+        remedy = f"Save the model again in bfloat16: {save}."
+        raise bad(path, found, f"one of {', '.join(_DTYPES)}", remedy)
     start, end = offsets
     nbytes = tensor_bytes(path, name, dtype, tuple(shape))
     if end - start != nbytes:
@@ -73,24 +73,24 @@ def _read_file(path: Path) -> _Tensors:
 
 def _read_index(index: Path) -> tuple[tuple[Path, ...], _Tensors]:
     """Shards in the order of their names, and the tensors that the index lists."""
-    where = load_json(index, "an index").get("weight_map")
-    if not isinstance(where, dict) or not all(
-        isinstance(name, str) and name == Path(name).name for name in where.values()
+    weight_map = load_json(index, "an index").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and name == Path(name).name for name in weight_map.values()
     ):
         found = "no weight_map, or one that names other folders"
         raise bad(index, found, "a weight_map from tensors to files beside it", DOWNLOAD)
-    names = sorted(set(where.values()))
+    names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise MissingFileError(
             f"{index}: found an index of {len(names)} files without {', '.join(missing)}; "
             f"expected all of them in {index.parent}. Download the missing files into it."
         )
     files = {name: _read_file(index.parent / name) for name in names}
-    if lost := [tensor for tensor, name in where.items() if tensor not in files[name]]:
+    if lost := [tensor for tensor, name in weight_map.items() if tensor not in files[name]]:
         found = f"tensors that their files do not hold: {', '.join(lost[:8])}"
         remedy = "Download index and shards from the same revision."
         raise bad(index, found, "every tensor of the index in the file it names", remedy)
-    tensors = {tensor: files[name][tensor] for tensor, name in where.items()}
+    tensors = {tensor: files[name][tensor] for tensor, name in weight_map.items()}
     return tuple(index.parent / name for name in names), tensors
 
 
@@ -99,9 +99,8 @@ def _read_folder(folder: Path) -> tuple[tuple[Path, ...], _Tensors]:
         return _read_index(folder / _INDEX)
     if (folder / _SINGLE).is_file():
         return (folder / _SINGLE,), _read_file(folder / _SINGLE)
-    others = sorted(
-        path.name for path in folder.iterdir() if path.suffix in (".gguf", ".apr", ".bin")
-    )
+    suffixes = (".gguf", ".apr", ".bin")
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes)
     found = f"a folder without {_SINGLE}"
     if others:
         found += f", but with {', '.join(others[:4])}"
