@@ -96,7 +96,8 @@ def list_tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
                 "Load the model with weights='dense'."
             )
     _, abstract = functional(spec, Compute())
-    known, leaves = flatten_dict(abstract), flatten_dict(params)
+    known: dict[tuple[str, ...], Any] = flatten_dict(abstract)
+    leaves: dict[tuple[str, ...], Any] = flatten_dict(params)
     problems = [f"{'/'.join(path)}: missing" for path in known if path not in leaves]
     problems += [f"{'/'.join(path)}: unknown" for path in leaves if path not in known]
     problems += [
