@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kdjax.errors import UserError
-from kdjax.losses.kd import kd_loss
+from kdjax.losses.kd import KDLoss, kd_loss
 from kdjax.training import step as training_step
 from scripts.bench import peer, program, rows, step
 
@@ -203,7 +203,7 @@ def test_the_peer_minimises_the_same_loss(rng):
     torch = pytest.importorskip("torch")
     ours, theirs = (rng.standard_normal((6, n)).astype(np.float32) * 3 for n in (40, 44))
     labels = rng.integers(0, 40, 6)
-    want = kd_loss(ours, theirs[:, :40], labels, temperature=4.0, alpha=0.3).sum()
+    want = kd_loss(ours, theirs[:, :40], labels, KDLoss(temperature=4.0, alpha=0.3)).sum()
     got = peer.kd_loss(*map(torch.from_numpy, (ours, theirs, labels)), 4.0, 0.3)
     assert float(got) == pytest.approx(float(want), rel=1e-5)
 

@@ -28,22 +28,22 @@ REPOSITORY = Path(__file__).parent.parent
 # ---- the shards
 
 
-ABOUT = teacher_cache.About(
+SPEC = teacher_cache.CacheSpec(
     "topk", 4, 1.0, "a" * 64, "rows", "tokenizer", (50, 47), 6, 8, "float32", "train", (7, 3)
 )
 
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    """Four rows of `ABOUT` a shard."""
-    monkeypatch.setattr(teacher_cache, "SHARD_BYTES", 4 * ABOUT.record.itemsize)
+    """Four rows of `SPEC` a shard."""
+    monkeypatch.setattr(teacher_cache, "SHARD_BYTES", 4 * SPEC.record.itemsize)
 
 
 def records(rows):
-    out = np.zeros(len(rows), ABOUT.record)
+    out = np.zeros(len(rows), SPEC.record)
     for i, row in enumerate(rows):
         rng = np.random.default_rng(row)
-        out[i] = np.frombuffer(rng.bytes(ABOUT.record.itemsize), ABOUT.record)[0]
+        out[i] = np.frombuffer(rng.bytes(SPEC.record.itemsize), SPEC.record)[0]
     return out
 
 
@@ -60,14 +60,14 @@ def same_bytes(columns, row):
 
 
 def test_rows_come_back_as_they_were_written(tmp_path, small_shards):
-    teacher_cache.write(tmp_path, ABOUT, produce)
+    teacher_cache.write(tmp_path, SPEC, produce)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "index.json",
         "shard-00000.bin",
         "shard-00001.bin",
         "shard-00002.bin",
     ]
-    cache = teacher_cache.open_cache(tmp_path, ABOUT)
+    cache = teacher_cache.open_cache(tmp_path, SPEC)
     for row in range(7):
         same_bytes(cache.train[row], row)
     for row in range(3):
@@ -85,9 +85,9 @@ def test_a_stopped_writer_continues_and_mends_what_is_damaged(tmp_path, small_sh
         yield from produce(rows)
 
     with pytest.raises(KeyboardInterrupt):
-        teacher_cache.write(tmp_path, ABOUT, stopped)
+        teacher_cache.write(tmp_path, SPEC, stopped)
     with pytest.raises(UserError, match="found 2 of 3 shards; expected a complete cache"):
-        teacher_cache.open_cache(tmp_path, ABOUT)
+        teacher_cache.open_cache(tmp_path, SPEC)
     data = bytearray((tmp_path / "shard-00000.bin").read_bytes())
     data[10] ^= 1
     (tmp_path / "shard-00000.bin").write_bytes(data)
@@ -97,12 +97,12 @@ def test_a_stopped_writer_continues_and_mends_what_is_damaged(tmp_path, small_sh
         calls.append(rows.start)
         return produce(rows)
 
-    teacher_cache.write(tmp_path, ABOUT, counted)
+    teacher_cache.write(tmp_path, SPEC, counted)
     assert calls == [0, 8]  # the altered one and the missing one
     calls.clear()
-    teacher_cache.write(tmp_path, ABOUT, counted)
+    teacher_cache.write(tmp_path, SPEC, counted)
     assert calls == []
-    same_bytes(teacher_cache.open_cache(tmp_path, ABOUT).train[1], 1)
+    same_bytes(teacher_cache.open_cache(tmp_path, SPEC).train[1], 1)
 
 
 SLOW_WRITER = """
@@ -110,17 +110,17 @@ import dataclasses, sys, time
 import numpy as np
 from pathlib import Path
 from kdjax.data import teacher_cache
-about = teacher_cache.About(**eval(sys.argv[2]))
-teacher_cache.SHARD_BYTES = 4 * about.record.itemsize
+spec = teacher_cache.CacheSpec(**eval(sys.argv[2]))
+teacher_cache.SHARD_BYTES = 4 * spec.record.itemsize
 def produce(rows):
     time.sleep(60 if rows.start == 8 else 0)
-    yield np.zeros(len(rows), about.record)
-teacher_cache.write(Path(sys.argv[1]), about, produce)
+    yield np.zeros(len(rows), spec.record)
+teacher_cache.write(Path(sys.argv[1]), spec, produce)
 """
 
 
 def test_a_killed_writer_leaves_whole_shards_and_is_continued(tmp_path, small_shards):
-    about = dataclasses.asdict(ABOUT)
+    about = dataclasses.asdict(SPEC)
     command = [sys.executable, "-c", SLOW_WRITER, str(tmp_path), str(about)]
     child = subprocess.Popen(command, cwd=REPOSITORY)
     index = tmp_path / "index.json"
@@ -137,14 +137,14 @@ def test_a_killed_writer_leaves_whole_shards_and_is_continued(tmp_path, small_sh
         starts.append(rows.start)
         return produce(rows)
 
-    teacher_cache.write(tmp_path, ABOUT, rest)
+    teacher_cache.write(tmp_path, SPEC, rest)
     assert starts == [8]
-    same_bytes(teacher_cache.open_cache(tmp_path, ABOUT).heldout[2], 9)
+    same_bytes(teacher_cache.open_cache(tmp_path, SPEC).heldout[2], 9)
 
 
 @pytest.mark.parametrize("how", ["altered", "truncated", "missing"])
 def test_a_shard_that_is_not_as_written_is_refused(tmp_path, small_shards, how):
-    teacher_cache.write(tmp_path, ABOUT, produce)
+    teacher_cache.write(tmp_path, SPEC, produce)
     path = tmp_path / "shard-00001.bin"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -154,7 +154,7 @@ def test_a_shard_that_is_not_as_written_is_refused(tmp_path, small_shards, how):
         path.write_bytes(data[:-1] if how == "truncated" else data)
     says = {"altered": "SHA-256", "truncated": "bytes, expected", "missing": "is missing"}
     with pytest.raises(UserError, match=rf"shard-00001.bin .*{says[how]}"):
-        teacher_cache.open_cache(tmp_path, ABOUT)
+        teacher_cache.open_cache(tmp_path, SPEC)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_a_shard_that_is_not_as_written_is_refused(tmp_path, small_shards, how):
     ],
 )
 def test_a_cache_of_something_else_is_refused_with_both_values(tmp_path, field, value):
-    teacher_cache.write(tmp_path, ABOUT, produce)
-    other = dataclasses.replace(ABOUT, **{field: value})
-    mine = re.escape(str(getattr(ABOUT, field)))
+    teacher_cache.write(tmp_path, SPEC, produce)
+    other = dataclasses.replace(SPEC, **{field: value})
+    mine = re.escape(str(getattr(SPEC, field)))
     with pytest.raises(UserError, match=rf"{field}: the cache has {mine}, this run "):
         teacher_cache.open_cache(tmp_path, other)
     with pytest.raises(UserError, match=rf"holds another cache:\n  {field}: the cache has"):
@@ -180,11 +180,11 @@ def test_a_cache_of_something_else_is_refused_with_both_values(tmp_path, field, 
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    free = 10 * ABOUT.record.itemsize
+    free = 10 * SPEC.record.itemsize
     usage = type("Usage", (), {"free": free})
     monkeypatch.setattr(teacher_cache.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"expected 0\.00 GB and 1% to spare"):
-        teacher_cache.write(tmp_path, ABOUT, produce)
+        teacher_cache.write(tmp_path, SPEC, produce)
     assert not list(tmp_path.iterdir())
 
 

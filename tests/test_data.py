@@ -206,6 +206,7 @@ def pack(folder, documents, length=8, most=32):
     writer = rows._SideWriter(folder / "side", length, most)
     for ids in documents:
         writer.add(np.asarray(ids, np.uint32), np.ones(len(ids), np.uint8))
+    writer.finish()
     writer.close()
     return rows._open_side(folder / "side", writer.counts["rows"], length)
 

@@ -46,7 +46,7 @@ def case(seed=0, shape=(3, 5), vocab=37):
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_loss_equals_float64_definition(temperature, alpha):
     s, t, labels = case()
-    got = kd_loss(s, t, labels, temperature=temperature, alpha=alpha)
+    got = kd_loss(s, t, labels, KDLoss(temperature=temperature, alpha=alpha))
     np.testing.assert_allclose(got, oracle_loss(s, t, labels, temperature, alpha), rtol=2e-5)
 
 
@@ -57,14 +57,14 @@ def test_hand_worked_value():
     e = np.e
     entropy = entr(1 / (1 + e)) + entr(e / (1 + e))
     want = 0.3 * np.log(2) + 0.7 * 16 * (np.log(2) - entropy)
-    got = kd_loss(s, t, np.array(0), temperature=4.0, alpha=0.3)
+    got = kd_loss(s, t, np.array(0), KDLoss(temperature=4.0, alpha=0.3))
     assert abs(float(got) - want) < 1e-6
     assert abs(want - 1.450519) < 1e-5  # the same, by pocket calculator
 
 
 def test_direction_is_teacher_to_student():
     s, t, labels = case(4)
-    got = kd_loss(s, t, labels, temperature=1.0, alpha=0.0)
+    got = kd_loss(s, t, labels, KDLoss(temperature=1.0, alpha=0.0))
     reverse = rel_entr(softmax(s.astype(float), -1), softmax(t.astype(float), -1)).sum(-1)
     assert np.all(np.abs(np.asarray(got) / reverse - 1) > 1e-3)
 
@@ -74,9 +74,9 @@ def test_direction_is_teacher_to_student():
 def test_gradient_is_analytic_and_agrees_with_autodiff(temperature, alpha):
     """Both against central differences of SciPy's loss in float64, one logit at a time."""
     s, t, labels = case(5)
-    options = dict(temperature=temperature, alpha=alpha)
-    analytic = kd_logit_gradient(s, t, labels, **options)
-    auto = jax.grad(lambda x: kd_loss(x, t, labels, **options).sum())(s)
+    loss = KDLoss(temperature=temperature, alpha=alpha)
+    analytic = kd_logit_gradient(s, t, labels, loss)
+    auto = jax.grad(lambda x: kd_loss(x, t, labels, loss).sum())(s)
     want = np.empty(s.shape)
     for i, step in enumerate(1e-5 * np.eye(37)):
         up, down = (oracle_loss(s + sign * step, t, labels, temperature, alpha) for sign in (1, -1))
@@ -91,19 +91,19 @@ def test_gradient_of_squared_temperature_kl_has_a_finite_limit():
     d = (t - s).astype(np.float64)
     limit = ((d - d.mean(-1, keepdims=True)) ** 2).sum(-1) / (2 * 37)
     # T = 300 and not larger: in float32 the KL itself falls below the rounding of probabilities.
-    got = kd_loss(s, t, labels, temperature=300.0, alpha=0.0)
+    got = kd_loss(s, t, labels, KDLoss(temperature=300.0, alpha=0.0))
     np.testing.assert_allclose(got, limit, rtol=0.05)
 
 
 def test_teacher_gets_exactly_no_gradient():
     s, t, labels = case(7)
-    g = jax.grad(lambda x: kd_loss(s, x, labels, temperature=2.0, alpha=0.3).sum())(t)
+    g = jax.grad(lambda x: kd_loss(s, x, labels, KDLoss(temperature=2.0, alpha=0.3)).sum())(t)
     assert not np.any(np.asarray(g))
 
 
 def test_alpha_one_is_cross_entropy():
     s, t, labels = case(8)
-    got = kd_loss(s, t, labels, temperature=4.0, alpha=1.0)
+    got = kd_loss(s, t, labels, KDLoss(temperature=4.0, alpha=1.0))
     np.testing.assert_allclose(got, oracle_parts(s, t, labels, 1.0)[0], rtol=1e-5)
     np.testing.assert_array_equal(got, cross_entropy(s, labels))
 
@@ -111,9 +111,9 @@ def test_alpha_one_is_cross_entropy():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 8.0])
 def test_student_equal_to_teacher_has_no_loss_and_no_gradient(temperature):
     s, _, labels = case(9, vocab=1000)
-    options = dict(temperature=temperature, alpha=0.0)
-    np.testing.assert_array_equal(kd_loss(s, s, labels, **options), np.zeros((3, 5)))
-    np.testing.assert_array_equal(kd_logit_gradient(s, s, labels, **options), np.zeros(s.shape))
+    loss = KDLoss(temperature=temperature, alpha=0.0)
+    np.testing.assert_array_equal(kd_loss(s, s, labels, loss), np.zeros((3, 5)))
+    np.testing.assert_array_equal(kd_logit_gradient(s, s, labels, loss), np.zeros(s.shape))
 
 
 def distance(t, s):
@@ -173,12 +173,12 @@ def test_divergences_have_the_values_known_of_them(text, known, limit):
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_each_divergence_and_its_gradient(kind, temperature):
     s, t, labels = case(21)
-    options = dict(temperature=temperature, alpha=0.2, divergence=kind)
+    loss = KDLoss(temperature=temperature, alpha=0.2, divergence=kind)
     ce = oracle_parts(s, t, labels, temperature)[0]
     want = 0.2 * ce + 0.8 * temperature**2 * oracle_divergence(s, t, temperature, kind)
-    np.testing.assert_allclose(kd_loss(s, t, labels, **options), want, rtol=1e-5)
-    got = kd_logit_gradient(s, t, labels, **options)
-    auto = jax.grad(lambda x: kd_loss(x, t, labels, **options).sum())(jnp.asarray(s))
+    np.testing.assert_allclose(kd_loss(s, t, labels, loss), want, rtol=1e-5)
+    got = kd_logit_gradient(s, t, labels, loss)
+    auto = jax.grad(lambda x: kd_loss(x, t, labels, loss).sum())(jnp.asarray(s))
     np.testing.assert_allclose(got, auto, rtol=1e-4, atol=1e-6)
 
 
@@ -247,15 +247,9 @@ def test_a_divergence_of_ones_own_sees_finite_numbers_of_ids_that_exist():
      ("skewed_reverse_kl:skew=nan", "above 0 and below 1")],
 )  # fmt: skip
 def test_unknown_divergences_are_refused_wherever_they_are_met(text, message):
-    s, t, labels = case()
-    options = dict(temperature=1.0, alpha=0.0, divergence=text)
-    for refused in (
-        lambda: parse_divergence(text), lambda: KDLoss(text),
-        lambda: kd_loss(s, t, labels, **options),
-        lambda: kd_logit_gradient(s, t, labels, **options),
-    ):  # fmt: skip
+    for refuse in (parse_divergence, KDLoss):
         with pytest.raises(UserError, match=message):
-            refused()
+            refuse(text)
     config = Config()
     config.loss.divergence = text
     with pytest.raises(UserError, match=r"loss.divergence=.*one of forward_kl"):
@@ -265,13 +259,13 @@ def test_unknown_divergences_are_refused_wherever_they_are_met(text, message):
 def test_what_cannot_be_a_loss_is_refused():
     s, t, labels = case()
     for f in (kd_loss, kd_logit_gradient):
-        f = functools.partial(f, temperature=1.0, alpha=0.5)
+        loss = KDLoss(alpha=0.5)
         with pytest.raises(UserError, match=r"\[3, 5, 37\] and the teacher's \[3, 5, 1\]"):
-            f(s, t[..., :1], labels)
+            f(s, t[..., :1], labels, loss)
         with pytest.raises(UserError, match=r"labels are \[5\]: must be \[3, 5\]"):
-            f(s, t, labels[0])
+            f(s, t, labels[0], loss)
         with pytest.raises(UserError, match="one number a position"):
-            f(s, t, labels, divergence=lambda t, s: jnp.sum(t - s))
+            f(s, t, labels, KDLoss(lambda t, s: jnp.sum(t - s), alpha=0.5))
     for wrong in (dict(temperature=0.0), dict(alpha=1.1)):
         with pytest.raises(UserError, match=next(iter(wrong))):
             KDLoss(**wrong)
@@ -283,7 +277,7 @@ def test_what_cannot_be_a_loss_is_refused():
 def test_loss_grows_with_divergence(seed, near, ratio):
     """Along a straight line away from the teacher's logits, KL only grows (it is convex)."""
     t, direction, labels = draw(seed, 4, 21), draw(seed + 1, 4, 21), np.zeros(4, np.int32)
-    loss = functools.partial(kd_loss, temperature=2.0, alpha=0.0)
+    loss = functools.partial(kd_loss, loss=KDLoss(temperature=2.0))
     assert np.all(np.asarray(loss(t + near * ratio * direction, t, labels))
                   > np.asarray(loss(t + near * direction, t, labels)))  # fmt: skip
 
@@ -292,22 +286,20 @@ def test_loss_grows_with_divergence(seed, near, ratio):
 @given(shift_s=st.floats(-50, 50), shift_t=st.floats(-50, 50))
 def test_shifting_logits_changes_nothing(shift_s, shift_t):
     s, t, labels = case(10)
-    options = dict(temperature=2.0, alpha=0.3)
-    moved = kd_loss(s + np.float32(shift_s), t + np.float32(shift_t), labels, **options)
-    np.testing.assert_allclose(moved, kd_loss(s, t, labels, **options), rtol=1e-3, atol=1e-4)
+    loss = KDLoss(temperature=2.0, alpha=0.3)
+    moved = kd_loss(s + np.float32(shift_s), t + np.float32(shift_t), labels, loss)
+    np.testing.assert_allclose(moved, kd_loss(s, t, labels, loss), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
 def test_extreme_logits_stay_finite(size):
     s, t, labels = case(11)
-    options = dict(temperature=4.0, alpha=0.3)
+    loss = KDLoss(temperature=4.0, alpha=0.3)
     for a, b in ((s * size, t), (s, t * size), (s * size, t * size)):
         a, b = a.astype(np.float32), b.astype(np.float32)
-        assert np.all(np.isfinite(kd_loss(a, b, labels, **options)))
-        assert np.all(np.isfinite(kd_logit_gradient(a, b, labels, **options)))
-        assert np.all(
-            np.isfinite(jax.grad(lambda x, y=b: kd_loss(x, y, labels, **options).sum())(a))
-        )
+        assert np.all(np.isfinite(kd_loss(a, b, labels, loss)))
+        assert np.all(np.isfinite(kd_logit_gradient(a, b, labels, loss)))
+        assert np.all(np.isfinite(jax.grad(lambda x, y=b: kd_loss(x, y, labels, loss).sum())(a)))
 
 
 @pytest.mark.parametrize("target", [1e-1, 1e-2, 1e-3, 1e-4])
@@ -318,7 +310,7 @@ def test_kl_over_the_whole_vocabulary_is_precise_and_never_negative(target):
     s = t + noise * np.float32(np.sqrt(2 * target))
     labels = np.zeros(4, np.int32)
     want = oracle_parts(s, t, labels, 1.0)[1]
-    got = np.asarray(kd_loss(s, t, labels, temperature=1.0, alpha=0.0))
+    got = np.asarray(kd_loss(s, t, labels, KDLoss(temperature=1.0, alpha=0.0)))
     assert np.all(got > 0) and np.all(want < 10 * target)
     np.testing.assert_allclose(got, want, rtol=1e-2)
 
@@ -326,7 +318,7 @@ def test_kl_over_the_whole_vocabulary_is_precise_and_never_negative(target):
 def test_bf16_logits_are_widened_before_anything_else():
     s, t, labels = case(14, vocab=500)
     half = [jnp.asarray(x, jnp.bfloat16) for x in (s, t)]
-    got = kd_loss(*half, labels, temperature=2.0, alpha=0.3)
+    got = kd_loss(*half, labels, KDLoss(temperature=2.0, alpha=0.3))
     assert got.dtype == jnp.float32
     want = oracle_loss(*(np.asarray(x, np.float64) for x in half), labels, 2.0, 0.3)
     np.testing.assert_allclose(got, want, rtol=2e-5)
@@ -334,12 +326,12 @@ def test_bf16_logits_are_widened_before_anything_else():
 
 def test_any_leading_axes():
     s, t, labels = case(15, shape=(2, 3, 4))
-    options = dict(temperature=2.0, alpha=0.3)
-    whole = kd_loss(s, t, labels, **options)
-    flat = kd_loss(s.reshape(24, -1), t.reshape(24, -1), labels.reshape(24), **options)
+    loss = KDLoss(temperature=2.0, alpha=0.3)
+    whole = kd_loss(s, t, labels, loss)
+    flat = kd_loss(s.reshape(24, -1), t.reshape(24, -1), labels.reshape(24), loss)
     assert whole.shape == (2, 3, 4)
     np.testing.assert_allclose(whole.reshape(24), flat, rtol=1e-6)
-    one = kd_loss(s[0, 0, 0], t[0, 0, 0], np.array(labels[0, 0, 0]), **options)
+    one = kd_loss(s[0, 0, 0], t[0, 0, 0], np.array(labels[0, 0, 0]), loss)
     np.testing.assert_allclose(one, whole[0, 0, 0], rtol=1e-6)
 
 
@@ -385,7 +377,7 @@ def naive(arrays, labels, weights, head_spec):
         s = args["student_hidden"] @ args["student_head"].T
         t = (args["teacher_hidden"] @ args["teacher_head"].T)[..., :V]
         s, t = s[..., : head_spec.real_vocab], t[..., : head_spec.real_vocab]
-        per = kd_loss(s, t, labels, **vars(head_spec.loss))
+        per = kd_loss(s, t, labels, head_spec.loss)
         return jnp.sum(per * weights)
 
     return jax.value_and_grad(f)({k: arrays[k] for k in ("student_hidden", "student_head")})
@@ -550,10 +542,10 @@ def test_loss_is_no_less_than_zero_and_its_gradient_sums_to_zero(vocab, seed, t,
     rng = np.random.default_rng(seed)
     student, teacher = rng.normal(0, 3, (2, vocab)).astype(np.float32)
     label = np.asarray(seed % vocab)
-    options = dict(temperature=t, alpha=alpha)
-    assert float(kd_loss(student, teacher, label, **options)) >= 0
-    gradient = np.asarray(kd_logit_gradient(student, teacher, label, **options), np.float64)
+    loss = KDLoss(temperature=t, alpha=alpha)
+    assert float(kd_loss(student, teacher, label, loss)) >= 0
+    gradient = np.asarray(kd_logit_gradient(student, teacher, label, loss), np.float64)
     assert abs(gradient.sum()) < 1e-5
     # Down the gradient the loss falls.
-    lower = kd_loss(student - 1e-2 * np.float32(gradient), teacher, label, **options)
-    assert float(lower) <= float(kd_loss(student, teacher, label, **options)) + 1e-6
+    lower = kd_loss(student - 1e-2 * np.float32(gradient), teacher, label, loss)
+    assert float(lower) <= float(kd_loss(student, teacher, label, loss)) + 1e-6

@@ -21,7 +21,7 @@ from kdjax.formats.saved import saved_params, saved_run
 from kdjax.training.hooks import Action, Hook, NonFiniteError, exit_status
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
-from kdjax.training.saving import Checkpoints, abstract_state
+from kdjax.training.saving import Checkpoints
 from kdjax.watch import provenance, receipt
 from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import _CHECKS, verify
@@ -358,8 +358,8 @@ def test_a_tensor_that_did_not_change_is_named(finished, tmp_path):
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("10"))
     with contextlib.closing(Checkpoints(copy, 2)) as checkpoints:
         with contextlib.closing(Checkpoints(workdir, 2)) as source:
-            state = source.restore(10, abstract_state(job.step.abstract, job.step.shardings))
-            run = source.read_run(10)
+            state = source.restore(10, job.step.abstract, job.step.shardings)
+            run = saved_run(workdir, 10)
         before = job.make_state().params
         params = jax.tree.map(lambda x: x, state.params)
         params["norm"]["weight"] = before["norm"]["weight"]

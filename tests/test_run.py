@@ -33,7 +33,7 @@ from kdjax.training.hooks import Action, Hook, NonFiniteError, NonFiniteGuard
 from kdjax.training.job import assemble
 from kdjax.training.loop import _Delivery, train
 from kdjax.training.pair import _refuse_degenerate
-from kdjax.training.saving import Checkpoints, abstract_state, check_same_run
+from kdjax.training.saving import Checkpoints, check_same_run
 from kdjax.training.step import StepMetrics
 
 REPOSITORY = Path(__file__).parent.parent
@@ -79,7 +79,7 @@ def saved(config, workdir):
     job = assemble(config, workdir)
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         latest = checkpoints.latest()
-        state = checkpoints.restore(latest, abstract_state(job.step.abstract, job.step.shardings))
+        state = checkpoints.restore(latest, job.step.abstract, job.step.shardings)
     return latest, jax.tree.map(np.asarray, state)
 
 
@@ -192,9 +192,7 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
         other = step.Step(job.step.spec, job.step.abstract.params, Placement(mesh))
         shardings = other.shardings
         with contextlib.closing(Checkpoints(tmp_path / "run", 2)) as checkpoints:
-            state = checkpoints.restore(
-                checkpoints.latest(), abstract_state(job.step.abstract, shardings)
-            )
+            state = checkpoints.restore(checkpoints.latest(), job.step.abstract, shardings)
         chex.assert_trees_all_equal(jax.tree.map(np.asarray, state), whole)
         for place, leaf in zip(jax.tree.leaves(shardings), jax.tree.leaves(state), strict=True):
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim)

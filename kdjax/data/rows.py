@@ -134,16 +134,15 @@ class _SideWriter:
                 self._write_row()
             piece.copy({"tokens": ids, "mask": mask}, self._row)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Writes the last row and the files out to the disk."""
         if self._packer.rows:
             self._write_row()
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        self.release()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Closes the files, whole or not."""
         for file in self._files.values():
             file.close()
@@ -210,17 +209,16 @@ def _is_heldout(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def rows_key(settings: RowSettings) -> str:
-    """SHA-256, in hex, of all text, the tokenizer and every setting: the rows' cache folder."""
-    return _rows_key(settings, settings.find_files())
+def rows_key(settings: RowSettings, files: _Files | None = None) -> str:
+    """SHA-256, in hex, of all text, the tokenizer and every setting: the rows' cache folder.
 
-
-def _rows_key(settings: RowSettings, files: _Files) -> str:
+    `files`: those that the settings name, where they are already known.
+    """
     numbers = FORMAT, settings.seq_len, settings.end_of_document_id, settings.max_segments
     parameters = [*numbers, settings.tokenizer.content_hash]
     parameters += [] if settings.heldout else [settings.heldout_fraction]
     digest = hashlib.sha256(json.dumps(parameters).encode())
-    for side in files:
+    for side in files or settings.find_files():
         digest.update(b"|")
         _hash_files(side, digest)
     return digest.hexdigest()
@@ -248,7 +246,7 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
     unreadable, empty or one-sided text; nothing is left behind then.
     """
     files = settings.find_files()
-    key, row_length = _rows_key(settings, files), settings.seq_len + 1
+    key, row_length = rows_key(settings, files), settings.seq_len + 1
     folder = cache_dir / key
     if (rows := _open_rows(folder, row_length, key)) is not None:
         return rows
@@ -267,7 +265,7 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
                 raise
     finally:
         for writer in writers:
-            writer.release()
+            writer.close()
         shutil.rmtree(aside, ignore_errors=True)
     rows = _open_rows(folder, row_length, key)
     assert rows is not None, folder
@@ -275,7 +273,7 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
 
 
 def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files) -> None:
-    """Packs the documents of both sides, and closes the writers (training, held out)."""
+    """Packs the documents of both sides into the writers (training, held out)."""
     train, heldout = writers
 
     def tokenize(paths: list[Path]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
@@ -294,8 +292,8 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
         else:
             side = heldout if _is_heldout(digest, settings.heldout_fraction) else train
             side.add(ids, mask)
-    train.close()
-    heldout.close()
+    for writer in writers:
+        writer.finish()
 
 
 def _check_sides(writers: list[_SideWriter], settings: RowSettings) -> dict[str, Any]:
@@ -330,12 +328,11 @@ def _open_rows(folder: Path, row_length: int, key: str) -> RowSet | None:
     return RowSet(train, heldout, info, key)
 
 
-def _open_side(folder: Path, rows: int, length: int) -> Rows:
-    columns = {n: _map(folder / f"{n}.bin", t, rows, length) for n, t in COLUMNS.items()}
+def _open_side(folder: Path, rows: int, row_length: int) -> Rows:
+    columns = {}
+    for name, dtype in COLUMNS.items():
+        path = folder / f"{name}.bin"
+        if path.stat().st_size != rows * row_length * np.dtype(dtype).itemsize:
+            raise ValueError(f"{path} was cut short")
+        columns[name] = np.memmap(path, dtype, "r", shape=(rows, row_length))
     return Rows(**columns)
-
-
-def _map(path: Path, dtype: Any, rows: int, length: int) -> np.ndarray:
-    if path.stat().st_size != rows * length * np.dtype(dtype).itemsize:
-        raise ValueError(f"{path} was cut short")
-    return np.memmap(path, dtype, "r", shape=(rows, length))

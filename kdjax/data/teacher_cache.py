@@ -27,26 +27,12 @@ FORMAT = 1  # raise when records or fields change their meaning
 KINDS = ("topk", "hidden")
 INDEX = "index.json"
 SHARD_BYTES = 512_000_000
-_MAKE = "python -m kdjax.cache_teacher --config=... --out={}"
-
-
-def record_type(kind: str, positions: int, *, k: int, width: int, dtype: str) -> np.dtype:
-    """The record of one row; `k` ids a position, or `width` numbers of `dtype`, bf16 as bits."""
-    if kind == "hidden":
-        bits = {"bfloat16": "<u2", "float32": "<f4"}[dtype]
-        return np.dtype([("hidden", bits, (positions, width))])
-    columns = [
-        ("ids", "u1", (k, 3)),
-        ("logits", "<f2", (k,)),
-        ("odds", "<f4", (2,)),
-        ("label", "<f4", ()),
-    ]
-    return np.dtype([(name, number, (positions, *shape)) for name, number, shape in columns])
+_MAKE = "kdjax cache --config=... --out={}"
 
 
 @dataclasses.dataclass(frozen=True)
-class About:
-    """What a cache was made of; a run that reads it must have been given the same."""
+class CacheSpec:
+    """What a cache was made of: a run that reads it must have the same."""
 
     kind: str  # a member of KINDS
     k: int  # ids a position; 0 for hidden states
@@ -63,8 +49,17 @@ class About:
 
     @property
     def record(self) -> np.dtype:
-        """The type of one row's record."""
-        return record_type(self.kind, self.positions, k=self.k, width=self.width, dtype=self.dtype)
+        """The NumPy type of one row's record; bfloat16 is kept as its bits."""
+        if self.kind == "hidden":
+            bits = {"bfloat16": "<u2", "float32": "<f4"}[self.dtype]
+            return np.dtype([("hidden", bits, (self.positions, self.width))])
+        columns = [
+            ("ids", "u1", (self.k, 3)),
+            ("logits", "<f2", (self.k,)),
+            ("odds", "<f4", (2,)),
+            ("label", "<f4", ()),
+        ]
+        return np.dtype([(name, kind, (self.positions, *shape)) for name, kind, shape in columns])
 
     @property
     def shard_rows(self) -> int:
@@ -77,7 +72,7 @@ class About:
         rows, step = sum(self.sides), self.shard_rows
         return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def differences(self, other: "About", names: Iterable[str]) -> list[str]:
+    def differences(self, other: "CacheSpec", names: Iterable[str]) -> list[str]:
         """Lines naming the fields that differ, with both values."""
         return [
             f"{name}: the cache has {getattr(self, name)}, this run {getattr(other, name)}"
@@ -86,8 +81,8 @@ class About:
         ]
 
 
-def read_index(folder: Path) -> tuple[About, dict[str, Any]]:
-    """What the cache was made of, and its index. Raises `UserError` for no or another format."""
+def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
+    """What the cache was made of, and its index; raises `UserError` for another format or none."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text())
@@ -95,15 +90,15 @@ def read_index(folder: Path) -> tuple[About, dict[str, Any]]:
             raise UserError(f"{path}: found format {number}; expected {FORMAT}. Make it again.")
         fields: dict[str, Any] = index["about"]
         fields |= {name: tuple(fields[name]) for name in ("vocabulary", "sides")}
-        return About(**fields), index
+        return CacheSpec(**fields), index
     except FileNotFoundError:
         raise MissingFileError(
             f"{path}: found no such file; expected a cached teacher. Make it: "
             f"`{_MAKE.format(folder)}`"
         ) from None
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, OSError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(
             f"{path}: found no index of a cached teacher ({type(error).__name__}: {error}); "
             "expected what `kdjax cache` writes. Delete the folder and make it again."
@@ -114,11 +109,10 @@ def _shard_name(number: int) -> str:
     return f"shard-{number:05}.bin"
 
 
-def _find_damage(folder: Path, about: About, hashes: Mapping[str, str]) -> dict[str, str]:
-    """The finished shards, of these SHA-256s, that are damaged: name to what is wrong."""
-    sizes = {
-        _shard_name(i): len(rows) * about.record.itemsize for i, rows in enumerate(about.shards)
-    }
+def _find_damage(folder: Path, spec: CacheSpec, hashes: Mapping[str, str]) -> dict[str, str]:
+    """What is wrong with each damaged shard of those listed; `hashes` are their SHA-256s."""
+    row_bytes = spec.record.itemsize
+    sizes = {_shard_name(i): len(rows) * row_bytes for i, rows in enumerate(spec.shards)}
 
     def describe_damage(name: str) -> str:
         try:
@@ -136,38 +130,38 @@ def _find_damage(folder: Path, about: About, hashes: Mapping[str, str]) -> dict[
         return {name: problem for name, problem in damage if problem}
 
 
-def _save_index(folder: Path, about: About, shards: dict[str, str]) -> None:
+def _save_index(folder: Path, spec: CacheSpec, shards: dict[str, str]) -> None:
     index = {
         "format": FORMAT,
-        "complete": len(shards) == len(about.shards),
-        "about": dataclasses.asdict(about),
-        "record_bytes": about.record.itemsize,
-        "shard_rows": about.shard_rows,
+        "complete": len(shards) == len(spec.shards),
+        "about": dataclasses.asdict(spec),
+        "record_bytes": spec.record.itemsize,
+        "shard_rows": spec.shard_rows,
         "shards": dict(sorted(shards.items())),
     }
     with replacing(folder / INDEX) as file:
         file.write(json.dumps(index, indent=1).encode() + b"\n")
 
 
-def _find_finished(folder: Path, about: About) -> dict[str, str]:
-    """The whole shards that an earlier, stopped writer left: name to SHA-256."""
+def _find_finished(folder: Path, spec: CacheSpec) -> dict[str, str]:
+    """SHA-256 by name of the undamaged shards that a stopped writer left in the folder."""
     if not (folder / INDEX).exists():
         return {}
     earlier, index = read_index(folder)
-    names = [field.name for field in dataclasses.fields(About)]
-    if lines := earlier.differences(about, names):
+    names = [field.name for field in dataclasses.fields(CacheSpec)]
+    if lines := earlier.differences(spec, names):
         raise UserError(
             f"{folder} holds another cache:\n  " + "\n  ".join(lines) + "\n"
             "Give another --out, delete that folder, or restore what it was made of."
         )
-    damaged = _find_damage(folder, about, index["shards"])
+    damaged = _find_damage(folder, spec, index["shards"])
     for name, problem in damaged.items():
         _log.warning("%s %s: written again", folder / name, problem)
     return {name: sha for name, sha in index["shards"].items() if name not in damaged}
 
 
 def write(
-    folder: Path, about: About, produce: Callable[[range], Iterable[np.ndarray]]
+    folder: Path, spec: CacheSpec, produce: Callable[[range], Iterable[np.ndarray]]
 ) -> dict[str, str]:
     """Writes the missing shards; `produce(rows)` yields the records of those rows, in order.
 
@@ -176,16 +170,16 @@ def write(
     `UserError` for a folder with another cache and for a disk without room.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    done = _find_finished(folder, about)
-    shards = {_shard_name(i): rows for i, rows in enumerate(about.shards)}
+    done = _find_finished(folder, spec)
+    shards = {_shard_name(i): rows for i, rows in enumerate(spec.shards)}
     missing = {name: rows for name, rows in shards.items() if name not in done}
-    row_bytes = about.record.itemsize
+    row_bytes = spec.record.itemsize
     need = sum(map(len, missing.values())) * row_bytes
     free = shutil.disk_usage(folder).free
-    rows, size = sum(about.sides), sum(about.sides) * row_bytes / 1e9
+    rows, size = sum(spec.sides), sum(spec.sides) * row_bytes / 1e9
     _log.info(
-        f"{folder}: {rows:,} rows x {about.positions:,} positions x "
-        f"{row_bytes / about.positions:.0f} bytes = {size:.2f} GB in {len(shards)} shards; "
+        f"{folder}: {rows:,} rows x {spec.positions:,} positions x "
+        f"{row_bytes / spec.positions:.0f} bytes = {size:.2f} GB in {len(shards)} shards; "
         f"{len(done)} are there, {need / 1e9:.2f} GB are to be written, "
         f"{free / 1e9:.2f} GB are free"
     )
@@ -204,57 +198,57 @@ def write(
                 written += len(block)
             assert written == len(rows), (written, rows)
         done[name] = digest.hexdigest()
-        _save_index(folder, about, done)
+        _save_index(folder, spec, done)
         _log.info("%s: %d of %d", folder / name, len(done), len(shards))
     return done
-
-
-class Side:
-    """The records of one side of the split as batch columns, by row; read from the disk's map."""
-
-    def __init__(self, cache: "TeacherCache", start: int):
-        self._cache, self._start = cache, start
-
-    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        """Columns `teacher_*` of a row, `[T, ...]`: views of the map, copied by batching."""
-        record = self._cache.record(self._start + row)
-        return {f"teacher_{name}": np.asarray(record[name]) for name in record.dtype.names}
 
 
 class TeacherCache:
     """A complete cache, opened for reading."""
 
-    def __init__(self, folder: Path, about: About, sha256: str):
-        self.about, self.sha256 = about, sha256  # of the index, shards' hashes included
+    def __init__(self, folder: Path, spec: CacheSpec, sha256: str):
+        self.spec, self.sha256 = spec, sha256  # of the index, shards' hashes included
         self._shards = [
-            np.memmap(folder / _shard_name(i), about.record, "r", shape=(len(rows),))
-            for i, rows in enumerate(about.shards)
+            np.memmap(folder / _shard_name(i), spec.record, "r", shape=(len(rows),))
+            for i, rows in enumerate(spec.shards)
         ]
-        self.train, self.heldout = Side(self, 0), Side(self, about.sides[0])
+        self.train, self.heldout = Side(self, 0), Side(self, spec.sides[0])
 
-    def record(self, row: int) -> Any:
-        """The record of a row, still on the disk."""
-        shard, at = divmod(row, self.about.shard_rows)
-        return self._shards[shard][at]
+    def read(self, row: int) -> dict[str, np.ndarray]:
+        """Columns `teacher_*` of a row, `[T, ...]`: views of the disk's map, copied by batching."""
+        shard, at = divmod(row, self.spec.shard_rows)
+        record: Any = self._shards[shard][at]
+        return {f"teacher_{name}": np.asarray(record[name]) for name in record.dtype.names}
 
     def __str__(self) -> str:
-        about = self.about
-        size = sum(about.sides) * about.record.itemsize
-        content = f"top {about.k} ids at T={about.temperature:g}" if about.k else "hidden states"
-        return f"cached teacher: {content}, {size / 1e9:.2f} GB in {len(about.shards)} shards"
+        spec = self.spec
+        size = sum(spec.sides) * spec.record.itemsize
+        content = f"top {spec.k} ids at T={spec.temperature:g}" if spec.k else "hidden states"
+        return f"cached teacher: {content}, {size / 1e9:.2f} GB in {len(spec.shards)} shards"
 
 
-def open_cache(folder: Path, expected: About) -> TeacherCache:
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The training rows, or the held-out rows, of a cache; `Columns` of a batch source."""
+
+    cache: TeacherCache
+    start: int  # row of the cache at which the side begins
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        return self.cache.read(self.start + row)
+
+
+def open_cache(folder: Path, expected: CacheSpec) -> TeacherCache:
     """The cache in `folder`, every shard rehashed.
 
     Raises `UserError` if it is incomplete or damaged, or was made of another teacher, text or
     tokenizer, or for another temperature than `expected` says.
     """
-    about, index = read_index(folder)
+    spec, index = read_index(folder)
     names = ["teacher", "compute", "rows", "tokenizer", "vocabulary", "positions", "sides"]
-    if about.temperature is not None:
+    if spec.temperature is not None:
         names.append("temperature")
-    if lines := about.differences(expected, names):
+    if lines := spec.differences(expected, names):
         hint = ""
         if any(line.startswith("temperature") for line in lines):
             hint = " Hidden states (--kind=hidden) serve any temperature."
@@ -262,17 +256,17 @@ def open_cache(folder: Path, expected: About) -> TeacherCache:
             f"{folder} is the cache of another run:\n  " + "\n  ".join(lines) + "\n"
             f"Restore those settings, or make a cache of this run: `{_MAKE.format('DIR')}`.{hint}"
         )
-    count, total = len(index["shards"]), len(about.shards)
+    count, total = len(index["shards"]), len(spec.shards)
     if not index["complete"] or count != total:
         raise UserError(
             f"{folder}: found {count} of {total} shards; expected a complete cache. Finish it: "
             f"`{_MAKE.format(folder)}`"
         )
-    if damaged := _find_damage(folder, about, index["shards"]):
+    if damaged := _find_damage(folder, spec, index["shards"]):
         lines = "\n  ".join(f"{name} {problem}" for name, problem in damaged.items())
         raise UserError(
             f"{folder}: {len(damaged)} shards are not as they were written:\n  {lines}\n"
             f"Write these again: `{_MAKE.format(folder)}`"
         )
     canonical = json.dumps(index, sort_keys=True).encode()
-    return TeacherCache(folder, about, hashlib.sha256(canonical).hexdigest())
+    return TeacherCache(folder, spec, hashlib.sha256(canonical).hexdigest())

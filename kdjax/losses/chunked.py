@@ -152,24 +152,25 @@ def scan_loss(
     return sums, d_hidden, d_head
 
 
-Residuals = tuple[Array, Array]  # the loss's gradients to hidden states and head
+def define_gradient(loss: Any, scan: Callable[..., tuple[LossSums, Any, Array]]) -> None:
+    """Gives `loss`, a custom_vjp whose last argument is static, the gradients that `scan` computes.
 
+    `scan` takes the arguments of `loss`, the student's hidden states and head first, and returns
+    what `scan_loss` does. Only the cotangent of the sum `loss` counts.
+    """
+    (others,) = loss.nondiff_argnums
 
-def forward_rule(
-    scanned: tuple[LossSums, Any, Array], student_hidden: Array, student_head: Array
-) -> tuple[LossSums, Residuals]:
-    """What a custom_vjp's forward function returns of `scan_loss`'s results."""
-    sums, d_hidden, d_head = scanned
-    d_hidden = join_chunks(d_hidden, student_hidden.shape[1])
-    extra = student_head.shape[0] - d_head.shape[0]
-    d_head = jnp.pad(d_head, ((0, extra), (0, 0))).astype(student_head.dtype)
-    return sums, (d_hidden, d_head)
+    def forward(*arguments: Any) -> tuple[LossSums, tuple[Array, Array]]:
+        hidden, head, *_ = arguments
+        sums, d_hidden, d_head = scan(*arguments, with_gradient=True)
+        d_head = jnp.pad(d_head, ((0, head.shape[0] - d_head.shape[0]), (0, 0)))
+        return sums, (join_chunks(d_hidden, hidden.shape[1]), d_head.astype(head.dtype))
 
+    def backward(_: HeadSpec, gradients: tuple[Array, Array], cotangents: LossSums) -> tuple:
+        student = [x * cotangents.loss.astype(x.dtype) for x in gradients]
+        return (*student, *[None] * (others - len(student)))
 
-def backward_rule(residuals: Residuals, cotangents: LossSums) -> Residuals:
-    """The gradients of `forward_rule`, times the cotangent of the loss."""
-    d_hidden, d_head = (x * cotangents.loss.astype(x.dtype) for x in residuals)
-    return d_hidden, d_head
+    loss.defvjp(forward, backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -193,17 +194,9 @@ def head_loss(
     return _scan_head_loss(*inputs, spec, with_gradient=False)[0]
 
 
-def _scan_head_loss(
-    student_hidden: Array,
-    student_head: Array,
-    teacher_hidden: Array | None,
-    teacher_head: Head | None,
-    labels: Array,
-    weights: Array,
-    spec: HeadSpec,
-    *,
-    with_gradient: bool,
-) -> tuple[LossSums, Array | None, Array]:
+def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Array | None, Array]:
+    """`scan_loss` of the arguments of `head_loss`."""
+    student_hidden, student_head, teacher_hidden, teacher_head, labels, weights, spec = arguments
     head = student_head[: spec.width].astype(student_hidden.dtype)
     theirs = _cut_teacher(teacher_head, teacher_hidden, spec)
     # Without a teacher the student stands beside itself, whatever the divergence.
@@ -227,20 +220,7 @@ def _scan_head_loss(
     return scan_loss(compute_parts, xs, head, start, spec, with_gradient=with_gradient)
 
 
-def _head_loss_forward(
-    student_hidden: Array, student_head: Array, *others: Any
-) -> tuple[LossSums, Residuals]:
-    scanned = _scan_head_loss(student_hidden, student_head, *others, with_gradient=True)
-    return forward_rule(scanned, student_hidden, student_head)
-
-
-def _head_loss_backward(
-    spec: HeadSpec, residuals: Residuals, cotangents: LossSums
-) -> tuple[Array | None, ...]:
-    return (*backward_rule(residuals, cotangents), None, None, None, None)
-
-
-head_loss.defvjp(_head_loss_forward, _head_loss_backward)
+define_gradient(head_loss, _scan_head_loss)
 
 
 def head_evaluation(

@@ -96,19 +96,15 @@ def kd_loss(
     student_logits: Float[AnyArray, "*B V"],
     teacher_logits: Float[AnyArray, "..."],
     labels: Int[AnyArray, "..."],
-    *,
-    temperature: float,
-    alpha: float,
-    divergence: Divergence | DivergenceFunction | str = forward_kl,
+    loss: KDLoss,
 ) -> Float[Array, "*B"]:
     """The distillation loss of each position, nats, float32, unreduced; no gradient to the teacher.
 
     Both logits are [*B V] and labels [*B], else `UserError`: slice a wider teacher before calling.
     """
-    loss = KDLoss(divergence, temperature, alpha)
     _check_shapes(student_logits, teacher_logits, labels)
-    teacher = jax.lax.stop_gradient(log_softmax(teacher_logits, temperature))
-    soft = loss.divergence(teacher, log_softmax(student_logits, temperature))
+    teacher = jax.lax.stop_gradient(log_softmax(teacher_logits, loss.temperature))
+    soft = loss.divergence(teacher, log_softmax(student_logits, loss.temperature))
     return loss.combine(cross_entropy(student_logits, labels), soft)
 
 
@@ -116,10 +112,7 @@ def kd_logit_gradient(
     student_logits: Float[AnyArray, "*B V"],
     teacher_logits: Float[AnyArray, "..."],
     labels: Int[AnyArray, "..."],
-    *,
-    temperature: float,
-    alpha: float,
-    divergence: Divergence | DivergenceFunction | str = forward_kl,
+    loss: KDLoss,
 ) -> Float[Array, "*B V"]:
     """d kd_loss / d student_logits: alpha (p - onehot) + (1 - alpha) T G, float32.
 
@@ -127,25 +120,21 @@ def kd_logit_gradient(
     student less the softened teacher (Hinton et al. 2015, equation 2, times T^2). Raises as
     `kd_loss`.
     """
-    loss = KDLoss(divergence, temperature, alpha)
     _check_shapes(student_logits, teacher_logits, labels)
-    teacher = log_softmax(teacher_logits, temperature)
-    student = log_softmax(student_logits, temperature)
+    teacher = log_softmax(teacher_logits, loss.temperature)
+    student = log_softmax(student_logits, loss.temperature)
     return _logit_gradient(jnp.asarray(student_logits, jnp.float32), teacher, student, labels, loss)
 
 
 def _logit_gradient(
-    student_logits: Float[Array, "*B V"],
-    teacher_log_probs: Float[Array, "*B V"],
-    student_log_probs: Float[Array, "*B V"],
-    labels: Int[AnyArray, "*B"],
-    loss: KDLoss,
-) -> Float[Array, "*B V"]:
+    student_logits: Array, teacher: Array, student: Array, labels: AnyArray, loss: KDLoss
+) -> Array:
+    """`kd_logit_gradient`; `teacher` and `student` are log-probabilities at the temperature."""
     is_label = jax.nn.one_hot(labels, student_logits.shape[-1], dtype=jnp.float32)
     hard = jax.nn.softmax(student_logits, axis=-1) - is_label
     if loss.alpha == 1:  # of a divergence of one's own even 0 times its gradient may be NaN
         return hard
-    soft = loss.divergence.logit_gradient(teacher_log_probs, student_log_probs)
+    soft = loss.divergence.logit_gradient(teacher, student)
     return loss.alpha * hard + loss.gradient_scale * soft
 
 
@@ -206,9 +195,8 @@ def kd_parts_and_gradient(
         gradient = jnp.pad(gradient, ((0, 0),) * (gradient.ndim - 1) + ((0, padding),))
         return cross_entropy(student_raw, labels), loss.divergence(theirs, ours), gradient
     sums = softmax_sums(student_logits, teacher_logits, temperature, real, fused=fused)
-    student_logits, teacher_logits = (
-        mask_padding(x, real) for x in (student_logits, teacher_logits)
-    )
+    student_logits = mask_padding(student_logits, real)
+    teacher_logits = mask_padding(teacher_logits, real)
     z, distance, their_peak = sums.teacher_soft, sums.distance, sums.teacher_peak
     assert z is not None and distance is not None and their_peak is not None
     # Both sides start from their own maximum, so what cancels here is of order 1, not 30.

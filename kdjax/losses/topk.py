@@ -23,11 +23,9 @@ from kdjax.losses.chunked import (
     ChunkParts,
     HeadSpec,
     LossSums,
-    Residuals,
     add_sums,
-    backward_rule,
     cut_head,
-    forward_rule,
+    define_gradient,
     join_chunks,
     scan_loss,
     split_inputs,
@@ -203,16 +201,9 @@ def cached_head_loss(
     return _scan_head_loss(*inputs, spec, with_gradient=False)[0]
 
 
-def _scan_head_loss(
-    student_hidden: Array,
-    student_head: Array,
-    teacher: TopTeacher,
-    labels: Array,
-    weights: Array,
-    spec: HeadSpec,
-    *,
-    with_gradient: bool,
-) -> tuple[LossSums, Array | None, Array]:
+def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Array | None, Array]:
+    """`scan_loss` of the arguments of `cached_head_loss`."""
+    student_hidden, student_head, teacher, labels, weights, spec = arguments
     _require_merging(spec.loss.divergence)
     head = student_head[: spec.width].astype(student_hidden.dtype)
 
@@ -231,20 +222,7 @@ def _scan_head_loss(
     return scan_loss(compute_parts, xs, head, start, spec, with_gradient=with_gradient)
 
 
-def _forward(
-    student_hidden: Array, student_head: Array, *others: Any
-) -> tuple[LossSums, Residuals]:
-    scanned = _scan_head_loss(student_hidden, student_head, *others, with_gradient=True)
-    return forward_rule(scanned, student_hidden, student_head)
-
-
-def _backward(
-    spec: HeadSpec, residuals: Residuals, cotangents: LossSums
-) -> tuple[Array | None, ...]:
-    return (*backward_rule(residuals, cotangents), None, None, None)
-
-
-cached_head_loss.defvjp(_forward, _backward)
+define_gradient(cached_head_loss, _scan_head_loss)
 
 
 def top_k(logits: Float[Array, "*B V"], k: int) -> tuple[Float[Array, "*B K"], Int[Array, "*B K"]]:
@@ -316,17 +294,15 @@ def cached_head_evaluation(
     def add_chunk(sums: TopEvalSums, xs: Any) -> tuple[TopEvalSums, None]:
         (hidden,), weight, top, label = xs
         x = _take_apart(hidden, head, top.ids, label, spec, exact=True)
+        measures = (spec.loss.temperature, spec.loss.divergence), (1.0, kl_divergence)
         soft, hard = (
             measure(outcomes(top.logits, top.odds[..., i], t), _student_outcomes(x, i, t))
-            for i, (t, measure) in enumerate(
-                ((spec.loss.temperature, spec.loss.divergence), (1.0, kl_divergence))
-            )
+            for i, (t, measure) in enumerate(measures)
         )
         same = jnp.argmax(x.every, axis=-1) == x.ids[..., 0]
         ce = x.totals[1][..., 0] - x.label
-        return add_sums(
-            sums, (ce, -top.label, soft, hard, same, jnp.ones_like(weight)), weight
-        ), None
+        values = ce, -top.label, soft, hard, same, jnp.ones_like(weight)
+        return add_sums(sums, values, weight), None
 
     xs = split_inputs((student_hidden,), weights, teacher, labels, spec=spec)
     start = TopEvalSums(*(jnp.zeros((), jnp.float32),) * len(TopEvalSums._fields))

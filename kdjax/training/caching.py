@@ -15,14 +15,14 @@ from kdjax.config import Config
 from kdjax.data import teacher_cache
 from kdjax.data.pipeline import example
 from kdjax.data.rows import RowSet
-from kdjax.data.teacher_cache import About
+from kdjax.data.teacher_cache import CacheSpec
 from kdjax.device import sharding
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.model import Model
 from kdjax.training.job import describe_cache, load_teacher, prepare, survey
-from kdjax.training.teachers import CachedHidden, CachedTopK
+from kdjax.training.teachers import CachedHidden, CachedTopK, RunningTeacher
 
 _log = logging.getLogger("kdjax")
 
@@ -50,32 +50,32 @@ def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) ->
     rows = prepare(config, pair.tokenizer)
     _log.info("rows: %s", rows.info)
     assert pair.teacher is not None  # its path is there
-    about = describe_cache(config, pair, rows, kind, pair.teacher.sha256)
+    spec = describe_cache(config, pair, rows, kind, pair.teacher.sha256)
     loss = KDLoss(temperature=config.loss.temperature)
-    head = HeadSpec(loss, *about.vocabulary, plan.chunk_tokens, placement.kernels)
+    head = HeadSpec(loss, *spec.vocabulary, plan.chunk_tokens, placement.kernels)
     size = config.eval.batch_size
 
     @functools.cache  # nothing is loaded if nothing is left to write
     def writer() -> Callable[[dict[str, Any]], np.ndarray]:
         teacher = load_teacher(config, pair, plan.kind, placement)
         assert teacher is not None
-        return _make_writer(teacher, kind, about, head)
+        return _make_writer(teacher, kind, spec, head)
 
     def produce(numbers: range) -> Iterator[np.ndarray]:
         for start in range(numbers.start, numbers.stop, size):
             mine = range(start, min(start + size, numbers.stop))
             batch = _read_batch(rows, mine, size)
             records = writer()(batch)
-            if start == 0 and about.k:
-                _warn_of_tail(records["odds"][..., 0][batch["weights"] != 0], about)
+            if start == 0 and spec.k:
+                _warn_of_tail(records["odds"][..., 0][batch["weights"] != 0], spec)
             yield records[: len(mine)]
 
     start = time.perf_counter()
-    teacher_cache.write(out, about, produce)
+    teacher_cache.write(out, spec, produce)
     _log.info("done in %.1f s: --config.teacher.cache=%s", time.perf_counter() - start, out)
 
 
-def _warn_of_tail(log_odds: np.ndarray, about: About) -> None:
+def _warn_of_tail(log_odds: np.ndarray, spec: CacheSpec) -> None:
     """Says if most of the teacher's probability is with ids that are not kept, as at T = 4."""
     tail = float(np.mean(np.exp(-np.logaddexp(0.0, -log_odds))))
     if tail > 0.5:
@@ -83,8 +83,8 @@ def _warn_of_tail(log_odds: np.ndarray, about: About) -> None:
             "at loss.temperature=%g the %d ids hold %.1f%% of the teacher's probability: training "
             "from them learns little of the rest. Take --config.loss.temperature=1 or "
             "--kind=hidden.",
-            about.temperature,
-            about.k,
+            spec.temperature,
+            spec.k,
             100 * (1 - tail),
         )
 
@@ -100,7 +100,7 @@ def _read_batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
 
 
 def _make_writer(
-    teacher: Model, kind: CachedHidden | CachedTopK, about: About, head: HeadSpec
+    teacher: Model, kind: CachedHidden | CachedTopK, spec: CacheSpec, head: HeadSpec
 ) -> Callable[[dict[str, Any]], np.ndarray]:
     """The function from a batch to its records."""
     assert teacher.placement is not None  # as `load_teacher` loads
@@ -112,12 +112,12 @@ def _make_writer(
         compiler_options=sharding.compiler_options(mesh),
     )
     def outputs(params: Any, batch: Any) -> dict[str, Any]:
-        return kind.make_records(teacher.functions, params, batch, head)
+        return kind.make_records(RunningTeacher(teacher.functions, params), batch, head)
 
     def make_records(batch: dict[str, Any]) -> np.ndarray:
         columns = {name: value for name, value in batch.items() if name != "row_ids"}
         values = jax.device_get(outputs(teacher.params, sharding.put_batch(columns, mesh)))
-        records = np.empty(len(batch["tokens"]), about.record)
+        records = np.empty(len(batch["tokens"]), spec.record)
         for name, value in values.items():
             records[name] = value.view("<u2") if value.dtype == jnp.bfloat16 else value
         return records

@@ -19,13 +19,13 @@ from kdjax.config import Config, identity
 from kdjax.data import pipeline
 from kdjax.data.pipeline import BatchSource, TextSource
 from kdjax.data.rows import RowSet, RowSettings, prepare_rows
-from kdjax.data.teacher_cache import About, TeacherCache, open_cache, read_index
+from kdjax.data.teacher_cache import CacheSpec, TeacherCache, open_cache, read_index
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import UserError
+from kdjax.formats.saved import saved_run
 from kdjax.losses.chunked import HeadSpec
-from kdjax.losses.divergences import parse_divergence
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
@@ -34,7 +34,7 @@ from kdjax.models.tokenizer import Tokenizer
 from kdjax.training import optim
 from kdjax.training.pair import Pair, open_pair
 from kdjax.training.plan import Plan, choose_plan, count_step_flops, replace_settings
-from kdjax.training.saving import Checkpoints, abstract_state, check_same_run
+from kdjax.training.saving import Checkpoints, check_same_run
 from kdjax.training.step import Step, StepSpec, TrainState
 from kdjax.training.teachers import (
     CachedHidden,
@@ -75,11 +75,10 @@ class Job:
         latest = checkpoints.latest()
         if latest is None:
             return self.make_state()
-        record = checkpoints.read_run(latest)
+        record = saved_run(self.workdir, latest)
         check_same_run(record["identity"], self.identity, self.workdir)
         self.source.set_state(record["data"])
-        abstract = abstract_state(self.step.abstract, self.step.shardings)
-        return checkpoints.restore(latest, abstract)
+        return checkpoints.restore(latest, self.step.abstract, self.step.shardings)
 
     def make_state(self) -> TrainState:
         """The state before the first step: the student's file, or random weights of its shapes."""
@@ -145,17 +144,15 @@ def _check_batches(config: Config, placement: Placement) -> None:
 def ask_kinds(config: Config) -> tuple[TeacherKind, ...]:
     """The kinds that the config allows, fastest first: one, or with backend "auto" two.
 
-    Raises `UserError` for settings that contradict each other, and for a cache of likeliest ids
-    under a divergence that does not say what it does with the tail.
+    Raises `UserError` for settings that contradict each other.
     """
     teacher = config.teacher
     if not teacher.path:
         return (NoTeacher(),)
     if teacher.cache:
-        about = read_index(Path(teacher.cache))[0]
-        if about.kind == CachedTopK.name:
-            check_tail(config)
-            return (CachedTopK(about.k),)
+        spec = read_index(Path(teacher.cache))[0]
+        if spec.kind == CachedTopK.name:
+            return (CachedTopK(spec.k),)
         return (CachedHidden(),)
     if teacher.compute != "train":
         if teacher.backend != "auto":
@@ -168,23 +165,13 @@ def ask_kinds(config: Config) -> tuple[TeacherKind, ...]:
     return {"auto": (Dense(), Packed()), "dequant": (Dense(),), "q4k": (Packed(),)}[teacher.backend]
 
 
-def check_tail(config: Config) -> None:
-    """Raises `UserError` if the loss is not defined on likeliest ids and "any other"."""
-    if not parse_divergence(config.loss.divergence).merges_tail:
-        raise UserError(
-            f"teacher.cache={config.teacher.cache} holds the likeliest ids, and "
-            f"loss.divergence={config.loss.divergence} does not say what it does with all others. "
-            "Use another divergence, or cache hidden states (--kind=hidden)."
-        )
-
-
 def describe_cache(
     config: Config, pair: Pair, rows: RowSet, kind: CachedHidden | CachedTopK, teacher: str
-) -> About:
+) -> CacheSpec:
     """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
     assert pair.teacher is not None  # as `validate` asks
     k = kind.k if isinstance(kind, CachedTopK) else 0
-    return About(
+    return CacheSpec(
         kind=kind.name,
         k=k,
         temperature=config.loss.temperature if k else None,
@@ -267,8 +254,8 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
         cache = None
         if isinstance(plan.kind, CachedHidden | CachedTopK):
             assert pair.teacher is not None  # as `validate` asks
-            about = describe_cache(config, pair, rows, plan.kind, pair.teacher.sha256)
-            cache = open_cache(Path(config.teacher.cache), about)
+            spec = describe_cache(config, pair, rows, plan.kind, pair.teacher.sha256)
+            cache = open_cache(Path(config.teacher.cache), spec)
             _log.info("%s", cache)
         teacher, step, schedule = build_step(config, pair, placement, plan.kind)
     hashed = {name: future and future.result() for name, future in hashes.items()}

@@ -119,14 +119,14 @@ def noise(shape: tuple[int, ...], seed: Any) -> UInt16[Array, "..."]:
     `jax.random` has a kernel of its own on GPUs, whose counters and bits would take 16 bytes a
     number for each of the student's largest tensors.
     """
-    where = jnp.zeros(shape, jnp.uint32)
+    index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = np.uint32(int(np.prod(shape[axis + 1 :], dtype=np.int64)) & 0xFFFFFFFF)
-        where += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return (_mixed(where ^ _mixed(jnp.asarray(seed, jnp.uint32))) >> 16).astype(jnp.uint16)
+        index += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return (_mix_bits(index ^ _mix_bits(jnp.asarray(seed, jnp.uint32))) >> 16).astype(jnp.uint16)
 
 
-def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+def _mix_bits(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """A permutation of 32-bit numbers without visible pattern.
 
     lowbias32 of Wellons 2018, https://nullprogram.com/blog/2018/07/31/.

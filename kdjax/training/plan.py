@@ -104,111 +104,105 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     limit = devices.memory_bytes
     if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
+    temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, gradients=masters)
+    flops = count_step_flops(config, pair, kind, kind.flop_rate)
     return Plan(
         kind=kind,
         remat=config.student.remat,
         chunk_tokens=config.loss.chunk_tokens,
         resident=resident,
         gradients=masters,
-        phases=_plan_phases(config, pair, mesh, devices.platform, kind, masters),
+        phases=temporaries.plan_phases(),
         limit=limit,
-        tokens_per_s=_bound_speed(config, pair, devices, kind),
+        tokens_per_s=devices.peak_flops / flops if devices.peak_flops else None,
     )
 
 
-def count_step_flops(config: Config, pair: Pair, kind: TeacherKind) -> float:
-    """FLOP a token: teacher forward, or what its cache leaves of it, and student both ways."""
-    student = 3 * pair.student.spec.forward_flops(config.data.seq_len)
-    return _count_teacher_flops(config, pair, kind) + student
+def count_step_flops(
+    config: Config, pair: Pair, kind: TeacherKind, teacher_rate: float = 1.0
+) -> float:
+    """FLOP a token: teacher forward, or what its cache leaves of it, and student both ways.
 
-
-def _count_teacher_flops(config: Config, pair: Pair, kind: TeacherKind) -> float:
+    The teacher's are divided by `teacher_rate`, how many of them take as long as one of bf16's.
+    """
+    flops = 3 * pair.student.spec.forward_flops(config.data.seq_len)
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
-        return 0.0
-    return kind.flops(pair.teacher, pair.vocabulary.width, config.data.seq_len)
-
-
-def _bound_speed(config: Config, pair: Pair, devices: Devices, kind: TeacherKind) -> float | None:
-    flops = _count_teacher_flops(config, pair, kind) / kind.flop_rate
-    flops += 3 * pair.student.spec.forward_flops(config.data.seq_len)
-    return devices.peak_flops / flops if devices.peak_flops else None
+        return flops
+    teacher = kind.flops(pair.teacher, pair.vocabulary.width, config.data.seq_len)
+    return teacher / teacher_rate + flops
 
 
 def _count_bytes(abstract: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
-def _plan_phases(
-    config: Config, pair: Pair, mesh: Mesh, platform: str, kind: TeacherKind, gradients: Size
-) -> dict[str, dict[str, Size]]:
-    on_cpu = platform == "cpu"
-    factor, overhead = (_CPU_FACTOR, {}) if on_cpu else (1.0, {"workspace": _GPU_OVERHEAD})
-    return {
-        name: {part: size * factor for part, size in parts.items() if size} | overhead
-        for name, parts in _Temporaries(config, pair, mesh, platform, kind, gradients).phases()
-    }
-
-
+@dataclasses.dataclass(frozen=True)
 class _Temporaries:
     """Bytes that each phase of a step holds beside what is resident, on one device.
 
     The coefficients count buffers that XLA's memory reports showed alive together.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        pair: Pair,
-        mesh: Mesh,
-        platform: str,
-        kind: TeacherKind,
-        gradients: Size,
-    ):
-        self._config, self._kind, self._gradients = config, kind, gradients
-        self._on_gpu = platform != "cpu"
-        self._student = pair.student.spec
-        self._teacher = pair.teacher.spec if pair.teacher else None
-        self._tensor = mesh.shape["tensor"]
-        self._shards = sharding.row_shards(mesh)
-        self._width = pair.vocabulary.width / self._tensor
-        self._size = jnp.dtype(config.train.compute_dtype).itemsize
-        self._decoded = kind.decoded_bytes(config.teacher.param_dtype)
-        self._sums_logits = (  # in kernels, without an intermediate beside the logits
-            platform == "gpu"
-            and mesh.size == 1
-            and parse_divergence(config.loss.divergence) == forward_kl
-        )
+    config: Config
+    pair: Pair
+    mesh: Mesh
+    platform: str
+    kind: TeacherKind
+    gradients: Size
 
-    def phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
-        """Name and parts of each phase, in the order of a step and an evaluation."""
-        config, student, length = self._config, self._student, self._config.data.seq_len
-        parts = config.train.microbatches
-        positions = config.train.batch_size // parts // self._shards * length
+    @property
+    def _size(self) -> int:
+        """Bytes of a number as computed with."""
+        return jnp.dtype(self.config.train.compute_dtype).itemsize
+
+    @property
+    def _decoded(self) -> int:
+        return self.kind.decoded_bytes(self.config.teacher.param_dtype)
+
+    @property
+    def _tensor(self) -> int:
+        return self.mesh.shape["tensor"]
+
+    def plan_phases(self) -> dict[str, dict[str, Size]]:
+        """Parts of each phase by name, in the order of a step and an evaluation."""
+        on_cpu = self.platform == "cpu"
+        factor, overhead = (_CPU_FACTOR, {}) if on_cpu else (1.0, {"workspace": _GPU_OVERHEAD})
+        return {
+            name: {part: size * factor for part, size in parts.items() if size} | overhead
+            for name, parts in self._phases()
+        }
+
+    def _phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
+        config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
+        parts, shards = config.train.microbatches, sharding.row_shards(self.mesh)
+        positions = config.train.batch_size // parts // shards * length
         kept = positions * _keep_a_position(student, config.student.remat, self._size)
         if config.student.remat == "none":
             kept += self._size * student.parameters()  # weights as cast for the products
-        accumulated = {"gradients, accumulated": self._gradients if parts > 1 else 0.0}
+        accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
-        if self._kind.runs:
+        if self.kind.runs:
             yield "the teacher runs forward", self._teacher_forward(positions) | accumulated
         # float32 logits of student and teacher, and their gradient in the compute dtype; without
         # the kernels that sum them one intermediate more.
-        logits = 4 + self._kind.logit_bytes + self._size + (0 if self._sums_logits else 4)
+        forward = parse_divergence(config.loss.divergence) == forward_kl
+        in_kernels = self.platform == "gpu" and self.mesh.size == 1 and forward
+        logits = 4 + self.kind.logit_bytes + self._size + (0 if in_kernels else 4)
         yield "the loss is computed", self._heads(positions, logits, gradient=4) | held
-        backward = {"gradients": self._gradients, "student's layer": self._layer(positions)}
+        backward = {"gradients": self.gradients, "student's layer": self._layer(positions)}
         yield "the student runs backward", backward | held
-        positions = config.eval.batch_size // self._shards * length
-        if self._kind.runs:
+        positions = config.eval.batch_size // shards * length
+        if self.kind.runs:
             yield "evaluating: the teacher runs forward", self._teacher_forward(positions)
         yield "evaluating: logits are compared", self._heads(positions, 8, gradient=0)
 
     def _teacher_forward(self, positions: Size) -> dict[str, Size]:
-        teacher = self._teacher
-        assert teacher is not None
+        assert self.pair.teacher is not None
+        teacher = self.pair.teacher.spec
         mlp = teacher.mlp_size / self._tensor
         # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
         position = self._size * (2 * mlp + 5 * teacher.hidden_size)
-        position += self._kind.activation_bytes(mlp)
+        position += self.kind.activation_bytes(mlp)
         weights = teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size
         layer = weights / (teacher.num_layers * self._tensor)
         return {
@@ -218,24 +212,26 @@ class _Temporaries:
 
     def _heads(self, positions: Size, logits: Size, *, gradient: int) -> dict[str, Size]:
         """`logits` and `gradient` in bytes: of an id at a position, of a number of the head."""
-        chunk = min(self._config.loss.chunk_tokens / self._shards, positions)
-        theirs = self._teacher.hidden_size if self._teacher and self._kind.logit_bytes else 0
+        student, teacher = self.pair.student.spec, self.pair.teacher
+        chunk = min(self.config.loss.chunk_tokens / sharding.row_shards(self.mesh), positions)
+        width = self.pair.vocabulary.width / self._tensor
+        theirs = teacher.spec.hidden_size if teacher and self.kind.logit_bytes else 0
         # The student's hidden states, their gradient, both chunked; the teacher's, and chunked.
-        states = 3 * self._student.hidden_size + 2 * theirs
+        states = 3 * student.hidden_size + 2 * theirs
         return {
-            "logits of a chunk": chunk * self._width * logits,
-            "student's head": self._width * self._student.hidden_size * (self._size + gradient),
-            "teacher's head": self._width * theirs * self._decoded,
+            "logits of a chunk": chunk * width * logits,
+            "student's head": width * student.hidden_size * (self._size + gradient),
+            "teacher's head": width * theirs * self._decoded,
             "hidden states": positions * self._size * states,
         }
 
     def _layer(self, positions: Size) -> Size:
         """The student's layer whose backward pass runs."""
-        spec, segments = self._student, self._config.data.max_segments
+        spec, segments = self.pair.student.spec, self.config.data.max_segments
         # cuDNN's packed backward pass keeps float32 sums for each segment of a row as if it were a
         # row: queries' gradient and output, 4 bytes each.
         slots = segments + 1 if segments > 1 else 1
-        attention = 8 * slots * spec.num_heads * spec.head_dim if self._on_gpu else 0
+        attention = 8 * slots * spec.num_heads * spec.head_dim if self.platform != "cpu" else 0
         mlp = 6 * self._size * spec.mlp_size  # gate, up, their product, and the gradient of each
         widest = max(attention, mlp) / self._tensor
         return positions * (widest + 10 * self._size * spec.hidden_size)
@@ -332,8 +328,8 @@ def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Pl
             train=dataclasses.replace(config.train, microbatches=part),
             eval=dataclasses.replace(config.eval, batch_size=held_out),
         )
-        phases = _plan_phases(trial, pair, mesh, platform, plan.kind, plan.gradients)
-        least = dataclasses.replace(plan, phases=phases)
+        temporaries = _Temporaries(trial, pair, mesh, platform, plan.kind, plan.gradients)
+        least = dataclasses.replace(plan, phases=temporaries.plan_phases())
         before, after = flatten(config), flatten(trial)
         flags = " ".join(f"--config.{k}={v}" for k, v in after.items() if before[k] != v)
         if not least.missing:

@@ -1,4 +1,4 @@
-"""Saving and resuming: the only importer of Orbax.
+"""Saving and resuming; `formats.saved` reads what is saved here without a manager of Orbax.
 
 A checkpoint holds the student, the optimizer, the data position and the run's identity; never the
 teacher, which is recorded by path, size and hash. A save is written aside and renamed, so a kill at
@@ -44,13 +44,11 @@ class Checkpoints:
             # traceback if the process ends first.
             for leftover in folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=asynchronous,
-        )
         self._manager = ocp.CheckpointManager(
             folder,
-            options=options,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=asynchronous
+            ),
             item_names=("state", "run"),
             item_handlers={"state": handler, "run": ocp.JsonCheckpointHandler()},
         )
@@ -64,17 +62,15 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         self._manager.save(step, args=items)
 
-    def read_run(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `run`, without reading arrays."""
-        items = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
-        return items["run"]
+    def restore(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
+        """The state of `step` in these shapes, dtypes and shardings, on any mesh."""
 
-    def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state of `step` in the shapes, dtypes and shardings of `abstract`, on any mesh."""
-        items = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        )
-        return items["state"]
+        def place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        abstract = jax.tree.map(place, shapes, shardings)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        return self._manager.restore(step, args=args)["state"]
 
     def wait(self) -> None:
         """Waits for a save in flight; raises what it raised."""
@@ -90,19 +86,18 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for a save in flight, then releases the threads."""
-        self._manager.wait_until_finished()
+        self.wait()
         self._manager.close()
 
 
-def abstract_state(shapes: TrainState, shardings: TrainState) -> TrainState:
-    """`ShapeDtypeStruct`s with shardings: what `Checkpoints.restore` needs."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
-
-
-def changed_tensors(saved: Iterable[tuple[str, np.ndarray]], table: TensorTable, spec: ArchSpec, *,
-                    init: str, seed: int) -> dict[str, bool]:  # fmt: skip
+def changed_tensors(
+    saved: Iterable[tuple[str, np.ndarray]],
+    table: TensorTable,
+    spec: ArchSpec,
+    *,
+    init: str,
+    seed: int,
+) -> dict[str, bool]:
     """Whether each tensor differs from what its run began with: one a layer of `blocks/...`.
 
     `saved` is what `saved_params` gives. `init`, `seed`: the run's `student.init`, `train.seed`.

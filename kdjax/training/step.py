@@ -34,7 +34,7 @@ from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.models.model import Model
 from kdjax.training.pair import share_vocabulary
-from kdjax.training.teachers import Dense, NoTeacher, TeacherKind
+from kdjax.training.teachers import Dense, NoTeacher, RunningTeacher, TeacherKind
 
 # tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
 # adds its own columns, `teacher_...`.
@@ -111,7 +111,7 @@ def kd_gradients(
 
     def sum_loss(params: Params, part: Batch) -> tuple[Array, LossSums]:
         student = _run_student(spec, params, part)
-        sums = kind.sum_loss(student, spec.teacher, teacher, part, spec.head)
+        sums = kind.sum_loss(student, RunningTeacher(spec.teacher, teacher), part, spec.head)
         return sums.loss, sums
 
     gradient = jax.grad(sum_loss, has_aux=True)
@@ -154,7 +154,9 @@ def eval_step(
 ) -> EvalSums | TopEvalSums:
     """Held-out sums of one batch; rows of weight 0 count nothing."""
     student = _run_student(spec, params, batch)
-    return spec.kind.sum_evaluation(student, spec.teacher, teacher, batch, spec.head)
+    return spec.kind.sum_evaluation(
+        student, RunningTeacher(spec.teacher, teacher), batch, spec.head
+    )
 
 
 def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:

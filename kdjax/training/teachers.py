@@ -6,7 +6,8 @@ strings become kinds.
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,25 @@ Batch = dict[str, Array]
 Student = tuple[Array, Array]  # hidden states [B, T, D] and head [V, D]
 
 
+class RunningTeacher(NamedTuple):
+    """A teacher within the compiled step: its functions, and its arrays as they were passed in."""
+
+    functions: ModelFunctions | None  # None: there is no teacher
+    params: Params
+
+    def hidden(self, batch: Batch) -> Array:
+        """Hidden states `[B, T, D]`."""
+        assert self.functions is not None
+        columns = batch["tokens"], batch["segment_ids"], batch["positions"]
+        return jax.lax.stop_gradient(self.functions.hidden(self.params, *columns))
+
+    @property
+    def head(self) -> Any:
+        """`[V, D]` as stored: numbers, or float8 with scales."""
+        assert self.functions is not None
+        return self.functions.stored_head(self.params)
+
+
 @dataclasses.dataclass(frozen=True)
 class TeacherKind:
     """How a teacher is kept and how it reaches the loss; the base runs beside the student."""
@@ -42,6 +62,8 @@ class TeacherKind:
     runs: ClassVar[bool] = True  # whether it computes hidden states in every step
     logit_bytes: ClassVar[int] = 4  # of its float32 logits, an id of a position in a chunk
     flop_rate: ClassVar[float] = 1.0  # of its products, in units of bf16's
+    loss: ClassVar[Callable[..., Any]] = staticmethod(head_loss)
+    evaluation: ClassVar[Callable[..., Any]] = staticmethod(head_evaluation)
 
     @property
     def weights(self) -> str:
@@ -84,39 +106,24 @@ class TeacherKind:
         )
         return narrow_head(model, width)
 
-    def read_hidden(self, teacher: ModelFunctions, params: Params, batch: Batch) -> Array:
-        """The teacher's hidden states `[B, T, D]`."""
-        columns = batch["tokens"], batch["segment_ids"], batch["positions"]
-        return jax.lax.stop_gradient(teacher.hidden(params, *columns))
+    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
+        """What the loss takes of the teacher: hidden states `[B, T, D]` and a head."""
+        return teacher.hidden(batch), teacher.head
 
     def sum_loss(
-        self,
-        student: Student,
-        teacher: ModelFunctions | None,
-        params: Params,
-        batch: Batch,
-        spec: HeadSpec,
+        self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> LossSums:
-        """Sums of the loss over a batch's weighted positions; `params` are the teacher's."""
-        return self._compare(head_loss, student, teacher, params, batch, spec)
+        """Sums of the loss over a batch's weighted positions."""
+        compare: Any = self.loss  # custom_vjp hides what it returns
+        outputs = self.read_outputs(teacher, batch)
+        return compare(*student, *outputs, batch["labels"], batch["weights"], spec)
 
     def sum_evaluation(
-        self,
-        student: Student,
-        teacher: ModelFunctions | None,
-        params: Params,
-        batch: Batch,
-        spec: HeadSpec,
+        self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> EvalSums | TopEvalSums:
         """Held-out sums over a batch's weighted positions."""
-        return self._compare(head_evaluation, student, teacher, params, batch, spec)
-
-    def _compare(self, compare: Any, student: Student, teacher: ModelFunctions | None,
-                 params: Params, batch: Batch, spec: HeadSpec) -> Any:  # fmt: skip
-        assert teacher is not None
-        hidden = self.read_hidden(teacher, params, batch)
-        head = teacher.stored_head(params)
-        return compare(*student, hidden, head, batch["labels"], batch["weights"], spec)
+        outputs = self.read_outputs(teacher, batch)
+        return self.evaluation(*student, *outputs, batch["labels"], batch["weights"], spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,16 +218,15 @@ class CachedHidden(TeacherKind):
     def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
         return narrow_head(load_head(teacher, compute, "cached (hidden)"), width)
 
-    def read_hidden(self, teacher: ModelFunctions, params: Params, batch: Batch) -> Array:
-        return from_bits(batch["teacher_hidden"])
+    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
+        return from_bits(batch["teacher_hidden"]), teacher.head
 
     def make_records(
-        self, teacher: ModelFunctions, params: Params, batch: Batch, spec: HeadSpec
+        self, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> dict[str, Array]:
         """What the cache keeps of a running teacher; zeros at positions without weight."""
-        hidden = TeacherKind.read_hidden(self, teacher, params, batch)
         # Positions without weight may hold anything, NaN too, and are never read.
-        return {"hidden": jnp.where((batch["weights"] != 0)[..., None], hidden, 0)}
+        return {"hidden": jnp.where((batch["weights"] != 0)[..., None], teacher.hidden(batch), 0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +236,8 @@ class CachedTopK(TeacherKind):
     name: ClassVar[str] = "topk"
     runs: ClassVar[bool] = False
     logit_bytes: ClassVar[int] = 0
+    loss: ClassVar[Callable[..., Any]] = staticmethod(cached_head_loss)
+    evaluation: ClassVar[Callable[..., Any]] = staticmethod(cached_head_evaluation)
     k: int = 0  # ids a position; 0: as the cache says
 
     def label(self, dtype: Any) -> str:
@@ -244,23 +252,17 @@ class CachedTopK(TeacherKind):
     def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
         return load_head(teacher, compute, "cached (topk)", empty=True)
 
-    def sum_loss(self, student: Student, teacher: ModelFunctions | None, params: Params,
-                 batch: Batch, spec: HeadSpec) -> LossSums:  # fmt: skip
-        top: Any = cached_head_loss  # custom_vjp hides what it returns
-        return top(*student, TopTeacher.of(batch), batch["labels"], batch["weights"], spec)
-
-    def sum_evaluation(self, student: Student, teacher: ModelFunctions | None, params: Params,
-                       batch: Batch, spec: HeadSpec) -> TopEvalSums:  # fmt: skip
-        top = TopTeacher.of(batch)
-        return cached_head_evaluation(*student, top, batch["labels"], batch["weights"], spec)
+    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
+        return (TopTeacher.of(batch),)
 
     def make_records(
-        self, teacher: ModelFunctions, params: Params, batch: Batch, spec: HeadSpec
+        self, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> dict[str, Array]:
         """What the cache keeps of a running teacher."""
-        hidden = TeacherKind.read_hidden(self, teacher, params, batch)
-        ends = batch["labels"], batch["weights"], spec, self.k
-        return top_of_teacher(hidden, teacher.head(params), *ends)._asdict()
+        assert teacher.functions is not None
+        head = teacher.functions.head(teacher.params)
+        columns = batch["labels"], batch["weights"]
+        return top_of_teacher(teacher.hidden(batch), head, *columns, spec, self.k)._asdict()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,9 +273,8 @@ class NoTeacher(TeacherKind):
     runs: ClassVar[bool] = False
     logit_bytes: ClassVar[int] = 0
 
-    def _compare(self, compare: Any, student: Student, teacher: Any, params: Params,
-                 batch: Batch, spec: HeadSpec) -> Any:  # fmt: skip
-        return compare(*student, None, None, batch["labels"], batch["weights"], spec)
+    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
+        return None, None
 
 
 def _narrow_shapes(teacher: Checkpoint, width: int, dtype: Any) -> Params:
