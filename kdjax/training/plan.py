@@ -94,7 +94,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     resident: dict[str, Size] = {}
     if pair.teacher is not None:
         dtype = config.teacher.param_dtype
-        resident[f"teacher, {kind.label(dtype)}"] = kind.resident_bytes(
+        resident[f"teacher, {kind.resident or dtype}"] = kind.resident_bytes(
             pair.teacher, pair.vocabulary.width, dtype, mesh
         )
     resident |= {
@@ -157,7 +157,8 @@ class _Temporaries:
 
     @property
     def _decoded(self) -> int:
-        return self.kind.decoded_bytes(self.config.teacher.param_dtype)
+        """Bytes of a packed number while it is decoded; 0 where none is packed."""
+        return jnp.dtype(self.config.teacher.param_dtype).itemsize if self.kind.decodes else 0
 
     @property
     def _tensor(self) -> int:
@@ -202,7 +203,7 @@ class _Temporaries:
         mlp = teacher.mlp_size / self._tensor
         # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
         position = self._size * (2 * mlp + 5 * teacher.hidden_size)
-        position += self.kind.activation_bytes(mlp)
+        position += self.kind.extra_bytes * mlp
         weights = teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size
         layer = weights / (teacher.num_layers * self._tensor)
         return {

@@ -283,7 +283,8 @@ def make_step(
     if teacher is None and loss.alpha != 1:
         raise UserError(f"found no teacher and alpha={loss.alpha}; without one alpha must be 1.")
     placement = _share_placement(student, teacher)
-    odd = {x.dtype.name for x in jax.tree.leaves(student.params) if not _trainable(x)}
+    dtypes = {x.dtype for x in jax.tree.leaves(student.params)}
+    odd = {t.name for t in dtypes if t.itemsize == 1 or not jnp.issubdtype(t, jnp.floating)}
     if odd:
         raise UserError(
             f"the student {student.source} holds {', '.join(sorted(odd))} weights, which no "
@@ -310,7 +311,3 @@ def _share_placement(student: Model, teacher: Model | None) -> Placement:
     if known[0].mesh != known[-1].mesh:
         raise UserError("teacher and student are on different devices: load both on the same.")
     return known[0]
-
-
-def _trainable(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1

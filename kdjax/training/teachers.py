@@ -62,6 +62,9 @@ class TeacherKind:
     runs: ClassVar[bool] = True  # whether it computes hidden states in every step
     logit_bytes: ClassVar[int] = 4  # of its float32 logits, an id of a position in a chunk
     flop_rate: ClassVar[float] = 1.0  # of its products, in units of bf16's
+    resident: ClassVar[str] = ""  # what stays on the devices, for the plan; "": dense numbers
+    decodes: ClassVar[bool] = False  # whether a layer, or the head, becomes numbers when used
+    extra_bytes: ClassVar[int] = 0  # beside the activations, of an MLP's unit at a position
     loss: ClassVar[Callable[..., Any]] = staticmethod(head_loss)
     evaluation: ClassVar[Callable[..., Any]] = staticmethod(head_evaluation)
 
@@ -72,18 +75,6 @@ class TeacherKind:
 
     def check(self, placement: Placement) -> None:
         """Raises `UserError` for devices that cannot run it."""
-
-    def label(self, dtype: Any) -> str:
-        """What is resident, for the plan; `dtype` is that of dequantized numbers."""
-        return jnp.dtype(dtype).name
-
-    def decoded_bytes(self, dtype: Any) -> int:
-        """Bytes a number of one layer, or of the head, while it is decoded for use; 0: never."""
-        return 0
-
-    def activation_bytes(self, width: Size) -> Size:
-        """Bytes a position beside the activations, of an MLP of `width` units."""
-        return 0
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
         """On each device, with the head cut to `width` rows."""
@@ -141,16 +132,12 @@ class Packed(TeacherKind):
     """The file's own blocks, decoded a layer at a time."""
 
     name: ClassVar[str] = "q4k"
+    resident: ClassVar[str] = "packed blocks"
+    decodes: ClassVar[bool] = True
 
     @property
     def weights(self) -> str:
         return "packed"
-
-    def label(self, dtype: Any) -> str:
-        return "packed blocks"
-
-    def decoded_bytes(self, dtype: Any) -> int:
-        return jnp.dtype(dtype).itemsize
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
         spec, total = teacher.spec, 0.0
@@ -172,6 +159,8 @@ class Float8(TeacherKind):
 
     name: ClassVar[str] = "fp8"
     flop_rate: ClassVar[float] = 2.0  # data sheets give float8 twice the rate of bf16
+    resident: ClassVar[str] = "float8 and scales"
+    extra_bytes: ClassVar[int] = 1  # what the down projection multiplies, in float8
     precise: bool = False
 
     @property
@@ -180,12 +169,6 @@ class Float8(TeacherKind):
 
     def check(self, placement: Placement) -> None:
         check_fp8(placement.mesh.devices.flat[0])
-
-    def label(self, dtype: Any) -> str:
-        return "float8 and scales"
-
-    def activation_bytes(self, width: Size) -> Size:
-        return width  # what the down projection multiplies, in float8
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
         total: Size = 0
@@ -204,9 +187,7 @@ class CachedHidden(TeacherKind):
 
     name: ClassVar[str] = "hidden"
     runs: ClassVar[bool] = False
-
-    def label(self, dtype: Any) -> str:
-        return "its head"
+    resident: ClassVar[str] = "its head"
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
         head = width * teacher.spec.hidden_size * jnp.dtype(dtype).itemsize
@@ -235,13 +216,11 @@ class CachedTopK(TeacherKind):
 
     name: ClassVar[str] = "topk"
     runs: ClassVar[bool] = False
+    resident: ClassVar[str] = "cached"
     logit_bytes: ClassVar[int] = 0
     loss: ClassVar[Callable[..., Any]] = staticmethod(cached_head_loss)
     evaluation: ClassVar[Callable[..., Any]] = staticmethod(cached_head_evaluation)
     k: int = 0  # ids a position; 0: as the cache says
-
-    def label(self, dtype: Any) -> str:
-        return "cached"
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
         return 0
