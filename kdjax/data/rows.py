@@ -197,12 +197,9 @@ class RowSettings:
         return find_files(self.train), find_files(self.heldout) if self.heldout else []
 
 
-def _hash_files(files: list[Path], digest: Any) -> None:
-    """Adds the bytes of the files, and the suffixes that say how they are read."""
-    for path in files:
-        digest.update(path.suffix.lower().encode() + b"\0")
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+def _hash_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _is_heldout(digest: bytes, fraction: float) -> bool:
@@ -220,7 +217,8 @@ def rows_key(settings: RowSettings, files: _Files | None = None) -> str:
     digest = hashlib.sha256(json.dumps(parameters).encode())
     for side in files or settings.find_files():
         digest.update(b"|")
-        _hash_files(side, digest)
+        for path in side:  # the suffix says how a file is read
+            digest.update(path.suffix.lower().encode() + b"\0" + _hash_file(path))
     return digest.hexdigest()
 
 
@@ -231,9 +229,7 @@ def packed_hash(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for name in (f"{side}/{column}.bin" for side in _SIDES for column in COLUMNS):
-        digest.update(name.encode() + b"\0")
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(name.encode() + b"\0" + _hash_file(folder / name))
     return digest.hexdigest()
 
 

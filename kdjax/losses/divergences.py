@@ -28,14 +28,12 @@ PerId = Float[Array, "*B V"]
 DivergenceFunction = Callable[..., Array]  # f(teacher_log_probs, student_log_probs)
 
 
-def log_softmax(logits: Float[AnyArray, "*B V"], temperature: float) -> Float[Array, "*B V"]:
+def log_softmax(logits: Float[AnyArray, "*B V"], temperature: float) -> PerId:
     """Log-probabilities at the temperature, float32."""
     return jax.nn.log_softmax(jnp.asarray(logits, jnp.float32) / temperature, axis=-1)
 
 
-def kl_divergence(
-    teacher_log_probs: Float[AnyArray, "*B V"], student_log_probs: Float[AnyArray, "*B V"]
-) -> Float[Array, "*B"]:
+def kl_divergence(teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
     """KL(teacher || student) in nats from float32 log-probabilities.
 
     Adding p_s - p_t (which sums to zero) makes every term non-negative: rounding in the normalisers
