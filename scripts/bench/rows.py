@@ -79,7 +79,7 @@ def timed_steps(step: Callable[[], Any], wait: Callable[[Any], float], steps: in
 
 
 def made_records(record: np.dtype, rows: int, vocab: int) -> np.ndarray:
-    """Random records of a cached teacher, of a type of `kdjax.data.teacher_cache.record_type`."""
+    """Random records of a cached teacher, of the type `CacheSpec.record`."""
     rng = np.random.default_rng(0)
     made = np.zeros(rows, record)
     if "hidden" in (record.names or ()):
