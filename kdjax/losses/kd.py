@@ -11,7 +11,7 @@ Letters: B rows, T positions, D hidden width, V vocabulary.
 
 import dataclasses
 import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -96,12 +96,15 @@ def kd_loss(
     student_logits: Float[AnyArray, "*B V"],
     teacher_logits: Float[AnyArray, "..."],
     labels: Int[AnyArray, "..."],
-    loss: KDLoss,
+    loss: KDLoss | None = None,
+    **settings: Any,
 ) -> Float[Array, "*B"]:
     """The distillation loss of each position, nats, float32, unreduced; no gradient to the teacher.
 
-    Both logits are [*B V] and labels [*B], else `UserError`: slice a wider teacher before calling.
+    `loss`, or the fields of one: `kd_loss(s, t, labels, temperature=2.0, alpha=0.1)`. Both logits
+    are [*B V] and labels [*B], else `UserError`: slice a wider teacher before calling.
     """
+    loss = loss or KDLoss(**settings)
     _check_shapes(student_logits, teacher_logits, labels)
     teacher = jax.lax.stop_gradient(log_softmax(teacher_logits, loss.temperature))
     soft = loss.divergence(teacher, log_softmax(student_logits, loss.temperature))
@@ -112,7 +115,8 @@ def kd_logit_gradient(
     student_logits: Float[AnyArray, "*B V"],
     teacher_logits: Float[AnyArray, "..."],
     labels: Int[AnyArray, "..."],
-    loss: KDLoss,
+    loss: KDLoss | None = None,
+    **settings: Any,
 ) -> Float[Array, "*B V"]:
     """d kd_loss / d student_logits: alpha (p - onehot) + (1 - alpha) T G, float32.
 
@@ -120,6 +124,7 @@ def kd_logit_gradient(
     student less the softened teacher (Hinton et al. 2015, equation 2, times T^2). Raises as
     `kd_loss`.
     """
+    loss = loss or KDLoss(**settings)
     _check_shapes(student_logits, teacher_logits, labels)
     teacher = log_softmax(teacher_logits, loss.temperature)
     student = log_softmax(student_logits, loss.temperature)
