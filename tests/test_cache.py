@@ -233,6 +233,7 @@ def test_hidden_states_train_as_the_teacher_itself_bit_for_bit(run):
     assert curve(with_cache(config, make(run, "hidden")), folder / "from-hidden") == live
 
 
+@pytest.mark.slow
 def test_all_ids_train_as_the_teacher_itself(run):
     config, folder, live = run
     got = curve(with_cache(config, make(run, "topk", 305)), folder / "from-topk")
@@ -245,7 +246,12 @@ def test_all_ids_train_as_the_teacher_itself(run):
 
 
 @pytest.mark.parametrize(
-    ("kind", "k", "little"), [("topk", 8, True), ("topk", 305, False), ("hidden", 0, False)]
+    ("kind", "k", "little"),
+    [
+        ("topk", 8, True),
+        pytest.param("topk", 305, False, marks=pytest.mark.slow),
+        ("hidden", 0, False),
+    ],
 )
 def test_ids_that_hold_little_of_the_probability_are_named(run, kind, k, little):
     log = Path(f"{make(run, kind, k)}.log").read_text()
@@ -269,6 +275,7 @@ def test_the_teacher_is_not_loaded(run, tmp_path, kind):
     assert compiled.memory_analysis().argument_size_in_bytes <= local + head + 1024
 
 
+@pytest.mark.slow
 def test_microbatches_and_meshes_change_nothing(run, tmp_path):
     changes = dict(mesh__data=8, train__batch_size=16, train__steps=2)
     config = with_cache(run[0], make(run, "topk", 8), **changes)

@@ -66,16 +66,19 @@ def test_each_command_teaches(name, capsys):
             assert f"\n  {field}=" in shown
 
 
-def test_the_old_names_are_the_same_commands():
-    for old, name in (("main", "train"), ("cache_teacher", "cache"), ("export", "export")):
-        done = subprocess.run(
-            [sys.executable, "-m", f"kdjax.{old}", "--no"],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == BAD_INPUT and done.stderr.startswith("error: ")
-        assert f"kdjax {name} --help" in done.stderr
+@pytest.mark.parametrize(
+    ("old", "name"),
+    [
+        ("main", "train"),
+        pytest.param("cache_teacher", "cache", marks=pytest.mark.slow),
+        pytest.param("export", "export", marks=pytest.mark.slow),
+    ],
+)
+def test_the_old_names_are_the_same_commands(old, name):
+    command = [sys.executable, "-m", f"kdjax.{old}", "--no"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == BAD_INPUT and done.stderr.startswith("error: ")
+    assert f"kdjax {name} --help" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ def test_stop_strings_are_cut_off_even_inside_a_token(models):
     assert len(tokenizer.decode(stopped.ids[:-1])) < end
 
 
-@pytest.mark.parametrize("count", [1, 16, 17, 33])
+@pytest.mark.parametrize(
+    "count", [1, 17, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 33))]
+)
 def test_exactly_so_many_tokens(models, count):
     got = run(models, max_tokens=count)
     assert [len(c.ids) for c in got] == [count] * 4

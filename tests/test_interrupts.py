@@ -26,7 +26,7 @@ def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tm
     tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 60, 0, 0
     tiny_config.eval.samples = 0
     workdir = tmp_path / "a run"  # which a shell must be told to keep together
-    process = start(tiny_config, workdir, tmp_path)
+    process = start(tiny_config, workdir)
     wait_for(lambda: '"step": 7,' in _read(workdir / "metrics.jsonl"), process)
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
@@ -40,7 +40,7 @@ def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tm
     assert not (workdir / "report.html").exists()
 
     def again():
-        where = dict(cwd=REPOSITORY, env=environment(tmp_path), text=True)
+        where = dict(cwd=REPOSITORY, env=environment(), text=True)
         return subprocess.run(command, shell=True, capture_output=True, timeout=120, **where)
 
     resumed = again()
@@ -56,7 +56,7 @@ def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tm
 
 def test_before_training_a_signal_leaves_nothing_half_written(tiny_config, tmp_path):
     """SIGTERM as soon as the process listens: rows being packed are removed."""
-    process = start(tiny_config, tmp_path / "run", tmp_path)
+    process = start(tiny_config, tmp_path / "run")
     wait_for(lambda: (tmp_path / "run").is_dir(), process)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)

@@ -70,6 +70,7 @@ def test_a_student_module_of_ones_own(models, tmp_path, monkeypatch):
     assert names["metrics"].means()["loss"] < 0.95 * first.means()["loss"]
 
 
+@pytest.mark.slow
 def test_batches_of_ones_own_are_resumed(models, tmp_path, monkeypatch, tiny_config):
     """Stopped at a save and gone on with, the run draws each batch once and ends the same."""
     tiny_config.train.steps, tiny_config.eval.samples = 4, 0
@@ -95,9 +96,9 @@ def test_batches_of_ones_own_are_resumed(models, tmp_path, monkeypatch, tiny_con
     assert hashes[0] == hashes[1]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("chunk_tokens", [64, 1024])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("chunk_tokens", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_a_divergence_of_ones_own(
     models, tmp_path, monkeypatch, microbatches, devices, chunk_tokens
 ):

@@ -79,6 +79,7 @@ def adam(dtype, steps, beta2=0.999):
     return state, np.asarray(state.nu, np.float64)
 
 
+@pytest.mark.slow
 def test_second_moments_track_float32_where_rounding_to_nearest_stalls():
     _, exact = adam("float32", 8000)
     state, stored = adam("bfloat16", 8000)

@@ -282,6 +282,7 @@ def test_a_backend_asked_for_is_taken_even_if_it_may_not_fit(pairs):
     assert "too much" in "\n".join(made.lines())
 
 
+@pytest.mark.slow
 def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
     command = [
         sys.executable,

@@ -243,6 +243,7 @@ def test_the_exit_status_of_every_end(reason, error, verdict, status):
     assert exit_status(reason, error, verdict) == status
 
 
+@pytest.mark.slow
 def test_odd_paths_random_weights_and_a_hook_that_fails_to_close(
     tiny_config, tmp_path, monkeypatch
 ):

@@ -1,11 +1,13 @@
 """Whole runs on small files: resume, signals, kills, NaN, meshes, and what bad input says."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import make_tiny_config, start_over
 
 from kdjax import config as config_module
 from kdjax.commands import train as main
@@ -65,46 +68,65 @@ class Recorder(Hook):
         return [call for call in self.calls if call[0] in ("step", "eval")]
 
 
-def go(config, workdir, *hooks, asynchronous=True):
-    """One process's run; returns how it ended and its last saved state as NumPy arrays."""
+def go(config, workdir, *hooks, job=None):
+    """One process's run, of the job if it is given; returns how it ended."""
     workdir.mkdir(exist_ok=True)
     config_module.validate(config)
-    store = Checkpoints(workdir, config.checkpoint.keep, asynchronous=asynchronous)
+    job = job or assemble(config, workdir)
+    store = Checkpoints(workdir, config.checkpoint.keep, asynchronous=True)
     with contextlib.closing(store) as checkpoints:
-        reason = train(assemble(config, workdir), checkpoints, hooks, None)
-    return reason
+        return train(job, checkpoints, hooks, None)
 
 
-def saved(config, workdir):
-    job = assemble(config, workdir)
+def saved(job, workdir):
+    """The newest step of a workdir and its state as NumPy arrays, in the shape of the job's."""
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         latest = checkpoints.latest()
         state = checkpoints.restore(latest, job.step.abstract, job.step.shardings)
     return latest, jax.tree.map(np.asarray, state)
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.fixture(scope="module")
+def one_step(models, tmp_path_factory):
+    """The config and workdir of a run that was stopped after its first step; to be copied."""
+    folder = tmp_path_factory.mktemp("one-step")
+    config = make_tiny_config(models, folder)
+    assert go(config, folder / "run", Recorder(stop_at=1)) == "interrupted"
+    return config, folder / "run"
+
+
+@pytest.fixture
+def stopped(one_step, tmp_path):
+    """A copy of that config, to be changed, and of that workdir."""
+    config, workdir = one_step
+    return copy.deepcopy(config), Path(shutil.copytree(workdir, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_path, moments):
     tiny_config.optim.moment_dtype = moments
     straight, first, second = Recorder(), Recorder(stop_at=4), Recorder()
-    assert go(tiny_config, tmp_path / "straight", straight) == "finished"
+    job = assemble(tiny_config, tmp_path / "straight")
+    assert go(tiny_config, tmp_path / "straight", straight, job=job) == "finished"
     tiny_config.checkpoint.every = 0
-    assert go(tiny_config, tmp_path / "resumed", first) == "interrupted"
+    before = start_over(job, tmp_path / "resumed")
+    assert go(tiny_config, tmp_path / "resumed", first, job=before) == "interrupted"
     assert first.calls[-2:] == [("checkpoint", 5), ("end", "interrupted")]
     assert go(tiny_config, tmp_path / "resumed", second) == "finished"
     assert second.calls[0] == ("begin", 5)
     evals = [call for call in straight.curve() if call[:2] == ("eval", 5)]
     resumed = [*first.curve(), *evals, *second.curve()]
     assert resumed == straight.curve()
-    (a, one), (b, two) = (saved(tiny_config, tmp_path / name) for name in ("straight", "resumed"))
+    (a, one), (b, two) = (saved(job, tmp_path / name) for name in ("straight", "resumed"))
     assert a == b == 10
     chex.assert_trees_all_equal(one, two)
     assert {str(x.dtype) for x in jax.tree.leaves(optax.tree.get(one.opt_state, "nu"))} == {moments}
 
 
 def test_hooks_are_called_in_order(tiny_config, tmp_path):
-    recorder = Recorder()
-    go(tiny_config, tmp_path / "run", recorder)
+    """Of a finished run, started once more, none is called."""
+    recorder, again = Recorder(), Recorder()
+    assert go(tiny_config, tmp_path / "run", recorder) == "finished"
     names = [call[:2] for call in recorder.calls]
     steps = [("step", i) for i in range(1, 11)]
     assert names == [
@@ -120,13 +142,8 @@ def test_hooks_are_called_in_order(tiny_config, tmp_path):
     ]
     kl = [call[2]["divergence"] for call in recorder.calls if call[0] == "eval"]
     assert kl[0] > kl[1] > kl[2] > 0
-
-
-def test_a_finished_run_does_nothing(tiny_config, tmp_path):
-    go(tiny_config, tmp_path / "run")
-    recorder = Recorder()
-    assert go(tiny_config, tmp_path / "run", recorder) == "finished"
-    assert recorder.calls == []
+    assert go(tiny_config, tmp_path / "run", again) == "finished"
+    assert again.calls == []
 
 
 @pytest.mark.parametrize(
@@ -139,25 +156,28 @@ def test_a_finished_run_does_nothing(tiny_config, tmp_path):
         ("loss.alpha", 0.5),
     ],
 )
-def test_a_changed_config_is_not_resumed(tiny_config, tmp_path, field, value):
-    tiny_config.optim.warmup_steps = 0
-    go(tiny_config, tmp_path / "run", Recorder(stop_at=1))
+def test_a_changed_config_is_not_resumed(stopped, field, value):
+    config, workdir = stopped
     section, name = field.split(".")
-    setattr(getattr(tiny_config, section), name, value)
+    setattr(getattr(config, section), name, value)
     with pytest.raises(UserError, match=rf"{field}: the checkpoint has .* now {value}"):
-        go(tiny_config, tmp_path / "run")
+        go(config, workdir)
 
 
-def test_changed_text_or_models_are_not_resumed_and_cadence_may_change(tiny_config, tmp_path):
-    go(tiny_config, tmp_path / "run", Recorder(stop_at=3))
-    text = Path(tiny_config.data.train) / "00.py"
-    before = text.read_text()
-    text.write_text(before + "\nmore = 1\n")
+def test_changed_text_is_not_resumed(stopped, tmp_path):
+    config, workdir = stopped
+    config.data.train = str(shutil.copytree(config.data.train, tmp_path / "text"))
+    text = Path(config.data.train) / "00.py"
+    text.write_text(text.read_text() + "\nmore = 1\n")
     with pytest.raises(UserError, match=r"data.rows: the checkpoint has"):
-        go(tiny_config, tmp_path / "run")
-    text.write_text(before)
-    tiny_config.eval.every, tiny_config.log.every, tiny_config.loss.chunk_tokens = 3, 2, 64
-    assert go(tiny_config, tmp_path / "run") == "finished"
+        go(config, workdir)
+
+
+@pytest.mark.slow
+def test_cadence_may_change(stopped):
+    config, workdir = stopped
+    config.eval.every, config.log.every, config.loss.chunk_tokens = 3, 2, 64
+    assert go(config, workdir) == "finished"
 
 
 def test_nan_stops_keeps_the_batch_and_the_last_good_checkpoint(tiny_config, tmp_path):
@@ -175,16 +195,17 @@ def test_nan_stops_keeps_the_batch_and_the_last_good_checkpoint(tiny_config, tmp
     bad = int(kept.stem.rsplit("_", 1)[1])
     with np.load(kept) as batch:
         assert batch["tokens"].shape == (8, 32) and "row_ids" in batch
-    step_saved, state = saved(tiny_config, run)
+    step_saved, state = saved(assemble(tiny_config, run), run)
     assert step_saved == bad - 1
     chex.assert_tree_all_finite(jax.tree.map(np.asarray, state.params))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
     tiny_config.mesh = config_module.MeshConfig(data=2, fsdp=2, tensor=2)
     go(tiny_config, tmp_path / "run", Recorder(stop_at=4))
     job = assemble(tiny_config, tmp_path / "run")
-    _, whole = saved(tiny_config, tmp_path / "run")
+    _, whole = saved(job, tmp_path / "run")
     batch = job.source.next({})
     losses = []
     for shape in ((1, 2, 2), (1, 1, 1)):
@@ -226,23 +247,26 @@ def command(config, workdir):
     ]
 
 
-def environment(tmp_path):
+def environment():
+    """As tests compile: without LLVM's optimizations, and never the same program twice."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     return clean | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 
-def start(config, workdir, tmp_path):
+def start(config, workdir):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    where = dict(cwd=REPOSITORY, env=environment(tmp_path))
+    where = dict(cwd=REPOSITORY, env=environment())
     return subprocess.Popen(command(config, workdir), **where, **pipes)
 
 
-def run_command(config, workdir, tmp_path):
-    process = start(config, workdir, tmp_path)
+def run_command(config, workdir):
+    process = start(config, workdir)
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
@@ -260,38 +284,39 @@ def curve(workdir):
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
+@pytest.mark.slow
 def test_the_command_survives_kills_and_signals(tiny_config, tmp_path):
     """SIGTERM saves and exits 75; kill -9, also in the middle of a save, loses what follows it."""
     tiny_config.train.steps, tiny_config.checkpoint.every = 60, 5
     tiny_config.eval.every = 20
-    code, output = run_command(tiny_config, tmp_path / "straight", tmp_path)
+    code, output = run_command(tiny_config, tmp_path / "straight")
     assert code == 0, output
     assert "held-out at step 60" in output and "tok/s" in output and "ETA" in output
     workdir = tmp_path / "killed"
 
-    process = start(tiny_config, workdir, tmp_path)
+    process = start(tiny_config, workdir)
     wait_for(lambda: '"step": 7,' in _read(workdir / "metrics.jsonl"), process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == main.INTERRUPTED, output
     assert "saved; resume with: " in output
 
-    process = start(tiny_config, workdir, tmp_path)  # killed in the middle of a save
+    process = start(tiny_config, workdir)  # killed in the middle of a save
     seen = set(_steps(workdir))
     wait_for(lambda: set(_steps(workdir)) - seen and _saving(workdir), process)
     process.kill()
     process.communicate()
-    process = start(tiny_config, workdir, tmp_path)  # and between saves
+    process = start(tiny_config, workdir)  # and between saves
     wait_for(lambda: '"step": 43,' in _read(workdir / "metrics.jsonl"), process)
     process.kill()
     process.communicate()
 
-    code, output = run_command(tiny_config, workdir, tmp_path)
+    code, output = run_command(tiny_config, workdir)
     assert code == 0, output
     assert curve(workdir) == curve(tmp_path / "straight")
     assert not _saving(workdir)  # leftovers of the interrupted save are gone
     before = curve(workdir)
-    code, output = run_command(tiny_config, workdir, tmp_path)
+    code, output = run_command(tiny_config, workdir)
     assert code == 0 and "nothing to do" in output and curve(workdir) == before
 
 
@@ -307,16 +332,17 @@ def _saving(workdir):
     return list((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
 
+@pytest.mark.slow
 def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
     tiny_config.teacher.path = "models/qwen2.5-coder-7b-instruct-q4_k_m.gguf"
-    code, output = run_command(tiny_config, tmp_path / "run", tmp_path)
+    code, output = run_command(tiny_config, tmp_path / "run")
     assert code == BAD_INPUT and "Traceback" not in output
     assert "hf download Qwen/Qwen2.5-Coder-7B-Instruct-GGUF" in output
     wrong = [*command(tiny_config, tmp_path / "run")]
     for index, message in ((f"{wrong[3]}-x", "'tiny'"), ("--config=no.py", "no.py")):
         wrong[3] = index
         process = subprocess.run(
-            wrong, cwd=REPOSITORY, env=environment(tmp_path), text=True, capture_output=True
+            wrong, cwd=REPOSITORY, env=environment(), text=True, capture_output=True
         )
         assert process.returncode == BAD_INPUT and "Traceback" not in process.stderr
         assert message in process.stderr

@@ -65,23 +65,24 @@ def read(workdir):
 
 @pytest.fixture(scope="module")
 def straight(job, tmp_path_factory):
-    """A run without samples, and one with them."""
-    folder = tmp_path_factory.mktemp("straight")
-    without, beside = Recorder(), Recorder()
-    go(job, folder / "without", without)
-    go(job, folder / "with", hook_for(job, folder / "with"), beside)
-    return folder, without, beside
+    """The workdir of a run with samples, and what was recorded of it."""
+    workdir, recorder = tmp_path_factory.mktemp("straight"), Recorder()
+    go(job, workdir, hook_for(job, workdir), recorder)
+    return workdir, recorder
 
 
-def test_samples_change_no_figure_and_no_weight(job, straight):
-    folder, without, beside = straight
+@pytest.mark.slow
+def test_samples_change_no_figure_and_no_weight(job, straight, tmp_path):
+    workdir, beside = straight
+    without = Recorder()
+    go(job, tmp_path / "without", without)
     assert without.calls == beside.calls and len(without.curve()) == 4 + 3
-    (_, one), (_, two) = (saved(job.config, folder / name) for name in ("without", "with"))
+    (_, one), (_, two) = (saved(job, folder) for folder in (tmp_path / "without", workdir))
     chex.assert_trees_all_equal(one, two)
 
 
 def test_the_students_own_words_before_and_after(job, straight):
-    found = read(straight[0] / "with")
+    found = read(straight[0])
     assert len(found) == 2
     for sample in found:
         steps = [sample[when]["step"] for when in ("before", "after")]
@@ -101,6 +102,7 @@ def test_the_students_own_words_before_and_after(job, straight):
     assert found[0]["before"] != found[0]["after"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_written_before_training(job, straight, tmp_path):
     run = tmp_path / "run"
     assert go(job, run, hook_for(job, run), Recorder(stop_at=1)) == "interrupted"
@@ -108,9 +110,10 @@ def test_a_resumed_run_keeps_what_was_written_before_training(job, straight, tmp
     assert all(s["before"] and s["after"] is None for s in first)
     other = 3  # what the config says now; the prompts are those of the start
     assert go(job, run, hook_for(job, run, other)) == "finished"
-    assert read(run) == read(straight[0] / "with")
+    assert read(run) == read(straight[0])
 
 
+@pytest.mark.slow
 def test_a_new_run_in_an_old_folder_starts_over(job, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -57,6 +57,7 @@ def metrics(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_trial_is_the_start_of_the_run_and_leaves_no_trace_in_it(job, tmp_path, capsys):
     straight, _, _ = go(job, tmp_path / "straight", 0)
     capsys.readouterr()

@@ -102,7 +102,7 @@ def assert_equal_gradients(got, want):
     assert np.linalg.norm(got - want) < 3e-6 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("microbatches", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_split_into_microbatches_is_the_same(microbatches):
     """Parts with 2 and with 12 trained positions a row: a mean of their means would differ."""
     data = batch(lengths=(2, 12) * 4)  # part m takes rows m, m + parts, ...
@@ -112,9 +112,14 @@ def test_any_split_into_microbatches_is_the_same(microbatches):
 
 @pytest.mark.parametrize(
     ("axes", "microbatches"),
-    [(dict(data=8), 1), (dict(tensor=4), 1), (dict(data=2, fsdp=2, tensor=2), 1),
-     (dict(data=2, fsdp=2), 2)],
-)  # fmt: skip
+    [
+        (dict(data=2, fsdp=2, tensor=2), 1),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in ((dict(data=8), 1), (dict(tensor=4), 1), (dict(data=2, fsdp=2), 2))
+        ),
+    ],
+)
 def test_any_mesh_is_the_same(axes, microbatches):
     """`tensor` splits the vocabulary of the heads too: the chunked loss must not notice."""
     want = gradients(build(), batch())
@@ -156,13 +161,16 @@ def first_delta(learning_rate):
     return jax.tree.map(lambda a, b: np.asarray(a) - b, after.params, before)
 
 
+@pytest.mark.slow
 def test_twice_the_learning_rate_is_twice_the_first_step():
     one, two = first_delta(1e-4), first_delta(2e-4)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
         assert np.linalg.norm(b) / np.linalg.norm(a) == pytest.approx(2.0, rel=1e-2)
 
 
-@pytest.mark.parametrize("student", ["qwen2_tied", "qwen2_untied", "qwen3"])
+@pytest.mark.parametrize(
+    "student", ["qwen2_tied", "qwen3", pytest.param("qwen2_untied", marks=pytest.mark.slow)]
+)
 def test_every_tensor_of_the_student_is_stepped(student):
     before, after, _ = step_once(build(student=student))
     moved = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != b)), after.params, before)

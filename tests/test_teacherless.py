@@ -69,6 +69,7 @@ def alone(tiny_config, shapes):
     return tiny_config
 
 
+@pytest.mark.slow
 def test_a_run_without_a_teacher_from_shapes_to_export(alone, tmp_path, capfd):
     workdir = tmp_path / "run"
     workdir.mkdir()

@@ -1,10 +1,14 @@
 """What a token of a text is: identifier, keyword, number, ..., by Pygments' lexer for its file."""
 
+import ast
 import bisect
 import re
 from collections.abc import Sequence
 
 import numpy as np
+from pygments.lexers import TextLexer, get_lexer_by_name, get_lexer_for_filename
+from pygments.token import Comment, Keyword, Literal, Name, Operator, Punctuation, String
+from pygments.util import ClassNotFound
 
 # In this order in every table; `class_ids` are indices into it.
 _CODE = ("identifier", "keyword", "number", "whitespace", "comment/string", "operator")
@@ -12,16 +16,21 @@ CLASSES = (*_CODE, "text", "end of text")
 _ID = {name: i for i, name in enumerate(CLASSES)}
 END = _ID["end of text"]
 _LINE = re.compile(r":\d+$")  # "data.jsonl:12", a record of unknown language
+# Subtypes before what they belong to: `and` is Operator.Word, a string is a Literal.
+_KINDS = {
+    "keyword": (Operator.Word, Keyword),
+    "identifier": (Name,),
+    "comment/string": (Comment, String),
+    "number": (Literal,),
+    "operator": (Operator, Punctuation),
+}
 
 
 def _lexer(source: str, text: str):
-    from pygments.lexers import TextLexer, get_lexer_by_name, get_lexer_for_filename
-    from pygments.util import ClassNotFound
-
     if _LINE.search(source):
         # Records carry no name; Python is what this corpus is mostly made of, and prose is not.
         try:
-            compile(text, "<text>", "exec", flags=0x400)  # ast.PyCF_ONLY_AST
+            ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return TextLexer()
         return get_lexer_by_name("python")
@@ -32,20 +41,8 @@ def _lexer(source: str, text: str):
 
 
 def _class_of(kind) -> int:
-    from pygments import token
-
-    # Subtypes before what they belong to: `and` is Operator.Word, a string is a Literal.
-    members = {
-        "keyword": (token.Operator.Word, token.Keyword),
-        "identifier": (token.Name,),
-        "comment/string": (token.Comment, token.String),
-        "number": (token.Literal,),
-        "operator": (token.Operator, token.Punctuation),
-    }
-    for name, parents in members.items():
-        if any(kind in parent for parent in parents):
-            return _ID[name]
-    return _ID["text"]
+    names = (name for name, parents in _KINDS.items() if any(kind in p for p in parents))
+    return _ID[next(names, "text")]
 
 
 def class_ids(text: str, source: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -24,12 +24,7 @@ from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
 from kdjax.losses.chunked import HeadSpec, cut_head, join_chunks, split_chunks
-from kdjax.losses.divergences import (
-    jensen_shannon,
-    kl_divergence,
-    log_softmax,
-    total_variation,
-)
+from kdjax.losses.divergences import jensen_shannon, kl_divergence, log_softmax, total_variation
 from kdjax.losses.kd import KDLoss, cross_entropy
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
@@ -289,16 +284,14 @@ def _summarise(columns: dict[str, np.ndarray]) -> dict[str, Any]:
     """Means over the positions of `columns`, summed and divided once, and two extremes."""
     classes, sizes = columns["classes"], columns["bytes"]
     figures: dict[str, Any] = {"tokens": len(classes)}
-    for name in Values._fields:
-        if name not in columns:
-            continue
-        mean = math.fsum(columns[name]) / len(classes)
+    for name in (name for name in Values._fields if name in columns):
         if name == "difference":
             figures["max_difference"] = float(columns[name].max())
             continue
-        figures[name] = mean
+        figures[name] = math.fsum(columns[name]) / len(classes)
         if name.endswith("ce"):
-            figures[name.removesuffix("ce") + "perplexity"] = math.exp(min(mean, 700.0))
+            perplexity = math.exp(min(figures[name], 700.0))
+            figures[name.removesuffix("ce") + "perplexity"] = perplexity
         if name == "cosine":
             figures["min_cosine"] = float(columns[name].min())
     if covered := int(sizes.sum()):

@@ -34,8 +34,7 @@ def unshare(flags):
 
 def mount(source, target, kind, flags, options=""):
     encoded = [None if x is None else os.fsencode(x) for x in (source, target, kind)]
-    done = libc.mount(*encoded, ctypes.c_ulong(flags), os.fsencode(options))
-    if done:
+    if libc.mount(*encoded, ctypes.c_ulong(flags), os.fsencode(options)):
         raise OSError(ctypes.get_errno(), f"mount {target}")
 
 
@@ -44,12 +43,8 @@ def enter_namespaces():
     uid, gid = os.getuid(), os.getgid()
     if uid and unshare(NEWUSER):
         with contextlib.suppress(OSError):
-            maps = (
-                ("setgroups", "deny"),
-                ("uid_map", f"{uid} {uid} 1"),
-                ("gid_map", f"{gid} {gid} 1"),
-            )
-            for name, text in maps:
+            maps = dict(setgroups="deny", uid_map=f"{uid} {uid} 1", gid_map=f"{gid} {gid} 1")
+            for name, text in maps.items():
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
     flags = {"net": NEWNET, "pid": NEWPID, "mount": NEWNS, "ipc": NEWIPC | NEWUTS}

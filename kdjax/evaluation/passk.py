@@ -5,6 +5,7 @@ Estimator: Chen et al. 2021, arXiv:2107.03374, equation 1.
 
 import concurrent.futures
 import dataclasses
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,10 +34,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         raise ValueError(f"pass@{k} of {correct} correct among {samples} samples is undefined")
     if samples - correct < k:
         return 1.0
-    none = 1.0
-    for i in range(samples - correct + 1, samples + 1):
-        none *= 1.0 - k / i
-    return 1.0 - none
+    return 1.0 - math.prod(1.0 - k / i for i in range(samples - correct + 1, samples + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,11 +138,11 @@ def summarise(
     by_task: dict[str, list[Sample]] = {problem.task: [] for problem in problems}
     for sample in samples:
         by_task[sample.task].append(sample)
-    rates = {}
-    correct = {t: sum(s.reason == sandbox.PASSED for s in ss) for t, ss in by_task.items()}
-    for k in settings.ks:
-        each = [pass_at_k(settings.samples, c, k) for c in correct.values()]
-        rates[str(k)] = sum(each) / len(each)
+    correct = [sum(s.reason == sandbox.PASSED for s in ss) for ss in by_task.values()]
+    rates = {
+        str(k): sum(pass_at_k(settings.samples, c, k) for c in correct) / len(correct)
+        for k in settings.ks
+    }
     reasons = Counter(sample.reason for sample in samples)
     failed = [sample for sample in samples if sample.reason == INFERENCE_FAILED]
     figures: dict[str, Any] = {
@@ -161,14 +159,3 @@ def summarise(
     if failed:
         figures["inference_error"] = failed[0].error
     return figures | {"results": [dataclasses.asdict(sample) for sample in samples]}
-
-
-def check_references(
-    problems: Sequence[Problem],
-    solution: Callable[[Problem], str],
-    limits: sandbox.Limits = sandbox.DEFAULT,
-) -> Counter[str]:
-    """How programs end whose answers are `solution(problem)`: proves the harness, not a model."""
-    programs = [f"{p.prompt}{solution(p)}\n{p.tests}" for p in problems]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return Counter(o.reason for o in pool.map(lambda p: sandbox.run(p, limits), programs))

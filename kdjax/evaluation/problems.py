@@ -138,29 +138,25 @@ def cut(text: str, stops: tuple[str, ...]) -> str:
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
+# An answer's own prints and tests are not its code.
 _KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _KEPT += (ast.Assign, ast.AnnAssign, ast.Try)
 
 
-def _keep_definitions(code: str) -> str:
-    """Imports, definitions and assignments: an answer's own prints and tests are not its code."""
+def extract_code(answer: str) -> str:
+    """Imports, definitions and assignments of an instruct model's answer.
+
+    The answer's first code block was opened for it; one that opens another is taken at its word.
+    """
+    blocks = _FENCE.findall(answer)
+    before = answer.split("```")[0]
+    code = max(blocks, key=len) if blocks and "def " not in before else before
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
     tree.body = [node for node in tree.body if isinstance(node, _KEPT)]
     return ast.unparse(tree) if tree.body else code
-
-
-def extract_code(answer: str) -> str:
-    """The code of an instruct model's answer, whose first code block was opened for it.
-
-    An answer that opens another block all the same is taken at its word.
-    """
-    blocks = _FENCE.findall(answer)
-    before = answer.split("```")[0]
-    code = max(blocks, key=len) if blocks and "def " not in before else before
-    return _keep_definitions(code)
 
 
 def program(problem: Problem, form: str, answer: str) -> str:

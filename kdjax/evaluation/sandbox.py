@@ -135,23 +135,20 @@ def _read(report: bytes, timed_out: bool, complaint: str) -> tuple[Outcome, dict
         with contextlib.suppress(ValueError):  # one that a kill cut short
             facts |= json.loads(line)
     if "held" not in facts:
-        return Outcome("infrastructure", complaint[-500:] or "the launcher said nothing"), facts
-    if "reason" in facts and not timed_out:
-        return Outcome(facts["reason"], facts["error"]), facts
-    if timed_out:
-        return Outcome("timeout"), facts
-    return _from_status(facts.get("status")), facts
-
-
-def _from_status(status: int | None) -> Outcome:
-    if status is None:
-        return Outcome("killed", "by the namespace's end")
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number == signal.SIGXCPU:
-            return Outcome("cpu time")
-        return Outcome("killed", signal.Signals(number).name)
-    return Outcome("exited", f"status {os.waitstatus_to_exitcode(status)}")
+        outcome = Outcome("infrastructure", complaint[-500:] or "the launcher said nothing")
+    elif timed_out:
+        outcome = Outcome("timeout")
+    elif "reason" in facts:
+        outcome = Outcome(facts["reason"], facts["error"])
+    elif "status" not in facts:
+        outcome = Outcome("killed", "by the namespace's end")
+    elif (code := os.waitstatus_to_exitcode(facts["status"])) >= 0:
+        outcome = Outcome("exited", f"status {code}")
+    elif -code == signal.SIGXCPU:
+        outcome = Outcome("cpu time")
+    else:
+        outcome = Outcome("killed", signal.Signals(-code).name)
+    return outcome, facts
 
 
 _PROBE = """

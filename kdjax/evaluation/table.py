@@ -78,21 +78,16 @@ def _benchmark(name: str, found: dict[str, Any]) -> list[str]:
     if found["mode"] != "inference":
         return [f"{name}: {found['mode']}, {rates}: {found['inference_error']}"]
     ends = ", ".join(f"{count} {reason}" for reason, count in found["reasons"].items())
+    counts = f"{found['problems']} problems, {found['samples']} samples"
     lines = [
-        f"{name}: {rates} ({found['problems']} problems, {found['samples']} samples, "
-        f"{found['prompt']} prompts)",
+        f"{name}: {rates} ({counts}, {found['prompt']} prompts)",
         f"  how programs ended: {ends}; {found['cut_off']} answers cut off at --max-tokens",
     ]
-    if found["not_generated"]:
-        lines.append(
-            f"  {found['not_generated']} samples were not generated and count as failures:"
-            f" {found['inference_error']}"
-        )
-    if found["infrastructure_failures"]:
-        lines.append(
-            f"  {found['infrastructure_failures']} programs could not be run by the "
-            "sandbox and count as failures"
-        )
+    if count := found["not_generated"]:
+        error = found["inference_error"]
+        lines.append(f"  {count} samples were not generated and count as failures: {error}")
+    if count := found["infrastructure_failures"]:
+        lines.append(f"  {count} programs could not be run by the sandbox and count as failures")
     return lines
 
 
@@ -116,10 +111,6 @@ def text(document: dict[str, Any]) -> str:
 
 def write(path: Path, document: dict[str, Any]) -> None:
     """The document as JSON; `path` appears when all of it is written."""
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     with replacing(path) as file:
-        file.write(
-            json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False).encode(
-                "utf-8", "backslashreplace"
-            )
-            + b"\n"
-        )
+        file.write(text.encode("utf-8", "backslashreplace"))

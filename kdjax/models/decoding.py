@@ -281,7 +281,9 @@ class _Batch:
         self._lengths = np.asarray([len(prompt) for prompt in filled], np.int32)
         self._numbers = np.arange(first, first + batch_size, dtype=np.int32)
         self._capacity = longest + -(-sampling.max_tokens // _STEPS) * _STEPS
-        self._static: dict[str, Any] = dict(functions=functions, real=real, sampling=sampling)
+        # What only the host looks at is no part of a program: other values compile nothing anew.
+        on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=())
+        self._static: dict[str, Any] = dict(functions=functions, real=real, sampling=on_device)
 
     def run(self) -> Iterator[list[tuple[int, str]]]:
         """Yields the texts that grew, until all rows have ended."""
