@@ -179,7 +179,7 @@ def test_without_a_teacher_nobody_judges(job, tmp_path, monkeypatch, caplog):
 # --- its parts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", ["dense", "packed"])
+@pytest.mark.parametrize("weights", ["dense", pytest.param("packed", marks=pytest.mark.slow)])
 def test_the_judgement_is_that_of_all_logits_at_once(models, weights):
     """Prompts of unlike lengths, one continuation shorter, against each row read on its own."""
     teacher = opened(models / "teacher.gguf", weights)

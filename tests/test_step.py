@@ -222,6 +222,7 @@ def test_one_trace_and_a_falling_loss_over_steps():
     assert losses[-1] < 0.8 * losses[0] and all(np.diff(losses) < 0)
 
 
+@pytest.mark.slow
 def test_clipping_divides_after_the_count():
     """The clipped norm is of the averaged gradient, so it does not depend on microbatches."""
     clipped = dataclasses.replace(OPTIM, clip_norm=0.1)

@@ -78,7 +78,15 @@ def test_fields_are_the_same_bytes_and_numbers(name, rng):
     assert decode_fields(split(raw, name), name).shape == (3, 5 * block.elements)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "llama", "tied", "Q5_0", "BF16"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mixed",
+        "Q5_0",
+        "BF16",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama", "tied")),
+    ],
+)
 def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_path, kind):
     path = deep[9]
     if kind == "llama":
@@ -138,6 +146,7 @@ def test_nothing_is_hoisted_out_of_the_layer_scan(deep):
     assert temporaries[9] - temporaries[3] < 0.1 * layer
 
 
+@pytest.mark.slow
 def test_packed_on_a_mesh_equals_one_device(deep):
     alone = logits(model(deep[3], "packed"), rows=4)
     mesh = sharding.make_mesh(2, 2, 2)
@@ -187,6 +196,7 @@ def test_fixture_favours_the_next_id():
     np.testing.assert_array_equal(np.sort(got, -1)[0, 0], [0, 0, 0, 0, 3])
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path):
     figures = {}
     for backend in ("dequant", "q4k"):

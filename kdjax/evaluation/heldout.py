@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -174,16 +174,13 @@ def position_values(
 
 
 def _forward(
-    target: Target,
-    mesh: Mesh,
-    batches: Sequence[dict[str, np.ndarray]],
-    use: Callable[[int, Array, Array], Any],
-) -> list[Any]:
-    """What `use(batch number, hidden, head)` makes of each batch, with only this model loaded."""
-    most = max(int(batch["segment_ids"].max()) for batch in batches)
-    model = target.load(mesh, most)
+    target: Target, mesh: Mesh, batches: Sequence[dict[str, np.ndarray]]
+) -> Iterator[tuple[Array, Array]]:
+    """Hidden states of each batch, and the head; the model is loaded until the last batch."""
+    model = target.load(mesh, max(int(batch["segment_ids"].max()) for batch in batches))
     head = jax.block_until_ready(jax.jit(model.functions.head)(model.params))
-    return [use(i, hidden, head) for i, hidden in enumerate(model.hidden_states(batches))]
+    for hidden in model.hidden_states(batches):
+        yield hidden, head
 
 
 def measure(
@@ -210,27 +207,20 @@ def measure(
         for name, patterns in domains.items()
     }
     flat = [batch for domain in batches.values() for batch in domain]
-    waiting: list[Any] = []
+    waiting: Sequence[tuple[Any, ...]] = [()] * len(flat)
     if teacher is not None:
         with _precision(teacher):
-            waiting = _forward(
-                teacher, mesh, flat, lambda i, h, w: (np.asarray(h), w if i == 0 else None)
-            )
+            waiting = [(np.asarray(hidden), head) for hidden, head in _forward(teacher, mesh, flat)]
     compute = jax.jit(functools.partial(position_values, spec=spec))
-
-    def compare(i: int, hidden: Array, head: Array) -> Values:
-        theirs = (waiting[i][0], waiting[0][1]) if waiting else ()
-        return jax.device_get(compute(hidden, head, flat[i]["labels"], *theirs))
-
     with _precision(target, teacher):
-        values = _forward(target, mesh, flat, compare)
-    figures, at, pair = {}, 0, teacher is not None
-    for name, domain in batches.items():
-        figures[name] = _figures(values[at : at + len(domain)], domain, pair)
-        at += len(domain)
-    if len(figures) > 1:
-        figures["all"] = _figures(values, flat, pair)
-    return figures
+        ours = zip(_forward(target, mesh, flat), flat, waiting, strict=True)
+        values = [jax.device_get(compute(*own, b["labels"], *theirs)) for own, b, theirs in ours]
+    rest, pair = iter(values), teacher is not None
+    figures = {
+        name: _figures([next(rest) for _ in domain], domain, pair)
+        for name, domain in batches.items()
+    }
+    return figures | ({"all": _figures(values, flat, pair)} if len(figures) > 1 else {})
 
 
 def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any]:
