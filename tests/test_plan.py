@@ -160,7 +160,12 @@ def test_the_plan_names_every_byte_of_the_7b_pair(pairs):
 
 
 @pytest.mark.parametrize(
-    ("backend", "moment_dtype"), [("dequant", "float32"), ("q4k", "float32"), ("q4k", "bfloat16")]
+    ("backend", "moment_dtype"),
+    [
+        ("dequant", "float32"),
+        ("q4k", "bfloat16"),
+        pytest.param("q4k", "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_resident_bytes_are_those_of_the_arrays(tiny_config, tmp_path, backend, moment_dtype):
     tiny_config.optim.moment_dtype = moment_dtype

@@ -82,9 +82,8 @@ def test_fields_are_the_same_bytes_and_numbers(name, rng):
     "kind",
     [
         "mixed",
-        "Q5_0",
         "BF16",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama", "tied")),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama", "tied", "Q5_0")),
     ],
 )
 def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_path, kind):
@@ -157,7 +156,8 @@ def test_packed_on_a_mesh_equals_one_device(deep):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("which", ["teacher", "student"])  # untied and tied
+# Untied and tied.
+@pytest.mark.parametrize("which", ["teacher", pytest.param("student", marks=pytest.mark.slow)])
 def test_truncated_is_the_first_columns(models, weights, which):
     whole = model(models / f"{which}.gguf", weights)
     cut = narrow_head(whole, 300)
@@ -232,6 +232,7 @@ def test_vocabularies_of_impossible_sizes_name_both(models, student_rows, teache
     assert all(text in str(error.value) for text in shown)
 
 
+@pytest.mark.slow
 def test_every_block_type_stays_in_its_blocks():
     """The bytes of a packed matrix are those of its file, and its numbers the decoded ones."""
     assert len(BLOCKS) == 11
