@@ -163,6 +163,7 @@ def test_safetensors_give_the_same_teacher(models, tmp_path, monkeypatch):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_on_a_mesh_as_on_one_device(models, lean):
     alone = logits(lean)
     spread = model(models / "teacher.gguf", "float8", mesh=sharding.make_mesh(2, 2, 2))
@@ -174,6 +175,7 @@ def test_on_a_mesh_as_on_one_device(models, lean):
     assert np.median(error) < 1e-5 and error.max() < 0.2
 
 
+@pytest.mark.slow
 def test_a_run_with_an_fp8_teacher(tiny_config, tmp_path, caplog):
     tiny_config.teacher.compute = "fp8"
     validate(tiny_config)
@@ -258,6 +260,7 @@ def test_every_float8_number_is_kept():
         assert float(scale[0]) == 1.0 and float(values[0, 1]) == number
 
 
+@pytest.mark.slow
 def test_the_yardstick_has_half_the_levels(models, tmp_path):
     """`fewer_bits`: 8 levels in each group of a Q4_K layer, better than evenly spread."""
     source = models / "teacher.gguf"

@@ -36,9 +36,7 @@ def opened(path, weights="dense"):
 @pytest.fixture(scope="module")
 def job(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("samples")
-    config = make_tiny_config(models, folder)
-    config.train.steps, config.eval.every, config.teacher.backend = 4, 2, "q4k"
-    return assemble(config, folder)
+    return assemble(make_tiny_config(models, folder), folder)
 
 
 def hook_for(job, workdir, count=2, teacher=None):
@@ -76,7 +74,7 @@ def test_samples_change_no_figure_and_no_weight(job, straight, tmp_path):
     workdir, beside = straight
     without = Recorder()
     go(job, tmp_path / "without", without)
-    assert without.calls == beside.calls and len(without.curve()) == 4 + 3
+    assert without.calls == beside.calls and len(without.curve()) == 10 + 3
     (_, one), (_, two) = (saved(job, folder) for folder in (tmp_path / "without", workdir))
     chex.assert_trees_all_equal(one, two)
 
@@ -86,7 +84,7 @@ def test_the_students_own_words_before_and_after(job, straight):
     assert len(found) == 2
     for sample in found:
         steps = [sample[when]["step"] for when in ("before", "after")]
-        assert steps == [0, 4]
+        assert steps == [0, 10]
         assert 1 <= len(sample["prompt_ids"]) <= samples.PROMPT_TOKENS
         assert sample["prompt"] == job.pair.tokenizer.decode(sample["prompt_ids"])
         for when in ("before", "after"):
