@@ -339,6 +339,7 @@ def test_weights_that_stayed_as_they_began_are_found(mesh, bigram, init):
     assert detectors.unchanged_weights(changed(), 10) is None
 
 
+@pytest.mark.slow
 def test_a_broken_model_ends_with_status_9_and_its_evidence(
     bigram, mesh, tmp_path, monkeypatch, capsys
 ):

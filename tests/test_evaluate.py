@@ -497,6 +497,7 @@ def test_bad_input_ends_with_status_2(command, pair, arguments, message):
     assert re.search(message, printed.err), printed.err
 
 
+@pytest.mark.slow
 def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mesh, command):
     work = tmp_path / "work"
     table = open_table(tiny_config.student.path)

@@ -545,6 +545,7 @@ def test_no_gradient_reaches_the_teacher_in_either_precision():
         assert not any(np.any(np.asarray(g, np.float32)) for g in theirs)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(vocab=st.integers(2, 8), seed=st.integers(0, 10_000), t=st.sampled_from((0.5, 1.0, 4.0)),
        alpha=st.sampled_from((0.0, 0.3, 1.0)))  # fmt: skip

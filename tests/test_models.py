@@ -174,6 +174,7 @@ def test_parameter_count_is_the_tree():
         assert spec.parameters() == sum(leaf.size for leaf in leaves), case
 
 
+@pytest.mark.slow
 def test_random_initialisation_has_the_shapes_of_loading():
     spec = spec_from_table(open_table(GOLDENS / "qwen3"))
     chex.assert_trees_all_equal_shapes_and_dtypes(

@@ -116,6 +116,7 @@ def test_a_stopped_trial_is_not_decided(job, tmp_path, capsys):
     assert found["exit"]["status"] == 75 and found["smoke"]["after"] is None
 
 
+@pytest.mark.slow
 def test_the_command_exits_3_when_the_loss_rises(tiny_config, tmp_path, monkeypatch, capsys):
     """A learning rate that ruins the student, but leaves every figure finite."""
     tiny_config.optim.learning_rate, tiny_config.optim.warmup_steps = 0.3, 0
