@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import cases
 from scipy.special import log_softmax, logsumexp
 
 from kdjax.config import DIVERGENCES
@@ -119,7 +120,7 @@ def oracle(spec, k, student):
 
 
 @pytest.mark.parametrize("k", [1, 5, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("temperature", "alpha"), [(1.0, 0.0), (2.0, 0.3)])
+@pytest.mark.parametrize(("temperature", "alpha"), cases((2.0, 0.3), slow=[(1.0, 0.0)]))
 def test_fewer_ids_are_the_merged_outcomes_in_float64(k, temperature, alpha):
     spec = spec_of(temperature, alpha)
     h, w = (np.asarray(x, np.float64) for x in hidden_states()[:2])

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exporting import a_student, assert_same, corrupted, left_in, load, logits_of, short
+from quick import cases
 
 import kdjax
 from kdjax.errors import UserError
@@ -92,7 +93,7 @@ def test_unquantized_exports_come_back_as_rounding_gives_them(kind, dtype, stude
 
 @pytest.mark.parametrize(
     "dtype, error",
-    [("q8_0", 0.01), ("q6_k", 0.02), ("q5_0", 0.06), ("q4_k_m", 0.09), ("q4_0", 0.12)],
+    cases(("q4_k_m", 0.09), slow=[("q8_0", 0.01), ("q6_k", 0.02), ("q5_0", 0.06), ("q4_0", 0.12)]),
 )
 def test_quantized_exports_lose_what_their_type_loses(dtype, error, student, exported):
     out, report = exported("gguf", dtype)
@@ -139,7 +140,9 @@ def small_tokenizer(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("case", ["qwen2_untied", "qwen2_yarn", "qwen3", "llama", "llama_scaled"])
+@pytest.mark.parametrize(
+    "case", cases("qwen3", "llama_scaled", slow=["qwen2_untied", "qwen2_yarn", "llama"])
+)
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_every_family_and_rope_comes_back(case, kind, small_tokenizer, tmp_path):
     """Through GGUF a Llama's rows are interleaved and its scaling becomes divisors."""

@@ -15,6 +15,7 @@ from kdjax.device.placement import Placement
 from kdjax.losses import kd as losses
 from kdjax.models import decoder, kernels, weights
 
+WIDE = (6, 4864), (3, 8960), (2, 18944)
 INTERPRET = jax.default_backend() != "gpu"
 
 
@@ -67,7 +68,9 @@ def test_a_logit_that_is_not_a_number_reaches_the_sums():
     assert np.isnan(found.teacher_soft[1, 0]) and np.isfinite(found.teacher_soft[0, 0])
 
 
-@pytest.mark.parametrize("shape", [(6, 4864), (3, 8960), (5, 200), (2, 18944)])
+@pytest.mark.parametrize(
+    "shape", [(5, 200), *(pytest.param(s, marks=pytest.mark.slow) for s in WIDE)]
+)
 def test_gated_and_rounded_equals_the_definition(shape):
     """Within one float8 step, 1/8: bf16 comes between in the definition, and not in the kernel."""
     rng = np.random.default_rng(7)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import cases
 
 from kdjax.commands import plan as command
 from kdjax.commands.parsing import apply_environment
@@ -162,8 +163,8 @@ def test_the_plan_names_every_byte_of_the_7b_pair(pairs):
 @pytest.mark.parametrize(
     ("backend", "moment_dtype"),
     [
-        ("dequant", "float32"),
         ("q4k", "bfloat16"),
+        pytest.param("dequant", "float32", marks=pytest.mark.slow),
         pytest.param("q4k", "float32", marks=pytest.mark.slow),
     ],
 )
@@ -227,7 +228,7 @@ def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "chunk"), [(135, 16384), (60, 4096), (43, 1024), (None, 1024)]
+    ("gigabytes", "chunk"), cases((60, 4096), slow=[(135, 16384), (43, 1024), (None, 1024)])
 )
 def test_auto_takes_the_widest_chunks_that_fit(pairs, gigabytes, chunk):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
@@ -359,7 +360,9 @@ def test_a_wrong_value_does_not_allow_it(renamed):
         apply_environment(renamed, {"KDJAX_ALLOW_DEGENERATE_KD": "yes"})
 
 
-@pytest.mark.parametrize("name", ["output_norm.weight", "blk.2.ffn_down.weight", "output.weight"])
+@pytest.mark.parametrize(
+    "name", cases("blk.2.ffn_down.weight", slow=["output_norm.weight", "output.weight"])
+)
 def test_one_number_makes_a_difference(renamed, tmp_path, name):
     table, tensors = open_table(renamed.teacher.path), []
     for key in table:

@@ -426,13 +426,10 @@ print(min(faults[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 @pytest.mark.parametrize(
-    ("own", "kept"),
-    [
-        ({}, True),
-        pytest.param({"MALLOC_MMAP_THRESHOLD_": "131072"}, False, marks=pytest.mark.slow),
-    ],
+    ("own", "kept"), [({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072"}, False)]
 )
 def test_temporaries_of_the_next_step_on_a_cpu_are_those_of_the_last(tmp_path, own, kept):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import cases
 from scipy.special import log_softmax
 from toy_teacher import next_id_teacher
 
@@ -82,8 +83,7 @@ def test_fields_are_the_same_bytes_and_numbers(name, rng):
     "kind",
     [
         "mixed",
-        "BF16",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama", "tied", "Q5_0")),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("BF16", "llama", "tied", "Q5_0")),
     ],
 )
 def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_path, kind):
@@ -155,7 +155,7 @@ def test_packed_on_a_mesh_equals_one_device(deep):
     np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", cases("packed", slow=[w for w in WEIGHTS if w != "packed"]))
 # Untied and tied.
 @pytest.mark.parametrize("which", ["teacher", pytest.param("student", marks=pytest.mark.slow)])
 def test_truncated_is_the_first_columns(models, weights, which):
