@@ -65,7 +65,7 @@ def copied(path, folder):
 
 
 @pytest.mark.parametrize("kind", EXPORTS)
-@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize("dtype", cases("f32", slow=["f16", "bf16"]))
 def test_unquantized_exports_come_back_as_rounding_gives_them(kind, dtype, student, exported):
     """To the bit in f32; in f16 and bf16 as rounding gives them, and the report says how far."""
     out, report = exported(kind, dtype)

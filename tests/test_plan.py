@@ -205,14 +205,16 @@ def test_auto_prefers_speed_then_room(pairs):
 
 @pytest.mark.parametrize(
     ("gigabytes", "teacher", "remat"),
-    [
-        (135, "dequant", "none"),
+    cases(
         (38, "q4k", "none"),
         (26.5, "q4k", "dots"),
-        (26, "q4k", "full"),
-        (20, "q4k", "full"),
-        (None, "dequant", "full"),
-    ],
+        slow=[
+            (135, "dequant", "none"),
+            (26, "q4k", "full"),
+            (20, "q4k", "full"),
+            (None, "dequant", "full"),
+        ],
+    ),
 )
 def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)

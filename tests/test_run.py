@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import make_tiny_config, start_over
+from quick import cases
 
 from kdjax import config as config_module
 from kdjax.commands import train as main
@@ -148,13 +149,11 @@ def test_hooks_are_called_in_order(tiny_config, tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
+    cases(
         ("optim.learning_rate", 5e-4),
-        ("train.steps", 12),
         ("data.seq_len", 16),
-        ("train.seed", 1),
-        ("loss.alpha", 0.5),
-    ],
+        slow=[("train.steps", 12), ("train.seed", 1), ("loss.alpha", 0.5)],
+    ),
 )
 def test_a_changed_config_is_not_resumed(stopped, field, value):
     config, workdir = stopped
