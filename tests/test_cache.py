@@ -276,7 +276,7 @@ def test_the_teacher_is_not_loaded(run, tmp_path, kind):
 
 @pytest.mark.slow
 def test_microbatches_and_meshes_change_nothing(run, tmp_path):
-    changes = dict(mesh__data=8, train__batch_size=16, train__steps=2)
+    changes = dict(mesh__data=8, train__batch_size=16, train__steps=2, optim__warmup_steps=1)
     config = with_cache(run[0], make(run, "topk", 8), **changes)
     want = curve(config, tmp_path / "one")
     other = dict(train__microbatches=2, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
