@@ -170,6 +170,7 @@ def test_domains_are_merged_once(pair, mesh):
     assert "kl_ts" not in figures["all"]["overall"]
 
 
+@pytest.mark.slow
 def test_a_model_against_itself_differs_in_nothing(models, mesh, tmp_path):
     """Packed weights are the dequantized ones, to the last bit."""
     target, teacher = (open_target(f"{models}/teacher.gguf@{form}") for form in ("dequant", "q4k"))

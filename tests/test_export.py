@@ -366,6 +366,7 @@ def test_input_that_cannot_be_exported(student, tmp_path):
     assert not left_in(tmp_path)
 
 
+@pytest.mark.slow
 def test_apr_takes_k_blocks_where_rows_are_whole(models, tmp_path):
     report = export_apr(load(models / "teacher.gguf"), tmp_path / "a.apr", dtype="q4_k_m")
     assert report.types.keys() == {"F32", "Q4_K", "Q6_K"} and report.error < 0.02

@@ -150,6 +150,7 @@ def test_what_it_costs_on_a_random_model(plain, lean):
     assert 0 < kl.mean() < 0.01 * np.var(p)
 
 
+@pytest.mark.slow
 def test_safetensors_give_the_same_teacher(models, tmp_path, monkeypatch):
     """The student's folder in float32 and its own GGUF: one row's scale and all, bit for bit."""
     from kdjax.export import export_hf

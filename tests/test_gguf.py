@@ -336,6 +336,7 @@ def test_truncated_data_names_the_tensor_and_the_bytes(tmp_path):
     assert "download the file again" in message
 
 
+@pytest.mark.slow
 def test_truncation_at_every_byte(tmp_path, rng):
     path = tmp_path / "x.gguf"
     write_gguf(path, METADATA, [("t", "Q8_0", (2, 32), random_blocks(rng, "Q8_0", 2, 1.0))])
@@ -357,6 +358,7 @@ def test_strings_that_are_no_text_fail_when_read(tmp_path):
 # ---- speed, hash, missing files
 
 
+@pytest.mark.slow
 def test_a_152k_vocabulary_opens_in_under_300_ms(tmp_path):
     tokens = [f"Ġtoken{index}" for index in range(152_064)]
     merges = [f"Ġto ken{index}" for index in range(151_387)]

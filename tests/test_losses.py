@@ -335,6 +335,7 @@ def test_bf16_logits_are_widened_before_anything_else():
     np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_any_leading_axes():
     s, t, labels = case(15, shape=(2, 3, 4))
     loss = KDLoss(temperature=2.0, alpha=0.3)
@@ -529,6 +530,7 @@ def test_evaluation_sums_match_the_oracle():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_gradient_reaches_the_teacher_in_either_precision():
     """In 2 precisions, neither its hidden states nor its head get a gradient other than 0."""
     rng, spec = np.random.default_rng(1), HeadSpec(KDLoss(temperature=2.0, alpha=0.3), 8, 8, 6)

@@ -140,6 +140,7 @@ def test_documents_of_a_row_do_not_see_each_other():
     chex.assert_tree_all_finite(together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [7, 16, 21])
 def test_blockwise_attention_equals_one_block(monkeypatch, length):
     keys = jax.random.split(jax.random.key(0), 3)

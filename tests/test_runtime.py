@@ -381,6 +381,7 @@ print(json.dumps({"started": import_started or xla_bridge.backends_are_initializ
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "own", "allocator", "fraction", "preallocate"),
     [
