@@ -493,6 +493,17 @@ def test_each_step_is_delivered_once_in_order_one_late():
         assert first.steps == second.steps == list(range(1, total + 1))
 
 
+def test_a_delivery_starts_nothing_on_the_device():
+    """What it started would run behind the step in flight, and the host would wait for both."""
+    listener, asked = Listener(), []
+    delivery = _Delivery([listener], constant_rate)
+    delivery._schedule = lambda step: asked.append(int(step)) or constant_rate(step)
+    delivery.push(1, RAW, {})
+    assert asked == [0] and listener.steps == []
+    delivery.flush()
+    assert asked == [0] and listener.steps == [1]
+
+
 def test_a_stop_is_known_before_the_next_step_ends():
     """Asked for at any of 10 steps, by one of two hooks; the other still sees every step."""
     for stop_at, at in itertools.product(range(1, 10 + 1), (0, 1)):

@@ -23,22 +23,23 @@ class _Delivery:
 
     def __init__(self, hooks: Sequence[Hook], schedule: Callable[[Any], Any]):
         self._hooks, self._schedule = hooks, jax.jit(schedule)
-        self._pending: tuple[int, StepMetrics, Mapping[str, np.ndarray]] | None = None
+        self._pending: tuple[int, StepMetrics, jax.Array, Mapping[str, np.ndarray]] | None = None
         self._last = time.perf_counter()
         self.stop = False
 
     def push(self, step: int, metrics: StepMetrics, batch: Mapping[str, np.ndarray]) -> None:
         """Delivers the previous step and keeps this one."""
+        # Asked for now: behind the next step a program would make the host wait for that step.
+        rate = self._schedule(jnp.int32(step - 1))
         self.flush()
-        self._pending = step, metrics, batch
+        self._pending = step, metrics, rate, batch
 
     def flush(self) -> None:
         """Delivers what is pending; waits for that step."""
         if self._pending is None:
             return
-        (step, metrics, batch), self._pending = self._pending, None
-        rate = float(self._schedule(jnp.int32(step - 1)))
-        figures = metrics.means() | {"learning_rate": rate}
+        (step, metrics, rate, batch), self._pending = self._pending, None
+        figures = metrics.means() | {"learning_rate": float(rate)}
         now = time.perf_counter()
         record = StepRecord(step, figures, now - self._last, batch)
         self._last = now
