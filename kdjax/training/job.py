@@ -25,7 +25,6 @@ from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import UserError
 from kdjax.formats.saved import saved_run
-from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
@@ -35,7 +34,7 @@ from kdjax.training import optim
 from kdjax.training.pair import Pair, open_pair
 from kdjax.training.plan import Plan, choose_plan, count_step_flops, replace_settings
 from kdjax.training.saving import Checkpoints, check_same_run
-from kdjax.training.step import Step, StepSpec, TrainState
+from kdjax.training.step import Step, TrainState, make_step
 from kdjax.training.teachers import (
     CachedHidden,
     CachedTopK,
@@ -322,19 +321,14 @@ def build_step(
     )
     functions, shapes = functional(pair.student.spec, compute)
     settings = optim.OptimSpec(total_steps=config.train.steps, **dataclasses.asdict(config.optim))
-    head = HeadSpec(
+    step = make_step(
+        Model(functions, shapes, pair.student.spec.vocab_size, placement=placement),
+        teacher,
         KDLoss(config.loss.divergence, config.loss.temperature, config.loss.alpha),
-        pair.vocabulary.width,
-        pair.vocabulary.real,
-        config.loss.chunk_tokens,
-        placement.kernels,
-    )
-    spec = StepSpec(
-        student=functions,
-        teacher=teacher and teacher.functions,
-        kind=kind,
-        head=head,
-        tx=optim.optimizer(settings),
+        optim.optimizer(settings),
         microbatches=config.train.microbatches,
+        chunk_tokens=config.loss.chunk_tokens,
+        kind=kind,
+        vocabulary=pair.vocabulary,
     )
-    return teacher, Step(spec, shapes, placement), optim.schedule(settings)
+    return teacher, step, optim.schedule(settings)

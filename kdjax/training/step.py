@@ -33,7 +33,7 @@ from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.models.model import Model
-from kdjax.training.pair import share_vocabulary
+from kdjax.training.pair import Vocabulary, share_vocabulary
 from kdjax.training.teachers import Dense, NoTeacher, RunningTeacher, TeacherKind
 
 # tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
@@ -268,11 +268,13 @@ def make_step(
     microbatches: int = 1,
     chunk_tokens: int = 1024,
     kind: TeacherKind | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Step:
     """The step that teaches `student` what `teacher` predicts; nothing compiles before its call.
 
     `chunk_tokens` positions have logits at a time. `kind` says how the teacher reaches the loss
     (default: it runs beside the student; without one the text alone trains, and alpha must be 1).
+    `vocabulary` is that of models already proven to fit; the student's parameters may be shapes.
     Raises `UserError` for models whose vocabularies do not agree, for devices that are not the
     same, and for a student whose weights cannot be trained.
 
@@ -290,7 +292,7 @@ def make_step(
             f"the student {student.source} holds {', '.join(sorted(odd))} weights, which no "
             'gradient reaches. Load it with dtype="float32" and weights="dense".'
         )
-    vocabulary = share_vocabulary(student, teacher)
+    vocabulary = vocabulary or share_vocabulary(student, teacher)
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
     spec = StepSpec(
         student=student.functions,
