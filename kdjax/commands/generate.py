@@ -14,11 +14,9 @@ import jax
 
 from kdjax.commands.parsing import Parser
 from kdjax.device import runtime, sharding
-from kdjax.device.placement import Placement
 from kdjax.errors import FINISHED, reporting
-from kdjax.models.checkpoint import Form, open_checkpoint
+from kdjax.evaluation.target import open_target
 from kdjax.models.decoding import Sampling
-from kdjax.models.model import load_model
 
 
 class Stream:
@@ -53,9 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--tokenizer", default="", metavar="PATH", help="instead of the model's own")
     args = parser.parse_args(argv)
     runtime.configure()
-    form = Form.parse(args.model)
-    checkpoint = open_checkpoint(form.path, student=args.student, tokenizer=args.tokenizer)
-    tokenizer = checkpoint.tokenizer
+    target = open_target(args.model, args.student, args.tokenizer)
+    tokenizer = target.checkpoint.tokenizer
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
         text = tokenizer.render([{"role": "user", "content": text}], answer_next=True)
@@ -69,8 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         seed=args.seed,
     )
     sampling.check()
-    placement = Placement.on(sharding.make_mesh(1, 1, 1, jax.local_devices()[:1]))
-    model = load_model(checkpoint, weights=form.weights, dtype=form.dtype, placement=placement)
-    model.generate([text], sampling, on_text=Stream())
+    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    target.load(mesh).generate([text], sampling, on_text=Stream())
     print()
     return FINISHED

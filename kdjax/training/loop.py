@@ -14,7 +14,7 @@ from kdjax.training.heldout import held_out
 from kdjax.training.hooks import Action, Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
-from kdjax.training.saving import Checkpoints, check_fresh
+from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.training.step import StepMetrics, TrainState
 
 
@@ -61,9 +61,7 @@ def train(
     raised passes through, after every hook's `train_end("failed", error)`. Raises `UserError` for
     a smoke run over a checkpoint.
     """
-    if job.config.smoke.steps:
-        check_fresh(checkpoints.latest(), job.workdir)
-    if checkpoints.latest() == job.config.train.steps:
+    if is_finished(checkpoints.latest(), job.config, job.workdir):
         return "finished"
     state = job.restore(checkpoints)
     run = Run(

@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from kdjax.config import Config
 from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
@@ -155,14 +156,18 @@ def _params_before_training(
     return load
 
 
-def check_fresh(latest: int | None, workdir: Path) -> None:
-    """Raises `UserError` if there is a checkpoint: a smoke run starts from the student's file."""
-    if latest is not None:
+def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
+    """Whether the newest step, None for none, is the run's last: there is nothing to do.
+
+    Raises `UserError` for a smoke run over a checkpoint: it starts from the student's file.
+    """
+    if config.smoke.steps and latest is not None:
         raise UserError(
             f"{workdir} holds a checkpoint at step {latest}; a smoke run (smoke.steps) starts from "
             "the student's own weights and saves nothing. Give it another --workdir, or set "
             "smoke.steps=0 to resume the run."
         )
+    return latest == config.train.steps
 
 
 def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path) -> None:

@@ -11,7 +11,7 @@ from kdjax.device import runtime
 from kdjax.training.hooks import Hook, NonFiniteGuard
 from kdjax.training.job import Job, assemble
 from kdjax.training.loop import train
-from kdjax.training.saving import Checkpoints, check_fresh
+from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.watch import writers
 from kdjax.watch.receipt import Receipt
 from kdjax.watch.report import ReportPage
@@ -47,9 +47,7 @@ def distill(
     devices = runtime.device_summary()
     _log.info("%s", devices)
     with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
-        if config.smoke.steps:
-            check_fresh(checkpoints.latest(), workdir)
-        if checkpoints.latest() == config.train.steps:
+        if is_finished(checkpoints.latest(), config, workdir):
             steps = config.train.steps
             _log.info("%s already holds step %d of %d: nothing to do.", workdir, steps, steps)
             return "finished"
