@@ -195,6 +195,24 @@ def _is_stack(table: TensorTable, path: tuple[str, ...]) -> bool:
     return path[0] == "blocks" and not isinstance(table, SavedTable)
 
 
+def _fill(
+    table: TensorTable,
+    tensors: list[str],
+    stack: Any,
+    mesh: Mesh,
+    reading: Callable[[str], _Reading],
+) -> Any:
+    """The weight that tensors become: a stack's layers in order, or one tensor if it is None.
+
+    `reading` gives each tensor's `_Reading` by its name.
+    """
+    if stack is None:
+        return _read(_to_device(table, tensors[0], mesh), reading(tensors[0]))
+    for layer, name in enumerate(tensors):
+        stack = _store(stack, _to_device(table, name, mesh), jnp.int32(layer), reading(name))
+    return stack
+
+
 def _load_dense(
     table: TensorTable,
     sources: list[str],
@@ -208,12 +226,10 @@ def _load_dense(
     def reading(name: str) -> _Reading:
         return _Reading(_decode, place, table.info(name).dtype, heads, jnp.dtype(leaf.dtype))
 
-    if not _is_stack(table, path):
-        return _read(_to_device(table, sources[0], mesh), reading(sources[0]))
-    stack = jnp.zeros(leaf.shape, leaf.dtype, device=place)
-    for layer, name in enumerate(sources):
-        stack = _store(stack, _to_device(table, name, mesh), jnp.int32(layer), reading(name))
-    return stack
+    stack = None
+    if _is_stack(table, path):
+        stack = jnp.zeros(leaf.shape, leaf.dtype, device=place)
+    return _fill(table, sources, stack, mesh, reading)
 
 
 def _load_scaled(
@@ -230,15 +246,13 @@ def _load_scaled(
     def reading(name: str) -> _Reading:
         return _Reading(_scale, place, table.info(name).dtype, heads)
 
-    if not _is_stack(table, path):
-        return _read(_to_device(table, sources[0], mesh), reading(sources[0]))
-    stack = Scaled(
-        jnp.zeros(leaf.shape, FP8, device=place.values),
-        jnp.zeros(leaf.shape[:-1], jnp.float32, device=place.scale),
-    )
-    for layer, name in enumerate(sources):
-        stack = _store(stack, _to_device(table, name, mesh), jnp.int32(layer), reading(name))
-    return stack
+    stack = None
+    if _is_stack(table, path):
+        stack = Scaled(
+            jnp.zeros(leaf.shape, FP8, device=place.values),
+            jnp.zeros(leaf.shape[:-1], jnp.float32, device=place.scale),
+        )
+    return _fill(table, sources, stack, mesh, reading)
 
 
 def _load_packed(
@@ -256,15 +270,13 @@ def _load_packed(
         shapes = [(*lead, *field.shape) for field in first]
         place = tuple(_field_sharding(path, shape, len(lead), mesh) for shape in shapes)
         reading = _Reading(_split, place, block, heads)
-        if not lead:
-            fields = _read(_to_device(table, members[0], mesh), reading)
-            return Packed(fields, block, leaf.dtype)
-        fields = tuple(
-            jnp.zeros(shape, field.dtype, device=p)
-            for shape, field, p in zip(shapes, first, place, strict=True)
-        )
-        for slot, name in enumerate(members):
-            fields = _store(fields, _to_device(table, name, mesh), jnp.int32(slot), reading)
+        fields = None
+        if lead:
+            fields = tuple(
+                jnp.zeros(shape, field.dtype, device=p)
+                for shape, field, p in zip(shapes, first, place, strict=True)
+            )
+        fields = _fill(table, members, fields, mesh, lambda _: reading)
         return Packed(fields, block, leaf.dtype)
 
     types = [table.info(name).dtype for name in sources]
