@@ -220,7 +220,7 @@ class CachedTopK(TeacherKind):
     logit_bytes: ClassVar[int] = 0
     loss: ClassVar[Callable[..., Any]] = staticmethod(cached_head_loss)
     evaluation: ClassVar[Callable[..., Any]] = staticmethod(cached_head_evaluation)
-    k: int = 0  # ids a position; 0: as the cache says
+    k: int = 0  # ids a position
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
         return 0
