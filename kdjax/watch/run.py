@@ -1,5 +1,6 @@
 """A whole run: assembled from its config, trained, and watched."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import jax
 from kdjax.config import Config, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import runtime
+from kdjax.formats.locks import LOCK, locking
 from kdjax.training.hooks import Hook, NonFiniteGuard
 from kdjax.training.job import Job, assemble
 from kdjax.training.loop import train
@@ -32,7 +34,8 @@ def distill(
 
     A run that was stopped goes on from its newest checkpoint. `batches` replaces the batches of
     the config's text, which stays what is held out. `verdict` judges a smoke run (`smoke.steps`).
-    Raises `UserError` for what cannot run and `NonFiniteError` for a loss that became NaN.
+    Raises `UserError` for what cannot run, `LockedError` among them if another process trains in
+    `workdir`, and `NonFiniteError` for a loss that became NaN.
 
         config = kdjax.Config()
         config.teacher.path, config.student.path = "teacher.gguf", "student.gguf"
@@ -46,7 +49,10 @@ def distill(
         _log.info("%s", line)
     devices = runtime.device_summary()
     _log.info("%s", devices)
-    with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:  # of several processes the first holds the workdir for all
+            held.enter_context(locking(workdir / LOCK, "give another --workdir"))
+        checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         if is_finished(checkpoints.latest(), config, workdir):
             steps = config.train.steps
             _log.info("%s already holds step %d of %d: nothing to do.", workdir, steps, steps)

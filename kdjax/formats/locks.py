@@ -1,0 +1,80 @@
+"""Locks on folders, which the kernel releases when their holder dies, however it dies."""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from kdjax.errors import UserError
+
+_log = logging.getLogger("kdjax")
+
+LOCK = ".lock"  # the name of a folder's lock file
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a disk without locks answers
+
+
+class LockedError(UserError):
+    """Another process works there; the message says which."""
+
+
+@contextlib.contextmanager
+def locking(path: Path, otherwise: str) -> Iterator[bool]:
+    """Holds the lock file `path` for the block, and removes it afterwards.
+
+    Yields False where the disk knows no locks. Raises `LockedError`, naming the process that holds
+    it; `otherwise` says what to do instead of waiting for that one.
+    """
+    descriptor = None
+    while descriptor is None:
+        descriptor, held = _try_lock(path, otherwise)
+    try:
+        yield held
+    finally:
+        with contextlib.suppress(OSError):  # the folder may be gone, or not writable any more
+            path.unlink()
+        os.close(descriptor)
+
+
+def _try_lock(path: Path, otherwise: str) -> tuple[int | None, bool]:
+    """The open file and whether it is locked; no file if its last holder removed it meanwhile."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(path, descriptor):
+            os.close(descriptor)
+            return None, False
+        since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        holder = f"process {os.getpid()} on {platform.node()}, since {since}"
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name
+            os.truncate(descriptor, 0)
+            os.write(descriptor, holder.encode())
+        return descriptor, True
+    except BlockingIOError:
+        holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
+        os.close(descriptor)
+        raise LockedError(
+            f"{path.parent} is in use by {holder}. Wait until it ends, stop it, or {otherwise}."
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(descriptor)
+            raise
+        _log.warning(
+            "%s: its disk knows no locks (%s); two processes at once would damage what is there",
+            path.parent,
+            error.strerror,
+        )
+        return descriptor, False
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether that open file is the one that `path` names."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
