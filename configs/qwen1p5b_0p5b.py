@@ -12,10 +12,6 @@ rates end farther away: docs/results.md.
 from kdjax.config import Config, tiny
 from kdjax.errors import UserError
 
-_TEXT = (
-    "in a clone of kdjax: python3 -m scripts.corpus.installed corpus "
-    "--train=jax,flax,transformers,stdlib --heldout=optax,orbax"
-)
 _RANDOM = "in a clone of kdjax: python3 -m scripts.bench.random_gguf"
 
 # What brings each file that is named below.
@@ -28,8 +24,6 @@ DOWNLOADS = {
         "hf download Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF "
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --local-dir models"
     ),
-    "corpus/train": _TEXT,
-    "corpus/heldout": _TEXT,
     "runs/tiny/teacher.gguf": f"{_RANDOM} --shape=tiny-teacher --out=runs/tiny/teacher.gguf",
     "runs/tiny/student.gguf": f"{_RANDOM} --shape=tiny-student --out=runs/tiny/student.gguf",
 }
@@ -42,7 +36,8 @@ def get_config(kind: str = "") -> Config:
     config = Config()
     config.teacher.path = "models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
     config.student.path = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-    config.data.train, config.data.heldout = "corpus/train", "corpus/heldout"
+    config.data.train = "python:stdlib,jax,flax,transformers"
+    config.data.heldout = "python:optax,orbax"
     config.data.seq_len = 1024
     config.loss.temperature, config.loss.alpha = 1.0, 0.0
     config.optim.learning_rate, config.optim.final_learning_rate = 1e-5, 1e-6

@@ -42,7 +42,7 @@ class StudentConfig:
 class DataConfig:
     """Text, packed once into rows of `seq_len` positions."""
 
-    train: str = ""  # folders, globs, files (text, .jsonl, .parquet), joined by commas
+    train: str = ""  # folders, globs, files (text, .jsonl, .parquet), by commas; python:jax,flax
     heldout: str = ""  # as `train`; empty: `heldout_fraction` of the documents, by content hash
     heldout_fraction: float = 0.02  # of the documents, if `heldout` is empty
     seq_len: int = 1024  # positions a row; at most the context of both models
@@ -258,7 +258,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "student.init": _choice("checkpoint", "random"),
     "student.head": _choice("auto", "tied", "untied"),
     "student.remat": _choice("auto", "none", "dots", "full"),
-    "data.train": (bool, "set: directories, globs or files, joined by commas"),
+    "data.train": (bool, "set: directories, globs or files, joined by commas, or python:PACKAGES"),
     "data.heldout_fraction": ((lambda v: 0 < v < 1), "above 0 and below 1"),
     "data.seq_len": ((lambda v: v >= 2), "2 or more"),
     "data.max_segments": ((lambda v: 1 <= v <= 4096), "between 1 and 4096"),

@@ -13,6 +13,7 @@ import pytest
 from kdjax import config as config_module
 from kdjax.commands import cli, parsing
 from kdjax.config import Config, flatten, validate
+from kdjax.data.text import find_files
 from kdjax.errors import (
     BAD_INPUT,
     CHECK_FAILED,
@@ -216,17 +217,24 @@ def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tm
         repository = f"Qwen/Qwen2.5-Coder-{size.upper()}-Instruct-GGUF"
         assert f".path=models/{file}\n" in printed
         assert f"    hf download {repository} {file} --local-dir models\n" in printed
-    both = "--config.data.train=corpus/train, --config.data.heldout=corpus/heldout\n"
-    assert both in printed and printed.count("scripts.corpus.installed") == 1
+    assert "--config.data" not in printed  # the packages of the text come with kdjax
     assert not list(tmp_path.iterdir())
-    printed = error_of(capsys, "plan", "--config=qwen7b_0p5b", "--config.student.path=mine.gguf")
+    text = "--config.data.train=text", "--config.data.heldout=text"
+    printed = error_of(capsys, "train", "--config=qwen7b_0p5b", *text)
+    assert f"{', '.join(text)}\n    text: no file found" in printed
+    printed = error_of(
+        capsys, "plan", "--config=qwen7b_0p5b", *text, "--config.student.path=mine.gguf"
+    )
     assert "--config.student.path=mine.gguf\n    mine.gguf: found no such file" in printed
-    assert "corpus" not in printed
-    (tmp_path / "corpus").mkdir()
-    for name in ("train", "heldout"):
-        (tmp_path / "corpus" / name).mkdir()
-        (tmp_path / "corpus" / name / "a.py").write_text("a = 1\n")
-    assert "corpus" not in error_of(capsys, "train", "--config=qwen7b_0p5b")
+    assert "data" not in printed
+
+
+def test_the_text_of_the_shipped_configs_is_there(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("qwen7b_0p5b", "qwen1p5b_0p5b"):
+        data = parsing.load_config(name)[0].data
+        train, heldout = find_files(data.train), find_files(data.heldout)
+        assert len(train) > 1000 and len(heldout) > 100 and not set(train) & set(heldout)
 
 
 # --- documents and the wheel --------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """From text to batches: tokenizer, documents, packed rows, split, position; all by hand."""
 
 import dataclasses
+import importlib
+import importlib.metadata
 import itertools
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from kdjax.data import pipeline, rows, text
+from kdjax.data.installed import package_versions
 from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_table
@@ -124,6 +128,86 @@ def test_files_of_patterns(tmp_path):
     assert [p.name for p in text.find_files(str(tmp_path / "skip.bin"))] == ["skip.bin"]
     with pytest.raises(MissingFileError, match=r"nothing/\*\.py: no file found"):
         text.find_files(f"{tmp_path}/nothing/*.py")
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Where packages `alpha` and `beta` are installed, and how to have them elsewhere."""
+
+    def install(*folders):
+        for name, folder in zip(("alpha", "beta"), folders, strict=True):
+            files = {"__init__": "raise SystemExit('imported')", "z": "z = 1", "sub/a": "a = 2"}
+            files |= {"tests/t": "t = 1", "empty": " \n", "table": "x" * 200_001}
+            for file, content in files.items():
+                path = tmp_path / folder / name / f"{file}.py"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(f"{content}  # {name}" if content.strip() else content)
+            (tmp_path / folder / name / "latin.py").write_bytes(b"# \xe9")
+            (tmp_path / folder / name / "notes.txt").write_text("no source")
+        monkeypatch.setattr(sys, "path", [str(tmp_path / f) for f in folders] + sys.path)
+        return [tmp_path / f for f in folders]
+
+    return install
+
+
+def test_packages_are_text(packages, tmp_path):
+    site, _ = packages("site", "site")
+    (site / "one.py").write_text("one = 1\n")
+    names = ["__init__.py", "sub/a.py", "z.py"]
+    beta, alpha = ([site / package / name for name in names] for package in ("beta", "alpha"))
+    assert text.find_files("python:beta,alpha") == beta + alpha  # in the order given
+    assert text.find_files("python:one, python:alpha,one") == [site / "one.py", *alpha]
+    (tmp_path / "a.txt").write_text("x")
+    assert text.find_files(f"{tmp_path}/*.txt,python:alpha") == [tmp_path / "a.txt", *alpha]
+
+
+def test_the_standard_library_is_text_without_tests_and_packages_of_others():
+    files = text.find_files("python:stdlib")
+    root = Path(json.__file__).parents[1]
+    inside = [path.relative_to(root).parts for path in files]
+    assert {("argparse.py",), ("json", "decoder.py")} <= set(inside)
+    assert len(files) > 400 and inside == sorted(inside)
+    assert not {"test", "site-packages", "dist-packages"} & {parts[0] for parts in inside}
+    assert set(text.find_files("python:json")) < set(files)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ("python:no_such_package", "python:no_such_package: found no installed package"),
+        ("python:jaxx", r"Did you mean python:jax\?"),
+        ("python:json.decoder", "python:json.decoder: found no installed package"),
+        ("python:_json", "python:_json: found the package, but no Python source"),
+        ("python:jax,corpus/train", "python:corpus/train: .* come before python:"),
+        ("python:", "no text was named"),
+    ],
+)
+def test_packages_that_are_not_there_are_named(patterns, message):
+    with pytest.raises(MissingFileError, match=message):
+        text.find_files(patterns)
+
+
+def test_rows_of_packages_do_not_depend_on_where_they_lie(tokenizer, tmp_path, packages):
+    keys, order = set(), set()
+    for folders in (("a", "b"), ("d", "c")):  # by path alone, beta would come first in the second
+        assert packages(*folders)
+        importlib.invalidate_caches()
+        made = prepare(tmp_path, tokenizer, "python:alpha,beta", heldout="python:beta")
+        keys.add(made.key)
+        order.add(made.train.tokens.tobytes())
+        # All of beta is held out, although it is named for training too.
+        assert [made.info[side]["documents"] for side in ("train", "heldout")] == [3, 3]
+    assert len(keys) == len(order) == 1
+
+
+def test_versions_of_packages(monkeypatch):
+    import jax
+
+    versions = package_versions(["stdlib", "json", "jax", "orbax"])
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert versions["stdlib"] == versions["json"] == python
+    assert versions["jax"] == jax.__version__
+    assert versions["orbax"] == importlib.metadata.version("orbax-checkpoint")
 
 
 def chat(*turns):

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,7 +26,7 @@ from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import provenance, receipt
 from kdjax.watch.run import make_hooks
-from kdjax.watch.verify import _CHECKS, verify
+from kdjax.watch.verify import _CHECKS, _Recheck, verify
 
 
 class Probe(Hook):
@@ -336,6 +338,22 @@ def test_a_changed_input_is_found(finished, copied, tmp_path, what, monkeypatch)
     finally:
         path.write_bytes(kept)
     assert verify(copied)
+
+
+def test_packages_keep_their_names_and_versions(copied, models, tmp_path):
+    config = make_tiny_config(models, tmp_path)
+    config.data.train, config.data.heldout = "corpus,python:stdlib,jax", "python:optax"
+    edit(copied, lambda r: r.update(config=dataclasses.asdict(config), cwd="/from/here"))
+    read = _Recheck(copied).config.data
+    assert read.train == "/from/here/corpus,python:stdlib,jax"
+    assert read.heldout == "python:optax"
+    assert receipt._describe_sources(config) == {
+        "data.train": [
+            f"python:stdlib=={platform.python_version()}",
+            f"python:jax=={jax.__version__}",
+        ],
+        "data.heldout": [f"python:optax=={importlib.metadata.version('optax')}"],
+    }
 
 
 def test_a_missing_checkpoint_is_found(copied):

@@ -4,10 +4,12 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kdjax.data.installed import source_files
 from kdjax.errors import MissingFileError, UserError
 from kdjax.models.tokenizer import Tokenizer
 
@@ -23,6 +25,7 @@ TEXT_SUFFIXES = frozenset((
 # fmt: on
 TABLE_SUFFIXES = frozenset((".jsonl", ".parquet"))
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
+_PYTHON = re.compile(r"(?:^|,)\s*python:")
 
 
 class Document(NamedTuple):
@@ -48,13 +51,28 @@ class Document(NamedTuple):
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()
 
 
+def split_sources(text: str) -> tuple[list[str], list[str]]:
+    """`"corpus,*.md,python:jax,flax"` as the patterns of files and the packages named last."""
+    found = _PYTHON.search(text)
+    paths, packages = (text[: found.start()], text[found.end() :]) if found else (text, "")
+    packages = _PYTHON.sub(",", packages)
+    return _split(paths), _split(packages)
+
+
+def _split(text: str) -> list[str]:
+    return [part for part in map(str.strip, text.split(",")) if part]
+
+
 def find_files(patterns: str) -> list[Path]:
     """Files of comma-separated directories, globs and names, sorted, each once.
 
-    Raises `MissingFileError` naming the first pattern that matches nothing.
+    `python:NAMES` at the end stands for the source files of installed packages, in the order of
+    their names there (`installed.source_files`), wherever this machine keeps them. Raises
+    `MissingFileError` naming the first pattern that matches nothing.
     """
     files: set[Path] = set()
-    for pattern in filter(None, (p.strip() for p in patterns.split(","))):
+    paths, packages = split_sources(patterns)
+    for pattern in paths:
         expanded = os.path.expanduser(pattern)
         matches = sorted(glob.glob(expanded, recursive=True)) or [expanded]
         matched: set[Path] = set()
@@ -66,9 +84,10 @@ def find_files(patterns: str) -> list[Path]:
                 "'src/**/*.py', or a .txt, .jsonl or .parquet file."
             )
         files |= matched
-    if not files:
+    installed = [path for package in packages for path in source_files(package)]
+    if not files and not installed:
         raise MissingFileError("no text was named: set data.train to directories, globs or files.")
-    return sorted(files)
+    return list(dict.fromkeys([*sorted(files), *installed]))
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from kdjax import __version__
+from kdjax.config import Config
+from kdjax.data.installed import package_versions
 from kdjax.data.rows import packed_hash
+from kdjax.data.text import split_sources
 from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import RECEIPT, saved_params
@@ -205,7 +208,18 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
         # Bytes on each device, as planned.
         "plan": plan and {name: getattr(plan, name) for name in _PLAN},
         "data": {"rows": job.rows.key, "folder": str(rows), "packed_sha256": None},
+        "sources": _describe_sources(job.config),
     }
+
+
+def _describe_sources(config: Config) -> dict[str, list[str]]:
+    """What the paths of the config stand for that their names do not say: `python:jax==0.10.2`."""
+    sources = {}
+    for side in ("train", "heldout"):
+        packages = split_sources(getattr(config.data, side))[1]
+        versions = package_versions(packages).items()
+        sources[f"data.{side}"] = [f"python:{name}=={version}" for name, version in versions]
+    return {field: named for field, named in sources.items() if named}
 
 
 def _describe_platform(devices: Devices) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kdjax.config import Config, identity
 from kdjax.data.rows import packed_hash, rows_key
+from kdjax.data.text import split_sources
 from kdjax.errors import CheckError, UserError
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
@@ -95,14 +96,17 @@ class _Recheck:
         sections = {name: type(default)(**nested[name]) for name, default in vars(Config()).items()}
         config = Config(**sections)
         for section, name in (
-            (config.data, "train"),
-            (config.data, "heldout"),
             (config.data, "tokenizer"),
             (config.student, "path"),
             (config.teacher, "path"),
         ):
-            paths = filter(None, map(str.strip, getattr(section, name).split(",")))
-            setattr(section, name, ",".join(resolve_path(self.receipt, path) for path in paths))
+            if path := getattr(section, name):
+                setattr(section, name, resolve_path(self.receipt, path))
+        for side in ("train", "heldout"):
+            paths, packages = split_sources(getattr(config.data, side))
+            paths = [resolve_path(self.receipt, path) for path in paths]
+            paths += [f"python:{','.join(packages)}"] if packages else []
+            setattr(config.data, side, ",".join(paths))
         return config
 
     def end(self) -> str:

@@ -1,0 +1,86 @@
+"""The Python source of installed packages: text that a fresh machine already has."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kdjax.errors import MissingFileError, suggest
+
+STANDARD_LIBRARY = "stdlib"
+LARGEST = 200_000  # bytes; beyond it files are mostly generated tables
+# Other people's packages, and tests: who packaged a standard library decides whether it has any.
+_SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
+
+
+def source_files(package: str) -> list[Path]:
+    """The Python files of an installed package, in the order of their paths within it.
+
+    "stdlib" is the standard library. Tests and files that are empty, larger than 200 kB or not
+    UTF-8 are left out. The package is not imported. Raises `MissingFileError` if there is none.
+    """
+    files = [path for root in _find_roots(package) for path in _walk(root)]
+    if not files:
+        raise MissingFileError(
+            f"python:{package}: found the package, but no Python source in it; expected one that "
+            "is not compiled. Name another."
+        )
+    return files
+
+
+def package_versions(packages: Sequence[str]) -> dict[str, str]:
+    """The version of each installed package; that of the running Python for what comes with it."""
+    python = platform.python_version()
+    versions = {}
+    for package in packages:
+        names = _distributions().get(package, [])
+        mine = ", ".join(importlib.metadata.version(name) for name in sorted(set(names)))
+        versions[package] = mine or (python if _is_standard(package) else "unknown")
+    return versions
+
+
+def _is_standard(package: str) -> bool:
+    return package == STANDARD_LIBRARY or package in sys.stdlib_module_names
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(importlib.metadata.packages_distributions())
+
+
+def _find_roots(package: str) -> list[Path]:
+    """The folders of a package, or the one file of a module."""
+    if package == STANDARD_LIBRARY:
+        return [Path(sysconfig.get_path("stdlib"))]
+    try:
+        # A dotted name would import its parent.
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        hint = suggest(package, [STANDARD_LIBRARY, *_distributions()], "python:")
+        raise MissingFileError(
+            f"python:{package}: found no installed package of that name; expected one that this "
+            f"Python imports, or python:{STANDARD_LIBRARY}.{hint} Install it, or name another; "
+            "folders and files of text come before python:, as in FOLDER,python:jax,flax."
+        )
+    if spec.submodule_search_locations:
+        return [Path(folder) for folder in spec.submodule_search_locations]
+    return [Path(spec.origin)] if spec.has_location and spec.origin else []
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    paths = sorted(root.rglob("*.py")) if root.is_dir() else [root]
+    for path in paths:
+        skipped = path != root and not _SKIPPED.isdisjoint(path.relative_to(root).parts)
+        if path.suffix == ".py" and not skipped and path.stat().st_size <= LARGEST:
+            try:
+                text = path.read_bytes().decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            if text.strip():
+                yield path
