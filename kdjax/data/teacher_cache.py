@@ -268,5 +268,9 @@ def open_cache(folder: Path, expected: CacheSpec) -> TeacherCache:
             f"{folder}: {len(damaged)} shards are not as they were written:\n  {lines}\n"
             f"Write these again: `{_MAKE.format(folder)}`"
         )
-    canonical = json.dumps(index, sort_keys=True).encode()
-    return TeacherCache(folder, spec, hashlib.sha256(canonical).hexdigest())
+    return TeacherCache(folder, spec, hash_index(index))
+
+
+def hash_index(index: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of an index: of the whole cache, whose shards' hashes it holds."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()

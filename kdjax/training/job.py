@@ -15,16 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kdjax.config import Config, identity
+from kdjax.config import Config, flatten, identity
 from kdjax.data import pipeline
 from kdjax.data.pipeline import BatchSource, TextSource
-from kdjax.data.rows import RowSet, RowSettings, prepare_rows
-from kdjax.data.teacher_cache import CacheSpec, TeacherCache, open_cache, read_index
+from kdjax.data.rows import RowSet, RowSettings, prepare_rows, rows_key
+from kdjax.data.teacher_cache import CacheSpec, TeacherCache, hash_index, open_cache, read_index
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
-from kdjax.errors import UserError
-from kdjax.formats.saved import saved_run
+from kdjax.errors import MissingFileError, UserError
+from kdjax.formats.saved import read_receipt, saved_run
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
@@ -46,6 +46,15 @@ from kdjax.training.teachers import (
 )
 
 _log = logging.getLogger("kdjax")
+
+_PATHS = (  # fields of the config whose contents are compared instead of what they say
+    "teacher.path",
+    "teacher.cache",
+    "student.path",
+    "data.train",
+    "data.heldout",
+    "data.tokenizer",
+)
 
 
 @dataclasses.dataclass
@@ -74,10 +83,14 @@ class Job:
         latest = checkpoints.latest()
         if latest is None:
             return self.make_state()
-        record = saved_run(self.workdir, latest)
-        check_same_run(record["identity"], self.identity, self.workdir)
-        self.source.set_state(record["data"])
+        self.source.set_state(self.read_record(latest)["data"])
         return checkpoints.restore(latest, self.step.abstract, self.step.shardings)
+
+    def read_record(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state; raises `UserError` if it is of another run."""
+        record = saved_run(self.workdir, step)
+        check_same_run(record["identity"], self.identity, self.workdir)
+        return record
 
     def make_state(self) -> TrainState:
         """The state before the first step: the student's file, or random weights of its shapes."""
@@ -246,10 +259,7 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
     rows = prepare(config, pair.tokenizer)
     _log.info("rows: %s", rows.info)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
-        hashes = {
-            f"{side}.sha256": checkpoint and pool.submit(lambda c=checkpoint: c.sha256)
-            for side, checkpoint in (("teacher", pair.teacher), ("student", pair.student))
-        }
+        hashed = pool.submit(_hash_models, pair)
         cache = None
         if isinstance(plan.kind, CachedHidden | CachedTopK):
             assert pair.teacher is not None  # as `validate` asks
@@ -257,7 +267,6 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
             cache = open_cache(Path(config.teacher.cache), spec)
             _log.info("%s", cache)
         teacher, step, schedule = build_step(config, pair, placement, plan.kind)
-    hashed = {name: future and future.result() for name, future in hashes.items()}
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
     source = source or text_source(config, rows, cache)
     return Job(
@@ -270,10 +279,45 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
         kind=plan.kind,
         schedule=schedule,
         source=source,
-        identity=identity(config) | hashed | made_of,
+        identity=identity(config) | hashed.result() | made_of,
         plan=plan,
         cache=cache,
     )
+
+
+def _hash_models(pair: Pair) -> dict[str, str | None]:
+    sides = ("teacher", pair.teacher), ("student", pair.student)
+    return {f"{side}.sha256": checkpoint and checkpoint.sha256 for side, checkpoint in sides}
+
+
+def check_finished(config: Config, workdir: Path) -> None:
+    """Raises `UserError` unless the finished run in `workdir` is the one of `config`.
+
+    Loads nothing: models and text are hashed where they are. A file that is gone since is taken as
+    unchanged if the run's receipt has the same path.
+    """
+    saved = saved_run(workdir, config.train.steps)["identity"]
+    current = identity(config)
+    try:
+        current |= _hash_inputs(config)
+    except MissingFileError:
+        then, now = flatten((read_receipt(workdir) or {}).get("config", {})), flatten(config)
+        moved = [name for name in _PATHS if now[name] != then.get(name)]
+        if not then:
+            raise
+        saved = {name: value for name, value in saved.items() if name in current}
+        saved |= {name: then.get(name) for name in moved}
+        current |= {name: now[name] for name in moved}
+    check_same_run(saved, current, workdir)
+
+
+def _hash_inputs(config: Config) -> dict[str, Any]:
+    """What `assemble` adds to the identity of a run, from the files alone."""
+    pair = open_pair(config)
+    made_of: dict[str, Any] = {"data.rows": rows_key(row_settings(config, pair.tokenizer))}
+    if config.teacher.cache:
+        made_of["teacher.cache"] = hash_index(read_index(Path(config.teacher.cache))[1])
+    return made_of | _hash_models(pair)
 
 
 def text_source(config: Config, rows: RowSet, cache: TeacherCache | None) -> TextSource:

@@ -59,9 +59,10 @@ def train(
     A run that already finished returns at once. A smoke run (`smoke.steps`) takes the first steps
     of the same run, evaluates before and after, and saves nothing. Hooks may raise; whatever is
     raised passes through, after every hook's `train_end("failed", error)`. Raises `UserError` for
-    a smoke run over a checkpoint.
+    a smoke run over a checkpoint, and for the checkpoint of another run.
     """
     if is_finished(checkpoints.latest(), job.config, job.workdir):
+        job.read_record(job.config.train.steps)
         return "finished"
     state = job.restore(checkpoints)
     run = Run(

@@ -180,7 +180,7 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path
     ]
     if differences:
         raise UserError(
-            f"{workdir} holds a checkpoint of another run; resuming it would mix the two:\n  "
+            f"{workdir} holds a checkpoint of another run, which this one would not continue:\n  "
             + "\n  ".join(differences)
             + "\nRestore these values, or give a new --workdir."
         )

@@ -11,7 +11,7 @@ from kdjax.data.pipeline import BatchSource
 from kdjax.device import runtime
 from kdjax.formats.locks import LOCK, locking
 from kdjax.training.hooks import Hook, NonFiniteGuard
-from kdjax.training.job import Job, assemble
+from kdjax.training.job import Job, assemble, check_finished
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.watch import writers
@@ -54,6 +54,7 @@ def distill(
             held.enter_context(locking(workdir / LOCK, "give another --workdir"))
         checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         if is_finished(checkpoints.latest(), config, workdir):
+            check_finished(config, workdir)
             steps = config.train.steps
             _log.info("%s already holds step %d of %d: nothing to do.", workdir, steps, steps)
             return "finished"
