@@ -29,6 +29,7 @@ from kdjax.export import (
 )
 from kdjax.formats import open_table
 from kdjax.formats.gguf_writer import write_gguf
+from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from scripts.bench.synthetic import byte_alphabet
 
@@ -141,7 +142,10 @@ def small_tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", cases("qwen3", "llama_scaled", slow=["qwen2_untied", "qwen2_yarn", "llama"])
+    "case",
+    cases(
+        "qwen3", "llama_scaled", slow=["qwen2_untied", "qwen2_yarn", "qwen2_yarn_mscale", "llama"]
+    ),
 )
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_every_family_and_rope_comes_back(case, kind, small_tokenizer, tmp_path):
@@ -154,6 +158,18 @@ def test_every_family_and_rope_comes_back(case, kind, small_tokenizer, tmp_path)
     assert_same(again.params, model.params)
     want = logits_of(model)[..., :142]
     np.testing.assert_allclose(logits_of(again), want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_gguf_cannot_tell_is_exported_otherwise_or_not_at_all(small_tokenizer, tmp_path):
+    cases = {"llama_gelu": "hidden_act 'gelu'; expected silu", "qwen2_yarn_whole": "truncate=false"}
+    for case, message in cases.items():
+        model = load(GOLDENS / case)
+        source = open_checkpoint(GOLDENS / case, tokenizer=str(small_tokenizer))
+        model = model.replace(checkpoint=source)
+        with pytest.raises(UserError, match=f"{message}.*Export --format=hf"):
+            EXPORTS["gguf"](model, tmp_path / "a.gguf")
+        EXPORTS["apr"](model, tmp_path / f"{case}.apr")
+        assert spec_from_table(open_table(tmp_path / f"{case}.apr")) == model.spec
 
 
 def test_shards_and_their_index_read_back(student, tmp_path):

@@ -1,6 +1,9 @@
 """The decoder against Transformers' own outputs, committed as goldens; shapes, NaNs, attention."""
 
 import functools
+import importlib.util
+import json
+import re
 from pathlib import Path
 
 import chex
@@ -8,16 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
+import transformers
 from flax import nnx
+from transformers.modeling_rope_utils import RopeParameters
 
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.models import attention, weights
-from kdjax.models.arch import spec_from_table
+from kdjax.models import attention, fields, weights
+from kdjax.models.arch import ACTIVATIONS, rope_frequencies, spec_from_table
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
 from kdjax.models.loading import load_params
+from scripts.checks import make_goldens
 
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(p.parent.name for p in GOLDENS.glob("*/expected.npz"))
@@ -62,9 +69,7 @@ def test_every_layer_and_the_logits_equal_transformers(case):
 
 
 def test_goldens_cover_every_family_and_rope_kind():
-    assert {"qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3", "llama", "llama_scaled"} <= set(
-        CASES
-    )
+    assert set(CASES) == set(make_goldens.CASES)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
@@ -185,6 +190,118 @@ def test_random_initialisation_has_the_shapes_of_loading():
     weight = np.asarray(model.blocks.mlp.gate.weight[...])
     assert abs(weight.std() - 0.02) < 0.002
     assert not np.allclose(weight[0], weight[1])  # every layer its own draw
+
+
+def test_every_activation_equals_transformers():
+    goldens = json.loads((GOLDENS / "activations.json").read_text())
+    assert set(goldens) == set(ACTIVATIONS)
+    for name, wanted in goldens.items():
+        got = ACTIVATIONS[name](jnp.asarray(make_goldens.POINTS))
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_an_activation_that_the_float8_kernel_lacks_is_computed_without_it():
+    """The kernel gates by silu; on a CPU it would not even run."""
+    rng = np.random.default_rng(0)
+    draw = [jnp.asarray(rng.normal(0, 0.1, (64, 32)), jnp.float32) for _ in range(2)]
+    scaled = [weights.Scaled(*weights.quantize_rows(w), kernels=True) for w in draw]
+    x = jnp.asarray(rng.normal(0, 1, (4, 32)), jnp.float32)
+    rounded = weights.Rounded(*weights.quantize_rows(x), x.dtype)
+    got = weights.gate_rows(rounded, *scaled, ACTIVATIONS["gelu"])
+    gate, up = (np.asarray(x @ w.T) for w in draw)
+    wanted = gate * scipy.special.ndtr(gate) * up
+    assert relative(got, wanted) < 0.1
+
+
+def test_every_rope_equals_transformers():
+    """Factors, truncation, mscale and others, whose effect on logits is 0.2 to 0.85."""
+    goldens = json.loads((GOLDENS / "ropes.json").read_text())
+    assert len(goldens) == 2 * len(make_goldens.ROPES)
+    for golden in goldens:
+        table = headed(**golden["config"])
+        inverse, factor = rope_frequencies(spec_from_table(table))
+        np.testing.assert_allclose(inverse, golden["inverse"], rtol=1e-5, err_msg=str(golden))
+        assert factor == pytest.approx(golden["factor"], rel=1e-6), golden
+
+
+def headed(**config):
+    """A checkpoint with this config.json."""
+    table = open_table(GOLDENS / "qwen2_tied")
+    table.metadata = config  # type: ignore[assignment]
+    return table
+
+
+QWEN2 = json.loads((GOLDENS / "qwen2_tied" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+def test_every_field_that_transformers_has_is_known(family):
+    """Its config's own fields and all that its modelling reads; a new one fails here."""
+    config = getattr(transformers, f"{family}Config")()
+    known = fields.COMPUTED | fields.WITHOUT_EFFECT | set(fields.NEUTRAL)
+    public = {name for name in vars(config) if not name.startswith("_")}
+    assert set(config.to_dict()) | public <= known
+    assert set(RopeParameters.__annotations__) <= (
+        fields.ROPE_COMPUTED | fields.ROPE_WITHOUT_EFFECT | set(fields.ROPE_NEUTRAL)
+    )
+    spec_from_table(headed(**config.to_dict()))
+    package = importlib.util.find_spec(f"transformers.models.{family.lower()}")
+    source = Path(package.origin).with_name(f"modeling_{family.lower()}.py").read_text()
+    read = set(re.findall(r"\bconfig\.(\w+)", source)) & known
+    # Padding starts at zero, dropout trains, kernels compute the same; windows need their switch.
+    harmless = {"pad_token_id", "attention_dropout", "_attn_implementation", "sliding_window"}
+    assert "hidden_act" in read and not (read & fields.WITHOUT_EFFECT) - harmless
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "xielu"}, "hidden_act 'xielu'; expected one of silu, swish, gelu"),
+        ({"hidden_act": ["silu"]}, r"hidden_act \"\['silu'\]\""),
+        ({"mlp_bias": True}, "mlp_bias=True: expected False"),
+        ({"use_sliding_window": True}, "use_sliding_window=True: expected False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "expected full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: expected 1.0"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map=.*: expected None"),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0: unknown\n.*can be deleted from config.json"),
+        ({"is_causal": False}, "is_causal=False: expected True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "curve": 1}}, "rotary curve=1"),
+        ({"rope_scaling": {"partial_rotary_factor": 0.25}}, "rotary partial_rotary_factor=0.25"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "found no 'factor'"),
+        ({"rope_scaling": "yarn"}, "found rotary parameters 'yarn'; expected an object"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not one of"),
+        ({"hidden_size": "wide"}, "found 'wide' as 'hidden_size'; expected a number above 0"),
+        ({"rms_norm_eps": 0}, "found '0' as 'rms_norm_eps'"),
+    ],
+)
+def test_a_field_that_is_not_computed_is_refused(changes, message):
+    spec_from_table(headed(**QWEN2))
+    with pytest.raises(UserError, match=message):
+        spec_from_table(headed(**QWEN2 | changes))
+
+
+def test_fields_that_change_nothing_are_accepted():
+    nothing = {"some_new_switch": None, "pruned_heads": {}, "use_mrope": False, "temperature": 0.7}
+    assert spec_from_table(headed(**QWEN2 | nothing)) == spec_from_table(headed(**QWEN2))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("logit_scale", 0.5),
+        ("rope.dimension_count", 4),
+        ("rope.scaling.yarn_ext_factor", 0.0),
+        ("attention.causal", False),
+    ],
+)
+def test_a_gguf_header_that_asks_for_more_is_refused(models, monkeypatch, key, value):
+    table = open_table(models / "student.gguf")
+    spec_from_table(table)
+    family = table.metadata["general.architecture"]
+    changed = dict(table.metadata) | {f"{family}.{key}": value}
+    monkeypatch.setattr(table, "metadata", changed)
+    with pytest.raises(UserError, match=rf"{family}\.{re.escape(key)}={value}: expected"):
+        spec_from_table(table)
 
 
 def test_unknown_family_is_named():

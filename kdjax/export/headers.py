@@ -8,13 +8,20 @@ llama.cpp's gguf-py/gguf/constants.py.
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from kdjax.errors import UserError
 from kdjax.export.vocabulary import is_empty
 from kdjax.formats import TensorTable
 from kdjax.formats.apr.metadata import INTEGERS, NEOX, TOKENIZER
-from kdjax.models.arch import ArchSpec, RopeScaling, rope_frequencies
+from kdjax.models.arch import (
+    ACTIVATIONS,
+    ArchSpec,
+    RopeScaling,
+    rope_frequencies,
+    yarn_attention_factor,
+)
 from kdjax.models.families import FAMILIES
 from kdjax.models.loading import is_gguf
 
@@ -64,7 +71,7 @@ def _published_llama3(spec: ArchSpec, scaling: RopeScaling) -> RopeScaling:
     return named
 
 
-def _rope_parameters(spec: ArchSpec) -> dict[str, Any] | None:
+def rope_parameters(spec: ArchSpec) -> dict[str, Any] | None:
     """`rope_scaling` of config.json."""
     scaling = spec.rope_scaling
     if scaling is None:
@@ -79,8 +86,7 @@ def _rope_parameters(spec: ArchSpec) -> dict[str, Any] | None:
         config["high_freq_factor"] = scaling.high_freq_factor
     if scaling.kind == "yarn":
         config |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-        if scaling.attention_factor is not None:
-            config["attention_factor"] = scaling.attention_factor
+        config |= {"attention_factor": scaling.attention_factor, "truncate": scaling.truncate}
     return config
 
 
@@ -108,7 +114,7 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     config = {
         "architectures": [FAMILIES[spec.family].hf_architecture],
         "model_type": spec.family,
-        "hidden_act": "silu",
+        "hidden_act": spec.activation,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
@@ -116,7 +122,7 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
         **shape,
         **ids,
     }
-    if scaling := _rope_parameters(spec):
+    if scaling := rope_parameters(spec):
         config["rope_scaling"] = scaling
     own = {
         "use_sliding_window": False,
@@ -133,7 +139,18 @@ def _short(value: float) -> float:
 
 
 def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
-    """The architecture as GGUF key-values."""
+    """The architecture as GGUF key-values; raises `UserError` for one that GGUF cannot tell."""
+    scaling = spec.rope_scaling
+    if ACTIVATIONS[spec.activation] is not jax.nn.silu:
+        raise UserError(
+            f"found a model with hidden_act {spec.activation!r}; expected silu, which llama.cpp "
+            f"computes in every {spec.family} model. Export --format=hf."
+        )
+    if scaling is not None and not scaling.truncate:
+        raise UserError(
+            "found yarn with truncate=false; expected whole dimensions, which llama.cpp computes. "
+            "Export --format=hf."
+        )
     values: dict[str, Any] = {
         "block_count": spec.num_layers,
         "context_length": spec.max_positions,
@@ -148,11 +165,17 @@ def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
         values |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
     own = {"rope.dimension_count": spec.head_dim, "vocab_size": spec.vocab_size}
     values |= {key: own[key] for key in FAMILIES[spec.family].gguf_keys}
-    scaling = spec.rope_scaling
     if scaling is not None and scaling.kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
-        if scaling.original_positions:
-            values["rope.scaling.original_context_length"] = scaling.original_positions
+    if scaling is not None and scaling.kind == "yarn":
+        # llama.cpp multiplies yarn's own factor by `attn_factor`.
+        own = yarn_attention_factor(scaling.factor)
+        values |= {
+            "rope.scaling.original_context_length": scaling.original_positions,
+            "rope.scaling.attn_factor": float(scaling.attention_factor / own),
+            "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
+            "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
+        }
     return {f"{spec.family}.{key}": value for key, value in values.items()}
 
 
@@ -192,6 +215,7 @@ def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[st
         "rms_norm_eps": spec.rms_eps,
         "tie_word_embeddings": spec.tied,
         "attention_bias": spec.o_bias,
+        "hidden_act": spec.activation,
     }
 
 
@@ -199,7 +223,7 @@ def apr_metadata(spec: ArchSpec, name: str, tokenizer: dict[str, Any]) -> dict[s
     """Metadata of an `.apr` file; `tokenizer` as GGUF key-values."""
     metadata = apr_architecture(spec, name, "kdjax")
     metadata |= {"rope_theta": _short(spec.rope_theta), "rms_norm_eps": _short(spec.rms_eps)}
-    if scaling := _rope_parameters(spec):
+    if scaling := rope_parameters(spec):
         metadata["rope_scaling"] = scaling
     parts = {key: tokenizer.get(name) for key, name in TOKENIZER.items()}
     return metadata | {key: as_json(value) for key, value in parts.items() if value is not None}

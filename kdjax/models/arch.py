@@ -6,17 +6,39 @@ modeling_rope_utils.py; llama.cpp's gguf-py/gguf/constants.py for the GGUF keys.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import Array
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.apr.metadata import NEOX, ROPE_TYPE
 from kdjax.formats.blocks import decode
 from kdjax.models.families import FAMILIES, Family
+from kdjax.models.fields import check_fields, check_gguf_fields
+
+_gelu = functools.partial(jax.nn.gelu, approximate=False)
+_gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+# What an MLP may apply to its gate, by Transformers' names (activations.py).
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": _gelu,
+    "gelu_python": _gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_accurate": _gelu_tanh,
+    "gelu_python_tanh": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jax.nn.relu(x) ** 2,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +56,8 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None
+    attention_factor: float = 1.0  # on cos and sin
+    truncate: bool = True  # yarn's ramp begins and ends at whole dimensions
     divisors: tuple[float, ...] = ()
 
 
@@ -58,6 +81,7 @@ class ArchSpec:
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before rope (Qwen3)
     rope_scaling: RopeScaling | None = None
+    activation: str = "silu"  # a key of `ACTIVATIONS`
 
     def parameters(self) -> int:
         """Number of weights, the head counted once if tied."""
@@ -113,15 +137,19 @@ def _yarn(inverse: np.ndarray, spec: ArchSpec, scaling: RopeScaling) -> tuple[np
         turns = math.log(scaling.original_positions / (rotations * 2 * math.pi))
         return spec.head_dim * turns / (2 * math.log(spec.rope_theta))
 
-    low = max(math.floor(boundary(scaling.beta_fast)), 0)
-    high = min(math.ceil(boundary(scaling.beta_slow)), spec.head_dim - 1)
-    ramp = (np.arange(spec.head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
-    keep = 1 - np.clip(ramp, 0, 1)
+    low, high = boundary(scaling.beta_fast), boundary(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    width = high - low if high != low else 1e-3
+    keep = 1 - np.clip((np.arange(spec.head_dim // 2, dtype=np.float32) - low) / width, 0, 1)
     frequencies = inverse / scaling.factor * (1 - keep) + inverse * keep
-    factor = scaling.attention_factor
-    if factor is None:
-        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-    return frequencies.astype(np.float32), float(factor)
+    return frequencies.astype(np.float32), scaling.attention_factor
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """What yarn multiplies cos and sin by when contexts grow `factor` times."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def spec_from_table(table: TensorTable) -> ArchSpec:
@@ -158,6 +186,9 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
             f"{table.paths[0]}: no tensor token_embd.weight; this is not a whole model."
         )
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
+    check_gguf_fields(
+        meta, family, int(key("attention.key_length", hidden // heads)), table.paths[0]
+    )
     return ArchSpec(
         family=family,
         vocab_size=table.info("token_embd.weight").shape[0],
@@ -187,55 +218,81 @@ def _gguf_scaling(table: TensorTable, family: str) -> RopeScaling | None:
     kind = meta.get(f"{family}.rope.scaling.type", "none")
     if kind == "none":
         return None
-    factor = float(meta.get(f"{family}.rope.scaling.factor", 1.0))
-    original = int(meta.get(f"{family}.rope.scaling.original_context_length", 0))
     if kind not in ("linear", "yarn"):
         raise UserError(
             f"{table.paths[0]}: rope scaling {kind!r} is not one of none, linear, yarn."
         )
-    return RopeScaling(kind, factor=factor, original_positions=original)
+
+    def number(name: str, default: float) -> float:
+        return float(meta.get(f"{family}.rope.scaling.{name}", default))
+
+    factor = number("factor", 1.0)
+    original = int(number("original_context_length", 0.0))
+    if kind == "linear":
+        return RopeScaling(kind, factor=factor, original_positions=original)
+    return RopeScaling(
+        kind,
+        factor=factor,
+        original_positions=original or int(meta[f"{family}.context_length"]),
+        beta_fast=number("yarn_beta_fast", 32.0),
+        beta_slow=number("yarn_beta_slow", 1.0),
+        attention_factor=number("attn_factor", 1.0) * yarn_attention_factor(factor),
+    )
 
 
 def _from_hf(table: TensorTable) -> ArchSpec:
-    config = table.metadata
+    config, path = table.metadata, table.paths[0]
+    path = path if path.suffix == ".apr" else path.with_name("config.json")
     family = _find_family(config.get("model_type"), table)
     _check_rope_rows(family, table)
+    # Transformers 5 moved rope_theta and rope_scaling into rope_parameters; it prefers the old.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{path}: found rotary parameters {rope!r}; expected an object.")
+    check_fields(config, rope, path)
+    act = str(config.get("hidden_act") or "silu")
+    if act not in ACTIVATIONS:
+        raise UserError(
+            f"{path}: found hidden_act {act!r}; expected one of {', '.join(ACTIVATIONS)}."
+        )
 
-    def key(name: str, default: Any = None) -> Any:
-        value = config.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise UserError(f"{table.paths[0].parent}/config.json has no {name!r}.")
-        return value
+    def count(name: str, default: Any = None) -> int:
+        return int(_read_number(config, name, path, default))
 
-    for name in ("mlp_bias", "use_sliding_window"):
-        if config.get(name):
-            raise UserError(
-                f"{table.paths[0].parent}/config.json sets {name}=true, which this decoder does "
-                "not implement. Use a checkpoint without it."
-            )
-    hidden, heads = int(key("hidden_size")), int(key("num_attention_heads"))
-    # Transformers 5 moved rope_theta and rope_scaling into rope_parameters.
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    def real(name: str, default: Any = None) -> float:
+        return _read_number(config, name, path, default)
+
+    hidden, heads = count("hidden_size"), count("num_attention_heads")
     biased = bool(config.get("attention_bias", False))
     return ArchSpec(
         family=family.name,
-        vocab_size=int(key("vocab_size")),
+        vocab_size=count("vocab_size"),
         hidden_size=hidden,
-        num_layers=int(key("num_hidden_layers")),
+        num_layers=count("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=int(key("num_key_value_heads", heads)),
-        head_dim=int(key("head_dim", family.head_dim or hidden // heads)),
-        mlp_size=int(key("intermediate_size")),
-        max_positions=int(key("max_position_embeddings")),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-        rms_eps=float(key("rms_norm_eps", 1e-6)),
+        num_kv_heads=count("num_key_value_heads", heads),
+        head_dim=count("head_dim", family.head_dim or hidden // heads),
+        mlp_size=count("intermediate_size"),
+        max_positions=count("max_position_embeddings"),
+        rope_theta=_read_number(rope, "rope_theta", path, real("rope_theta", 10000.0)),
+        rms_eps=real("rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias or biased,
         o_bias=biased and not family.qkv_bias,
         qk_norm=family.qk_norm,
-        rope_scaling=_hf_scaling(table, rope),
+        rope_scaling=_hf_scaling(config, rope, path),
+        activation=act,
     )
+
+
+def _read_number(entries: Mapping[str, Any], name: str, path: Path, default: Any = None) -> float:
+    """A number above 0; raises `UserError` for anything else, and where there is no default."""
+    value: Any = entries.get(name)
+    value = default if value is None else value
+    if type(value) in (int, float) and 0 < value < 1e300:
+        return float(value)
+    found = "no" if value is None else f"{str(value)[:60]!r} as"
+    raise UserError(f"{path}: found {found} {name!r}; expected a number above 0.")
 
 
 def _check_rope_rows(family: Family, table: TensorTable) -> None:
@@ -249,25 +306,43 @@ def _check_rope_rows(family: Family, table: TensorTable) -> None:
         )
 
 
-def _hf_scaling(table: TensorTable, rope: Mapping[str, Any]) -> RopeScaling | None:
+def _hf_scaling(
+    config: Mapping[str, Any], rope: Mapping[str, Any], path: Path
+) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
-        raise UserError(
-            f"{table.paths[0].parent}/config.json: rope type {kind!r} is not one of default, "
-            "linear, llama3, yarn."
+        raise UserError(f"{path}: rope type {kind!r} is not one of default, linear, llama3, yarn.")
+
+    def number(name: str, default: Any = None) -> float:
+        return _read_number(rope, name, path, default)
+
+    if kind == "linear":
+        return RopeScaling(kind, factor=number("factor"))
+    context = _read_number(config, "max_position_embeddings", path)
+    original = number("original_max_position_embeddings", context)
+    # An entry of the model's own wins, as in Transformers' `standardize_rope_params`.
+    original = _read_number(config, "original_max_position_embeddings", path, original)
+    if kind == "llama3":
+        return RopeScaling(
+            kind,
+            factor=number("factor"),
+            original_positions=int(original),
+            low_freq_factor=number("low_freq_factor"),
+            high_freq_factor=number("high_freq_factor"),
         )
+    factor = number("factor", context / original)
+    attention = yarn_attention_factor(factor)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention = yarn_attention_factor(factor, number("mscale"))
+        attention /= yarn_attention_factor(factor, number("mscale_all_dim"))
     return RopeScaling(
         kind,
-        factor=float(rope.get("factor", 1.0)),
-        original_positions=int(
-            rope.get("original_max_position_embeddings")
-            or table.metadata.get("max_position_embeddings", 0)
-        ),
-        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=rope.get("attention_factor"),
+        factor=factor,
+        original_positions=int(original),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        attention_factor=number("attention_factor", attention),
+        truncate=bool(rope.get("truncate", True)),
     )

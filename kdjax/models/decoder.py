@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.device.placement import Placement
 from kdjax.models import kernels
-from kdjax.models.arch import ArchSpec, rope_frequencies
+from kdjax.models.arch import ACTIVATIONS, ArchSpec, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
 from kdjax.models.weights import (
     Rounded,
@@ -26,11 +26,11 @@ from kdjax.models.weights import (
     Weight,
     decode_weight,
     from_bits,
+    gate_rows,
     project,
     project_all,
     round_for,
     slice_layers,
-    swiglu,
     unembed,
 )
 
@@ -145,19 +145,20 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """Gated: down(activation(gate(x)) * up(x)), silu in all published models."""
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
         dtype = compute.param_dtype
         self.gate = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
         self.up = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
         self.down = Linear(spec.mlp_size, spec.hidden_size, False, dtype, rngs)
-        self.placement = compute.placement
+        self.activation, self.placement = spec.activation, compute.placement
 
     def __call__(self, rows: Array | Rounded) -> Array:
         """Of rows `[N, width]`."""
+        activation = ACTIVATIONS[self.activation]
         gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
-        return self.down(swiglu(round_for(rows, gate), gate, up, self.placement))
+        return self.down(gate_rows(round_for(rows, gate), gate, up, activation, self.placement))
 
 
 class Block(nnx.Module):

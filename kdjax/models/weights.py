@@ -180,17 +180,21 @@ def project_all(
     return jnp.split(y, np.cumsum([w.shape[0] for w in numbers])[:-1], axis=-1)
 
 
-def swiglu(
-    x: Array | Rounded, gate: Array | Scaled, up: Array | Scaled, placement: Placement | None = None
+def gate_rows(
+    x: Array | Rounded,
+    gate: Array | Scaled,
+    up: Array | Scaled,
+    activation: Callable[[Array], Array],
+    placement: Placement | None = None,
 ) -> Array | Rounded:
-    """silu(x gate^T) * (x up^T), `[N, F]`, for two weights of one kind; float8 if by a kernel."""
+    """activation(x gate^T) * (x up^T), `[N, F]`, for weights of one kind; float8 if by a kernel."""
     match x, gate, up:
-        case Rounded(), Scaled(kernels=True), Scaled():
+        case Rounded(), Scaled(kernels=True), Scaled() if activation is jax.nn.silu:
             unscaled = gate.unscaled(x), up.unscaled(x)
             values, scale = kernels.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
             return Rounded(values, scale, x.dtype)
     to_gate, to_up = project_all(x, (gate, up), placement)
-    product = jax.nn.silu(to_gate) * to_up
+    product = activation(to_gate) * to_up
     # XLA would fuse this product with its rounding to float8, and read both factors twice: at a
     # 7B's width of 18,944 that takes longer than to write the product first.
     return jax.lax.optimization_barrier(product) if isinstance(x, Rounded) else product

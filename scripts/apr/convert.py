@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import UserError, reporting
-from kdjax.export.headers import apr_architecture, as_json, gguf_shape
+from kdjax.export.headers import apr_architecture, as_json, gguf_shape, rope_parameters
 from kdjax.formats.apr.metadata import GGUF_KEY, TOKENIZER
 from kdjax.formats.apr.table import DTYPES, AprTable, verify_footer, write_apr
 from kdjax.formats.files import bad, map_file, replacing
@@ -92,12 +92,8 @@ def _read_header(path: Path, table: GGUFTable) -> bytes:
 
 def _apr_metadata(table: GGUFTable, spec: ArchSpec, header: bytes, size: int) -> dict[str, Any]:
     metadata = apr_architecture(spec, str(table.metadata.get("general.name", "")), "gguf")
-    if scaling := spec.rope_scaling:
-        metadata["rope_scaling"] = {
-            "rope_type": scaling.kind,
-            "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_positions or None,
-        }
+    if scaling := rope_parameters(spec):
+        metadata["rope_scaling"] = scaling
     for key, name in TOKENIZER.items():
         if name in table.metadata:
             metadata[key] = as_json(table.metadata[name])

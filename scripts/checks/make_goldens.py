@@ -3,9 +3,12 @@
     pip install -e '.[parity]' && python -m scripts.checks.make_goldens
 
 Each folder is a Hugging Face checkpoint, and `expected.npz` beside it holds tokens, logits and the
-output of every layer. Remake them when a case is added; never to make a failing test pass.
+output of every layer. `ropes.json` and `activations.json` are those functions alone. Remake them
+when a case is added, at the end of its list; never to make a failing test pass.
 """
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,9 @@ _LLAMA3 = dict(
     original_max_position_embeddings=64,
 )
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+_MSCALE = dict(_YARN, mscale=1.5, mscale_all_dim=0.3)
 
-# name -> (Transformers class prefix, config overrides)
+# name -> (Transformers class prefix, config overrides); a case's place is its seed
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("Qwen2", dict(tie_word_embeddings=True, rope_theta=1e6)),
     "qwen2_untied": ("Qwen2", dict(tie_word_embeddings=False, rope_theta=1e6)),
@@ -39,7 +43,59 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(rope_theta=1e4)),
     "llama_scaled": ("Llama", dict(rope_theta=5e5, rope_scaling=_LLAMA3, attention_bias=True)),
     "llama_linear": ("Llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
+    "qwen2_yarn_whole": ("Qwen2", dict(rope_theta=1e4, rope_scaling=dict(_YARN, truncate=False))),
+    "qwen2_yarn_mscale": ("Qwen2", dict(rope_theta=1e4, rope_scaling=_MSCALE)),
+    "llama_gelu": ("Llama", dict(rope_theta=1e4, hidden_act="gelu")),
 }
+
+# Rotary parameters whose frequencies are kept, beside those of the models.
+ROPES: tuple[dict[str, Any], ...] = (
+    dict(rope_type="default"),
+    dict(rope_type="linear", factor=2.5),
+    _LLAMA3,
+    _YARN,
+    dict(_YARN, truncate=False),
+    dict(_YARN, beta_fast=4.0, beta_slow=2.0),
+    dict(_YARN, beta_fast=1e-3, beta_slow=1e-4, truncate=False),
+    dict(_YARN, attention_factor=0.7),
+    dict(_YARN, attention_factor=0.7, mscale=2.0, mscale_all_dim=1.0),
+    _MSCALE,
+    dict(_YARN, mscale=2.0),
+    dict(_YARN, factor=1.0),
+    dict(_YARN, factor=None),
+)
+POINTS = np.linspace(-6, 6, 25, dtype=np.float32)
+
+
+def rope_goldens() -> list[dict[str, Any]]:
+    """Frequencies `[head_dim / 2]` and factor on cos and sin, for each of `ROPES` and contexts."""
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    goldens = []
+    for parameters in ROPES:
+        # An entry of the model's own wins over `parameters`.
+        for own in ({}, {"original_max_position_embeddings": 64}):
+            given = {**_SMALL, "head_dim": 32, "rope_scaling": parameters, "rope_theta": 1e4, **own}
+            config = transformers.LlamaConfig(**copy.deepcopy(given))  # it changes what it is given
+            kind = parameters["rope_type"]
+            init = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+            compute = ROPE_INIT_FUNCTIONS.get(kind, init.compute_default_rope_parameters)
+            inverse, factor = compute(config)
+            kept = {"config": given | {"model_type": "llama"}, "factor": float(factor)}
+            goldens.append(kept | {"inverse": [float(x) for x in inverse]})
+    return goldens
+
+
+def activation_goldens() -> dict[str, list[float]]:
+    """What each activation that kdjax knows makes of `POINTS`."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers.activations import ACT2FN
+
+    from kdjax.models.arch import ACTIVATIONS
+
+    points = torch.from_numpy(POINTS)
+    return {name: ACT2FN[name](points).tolist() for name in ACTIVATIONS}
 
 
 def build(name: str, seed: int) -> Any:
@@ -92,6 +148,8 @@ def main() -> None:
         tokens = np.random.default_rng(seed).integers(0, 160, (2, 24)).astype(np.int32)
         np.savez_compressed(folder / "expected.npz", **expected(model, tokens))
         print(folder)
+    (GOLDENS / "ropes.json").write_text(json.dumps(rope_goldens(), indent=1))
+    (GOLDENS / "activations.json").write_text(json.dumps(activation_goldens()))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ def _is_bool(value: Any) -> bool:
 
 def _is_rope(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(item, str) if key in ("rope_type", "type") else item is None or _is_real(item)
+        isinstance(item, str)
+        if key in ("rope_type", "type")
+        else item is None or _is_bool(item) or _is_real(item)
         for key, item in value.items()
     )
 
@@ -95,7 +97,7 @@ def _is_text(value: Any) -> bool:
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(INTEGERS, (_is_positive, "a whole number above 0")),
     **dict.fromkeys(_REALS, (_is_real, "a number above 0")),
-    **dict.fromkeys(("architecture", "model_type", *TOKENIZER), (_is_text, "a text")),
+    **dict.fromkeys(("architecture", "model_type", "hidden_act", *TOKENIZER), (_is_text, "a text")),
     **dict.fromkeys((*_SWITCHES, "tokenizer.add_bos_token"), (_is_bool, "true or false")),
     "rope_scaling": (_is_rope, "an object of numbers"),
     "rope_type": (_is_integer, "a whole number"),
@@ -124,7 +126,8 @@ def _read_value(path: Path, stored: Mapping[str, Any], key: str) -> Any:
 def _architecture(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     """What the file itself says, by the names of config.json."""
     config = {INTEGERS[key]: _read_value(path, stored, key) for key in INTEGERS}
-    config |= {key: _read_value(path, stored, key) for key in (*_REALS, *_SWITCHES, "rope_scaling")}
+    others = (*_REALS, *_SWITCHES, "rope_scaling", "hidden_act")
+    config |= {key: _read_value(path, stored, key) for key in others}
     family = _read_value(path, stored, "architecture") or _read_value(path, stored, "model_type")
     # "Qwen2ForCausalLM" is qwen2.
     config["model_type"] = family.lower().removesuffix("forcausallm") if family else None

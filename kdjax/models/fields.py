@@ -1,0 +1,123 @@
+"""What is known of the entries of config.json, in three lists; every other one is refused.
+
+An entry is computed, has no effect on the result, or is refused unless its value means nothing.
+Sources: Transformers' configuration_utils.py, configuration_{qwen2,qwen3,llama}.py and
+modeling_rope_utils.py; the config.json files of published models.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdjax.errors import UserError
+
+# fmt: off
+COMPUTED = frozenset((
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps",
+    "tie_word_embeddings", "attention_bias", "rope_theta", "rope_scaling", "rope_parameters",
+))
+WITHOUT_EFFECT = frozenset((
+    # what wrote the file, and how it is loaded
+    "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path",
+    "name_or_path", "_commit_hash", "torchscript", "use_bfloat16", "tf_legacy_loss", "model_name",
+    "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config",
+    "_attn_implementation_autoset", "attn_implementation", "_attn_implementation",
+    "_experts_implementation", "gradient_checkpointing", "_flash_attn_2_enabled",
+    # of training only
+    "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
+    # what a call returns, and in how many parts it computes
+    "use_cache", "output_hidden_states", "output_attentions", "output_scores", "return_dict",
+    "return_dict_in_generate", "tie_last_hidden_states", "chunk_size_feed_forward",
+    "pretraining_tp",
+    # only read where `use_sliding_window` is true
+    "sliding_window", "max_window_layers",
+    # of classifiers
+    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
+    "task_specific_params", "classifier_dropout",
+    # of generation, and of tokenizers
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "tokenizer_class",
+    "prefix", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "max_length",
+    "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty",
+    "is_decoder",
+))
+# Values that mean nothing, of a list its elements'; None always does.
+NEUTRAL: dict[str, Any] = {
+    "mlp_bias": False, "use_sliding_window": False, "layer_types": "full_attention",
+    "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
+    "tie_encoder_decoder": False, "cross_attention_hidden_size": None, "pruned_heads": {},
+    "per_layer_config": None, "quantization_config": None, "auto_map": None,
+    "partial_rotary_factor": 1.0, "rope_interleaved": False, "use_mrope": False,
+}
+ROPE_COMPUTED = frozenset((
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+    "mscale_all_dim", "truncate",
+))
+# `finetuned` said how a file came about; the two lists are longrope's, which is refused by name.
+ROPE_WITHOUT_EFFECT = frozenset(("finetuned", "short_factor", "long_factor"))
+ROPE_NEUTRAL: dict[str, Any] = {"partial_rotary_factor": 1.0, "mrope_section": None}
+# Of a GGUF header, by its names without the family's.
+GGUF_NEUTRAL: dict[str, Any] = {
+    "expert_count": 0, "logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0,
+    "use_parallel_residual": False, "attention.causal": True, "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0,
+    "rope.scale_linear": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
+}
+# fmt: on
+
+
+def _means_nothing(value: Any, neutral: Any) -> bool:
+    value = np.asarray(value, object)
+    return all(item is None or item == neutral for item in value.ravel().tolist())
+
+
+def _list_problems(
+    entries: Mapping[str, Any], neutral: Mapping[str, Any], known: frozenset[str] = frozenset()
+) -> list[str]:
+    problems = []
+    for name, value in entries.items():
+        if name not in known and not _means_nothing(value, neutral.get(name)):
+            wanted = f"expected {neutral[name]}" if name in neutral else "unknown"
+            problems.append(f"{name}={str(value)[:60]}: {wanted}")
+    return problems
+
+
+def check_fields(config: Mapping[str, Any], rope: Mapping[str, Any], path: Path) -> None:
+    """Raises one `UserError` that lists every entry which may change what the model computes.
+
+    `rope` is the entry of config.json that holds rotary parameters; `path` is named.
+    """
+    # .apr files keep their tokenizer and notes beside the entries of config.json.
+    own = {k: v for k, v in config.items() if not k.startswith(("tokenizer.", "apr."))}
+    problems = _list_problems(own, NEUTRAL, COMPUTED | WITHOUT_EFFECT)
+    rope_problems = _list_problems(rope, ROPE_NEUTRAL, ROPE_COMPUTED | ROPE_WITHOUT_EFFECT)
+    problems += [f"rotary {problem}" for problem in rope_problems]
+    if problems:
+        raise UserError(
+            f"{path} sets what this decoder does not compute:\n  "
+            + "\n  ".join(problems)
+            + "\nUse a checkpoint without it. An unknown entry that changes nothing can be deleted "
+            "from config.json."
+        )
+
+
+def check_gguf_fields(metadata: Mapping[str, Any], family: str, head_dim: int, path: Path) -> None:
+    """As `check_fields` for the key-values of a GGUF header, of which unknown ones are accepted."""
+    whole = {"rope.dimension_count": head_dim, "attention.value_length": head_dim}
+    neutral = GGUF_NEUTRAL | whole
+    named = {name: metadata.get(f"{family}.{name}") for name in neutral}
+    if problems := _list_problems(named, neutral):
+        raise UserError(
+            f"{path} sets what this decoder does not compute:\n  "
+            + "\n  ".join(f"{family}.{problem}" for problem in problems)
+            + "\nUse a file without it."
+        )
