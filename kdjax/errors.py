@@ -5,13 +5,17 @@ mend what a user, a disk or a network has caused: `reporting` prints `error: ...
 """
 
 import difflib
+import errno
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import ParamSpec
 
 FINISHED, UNFORESEEN, BAD_INPUT, SMOKE_FAILED, NOT_FINITE, CHECK_FAILED = 0, 1, 2, 3, 4, 5
 INFERENCE_FAILED, BROKEN = 8, 9
+NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on later
 QUIT = 130  # what a shell reports for SIGINT
 
@@ -25,6 +29,7 @@ STATUSES = {
     CHECK_FAILED: "a file did not read back as it was written, or a receipt does not hold",
     INFERENCE_FAILED: "the model does not run; its pass@k is 0",
     BROKEN: "the model runs and is broken; the evidence is printed",
+    NOT_WRITTEN: "a disk is full or takes no writing; what was saved before is kept",
     INTERRUPTED: "stopped by a signal and saved: the same command goes on from there",
     QUIT: "stopped at once; what was saved before is kept",
 }
@@ -49,6 +54,39 @@ class MissingFileError(UserError, FileNotFoundError):
         return str(self.args[0])
 
 
+# What to do about an error of the system that only writing raises.
+_REMEDIES = {
+    errno.ENOSPC: "Free some space on its disk",
+    errno.EDQUOT: "Free some of your quota there",
+    errno.EFBIG: "Raise the limit of a file's size (`ulimit -f`)",
+    errno.EROFS: "Make that disk writable, or name a folder on another",
+    errno.EIO: "Look at that disk, which fails (`dmesg` says how)",
+}
+_PERMISSION = "Make it writable, or name a folder of yours"
+
+
+class WriteError(UserError, OSError):
+    """A file could not be written: a full disk, a quota, a missing permission, a failing disk."""
+
+    status = NOT_WRITTEN
+
+    def __str__(self) -> str:  # as of MissingFileError
+        return str(self.args[0])
+
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> "WriteError | None":
+        """The error for `path`, or None if what the system said is no matter of the disk."""
+        remedy = _REMEDIES.get(error.errno or 0)
+        if isinstance(error, PermissionError):
+            remedy = _PERMISSION
+        if remedy is None:
+            return None
+        said = os.strerror(error.errno or 0)
+        new = cls(f"{path} cannot be written: {said}. {remedy}, and give the same command again.")
+        new.errno = error.errno
+        return new
+
+
 class CheckError(UserError):
     """Something on the disk is not what was written there, or not what a receipt says."""
 
@@ -67,7 +105,9 @@ def status_of(error: BaseException) -> int:
         return error.status
     if isinstance(error, KeyboardInterrupt):
         return QUIT
-    return BAD_INPUT if isinstance(error, OSError) else UNFORESEEN
+    if isinstance(error, OSError):
+        return NOT_WRITTEN if error.errno in _REMEDIES else BAD_INPUT
+    return UNFORESEEN
 
 
 def print_error(error: BaseException) -> None:

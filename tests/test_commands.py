@@ -18,6 +18,7 @@ from kdjax.errors import (
     BAD_INPUT,
     CHECK_FAILED,
     FINISHED,
+    NOT_WRITTEN,
     QUIT,
     STATUSES,
     CheckError,
@@ -89,7 +90,7 @@ def test_the_old_names_are_the_same_commands(old, name):
         (CheckError("differs"), CHECK_FAILED, "error: differs"),
         (MissingFileError("gone"), BAD_INPUT, "error: gone"),
         (PermissionError(13, "Permission denied", "a/b"), BAD_INPUT, "error: a/b: Permission"),
-        (OSError(28, "No space left on device"), BAD_INPUT, "error: No space left on device"),
+        (OSError(28, "No space left on device"), NOT_WRITTEN, "error: No space left"),
         (KeyboardInterrupt(), QUIT, "stopped"),
     ],
 )

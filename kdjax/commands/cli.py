@@ -6,7 +6,17 @@ import signal
 import sys
 
 from kdjax import __version__
-from kdjax.errors import FINISHED, QUIT, STATUSES, UserError, reporting, suggest
+from kdjax.errors import (
+    FINISHED,
+    NOT_WRITTEN,
+    QUIT,
+    STATUSES,
+    UserError,
+    print_error,
+    reporting,
+    status_of,
+    suggest,
+)
 
 COMMANDS = {
     "train": "train a student from a teacher, or from text alone",
@@ -67,7 +77,12 @@ def run(*command: str) -> None:
     # Transformers, of which kdjax takes tokenizers, would advise every user to install PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     status = main([*command, *sys.argv[1:]])
-    if status == QUIT:  # threads that hash or save are not waited for
+    try:
         sys.stdout.flush()
-        os._exit(QUIT)
+    except OSError as error:  # Python would try once more, and print a traceback
+        print_error(error)
+        os._exit(status or status_of(error))
+    # Threads that hash or save are not waited for, nor is what a failed save left half done.
+    if status in (QUIT, NOT_WRITTEN):
+        os._exit(status)
     sys.exit(status)

@@ -11,7 +11,9 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,14 @@ from kdjax.errors import (
     INFERENCE_FAILED,
     MissingFileError,
     UserError,
+    WriteError,
     reporting,
 )
 from kdjax.evaluation import heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding, Output
 from kdjax.evaluation.target import Target, open_target
+from kdjax.formats.files import make_folder
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model
@@ -64,11 +68,6 @@ def parser() -> Parser:
     add("--max-tokens", type=int, default=768, help="of an answer")
     add("--seed", type=int, default=0, help="of what is drawn at a temperature above 0")
     add("--timeout", type=float, default=sandbox.DEFAULT.wall_seconds, help="seconds a program")
-    add(
-        "--allow-unsandboxed",
-        action="store_true",
-        help="run programs where neither bubblewrap nor namespaces can confine them",
-    )
     add("--batch-size", type=int, default=8, help="rows at a time")
     add("--json", type=Path, help="write everything there, answers too")
     return flags
@@ -119,7 +118,9 @@ def check(args: argparse.Namespace) -> Request:
         if (path := getattr(args, name)) is not None
     }
     if benchmarks:
-        sandbox.check(args.allow_unsandboxed)
+        sandbox.held()
+    if args.json:
+        make_folder(args.json.parent)
     return Request(args, domains, benchmarks, ks, sampling)
 
 
@@ -259,7 +260,6 @@ def _settings(request: Request, form: str, checkpoint: Checkpoint | None) -> pas
         bos=checkpoint.bos if checkpoint else None,
         room=checkpoint.spec.max_positions - args.max_tokens if checkpoint else None,
         limits=dataclasses.replace(sandbox.DEFAULT, wall_seconds=args.timeout),
-        allow_unsandboxed=args.allow_unsandboxed,
     )
 
 
@@ -291,7 +291,19 @@ def main(argv: list[str] | None = None) -> int:
     print(runtime.device_summary(), file=sys.stderr)
     document, status = evaluate(request)
     document = _json_able({**document, "status": status})
-    print(table.text(document))
-    if request.args.json:
-        table.write(request.args.json, document)
+    try:
+        print(table.text(document))
+    finally:  # whatever reads the text
+        if request.args.json:
+            _write(request.args.json, document)
     return status
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    """Writes the document; if that disk is full, where temporary files go: it may hold hours."""
+    try:
+        table.write(path, document)
+    except WriteError as error:
+        aside = Path(tempfile.gettempdir(), f"kdjax-{os.getpid()}-{path.name}")
+        table.write(aside, document)
+        raise WriteError(f"{error} What was measured is in {aside}.") from error

@@ -18,7 +18,16 @@ from ml_collections import config_flags
 from kdjax.config import TEACHER_BACKENDS, Config, flatten, validate
 from kdjax.data.text import find_files
 from kdjax.device import runtime
-from kdjax.errors import BAD_INPUT, FINISHED, QUIT, STATUSES, MissingFileError, UserError, suggest
+from kdjax.errors import (
+    BAD_INPUT,
+    FINISHED,
+    NOT_WRITTEN,
+    QUIT,
+    STATUSES,
+    MissingFileError,
+    UserError,
+    suggest,
+)
 from kdjax.formats import open_shapes
 
 BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
@@ -32,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str | None, *statuses: int, epilog: str = ""):
         """`statuses` are those beside the ones that every command has."""
-        ends = sorted({FINISHED, BAD_INPUT, QUIT, *statuses})
+        ends = sorted({FINISHED, BAD_INPUT, NOT_WRITTEN, QUIT, *statuses})
         lines = "\n".join(f"  {status:>3}  {STATUSES[status]}" for status in ends)
         super().__init__(
             prog=f"kdjax {name}",

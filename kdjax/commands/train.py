@@ -10,7 +10,6 @@ picks a variant of it. The same command resumes a run that was stopped.
 import logging
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 
 from kdjax.commands.parsing import log_to_terminal, parse_run, require_files, run_parser
@@ -24,9 +23,11 @@ from kdjax.errors import (
     SMOKE_FAILED,
     KdjaxError,
     UserError,
+    WriteError,
     print_error,
     reporting,
 )
+from kdjax.formats.files import make_folder
 from kdjax.training.hooks import exit_status
 from kdjax.watch.smoke import Verdict
 
@@ -36,9 +37,9 @@ _log = logging.getLogger("kdjax")
 def open_workdir(workdir: Path) -> Path:
     """Creates the folder; raises `UserError` if nothing can be written there."""
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=workdir):
-            pass
+        make_folder(workdir)
+    except WriteError:
+        raise
     except OSError as error:
         raise UserError(
             f"--workdir={workdir} cannot be written: {error.strerror}. Give a folder you own."

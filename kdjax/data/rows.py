@@ -5,6 +5,7 @@ one another and are cut at the row's end; the next row then starts with the last
 before, so that every id but a document's first is a target exactly once.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,6 +20,7 @@ import numpy as np
 
 from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
+from kdjax.formats.files import writing
 from kdjax.models.tokenizer import Tokenizer
 
 FORMAT = 1  # raise when the same inputs would give other bytes
@@ -145,7 +147,8 @@ class _SideWriter:
     def close(self) -> None:
         """Closes the files, whole or not."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # `finish` says what a disk refuses
+                file.close()
 
 
 def tokenize_documents(
@@ -239,30 +242,33 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
     With `heldout` empty, `heldout_fraction` of the documents is held out, each by the hash of its
     own text: copies of a document land on one side, whatever the order or number of the others.
     With `heldout` given, training leaves out every document that is in it. Raises `UserError` for
-    unreadable, empty or one-sided text; nothing is left behind then.
+    unreadable, empty or one-sided text, `WriteError` for a full disk; nothing is left behind then.
     """
     files = settings.find_files()
     key, row_length = rows_key(settings, files), settings.seq_len + 1
     folder = cache_dir / key
     if (rows := _open_rows(folder, row_length, key)) is not None:
         return rows
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".making-", dir=cache_dir))
-    try:
-        writers = [_SideWriter(aside / side, row_length, settings.max_segments) for side in _SIDES]
-        _pack_sides(writers, settings, files)
-        info = _check_sides(writers, settings)
-        (aside / "meta.json").write_text(json.dumps(info, indent=1))
-        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one: `_open_rows` refused it
+    with writing(folder):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".making-", dir=cache_dir))
+        writers: list[_SideWriter] = []
         try:
-            os.replace(aside, folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first, with the same bytes
-                raise
-    finally:
-        for writer in writers:
-            writer.close()
-        shutil.rmtree(aside, ignore_errors=True)
+            for side in _SIDES:
+                writers.append(_SideWriter(aside / side, row_length, settings.max_segments))
+            _pack_sides(writers, settings, files)
+            info = _check_sides(writers, settings)
+            (aside / "meta.json").write_text(json.dumps(info, indent=1))
+            shutil.rmtree(folder, ignore_errors=True)  # an incomplete one: `_open_rows` refused it
+            try:
+                os.replace(aside, folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first, with the same bytes
+                    raise
+        finally:
+            for writer in writers:
+                writer.close()
+            shutil.rmtree(aside, ignore_errors=True)
     rows = _open_rows(folder, row_length, key)
     assert rows is not None, folder
     return rows

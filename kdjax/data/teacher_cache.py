@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.errors import MissingFileError, UserError
-from kdjax.formats.files import replacing
+from kdjax.errors import MissingFileError, UserError, WriteError
+from kdjax.formats.files import replacing, writing
 
 _log = logging.getLogger("kdjax")
 
@@ -167,9 +167,10 @@ def write(
 
     Each shard is written aside, hashed and renamed, then listed: a writer that is killed continues
     at the first shard that is not listed, or is not as listed. Returns names and SHA-256s. Raises
-    `UserError` for a folder with another cache and for a disk without room.
+    `UserError` for a folder with another cache, `WriteError` for a disk without room.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder / INDEX):
+        folder.mkdir(parents=True, exist_ok=True)
     done = _find_finished(folder, spec)
     shards = {_shard_name(i): rows for i, rows in enumerate(spec.shards)}
     missing = {name: rows for name, rows in shards.items() if name not in done}
@@ -184,7 +185,7 @@ def write(
         f"{free / 1e9:.2f} GB are free"
     )
     if need > 0.99 * free:
-        raise UserError(
+        raise WriteError(
             f"{folder}: found {free / 1e9:.2f} GB free on its disk; expected {need / 1e9:.2f} GB "
             "and 1% to spare. Make room, give another --out, a smaller --k, or less text."
         )

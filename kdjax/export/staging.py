@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
+from kdjax.formats.files import writing
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # fcntl.h, RENAME_EXCHANGE of linux/fs.h
 
@@ -38,21 +39,23 @@ def stage(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]
     """A path in a hidden folder beside `out`, of the same name; it becomes `out` at the end.
 
     If the block raises, nothing is left and `out` stays as it was; a kill leaves the hidden folder,
-    which the next export to `out` removes. Raises `UserError` as `check_target` does.
+    which the next export to `out` removes. Raises `UserError` as `check_target` does, `WriteError`
+    for a full disk or a folder that takes no writing.
     """
     check_target(out, folder=folder, overwrite=overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(out)
     aside = out.parent / f".{out.name}.{os.uname().nodename}-{os.getpid()}.partial"
-    aside.mkdir()
-    try:
-        yield aside / out.name
-        _sync(aside)
-        check_target(out, folder=folder, overwrite=overwrite)  # hours may have passed
-        _replace(aside / out.name, out)
-        _sync_one(out.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(out)
+        aside.mkdir()
+        try:
+            yield aside / out.name
+            _sync(aside)
+            check_target(out, folder=folder, overwrite=overwrite)  # hours may have passed
+            _replace(aside / out.name, out)
+            _sync_one(out.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sweep(out: Path) -> None:

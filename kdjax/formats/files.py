@@ -5,13 +5,14 @@ import json
 import math
 import os
 import struct
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from kdjax.errors import UserError
+from kdjax.errors import UserError, WriteError
 from kdjax.formats.blocks import row_bytes
 
 DOWNLOAD = "Download the file again."
@@ -103,19 +104,46 @@ def checked_chunks(path: Path, name: str, data: Data, nbytes: int) -> Iterator[m
 
 
 @contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises `WriteError` for what the disk of `path` says against the block's writing there.
+
+    An `OSError` that names a file elsewhere passes: it is of something that the block read.
+    """
+    try:
+        yield
+    except OSError as error:
+        file, folder = Path(error.filename2 or error.filename or path), path.parent
+        refused = WriteError.of(path, error)
+        if refused is None or not (file.is_relative_to(folder) or folder.is_relative_to(file)):
+            raise
+        raise refused from error
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder, and raises `WriteError` or `OSError` if no file can be made in it."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b" ")
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file beside `path`, readable too, that takes its place once all of it is on the disk.
 
     Makes the folder; if the block raises, nothing is left behind and `path` stays as it was.
+    Raises `WriteError` for a full disk or a folder that takes no writing.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # of the folder, which the error names already
+                temporary.unlink(missing_ok=True)
+            raise

@@ -17,6 +17,7 @@ from kdjax.errors import (
     KdjaxError,
     status_of,
 )
+from kdjax.formats.files import replacing
 
 
 class Action(enum.Enum):
@@ -118,10 +119,15 @@ class NonFiniteGuard(Hook):
             return Action.CONTINUE
         path = self._workdir / f"nonfinite_step_{record.step}{self._part}.npz"
         columns: dict[str, Any] = dict(record.batch)
-        np.savez_compressed(path, **columns)
+        kept = f"The step's batch is in {path}"
+        try:
+            with replacing(path) as file:
+                np.savez_compressed(file, **columns)
+        except OSError as error:
+            kept = f"The step's batch could not be kept ({error})"
         raise NonFiniteError(
-            f"step {record.step}: {', '.join(bad)} not finite. The step's batch is in {path}; the "
-            "last checkpoint is from before it. Lower optim.learning_rate, or look at those rows."
+            f"step {record.step}: {', '.join(bad)} not finite. {kept}; the last checkpoint is from "
+            "before it. Lower optim.learning_rate, or look at those rows."
         )
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdjax.config import last_step
+from kdjax.errors import WriteError
 from kdjax.training.heldout import held_out
 from kdjax.training.hooks import Action, Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
@@ -89,7 +90,8 @@ def train(
         with StopSignals() as signals:
             reason = _run_steps(job, checkpoints, hooks, signals, state)
     except BaseException as error:
-        end("failed", error)
+        with contextlib.suppress(WriteError):  # of the same disk, if `error` is not the news
+            end("failed", error)
         raise
     end(reason)
     return reason
@@ -140,6 +142,7 @@ def _run_steps(
         with jax.transfer_guard("disallow"):
             state, metrics = job.step.train(state, job.teacher_params, job.step.put(batch))
         delivery.push(step, metrics, batch)
+        checkpoints.raise_failed()
         stopping = signals.requested or delivery.stop
         if stopping or due(config.checkpoint.every, step) or due(config.eval.every, step):
             delivery.flush()

@@ -5,9 +5,14 @@ teacher, which is recorded by path, size and hash. A save is written aside and r
 any moment leaves the previous one whole.
 """
 
+import contextlib
 import functools
+import logging
+import os
+import re
 import shutil
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +23,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kdjax.config import Config
 from kdjax.device.sharding import make_mesh
-from kdjax.errors import UserError
+from kdjax.errors import UserError, WriteError
 from kdjax.formats import TensorTable
+from kdjax.formats.files import writing
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.training.step import TrainState
 
 _GROUP_BYTES = 1 << 28  # parameters loaded together; alone those that are larger
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore says it
 _REDRAWN = 1e-5  # random numbers are the same on other hardware but for their last bits
 
 
@@ -39,29 +46,52 @@ class Checkpoints:
         if asynchronous is None:
             asynchronous = not on_cpu
         handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
-        folder = (workdir / "checkpoints").resolve()
-        if jax.process_index() == 0:
-            # Saves that a kill cut short. Orbax would remove them in a thread, which prints a
-            # traceback if the process ends first.
-            for leftover in folder.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(leftover)
-        self._manager = ocp.CheckpointManager(
-            folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=asynchronous
-            ),
-            item_names=("state", "run"),
-            item_handlers={"state": handler, "run": ocp.JsonCheckpointHandler()},
-        )
+        self._folder = (workdir / "checkpoints").resolve()
+        self._in_flight = False
+        with self._writing():
+            self._remove_unfinished()
+            self._manager = ocp.CheckpointManager(
+                self._folder,
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=keep, enable_async_checkpointing=asynchronous
+                ),
+                item_names=("state", "run"),
+                item_handlers={"state": handler, "run": ocp.JsonCheckpointHandler()},
+            )
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(_quiet_threads())
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
-        """Saves, in the background if asynchronous; once it returns, the arrays may be donated."""
+        """Saves, in the background if asynchronous; once it returns, the arrays may be donated.
+
+        Raises `WriteError` if this save, or the one before it, could not be written.
+        """
+        self.wait()
+        self.check_room(state)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
-        self._manager.save(step, args=items)
+        self._in_flight = True
+        with self._writing():
+            self._manager.save(step, args=items)
+
+    def check_room(self, state: TrainState) -> None:
+        """Raises `WriteError` if the disk has no room for a checkpoint of these arrays."""
+        need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        disk = shutil.disk_usage(self._folder)
+        if disk.free < need and disk.total:  # some file systems do not say
+            raise WriteError(
+                f"{self._folder}: found {disk.free / 1e9:.3f} GB free on its disk; expected "
+                f"{need / 1e9:.3f} GB for a checkpoint. Free some space there, or name a --workdir "
+                "on another disk, and give the same command again."
+            )
+
+    def raise_failed(self) -> None:
+        """Raises `WriteError` if a save that began in the background has failed since."""
+        if self._in_flight and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def restore(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
         """The state of `step` in these shapes, dtypes and shardings, on any mesh."""
@@ -74,21 +104,78 @@ class Checkpoints:
         return self._manager.restore(step, args=args)["state"]
 
     def wait(self) -> None:
-        """Waits for a save in flight; raises what it raised."""
-        self._manager.wait_until_finished()
+        """Waits for a save in flight; raises `WriteError` if it could not be written."""
+        self._in_flight = False
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Closes; whoever interrupts does not wait for a save in flight, which is then left out."""
-        if kind is None or not issubclass(kind, KeyboardInterrupt):
-            self.close()
+        with self._quiet:
+            if kind is None:
+                self.close()
+            elif not issubclass(kind, KeyboardInterrupt):
+                with contextlib.suppress(WriteError):  # an error ends the run already
+                    self.close()
 
     def close(self) -> None:
         """Waits for a save in flight, then releases the threads."""
-        self.wait()
-        self._manager.close()
+        with self._quiet:
+            self.wait()
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises `WriteError` for what the disk says; the step that was begun is then removed."""
+        try:
+            with writing(self._folder):
+                try:
+                    yield
+                except ValueError as error:  # TensorStore's
+                    if found := _OS_ERROR.search(str(error)):
+                        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+                    raise
+        except WriteError:
+            with contextlib.suppress(OSError):
+                self._remove_unfinished()  # the receipt needs room, too
+            raise
+
+    def _remove_unfinished(self) -> None:
+        """Removes saves that were cut short.
+
+        Orbax would, in a thread that prints a traceback if the process ends first.
+        """
+        if jax.process_index() == 0:
+            for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover)
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Silences what saving threads print of an error that `save` or `wait` raises as well.
+
+    Orbax logs it in each of its threads. TensorStore's threads call the hook for what they can no
+    longer tell an event loop that the first error has closed.
+    """
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "orbax" in Path(record.pathname).parts)
+
+    def print_news(raised: Any) -> None:
+        if str(raised.exc_value) != "Event loop is closed":
+            hook(raised)
+
+    log.addFilter(is_news)
+    sys.unraisablehook = print_news
+    try:
+        yield
+    finally:
+        log.removeFilter(is_news)
+        sys.unraisablehook = hook
 
 
 def changed_tensors(

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -9,7 +10,10 @@ import jax
 from kdjax.config import Config, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import runtime
+from kdjax.errors import WriteError
+from kdjax.formats.files import writing
 from kdjax.formats.locks import LOCK, locking
+from kdjax.formats.saved import saved_steps
 from kdjax.training.hooks import Hook, NonFiniteGuard
 from kdjax.training.job import Job, assemble, check_finished
 from kdjax.training.loop import train
@@ -35,7 +39,8 @@ def distill(
     A run that was stopped goes on from its newest checkpoint. `batches` replaces the batches of
     the config's text, which stays what is held out. `verdict` judges a smoke run (`smoke.steps`).
     Raises `UserError` for what cannot run, `LockedError` among them if another process trains in
-    `workdir`, and `NonFiniteError` for a loss that became NaN.
+    `workdir`, `WriteError` for a disk that is full or takes no writing, and `NonFiniteError` for a
+    loss that became NaN.
 
         config = kdjax.Config()
         config.teacher.path, config.student.path = "teacher.gguf", "student.gguf"
@@ -43,15 +48,17 @@ def distill(
         kdjax.distill(config, "runs/a")
     """
     workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
     validate(config)
     for line in runtime.configure().describe():
         _log.info("%s", line)
     devices = runtime.device_summary()
     _log.info("%s", devices)
     with contextlib.ExitStack() as held:
+        held.enter_context(_naming_checkpoint(workdir))
         if jax.process_index() == 0:  # of several processes the first holds the workdir for all
-            held.enter_context(locking(workdir / LOCK, "give another --workdir"))
+            with writing(workdir / LOCK):
+                workdir.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locking(workdir / LOCK, "give another --workdir"))
         checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         if is_finished(checkpoints.latest(), config, workdir):
             check_finished(config, workdir)
@@ -59,10 +66,26 @@ def distill(
             _log.info("%s already holds step %d of %d: nothing to do.", workdir, steps, steps)
             return "finished"
         job = assemble(config, workdir, batches)
+        if not config.smoke.steps:
+            checkpoints.check_room(job.step.abstract)
         hooks = make_hooks(job, checkpoints, devices, verdict)
         reason = train(job, checkpoints, hooks, devices.peak_flops)
         _log.info("%s", runtime.peak_memory())
         return reason
+
+
+@contextlib.contextmanager
+def _naming_checkpoint(workdir: Path) -> Iterator[None]:
+    """Adds to a `WriteError` what the same command would go on from."""
+    try:
+        yield
+    except WriteError as error:
+        steps = saved_steps(workdir)
+        saved = "No checkpoint was saved: the run begins anew."
+        if steps:
+            newest = workdir / "checkpoints" / str(steps[-1])
+            saved = f"The last good checkpoint is {newest}: the run goes on from there."
+        raise WriteError(f"{error}\n{saved}") from error
 
 
 def make_hooks(

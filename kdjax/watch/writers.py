@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
-from kdjax.formats.files import replacing
+from kdjax.formats.files import replacing, writing
 from kdjax.training.hooks import Action, Hook, Run, StepRecord, kl_names
 
 METRICS = "metrics.jsonl"
@@ -44,7 +44,8 @@ class JsonLines(Hook):
     def _write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         # JSON has no NaN; the figures of a student that was ruined become null.
         known = {k: v if math.isfinite(v) else None for k, v in figures.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, **known}) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps({"kind": kind, "step": step, **known}) + "\n")
 
     def step_end(self, record: StepRecord) -> Action:
         speed = self._tokens_per_step / record.seconds
@@ -55,7 +56,8 @@ class JsonLines(Hook):
         self._write("eval", step, figures)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 class _Scalars(Hook):
@@ -87,18 +89,33 @@ class TensorBoard(_Scalars):
 
     def train_begin(self, run: Run) -> None:
         """Opens the event file; steps after the resumed one are purged."""
-        import tensorboardX
+        from tensorboardX.event_file_writer import EventsWriter
 
         super().train_begin(run)
-        purged = run.start_step + 1 if run.start_step else None
-        self._writer = tensorboardX.SummaryWriter(str(self._folder), purge_step=purged)
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(self._folder / "events"))
+        if run.start_step:
+            self._write(step=run.start_step + 1, session_log={"status": "START"})
+
+    def _write(self, **event: Any) -> None:
+        """Writes at once: the thread of a `SummaryWriter` dies on a full disk, and its queue then
+        blocks the run for good.
+        """
+        from tensorboardX.proto import event_pb2
+
+        make: Any = event_pb2  # whose names are made when it is imported
+        with writing(self._folder):
+            self._writer.write_event(make.Event(wall_time=time.time(), **event))
+            self._writer.flush()
 
     def _log(self, scalars: Mapping[str, float], step: int) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
+        self._write(step=step, summary={"value": values})
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        self._writer.close()
+        with writing(self._folder):
+            self._writer.close()
 
 
 class WeightsAndBiases(_Scalars):

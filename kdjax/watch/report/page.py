@@ -15,7 +15,7 @@ import numpy as np
 
 from kdjax import __version__
 from kdjax.config import Config, flatten
-from kdjax.errors import UserError
+from kdjax.errors import UserError, WriteError
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import RECEIPT
 from kdjax.watch.report import FILE
@@ -49,7 +49,8 @@ def write_page(workdirs: Sequence[Path], out: Path | None = None) -> Path:
     """Writes the page of one run or several, and PNG files into a folder of its name beside it.
 
     By default `report.html` in the one workdir, or `comparison.html` in the first of several.
-    Raises `UserError` for folders without a run, runs named twice, and a page that is no `.html`.
+    Raises `UserError` for folders without a run, runs named twice, and a page that is no `.html`;
+    `WriteError` for a full disk.
     """
     out = out or workdirs[0] / (FILE if len(workdirs) == 1 else "comparison.html")
     if out.suffix != ".html":
@@ -77,6 +78,8 @@ def write_page(workdirs: Sequence[Path], out: Path | None = None) -> Path:
                 file.write(picture.png)
         with replacing(out) as file:
             file.write(html.encode("utf-8", "backslashreplace"))
+    except WriteError:
+        raise
     except OSError as error:
         raise UserError(
             f"{out} cannot be written: {error.strerror or error}. Give --out=FILE.html in a folder "

@@ -1,0 +1,261 @@
+"""Disks that are full or take no writing: one message, a status of its own, nothing lost.
+
+A limit on the size of files stands for the full disk: the same calls fail, without the rights that
+a mount needs. `scripts/checks/faults.py` fills a real one.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import start_over
+from test_run import (
+    REPOSITORY,
+    Recorder,
+    _read,
+    _saving,
+    _steps,
+    curve,
+    go,
+    run_command,
+    start,
+    wait_for,
+)
+
+from kdjax.commands import evaluate
+from kdjax.errors import NOT_WRITTEN, WriteError, print_error, status_of
+from kdjax.export import export_gguf, export_hf
+from kdjax.formats.files import replacing, writing
+from kdjax.training.hooks import NonFiniteError, NonFiniteGuard, Run, StepRecord
+from kdjax.training.job import assemble, prepare
+from kdjax.training.saving import Checkpoints
+from kdjax.training.step import TrainState
+from kdjax.watch import writers
+from kdjax.watch.report import page
+from kdjax.watch.run import distill
+
+
+@contextlib.contextmanager
+def no_file_beyond(size):
+    """This process's files cannot grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# --- one file -----------------------------------------------------------------------------------
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one_and_says_what_to_do(tmp_path, capsys):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with no_file_beyond(1000), pytest.raises(WriteError) as error, replacing(path) as file:
+        file.write(bytes(5000))
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    print_error(error.value)
+    assert capsys.readouterr().err == (
+        f"error: {path} cannot be written: File too large. Raise the limit of a file's size "
+        "(`ulimit -f`), and give the same command again.\n"
+    )
+    assert status_of(error.value) == NOT_WRITTEN
+
+
+@pytest.mark.parametrize(
+    "code, remedy",
+    [
+        (errno.ENOSPC, "Free some space on its disk"),
+        (errno.EDQUOT, "your quota"),
+        (errno.EROFS, "Make that disk writable"),
+        (errno.EACCES, "Make it writable, or name a folder of yours"),
+        (errno.EIO, "dmesg"),
+    ],
+)
+def test_every_refusal_of_a_disk_has_its_remedy(tmp_path, code, remedy):
+    with pytest.raises(WriteError, match=remedy), writing(tmp_path / "out" / "file"):
+        raise OSError(code, os.strerror(code), str(tmp_path / "out"))
+
+
+def test_an_error_of_reading_elsewhere_is_none_of_writing(tmp_path):
+    with pytest.raises(PermissionError), writing(tmp_path / "out" / "file"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/read")
+
+
+def test_output_that_nobody_can_keep_is_one_line():
+    command = [sys.executable, "-m", "kdjax", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (NOT_WRITTEN, "error: No space left on device\n")
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+class FillingUp(Recorder):
+    """No file can grow once `step` is done."""
+
+    def __init__(self, step, stack, size=20_000):
+        super().__init__()
+        self.step, self.stack, self.size = step, stack, size
+
+    def step_end(self, record):
+        if record.step == self.step:
+            self.stack.enter_context(no_file_beyond(self.size))
+        return super().step_end(record)
+
+
+def test_a_save_that_does_not_fit_loses_nothing(tiny_config, tmp_path, capfd):
+    """What Orbax and its threads say stays with them; the run goes on as if nothing had been."""
+    job = assemble(tiny_config, tmp_path / "straight")
+    straight, resumed = Recorder(), Recorder()
+    go(tiny_config, tmp_path / "straight", straight, job=job)
+    workdir = tmp_path / "full"
+    capfd.readouterr()
+    with contextlib.ExitStack() as stack:
+        full = FillingUp(7, stack)
+        again = start_over(job, workdir)
+        with pytest.raises(WriteError, match=r"full/checkpoints cannot be written: File too large"):
+            go(tiny_config, workdir, full, job=again)
+    said = capfd.readouterr()
+    assert "Traceback" not in said.out + said.err and "orbax" not in said.err
+    assert _steps(workdir) == ["5"] and full.calls[-1] == ("end", "finished")
+    (workdir / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir(exist_ok=True)  # as a kill leaves
+    go(tiny_config, workdir, resumed, job=start_over(job, workdir))
+    assert resumed.calls[0] == ("begin", 5) and not _saving(workdir)
+    assert resumed.curve() == [call for call in straight.curve() if call[1] > 5]
+
+
+def test_a_failed_save_is_heard_of_before_the_next_one(tmp_path, rng):
+    """Saved in the background: hours may lie between two saves."""
+    noise = jnp.asarray(rng.normal(size=50_000))  # which does not compress
+    state = jax.block_until_ready(TrainState(jnp.int32(5), {"weight": noise}, {"mu": noise}))
+    with pytest.raises(WriteError), Checkpoints(tmp_path, 3, asynchronous=True) as store:
+        with no_file_beyond(20_000):
+            store.save(5, state, {})
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                store.raise_failed()  # as the loop asks after every step
+                time.sleep(0.01)
+        pytest.fail("20 s without an error")
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
+    tiny_config, tmp_path, monkeypatch
+):
+    usage = type("Usage", (), {"free": 10_000, "total": 10**9})
+    monkeypatch.setattr("kdjax.training.saving.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(WriteError) as error:
+        distill(tiny_config, tmp_path / "run")
+    assert "found 0.000 GB free on its disk; expected 0.00" in str(error.value)
+    assert "No checkpoint was saved" in str(error.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_config, tmp_path):
+    """A status of its own, no traceback, and the same curve as of a run that had room."""
+    tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 60, 5, 20
+    assert run_command(tiny_config, tmp_path / "straight")[0] == 0
+    workdir = tmp_path / "full"
+    process = start(tiny_config, workdir)
+    wait_for(lambda: "10" in _steps(workdir), process)
+    _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (30_000, hard))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == NOT_WRITTEN and "Traceback" not in output, output
+    newest = max(map(int, _steps(workdir)))
+    assert f"The last good checkpoint is {workdir}/checkpoints/{newest}: the run goes on" in output
+    receipt = json.loads(_read(workdir / "receipt.json"))
+    assert receipt["exit"]["status"] == NOT_WRITTEN and receipt["status"] == "failed"
+    code, output = run_command(tiny_config, workdir)
+    assert code == 0, output
+    assert curve(workdir) == curve(tmp_path / "straight") and not _saving(workdir)
+
+
+# --- what a run writes beside its checkpoints ---------------------------------------------------
+
+
+def a_run(workdir):
+    return Run(workdir, 0, 100, 8, 1.0, None, 1, {})
+
+
+@pytest.mark.parametrize("kind", [writers.JsonLines, writers.TensorBoard])
+def test_curves_that_do_not_fit_end_the_run_and_never_block_it(kind, tmp_path):
+    """A queue before a thread that died would hold the run for good."""
+    hook = kind(tmp_path)
+    hook.train_begin(a_run(tmp_path))
+    try:
+        with no_file_beyond(600), pytest.raises(WriteError, match=str(tmp_path)):
+            for step in range(1, 25):  # 2 kB, less than a buffer
+                hook.step_end(StepRecord(step, {"loss": 1.0}, 0.1, {}))
+    finally:
+        with contextlib.suppress(WriteError):
+            hook.train_end("failed", None)
+
+
+def test_a_batch_that_cannot_be_kept_does_not_hide_the_nan(tmp_path, rng):
+    batch = {"tokens": rng.integers(0, 1 << 30, (64, 64))}
+    record = StepRecord(3, {"loss": float("nan")}, 0.1, batch)
+    with no_file_beyond(100), pytest.raises(NonFiniteError, match=r"could not be kept .*too large"):
+        NonFiniteGuard(tmp_path).step_end(record)
+    assert not list(tmp_path.iterdir())
+
+
+# --- other commands -------------------------------------------------------------------------------
+
+
+def test_rows_that_do_not_fit_leave_nothing(tiny_config, tmp_path):
+    from kdjax.models.checkpoint import open_checkpoint
+
+    tokenizer = open_checkpoint(tiny_config.student.path).tokenizer
+    with no_file_beyond(1000), pytest.raises(WriteError, match=r"rows/\w{64} cannot be written"):
+        prepare(tiny_config, tokenizer)
+    assert not list((tmp_path / "rows").iterdir())
+
+
+@pytest.mark.parametrize("export, name", [(export_hf, "hf"), (export_gguf, "a.gguf")])
+def test_an_export_that_does_not_fit_leaves_nothing(models, tmp_path, export, name):
+    from exporting import a_student
+
+    student = a_student(models / "student.gguf")
+    out = tmp_path / name
+    with no_file_beyond(5000), pytest.raises(WriteError, match=f"{out} cannot be written"):
+        export(student, out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_that_does_not_fit_is_one_message(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "train", "step": 1, "loss": 1.0, "ce": 1.0, "learning_rate": 1e-3}\n'
+    )
+    with no_file_beyond(5000), pytest.raises(WriteError, match="cannot be written"):
+        page.write_page([tmp_path])
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_what_was_measured_is_kept_where_there_is_room(tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def write(path, document):
+        if path.parent.name == "full":
+            raise WriteError(f"{path} cannot be written.")
+        path.write_text(json.dumps(document))
+
+    monkeypatch.setattr(evaluate.table, "write", write)
+    with pytest.raises(WriteError, match=rf"What was measured is in {tmp_path}/kdjax-\d+-a.json"):
+        evaluate._write(tmp_path / "full" / "a.json", {"pass": 1})
+    (kept,) = tmp_path.glob("kdjax-*-a.json")
+    assert json.loads(kept.read_text()) == {"pass": 1}
