@@ -15,7 +15,7 @@ def benchmark(passes, samples=2, form="instruct"):
         for i, count in enumerate(passes)
         for k in range(samples)
     ]
-    asked = [problems.Problem(f"T/{i}", "", "", "", "", ()) for i in range(len(passes))]
+    asked = [problems.Problem(f"T/{i}", "", "", "", (), "", ()) for i in range(len(passes))]
     return passk.summarise(asked, made, passk.Settings(samples=samples, ks=(1,), form=form))
 
 

@@ -58,6 +58,23 @@ def test_special_tokens_padding_and_ends(tokenizer, models):
     assert tokenizer.special_ids == {302, 303, 304}
 
 
+def test_special_tokens_may_stand_anywhere(models):
+    """Id 0 ends a text in GPT-NeoX's and SmolLM's vocabularies."""
+    metadata = dict(open_table(models / "student.gguf").metadata)
+    tokens, types = ["<|endoftext|>", "a", "<mid>", "b", "ab", "<end>"], [3, 1, 4, 1, 1, 3]
+    values = {"tokens": tokens, "token_type": types, "merges": ["a b"], "eos_token_id": 0}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    tokenizer = from_gguf(metadata, "x")
+    assert tokenizer.encode("ab<mid>b<|endoftext|>a<end>") == [4, 2, 3, 0, 1, 5]
+    assert tokenizer.tokens == tuple(tokens) and tokenizer.end_of_text_id == 0
+    assert tokenizer.special_ids == {0, 5} and tokenizer.added_ids == {0, 2, 5}
+    twice = metadata | {"tokenizer.ggml.tokens": [*tokens[:5], "<mid>"]}
+    with pytest.raises(
+        UserError, match=r"'<mid>' at id [25] and at [25]; expected each token once"
+    ):
+        from_gguf(twice, "x")
+
+
 def test_nfc_for_qwen2(tokenizer):
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
 

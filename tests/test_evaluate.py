@@ -286,8 +286,10 @@ def test_references_pass_and_nothing_else_does(tmp_path):
     asked += problems.load_mbpp(mbpp(tmp_path))
 
     def reasons(solution):
-        programs = [f"{p.prompt}{solution(p)}\n{p.tests}" for p in asked]
-        return [sandbox.run(program).reason for program in programs]
+        ends = [
+            sandbox.run(f"{p.prompt}{solution(p)}", tests=p.checks, names=p.names) for p in asked
+        ]
+        return [end.reason for end in ends]
 
     assert reasons(lambda p: p.reference) == ["passed"] * 5
     assert "passed" not in reasons(lambda p: "")
@@ -394,7 +396,7 @@ def test_nothing_generated_is_inference_failed_and_no_pass(pair, tmp_path):
 def test_a_sandbox_that_fails_is_said_and_counted(pair, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(pair / "student.gguf")
     asked = problems.load_humaneval(humaneval(tmp_path))
-    monkeypatch.setattr(passk.sandbox, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(passk.sandbox, "run", lambda *_, **__: 1 / 0)
     right = answering(lambda call, row: f"    return a + {row}")
     got = passk.run_benchmark(asked, tokenizer, right, passk.Settings())
     assert got["infrastructure_failures"] == 3 and got["pass_at_k"] == {"1": 0.0}
@@ -469,7 +471,7 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
     figures = document["held_out"]["code"]["overall"]
     assert f"{figures['kl_ts']:.4g}" in printed.out and figures["kl_ts"] > 0
     assert f"{figures['min_cosine']:.6f}" in printed.out
-    assert "sandbox: network" in printed.out
+    assert "sandbox: by: " in printed.out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Teacher providers: the same numbers however the weights are kept, and what each keeps."""
 
+import dataclasses
 import itertools
+import re
 
 import chex
 import jax
@@ -25,9 +27,10 @@ from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import WEIGHTS, load_model, narrow_head
+from kdjax.models.tokenizer import from_gguf
 from kdjax.models.weights import Mixed, Packed
 from kdjax.training.job import assemble
-from kdjax.training.pair import align
+from kdjax.training.pair import Vocabulary, align
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
 
@@ -230,6 +233,60 @@ def test_vocabularies_of_impossible_sizes_name_both(models, student_rows, teache
         align(student_rows, teacher_rows, tokenizer, tokenizer)
     shown = {f"{rows:,} rows" for rows in (student_rows, teacher_rows)}
     assert all(text in str(error.value) for text in shown)
+
+
+def extended(models, *, tokens=(), types=(), merges=(), **changes):
+    """The toy teacher's tokenizer with further tokens and merges, or other values."""
+    metadata = dict(open_table(models / "teacher.gguf").metadata)
+    lists = {"tokens": tokens, "token_type": types, "merges": merges}
+    sizes = {"tokens": 305, "token_type": 305, "merges": None}
+    for name, more in lists.items():
+        key = f"tokenizer.ggml.{name}"
+        metadata[key] = [*list(metadata[key])[: sizes[name]], *more]
+    return from_gguf(metadata | {f"tokenizer.ggml.{k}": v for k, v in changes.items()}, "x")
+
+
+@pytest.mark.parametrize(
+    ("more", "cut"),
+    [
+        (dict(), None),
+        (dict(tokens=["<think>", "</think>"], types=[4, 3]), "2 special and 0 other .* '<think>'"),
+        (dict(tokens=["ĠĠĠĠĠx"], types=[1]), "0 special and 1 other .* and 0 merges"),
+        (
+            dict(tokens=["zq", "<new>"], types=[1, 3], merges=["z q"]),
+            "the teacher's 307 tokens begin with the student's 305; .* 'zq' on, and 1 merges",
+        ),
+    ],
+)
+def test_a_vocabulary_that_begins_the_teachers_is_accepted(models, caplog, more, cut):
+    caplog.set_level("INFO", "kdjax")
+    student, teacher = extended(models), extended(models, **more)
+    assert align(320, 384, student, teacher) == Vocabulary(320, 305)
+    logged = [r.getMessage() for r in caplog.records if "vocabulary:" in r.getMessage()]
+    assert len(logged) == (cut is not None) and (cut is None or re.search(cut, logged[0]))
+    if more:
+        with pytest.raises(UserError, match="smaller than the student's"):
+            align(320, 384, teacher, student)
+
+
+def test_tokenizers_that_cut_text_differently_are_refused(models):
+    plain = extended(models)
+    merges, types = list(plain.merges), [1] * 302 + [3] * 3
+    swapped = dataclasses.replace(plain, merges=(merges[1], merges[0], *merges[2:]))
+    with pytest.raises(UserError, match=f"differ at merge 0: .*{re.escape(repr(merges[0]))}, the"):
+        align(320, 384, plain, swapped)
+    fewer = dataclasses.replace(plain, merges=tuple(merges[:-1]))
+    with pytest.raises(UserError, match=f"has {len(merges)}, the teacher {len(merges) - 1}; expe"):
+        align(320, 384, plain, fewer)
+    with pytest.raises(UserError, match=f"{re.escape(repr(merges[-1]))} among them, which makes"):
+        align(320, 384, fewer, plain)
+    ordinary = extended(models, token_type=[*types[:304], 1])
+    with pytest.raises(UserError, match=r"special ids: 304 \('.*'\) is a special token to the stu"):
+        align(320, 384, plain, ordinary)
+    with pytest.raises(UserError, match=r"304 \('.*'\) is one that merges make to the student"):
+        align(320, 384, ordinary, plain)
+    told_otherwise = extended(models, token_type=[*types[:304], 4])  # user-defined, not control
+    assert align(320, 384, plain, told_otherwise) == Vocabulary(320, 305)
 
 
 @pytest.mark.slow

@@ -234,9 +234,12 @@ def shared_vocabulary(model: Checkpoint, teacher: Checkpoint | None) -> Vocabula
     if teacher is None:
         real = min(model.tokenizer.vocab_size, model.spec.vocab_size)
         return Vocabulary(model.spec.vocab_size, real)
-    narrow, wide = sorted((model, teacher), key=lambda model: model.spec.vocab_size)
-    sizes = narrow.spec.vocab_size, wide.spec.vocab_size
-    return align(*sizes, narrow.tokenizer, wide.tokenizer)
+
+    def sizes(model: Checkpoint) -> tuple[int, int]:
+        return model.spec.vocab_size, model.tokenizer.vocab_size
+
+    narrow, wide = sorted((model, teacher), key=sizes)
+    return align(sizes(narrow)[0], sizes(wide)[0], narrow.tokenizer, wide.tokenizer)
 
 
 def _figures(

@@ -48,6 +48,7 @@ class Settings:
     bos: int | None = None  # put before a base prompt, where the model's file asks for it
     room: int | None = None  # ids that a prompt may have: the model's positions less the answer's
     limits: sandbox.Limits = sandbox.DEFAULT
+    allow_unsandboxed: bool = False  # run programs where this machine cannot confine them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,13 @@ def _run(asked: tuple[Problem, Answer | Exception], settings: Settings) -> Sampl
         return Sample(problem.task, INFERENCE_FAILED, _say(answer), "", "")
     text, ended = answer
     try:
-        outcome = sandbox.run(bench.program(problem, settings.form, text), settings.limits)
+        outcome = sandbox.run(
+            bench.program(problem, settings.form, text),
+            settings.limits,
+            tests=problem.checks,
+            names=problem.names,
+            allow_unsandboxed=settings.allow_unsandboxed,
+        )
     except Exception as error:  # the harness itself: out of memory, of descriptors, of disk
         outcome = sandbox.Outcome("infrastructure", _say(error))
     return Sample(problem.task, outcome.reason, outcome.error, ended, text)

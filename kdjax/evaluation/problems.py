@@ -42,9 +42,15 @@ class Problem:
     task: str
     prompt: str  # what a base model continues
     header: str  # put before an instruct model's code: imports and helpers of the prompt
-    tests: str  # run after the solution
+    tests: str  # run by the judge, who has the header too
+    names: tuple[str, ...]  # what the tests use of the solution
     reference: str  # a continuation of `prompt`
     stops: tuple[str, ...]
+
+    @property
+    def checks(self) -> str:
+        """What the judge runs: the tests, with the prompt's imports and helpers before them."""
+        return f"{self.header}\n{self.tests}"
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -86,7 +92,15 @@ def load_humaneval(path: Path) -> list[Problem]:
         task, prompt, entry, solution, test = _fields(path, record, names)
         before = re.split(rf"^def {re.escape(entry)}\b", prompt, flags=re.MULTILINE)[0]
         problems.append(
-            Problem(task, prompt, before, f"{test}\ncheck({entry})\n", solution, HUMANEVAL_STOPS)
+            Problem(
+                task=task,
+                prompt=prompt,
+                header=before,
+                tests=f"{test}\ncheck({entry})\n",
+                names=(entry,),
+                reference=solution,
+                stops=HUMANEVAL_STOPS,
+            )
         )
     return problems
 
@@ -108,8 +122,22 @@ def load_mbpp(path: Path) -> list[Problem]:
         setup = "\n".join([*record.get("test_imports", ()), record.get("test_setup_code", "")])
         checks = "\n".join([setup, *tests]) + "\n"
         code = code.replace("\r\n", "\n")
-        problems.append(Problem(f"MBPP/{task}", prompt, "", checks, code, MBPP_STOPS))
+        names = _definitions(path, task, code)
+        problems.append(Problem(f"MBPP/{task}", prompt, "", checks, names, code, MBPP_STOPS))
     return problems
+
+
+def _definitions(path: Path, task: Any, code: str) -> tuple[str, ...]:
+    """Functions and classes of a reference solution: tests may use these, and nothing else."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError) as error:
+        raise UserError(
+            f"{path}: the solution of problem {task!r} is no Python ({error}). Download the file "
+            "again."
+        ) from error
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return tuple(node.name for node in body if isinstance(node, kinds))
 
 
 def choose_format(asked: str, tokenizer: Tokenizer) -> str:
@@ -160,9 +188,7 @@ def extract_code(answer: str) -> str:
 
 
 def program(problem: Problem, form: str, answer: str) -> str:
-    """The whole program that shows whether an answer solves the problem."""
+    """The program that an answer makes; `Problem.checks` show whether it solves the problem."""
     if form == "base":
-        solution = problem.prompt + cut(answer, problem.stops)
-    else:
-        solution = f"{problem.header}\n{extract_code(answer)}"
-    return f"{solution}\n{problem.tests}"
+        return problem.prompt + cut(answer, problem.stops)
+    return f"{problem.header}\n{extract_code(answer)}"

@@ -1,7 +1,8 @@
 """Untrusted programs in a subprocess: no network, limits on time, memory, processes and files.
 
-Not a defence against code that sets out to break it: a kernel bug or a forged verdict would get
-through. It keeps what a language model writes by accident from harming the machine or the figures.
+The walls are bubblewrap's where `bwrap` is installed and permitted, else namespaces entered by the
+program's launcher, else none: then nothing runs unless the caller says so. The verdict is that of
+a judge in another process (`jail/judge.py`). The kernel is shared: a bug of it gets through.
 """
 
 import contextlib
@@ -9,20 +10,37 @@ import dataclasses
 import functools
 import json
 import os
+import secrets
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
 
-_JAIL = Path(__file__).with_name("jail.py")
+BUBBLEWRAP, NAMESPACES, NOTHING = "bubblewrap", "namespaces", ""
+_JAIL = Path(__file__).with_name("jail")
+# What a program sees of the machine within bubblewrap, beside the interpreter and its packages.
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+)
 # Chatter of a program never reaches this pipe; what does is a few hundred bytes.
 _REPORT_BYTES = 1 << 16
 PASSED = "passed"
+_WALLS = ("net", "pid", "mount")  # without one of these a program is not confined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,32 +77,55 @@ class Outcome:
         return self.reason == PASSED
 
 
-def run(program: str, limits: Limits = DEFAULT, *, isolate: bool | None = None) -> Outcome:
-    """Runs a Python program to its end and says how it ended; never raises for what it does.
+def run(
+    program: str,
+    limits: Limits = DEFAULT,
+    *,
+    tests: str = "",
+    names: Sequence[str] = (),
+    allow_unsandboxed: bool = False,
+) -> Outcome:
+    """Runs a program and then, in another process, its tests; says how it ended.
 
-    Passing means that its last line was reached: leaving early, also with status 0, does not pass.
-    `isolate=False` uses no namespaces; by default they are used if `held` found that they work.
+    The program passes if it reaches its last line and the tests theirs. `names` in the tests are
+    what the program defined: calls go to it as literals. Never raises for what a program does;
+    raises `UserError` where this machine cannot confine it, unless `allow_unsandboxed`.
     """
-    if isolate is None:
-        isolate = bool(held()["isolate"])
-    return _run(program, limits, isolate)[0]
+    walls = check(allow_unsandboxed)
+    return _run(program, limits, walls["by"], tests, names)[0]
 
 
-def _run(program: str, limits: Limits, isolate: bool) -> tuple[Outcome, dict[str, Any]]:
+def _run(
+    program: str, limits: Limits, wall: str, tests: str = "", names: Sequence[str] = ()
+) -> tuple[Outcome, dict[str, Any]]:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kdjax-", ignore_cleanup_errors=True) as scratch:
-        os.chmod(scratch, 0o711 if isolate else 0o700)
+        os.chmod(scratch, 0o711 if wall else 0o700)
+        paths = [path for path in sys.path if "site-packages" in path]
         job = {
             "program": program,
-            "limits": dataclasses.asdict(limits),
+            "limits": {
+                "CPU": limits.cpu_seconds,
+                "AS": limits.memory_bytes,
+                "FSIZE": limits.file_bytes,
+                "NPROC": limits.processes,
+                "NOFILE": limits.open_files,
+                "CORE": 0,
+            },
             "scratch": scratch,
-            "paths": [path for path in sys.path if "site-packages" in path],
-            "isolate": isolate,
+            "scratch_bytes": limits.scratch_bytes,
+            "paths": paths,
+            "wall": wall,
+            # As root: a user of its own, whose processes are counted alone; its judge is the next.
+            "user": 1 << 30 | secrets.randbits(28) << 1,
         }
         reader, writer = os.pipe()
+        command = [os.path.realpath(sys.executable), "-I", "-S", str(_JAIL), str(writer)]
+        if wall == BUBBLEWRAP:
+            command = [*_bubblewrap(scratch, limits.scratch_bytes, paths), *command]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_JAIL), str(writer)],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -95,6 +136,7 @@ def _run(program: str, limits: Limits, isolate: bool) -> tuple[Outcome, dict[str
                     "PATH": "/usr/bin:/bin",
                     "LANG": "C.UTF-8",
                     "HOME": scratch,
+                    "TMPDIR": scratch,
                     "OPENBLAS_NUM_THREADS": "1",
                     "PYTHONHASHSEED": "0",
                 },
@@ -104,7 +146,8 @@ def _run(program: str, limits: Limits, isolate: bool) -> tuple[Outcome, dict[str
             return Outcome("infrastructure", str(error)), {}
         finally:
             os.close(writer)
-        complaint, timed_out = _wait(process, json.dumps(job), limits.wall_seconds)
+        messages = b"".join(_framed(part) for part in (job, {"code": tests, "names": [*names]}))
+        complaint, timed_out = _wait(process, messages, limits.wall_seconds)
         os.set_blocking(reader, False)
         with open(reader, "rb") as file:
             report = file.read(_REPORT_BYTES) or b""
@@ -112,11 +155,38 @@ def _run(program: str, limits: Limits, isolate: bool) -> tuple[Outcome, dict[str
     return dataclasses.replace(outcome, seconds=time.monotonic() - start), facts
 
 
-def _wait(process: Any, job: str, seconds: float) -> tuple[str, bool]:
+def _framed(message: dict[str, Any]) -> bytes:
+    data = json.dumps(message).encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _bubblewrap(scratch: str, size: int, paths: Sequence[str]) -> list[str]:
+    """bwrap(1) with a root of its own: system libraries, the interpreter, an empty scratch."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise FileNotFoundError("bwrap: not on the PATH")
+    binds = []
+    for place in (*_SYSTEM, sys.base_prefix, os.path.realpath(sys.executable), *paths, str(_JAIL)):
+        # Folders on the way to it are new ones, which bwrap would keep to root.
+        for parent in reversed(Path(place).parents[:-1]):
+            binds += ["--perms", "0755", "--dir", str(parent)]
+        binds += ["--ro-bind-try", place, place]
+    flags = (
+        "--unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try --as-pid-1 "
+        "--die-with-parent --proc /proc --dev /dev"
+    )
+    if os.getuid() == 0:  # the launcher becomes two users of their own, and gives these up again
+        flags += " --cap-add CAP_SETUID --cap-add CAP_SETGID"
+    tmpfs = ["--perms", "1777", "--size", str(size), "--tmpfs", scratch]
+    closed = ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
+    return [program, *flags.split(), *binds, *tmpfs, *closed]
+
+
+def _wait(process: Any, job: bytes, seconds: float) -> tuple[str, bool]:
     """What the launcher complained of, and whether its time ran out; nothing of it is left."""
     complaint, timed_out = b"", False
     try:
-        _, complaint = process.communicate(job.encode("utf-8", "surrogatepass"), timeout=seconds)
+        _, complaint = process.communicate(job, timeout=seconds)
     except subprocess.TimeoutExpired:
         timed_out = True
     finally:
@@ -140,14 +210,8 @@ def _read(report: bytes, timed_out: bool, complaint: str) -> tuple[Outcome, dict
         outcome = Outcome("timeout")
     elif "reason" in facts:
         outcome = Outcome(facts["reason"], facts["error"])
-    elif "status" not in facts:
-        outcome = Outcome("killed", "by the namespace's end")
-    elif (code := os.waitstatus_to_exitcode(facts["status"])) >= 0:
-        outcome = Outcome("exited", f"status {code}")
-    elif -code == signal.SIGXCPU:
-        outcome = Outcome("cpu time")
     else:
-        outcome = Outcome("killed", signal.Signals(-code).name)
+        outcome = Outcome("killed", "with its judge")
     return outcome, facts
 
 
@@ -160,18 +224,38 @@ open("probe", "w").write("x")
 
 @functools.cache
 def held() -> dict[str, Any]:
-    """Which confinements this machine permits, tried out once; see `describe`.
+    """Which confinements this machine permits, tried out once; `by` names the wall, "" for none.
 
     Raises `UserError` where not even a plain subprocess runs.
     """
-    for isolate in (True, False):
-        outcome, facts = _run(_PROBE, DEFAULT, isolate)
-        if outcome.passed:
-            return facts["held"] | {"isolate": isolate}
+    tried = []
+    for wall in (BUBBLEWRAP, NAMESPACES, NOTHING):
+        outcome, facts = _run(_PROBE, DEFAULT, wall)
+        open_walls = [name for name in _WALLS if wall and not facts.get("held", {}).get(name)]
+        if outcome.passed and not open_walls:
+            return facts["held"] | {"by": wall, "tried": tried}
+        why = f"no {', '.join(open_walls)}" if outcome.passed else outcome.reason
+        tried.append(f"{wall or 'a plain process'}: {why} {outcome.error}".strip())
     raise UserError(
-        f"the sandbox does not run: {outcome.reason} {outcome.error}. Programs that a model wrote "
+        f"the sandbox does not run ({'; '.join(tried)}). Programs that a model wrote "
         "are not run outside of it; use a Linux machine with Python 3.11 or newer."
     )
+
+
+def check(allow_unsandboxed: bool) -> dict[str, Any]:
+    """What `held` found; raises `UserError` if that is no wall and the caller wants one."""
+    walls = held()
+    if walls["by"] == NOTHING and not allow_unsandboxed:
+        raise UserError(
+            f"found neither bubblewrap nor namespaces that work here ({'; '.join(walls['tried'])});"
+            " expected one of them: programs that a model wrote could reach the network and write "
+            "this user's files. Install bubblewrap (apt-get install bubblewrap) and permit user "
+            "namespaces (sysctl kernel.unprivileged_userns_clone=1 "
+            "kernel.apparmor_restrict_unprivileged_userns=0; a container: --security-opt "
+            "seccomp=unconfined or --privileged), or pass --allow-unsandboxed on a machine that "
+            "you can spare."
+        )
+    return walls
 
 
 def describe(facts: dict[str, Any]) -> dict[str, str]:
@@ -186,6 +270,7 @@ def describe(facts: dict[str, Any]) -> dict[str, str]:
     )
     files = "scratch folder, file sizes limited; the user's own files can be written"
     return {
+        "by": facts.get("by") or "NOTHING (--allow-unsandboxed)",
         "network": choose(
             "net", "no interface (network namespace)", "sockets refused in Python only"
         ),

@@ -68,6 +68,11 @@ class Tokenizer:
         return tuple(sorted({self.end_of_text_id, self.eos_id}))
 
     @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of tokens that text is searched for before it is cut: special and other ones."""
+        return frozenset(self.encoder.get_added_tokens_decoder())
+
+    @functools.cached_property
     def content_hash(self) -> str:
         """SHA-256 of all that decides ids: the serialised encoder, and the template."""
         whole = self.encoder.to_str() + json.dumps([sorted(self.special_ids), self.chat_template])
@@ -168,7 +173,9 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         types.pop()
     tokens = tokens[: len(types)]
     added = {i for i, t in enumerate(types) if t in (_CONTROL, _USER_DEFINED)}
-    vocab = {token: i for i, token in enumerate(tokens) if i not in added}
+    # Added tokens number themselves from the vocabulary's end on; those before it are part of it.
+    end = max((i + 1 for i in range(len(tokens)) if i not in added), default=0)
+    vocab = {token: i for i, token in enumerate(tokens[:end])}
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     encoder = Encoder(models.BPE(vocab=vocab, merges=pairs))
     if pre in _NFC:
@@ -183,10 +190,11 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             for i in sorted(added)
         ]
     )
-    for i in sorted(added):  # added tokens number themselves: prove that they kept their ids
-        if encoder.token_to_id(tokens[i]) != i:
+    for i in sorted(added):
+        if (found := encoder.token_to_id(tokens[i])) != i:
             raise UserError(
-                f"{source}: special token {tokens[i]!r} is not at the end of the vocabulary"
+                f"{source}: found special token {tokens[i]!r} at id {i} and at {found}; expected "
+                "each token once. Convert the file again, or set data.tokenizer to another."
             )
     return Tokenizer(
         encoder=encoder,

@@ -15,6 +15,7 @@ from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger("kdjax")
+_CUT_DIFFERENTLY = "The same text would be cut differently: choose models of one tokenizer."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +144,12 @@ def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
 def align(
     student_rows: int, teacher_rows: int, student: Tokenizer, teacher: Tokenizer
 ) -> Vocabulary:
-    """Decides the shared vocabulary after comparing every token, merge and special id.
+    """Decides the shared vocabulary after comparing every token, merge and added token.
 
-    Heads of one tokenizer are padded to different widths (Qwen2.5 7B: 152,064 rows, 0.5B:
-    151,936), so sizes prove nothing. Raises `UserError` naming the first id that differs.
+    The student's vocabulary must be the beginning of the teacher's, as Qwen2.5's is of Qwen3's;
+    what the teacher has beyond it is cut, and one line of the log says what. Heads of one tokenizer
+    are padded to different widths (Qwen2.5 7B: 152,064 rows, 0.5B: 151,936), so sizes prove
+    nothing. Raises `UserError` naming the first id that differs.
     """
     real = student.vocab_size
     if teacher_rows < student_rows or teacher.vocab_size < real:
@@ -162,24 +165,59 @@ def align(
         teacher.tokens[:real],
         "Logits of different tokens cannot be compared: choose models of one tokenizer.",
     )
-    merges = min(len(student.merges), len(teacher.merges))
-    _check_same(
-        "merge",
-        student.merges[:merges],
-        teacher.merges[:merges],
-        "The same text would be cut differently: choose models of one tokenizer.",
-    )
-    facts = {
-        "special ids": (sorted(student.special_ids), sorted(teacher.special_ids)),
-        "number of merges": (len(student.merges), len(teacher.merges)),
-    }
-    for fact, (ours, theirs) in facts.items():
-        if ours != theirs:
-            raise UserError(
-                f"tokenizers differ in their {fact}: the student has {ours}, the teacher {theirs}. "
-                "Choose models of one tokenizer."
-            )
+    _check_added(student, teacher)
+    _check_merges(student, teacher)
+    if beyond := teacher.vocab_size - real:
+        special = sum(i >= real for i in teacher.added_ids)
+        _log.info(
+            "vocabulary: the teacher's %d tokens begin with the student's %d; cut are %d special "
+            "and %d other tokens, from %r on, and %d merges",
+            teacher.vocab_size,
+            real,
+            special,
+            beyond - special,
+            teacher.tokens[real],
+            len(teacher.merges) - len(student.merges),
+        )
     return own_vocabulary(student_rows, real, f" (the teacher's {teacher_rows:,} rows)")
+
+
+def _check_added(student: Tokenizer, teacher: Tokenizer) -> None:
+    """Raises `UserError` unless the same ids of the student's are found before text is cut.
+
+    Converters disagree whether some of these are special (Qwen2.5's `<|fim_prefix|>`), which
+    changes no id.
+    """
+    shared = {i for i in teacher.added_ids if i < student.vocab_size}
+    if not (differing := sorted(student.added_ids ^ shared)):
+        return
+    i, kinds = differing[0], ["a special token", "one that merges make"]
+    ours, theirs = kinds if i in student.added_ids else kinds[::-1]
+    raise UserError(
+        f"tokenizers differ in their special ids: {i} ({student.tokens[i]!r}) is {ours} to the "
+        f"student, {theirs} to the teacher, one of {len(differing)} such ids. {_CUT_DIFFERENTLY}"
+    )
+
+
+def _check_merges(student: Tokenizer, teacher: Tokenizer) -> None:
+    """Raises `UserError` unless the student's merges begin the teacher's, and suffice for its ids.
+
+    Further merges make tokens that are cut: the student's text is the teacher's, cut finer.
+    """
+    ours, theirs = student.merges, teacher.merges
+    shared, known = min(len(ours), len(theirs)), set(student.tokens)
+    _check_same("merge", ours[:shared], theirs[:shared], _CUT_DIFFERENTLY)
+    counts = f"the student has {len(ours):,}, the teacher {len(theirs):,}"
+    if shared < len(ours):
+        raise UserError(
+            f"tokenizers differ in their number of merges: {counts}; expected at least as many of "
+            f"the teacher. {_CUT_DIFFERENTLY}"
+        )
+    if clash := next((m for m in theirs[shared:] if m.replace(" ", "") in known), None):
+        raise UserError(
+            f"tokenizers differ in their number of merges: {counts}, {clash!r} among them, which "
+            f"makes a token of the student's. {_CUT_DIFFERENTLY}"
+        )
 
 
 def _check_same(name: str, ours: Sequence[str], theirs: Sequence[str], remedy: str) -> None:

