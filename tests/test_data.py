@@ -23,6 +23,7 @@ from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_table
 from kdjax.models.tokenizer import from_gguf, load_tokenizer
+from scripts.checks import vocabularies
 
 END = 999  # an id that no text gives
 
@@ -91,6 +92,27 @@ def test_pre_tokenizers_cut_as_published(models, pre, sample, pieces):
     metadata = dict(open_table(models / "student.gguf").metadata) | {"tokenizer.ggml.pre": pre}
     cut = from_gguf(metadata, "x").encoder.pre_tokenizer.pre_tokenize_str(sample)
     assert [piece for piece, _ in cut] == pieces
+
+
+def test_llama_3_takes_a_piece_that_is_a_token_whole(models):
+    """As llama.cpp does: of Llama 3's tokens, 588 are out of their merges' reach."""
+    metadata = dict(open_table(models / "student.gguf").metadata)
+    values = {"tokens": ["a", "b", "c", "ab", "abc", "<end>"], "token_type": [1] * 5 + [3]}
+    values |= {"merges": ["a b"], "eos_token_id": 5}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    ids = {
+        pre: from_gguf(metadata | {"tokenizer.ggml.pre": pre}, "x").encode("abc<end>abca")
+        for pre in ("llama-bpe", "gpt-2")
+    }
+    assert ids == {"llama-bpe": [4, 5, 3, 2, 0], "gpt-2": [3, 2, 5, 3, 2, 0]}
+
+
+@pytest.mark.skipif("LLAMA_CPP_MODELS" not in os.environ, reason="needs llama.cpp's models/")
+def test_ids_of_llama_cpps_vocabularies():
+    folder = Path(os.environ["LLAMA_CPP_MODELS"])
+    assert vocabularies.main([str(folder)]) == 0
+    llama3 = load_tokenizer(folder / "ggml-vocab-llama-bpe.gguf")
+    assert llama3.encode("Cửa Việt") == [34, 91163, 101798]
 
 
 def test_unknown_tokenizers_are_named(models):

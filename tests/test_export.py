@@ -31,6 +31,7 @@ from kdjax.formats import open_table
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.tokenizer import from_gguf
 from scripts.bench.synthetic import byte_alphabet
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -204,6 +205,16 @@ def test_a_folder_becomes_a_gguf_file_with_the_same_tokenizer(student, exported,
     ):
         once, again = ((path / name).read_bytes() for path in (folder, tmp_path / "again"))
         assert once == again or json.loads(once) == json.loads(again), name
+
+
+def test_llama_cpps_name_says_how_text_is_cut_and_whether_pieces_stay_whole(models, tmp_path):
+    metadata = dict(open_table(models / "student.gguf").metadata)
+    for name in ("qwen2", "llama-bpe", "gpt-2"):
+        encoder = from_gguf(metadata | {"tokenizer.ggml.pre": name}, "x").encoder
+        assert vocabulary._pre_tokenizer(encoder, tmp_path) == name
+        encoder.model.ignore_merges = not encoder.model.ignore_merges
+        with pytest.raises(UserError, match=r"\(ignore_merges=\w+\) that has no known name"):
+            vocabulary._pre_tokenizer(encoder, tmp_path)
 
 
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["host", "device"])

@@ -17,7 +17,7 @@ from kdjax.errors import UserError
 from kdjax.export.staging import write_json
 from kdjax.formats import open_table
 from kdjax.models.checkpoint import Checkpoint
-from kdjax.models.tokenizer import PRE_TOKENIZERS, Tokenizer, default_pre_tokenizer
+from kdjax.models.tokenizer import PRE_TOKENIZERS, WHOLE, Tokenizer, default_pre_tokenizer
 
 _FILES = (
     "tokenizer.json",
@@ -114,17 +114,19 @@ def _encoder_json(encoder: Encoder) -> dict[str, Any]:
 
 def _pre_tokenizer(encoder: Encoder, folder: Path | None) -> str:
     """The name that llama.cpp has for how text is cut before merging."""
-    described = json.dumps(_encoder_json(encoder)["pre_tokenizer"])
-    for name, pattern in PRE_TOKENIZERS.items():
-        if json.dumps(pattern) in described:
-            return name
+    tokenizer = _encoder_json(encoder)
+    described = json.dumps(tokenizer["pre_tokenizer"])
+    whole = bool(tokenizer["model"].get("ignore_merges"))
     # GPT-2's own cut is built into the byte-level step.
-    if '"use_regex": true' in described and "Regex" not in described:
-        return "gpt-2"
+    own = '"use_regex": true' in described and "Regex" not in described
+    for name, pattern in PRE_TOKENIZERS.items():
+        same = json.dumps(pattern) in described or (own and name == "gpt-2")
+        if same and whole == (name in WHOLE):
+            return name
     raise UserError(
-        f"{folder}/tokenizer.json cuts text in a way that has no known name in llama.cpp; expected "
-        f"that of {', '.join(PRE_TOKENIZERS)}. Export --format=hf and use llama.cpp's "
-        "convert_hf_to_gguf.py, or give --student=FILE.gguf."
+        f"{folder}/tokenizer.json cuts text in a way (ignore_merges={whole}) that has no known "
+        f"name in llama.cpp; expected that of {', '.join(PRE_TOKENIZERS)}. Export --format=hf and "
+        "use llama.cpp's convert_hf_to_gguf.py, or give --student=FILE.gguf."
     )
 
 

@@ -34,6 +34,8 @@ _LLAMA3 = (
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2, "default": _GPT2}
 _NFC = ("qwen2",)  # those whose tokenizer.json normalizes to NFC
+# Those that take a piece whole if it is a token, merges or not (`ignore_merges`, likewise).
+WHOLE = ("llama-bpe",)
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
@@ -177,7 +179,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     end = max((i + 1 for i in range(len(tokens)) if i not in added), default=0)
     vocab = {token: i for i, token in enumerate(tokens[:end])}
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-    encoder = Encoder(models.BPE(vocab=vocab, merges=pairs))
+    encoder = Encoder(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in WHOLE))
     if pre in _NFC:
         encoder.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre]), behavior="isolated", invert=False)
