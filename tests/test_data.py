@@ -437,6 +437,19 @@ def test_explicit_heldout_takes_its_copies_out_of_training(tokenizer, tmp_path):
         prepare(tmp_path, tokenizer, str(tmp_path / "t"), heldout=str(tmp_path / "t"))
 
 
+@pytest.mark.parametrize("content", ["", " \n\t\n", "\N{NO-BREAK SPACE}\n"])
+def test_text_of_white_space_alone_is_called_so(tokenizer, tmp_path, content):
+    write_documents(tmp_path / "h", 2)
+    blank = tmp_path / "blank.txt"
+    blank.write_text(content)
+    with pytest.raises(UserError, match=r"left for train out of 2: data.train holds no text"):
+        prepare(tmp_path, tokenizer, str(blank), heldout=str(tmp_path / "h"))
+    with pytest.raises(UserError, match=r"left for heldout out of 2: data.heldout holds no text"):
+        prepare(tmp_path, tokenizer, str(tmp_path / "h"), heldout=str(blank))
+    with pytest.raises(UserError, match="the text is empty"):
+        prepare(tmp_path, tokenizer, str(blank))
+
+
 def test_one_sided_split_is_refused(tokenizer, tmp_path):
     write_documents(tmp_path / "t", 3)
     with pytest.raises(UserError, match=r"no document is left for heldout out of 3: change data"):

@@ -407,3 +407,35 @@ def test_the_page_on_exports_runs(models, tmp_path, monkeypatch, capsys):
     exec(compile(program, "docs/export.md", "exec"), {})
     assert "equal bit for bit" in capsys.readouterr().out
     assert left_in(tmp_path) == ["student-hf", "student-q8_0.gguf", "student.apr", "student.gguf"]
+
+
+# ---- downloads that were cut
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"), [("hf", "hf/model.safetensors"), ("gguf", "a.gguf"), ("apr", "a.apr")]
+)
+def test_a_cut_file_says_its_whole_size_and_its_header_can_be_read(models, tmp_path, kind, file):
+    """Of every format: what is there is read, what is not there is named."""
+    path = tmp_path / file
+    out = path if path.parent == tmp_path else path.parent
+    EXPORTS[kind](a_student(models / "student.gguf"), out)
+    spec = open_checkpoint(out).spec
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError) as error:
+        open_table(out)
+    found, size = re.search(r"found (\d+) bytes.* at least (\d+)", str(error.value)).groups()
+    assert int(found) == len(whole) // 2
+    assert len(whole) - 64 <= int(size) <= len(whole)  # zeros may fill the end
+    assert "of which 50.0% are here. The download was cut" in str(error.value)
+    table = open_table(out, whole=False)
+    assert spec_from_table(table) == spec
+    held = [tensor for tensor in table if table.holds(tensor)]
+    assert 0 < len(held) < len(table)
+    for tensor in table:
+        if table.holds(tensor):
+            assert table.raw(tensor).nbytes == table.info(tensor).nbytes
+        else:
+            with pytest.raises(UserError, match="The download was cut"):
+                table.raw(tensor)

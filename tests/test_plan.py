@@ -22,12 +22,13 @@ from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
 from kdjax.formats import TensorInfo, open_table
 from kdjax.formats.blocks import row_bytes
+from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import plan, teachers
-from kdjax.training.job import ask_kinds, assemble
+from kdjax.training.job import ask_kinds, assemble, survey
 from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
 from scripts.apr.convert import convert
 from scripts.bench.synthetic import (
@@ -66,6 +67,11 @@ class Header(dict):
 
     def info(self, name):
         return self[name]
+
+    cut = None
+
+    def holds(self, name):
+        return True
 
     def raw(self, name):
         raise AssertionError("a plan must not read tensors")
@@ -320,6 +326,21 @@ def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, c
     tiny_config.teacher.backend = "auto"
     with pytest.raises(UserError, match="does not fit"):
         command.show_plan(tiny_config)
+
+
+def test_headers_alone_are_planned_as_the_files_are(tiny_config, tmp_path):
+    """As a download leaves them that has only begun; training does not start from them."""
+    whole = survey(tiny_config)[2]
+    for side in (tiny_config.teacher, tiny_config.student):
+        table = GGUFTable(side.path)
+        header = Path(side.path).read_bytes()[: min(map(table.start, table))]
+        side.path = str(tmp_path / Path(side.path).name)
+        Path(side.path).write_bytes(header)
+    _, pair, cut = survey(tiny_config, whole=False)
+    assert (cut.phases, cut.resident) == (whole.phases, whole.resident)
+    assert pair.student.describe().endswith("of which not all is here")
+    with pytest.raises(UserError, match="The download was cut"):
+        survey(tiny_config)
 
 
 # ---- teacher and student with the same content

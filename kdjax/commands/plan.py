@@ -3,7 +3,8 @@
     kdjax plan --config=qwen7b_0p5b
     kdjax plan --config=qwen7b_0p5b --config.train.batch_size=8 --config.data.seq_len=2048
 
-Reads the headers of both models. A run that does not fit ends with status 2 and the settings that
+Reads the headers of both models, and needs no more of them: a file that a download has begun is
+enough. A run that does not fit ends with status 2 and the settings that
 would.
 """
 
@@ -30,7 +31,7 @@ def show_plan(config: Config) -> bool:
 
     start_device()
     _log.info("%s", runtime.device_summary())
-    plan = survey(config)[2]
+    plan = survey(config, whole=False)[2]
     print("\n".join(plan.lines()))
     return not plan.missing
 

@@ -256,8 +256,8 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
         try:
             for side in _SIDES:
                 writers.append(_SideWriter(aside / side, row_length, settings.max_segments))
-            _pack_sides(writers, settings, files)
-            info = _check_sides(writers, settings)
+            apart = _pack_sides(writers, settings, files)
+            info = _check_sides(writers, settings, apart)
             (aside / "meta.json").write_text(json.dumps(info, indent=1))
             shutil.rmtree(folder, ignore_errors=True)  # an incomplete one: `_open_rows` refused it
             try:
@@ -274,9 +274,12 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
     return rows
 
 
-def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files) -> None:
-    """Packs the documents of both sides into the writers (training, held out)."""
-    train, heldout = writers
+def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files) -> int:
+    """Packs the documents of both sides into the writers (training, held out).
+
+    Returns how many documents of training are left out because they are held out.
+    """
+    (train, heldout), left_out = writers, 0
 
     def tokenize(paths: list[Path]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
         source = documents(paths, settings.tokenizer)
@@ -289,6 +292,7 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
     for document, ids, mask in tokenize(files[0]):
         digest = document.digest()
         if files[1]:
+            left_out += digest in apart
             if digest not in apart:
                 train.add(ids, mask)
         else:
@@ -296,9 +300,12 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
             side.add(ids, mask)
     for writer in writers:
         writer.finish()
+    return left_out
 
 
-def _check_sides(writers: list[_SideWriter], settings: RowSettings) -> dict[str, Any]:
+def _check_sides(
+    writers: list[_SideWriter], settings: RowSettings, left_out: int
+) -> dict[str, Any]:
     """What is known of both sides; raises `UserError` if one of them has no row."""
     sides: dict[str, Any] = {}
     total = sum(writer.counts["documents"] for writer in writers)
@@ -308,10 +315,10 @@ def _check_sides(writers: list[_SideWriter], settings: RowSettings) -> dict[str,
         counts = writer.counts
         if not counts["rows"]:
             hint = "change data.heldout_fraction, add documents, or set data.heldout"
-            if settings.heldout and name == "train":
+            if settings.heldout:
+                hint = f"data.{name} holds no text, or less than two tokens a document"
+            if left_out and name == "train":
                 hint = "all of data.train is also in data.heldout"
-            elif settings.heldout:
-                hint = "data.heldout holds no text"
             raise UserError(f"no document is left for {name} out of {total}: {hint}.")
         fill = counts["tokens"] / (counts["rows"] * (settings.seq_len + 1))
         sides[name] = counts | {"fill": round(fill, 4)}

@@ -31,11 +31,12 @@ def _download_command(path: Path) -> tuple[str, bool]:
     return command, match is not None
 
 
-def open_table(path: str | os.PathLike[str]) -> TensorTable:
+def open_table(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTable:
     """Opens a checkpoint: a Hugging Face folder, or a `.safetensors`, `.apr` or GGUF file.
 
-    Reads headers only. Raises `MissingFileError` for a path that does not exist, with the command
-    that downloads it where the name is a published one, and `UserError` for a broken file.
+    Reads headers only; with `whole=False` a file may end behind its header. Raises
+    `MissingFileError` for a path that does not exist, with the command that downloads it where the
+    name is a published one, and `UserError` for a broken file.
     """
     path = Path(path)
     if not path.exists():
@@ -46,17 +47,17 @@ def open_table(path: str | os.PathLike[str]) -> TensorTable:
             f"{'Download it' if exact else 'Download one, for example'}: `{command}`"
         )
     if path.is_dir() or path.suffix == ".safetensors":
-        return SafetensorsTable(path)
+        return SafetensorsTable(path, whole=whole)
     if is_apr(path):
-        return AprTable(path)
-    return GGUFTable(path)
+        return AprTable(path, whole=whole)
+    return GGUFTable(path, whole=whole)
 
 
-def open_shapes(path: str | os.PathLike[str]) -> TensorTable:
+def open_shapes(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTable:
     """As `open_table`, where a Hugging Face folder may hold its `config.json` and no weights."""
     config = Path(path) / "config.json"
     if not config.is_file() or any(Path(path).glob("*.safetensors*")):
-        return open_table(path)
+        return open_table(path, whole=whole)
     return ShapesTable(config)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,21 @@ Data = np.ndarray | Callable[[], np.ndarray | Iterable[np.ndarray]]
 def bad(path: Path, found: str, expected: str, remedy: str) -> UserError:
     """The error for a file that is not what it should be."""
     return UserError(f"{path}: found {found}; expected {expected}. {remedy}")
+
+
+def cut_short(path: Path, size: int, ends: Mapping[str, int]) -> UserError | None:
+    """The error for a file of `size` bytes that ends before one of its tensors; None for none.
+
+    `ends`: the byte behind each tensor, as the header says.
+    """
+    last = max(ends, key=lambda name: ends[name], default=None)
+    if last is None or ends[last] <= size:
+        return None
+    whole = ends[last]
+    found = f"{size} bytes, {whole - size} too few for tensor {last!r}"
+    expected = f"at least {whole} ({whole / 1e9:.2f} GB), of which {size / whole:.1%} are here"
+    remedy = "The download was cut: download the file again. A plan needs no more than its header."
+    return bad(path, found, expected, remedy)
 
 
 def map_file(path: Path) -> np.ndarray:

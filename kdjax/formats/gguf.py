@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kdjax.errors import MissingFileError
+from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.blocks import BLOCKS
-from kdjax.formats.files import DOWNLOAD, Cursor, bad, map_file, tensor_bytes
+from kdjax.formats.files import DOWNLOAD, Cursor, bad, cut_short, map_file, tensor_bytes
 from kdjax.formats.table import NamedTensors, TensorInfo
 
 MAGIC = b"GGUF"
@@ -131,6 +131,7 @@ class _Shard(NamedTuple):
     data: np.ndarray
     metadata: _Metadata
     tensors: dict[str, tuple[TensorInfo, int]]
+    cut: UserError | None  # what a file that ends too early raises
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
@@ -190,7 +191,7 @@ def _read_entry(cursor: _Cursor, index: int) -> tuple[TensorInfo, int]:
 
 
 def _read_shard(path: Path) -> _Shard:
-    """Parses one file's header and checks that all its data is there."""
+    """Parses one file's header."""
     data = map_file(path)
     size, cursor = data.size, _Cursor(path, data.data)
     tensor_count, pair_count = _read_preamble(cursor)
@@ -208,13 +209,9 @@ def _read_shard(path: Path) -> _Shard:
         if offset % alignment:
             found = f"tensor {info.name!r} at offset {offset}"
             raise bad(path, found, f"a multiple of {alignment}", DOWNLOAD)
-        missing = base + offset + info.nbytes - size
-        if missing > 0:
-            found = f"{size} bytes, {missing} too few for tensor {info.name!r}"
-            remedy = "The download broke off: download the file again."
-            raise bad(path, found, f"at least {size + missing}", remedy)
         tensors[info.name] = info, base + offset
-    return _Shard(path, data, metadata, tensors)
+    ends = {name: start + info.nbytes for name, (info, start) in tensors.items()}
+    return _Shard(path, data, metadata, tensors, cut_short(path, size, ends))
 
 
 def _sibling_paths(path: Path, count: int) -> tuple[Path, ...]:
@@ -262,12 +259,15 @@ class GGUFTable(NamedTensors):
     """Tensors of a GGUF file, or of all shards of a split one; see `TensorTable`.
 
     Opening reads the header only. Raises `MissingFileError` for a missing shard and `UserError`
-    for a file that is no little-endian GGUF v2 or v3, is damaged or cut short, or holds a block
-    type outside `blocks.BLOCKS`.
+    for a file that is no little-endian GGUF v2 or v3, is damaged or, unless `whole` is False, cut
+    short, or holds a block type outside `blocks.BLOCKS`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], *, whole: bool = True):
         shards = _read_shards(Path(path))
+        self.cut = next((shard.cut for shard in shards if shard.cut), None)
+        if whole and self.cut:
+            raise self.cut
         self.paths = tuple(shard.path for shard in shards)
         self.metadata = shards[0].metadata  # lists of strings are decoded when asked for
         self._tensors: dict[str, tuple[TensorInfo, np.ndarray]] = {}

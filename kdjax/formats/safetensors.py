@@ -11,24 +11,29 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from kdjax.errors import MissingFileError
-from kdjax.formats.files import DOWNLOAD, bad, load_json, map_file, tensor_bytes
+from kdjax.errors import MissingFileError, UserError
+from kdjax.formats.files import DOWNLOAD, bad, cut_short, load_json, map_file, tensor_bytes
 from kdjax.formats.table import NamedTensors, TensorInfo
 
+_MAX_DIMS = 8
 _DTYPES = ("F32", "F16", "BF16")
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
 _Tensors = dict[str, tuple[TensorInfo, np.ndarray]]  # bytes as uint8, flat
+_Opened = tuple[tuple[Path, ...], _Tensors, UserError | None]  # the last of a file that was cut
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    """A few numbers of 63 bits: Python would multiply any others, and refuse to print them."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+        return False
+    return all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[TensorInfo, int]:
-    """One tensor and its offset in the data section of `size` bytes."""
+def _read_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
+    """One tensor and its offset in the data section."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
@@ -45,33 +50,37 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[TensorInf
     if end - start != nbytes:
         found = f"{end - start} bytes for tensor {name!r}"
         raise bad(path, found, f"{nbytes}, as its shape and dtype say", DOWNLOAD)
-    if end > size:
-        found = f"a file {end - size} bytes too short for tensor {name!r}"
-        raise bad(path, found, "all of its data", "The download broke off: download it again.")
     return TensorInfo(name, tuple(shape), dtype, nbytes), start
 
 
-def _read_file(path: Path) -> _Tensors:
-    """All tensors of one file, as views into it."""
+def _read_file(path: Path, *, whole: bool) -> tuple[_Tensors, UserError | None]:
+    """All tensors of one file, as views into it, and what is wrong with a file that was cut.
+
+    Raises that unless `whole` is False.
+    """
     data = map_file(path)
     size = data.size
     length = int.from_bytes(data[:8].tobytes(), "little")
     if size < 8 or length > size - 8:
         found = f"{size} bytes, with a header of {length}"
-        remedy = "The download broke off, or this is no safetensors file: download it again."
+        remedy = "The download was cut, or this is no safetensors file: download it again."
         raise bad(path, found, "a safetensors file at least as long as its header", remedy)
     header = load_json(path, "a header", data[8 : 8 + length].tobytes())
     body = data[8 + length :]
-    tensors = {}
+    tensors, ends = {}, {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        info, start = _read_entry(path, name, entry, body.size)
+        info, start = _read_entry(path, name, entry)
         tensors[name] = info, body[start : start + info.nbytes]
-    return tensors
+        ends[name] = 8 + length + start + info.nbytes
+    cut = cut_short(path, size, ends)
+    if whole and cut:
+        raise cut
+    return tensors, cut
 
 
-def _read_index(index: Path) -> tuple[tuple[Path, ...], _Tensors]:
+def _read_index(index: Path, *, whole: bool) -> _Opened:
     """Shards in the order of their names, and the tensors that the index lists."""
     weight_map = load_json(index, "an index").get("weight_map")
     if not isinstance(weight_map, dict) or not all(
@@ -85,20 +94,22 @@ def _read_index(index: Path) -> tuple[tuple[Path, ...], _Tensors]:
             f"{index}: found an index of {len(names)} files without {', '.join(missing)}; "
             f"expected all of them in {index.parent}. Download the missing files into it."
         )
-    files = {name: _read_file(index.parent / name) for name in names}
+    opened = {name: _read_file(index.parent / name, whole=whole) for name in names}
+    files = {name: tensors for name, (tensors, _) in opened.items()}
     if lost := [tensor for tensor, name in weight_map.items() if tensor not in files[name]]:
         found = f"tensors that their files do not hold: {', '.join(lost[:8])}"
         remedy = "Download index and shards from the same revision."
         raise bad(index, found, "every tensor of the index in the file it names", remedy)
     tensors = {tensor: files[name][tensor] for tensor, name in weight_map.items()}
-    return tuple(index.parent / name for name in names), tensors
+    cut = next((cut for _, cut in opened.values() if cut), None)
+    return tuple(index.parent / name for name in names), tensors, cut
 
 
-def _read_folder(folder: Path) -> tuple[tuple[Path, ...], _Tensors]:
+def _read_folder(folder: Path, *, whole: bool) -> _Opened:
     if (folder / _INDEX).is_file():
-        return _read_index(folder / _INDEX)
+        return _read_index(folder / _INDEX, whole=whole)
     if (folder / _SINGLE).is_file():
-        return (folder / _SINGLE,), _read_file(folder / _SINGLE)
+        return (folder / _SINGLE,), *_read_file(folder / _SINGLE, whole=whole)
     suffixes = (".gguf", ".apr", ".bin")
     others = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes)
     found = f"a folder without {_SINGLE}"
@@ -125,19 +136,20 @@ class SafetensorsTable(NamedTensors):
     """Tensors of a Hugging Face folder, or of one file with its `config.json`; see `TensorTable`.
 
     Opening reads headers only. Raises `MissingFileError` for a missing `config.json` or shard and
-    `UserError` for a file that is damaged or cut short, or holds a type other than F32, F16, BF16.
+    `UserError` for a file that is damaged or, unless `whole` is False, cut short, or holds a type
+    other than F32, F16, BF16.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], *, whole: bool = True):
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         if path.is_dir():
-            self.paths, self._tensors = _read_folder(path)
+            self.paths, self._tensors, self.cut = _read_folder(path, whole=whole)
         elif _SHARD.fullmatch(path.name) and (folder / _INDEX).is_file():
             remedy = f"Pass the folder: {folder}."
             raise bad(path, "one shard of several", "a whole checkpoint", remedy)
         else:
-            self.paths, self._tensors = (path,), _read_file(path)
+            self.paths, (self._tensors, self.cut) = (path,), _read_file(path, whole=whole)
         config = folder / _CONFIG
         if not config.is_file():
             raise MissingFileError(

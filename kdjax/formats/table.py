@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from kdjax.errors import UserError
 from kdjax.formats.blocks import row_bytes
 
 
@@ -46,6 +47,15 @@ class TensorTable(Protocol):
         """Raises `KeyError` for a name the checkpoint does not hold."""
         ...
 
+    @property
+    def cut(self) -> UserError | None:
+        """What opening the file as a whole one would raise, for one opened by its header alone."""
+        ...
+
+    def holds(self, name: str) -> bool:
+        """Whether the tensor's bytes are there, which a file that was cut may lack."""
+        ...
+
     def raw(self, name: str) -> np.ndarray:
         """uint8 `shape[:-1] + (row_bytes,)`; a 0-d tensor comes as shape `(itemsize,)`."""
         ...
@@ -56,6 +66,7 @@ class NamedTensors:
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, Any]
+    cut: UserError | None = None
     _tensors: Mapping[str, tuple[Any, ...]]
 
     def __contains__(self, name: object) -> bool:
@@ -71,7 +82,17 @@ class NamedTensors:
         """Raises `KeyError` for a name the checkpoint does not hold."""
         return self._tensors[name][0]
 
+    def holds(self, name: str) -> bool:
+        """Whether the tensor's bytes are there, which a file that was cut may lack."""
+        info, *data = self._tensors[name]
+        return not data or data[0].size == info.nbytes
+
     def raw(self, name: str) -> np.ndarray:
-        """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`."""
+        """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`.
+
+        Raises `UserError` for a tensor that a file opened by its header does not hold.
+        """
         info, data = self._tensors[name]
+        if self.cut and not self.holds(name):
+            raise self.cut
         return data.reshape(*info.shape[:-1], row_bytes(info.dtype, (info.shape or (1,))[-1]))

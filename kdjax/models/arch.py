@@ -213,7 +213,9 @@ def _gguf_scaling(table: TensorTable, family: str) -> RopeScaling | None:
     meta = table.metadata
     if "rope_freqs.weight" in table:
         info = table.info("rope_freqs.weight")
-        divisors = np.asarray(decode(table.raw("rope_freqs.weight"), info.dtype))
+        divisors = np.ones(info.shape)  # of a header alone, from which nothing is rotated
+        if table.holds("rope_freqs.weight"):
+            divisors = np.asarray(decode(table.raw("rope_freqs.weight"), info.dtype))
         return RopeScaling("divisors", divisors=tuple(float(x) for x in divisors))
     kind = meta.get(f"{family}.rope.scaling.type", "none")
     if kind == "none":

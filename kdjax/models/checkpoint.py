@@ -121,23 +121,29 @@ class Checkpoint:
     def describe(self) -> str:
         """One line for a log."""
         spec, head = self.spec, "tied" if self.spec.tied else "untied"
+        cut = ", of which not all is here" if self.table.cut else ""
         return (
             f"{self}: {spec.family}, {spec.num_layers} layers, width {spec.hidden_size}, "
-            f"{spec.vocab_size:,} rows, {head}, {spec.parameters() / 1e9:.3f} B parameters"
+            f"{spec.vocab_size:,} rows, {head}, {spec.parameters() / 1e9:.3f} B parameters{cut}"
         )
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, tokenizer: str = "", student: str = "", shapes: bool = False
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: str = "",
+    student: str = "",
+    shapes: bool = False,
+    whole: bool = True,
 ) -> Checkpoint:
     """Opens a GGUF, .apr or safetensors file, a Hugging Face folder, or a run's workdir or step.
 
     A folder with `checkpoints/` is a workdir, of which the newest step counts. A step has neither
     architecture nor tokenizer: they come from the student that its run began with, which is
     `student` or what the run's receipt names. `tokenizer` names another file or folder for the
-    tokenizer alone; with `shapes` a folder may hold its `config.json` and no weights. Reads headers
-    only. Raises `MissingFileError` if there is nothing at `path`, `UserError` for what cannot be
-    understood.
+    tokenizer alone; with `shapes` a folder may hold its `config.json` and no weights, with
+    `whole=False` a file no more than its header. Reads headers only. Raises `MissingFileError` if
+    there is nothing at `path`, `UserError` for what cannot be understood.
     """
     path = Path(path)
     if (path / "checkpoints").is_dir():
@@ -145,7 +151,7 @@ def open_checkpoint(
     if path.name.isdigit() and path.parent.name == "checkpoints":
         workdir, step = path.parent.parent, int(path.name)
         return open_step(workdir, step, student=student, tokenizer=tokenizer)
-    table = (open_shapes if shapes else open_table)(path)
+    table = (open_shapes if shapes else open_table)(path, whole=whole)
     return Checkpoint(table, spec_from_table(table), tokenizer)
 
 

@@ -40,12 +40,15 @@ def is_gguf(table: TensorTable) -> bool:
 def has_tied_head(table: TensorTable) -> bool:
     """Whether the head repeats the embedding, up to quantization, on 64 rows spread over both.
 
-    Some published GGUF files of tied models store the matrix twice, in two block types.
+    Some published GGUF files of tied models store the matrix twice, in two block types. What a file
+    that was cut does not hold counts as a head of its own, which takes more memory.
     """
     embed, head = (_stored((key,), table) for key in ("embed", "head"))
     if head not in table:
         return True
     if table.info(embed).shape != table.info(head).shape:
+        return False
+    if not (table.holds(embed) and table.holds(head)):
         return False
     rows = np.linspace(0, table.info(embed).shape[0] - 1, 64).astype(int)
     a, b = (np.asarray(decode(table.raw(n)[rows], table.info(n).dtype)) for n in (embed, head))

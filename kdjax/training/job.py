@@ -199,9 +199,10 @@ def describe_cache(
     )
 
 
-def survey(config: Config) -> tuple[Placement, Pair, Plan]:
+def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan]:
     """Opens, compares and plans; reads headers and allocates nothing.
 
+    With `whole=False` the models' files may end behind their headers, as in a download under way.
     Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
     """
     kinds = ask_kinds(config)
@@ -210,7 +211,7 @@ def survey(config: Config) -> tuple[Placement, Pair, Plan]:
     for kind in kinds:
         kind.check(placement)
     _check_batches(config, placement)
-    pair = open_pair(config)
+    pair = open_pair(config, whole=whole)
     _log.info("student: %s", pair.student.describe())
     if pair.teacher is None:
         _log.info("no teacher: held-out figures are the student's alone")

@@ -36,14 +36,16 @@ class Pair:
     vocabulary: Vocabulary
 
 
-def open_pair(config: Config) -> Pair:
+def open_pair(config: Config, *, whole: bool = True) -> Pair:
     """Opens both checkpoints and compares their vocabularies, contexts and contents.
 
-    Reads headers, and tensors only as far as the two agree. Raises `UserError` for a pair that
-    cannot be distilled, or that would teach nothing.
+    Reads headers, and tensors only as far as the two agree; with `whole=False` files may end
+    behind their headers. Raises `UserError` for a pair that cannot be distilled, or that would
+    teach nothing.
     """
-    teacher = open_checkpoint(config.teacher.path) if config.teacher.path else None
-    student = open_student(config)
+    path = config.teacher.path
+    teacher = open_checkpoint(path, whole=whole) if path else None
+    student = open_student(config, whole=whole)
     for name, checkpoint in (("teacher", teacher), ("student", student)):
         if checkpoint and config.data.seq_len > checkpoint.spec.max_positions:
             raise UserError(
@@ -63,12 +65,13 @@ def open_pair(config: Config) -> Pair:
     return Pair(teacher, student, tokenizer, vocabulary)
 
 
-def open_student(config: Config) -> Checkpoint:
+def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
     """The student, or with `student.init=random` its shapes, its head tied as `student.head` asks.
 
     With "auto" it is tied as the stored matrices are; a folder of shapes alone is believed.
     """
-    student = open_checkpoint(config.student.path, shapes=config.student.init == "random")
+    shapes = config.student.init == "random"
+    student = open_checkpoint(config.student.path, shapes=shapes, whole=whole)
     head = config.student.head
     if head == "auto" and not len(student.table):
         return student
@@ -94,6 +97,8 @@ def same_weights(a: Checkpoint, b: Checkpoint) -> bool:
 
 
 def _same_tensor(a: Checkpoint, x: str, b: Checkpoint, y: str) -> bool:
+    if not (a.table.holds(x) and b.table.holds(y)):
+        return False
     raw = a.table.raw(x), b.table.raw(y)
     infos = a.table.info(x), b.table.info(y)
     if infos[0].shape != infos[1].shape:

@@ -149,7 +149,7 @@ def _read_index(path: Path, data: memoryview, header: _Header) -> dict[str, tupl
     """Every tensor that has elements, and where in the file it starts."""
     cursor = Cursor(path, data[: header.data])
     cursor.at = header.index
-    end, last = len(data) - _FOOTER.size, None
+    last = None
     tensors: dict[str, tuple[TensorInfo, int]] = {}
     for number in range(header.tensors):
         info, offset = _read_entry(cursor, number)
@@ -158,11 +158,6 @@ def _read_index(path: Path, data: memoryview, header: _Header) -> dict[str, tupl
             found = f"tensor {info.name!r} after {last.decode()!r}"
             raise bad(path, found, "an index sorted by name", DOWNLOAD)
         last = name
-        missing = header.data + offset + info.nbytes - end
-        if missing > 0:
-            found = f"{len(data)} bytes, {missing} too few for tensor {info.name!r}"
-            remedy = "The download broke off: download the file again."
-            raise bad(path, found, f"at least {len(data) + missing}", remedy)
         if info.nbytes:
             tensors[info.name] = info, header.data + offset
     return tensors
@@ -172,15 +167,20 @@ class AprTable(NamedTensors):
     """Tensors of an `.apr` file; see `TensorTable`.
 
     Opening reads header, metadata and index only, not the footer: see `verify_footer`. Raises
-    `UserError` for a file that is no plain `.apr` of version 2, is damaged or cut short, or holds a
-    type outside `DTYPES`, and where neither it nor a `config.json` beside it describes the model.
+    `UserError` for a file that is no plain `.apr` of version 2, is damaged or, unless `whole` is
+    False, cut short, or holds a type outside `DTYPES`, and where neither it nor a `config.json`
+    beside it describes the model.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], *, whole: bool = True):
         path = Path(path)
         self._data = files.map_file(path)
         self._header = _read_header(path, self._data.data)
         starts = _read_index(path, self._data.data, self._header)
+        ends = {name: start + info.nbytes + _FOOTER.size for name, (info, start) in starts.items()}
+        self.cut = files.cut_short(path, self._data.size, ends)
+        if whole and self.cut:
+            raise self.cut
         self.paths = (path,)
         self._tensors = {
             name: (info, self._data[start : start + info.nbytes])
