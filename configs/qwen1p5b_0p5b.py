@@ -12,18 +12,12 @@ rates end farther away: docs/results.md.
 from kdjax.config import Config, tiny
 from kdjax.errors import UserError
 
+_TEACHER = "hf:Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+_STUDENT = "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 _RANDOM = "in a clone of kdjax: python3 -m scripts.bench.random_gguf"
 
-# What brings each file that is named below.
+# What brings the files of `:tiny`.
 DOWNLOADS = {
-    "models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": (
-        "hf download Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF "
-        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --local-dir models"
-    ),
-    "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": (
-        "hf download Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF "
-        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --local-dir models"
-    ),
     "runs/tiny/teacher.gguf": f"{_RANDOM} --shape=tiny-teacher --out=runs/tiny/teacher.gguf",
     "runs/tiny/student.gguf": f"{_RANDOM} --shape=tiny-student --out=runs/tiny/student.gguf",
 }
@@ -34,8 +28,8 @@ def get_config(kind: str = "") -> Config:
     if kind not in ("", "tiny"):
         raise UserError(f"configs/qwen1p5b_0p5b.py:{kind}: no such kind; expected 'tiny'.")
     config = Config()
-    config.teacher.path = "models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
-    config.student.path = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    config.teacher.path = _TEACHER
+    config.student.path = _STUDENT
     config.data.train = "python:stdlib,jax,flax,transformers"
     config.data.heldout = "python:optax,orbax"
     config.data.seq_len = 1024

@@ -2,9 +2,10 @@
 
     python -m kdjax.main --config=configs/qwen7b_0p5b.py
 
-Where models are missing, the command names each with the command that gets it. The text is the
-Python source of packages that come with kdjax; text of one's own: --config.data.train=DIR (folders,
-globs, .jsonl, .parquet), and --config.data.heldout= or other such text.
+Nothing is needed before it but a network: the models come from the Hugging Face Hub, about 5 GB,
+unless models/ holds files of their names. The text is the Python source of packages that come with
+kdjax; text of one's own: --config.data.train=DIR (folders, globs, .jsonl, .parquet), and
+--config.data.heldout= or other such text.
 
 T = 1, alpha = 0 and 1e-5 are what measures best on the published 1.5B and 0.5B (docs/results.md);
 the 7B pair has not been trained to its end. One H200 runs this shape at 28,950 tokens/s: the 50,000
@@ -20,18 +21,12 @@ the same path on a laptop in under a minute.
 from kdjax.config import Config, tiny
 from kdjax.errors import UserError
 
+_TEACHER = "hf:Qwen/Qwen2.5-Coder-7B-Instruct-GGUF/qwen2.5-coder-7b-instruct-q4_k_m.gguf"
+_STUDENT = "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 _RANDOM = "in a clone of kdjax: python3 -m scripts.bench.random_gguf"
 
-# What brings each file that is named below.
+# What brings the files of `:tiny`.
 DOWNLOADS = {
-    "models/qwen2.5-coder-7b-instruct-q4_k_m.gguf": (
-        "hf download Qwen/Qwen2.5-Coder-7B-Instruct-GGUF "
-        "qwen2.5-coder-7b-instruct-q4_k_m.gguf --local-dir models"
-    ),
-    "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": (
-        "hf download Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF "
-        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --local-dir models"
-    ),
     "runs/tiny/teacher.gguf": f"{_RANDOM} --shape=tiny-teacher --out=runs/tiny/teacher.gguf",
     "runs/tiny/student.gguf": f"{_RANDOM} --shape=tiny-student --out=runs/tiny/student.gguf",
 }
@@ -44,8 +39,8 @@ def get_config(kind: str = "") -> Config:
             f"configs/qwen7b_0p5b.py:{kind}: no such kind; expected 'reference' or 'tiny'."
         )
     config = Config()
-    config.teacher.path = "models/qwen2.5-coder-7b-instruct-q4_k_m.gguf"
-    config.student.path = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    config.teacher.path = _TEACHER
+    config.student.path = _STUDENT
     config.data.train = "python:stdlib,jax,flax,transformers"
     config.data.heldout = "python:optax,orbax"
     config.data.seq_len = 512

@@ -20,7 +20,7 @@ FP8_COMPUTES = ("fp8", "fp8_precise")
 class TeacherConfig:
     """The frozen teacher."""
 
-    path: str = ""  # GGUF or .apr file, or Hugging Face folder; empty: none, with loss.alpha=1
+    path: str = ""  # GGUF or .apr file, Hugging Face folder, hf:ORG/REPO/FILE; "": with alpha=1
     backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
     param_dtype: str = "bfloat16"  # of the weights once dequantized
     compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
@@ -32,7 +32,7 @@ class TeacherConfig:
 class StudentConfig:
     """The student; its weights are float32 masters whatever it computes in."""
 
-    path: str = ""  # GGUF or .apr file, or Hugging Face folder; shapes alone if init=random
+    path: str = ""  # as the teacher's; with init=random its shapes alone are read
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
@@ -48,7 +48,7 @@ class DataConfig:
     seq_len: int = 1024  # positions a row; at most the context of both models
     end_of_document: str = ""  # token after each text; empty: the tokenizer's end-of-text
     max_segments: int = 32  # documents a row; attention kernels need the bound
-    tokenizer: str = ""  # a GGUF file or Hugging Face folder; empty: the student's
+    tokenizer: str = ""  # a GGUF file, Hugging Face folder or hf: path; empty: the student's
     cache_dir: str = "~/.cache/kdjax/rows"  # packed rows, kept from run to run
 
 
@@ -248,7 +248,7 @@ _POSITIVE = (lambda v: v > 0), "greater than 0"
 _NON_NEGATIVE = (lambda v: v >= 0), "0 or more"
 _FRACTION = (lambda v: 0 <= v <= 1), "between 0 and 1"
 _BETA = (lambda v: 0 <= v < 1), "at least 0 and below 1"
-_PRESENT = bool, "set: a GGUF file or a Hugging Face folder"
+_PRESENT = bool, "set: a GGUF file, a Hugging Face folder or hf:ORG/REPO/FILE"
 
 _RULES: dict[str, tuple[Any, str]] = {
     "teacher.backend": _choice(*TEACHER_BACKENDS),

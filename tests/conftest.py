@@ -9,6 +9,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # not depend on each other can block them all: some devices wait in the one, some in the other.
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# No test reaches the Hugging Face Hub, or looks into the user's cache of it.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE="/nonexistent/hub")
 
 import jax
 import pytest

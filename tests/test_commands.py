@@ -212,22 +212,22 @@ def test_what_the_shipped_configs_train_with():
 
 def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    printed = error_of(capsys, "train", "--config=qwen7b_0p5b")
+    printed = error_of(capsys, "train", "--config=qwen7b_0p5b")  # without a network
     for size in ("7b", "0.5b"):
         file = f"qwen2.5-coder-{size}-instruct-q4_k_m.gguf"
-        repository = f"Qwen/Qwen2.5-Coder-{size.upper()}-Instruct-GGUF"
-        assert f".path=models/{file}\n" in printed
-        assert f"    hf download {repository} {file} --local-dir models\n" in printed
-    assert "--config.data" not in printed  # the packages of the text come with kdjax
+        assert f"hf:Qwen/Qwen2.5-Coder-{size.upper()}-Instruct-GGUF/{file}: https://" in printed
+        assert f"Without one, put it at models/{file}, or set" in printed
+    assert "data" not in printed  # the packages of the text come with kdjax
     assert not list(tmp_path.iterdir())
     text = "--config.data.train=text", "--config.data.heldout=text"
     printed = error_of(capsys, "train", "--config=qwen7b_0p5b", *text)
     assert f"{', '.join(text)}\n    text: no file found" in printed
-    printed = error_of(
-        capsys, "plan", "--config=qwen7b_0p5b", *text, "--config.student.path=mine.gguf"
-    )
-    assert "--config.student.path=mine.gguf\n    mine.gguf: found no such file" in printed
+    mine = "--config.student.path=qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    printed = error_of(capsys, "plan", "--config=qwen7b_0p5b", *text, mine)
+    assert f"{mine}\n    qwen2.5-coder-0.5b" in printed and "`hf download Qwen/" in printed
     assert "data" not in printed
+    printed = error_of(capsys, "train", "--config=qwen7b_0p5b:tiny")
+    assert printed.count("python3 -m scripts.bench.random_gguf") == 2
 
 
 def test_the_text_of_the_shipped_configs_is_there(monkeypatch, tmp_path):

@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--k", type=int, default=64, help="ids a position, of --kind=topk")
     run = parse_run(parser, argv)
     log_to_terminal()
-    require_files(run)
+    config = require_files(run)
     start_device()
     kind = CachedTopK(run.options.k) if run.options.kind == "topk" else CachedHidden()
-    cache_teacher(run.config, run.options.out, kind)
+    cache_teacher(config, run.options.out, kind)
     return FINISHED

@@ -15,6 +15,7 @@ from absl import flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
+from kdjax import hub
 from kdjax.config import TEACHER_BACKENDS, Config, flatten, validate
 from kdjax.data.text import find_files
 from kdjax.device import runtime
@@ -221,11 +222,12 @@ def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
 # --- files and logs -----------------------------------------------------------------------------
 
 
-def require_files(run: Run, *, text: bool = True) -> None:
-    """Raises one `MissingFileError` that names every file of the run that is missing.
+def require_files(run: Run, *, text: bool = True) -> Config:
+    """The run's config with every file of it on this machine, those of the Hub downloaded.
 
-    Each comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file
-    says. `text=False` leaves out the text, which planning does not read.
+    Raises one `MissingFileError` that names every file that is missing, before any download. Each
+    comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file says.
+    `text=False` leaves out the text, which planning does not read.
     """
     config, missing = run.config, dict[str, list[str]]()  # remedy: the fields that it mends
     models = {
@@ -235,11 +237,12 @@ def require_files(run: Run, *, text: bool = True) -> None:
     }
     texts = {"data.train": config.data.train, "data.heldout": config.data.heldout} if text else {}
     for field, path in (models | texts).items():
+        here = ",".join(p for p in path.split(",") if not p.strip().startswith(hub.PREFIX))
         try:
-            if path and field in texts:
-                find_files(path)
-            elif path and not Path(path).exists():
-                open_shapes(path)
+            if here and field in texts:
+                find_files(here)
+            elif here and not Path(here).exists():
+                open_shapes(here)
         except MissingFileError as error:
             remedy = run.downloads.get(path) or str(error)
             missing.setdefault(remedy, []).append(f"--config.{field}={path}")
@@ -249,6 +252,7 @@ def require_files(run: Run, *, text: bool = True) -> None:
             "files of this run are missing. Get each with the command below it, or set the field "
             "to a file of yours:\n" + "\n".join(lines)
         )
+    return hub.fetch_files(config, text=text)
 
 
 def start_device() -> None:

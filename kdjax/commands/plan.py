@@ -39,8 +39,8 @@ def show_plan(config: Config) -> bool:
 def plan_run(run: Run) -> int:
     """Plans what a command line asked for; returns the exit status."""
     log_to_terminal()
-    require_files(run, text=False)
-    return FINISHED if show_plan(run.config) else BAD_INPUT
+    config = require_files(run, text=False)
+    return FINISHED if show_plan(config) else BAD_INPUT
 
 
 @reporting

@@ -59,9 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         return plan_run(run)
     log_to_terminal()
     workdir = Path(run.options.workdir or Path("runs", run.name))
+    config = run.config
     if not (workdir / "checkpoints").is_dir():  # a finished run may have lost its files
-        require_files(run)
-    return train_and_report(run.config, open_workdir(workdir))
+        config = require_files(run)
+    return train_and_report(config, open_workdir(workdir))
 
 
 def train_and_report(config: Config, workdir: Path) -> int:

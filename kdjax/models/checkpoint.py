@@ -15,6 +15,7 @@ from kdjax.formats.saved import (
     saved_run,
     saved_steps,
 )
+from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_model, origin
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.loading import tensor_names
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
@@ -36,9 +37,10 @@ class Form:
     def parse(cls, text: str) -> "Form":
         """Raises `UserError` for an unknown form; a path may hold an @ if a form follows it."""
         path, at, form = text.rpartition("@")
-        if not at or "/" in form:
-            return cls(text)
         backend, _, dtype = form.partition(":")
+        revision = text.startswith(PREFIX) and backend not in FORMS
+        if not at or "/" in form or revision:
+            return cls(text)
         if backend not in FORMS or (dtype or _DTYPES[0]) not in _DTYPES:
             raise UserError(
                 f"{text!r}: found the form {form!r}; expected {' or '.join(FORMS)}, then "
@@ -145,7 +147,7 @@ def open_checkpoint(
     `whole=False` a file no more than its header. Reads headers only. Raises `MissingFileError` if
     there is nothing at `path`, `UserError` for what cannot be understood.
     """
-    path = Path(path)
+    path = Path(fetch_model(path, TOKENIZER if shapes else MODEL))
     if (path / "checkpoints").is_dir():
         return open_step(path, student=student, tokenizer=tokenizer)
     if path.name.isdigit() and path.parent.name == "checkpoints":
@@ -188,12 +190,13 @@ def open_step(
 def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[str, str]:
     """Paths of the student and of the tokenizer that a run began with, or those given.
 
-    From the run's receipt; relative paths count from the folder that the run was started in. The
+    From the run's receipt; relative paths count from the folder that the run was started in, and
+    what the Hub's cache has no more is fetched again. The
     tokenizer is "" if it is the student's own. Raises `MissingFileError` if nobody says which
     student it was, or it is there no more.
     """
     receipt = _receipt_paths(workdir)
-    student = student or receipt.get("student", "")
+    student = fetch_model(student or receipt.get("student", ""), TOKENIZER)
     if not student:
         raise MissingFileError(
             f"{workdir} does not say which student it began with (no {RECEIPT} with its config): "
@@ -204,7 +207,7 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
             f"{student}: no such file or folder; expected the student that the run in {workdir} "
             "began with, for its config and tokenizer. Say where it is now: --student=PATH."
         )
-    ours = receipt.get("tokenizer", "")
+    ours = "" if tokenizer else fetch_model(receipt.get("tokenizer", ""), TOKENIZER)
     return student, tokenizer or (ours if Path(ours).exists() else "")
 
 
@@ -219,6 +222,6 @@ def _receipt_paths(workdir: Path) -> dict[str, str]:
 
     def absolute(path: str) -> str:
         path = os.path.expanduser(path)
-        return path if Path(path).exists() else resolve_path(receipt, path)
+        return path if Path(path).exists() else origin(path) or resolve_path(receipt, path)
 
     return {name: absolute(path) for name, path in named.items() if path}

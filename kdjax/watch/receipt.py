@@ -26,6 +26,7 @@ from kdjax.data.text import split_sources
 from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import RECEIPT, saved_params
+from kdjax.hub import origin
 from kdjax.training.hooks import Action, Hook, Run, StepRecord, exit_status
 from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints
@@ -213,13 +214,18 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
 
 
 def _describe_sources(config: Config) -> dict[str, list[str]]:
-    """What the paths of the config stand for that their names do not say: `python:jax==0.10.2`."""
-    sources = {}
+    """Where files came from: `hf:ORG/REPO/FILE@COMMIT`, `python:jax==0.10.2`; not local ones."""
+    paths = {"teacher.path": config.teacher.path, "student.path": config.student.path}
+    paths["data.tokenizer"] = config.data.tokenizer
+    sources = {field: [name] for field, path in paths.items() if (name := origin(path))}
     for side in ("train", "heldout"):
-        packages = split_sources(getattr(config.data, side))[1]
+        patterns, packages = split_sources(getattr(config.data, side))
+        named = [name for pattern in patterns if (name := origin(pattern))]
         versions = package_versions(packages).items()
-        sources[f"data.{side}"] = [f"python:{name}=={version}" for name, version in versions]
-    return {field: named for field, named in sources.items() if named}
+        named += [f"python:{name}=={version}" for name, version in versions]
+        if named:
+            sources[f"data.{side}"] = named
+    return sources
 
 
 def _describe_platform(devices: Devices) -> dict[str, Any]:

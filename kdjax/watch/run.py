@@ -14,6 +14,7 @@ from kdjax.errors import WriteError
 from kdjax.formats.files import writing
 from kdjax.formats.locks import LOCK, locking
 from kdjax.formats.saved import saved_steps
+from kdjax.hub import fetch_files
 from kdjax.training.hooks import Hook, NonFiniteGuard
 from kdjax.training.job import Job, assemble, check_finished
 from kdjax.training.loop import train
@@ -53,6 +54,7 @@ def distill(
         _log.info("%s", line)
     devices = runtime.device_summary()
     _log.info("%s", devices)
+    config = fetch_files(config)
     with contextlib.ExitStack() as held:
         held.enter_context(_naming_checkpoint(workdir))
         if jax.process_index() == 0:  # of several processes the first holds the workdir for all

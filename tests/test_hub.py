@@ -1,0 +1,385 @@
+"""`hf:` paths against a Hub on loopback: what is fetched, resumed, refused and said."""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from conftest import make_tiny_config
+from fake_hub import COMMIT, FakeHub
+from huggingface_hub import constants, file_download
+
+from kdjax import hub
+from kdjax.commands import cli
+from kdjax.config import Config
+from kdjax.data.text import find_files
+from kdjax.errors import MissingFileError, UserError, WriteError
+from kdjax.models.checkpoint import Form, open_checkpoint, run_sources
+from kdjax.watch.receipt import _describe_sources
+from kdjax.watch.verify import verify
+
+BIG = bytes(range(256)) * 4000  # 1 MB
+TEACHER, STUDENT = "hf:org/Teacher-GGUF/teacher.gguf", "hf:org/Student-GGUF/student.gguf"
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A served Hub that huggingface_hub takes for its own, its cache under tmp_path."""
+    folder = {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "README.md": b"#",
+        "onnx/config.json": b"{}",
+    }
+    served = FakeHub(
+        {
+            "org/Teacher-GGUF": {"teacher.gguf": BIG, "README.md": b"#"},
+            "org/Student-GGUF": {"student.gguf": BIG[::-1], "other.gguf": b"other"},
+            "org/Split": {f"big-0000{i}-of-00002.gguf": b"%d" % i for i in (1, 2)},
+            "org/Folder": folder | {"model.safetensors": BIG, "consolidated.safetensors": BIG},
+            "org/Inside": {f"sub/{name}": data for name, data in folder.items()},
+            "datasets/org/text": {
+                "README.md": b"#",
+                "train/0.parquet": b"0",
+                "train/1.parquet": b"1",
+                "test.jsonl": b"{}",
+            },
+        }
+    )
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with served.serving() as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)  # of 10 MB: less is lost
+        monkeypatch.setattr(file_download.time, "sleep", lambda _: None)  # between retries
+        huggingface_hub.close_session()
+        yield served
+        huggingface_hub.close_session()
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """kdjax's own lines, as they are logged."""
+    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
+    caplog.set_level(logging.INFO, "kdjax")
+    return lambda: "\n".join(r.message for r in caplog.records if r.name == "kdjax")
+
+
+def names(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in Path(folder).rglob("*") if p.is_file())
+
+
+def config_of(teacher=TEACHER, student=STUDENT, train="python:optax", heldout="python:chex"):
+    config = Config()
+    config.teacher.path, config.student.path = teacher, student
+    config.data.train, config.data.heldout = train, heldout
+    return config
+
+
+# --- what is fetched ----------------------------------------------------------------------------
+
+
+def test_paths_become_files_and_the_receipt_has_their_commit(fake, said):
+    text = "hf:datasets/org/text/train"
+    asked = config_of(train=f"{text}, python:optax", heldout="hf:datasets/org/text/test.jsonl@v1")
+    asked.data.tokenizer = "hf:org/Folder@main"
+    config = hub.fetch_files(asked)
+    assert asked.teacher.path == TEACHER  # the config that was given stays as it is
+    assert Path(config.teacher.path).read_bytes() == BIG
+    assert Path(config.student.path).read_bytes() == BIG[::-1]
+    assert names(config.data.tokenizer) == ["config.json", "tokenizer.json"]  # no weights
+    patterns, optax = config.data.train.rsplit(",", 1)
+    assert [Path(p).read_bytes() for p in patterns.split(",")] == [b"0", b"1"]
+    assert optax == "python:optax" and len(find_files(config.data.train)) > 10
+    assert [p.name for p in find_files(config.data.heldout)] == ["test.jsonl"]
+    sources = _describe_sources(config)
+    assert sources["teacher.path"] == [f"{TEACHER}@{COMMIT}"]
+    assert sources["data.tokenizer"] == [f"hf:org/Folder@{COMMIT}"]
+    assert sources["data.train"][:2] == [f"{text}/{i}.parquet@{COMMIT}" for i in (0, 1)]
+    assert sources["data.heldout"] == [f"hf:datasets/org/text/test.jsonl@{COMMIT}"]
+    assert f"{TEACHER}, {STUDENT}" in said() and "2.05 MB to download, of 2.05 MB" in said()
+    assert f"{TEACHER}: commit {COMMIT}" in said()
+    # Again, and by the names in the sources: nothing is downloaded.
+    before = fake.downloads()
+    assert hub.fetch_files(asked) == config == hub.fetch_files(config)
+    assert hub.fetch_model(sources["teacher.path"][0]) == config.teacher.path
+    assert fake.downloads() == before
+
+
+@pytest.mark.parametrize(
+    ("path", "files"),
+    [
+        ("hf:org/Folder", ["config.json", "model.safetensors", "tokenizer.json"]),
+        ("hf:org/Folder@v1", ["config.json", "model.safetensors", "tokenizer.json"]),
+        ("hf:org/Split/big-00001-of-00002.gguf", [f"big-0000{i}-of-00002.gguf" for i in (1, 2)]),
+        (
+            "hf:org/Folder/consolidated.safetensors",
+            ["config.json", "consolidated.safetensors", "tokenizer.json"],
+        ),
+    ],
+)
+def test_what_is_taken_of_a_repository(fake, tmp_path, path, files):
+    local = Path(hub.fetch_model(path))
+    assert (
+        names(tmp_path / "cache" / local.parts[len(tmp_path.parts) + 1] / "snapshots" / COMMIT)
+        == files
+    )
+    assert local.exists() and (local.is_dir() or local.name == path.rpartition("/")[2])
+    assert hub.origin(local) == path.partition("@")[0] + f"@{COMMIT}"
+
+
+def test_what_is_taken_of_folders_and_globs(fake):
+    assert names(hub.fetch_model("hf:org/Inside/sub", hub.TOKENIZER)) == [
+        "config.json",
+        "tokenizer.json",
+    ]
+    for pattern, files in {
+        "hf:datasets/org/text": ["test.jsonl", "0.parquet", "1.parquet"],
+        "hf:datasets/org/text/train": ["0.parquet", "1.parquet"],
+        "hf:datasets/org/text/tr*/1.*": ["1.parquet"],
+    }.items():
+        assert [Path(p).name for p in hub.fetch_text(pattern).split(",")] == files
+
+
+def test_a_student_of_shapes_alone_needs_no_weights(fake):
+    config = config_of(student="hf:org/Folder")
+    config.student.init = "random"
+    assert names(hub.fetch_files(config).student.path) == ["config.json", "tokenizer.json"]
+
+
+def test_a_local_file_of_the_name_comes_first(fake, tmp_path, said):
+    (tmp_path / "models" / "Folder").mkdir(parents=True)
+    (tmp_path / "models" / "teacher.gguf").write_bytes(b"mine")
+    config = hub.fetch_files(config_of(student="hf:org/Folder"), text=False)
+    assert config.teacher.path == "models/teacher.gguf"
+    assert config.student.path == "models/Folder"
+    assert f"models/teacher.gguf is used for {TEACHER}" in said() and not fake.asked
+    # Whose revision it is, nobody knows.
+    assert hub.fetch_model(f"{TEACHER}@v1") != config.teacher.path
+
+
+def test_every_repository_is_asked_before_the_first_download(fake):
+    with pytest.raises(MissingFileError, match="has no model org/Missing"):
+        hub.fetch_files(config_of(student="hf:org/Missing/x.gguf"))
+    assert not fake.downloads()
+
+
+def test_models_and_text_open_by_their_names(fake, models):
+    fake.repositories["org/Teacher-GGUF"]["teacher.gguf"] = (models / "teacher.gguf").read_bytes()
+    assert Form.parse(f"{TEACHER}@v1@q4k:float32") == Form(f"{TEACHER}@v1", "q4k", "float32")
+    assert Form.parse(f"{TEACHER}@v1") == Form(f"{TEACHER}@v1")
+    checkpoint = open_checkpoint(f"{TEACHER}@v1")
+    assert checkpoint.sha256 == hashlib.sha256((models / "teacher.gguf").read_bytes()).hexdigest()
+    assert [p.name for p in find_files("hf:datasets/org/text")] == [
+        "test.jsonl",
+        "0.parquet",
+        "1.parquet",
+    ]
+
+
+def test_a_run_s_student_is_fetched_again_when_the_cache_lost_it(fake, tmp_path):
+    config = hub.fetch_files(config_of(), text=False)
+    record = {"config": {"student": {"path": config.student.path}}, "cwd": str(tmp_path)}
+    (tmp_path / "receipt.json").write_text(json.dumps(record))
+    Path(config.student.path).unlink()
+    assert run_sources(tmp_path) == (config.student.path, "")
+    assert Path(config.student.path).read_bytes() == BIG[::-1]
+
+
+# --- downloads that are cut, damaged, or have no room -------------------------------------------
+
+
+def test_a_cut_download_goes_on_where_it_was_cut(fake, tmp_path, said):
+    """Two starts: the second asks for no byte that the first received."""
+    fake.cut = {"teacher.gguf": 300_000}
+    with pytest.raises(MissingFileError, match=r"(?s)does not answer .*the same command goes on"):
+        hub.fetch_model(TEACHER)
+    (part,) = (tmp_path / "cache").rglob("*.incomplete")
+    assert part.read_bytes() == BIG[:300_000]
+    fake.cut, fake.asked[:] = {}, []
+    assert Path(hub.fetch_model(TEACHER)).read_bytes() == BIG
+    assert fake.downloads() == [("teacher.gguf", 300_000)]
+    assert (
+        "0.72 MB to download, of 1.02 MB" in said()
+        and "teacher.gguf: goes on from 0.30 MB" in said()
+    )
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+
+
+def test_damaged_bytes_are_not_kept(fake, tmp_path):
+    fake.damaged = {"teacher.gguf"}
+    with pytest.raises(MissingFileError, match=r"found SHA-256 \w+ in teacher.gguf as it arrived"):
+        hub.fetch_model(TEACHER)
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+    fake.damaged = set()
+    assert Path(hub.fetch_model(TEACHER)).read_bytes() == BIG
+
+
+def test_a_full_disk_is_found_before_the_first_byte(fake, monkeypatch):
+    usage = hub.shutil.disk_usage(".")._replace(free=1_500_000)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(WriteError, match=r"2.05 MB to download and 1.50 MB free in .*HF_HOME"):
+        hub.fetch_files(config_of())
+    assert not fake.downloads()
+    assert hub.fetch_model(TEACHER)  # one of them has room
+
+
+def test_a_disk_that_fills_up_keeps_what_has_arrived(fake, tmp_path, monkeypatch):
+    """Somebody else took the room: the write of the bytes after 300,000 fails."""
+    real = file_download.http_get
+
+    def fill(url, file, **options):
+        class Full:
+            def __getattr__(self, name):
+                return getattr(file, name)
+
+            def write(self, data):
+                if file.tell() + len(data) > 300_000:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return file.write(data)
+
+        return real(url, Full(), **options)
+
+    monkeypatch.setattr(file_download, "http_get", fill)
+    with pytest.raises(WriteError, match=r"found a full disk and .* free in .*goes on from"):
+        hub.fetch_model(TEACHER)
+    monkeypatch.setattr(file_download, "http_get", real)
+    fake.asked.clear()
+    assert Path(hub.fetch_model(TEACHER)).read_bytes() == BIG
+    assert fake.downloads() == [("teacher.gguf", 300_000)]
+
+
+# --- what the Hub refuses -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("hf:org/Missing/x.gguf", r"has no model org/Missing, or it is private and no token opens"),
+        (
+            "hf:org/Teacher-GGUF",
+            r"GGUF files and no Transformers folder; .*GGUF/FILE: teacher.gguf",
+        ),
+        ("hf:org/Teacher-GGUF/teachr.gguf", r"found no teachr.gguf .* Did you mean teacher.gguf\?"),
+        ("hf:org/Inside", r"found no model\*.safetensors in org/Inside"),
+        (f"{TEACHER}@v9", r"org/Teacher-GGUF has no revision v9"),
+        ("hf:org", r"hf:org: expected hf:ORG/REPO\[/FILE\]"),
+        ("hf:datasets/org/text", r"expected hf:ORG/REPO"),
+    ],
+)
+def test_what_is_not_there_is_named(fake, path, message):
+    with pytest.raises(UserError, match=message):
+        hub.fetch_model(path)
+    assert not fake.downloads()
+
+
+def test_text_that_is_not_there_is_named(fake):
+    with pytest.raises(UserError, match=r"expected hf:datasets/ORG/REPO"):
+        hub.fetch_text(TEACHER)
+    with pytest.raises(UserError, match=r"found no train/9.parquet .* Did you mean train/"):
+        hub.fetch_text("hf:datasets/org/text/train/9.parquet")
+    with pytest.raises(UserError, match=r"has no dataset org/none"):
+        hub.fetch_text("hf:datasets/org/none")
+
+
+def test_a_gated_repository_is_found_before_the_first_download(fake, monkeypatch):
+    fake.gated = {"org/Student-GGUF"}
+    message = rf"org/Student-GGUF is gated, and no token opens it. Ask .*{constants.ENDPOINT}/org/"
+    with pytest.raises(MissingFileError, match=message):
+        hub.fetch_files(config_of())
+    assert not fake.downloads()
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    with pytest.raises(MissingFileError, match=r"is gated, and the token that was found opens it"):
+        hub.fetch_files(config_of())
+
+
+@pytest.mark.parametrize("how", ["gone", "broken", "offline"])
+def test_without_the_hub_the_cache_serves_and_else_the_local_way_is_named(
+    fake, monkeypatch, how, said
+):
+    config = config_of(train="hf:datasets/org/text/train")
+    first = hub.fetch_files(config)
+    if how == "gone":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    elif how == "broken":
+        fake.broken = True
+    else:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.fetch_files(config) == first
+    assert f"{TEACHER}: the Hub does not answer; what the cache has is used" in said()
+    config.student.path, config.data.train = "hf:org/Folder", "hf:datasets/org/text"
+    with pytest.raises(MissingFileError) as raised:
+        hub.fetch_files(config)
+    folder, text = str(raised.value).split("\n")
+    assert (
+        "does not answer as the Hub does" in folder and "put it at models/Folder, or set" in folder
+    )
+    assert "does not answer as the Hub does" in text and "models/" not in text
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_file(fake, models, tmp_path, monkeypatch):
+    """A config whose models and held-out text are this Hub's, to be run in an empty folder."""
+    fake.repositories["org/Teacher-GGUF"]["teacher.gguf"] = (models / "teacher.gguf").read_bytes()
+    fake.repositories["org/Student-GGUF"]["student.gguf"] = (models / "student.gguf").read_bytes()
+    lines = "".join(json.dumps({"text": f"x = {i}\n" * 20}) + "\n" for i in range(40))
+    fake.repositories["datasets/org/text"]["test.jsonl"] = lines.encode()
+    config = make_tiny_config(models, tmp_path)
+    config.teacher.path, config.student.path = TEACHER, STUDENT
+    config.data.train = "python:tokenizers"
+    config.data.heldout = "hf:datasets/org/text/test.jsonl"
+    config.train.steps, config.eval.rows, config.eval.samples = 4, 8, 0
+    classes = ", ".join(sorted({type(section).__name__ for section in vars(config).values()}))
+    made = f"from kdjax.config import Config, {classes}\n\n\ndef get_config():\n    return "
+    (tmp_path / "config.py").write_text(f"{made}{config!r}\n")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    return f"--config={tmp_path / 'config.py'}"
+
+
+def test_a_plan_needs_no_text_and_a_refusal_leaves_no_workdir(config_file, fake, capsys):
+    assert cli.main(["plan", config_file]) == 0
+    printed = capsys.readouterr()
+    assert "on each device, GB:" in printed.out and "to download" in printed.err
+    assert {file for file, _ in fake.downloads()} == {"teacher.gguf", "student.gguf"}
+    fake.gated = {"datasets/org/text"}
+    assert cli.main(["train", config_file]) == 2
+    assert "error: hf:datasets/org/text/test.jsonl: org/text is gated" in capsys.readouterr().err
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.slow
+def test_a_whole_run_needs_nothing_before_it(config_file, fake, tmp_path):
+    """In a process of its own, which knows the Hub by HF_ENDPOINT."""
+    environ = os.environ | {
+        "HF_ENDPOINT": constants.ENDPOINT,
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    command = [sys.executable, "-m", "kdjax", "train", config_file, "--workdir=run"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    sources = json.loads(Path("run", "receipt.json").read_text())["sources"]
+    assert sources["student.path"] == [f"{STUDENT}@{COMMIT}"]
+    assert sources["data.heldout"] == [f"hf:datasets/org/text/test.jsonl@{COMMIT}"]
+    assert sources["data.train"][0].startswith("python:tokenizers==")
+    assert all(line.startswith("ok ") for line in verify(Path("run")))
