@@ -48,6 +48,7 @@ class DataConfig:
     seq_len: int = 1024  # positions a row; at most the context of both models
     end_of_document: str = ""  # token after each text; empty: the tokenizer's end-of-text
     max_segments: int = 32  # documents a row; attention kernels need the bound
+    parse_special: bool = False  # in plain text <|endoftext|> and its like become special ids
     tokenizer: str = ""  # a GGUF file, Hugging Face folder or hf: path; empty: the student's
     cache_dir: str = "~/.cache/kdjax/rows"  # packed rows, kept from run to run
 

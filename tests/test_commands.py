@@ -332,6 +332,7 @@ def test_every_field_has_a_rule_or_is_free():
         "teacher.allow_degenerate",
         "data.heldout",
         "data.end_of_document",
+        "data.parse_special",
         "data.tokenizer",
         "data.cache_dir",
         "train.seed",

@@ -17,12 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from kdjax.config import Config, DataConfig
 from kdjax.data import pipeline, rows, text
 from kdjax.data.installed import package_versions
 from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_table
 from kdjax.models.tokenizer import from_gguf, load_tokenizer
+from kdjax.training import job
 from scripts.checks import vocabularies
 
 END = 999  # an id that no text gives
@@ -115,6 +117,26 @@ def test_ids_of_llama_cpps_vocabularies():
     assert llama3.encode("Cửa Việt") == [34, 91163, 101798]
 
 
+def test_strings_of_special_tokens_may_be_ordinary_text(models):
+    metadata = dict(open_table(models / "student.gguf").metadata)
+    tokens, types = list(metadata["tokenizer.ggml.tokens"])[:305], [1] * 302 + [3] * 3
+    tokens, types = [*tokens, "<tool>", "<|fim|>"], [*types, 4, 4]
+    metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    tokenizer = from_gguf(metadata, "x")
+    sample = "a<|im_end|>\u00e9<tool>b<|fim|>"
+    parsed, plain = (tokenizer.encode(sample, parse_special=p) for p in (True, False))
+    marks = {tokens.index("<|im_end|>"), 306}
+    assert parsed == tokenizer.encode(sample) and marks | {305} < set(parsed)
+    assert 305 in plain and not marks & set(plain)  # <tool> is a token, and no mark
+    assert tokenizer.decode(plain) == sample and tokenizer.mark_ids == marks | {302, 303, 304}
+    assert tokenizer.encode_batch([sample], parse_special=False) == [plain]
+    assert tokenizer.encode_with_offsets(sample, parse_special=False)[0] == plain
+    counts = tokenizer.count_marks(f"{sample}<|im_end|><|im_end [INST]")
+    assert counts == {"<|im_end|>": 2, "<|fim|>": 1}
+    template = dataclasses.replace(tokenizer, chat_template="[INST] {{ x[0] }} [/INST]")
+    assert template.count_marks("[INST] a[0] [/INST]") == {"[INST]": 1, "[/INST]": 1}
+
+
 def test_unknown_tokenizers_are_named(models):
     metadata = dict(open_table(models / "student.gguf").metadata)
     with pytest.raises(UserError, match=r"pre-tokenizer 'mystery'.*qwen2, llama-bpe"):
@@ -151,6 +173,42 @@ def test_ids_of_the_published_tokenizer():
     # From tiktoken with the published ranks and pattern.
     assert real.encode("Hello world 2024\n") == [9707, 1879, 220, 17, 15, 17, 19, 198]
     assert real.encode("<|im_start|>user") == [151644, 872]
+
+
+def test_marks_in_plain_text_are_text_unless_asked_for(tmp_path, tokenizer, caplog):
+    """Counted, warned of, and part of the rows' name; a conversation's are tokens in any case."""
+    (tmp_path / "a.py").write_text('END = "<|endoftext|>"\n' * 3)
+    (tmp_path / "b.txt").write_text("plain words without marks, held out or not\n" * 3)
+    chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    (tmp_path / "c.jsonl").write_text(json.dumps(chat) + "\n")
+    end, turn = tokenizer.encode("<|endoftext|>")[0], tokenizer.encode("<|im_start|>")[0]
+    keys = set()
+    for parse, ends, kind in ((False, 0, "ordinary text"), (True, 3, "special ids")):
+        config = Config()
+        config.data = DataConfig(train=f"{tmp_path}/a.py,{tmp_path}/c.jsonl", seq_len=16)
+        config.data.heldout, config.data.cache_dir = f"{tmp_path}/b.txt", f"{tmp_path}/cache"
+        config.data.end_of_document = "<|im_end|>"
+        config.data.parse_special = parse
+        for _ in range(2):  # made, and then read from the cache
+            caplog.clear()
+            found = job.prepare(config, tokenizer)
+            # Without a row's first id, which repeats the one before.
+            assert np.count_nonzero(found.train.tokens[:, 1:] == end) == ends
+            assert np.count_nonzero(found.train.tokens == turn) >= 2
+            assert found.info["train"]["marks"] == {"<|endoftext|>": 3}
+            assert found.info["heldout"]["marks"] == {}
+            (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+            assert warning == f"train: plain text holds 3 marks (<|endoftext|> 3), taken as {kind}"
+        keys.add(found.key)
+    assert len(keys) == 2
+
+
+def test_marks_of_the_template_in_plain_text_have_their_own_advice(tokenizer, caplog):
+    rows.warn_of_marks("train", {"<|im_start|>": 1234, "<|x|>": 2}, tokenizer, False)
+    rows.warn_of_marks("heldout", {}, tokenizer, False)
+    (record,) = caplog.records
+    assert "holds 1,236 marks (<|im_start|> 1,234, <|x|> 2), taken as ordinary" in record.message
+    assert "conversations as `messages`" in record.message and "--parse-special" in record.message
 
 
 # --- documents ----------------------------------------------------------------------------------

@@ -74,6 +74,20 @@ def read(pair, rows=100):
     return text, batch, {name: batch[name][counted] for name in batch if name != "row_ids"}
 
 
+def test_marks_in_plain_text_are_read_as_training_reads_them(pair, tmp_path, caplog):
+    tokenizer = load_tokenizer(pair / "student.gguf")
+    (tmp_path / "a.py").write_text("x = '<|im_start|>'\n")
+    for parse in (False, True):
+        read = heldout.read_text(str(tmp_path), tokenizer, rows=2, seq_len=40, parse_special=parse)
+        ids = tokenizer.encode("x = '<|im_start|>'\n", parse_special=parse)
+        ids.append(tokenizer.end_of_text_id)
+        assert read.rows.tokens[0, : len(ids)].tolist() == ids and not read.rows.tokens[0, len(ids)]
+    assert [r.getMessage().split("taken as ")[1][:7] for r in caplog.records] == [
+        "ordinar",
+        "special",
+    ]
+
+
 def test_rows_are_those_of_training(pair, tmp_path):
     tokenizer = load_tokenizer(pair / "student.gguf")
     (tmp_path / "other.txt").write_text("Text of which nothing is held out.")

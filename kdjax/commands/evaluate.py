@@ -57,6 +57,8 @@ def parser() -> Parser:
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
     add("--rows", type=int, default=64, help="rows of each domain, at most")
     add("--seq-len", type=int, default=1024, help="positions a row")
+    special = "in plain text <|endoftext|> and its like are special ids, as with data.parse_special"
+    add("--parse-special", action="store_true", help=special)
     add("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz")
     add("--mbpp", type=Path, metavar="FILE", help="mbpp.jsonl or sanitized-mbpp.json lines")
     add("--limit", type=int, default=0, help="only the first problems of each; 0: all")
@@ -204,6 +206,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 rows=args.rows,
                 seq_len=args.seq_len,
                 batch_size=args.batch_size,
+                parse_special=args.parse_special,
             )
 
 

@@ -5,10 +5,12 @@ one another and are cut at the row's end; the next row then starts with the last
 before, so that every id but a document's first is a target exactly once.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -23,7 +25,9 @@ from kdjax.errors import UserError
 from kdjax.formats.files import writing
 from kdjax.models.tokenizer import Tokenizer
 
-FORMAT = 1  # raise when the same inputs would give other bytes
+_log = logging.getLogger("kdjax")
+
+FORMAT = 2  # raise when the same inputs would give other bytes
 COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
@@ -116,6 +120,7 @@ class _SideWriter:
         self._packer = Packer(row_length, max_segments)
         self._row = {name: np.zeros(row_length, dtype) for name, dtype in COLUMNS.items()}
         self.counts = dict(documents=0, tokens=0, targets=0, rows=0)
+        self.marks: collections.Counter[str] = collections.Counter()  # in whole texts
 
     def _write_row(self) -> None:
         for name, file in self._files.items():
@@ -152,15 +157,17 @@ class _SideWriter:
 
 
 def tokenize_documents(
-    source: Iterable[Document], tokenizer: Tokenizer, end_id: int
+    source: Iterable[Document], tokenizer: Tokenizer, end_id: int, *, parse_special: bool = False
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
     """Documents with ids (uint32) and loss mask (uint8), in order; whole texts in batches.
 
-    `end_id` follows each document that is open.
+    `end_id` follows each document that is open. Strings of special tokens become these in
+    conversations, whose template writes them; in whole texts only with `parse_special`.
     """
 
     def tokenize(batch: list[Document]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
-        plain = iter(tokenizer.encode_batch([d.text for d in batch if d.trained is None]))
+        whole = [document.text for document in batch if document.trained is None]
+        plain = iter(tokenizer.encode_batch(whole, parse_special=parse_special))
         for document in batch:
             if document.trained is None:
                 ids = next(plain)
@@ -183,6 +190,30 @@ def tokenize_documents(
     yield from tokenize(batch)
 
 
+def warn_of_marks(
+    name: str, marks: Mapping[str, int], tokenizer: Tokenizer, parse_special: bool
+) -> None:
+    """Warns of strings of special tokens in plain text, rarely what its author meant.
+
+    `name` is that of the text, `marks` count the strings, the most frequent first.
+    """
+    if not marks:
+        return
+    shown = ", ".join(f"{mark} {count:,}" for mark, count in list(marks.items())[:4])
+    kind = "special ids" if parse_special else "ordinary text"
+    template = tokenizer.chat_template or ""
+    advice = ""
+    if any(mark in template for mark in marks):
+        advice = (
+            "; some are marks of the chat template: give conversations as `messages`, or, rendered "
+            "before, with data.parse_special=True (evaluate: --parse-special)"
+        )
+    total = f"{sum(marks.values()):,}"
+    _log.warning(
+        "%s: plain text holds %s marks (%s), taken as %s%s", name, total, shown, kind, advice
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
     """What decides the packed rows of a run, beside the bytes of its text."""
@@ -194,6 +225,7 @@ class RowSettings:
     heldout_fraction: float
     end_of_document_id: int
     max_segments: int  # documents, and parts of such, in a row
+    parse_special: bool = False  # whether strings of special tokens become these in whole texts
 
     def find_files(self) -> _Files:
         """The files of training, and those held out; raises `MissingFileError` if there is none."""
@@ -215,7 +247,7 @@ def rows_key(settings: RowSettings, files: _Files | None = None) -> str:
     `files`: those that the settings name, where they are already known.
     """
     numbers = FORMAT, settings.seq_len, settings.end_of_document_id, settings.max_segments
-    parameters = [*numbers, settings.tokenizer.content_hash]
+    parameters = [*numbers, settings.parse_special, settings.tokenizer.content_hash]
     parameters += [] if settings.heldout else [settings.heldout_fraction]
     digest = hashlib.sha256(json.dumps(parameters).encode())
     for side in files or settings.find_files():
@@ -283,21 +315,31 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
 
     def tokenize(paths: list[Path]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
         source = documents(paths, settings.tokenizer)
-        return tokenize_documents(source, settings.tokenizer, settings.end_of_document_id)
+        return tokenize_documents(
+            source,
+            settings.tokenizer,
+            settings.end_of_document_id,
+            parse_special=settings.parse_special,
+        )
+
+    def add(side: _SideWriter, document: Document, ids: np.ndarray, mask: np.ndarray) -> None:
+        side.add(ids, mask)
+        if document.trained is None:
+            side.marks.update(settings.tokenizer.count_marks(document.text))
 
     apart: set[bytes] = set()
     for document, ids, mask in tokenize(files[1]):
         apart.add(document.digest())
-        heldout.add(ids, mask)
+        add(heldout, document, ids, mask)
     for document, ids, mask in tokenize(files[0]):
         digest = document.digest()
         if files[1]:
             left_out += digest in apart
             if digest not in apart:
-                train.add(ids, mask)
+                add(train, document, ids, mask)
         else:
             side = heldout if _is_heldout(digest, settings.heldout_fraction) else train
-            side.add(ids, mask)
+            add(side, document, ids, mask)
     for writer in writers:
         writer.finish()
     return left_out
@@ -321,7 +363,7 @@ def _check_sides(
                 hint = "all of data.train is also in data.heldout"
             raise UserError(f"no document is left for {name} out of {total}: {hint}.")
         fill = counts["tokens"] / (counts["rows"] * (settings.seq_len + 1))
-        sides[name] = counts | {"fill": round(fill, 4)}
+        sides[name] = counts | {"fill": round(fill, 4), "marks": dict(writer.marks.most_common())}
     return sides
 
 

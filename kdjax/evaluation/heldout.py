@@ -4,6 +4,7 @@ Values of each position come off the device as they are, so that they can be sor
 buckets; sums are float64, merged, and divided once.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kdjax.data import pipeline
-from kdjax.data.rows import COLUMNS, Packer, Rows, tokenize_documents
+from kdjax.data.rows import COLUMNS, Packer, Rows, tokenize_documents, warn_of_marks
 from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
@@ -59,8 +60,12 @@ class Text:
         return list(pipeline.eval_batches(self.rows, batch_size=size, limit=None, more=self))
 
 
-def read_text(patterns: str, tokenizer: Tokenizer, *, rows: int, seq_len: int) -> Text:
+def read_text(
+    patterns: str, tokenizer: Tokenizer, *, rows: int, seq_len: int, parse_special: bool = False
+) -> Text:
     """At most `rows` rows of `seq_len` positions, spread evenly over the text of `patterns`.
+
+    `parse_special` as of `data.rows.tokenize_documents`.
 
     Raises `UserError` for text that cannot be read or has no target.
     """
@@ -68,8 +73,15 @@ def read_text(patterns: str, tokenizer: Tokenizer, *, rows: int, seq_len: int) -
     packer = Packer(seq_len + 1)
     placed = [
         (document, packer.place(len(ids)))
-        for document, ids, _ in tokenize_documents(source, tokenizer, tokenizer.end_of_text_id)
+        for document, ids, _ in tokenize_documents(
+            source, tokenizer, tokenizer.end_of_text_id, parse_special=parse_special
+        )
     ]
+    marks: collections.Counter[str] = collections.Counter()
+    for document, _ in placed:
+        if document.trained is None:
+            marks.update(tokenizer.count_marks(document.text))
+    warn_of_marks(patterns, dict(marks.most_common()), tokenizer, parse_special)
     if not packer.rows:
         raise UserError(f"{patterns}: the text is empty: no document has two tokens or more.")
     chosen = np.linspace(0, packer.rows - 1, min(rows, packer.rows)).astype(np.int64)
@@ -79,7 +91,7 @@ def read_text(patterns: str, tokenizer: Tokenizer, *, rows: int, seq_len: int) -
     for document, pieces in placed:
         if not any(piece.row in at for piece in pieces):
             continue
-        values = _describe_tokens(document, tokenizer)
+        values = _describe_tokens(document, tokenizer, parse_special=parse_special)
         for piece in pieces:
             if piece.row in at:
                 piece.copy(values, {name: c[at[piece.row]] for name, c in columns.items()})
@@ -87,9 +99,12 @@ def read_text(patterns: str, tokenizer: Tokenizer, *, rows: int, seq_len: int) -
     return Text(Rows(**columns), classes, sizes)
 
 
-def _describe_tokens(document: Document, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+def _describe_tokens(
+    document: Document, tokenizer: Tokenizer, *, parse_special: bool
+) -> dict[str, np.ndarray]:
     """Ids, loss mask, classes and bytes of a document's tokens, its end included."""
-    ids, offsets = tokenizer.encode_with_offsets(document.text)
+    parse = parse_special or document.trained is not None
+    ids, offsets = tokenizer.encode_with_offsets(document.text, parse_special=parse)
     if document.open:
         ids, offsets = [*ids, tokenizer.end_of_text_id], [*offsets, (0, 0)]
     return {
@@ -192,6 +207,7 @@ def measure(
     rows: int,
     seq_len: int,
     batch_size: int,
+    parse_special: bool = False,
 ) -> dict[str, Any]:
     """Figures by domain, each with `overall`, `positions` and `classes`; JSON-able.
 
@@ -202,10 +218,10 @@ def measure(
     shared = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint)
     spec = HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=256)
     tokenizer = target.checkpoint.tokenizer
-    batches = {
-        name: read_text(patterns, tokenizer, rows=rows, seq_len=seq_len).batches(batch_size)
-        for name, patterns in domains.items()
-    }
+    read = functools.partial(
+        read_text, tokenizer=tokenizer, rows=rows, seq_len=seq_len, parse_special=parse_special
+    )
+    batches = {name: read(patterns).batches(batch_size) for name, patterns in domains.items()}
     flat = [batch for domain in batches.values() for batch in domain]
     waiting: Sequence[tuple[Any, ...]] = [()] * len(flat)
     if teacher is not None:

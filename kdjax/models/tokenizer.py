@@ -4,6 +4,7 @@ Encoding is `tokenizers`' and chat templates are `transformers`' own; what lives
 from GGUF key-values to them.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +41,7 @@ WHOLE = ("llama-bpe",)
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
+_TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
@@ -96,22 +98,60 @@ class Tokenizer:
         ]
         return np.array([0 if i in self.special_ids else n for i, n in enumerate(sizes)], np.int32)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text; nothing is added at its ends."""
-        return self.encoder.encode(text, add_special_tokens=False).ids
+    @functools.cached_property
+    def mark_ids(self) -> frozenset[int]:
+        """Ids whose strings are marks and no text: special ones, and added ones written <|so|>.
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        Of the latter some converters say that they are special, others not.
+        """
+        marks = (i for i in self.added_ids if re.fullmatch(r"<\|.+\|>", self.tokens[i]))
+        return self.special_ids.union(marks)
+
+    @functools.cached_property
+    def _plain(self) -> Encoder:
+        """The encoder that takes the strings of `mark_ids` for ordinary text."""
+        described = json.loads(self.encoder.to_str())
+        for token in described["added_tokens"]:
+            token["special"] = token["id"] in self.mark_ids
+        encoder = Encoder.from_str(json.dumps(described))
+        encoder.encode_special_tokens = True
+        return encoder
+
+    @functools.cached_property
+    def _mark_pattern(self) -> re.Pattern[str]:
+        marks = {self.tokens[i] for i in self.mark_ids}
+        marks |= set(_TEMPLATE_MARKS.findall(self.chat_template or ""))
+        longest_first = sorted(marks, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def count_marks(self, text: str) -> dict[str, int]:
+        """How often each string of `mark_ids`, and each mark of the chat template, is in a text."""
+        return dict(collections.Counter(self._mark_pattern.findall(text)))
+
+    def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """Ids of the text; nothing is added at its ends.
+
+        Strings of `mark_ids` become these, or ordinary text without `parse_special`.
+        """
+        encoder = self.encoder if parse_special else self._plain
+        return encoder.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
         """As `encode`, on all cores."""
-        encoded = self.encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoder = self.encoder if parse_special else self._plain
+        encoded = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [e.ids for e in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
         return self.encoder.decode(list(ids), skip_special_tokens=False)
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids, and the characters `[start, end)` of `text` that each came from."""
-        encoded = self.encoder.encode(text, add_special_tokens=False)
+    def encode_with_offsets(
+        self, text: str, *, parse_special: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids as of `encode`, and the characters `[start, end)` that each came from."""
+        encoder = self.encoder if parse_special else self._plain
+        encoded = encoder.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:

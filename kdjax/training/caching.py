@@ -48,7 +48,6 @@ def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) ->
     if isinstance(kind, CachedTopK) and not 0 < kind.k <= real:
         raise UserError(f"found --k={kind.k}; expected 1 to {real:,}, the ids of the vocabulary.")
     rows = prepare(config, pair.tokenizer)
-    _log.info("rows: %s", rows.info)
     assert pair.teacher is not None  # its path is there
     spec = describe_cache(config, pair, rows, kind, pair.teacher.sha256)
     loss = KDLoss(temperature=config.loss.temperature)

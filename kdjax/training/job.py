@@ -18,7 +18,13 @@ import jax.numpy as jnp
 from kdjax.config import Config, flatten, identity
 from kdjax.data import pipeline
 from kdjax.data.pipeline import BatchSource, TextSource
-from kdjax.data.rows import RowSet, RowSettings, prepare_rows, rows_key
+from kdjax.data.rows import (
+    RowSet,
+    RowSettings,
+    prepare_rows,
+    rows_key,
+    warn_of_marks,
+)
 from kdjax.data.teacher_cache import CacheSpec, TeacherCache, hash_index, open_cache, read_index
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
@@ -224,7 +230,11 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
 def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
     """Packed rows of the configured text, from the cache if they are there."""
     folder = Path(config.data.cache_dir).expanduser()
-    return prepare_rows(row_settings(config, tokenizer), folder)
+    rows = prepare_rows(row_settings(config, tokenizer), folder)
+    _log.info("rows: %s", rows.info)
+    for side in ("train", "heldout"):
+        warn_of_marks(side, rows.info[side]["marks"], tokenizer, config.data.parse_special)
+    return rows
 
 
 def row_settings(config: Config, tokenizer: Tokenizer) -> RowSettings:
@@ -246,6 +256,7 @@ def row_settings(config: Config, tokenizer: Tokenizer) -> RowSettings:
         heldout_fraction=data.heldout_fraction,
         end_of_document_id=end,
         max_segments=data.max_segments,
+        parse_special=data.parse_special,
     )
 
 
@@ -258,7 +269,6 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare(config, pair.tokenizer)
-    _log.info("rows: %s", rows.info)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(_hash_models, pair)
         cache = None

@@ -10,6 +10,7 @@ text of every token, and the two must agree. Exit status: 0 all equal, 1 not, 2 
 import argparse
 import importlib
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,10 +39,13 @@ def open_llama_cpp(path: Path) -> Callable[[str], list[int]] | None:
 
 
 def texts_of_tokens(tokenizer: Tokenizer) -> list[str]:
-    """The text of every token that is whole characters."""
+    """The text of every token that is whole characters and in NFC.
+
+    Qwen2's tokenizer.json asks for NFC; kdjax normalizes so, llama.cpp does not.
+    """
     ordinary = (i for i in range(tokenizer.vocab_size) if i not in tokenizer.added_ids)
     texts = (tokenizer.decode([i]) for i in ordinary)
-    return [text for text in texts if "\ufffd" not in text]
+    return [x for x in texts if "\ufffd" not in x and unicodedata.is_normalized("NFC", x)]
 
 
 def compare(path: Path) -> int:
@@ -52,7 +56,7 @@ def compare(path: Path) -> int:
     if theirs:
         expected += [(text, theirs(text)) for text in texts_of_tokens(tokenizer)]
     for text, ids in expected:
-        if (ours := tokenizer.encode(text)) != ids:
+        if (ours := tokenizer.encode(text, parse_special=False)) != ids:
             differing += 1
             if differing <= 5:
                 print(f"  {text!r}: {ours}, expected {ids}")
