@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,11 +11,13 @@ from flax.traverse_util import flatten_dict
 from tokenizers import Tokenizer as Encoder
 from tokenizers import normalizers
 
+import kdjax
 from kdjax.device import runtime, sharding
 from kdjax.evaluation.health import detectors, examine
 from kdjax.evaluation.health.detectors import LogitStats, Output
 from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.evaluation.target import open_target
+from kdjax.export.weights import interleave
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
 from kdjax.formats.gguf_writer import write_gguf
@@ -227,18 +230,22 @@ def test_rope_theta_by_family(bigram, family, theta, context, broken):
     assert (detectors.rope_theta(spec) is not None) == broken
 
 
-def test_the_rope_probe_names_the_better_theta(bigram):
-    spec = spec_from_table(open_table(bigram))
+def test_the_rope_probe_names_the_better_theta():
+    """By pairs of tokens: a gain of 0.05 nats counts if all tokens have it, or not at all."""
+    tokens = np.random.default_rng(0).exponential(size=430)
     asked = []
 
-    def ce_with(theta):
+    def ces_with(theta):
         asked.append(theta)
-        return 2.0
+        return tokens if theta != 1e5 else tokens + 0.1
 
-    assert detectors.better_theta(spec.rope_theta, 2.05, ce_with) is None and asked == [1e4]
-    found = detectors.better_theta(5e5, 2.5, ce_with)
-    assert found is not None and "500000 gives 2.500 nats a token, 10000 gives 2.000" in found
-    assert detectors.better_theta(spec.rope_theta, float("nan"), ce_with) is None
+    assert detectors.better_theta(1e6, tokens + 0.02, ces_with) is None and asked == [1e4, 1e5]
+    found = detectors.better_theta(5e5, tokens + 0.05, ces_with)
+    wanted = f"500000 gives {tokens.mean() + 0.05:.3f} nats a token, 10000 gives"
+    assert found is not None and wanted in found and "0.050 less" in found
+    scattered = tokens + 0.05 + np.random.default_rng(1).standard_normal(430)
+    assert detectors.better_theta(5e5, scattered, ces_with) is None
+    assert detectors.better_theta(5e5, tokens * np.nan, ces_with) is None
 
 
 def test_the_rope_probe_runs_the_model_with_the_other_theta(bigram, mesh):
@@ -262,13 +269,119 @@ def test_logit_stats_against_numpy(random_model, mesh):
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     p = np.exp(log_p)
     kept = [i if i < real else 0 for i in ids[1:]]
-    stats = examine.logit_stats(provider.functions, provider.params, [ids[0], *kept], real)
+    stats, ces = examine.logit_stats(provider.functions, provider.params, [ids[0], *kept], real)
     mean = p.mean(0)
     if kept == ids[1:]:
         assert stats.ce == pytest.approx(-log_p[range(len(kept)), kept].mean(), rel=1e-4)
     assert stats.entropy == pytest.approx(-(p * log_p).sum(-1).mean(), rel=1e-3)
     assert stats.mean_entropy == pytest.approx(-(mean * np.log(mean)).sum(), rel=1e-3)
-    assert stats.positions == len(ids) - 1 and stats.non_finite == 0
+    assert stats.positions == len(ids) - 1 == len(ces) and stats.non_finite == 0
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """Six layers whose matrices have learned a direction, as all but value projections do."""
+    folder = tmp_path_factory.mktemp("deep")
+    write_random_gguf(folder / "random.gguf", SHAPE._replace(layers=6), seed=5, recipe="q8_0")
+
+    def learn(x):
+        if x.ndim < 2:
+            return x
+        rng = np.random.default_rng(x.size)
+        direction = np.outer(rng.standard_normal(len(x)), rng.standard_normal(x.shape[1]))
+        return x + 0.3 * np.std(x) * direction
+
+    return altered(folder / "random.gguf", folder / "deep.gguf", learn, "blk.")
+
+
+def noise_of(scale):
+    def change(x):
+        if x.ndim < 2:
+            return x
+        rng = np.random.default_rng(0)
+        return rng.standard_normal(x.shape) * (scale or np.sqrt(np.mean(x**2)))
+
+    return change
+
+
+def one_large_row(x):
+    x[5] *= 1e4
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "only", "detector", "evidence"),
+    [
+        (noise_of(1e-6), "blk.3.", "unlike_peers", ", and 6 tensors more"),
+        (lambda x: x * 30, "blk.2.ffn_down", "unlike_peers", "blk.2.ffn_down.weight: root mean"),
+        (lambda x: x * 1e-4, "blk.0.attn_norm", "unlike_peers", "blk.0.attn_norm.weight: root"),
+        (noise_of(0), "blk.4.ffn_gate", "noise_weights", "blk.4.ffn_gate.weight: its largest"),
+        (one_large_row, "blk.1.ffn_up", "large_rows", "blk.1.ffn_up.weight: row 5 has 9,"),
+        (one_large_row, "token_embd", "large_rows", "token_embd.weight: row 5 has"),
+    ],
+)
+def test_tensors_are_compared_with_their_peers(deep, tmp_path, change, only, detector, evidence):
+    assert examine.of_files(open_checkpoint(deep)) == []
+    path = altered(deep, tmp_path / "x.gguf", change, only)
+    found = {f.detector: f.evidence for f in examine.of_files(open_checkpoint(path))}
+    assert evidence in found[detector], found
+    assert "dead_rows" not in found  # the other rows are as they were
+
+
+def test_a_young_model_may_have_layers_of_noise(deep, tmp_path):
+    """Half of the layers have learned nothing yet: weak, not broken."""
+    path = deep
+    for layer in range(3):
+        path = altered(path, tmp_path / f"{layer}.gguf", noise_of(0), f"blk.{layer}.")
+    assert examine.of_files(open_checkpoint(path)) == []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_are_reordered_as_files_of_llama_are(random_model, mesh, packed):
+    """Undone exactly: what is stored as pairs, or as halves of halves, comes back in order."""
+    opened = open_target(f"{random_model}@{'q4k' if packed else 'dequant'}:float32")
+    model, spec = opened.load(mesh), opened.checkpoint.spec
+
+    def rows(params, name):
+        weight = params["blocks"]["attn"][name]["weight"]
+        return np.asarray(weight.decode() if hasattr(weight, "decode") else weight)
+
+    pairs = examine.reorder_heads(model.params, spec, "pairs")
+    for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
+        mine = rows(model.params, name)
+        np.testing.assert_array_equal(interleave(rows(pairs, name)[0], heads), mine[0])
+        back = rows(examine.reorder_heads(pairs, spec, "halves"), name)
+        np.testing.assert_array_equal(back, mine)
+        assert not np.array_equal(rows(pairs, name), mine)
+
+
+def test_rows_in_another_order_are_named_so():
+    asked = []
+
+    def ce_with(order):
+        asked.append(order)
+        return {"pairs": 3.3, "halves": 1.2}[order]
+
+    found = detectors.rope_layout(3.35, 151665, ce_with)
+    assert found is not None and "1.20 with the rows of q and k taken as halves" in found
+    assert detectors.rope_layout(1.19, 151665, ce_with) is None and len(asked) == 2
+    assert detectors.rope_layout(3.35, 151665, lambda order: 3.2) is None
+
+
+@pytest.mark.slow
+def test_the_demo_teacher_with_its_heads_reordered(mesh, tmp_path):
+    """A model that uses its positions: the finding is of the order of rows, and not of theta."""
+    teacher = Path(kdjax.__file__).parent / "demo" / "teacher.gguf"
+    assert findings(teacher, mesh) == {}
+
+    def pairs(x):
+        return interleave(x.reshape(len(x), -1), len(x) // 64).reshape(x.shape)
+
+    path = teacher
+    for layer in range(4):
+        for name in ("q", "k"):
+            path = altered(path, tmp_path / f"{layer}{name}", pairs, f"blk.{layer}.attn_{name}.")
+    assert set(findings(path, mesh)) == {"rope_layout"}
 
 
 def test_weight_figures_against_numpy(bigram):
@@ -282,6 +395,10 @@ def test_weight_figures_against_numpy(bigram):
     up = stats["blk.0.ffn_up.weight"]
     assert up.size == numbers.size and up.rows == len(numbers)
     assert up.spread == pytest.approx(float(numbers.max() - numbers.min()))
+    assert up.norm == pytest.approx(np.sqrt(np.mean(numbers.astype(np.float64) ** 2)), rel=1e-5)
+    largest = np.linalg.svd(numbers, compute_uv=False)[0]
+    edge = up.norm * (np.sqrt(len(numbers)) + np.sqrt(numbers.shape[1]))
+    assert up.noise == pytest.approx(largest / edge, rel=0.1) and up.noise < largest / edge
     assert stats["output_norm.weight"].rows == 0
 
 

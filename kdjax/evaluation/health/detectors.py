@@ -23,7 +23,17 @@ DEAD_ROWS, SAME_ROWS = 0.25, 0.25  # published tables have some thousand rows th
 UNIFORM = 0.98  # of the entropy of a uniform distribution
 CHANCE = 0.85  # of a uniform guess's CE; 0.1 for the published 0.5B, 0.9 with random embeddings
 CONTEXT_NATS = 0.05  # mutual information between text and prediction
-ROPE_GAIN = 0.1  # nats by which another theta explains text better
+PEERS = 4  # layers that must be there to say what is usual
+# Of a matrix's norm to the median of its peers'. Published 0.5B and 1.5B: 3.4 at most, for norms'
+# weights 23, for biases 105, which are not looked at.
+UNLIKE, UNLIKE_VECTOR = 10.0, 200.0
+SPREADS = 8.0  # median absolute deviations (of logs, 0.1 added); 4.5 in these files, vectors 9.2
+NOISE, TRAINED, TRAINED_LEAST = 1.06, 1.5, 1.2  # largest singular value over that of noise
+LARGE_ROW = 100.0  # of the median norm; 35 in the published 0.5B
+LAYOUT_GAIN, LAYOUT_CE = 0.5, 0.2  # nats; and of a uniform guess's CE, below which it is not asked
+# Nats by which another theta explains text better, and standard errors. 1e5 for 1e6 costs 0.051
+# (3.6 errors) in the 0.5B, 0.041 (3.3) in the 1.5B, whose own 1e6 is 0.012 (1.6) worse than 5e6.
+ROPE_GAIN, ROPE_SIGMAS = 0.03, 2.5
 SPARE_ROWS, SPARE_SHARE = 1024, 0.05  # rows of the embedding beyond the last token
 UNORDERED = 0.05  # of the merges; 0 in Qwen2.5
 LOOP_SHARE, LOOP_PERIOD, LOOP_IDS = 0.5, 32, 48
@@ -50,13 +60,18 @@ class MatrixStats:
     """What `weights.py` counts of one tensor; rows are those of ids that some token has."""
 
     name: str
+    kind: str  # shared with its peers, the same tensor of other layers; "" without peers
     size: int
     nan: int
     inf: int
     spread: float  # greatest finite number less the least
+    norm: float  # root mean square of its numbers
     rows: int  # 0 unless a matrix
     dead_rows: int
     repeated_rows: int  # rows equal to an earlier one, dead ones left out
+    large_row: int  # the row of the greatest norm
+    large_norm: float  # and that norm over the median one
+    noise: float  # largest singular value over that of noise; 0 where it was not looked for
 
 
 def non_finite_weights(stats: Sequence[MatrixStats]) -> str | None:
@@ -91,6 +106,71 @@ def repeated_rows(stats: Sequence[MatrixStats]) -> str | None:
         return None
     worst = max(bad, key=lambda s: s.repeated_rows / s.rows)
     return f"{worst.name}: {worst.repeated_rows:,} of {worst.rows:,} rows repeat an earlier one"
+
+
+def _peers(stats: Sequence[MatrixStats]) -> list[list[MatrixStats]]:
+    """Tensors of one kind, where there are enough to compare one with the others."""
+    kinds: dict[str, list[MatrixStats]] = {}
+    for s in stats:
+        if s.kind and not s.kind.endswith("bias") and not s.nan + s.inf:
+            kinds.setdefault(s.kind, []).append(s)
+    return [peers for peers in kinds.values() if len(peers) >= PEERS]
+
+
+def unlike_peers(stats: Sequence[MatrixStats]) -> str | None:
+    """A tensor that is far smaller or larger than the same one of other layers."""
+    bad = []
+    for peers in _peers(stats):
+        logs = np.log(np.maximum([s.norm for s in peers], 1e-30))
+        middle = float(np.median(logs))
+        spread = 1.4826 * float(np.median(np.abs(logs - middle))) + 0.1
+        for s, away in zip(peers, np.abs(logs - middle), strict=True):
+            limit = math.log(UNLIKE if s.rows else UNLIKE_VECTOR)
+            if (s.spread > 0 or not s.rows) and away > limit and away > SPREADS * spread:
+                bad.append((away, s, math.exp(middle)))
+    if not bad:
+        return None
+    _, worst, usual = max(bad, key=lambda found: found[0])
+    others = f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
+    return (
+        f"{worst.name}: root mean square {worst.norm:.2g}, of the same tensor in other layers "
+        f"{usual:.2g}{others}"
+    )
+
+
+def noise_weights(stats: Sequence[MatrixStats]) -> str | None:
+    """A matrix with the spectrum of noise, where every other layer's has learned something."""
+    bad = []
+    for peers in _peers(stats):
+        noise = sorted(peers, key=lambda s: s.noise)
+        learned = [s.noise for s in noise if s.noise > TRAINED_LEAST]
+        # One layer, or a few, out of many: in a young model, noise is nothing unusual.
+        if len(learned) < 0.75 * len(peers) or float(np.median(learned)) < TRAINED:
+            continue
+        rest = noise[: len(noise) - len(learned)]
+        if rest and rest[-1].noise < NOISE:
+            bad += [(s, float(np.median(learned))) for s in rest if s.spread > 0]
+    if not bad:
+        return None
+    worst, usual = bad[0]
+    others = f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
+    return (
+        f"{worst.name}: its largest singular value is {worst.noise:.2f} of that of noise, in other "
+        f"layers {usual:.2f}{others}"
+    )
+
+
+def large_rows(stats: Sequence[MatrixStats]) -> str | None:
+    """One row that outweighs all others of its matrix."""
+    bad = [s for s in stats if s.rows and s.large_norm > LARGE_ROW]
+    if not bad:
+        return None
+    worst = max(bad, key=lambda s: s.large_norm)
+    others = f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
+    return (
+        f"{worst.name}: row {worst.large_row:,} has {worst.large_norm:,.0f} times the norm of the "
+        f"median row{others}"
+    )
 
 
 def unchanged_weights(changed: Mapping[str, bool], step: int) -> str | None:
@@ -148,7 +228,7 @@ def near_chance(stats: LogitStats) -> str | None:
     return f"{stats.ce:.2f} nats a token of English and Python, a uniform guess has {chance:.2f}"
 
 
-_THETAS = (1e4, 1e6)
+_THETAS = (1e4, 1e5, 1e6)
 
 
 def rope_theta(spec: ArchSpec) -> str | None:
@@ -165,18 +245,49 @@ def rope_theta(spec: ArchSpec) -> str | None:
     )
 
 
-def better_theta(theta: float, ce: float, ce_with: Callable[[float], float]) -> str | None:
-    """Another theta makes text more likely by far: the weights were trained with that one.
+def better_theta(
+    theta: float, ces: np.ndarray, ces_with: Callable[[float], np.ndarray]
+) -> str | None:
+    """Another theta makes text more likely: the weights were trained with that one.
 
-    `ce_with(theta)` is the CE of the probe text in nats a token, as `ce` is at the file's own.
+    `ces_with(theta)` is the CE of each token of the probe text, in nats, as `ces` is at the file's
+    own. The tokens are compared in pairs: theta is the only difference.
     """
-    if not math.isfinite(ce):
+    if not np.all(np.isfinite(ces)):
         return None
+    best = None
     for other in _THETAS:
         if math.isclose(other, theta, rel_tol=0.5):
             continue
-        if (other_ce := ce_with(other)) < ce - ROPE_GAIN:
-            return f"{theta:g} gives {ce:.3f} nats a token, {other:g} gives {other_ce:.3f}"
+        gains = ces - ces_with(other)
+        error = float(np.std(gains)) / math.sqrt(len(gains))
+        gain = float(np.mean(gains))
+        if gain > max(ROPE_GAIN, ROPE_SIGMAS * error) and (best is None or gain > best[0]):
+            best = gain, error, other
+    if best is None:
+        return None
+    gain, error, other = best
+    return (
+        f"{theta:g} gives {np.mean(ces):.3f} nats a token, {other:g} gives "
+        f"{np.mean(ces) - gain:.3f}, {gain:.3f} less (standard error {error:.3f})"
+    )
+
+
+def rope_layout(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> str | None:
+    """Text is far likelier with the rows of q and k in another order.
+
+    Rotation pairs row i of a head with row i + D/2 (Hugging Face) or 2i with 2i + 1 (llama.cpp for
+    llama): a converter that reorders once too often, or not at all, leaves a model that runs.
+    `ce_with(order)` is the CE with rows taken to be in that order, "pairs" or "halves".
+    """
+    if not math.isfinite(ce) or ce < LAYOUT_CE * math.log(vocabulary):
+        return None
+    for order in ("pairs", "halves"):
+        if (other := ce_with(order)) < ce - LAYOUT_GAIN:
+            return (
+                f"{ce:.2f} nats a token, {other:.2f} with the rows of q and k taken as {order}: "
+                "they lie in another order than the rotation expects"
+            )
     return None
 
 

@@ -14,6 +14,7 @@ from kdjax.evaluation.health import detectors, probes
 from kdjax.evaluation.health.detectors import Finding, LogitStats, Output, ask
 from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.formats.saved import saved_params
+from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params, functional
 from kdjax.models.model import Model
@@ -41,6 +42,9 @@ def of_files(checkpoint: Checkpoint) -> list[Finding]:
         (detectors.constant_weights, stats),
         (detectors.dead_rows, stats),
         (detectors.repeated_rows, stats),
+        (detectors.large_rows, stats),
+        (detectors.unlike_peers, stats),
+        (detectors.noise_weights, stats),
     ]
     if (saved := checkpoint.saved) is not None:
         params, start = saved_params(saved.workdir, saved.step), checkpoint.header
@@ -78,14 +82,19 @@ def _predictions(
     return (*(x.reshape(-1)[:length] for x in (entropy, ce, finite)), jnp.sum(whole, axis=0))
 
 
-def logit_stats(apply: ModelFunctions, params: Params, ids: Sequence[int], real: int) -> LogitStats:
-    """Figures of the predictions for `ids` among the first `real` ids of the vocabulary."""
+def logit_stats(
+    apply: ModelFunctions, params: Params, ids: Sequence[int], real: int
+) -> tuple[LogitStats, np.ndarray]:
+    """Figures of the predictions for `ids` among the first `real` ids of the vocabulary.
+
+    And the CE of each next id, nats.
+    """
     tokens = jnp.asarray(ids, jnp.int32)
     values = _predictions(params, tokens, apply=apply, real=real)
     entropy, ce, finite, whole = (np.asarray(x, np.float64) for x in values)
     mean = whole / max(whole.sum(), 1e-30)
     mean_entropy = -np.sum(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0))
-    return LogitStats(
+    stats = LogitStats(
         len(ce),
         int((finite == 0).sum()),
         real,
@@ -93,6 +102,27 @@ def logit_stats(apply: ModelFunctions, params: Params, ids: Sequence[int], real:
         float(mean_entropy),
         float(ce.mean()),
     )
+    return stats, ce
+
+
+def reorder_heads(params: Params, spec: ArchSpec, order: str) -> Params:
+    """The same parameters with the rows of q and k, taken to lie as `order`, in Hugging Face's.
+
+    "pairs" are rows (i, i + D/2) side by side; "halves" undoes the opposite mistake.
+    """
+    shape = (2, spec.head_dim // 2)
+    places = np.arange(spec.head_dim).reshape(shape if order == "halves" else shape[::-1]).T.ravel()
+
+    def move(leaf: Array, heads: int) -> Array:
+        rows = heads * spec.head_dim
+        if leaf.ndim < 2 or leaf.shape[1] != rows:  # which layer has which block type
+            return leaf
+        return leaf[:, (np.arange(heads)[:, None] * spec.head_dim + places).ravel()]
+
+    attention = dict(params["blocks"]["attn"])
+    for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
+        attention[name] = jax.tree.map(lambda leaf, heads=heads: move(leaf, heads), attention[name])
+    return {**params, "blocks": {**params["blocks"], "attn": attention}}
 
 
 def probe_ids(checkpoint: Checkpoint) -> list[int]:
@@ -111,7 +141,7 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
     assert model.checkpoint is not None and isinstance(decoder, DecoderFunctions)
     ids, spec = probe_ids(model.checkpoint), model.checkpoint.spec
     with model.precision():
-        stats = logit_stats(model.functions, model.params, ids, model.real_vocab)
+        stats, ces = logit_stats(model.functions, model.params, ids, model.real_vocab)
         findings = ask(
             (detectors.non_finite_logits, stats),
             (detectors.uniform_logits, stats),
@@ -119,18 +149,27 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
             (detectors.near_chance, stats),
         )
         facts: dict[str, Any] = dataclasses.asdict(stats)
-        if findings:  # theta means something only to weights that were trained with one
+        if findings:  # rotation means something only to weights that were trained with one
             return findings, facts
 
-        def ce_with(theta: float) -> float:
+        def ce_in_order(order: str) -> float:
+            params = reorder_heads(model.params, spec, order)
+            other = logit_stats(model.functions, params, ids, model.real_vocab)[0]
+            facts[f"ce_with_{order}"] = other.ce
+            return other.ce
+
+        def ces_with(theta: float) -> np.ndarray:
             other = dataclasses.replace(spec, rope_theta=theta)
             functions = functional(other, decoder.compute)[0]
-            ce = logit_stats(functions, model.params, ids, model.real_vocab).ce
-            facts[f"ce_with_theta_{theta:g}"] = ce
-            return ce
+            stats, ces = logit_stats(functions, model.params, ids, model.real_vocab)
+            facts[f"ce_with_theta_{theta:g}"] = stats.ce
+            return ces
 
-        evidence = detectors.better_theta(spec.rope_theta, stats.ce, ce_with)
-        return [Finding("rope_theta", evidence)] if evidence else [], facts
+        findings = ask((detectors.rope_layout, stats.ce, stats.vocabulary, ce_in_order))
+        if not findings:  # with rows in another order, any theta may happen to be better
+            evidence = detectors.better_theta(spec.rope_theta, ces, ces_with)
+            findings = [Finding("rope_theta", evidence)] if evidence else []
+        return findings, facts
 
 
 def probe_prompts(tokenizer: Tokenizer, bos: int | None = None) -> list[list[int]]:
