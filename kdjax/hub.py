@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ _log = logging.getLogger("kdjax")
 
 PREFIX = "hf:"
 LOCAL = Path("models")  # a file of the same name here is used first
+HEADER = 32 << 20  # bytes that hold the header of a model's file; of a Qwen2.5 GGUF it is 6 MB
 _NAME = r"[\w.-]+"
 _PATH = re.compile(rf"hf:(datasets/)?({_NAME}/{_NAME})(?:/([^@]+))?(?:@(.+))?")
 _CACHED = re.compile(rf"(model|dataset)s--({_NAME})/snapshots/([0-9a-f]{{40}})(?:/(.+))?$")
@@ -95,6 +97,7 @@ class _File:
     commit: str
     size: int
     sha256: str  # "" for a small file that is not in LFS
+    wanted: int  # bytes from its beginning: all of them, or its header
 
     @property
     def blob(self) -> Path:
@@ -111,7 +114,11 @@ class _File:
         if self.sha256 and self.blob.exists():
             return 0
         arrived = self.part.stat().st_size if self.sha256 and self.part.exists() else 0
-        return max(0, self.size - arrived)
+        return max(0, self.wanted - arrived)
+
+    def here(self) -> Path:
+        """The blob, or its beginning."""
+        return self.blob if self.blob.exists() else self.part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +137,13 @@ class _Listing:
         return ",".join(glob.escape(str(self.snapshot / name)) for name in self.names)
 
 
-def fetch_files(config: Config, *, text: bool = True) -> Config:
+def fetch_files(config: Config, *, headers: Path | None = None) -> Config:
     """A copy of the config with every `hf:` path replaced by files, downloaded if need be.
 
-    All repositories are asked before the first byte is downloaded. `text=False` leaves the text
-    alone. Raises `MissingFileError` for what the Hub does not give, `WriteError` for what the disk
-    does not take, and says what to do.
+    All repositories are asked before the first byte is downloaded. For a plan `headers` is an empty
+    folder, where models that are not in the cache appear as far as their headers, and the text is
+    left alone. Raises `MissingFileError` for what the Hub does not give and `WriteError` for what
+    the disk does not take; both say what to do.
     """
     config = copy.deepcopy(config)
     student = TOKENIZER if config.student.init == "random" else MODEL
@@ -144,14 +152,14 @@ def fetch_files(config: Config, *, text: bool = True) -> Config:
         (config.student, "path", student),
         (config.data, "tokenizer", TOKENIZER),
     ]
-    if text:
+    if headers is None:
         fields += [(config.data, "train", TEXT), (config.data, "heldout", TEXT)]
     paths: dict[str, tuple[str, ...]] = {}
     for section, name, wanted in fields:
         for part in map(str.strip, getattr(section, name).split(",")):
             if part.startswith(PREFIX):
                 paths.setdefault(part, wanted)
-    files = _fetch(paths)
+    files = _fetch(paths, headers)
     for section, name, _ in fields:
         parts: list[str] = [part.strip() for part in getattr(section, name).split(",")]
         if not files.keys().isdisjoint(parts):
@@ -183,8 +191,8 @@ def origin(path: str | os.PathLike[str]) -> str | None:
     return f"hf:{'datasets/' if kind == 'dataset' else ''}{name}@{commit}"
 
 
-def _fetch(paths: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """The local path of each, or globs joined by commas for text."""
+def _fetch(paths: dict[str, tuple[str, ...]], headers: Path | None = None) -> dict[str, str]:
+    """The local path of each, or globs joined by commas for text; see `fetch_files`."""
     listings, local, problems = [], dict[str, str](), list[str]()
     for text, wanted in paths.items():
         path = HubPath.parse(text, wanted)
@@ -193,13 +201,14 @@ def _fetch(paths: dict[str, tuple[str, ...]]) -> dict[str, str]:
             local[text] = str(found)
             continue
         try:
-            listings.append(_look_up(path, wanted))
+            listings.append(_look_up(path, wanted, HEADER if headers else None))
         except MissingFileError as error:
             problems.append(str(error))
     if problems:
         raise MissingFileError("\n".join(problems))
     _download(listings)
-    for listing in map(_link, listings):
+    for listing in listings:
+        listing = _link_parts(listing, headers) if headers else _link(listing)
         local[listing.path.text] = listing.local()
         _log.info("%s: commit %s", listing.path.text, listing.snapshot.name)
     return local
@@ -208,8 +217,11 @@ def _fetch(paths: dict[str, tuple[str, ...]]) -> dict[str, str]:
 # --- what there is ------------------------------------------------------------------------------
 
 
-def _look_up(path: HubPath, wanted: tuple[str, ...]) -> _Listing:
-    """Asks the Hub which files a path stands for, or the cache where the Hub does not answer."""
+def _look_up(path: HubPath, wanted: tuple[str, ...], most: int | None = None) -> _Listing:
+    """Asks the Hub which files a path stands for, or the cache where the Hub does not answer.
+
+    At most `most` bytes of each are wanted; None: all.
+    """
     from huggingface_hub import HfApi
 
     try:
@@ -229,9 +241,16 @@ def _look_up(path: HubPath, wanted: tuple[str, ...]) -> _Listing:
     commit = str(info.sha)
     snapshot = _storage(path) / "snapshots" / commit
     missing = [
-        _File(path, name, commit, file.size or 0, file.lfs.sha256 if file.lfs else "")
+        _File(
+            path,
+            name,
+            commit,
+            size=files[name].size or 0,
+            sha256=files[name].lfs.sha256 if files[name].lfs else "",
+            wanted=min(files[name].size or 0, most or sys.maxsize),
+        )
         for name in names
-        if not (snapshot / name).exists() and (file := files[name])
+        if not (snapshot / name).exists()
     ]
     if missing and info.gated:
         with _explaining(path):
@@ -324,12 +343,15 @@ def _download(listings: list[_Listing]) -> None:
 
 
 def _download_file(file: _File) -> None:
-    """Downloads a blob, from where an earlier start was cut, and compares its SHA-256."""
+    """Downloads what is wanted of a blob, from where an earlier start was cut.
+
+    Compares the SHA-256 of a whole one.
+    """
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
-    if file.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+    if file.wanted > constants.MAX_HTTP_DOWNLOAD_SIZE:
         return  # of 50 GB: comes by hf_xet alone, in `_link`
     storage = _storage(file.path)
     lock = storage.parent / ".locks" / storage.name / f"{file.sha256}.lock"
@@ -339,19 +361,26 @@ def _download_file(file: _File) -> None:
     with WeakFileLock(lock):
         if file.blob.exists():  # another process was first
             return
+        headers = build_hf_headers()
+        if file.wanted < file.size:
+            headers["Range"] = f"bytes=0-{file.wanted - 1}"
         with file.part.open("ab") as part:
             if part.tell() > file.size:
                 part.truncate(0)
+            if file.wanted < file.size and part.tell() >= file.wanted:
+                return
             if part.tell():
                 _log.info("%s: goes on from %s", file.name, _show(part.tell()))
             http_get(
                 hf_hub_url(repository, file.name, repo_type=kind, revision=commit),
                 part,
                 resume_size=part.tell(),
-                headers=build_hf_headers(),
-                expected_size=file.size,
+                headers=headers,
+                expected_size=file.wanted,
                 displayed_filename=file.name,
             )
+        if file.wanted < file.size:
+            return
         with file.part.open("rb") as part:
             sha256 = hashlib.file_digest(part, "sha256").hexdigest()
         if sha256 != file.sha256:
@@ -386,6 +415,29 @@ def _link(listing: _Listing) -> _Listing:
             tqdm_class=Silent,
         )
     return dataclasses.replace(listing, snapshot=Path(folder))
+
+
+def _link_parts(listing: _Listing, folder: Path) -> _Listing:
+    """As `_link`, in `folder`, with links to what the cache has of each file."""
+    from huggingface_hub import hf_hub_download
+
+    if not listing.missing:
+        return listing
+    path, missing = listing.path, {file.name: file for file in listing.missing}
+    snapshot = folder / path.repository.replace("/", "--") / listing.snapshot.name
+    for name in listing.names:
+        source = listing.snapshot / name
+        if name in missing and missing[name].sha256:
+            source = missing[name].here()
+        elif name in missing:
+            with _explaining(path):
+                revision, kind = missing[name].commit, path.kind
+                source = hf_hub_download(path.repository, name, repo_type=kind, revision=revision)
+        link = snapshot / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(source)
+    return dataclasses.replace(listing, snapshot=snapshot)
 
 
 def _free(folder: Path) -> int:

@@ -30,7 +30,7 @@ class FakeHub:
     def downloads(self):
         """Files whose bytes were asked for, and from which byte on."""
         return [
-            (path.rpartition("/")[2], int(start[6:-1]) if start else 0)
+            (path.rpartition("/")[2], int(start[6:].partition("-")[0]) if start else 0)
             for method, path, start in self.asked
             if method == "GET" and "/resolve/" in path
         ]
@@ -134,10 +134,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers = {"ETag": f'"{kind(data).hexdigest()}"', "X_Repo_Commit": COMMIT}
         if file in hub.damaged:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        start = int((self.headers.get("Range") or "bytes=0-")[6:].rstrip("-"))
-        if start:
-            headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        end = hub.cut.get(file, len(data)) if self.command == "GET" else len(data)
-        headers["Content_Length"] = len(data) - start
-        self._send(206 if start else 200, data[start : max(start, end)], **headers)
-        self.close_connection = end < len(data)
+        asked = self.headers.get("Range")
+        first, _, last = (asked or "bytes=0-")[6:].partition("-")
+        start, stop = int(first), int(last or len(data) - 1) + 1
+        if asked:
+            headers["Content_Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        end = min(hub.cut.get(file, stop), stop) if self.command == "GET" else stop
+        headers["Content_Length"] = stop - start
+        self._send(206 if asked else 200, data[start : max(start, end)], **headers)
+        self.close_connection = end < stop

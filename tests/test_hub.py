@@ -164,7 +164,7 @@ def test_a_student_of_shapes_alone_needs_no_weights(fake):
 def test_a_local_file_of_the_name_comes_first(fake, tmp_path, said):
     (tmp_path / "models" / "Folder").mkdir(parents=True)
     (tmp_path / "models" / "teacher.gguf").write_bytes(b"mine")
-    config = hub.fetch_files(config_of(student="hf:org/Folder"), text=False)
+    config = hub.fetch_files(config_of(student="hf:org/Folder"))
     assert config.teacher.path == "models/teacher.gguf"
     assert config.student.path == "models/Folder"
     assert f"models/teacher.gguf is used for {TEACHER}" in said() and not fake.asked
@@ -192,7 +192,7 @@ def test_models_and_text_open_by_their_names(fake, models):
 
 
 def test_a_run_s_student_is_fetched_again_when_the_cache_lost_it(fake, tmp_path):
-    config = hub.fetch_files(config_of(), text=False)
+    config = hub.fetch_files(config_of())
     record = {"config": {"student": {"path": config.student.path}}, "cwd": str(tmp_path)}
     (tmp_path / "receipt.json").write_text(json.dumps(record))
     Path(config.student.path).unlink()
@@ -354,15 +354,36 @@ def config_file(fake, models, tmp_path, monkeypatch):
     return f"--config={tmp_path / 'config.py'}"
 
 
-def test_a_plan_needs_no_text_and_a_refusal_leaves_no_workdir(config_file, fake, capsys):
+def test_a_plan_downloads_headers_alone(config_file, fake, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "HEADER", 50_000)
     assert cli.main(["plan", config_file]) == 0
-    printed = capsys.readouterr()
-    assert "on each device, GB:" in printed.out and "to download" in printed.err
-    assert {file for file, _ in fake.downloads()} == {"teacher.gguf", "student.gguf"}
+    short = capsys.readouterr()
+    assert "on each device, GB:" in short.out and ": 0.10 MB to download, of 1." in short.err
+    assert sorted(fake.downloads()) == [("student.gguf", 0), ("teacher.gguf", 0)]  # and no text
+    parts = list((tmp_path / "cache").rglob("*.incomplete"))
+    assert [part.stat().st_size for part in parts] == [50_000] * 2
+    assert cli.main(["plan", config_file]) == 0 and len(fake.downloads()) == 2
+    assert capsys.readouterr().out == short.out
+    # The run goes on from the headers, and the plan of whole files is the same.
+    fake.asked.clear()
+    assert hub.fetch_model(TEACHER) and hub.fetch_model(STUDENT)
+    assert fake.downloads() == [("teacher.gguf", 50_000), ("student.gguf", 50_000)]
+    assert cli.main(["plan", config_file]) == 0 and capsys.readouterr().out == short.out
+
+
+def test_headers_of_a_folder_lie_beside_its_small_files(fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "HEADER", 1000)
+    folder = hub.fetch_files(config_of(student="hf:org/Folder"), headers=tmp_path / "plan").student
+    assert names(folder.path) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert Path(folder.path, "model.safetensors").read_bytes() == BIG[:1000]
+    assert Path(folder.path, "config.json").read_bytes() == b"{}"
+
+
+def test_a_refusal_leaves_no_workdir(config_file, fake, capsys):
     fake.gated = {"datasets/org/text"}
     assert cli.main(["train", config_file]) == 2
     assert "error: hf:datasets/org/text/test.jsonl: org/text is gated" in capsys.readouterr().err
-    assert not list(Path().iterdir())
+    assert not fake.downloads() and not list(Path().iterdir())
 
 
 @pytest.mark.slow

@@ -222,12 +222,13 @@ def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
 # --- files and logs -----------------------------------------------------------------------------
 
 
-def require_files(run: Run, *, text: bool = True) -> Config:
+def require_files(run: Run, *, headers: Path | None = None) -> Config:
     """The run's config with every file of it on this machine, those of the Hub downloaded.
 
     Raises one `MissingFileError` that names every file that is missing, before any download. Each
     comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file says.
-    `text=False` leaves out the text, which planning does not read.
+    With `headers` only what planning reads, no text and of the Hub's models the headers, linked in
+    that empty folder.
     """
     config, missing = run.config, dict[str, list[str]]()  # remedy: the fields that it mends
     models = {
@@ -235,7 +236,9 @@ def require_files(run: Run, *, text: bool = True) -> Config:
         "student.path": config.student.path,
         "data.tokenizer": config.data.tokenizer,
     }
-    texts = {"data.train": config.data.train, "data.heldout": config.data.heldout} if text else {}
+    texts = {"data.train": config.data.train, "data.heldout": config.data.heldout}
+    if headers:
+        texts = {}
     for field, path in (models | texts).items():
         here = ",".join(p for p in path.split(",") if not p.strip().startswith(hub.PREFIX))
         try:
@@ -252,7 +255,7 @@ def require_files(run: Run, *, text: bool = True) -> Config:
             "files of this run are missing. Get each with the command below it, or set the field "
             "to a file of yours:\n" + "\n".join(lines)
         )
-    return hub.fetch_files(config, text=text)
+    return hub.fetch_files(config, headers=headers)
 
 
 def start_device() -> None:

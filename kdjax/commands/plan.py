@@ -9,6 +9,8 @@ would.
 """
 
 import logging
+import tempfile
+from pathlib import Path
 
 from kdjax.commands.parsing import (
     Run,
@@ -39,8 +41,9 @@ def show_plan(config: Config) -> bool:
 def plan_run(run: Run) -> int:
     """Plans what a command line asked for; returns the exit status."""
     log_to_terminal()
-    config = require_files(run, text=False)
-    return FINISHED if show_plan(config) else BAD_INPUT
+    with tempfile.TemporaryDirectory() as folder:
+        config = require_files(run, headers=Path(folder))
+        return FINISHED if show_plan(config) else BAD_INPUT
 
 
 @reporting
