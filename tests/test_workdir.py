@@ -1,6 +1,9 @@
 """What a workdir goes through: two processes at once, another run's settings, damaged files."""
 
+import contextlib
 import copy
+import itertools
+import json
 import logging
 import os
 import re
@@ -10,12 +13,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import make_tiny_config
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_run import REPOSITORY, _read, _steps, run_command, start, wait_for
 
-from kdjax.errors import BAD_INPUT, MissingFileError, UserError
+from kdjax.errors import BAD_INPUT, CHECK_FAILED, CheckError, MissingFileError, UserError
+from kdjax.formats.checksums import add_up, checksum
 from kdjax.formats.locks import LOCK, LockedError, locking
+from kdjax.formats.saved import DamagedError, find_damage, saved_params
+from kdjax.training.saving import Checkpoints
 from kdjax.watch.run import distill
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
@@ -37,7 +47,7 @@ def holder(tmp_path):
     """A process that holds the lock of `tmp_path`."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / LOCK)]
     process = subprocess.Popen(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE)
-    assert process.stdout.readline() == "held\n"
+    assert process.stdout and process.stdout.readline() == "held\n"
     yield process
     process.kill()
     process.communicate(timeout=20)
@@ -102,19 +112,19 @@ def test_a_second_process_is_told_and_takes_nothing_from_the_first(tiny_config, 
 
 
 @pytest.fixture(scope="session")
-def one_step_done(models, tmp_path_factory):
-    """The config and workdir of a finished run of one step; to be copied."""
-    folder = tmp_path_factory.mktemp("done")
+def two_steps(models, tmp_path_factory):
+    """The config and workdir of a finished run of two steps, both saved; to be copied."""
+    folder = tmp_path_factory.mktemp("two-steps")
     config = make_tiny_config(models, folder)
     config.optim.warmup_steps, config.eval.samples = 0, 0
-    config.train.steps = config.checkpoint.every = config.eval.every = 1
+    config.train.steps, config.checkpoint.every, config.eval.every = 2, 1, 2
     assert distill(config, folder / "run") == "finished"
     return config, folder / "run"
 
 
 @pytest.fixture
-def done(one_step_done, tmp_path):
-    config, workdir = one_step_done
+def done(two_steps, tmp_path):
+    config, workdir = two_steps
     return copy.deepcopy(config), Path(shutil.copytree(workdir, tmp_path / "run"))
 
 
@@ -154,3 +164,107 @@ def test_a_finished_run_may_have_lost_its_files(done, tmp_path):
     receipt.unlink()
     with pytest.raises(MissingFileError, match=r"gone.gguf"):
         distill(config, workdir)
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def test_a_checksum_is_the_same_on_the_host_and_on_any_mesh(rng):
+    """Of scalars and matrices, of 1, 2 and 4 bytes an element, longer than a block of the host."""
+    devices = np.asarray(jax.devices()[:8]).reshape(2, 4)
+    split = NamedSharding(Mesh(devices, ("a", "b")), PartitionSpec("a", "b"))
+    for dtype in ("float32", "bfloat16", "int32", "uint8"):
+        for shape in ((), (1,), (5, 7, 3), (400, 512)):
+            array = np.asarray(rng.integers(0, 200, shape)).astype(jnp.dtype(dtype))
+            number = checksum(array)
+            assert number == int(jax.jit(add_up)(array))
+        placed = jax.device_put(array, split)
+        assert int(jax.jit(add_up)(placed)) == number
+
+
+def test_a_checksum_sees_one_bit_two_signs_and_two_places(rng):
+    array = rng.standard_normal(70_000, np.float32)
+    before = checksum(array)
+    bits = array.view(np.uint32)
+    for place, bit in itertools.product((0, 1, 65_535, 65_536, 69_999), range(32)):
+        bits[place] ^= np.uint32(1 << bit)
+        assert checksum(array) != before, (place, bit)
+        bits[place] ^= np.uint32(1 << bit)
+    array[3:5] *= -1
+    assert checksum(array) != before
+    array[3:5] *= -1
+    array[[3, 4]] = array[[4, 3]]
+    assert checksum(array) != before
+
+
+def flip_bits(path, count):
+    """One bit in each of so many equal parts of a file, in its middle."""
+    data = bytearray(path.read_bytes())
+    for part in range(count):
+        data[len(data) * (2 * part + 1) // (2 * count)] ^= 8
+    path.write_bytes(data)
+
+
+def largest(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_one_flipped_bit_is_named_kept_and_trained_again(done, caplog):
+    """The run goes on from the step before, and ends with the parameters that it had."""
+    config, workdir = done
+    before = {name: array.copy() for name, array in saved_params(workdir, 2)}
+    flip_bits(largest(workdir / "checkpoints" / "2"), 1)
+    caplog.set_level(logging.WARNING, "kdjax")
+    assert distill(config, workdir) == "finished"
+    said = rf"step 2 is damaged: (found other numbers|state: \w).* kept as {workdir}/damaged-2"
+    assert re.search(said, caplog.text) and "newest intact checkpoint is of step 1" in caplog.text
+    assert (workdir / "damaged-2" / "state").is_dir()
+    after = dict(saved_params(workdir, 2))
+    assert after.keys() == before.keys()
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+
+
+def test_no_reader_takes_a_damaged_step(done):
+    """As export, evaluate and generate read it."""
+    _, workdir = done
+    for path in (workdir / "checkpoints" / "2").rglob("*"):
+        if path.stat().st_size > 100_000:
+            flip_bits(path, 100)
+    with pytest.raises(DamagedError, match=r"2 is damaged: .* Name an older step") as error:
+        list(saved_params(workdir, 2))
+    assert error.value.status == CHECK_FAILED
+
+
+def test_without_an_intact_step_nothing_is_moved_and_nothing_begun(done):
+    """Cut short, and its record changed: both steps are named."""
+    config, workdir = done
+    data, record = largest(workdir / "checkpoints" / "1"), workdir / "checkpoints/2/run/metadata"
+    data.write_bytes(data.read_bytes()[:1000])
+    record.write_text(record.read_text().replace('"next_index": 2', '"next_index": 3'))
+    before = sorted(workdir.rglob("*"))
+    with pytest.raises(CheckError, match="holds no intact checkpoint") as error:
+        distill(config, workdir)
+    assert "step 1: state: " in str(error.value) and "another --workdir" in str(error.value)
+    assert "step 2: run/metadata holds other values than were saved" in str(error.value)
+    assert sorted(workdir.rglob("*")) == before
+
+
+def test_a_second_damaged_step_of_the_same_number_is_kept_too(done):
+    _, workdir = done
+    (workdir / "damaged-2").mkdir()
+    (workdir / "checkpoints/2/state/manifest.ocdbt").unlink()
+    with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
+        assert checkpoints.latest() == 1
+    assert (workdir / "damaged-2-2" / "state").is_dir()
+
+
+def test_steps_of_versions_without_checksums_are_resumed(done):
+    _, workdir = done
+    record = workdir / "checkpoints/2/run/metadata"
+    saved = json.loads(record.read_text())
+    del saved["checksums"], saved["sha256"]
+    record.write_text(json.dumps(saved))
+    with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
+        assert checkpoints.latest() == 2
+    (workdir / "checkpoints/2/state/manifest.ocdbt").unlink()
+    assert "opt_state/1/0/count cannot be read" in find_damage(workdir, 2)

@@ -1,9 +1,11 @@
 """What a run saved: its steps, its records, and the student's parameters as a tensor table.
 
-A step lies in `workdir/checkpoints/<step>`: Orbax's tree under `state`, JSON under `run`. Nothing
-here writes or deletes.
+A step lies in `workdir/checkpoints/<step>`: Orbax's tree under `state`, JSON under `run`, in which
+every array has its checksum. Nothing here writes or deletes.
 """
 
+import contextlib
+import hashlib
 import json
 import math
 import os
@@ -14,11 +16,17 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from flax.traverse_util import flatten_dict, unflatten_dict
+import tensorstore as ts
+from flax.traverse_util import unflatten_dict
 
+from kdjax.errors import CheckError
+from kdjax.formats.checksums import checksum
 from kdjax.formats.table import NamedTensors, TensorInfo
 
 RECEIPT = "receipt.json"
+CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays, and of all else in `run`
+_PARAMS = "params/"  # before the names of the student's parameters
+_SHOWN = 3  # arrays that a message names
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -32,9 +40,126 @@ def saved_steps(workdir: Path) -> list[int]:
     return sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
 
 
+class DamagedError(CheckError):
+    """A saved step that cannot be read, or holds something else than was saved."""
+
+    def __init__(self, folder: Path, problem: str):
+        super().__init__(
+            f"{folder} is damaged: {problem}. Name an older step; the command that trained goes on "
+            "from the newest intact one."
+        )
+        self.problem = problem
+
+
+@contextlib.contextmanager
+def reading(folder: Path, part: str) -> Iterator[None]:
+    """Makes a `DamagedError` of whatever Orbax raises for files that are cut, changed or gone."""
+    try:
+        yield
+    except (DamagedError, PermissionError, MemoryError):
+        raise
+    except Exception as error:
+        said = str(error).partition(" [")[0].partition("\n")[0]  # less TensorStore's own details
+        problem = f"{part} cannot be read ({type(error).__name__}: {said})"
+        raise DamagedError(folder, problem) from error
+
+
 def saved_run(workdir: Path, step: int) -> dict[str, Any]:
-    """What `training.saving.Checkpoints.save` was given as `run`."""
-    return dict(ocp.JsonCheckpointHandler().restore(step_folder(workdir, step) / "run"))
+    """What `training.saving.Checkpoints.save` was given as `run`, and the arrays' checksums.
+
+    Raises `DamagedError` if it is not as it was saved.
+    """
+    folder = step_folder(workdir, step)
+    with reading(folder, "run/metadata"):
+        record = dict(ocp.JsonCheckpointHandler().restore(folder / "run"))
+        saved = record.pop(DIGEST, None)  # absent from steps of versions that saved none
+        if saved not in (None, record_digest(record)):
+            raise DamagedError(folder, "run/metadata holds other values than were saved")
+    return record
+
+
+def record_digest(record: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of what JSON makes of a record."""
+    plain = json.loads(json.dumps(record))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def find_damage(workdir: Path, step: int) -> str:
+    """What is wrong with a saved step, "" if nothing; reads all of it, an array at a time.
+
+    Steps of versions that saved no checksums are only read.
+    """
+    folder = step_folder(workdir, step)
+    try:
+        saved: dict[str, int] | None = saved_run(workdir, step).get(CHECKSUMS)
+        names = _listed_names(folder)
+        found = {name: checksum(_read(folder, name)) for name in sorted(names)}
+        saved = found if saved is None else saved
+        wrong = sorted(name for name in names | saved.keys() if found.get(name) != saved.get(name))
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" * (len(wrong) > _SHOWN)
+            numbers = f"other numbers than were saved in {', '.join(wrong[:_SHOWN])}{more}"
+            raise DamagedError(folder, f"found {numbers}")
+        _open_tree(folder)
+    except DamagedError as error:
+        return error.problem
+    return ""
+
+
+def _open(folder: Path, name: str) -> Any:
+    """One array of the state, as Orbax stores it: its shape and type, nothing read.
+
+    By TensorStore: Orbax opens all arrays at once, and if some cannot be read, each of the others
+    prints a traceback of its own.
+    """
+    place = {"driver": "ocdbt", "base": f"file://{folder}/state/", "path": name.replace("/", ".")}
+    with reading(folder, f"state: {name}"):
+        return ts.open({"driver": "zarr", "kvstore": place}, open=True).result()
+
+
+def _read(folder: Path, name: str) -> np.ndarray:
+    store = _open(folder, name)
+    with reading(folder, f"state: {name}"):
+        return store.read().result()
+
+
+def _listed_names(folder: Path) -> set[str]:
+    """Arrays of the tree as Orbax lists them, beside places that hold none.
+
+    Its other list is read as well: Orbax reads that one while it reads arrays.
+    """
+    state = folder / "state"
+    for path in (state / "array_metadatas").glob("process_*"):
+        with reading(folder, str(path.relative_to(folder))):
+            for entry in json.loads(path.read_bytes())["array_metadatas"]:
+                for field in ("param_name", "write_shape", "chunk_shape"):
+                    entry["array_metadata"][field]  # raises if it is not there
+    with reading(folder, "state/_METADATA"):
+        entries = json.loads((state / "_METADATA").read_bytes())["tree_metadata"]
+        return {
+            "/".join(key["key"] for key in entry["key_metadata"])
+            for entry in entries.values()
+            if not entry["value_metadata"]["skip_deserialize"]
+        }
+
+
+def _open_tree(folder: Any) -> None:
+    """Opens the state as a run would, and reads one array of it."""
+    with reading(folder, "state"):
+        handler = ocp.PyTreeCheckpointHandler()
+        metadata: Any = handler.metadata(folder / "state")
+        leaves, structure = jax.tree.flatten(getattr(metadata, "tree", metadata))
+        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        placed = structure.unflatten([ocp.ArrayRestoreArgs(sharding=place)] * len(leaves))
+        item = structure.unflatten([0] + [ocp.PLACEHOLDER] * (len(leaves) - 1))
+        handler.restore(
+            folder / "state", args=ocp.args.PyTreeRestore(item=item, restore_args=placed)
+        )
+
+
+def array_name(path: Any) -> str:
+    """What a checksum calls an array of the state, of its path in the tree: `params/embed`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def read_receipt(workdir: Path) -> dict[str, Any] | None:
@@ -63,28 +188,30 @@ def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
     return ((name, table.array(name)) for name in table)
 
 
-def _info(name: str, leaf: Any) -> TensorInfo:
-    dtype, shape = np.dtype(leaf.dtype), tuple(leaf.shape)
-    return TensorInfo(name, shape, _TYPES[dtype.name], dtype.itemsize * math.prod(shape))
-
-
 class SavedTable(NamedTensors):
     """The parameters of a saved step, layers stacked as in the tree; see `TensorTable`."""
 
     def __init__(self, workdir: Path, step: int):
         self.metadata = {}  # a step says nothing of its architecture
-        self.folder = step_folder(workdir, step) / "state"
+        self._step = step_folder(workdir, step)
+        self.folder = self._step / "state"
         self.paths = tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))
-        metadata: Any = ocp.PyTreeCheckpointHandler().metadata(self.folder)
-        leaves = flatten_dict(dict(getattr(metadata, "tree", metadata))["params"], sep="/")
-        self._tensors = {name: (_info(name, leaves[name]),) for name in sorted(leaves)}
+        self._checksums = saved_run(workdir, step).get(CHECKSUMS, {})
+        listed = sorted(name for name in _listed_names(self._step) if name.startswith(_PARAMS))
+        self._tensors = {name.removeprefix(_PARAMS): (self._info(name),) for name in listed}
+
+    def _info(self, name: str) -> TensorInfo:
+        store = _open(self._step, name)
+        dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
+        nbytes = dtype.itemsize * math.prod(shape)
+        return TensorInfo(name.removeprefix(_PARAMS), shape, _TYPES[dtype.name], nbytes)
 
     def array(self, name: str) -> np.ndarray:
-        """The numbers, read from the disk at each call."""
-        item = unflatten_dict({f"params/{name}": 0}, sep="/")
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
-        args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
-        (array,) = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(self.folder, args=args))
+        """The numbers, read from the disk at each call; `DamagedError` for others than saved."""
+        array = _read(self._step, _PARAMS + name)
+        if self._checksums.get(_PARAMS + name) not in (None, checksum(array)):
+            found = f"other numbers than were saved in {_PARAMS}{name}"
+            raise DamagedError(self._step, f"found {found}")
         return array
 
     def read_tree(self) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 A checkpoint holds the student, the optimizer, the data position and the run's identity; never the
 teacher, which is recorded by path, size and hash. A save is written aside and renamed, so a kill at
-any moment leaves the previous one whole.
+any moment leaves the previous one whole. Every array has its checksum, computed where the array is
+and compared with what lies on the disk before a run goes on from it.
 """
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import re
@@ -20,16 +22,30 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
 
 from kdjax.config import Config
 from kdjax.device.sharding import make_mesh
-from kdjax.errors import UserError, WriteError
+from kdjax.errors import CheckError, UserError, WriteError
 from kdjax.formats import TensorTable
+from kdjax.formats.checksums import add_up, checksum
 from kdjax.formats.files import writing
+from kdjax.formats.saved import (
+    CHECKSUMS,
+    DIGEST,
+    array_name,
+    find_damage,
+    reading,
+    record_digest,
+    saved_steps,
+    step_folder,
+)
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.training.step import TrainState
+
+_log = logging.getLogger("kdjax")
 
 _GROUP_BYTES = 1 << 28  # parameters loaded together; alone those that are larger
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore says it
@@ -37,7 +53,11 @@ _REDRAWN = 1e-5  # random numbers are the same on other hardware but for their l
 
 
 class Checkpoints:
-    """Checkpoints of one workdir, under `workdir/checkpoints/<step>`."""
+    """Checkpoints of one workdir, under `workdir/checkpoints/<step>`.
+
+    Opening them clears what a kill left of a save, and moves damaged newest steps aside. Raises
+    `CheckError` if there are steps and none is intact.
+    """
 
     def __init__(self, workdir: Path, keep: int, *, asynchronous: bool | None = None):
         # On a CPU the copies of a background save (6 GB for a 0.5B student) would sit in the same
@@ -46,10 +66,15 @@ class Checkpoints:
         if asynchronous is None:
             asynchronous = not on_cpu
         handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
+        self._workdir = workdir
         self._folder = (workdir / "checkpoints").resolve()
         self._in_flight = False
         with self._writing():
             self._remove_unfinished()
+            if jax.process_index() == 0:
+                _set_aside_damaged(workdir)
+            if jax.process_count() > 1:  # the others look at the folder once it is in order
+                multihost_utils.sync_global_devices("checkpoints in order")
             self._manager = ocp.CheckpointManager(
                 self._folder,
                 options=ocp.CheckpointManagerOptions(
@@ -72,6 +97,8 @@ class Checkpoints:
         """
         self.wait()
         self.check_room(state)
+        run = run | {CHECKSUMS: _checksums(state)}
+        run[DIGEST] = record_digest(run)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         self._in_flight = True
         with self._writing():
@@ -94,14 +121,18 @@ class Checkpoints:
             self.wait()
 
     def restore(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
-        """The state of `step` in these shapes, dtypes and shardings, on any mesh."""
+        """The state of `step` in these shapes, dtypes and shardings, on any mesh.
+
+        Raises `DamagedError` if it cannot be read.
+        """
 
         def place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         abstract = jax.tree.map(place, shapes, shardings)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=args)["state"]
+        with reading(step_folder(self._workdir, step), "state"):
+            return self._manager.restore(step, args=args)["state"]
 
     def wait(self) -> None:
         """Waits for a save in flight; raises `WriteError` if it could not be written."""
@@ -176,6 +207,54 @@ def _quiet_threads() -> Iterator[None]:
     finally:
         log.removeFilter(is_news)
         sys.unraisablehook = hook
+
+
+def _checksums(state: Any) -> dict[str, int]:
+    """Of every array of a tree, by name; those on devices are added up there."""
+    arrays = {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    placed = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
+    sums = jax.device_get(_add_up_all(placed))
+    return {name: int(sums[name]) if name in sums else checksum(x) for name, x in arrays.items()}
+
+
+@jax.jit
+def _add_up_all(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: add_up(array) for name, array in arrays.items()}
+
+
+def _set_aside_damaged(workdir: Path) -> None:
+    """Moves damaged steps out of `checkpoints/` until the newest is intact.
+
+    Raises `CheckError` if none is, and moves nothing then.
+    """
+    damaged: dict[int, str] = {}
+    for step in reversed(saved_steps(workdir)):
+        problem = find_damage(workdir, step)
+        if not problem:
+            break
+        damaged[step] = problem
+    else:
+        if damaged:
+            lines = "\n  ".join(f"step {step}: {problem}" for step, problem in damaged.items())
+            raise CheckError(
+                f"{workdir} holds no intact checkpoint:\n  {lines}\n"
+                "Nothing was changed. Put a copy of one back, or give another --workdir to begin "
+                "anew."
+            )
+    for step, problem in damaged.items():
+        aside = _free_name(workdir / f"damaged-{step}")
+        os.rename(step_folder(workdir, step), aside)
+        _log.warning("step %d is damaged: %s. It is kept as %s", step, problem, aside)
+    if damaged:
+        _log.warning("the newest intact checkpoint is of step %d", saved_steps(workdir)[-1])
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, or with the first number behind it that is not there yet."""
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
+    )
+    return next(name for name in names if not name.exists())
 
 
 def changed_tensors(
