@@ -1,5 +1,6 @@
 """Teacher providers: the same numbers however the weights are kept, and what each keeps."""
 
+import copy
 import dataclasses
 import itertools
 import re
@@ -15,10 +16,12 @@ from quick import cases
 from scipy.special import log_softmax
 from toy_teacher import next_id_teacher
 
+from kdjax.commands import generate
 from kdjax.commands.parsing import apply_environment
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
+from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, decode_fields, split
 from kdjax.formats.gguf_writer import write_gguf
@@ -30,7 +33,7 @@ from kdjax.models.model import WEIGHTS, load_model, narrow_head
 from kdjax.models.tokenizer import from_gguf
 from kdjax.models.weights import Mixed, Packed
 from kdjax.training.job import assemble
-from kdjax.training.pair import Vocabulary, align
+from kdjax.training.pair import Vocabulary, align, open_pair
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
 
@@ -287,6 +290,62 @@ def test_tokenizers_that_cut_text_differently_are_refused(models):
         align(320, 384, ordinary, plain)
     told_otherwise = extended(models, token_type=[*types[:304], 4])  # user-defined, not control
     assert align(320, 384, plain, told_otherwise) == Vocabulary(320, 305)
+
+
+def retold(models, path, name="teacher", **changes):
+    """A toy model's file with other tokenizer values."""
+    table = open_table(models / f"{name}.gguf")
+    changes = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    tensors = [(n, table.info(n).dtype, table.info(n).shape, table.raw(n)) for n in table]
+    write_gguf(path, dict(table.metadata) | changes, tensors)
+    return str(path)
+
+
+def test_another_tokenizer_stands_for_one_that_cannot_be_read(
+    tiny_config, models, tmp_path, caplog
+):
+    usual = open_pair(tiny_config)
+    paths = {
+        n: retold(models, tmp_path / f"{n}.gguf", n, pre="new") for n in ("teacher", "student")
+    }
+    for name, path in paths.items():
+        config = copy.deepcopy(tiny_config)
+        getattr(config, name).path = path
+        with pytest.raises(
+            UserError, match=r"'new'.*Name a .*: data.tokenizer of a config, --token"
+        ):
+            open_pair(config)
+        config.data.tokenizer = str(models / "student.gguf")
+        pair = open_pair(config)
+        assert pair.vocabulary == usual.vocabulary
+        assert pair.tokenizer.content_hash == usual.tokenizer.content_hash
+        assert pair.student.tokenizer is pair.tokenizer
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert re.fullmatch(r"teacher.gguf: tokenizer not read; .*student.gguf .*: all 305 .*", warning)
+    with pytest.raises(UserError, match="'new'"):
+        open_target(paths["teacher"])
+    opened = open_target(paths["teacher"], fallback=str(models / "student.gguf"))
+    assert opened.checkpoint.tokenizer.content_hash == usual.tokenizer.content_hash
+    tokens = list(open_table(models / "teacher.gguf").metadata["tokenizer.ggml.tokens"])
+    tokens[3], tokens[4] = tokens[4], tokens[3]
+    config = copy.deepcopy(tiny_config)
+    config.teacher.path = retold(models, tmp_path / "x.gguf", pre="new", tokens=tokens)
+    config.data.tokenizer = str(models / "student.gguf")
+    with pytest.raises(UserError, match=r"x.gguf: found .* at id 3 of its vocabulary and "):
+        open_pair(config)
+
+
+def test_generate_takes_the_tokenizer_that_the_message_asks_for(models, tmp_path, capsys):
+    path = retold(models, tmp_path / "m.gguf", "student", pre="new")
+    ask = [f"{path}@dequant:float32", "--prompt=def f(", "--max-tokens=3"]
+    assert (
+        generate.main(ask) == 2
+        and "--tokenizer of evaluate and generate" in capsys.readouterr().err
+    )
+    assert generate.main([*ask, f"--tokenizer={models}/student.gguf"]) == 0
+    told = capsys.readouterr().out
+    assert generate.main([f"{models}/student.gguf@dequant:float32", *ask[1:]]) == 0
+    assert capsys.readouterr().out == told
 
 
 @pytest.mark.slow

@@ -51,7 +51,11 @@ def parser() -> Parser:
     add = flags.add_argument
     add("target", metavar="TARGET", help="workdir, step folder, model file or folder, with @FORM")
     add("--student", default="", help="what a checkpoint's run began with: shapes and tokenizer")
-    add("--tokenizer", default="", help="a file or folder, instead of the target's own")
+    add(
+        "--tokenizer",
+        default="",
+        help="instead of the target's own; the teacher's too if unreadable",
+    )
     text = "held-out text of one domain: folders, globs, files, joined by commas"
     add("--data", action="append", default=[], metavar="[NAME=]PATHS", help=text)
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
@@ -164,7 +168,7 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
     """
     args = request.args
     document: dict[str, Any] = {"target": args.target, "mode": passk.INFERENCE, "broken": []}
-    teacher = open_target(args.teacher) if args.teacher else None
+    teacher = open_target(args.teacher, fallback=args.tokenizer) if args.teacher else None
     try:
         _measure(document, request, teacher)
     except _ModelFailedError as failure:

@@ -32,11 +32,13 @@ class Target(NamedTuple):
         )
 
 
-def open_target(text: str, student: str = "", tokenizer: str = "") -> Target:
-    """Opens PATH[@BACKEND[:DTYPE]]; see `open_checkpoint`. The tokenizer is read at once."""
+def open_target(text: str, student: str = "", tokenizer: str = "", *, fallback: str = "") -> Target:
+    """Opens PATH[@BACKEND[:DTYPE]]; see `open_checkpoint`. The tokenizer is read at once.
+
+    That at `fallback` stands for one that cannot be read; see `Checkpoint.fall_back`.
+    """
     form = Form.parse(text)
     checkpoint = open_checkpoint(form.path, student=student, tokenizer=tokenizer)
     if checkpoint.saved is not None and form.backend != "dequant":
         raise UserError(f"{text}: a checkpoint has no such form; leave it out.")
-    checkpoint.tokenizer  # noqa: B018  # a model without one cannot be evaluated
-    return Target(form, checkpoint)
+    return Target(form, checkpoint.fall_back(fallback))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import os
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 # How commands name the kinds of weights of `model.load_model`.
 FORMS = {"dequant": "dense", "q4k": "packed", "fp8": "float8", "fp8_precise": "float8_precise"}
+_log = logging.getLogger("kdjax")
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -100,6 +102,31 @@ class Checkpoint:
         if self.tokenizer_path:
             return load_tokenizer(self.tokenizer_path)
         return load_tokenizer(self.header.paths[0], self.header)
+
+    def fall_back(self, tokenizer: str) -> "Checkpoint":
+        """The same, with the tokenizer at `tokenizer` if its own cannot be read.
+
+        The tokens that its header lists must be those of the other, as far as both go. Raises
+        `UserError` if they are not, and if there is no other.
+        """
+        try:
+            self.tokenizer  # noqa: B018
+            return self
+        except UserError:
+            if not tokenizer:
+                raise
+        other = dataclasses.replace(self, tokenizer_path=tokenizer)
+        listed = self.header.metadata.get("tokenizer.ggml.tokens", ())
+        pairs = list(zip(listed, other.tokenizer.tokens, strict=False))  # either may be padded
+        for i, (own, read) in enumerate(pairs):
+            if own != read:
+                raise UserError(
+                    f"{self}: found {own!r} at id {i} of its vocabulary and {read!r} at that of "
+                    f"{tokenizer}; expected one vocabulary. Name the model's own tokenizer."
+                )
+        proof = f"all {len(pairs):,} tokens agree" if pairs else "it lists no tokens to compare"
+        _log.warning("%s: tokenizer not read; %s stands for it: %s", self, tokenizer, proof)
+        return other
 
     @functools.cached_property
     def names(self) -> dict[tuple[str, ...], list[str]]:

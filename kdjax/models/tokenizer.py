@@ -42,6 +42,10 @@ WHOLE = ("llama-bpe",)
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]
+_ANOTHER = (
+    "Name a Hugging Face folder with a tokenizer.json, or a file, in its place: data.tokenizer of "
+    "a config, --tokenizer of evaluate and generate, tokenizer= of kdjax.load."
+)
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
@@ -165,7 +169,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise UserError(
                 "the tokenizer has no chat template, so `messages` cannot be rendered; use an "
-                "instruct model's tokenizer (data.tokenizer), or plain `text`."
+                "instruct model's tokenizer (data.tokenizer, --tokenizer), or plain `text`."
             )
         try:
             rendered, _ = render_jinja_template(
@@ -196,17 +200,13 @@ def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokeni
 def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """Rebuilds a byte-level BPE tokenizer from GGUF key-values; `source` is named in errors."""
     if "tokenizer.ggml.tokens" not in metadata:
-        raise UserError(
-            f"{source} holds no tokenizer (no tokenizer.ggml.tokens); set data.tokenizer to a "
-            "folder or file that does."
-        )
+        raise UserError(f"{source} holds no tokenizer (no tokenizer.ggml.tokens). {_ANOTHER}")
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
         raise UserError(
             f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds "
-            f"model 'gpt2' with one of {', '.join(PRE_TOKENIZERS)}. Set data.tokenizer to a "
-            "Hugging Face folder with a tokenizer.json instead."
+            f"model 'gpt2' with one of {', '.join(PRE_TOKENIZERS)}. {_ANOTHER}"
         )
     tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
     merges: list[str] = list(metadata.get("tokenizer.ggml.merges", []))
@@ -237,7 +237,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         if (found := encoder.token_to_id(tokens[i])) != i:
             raise UserError(
                 f"{source}: found special token {tokens[i]!r} at id {i} and at {found}; expected "
-                "each token once. Convert the file again, or set data.tokenizer to another."
+                f"each token once. {_ANOTHER}"
             )
     return Tokenizer(
         encoder=encoder,
@@ -269,7 +269,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     if not (folder / "tokenizer.json").is_file():
         raise UserError(
             f"{folder} has no tokenizer.json; save the tokenizer there with "
-            "`AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)`, or set data.tokenizer."
+            f"`AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)`. {_ANOTHER}"
         )
     from transformers import AutoTokenizer
 

@@ -12,7 +12,7 @@ from kdjax.formats.blocks import decode
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.loading import has_tied_head
 from kdjax.models.model import Model
-from kdjax.models.tokenizer import Tokenizer, load_tokenizer
+from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 _CUT_DIFFERENTLY = "The same text would be cut differently: choose models of one tokenizer."
@@ -54,9 +54,8 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
             )
     if teacher and config.student.init == "checkpoint" and same_weights(teacher, student):
         _refuse_degenerate(config, teacher, student)
+    teacher = teacher and teacher.fall_back(config.data.tokenizer)
     tokenizer = student.tokenizer
-    if config.data.tokenizer:
-        tokenizer = load_tokenizer(config.data.tokenizer)
     rows, real = student.spec.vocab_size, tokenizer.vocab_size
     if teacher is None:
         vocabulary = own_vocabulary(rows, real)
@@ -68,10 +67,12 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
 def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
     """The student, or with `student.init=random` its shapes, its head tied as `student.head` asks.
 
-    With "auto" it is tied as the stored matrices are; a folder of shapes alone is believed.
+    With "auto" it is tied as the stored matrices are; a folder of shapes alone is believed. Its
+    tokenizer is `data.tokenizer` if that is set.
     """
     shapes = config.student.init == "random"
-    student = open_checkpoint(config.student.path, shapes=shapes, whole=whole)
+    tokenizer = config.data.tokenizer
+    student = open_checkpoint(config.student.path, tokenizer=tokenizer, shapes=shapes, whole=whole)
     head = config.student.head
     if head == "auto" and not len(student.table):
         return student
