@@ -112,7 +112,7 @@ class MeshConfig:
     """Devices by axis; -1 for `data` takes what the others leave."""
 
     data: int = -1  # rows
-    fsdp: int = 1  # rows and weights
+    fsdp: int = 0  # rows and weights; 0: as few as the plan needs to fit
     tensor: int = 1  # heads, hidden units, vocabulary
 
 
@@ -287,7 +287,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "checkpoint.every": _NON_NEGATIVE,
     "checkpoint.keep": _POSITIVE,
     "mesh.data": ((lambda v: v == -1 or v > 0), "-1 or greater than 0"),
-    "mesh.fsdp": _POSITIVE,
+    "mesh.fsdp": ((lambda v: v >= 0), "0 or more"),
     "mesh.tensor": _POSITIVE,
     "log.every": _POSITIVE,
     "smoke.steps": _NON_NEGATIVE,

@@ -15,6 +15,7 @@ from typing import ParamSpec
 
 FINISHED, UNFORESEEN, BAD_INPUT, SMOKE_FAILED, NOT_FINITE, CHECK_FAILED = 0, 1, 2, 3, 4, 5
 INFERENCE_FAILED, BROKEN = 8, 9
+PEER_LOST = 69  # EX_UNAVAILABLE of sysexits.h
 NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on later
 QUIT = 130  # what a shell reports for SIGINT
@@ -29,6 +30,7 @@ STATUSES = {
     CHECK_FAILED: "a file did not read back as it was written, or a receipt does not hold",
     INFERENCE_FAILED: "the model does not run; its pass@k is 0",
     BROKEN: "the model runs and is broken; the evidence is printed",
+    PEER_LOST: "another process of the run died: start all again, and the run goes on",
     NOT_WRITTEN: "a disk is full or takes no writing; what was saved before is kept",
     INTERRUPTED: "stopped by a signal and saved: the same command goes on from there",
     QUIT: "stopped at once; what was saved before is kept",

@@ -228,7 +228,8 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(
     if able:
         check_fp8(device)
         return
-    mesh = mock.MagicMock(spec=Mesh, size=1)
+    shape = {"data": 1, "fsdp": 1, "tensor": 1}
+    mesh = mock.MagicMock(spec=Mesh, size=1, shape=shape)
     mesh.devices = np.asarray([device])
     monkeypatch.setattr(sharding, "make_mesh", lambda *_: mesh)
     tiny_config.teacher.compute, tiny_config.teacher.path = "fp8", "/none"

@@ -138,18 +138,21 @@ def test_the_loss_is_the_same_with_kernels_and_without(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "capability", "devices", "expected"),
+    ("platform", "capability", "axes", "expected"),
     [
-        ("gpu", "8.0", 1, True),
-        ("gpu", "7.5", 1, False),
-        ("gpu", "gfx942", 1, False),  # another maker's name
-        ("gpu", "9.0", 2, False),  # no kernel is split over a mesh
-        ("cpu", None, 1, False),
+        ("gpu", "8.0", {}, True),
+        ("gpu", "7.5", {}, False),
+        ("gpu", "gfx942", {}, False),  # another maker's name
+        ("gpu", "9.0", {"data": 2, "fsdp": 2}, True),  # each device runs them on its own rows
+        ("gpu", "9.0", {"tensor": 2}, False),  # the compiler splits no kernel
+        ("cpu", None, {}, False),
     ],
 )
-def test_kernels_are_for_one_gpu(platform, capability, devices, expected):
+def test_kernels_are_for_gpus_with_whole_rows(platform, capability, axes, expected):
     """The mesh decides, not the process: 7 of 8 GPUs beside it change nothing."""
-    mesh = mock.MagicMock(spec=Mesh, size=devices)
+    shape = {"data": 1, "fsdp": 1, "tensor": 1} | axes
+    devices = int(np.prod(list(shape.values())))
+    mesh = mock.MagicMock(spec=Mesh, size=devices, shape=shape)
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     mesh.devices = np.asarray([device] * devices)
     placement = Placement.on(mesh)

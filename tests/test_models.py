@@ -104,7 +104,7 @@ def test_products_of_cast_weights_are_joined(devices):
     rng = np.random.default_rng(11)
     x = jnp.asarray(rng.normal(0, 1, (6, 32)), jnp.bfloat16)
     masters = [jnp.asarray(rng.normal(0, 0.1, (n, 32)), jnp.float32) for n in (24, 8, 8)]
-    placement = Placement(sharding.make_mesh(devices, 1, 1, jax.devices()[:devices]))
+    placement = Placement(sharding.make_mesh(1, 1, devices, jax.devices()[:devices]))
 
     def joined(x, masters):
         return weights.project_all(x, masters, placement)

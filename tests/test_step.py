@@ -65,7 +65,8 @@ def build(mesh=None, *, microbatches=1, optim_spec=OPTIM, student="qwen2_tied", 
     head = HeadSpec(loss, width=160, real_vocab=157, chunk_tokens=40)
     tx = optim.optimizer(optim_spec)
     spec = step.StepSpec(functions, teacher_functions, Dense(), head, tx, microbatches)
-    made = step.Step(spec, abstract, Placement(mesh))
+    made = step.Step(spec, abstract, Placement(mesh), teacher)
+    spec = made.spec
     gradients = jax.jit(lambda p, t, b: step.kd_gradients(p, t, b, spec))
     once = jax.jit(functools.partial(step.kd_step, spec=spec), out_shardings=(made.shardings, None))
     return Built(made, made.init(params), teacher, mesh, gradients, once)

@@ -19,6 +19,7 @@ from kdjax import hub
 from kdjax.config import TEACHER_BACKENDS, Config, flatten, validate
 from kdjax.data.text import find_files
 from kdjax.device import runtime
+from kdjax.device.cluster import JOIN_TIMEOUT
 from kdjax.errors import (
     BAD_INPUT,
     FINISHED,
@@ -87,6 +88,15 @@ def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
     text = f"a file with get_config(), or one that comes with kdjax: {', '.join(shipped())}"
     parser.add_argument("--config", metavar="CONFIG[:KIND]", help=text)
     return parser
+
+
+def add_cluster_flags(parser: Parser) -> None:
+    """How processes that an engine started meet."""
+    add = parser.add_argument
+    text = "auto joins the processes that srun, mpirun, torchrun, ... started; off: alone"
+    add("--distributed", default="auto", choices=("auto", "off"), help=text)
+    text = f"how long processes wait for each other; {JOIN_TIMEOUT} by default"
+    add("--join_timeout", type=int, default=JOIN_TIMEOUT, metavar="SECONDS", help=text)
 
 
 def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> Run:

@@ -7,18 +7,26 @@ The config is a Python file with get_config(), or one that comes with kdjax; `:K
 picks a variant of it. The same command resumes a run that was stopped.
 """
 
+import argparse
 import logging
 import shlex
 import sys
 from pathlib import Path
 
-from kdjax.commands.parsing import log_to_terminal, parse_run, require_files, run_parser
+from kdjax.commands.parsing import (
+    add_cluster_flags,
+    log_to_terminal,
+    parse_run,
+    require_files,
+    run_parser,
+)
 from kdjax.commands.plan import plan_run
 from kdjax.config import Config
 from kdjax.errors import (
     FINISHED,
     INTERRUPTED,
     NOT_FINITE,
+    PEER_LOST,
     QUIT,
     SMOKE_FAILED,
     KdjaxError,
@@ -50,10 +58,11 @@ def open_workdir(workdir: Path) -> Path:
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    parser = run_parser("train", __doc__, SMOKE_FAILED, NOT_FINITE, INTERRUPTED)
+    parser = run_parser("train", __doc__, SMOKE_FAILED, NOT_FINITE, PEER_LOST, INTERRUPTED)
     text = "folder for checkpoints, metrics and the report; runs/<name of the config> by default"
     parser.add_argument("--workdir", help=text)
     parser.add_argument("--plan", action="store_true", help="as `kdjax plan`: train nothing")
+    add_cluster_flags(parser)
     run = parse_run(parser, argv)
     if run.options.plan:
         return plan_run(run)
@@ -62,16 +71,22 @@ def main(argv: list[str] | None = None) -> int:
     config = run.config
     if not (workdir / "checkpoints").is_dir():  # a finished run may have lost its files
         config = require_files(run)
-    return train_and_report(config, open_workdir(workdir))
+    return train_and_report(config, open_workdir(workdir), run.options)
 
 
-def train_and_report(config: Config, workdir: Path) -> int:
+def train_and_report(config: Config, workdir: Path, options: argparse.Namespace) -> int:
     """Trains and says how the run ended; returns the exit status."""
     verdict = Verdict(config) if config.smoke.steps else None
     try:
         from kdjax.watch.run import distill  # JAX and all rooms: a second that a signal may fall in
 
-        reason = distill(config, workdir, verdict=verdict)
+        reason = distill(
+            config,
+            workdir,
+            verdict=verdict,
+            distributed=options.distributed,
+            join_timeout=options.join_timeout,
+        )
     except (KdjaxError, OSError) as error:
         print_error(error)
         return exit_status("failed", error, verdict.result if verdict else None)
@@ -86,8 +101,12 @@ def train_and_report(config: Config, workdir: Path) -> int:
     if reason == "interrupted":
         print(f"saved; resume with: {_same_command()}")
         return INTERRUPTED
+    import jax
+
     from kdjax.watch.report.page import closing_lines
 
+    if jax.process_index() != 0:
+        return FINISHED
     print(f"done: {workdir}", *closing_lines(workdir, config.train.steps), sep="\n")
     return FINISHED
 

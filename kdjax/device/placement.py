@@ -1,9 +1,14 @@
 """Where a model lives and by which programs it computes: a value that travels with the model."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from kdjax.device.sharding import AXES, ROW_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +23,14 @@ class Placement:
 
     @classmethod
     def on(cls, mesh: Mesh) -> "Placement":
-        """With kernels on one NVIDIA GPU of Ampere or later: no kernel is split over a mesh."""
+        """With kernels on NVIDIA GPUs of Ampere or later that each hold whole rows and heads.
+
+        Each device then runs the program of one device (`map_rows`). What `tensor` splits the
+        compiler splits, and it does not look into kernels.
+        """
         device = mesh.devices.flat[0]
-        able = mesh.size == 1 and device.platform == "gpu" and capability(device) >= 8.0
-        return cls(mesh, able and _has_pallas_triton())
+        able = device.platform == "gpu" and capability(device) >= 8.0
+        return cls(mesh, able and mesh.shape["tensor"] == 1 and _has_pallas_triton())
 
     @property
     def platform(self) -> str:
@@ -32,6 +41,48 @@ class Placement:
     def alone(self) -> bool:
         """Whether the mesh is one device."""
         return self.mesh.size == 1
+
+    def map_rows(self, function: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+        """`function` as each device runs it on its own rows, one device's program.
+
+        `ins` and `outs` are specs of `data` and `fsdp` for its arguments and results; a result with
+        neither must be the same everywhere (`jax.lax.psum`). `tensor` stays the compiler's.
+        """
+        if self.alone:
+            return function
+        # cuDNN's partitioner refuses an axis that the compiler would split, even one of size 1.
+        ours = ROW_AXES if self.mesh.shape["tensor"] > 1 else AXES
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=ins,
+            out_specs=outs,
+            axis_names=set(ours),
+            check_vma=False,
+        )
+
+    def map_heads(self, function: Callable[..., Any], split: int) -> Callable[..., Any]:
+        """`function` of arrays `[B, T, heads, D]`, the first `split`, each device on its own heads.
+
+        The arguments after those are the same on all devices of `tensor`.
+        """
+        if self.mesh.shape["tensor"] == 1:
+            return function
+        heads = P(None, None, "tensor")
+        inside = not jax.sharding.get_abstract_mesh().empty  # of `map_rows`
+
+        def run(*arrays: Any) -> Any:
+            mapped = jax.shard_map(
+                function,
+                mesh=None if inside else self.mesh,
+                in_specs=(heads,) * split + (P(),) * (len(arrays) - split),
+                out_specs=heads,
+                axis_names={"tensor"} if inside else set(AXES),
+                check_vma=False,
+            )
+            return mapped(*arrays)
+
+        return run
 
 
 def capability(device: Any) -> float:

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from kdjax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
+ROW_AXES = ("data", "fsdp")  # over which a batch's rows are split
+ROWS = P(ROW_AXES)
 
 # Last keys of a parameter's path -> axes of its last two dimensions, (out, in). Column-parallel
 # products split their outputs over `tensor`, row-parallel ones their inputs; `fsdp` the rest.
@@ -37,6 +39,12 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = Non
             f"{len(devices)} devices. Set the three so that their product is {len(devices)}; "
             "mesh.data=-1 fills in the rest."
         )
+    if len(devices) > len(jax.local_devices()) and len(jax.local_devices()) % tensor:
+        raise UserError(
+            f"mesh.tensor={tensor} does not divide the {len(jax.local_devices())} devices of a "
+            "process: a row lies within one process. Set mesh.tensor to a divisor, or start fewer "
+            "processes with more devices each."
+        )
     # Auto: the compiler propagates shardings. make_mesh would default to Explicit axes.
     grid = np.asarray(devices).reshape(data, fsdp, tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
@@ -47,9 +55,12 @@ def parameter_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) ->
     key = next((k for k in reversed(path[-2:]) if k in _RULES), None)
     if key is None or path[-1] == "bias" or len(shape) < 2:
         return P()
+    rule = _RULES[key]
+    if mesh.shape["tensor"] == 1 and shape[-2] % mesh.shape["fsdp"] == 0:
+        rule = ("fsdp", "tensor")  # whole rows: they gather without being moved, and keep blocks
     axes: list[Any] = [None] * (len(shape) - 2) + [
         axis if size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(_RULES[key], shape[-2:], strict=True)
+        for axis, size in zip(rule, shape[-2:], strict=True)
     ]
     return P(*axes)
 
@@ -90,12 +101,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows split over `data` and `fsdp`."""
-    return NamedSharding(mesh, P(("data", "fsdp")))
+    return NamedSharding(mesh, ROWS)
 
 
 def row_shards(mesh: Mesh) -> int:
     """Over how many devices a batch's rows are split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

@@ -30,7 +30,7 @@ class HeadSpec:
     loss: KDLoss
     width: int  # rows of both heads that are used: the smaller of the two
     real_vocab: int  # ids that some token has; padding rows beyond it are excluded on both sides
-    chunk_tokens: int  # positions whose logits exist at the same time, over all rows
+    chunk_tokens: int  # positions whose logits exist at the same time, on one device
     kernels: bool = False  # as `Placement.kernels` says
 
 

@@ -27,6 +27,7 @@ from kdjax.models.weights import (
     decode_weight,
     from_bits,
     gate_rows,
+    gather_shards,
     project,
     project_all,
     round_for,
@@ -242,15 +243,19 @@ class Decoder(nnx.Module):
         return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
     def _mix(self, segment_ids: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        out = attend(
-            q,
-            k,
-            v,
-            segment_ids,
+        run = functools.partial(
+            attend,
             implementation=self._attention(q.dtype),
             max_segments=self.compute.max_segments,
         )
-        return out, (k, v)
+        placement = self.compute.placement
+        if placement is not None and self._splits_heads(placement):
+            run = placement.map_heads(run, split=3)
+        return run(q, k, v, segment_ids), (k, v)
+
+    def _splits_heads(self, placement: Placement) -> bool:
+        """Whether each device of `tensor` has whole heads of queries, keys and values."""
+        return self.spec.num_kv_heads % placement.mesh.shape["tensor"] == 0
 
     def _attention(self, dtype: Any) -> str:
         """ "cudnn" or "xla"."""
@@ -258,7 +263,8 @@ class Decoder(nnx.Module):
         if asked != "auto":
             return asked
         half = dtype in (jnp.bfloat16, jnp.float16) and self.spec.head_dim % 8 == 0
-        return "cudnn" if half and placement and placement.platform == "gpu" else "xla"
+        able = placement and placement.platform == "gpu" and self._splits_heads(placement)
+        return "cudnn" if half and able else "xla"
 
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
@@ -356,15 +362,18 @@ class ModuleFunctions:
 
     graph: nnx.GraphDef
 
+    def _merge(self, params: Params) -> Any:
+        return nnx.merge(self.graph, gather_shards(params))
+
     def hidden(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array
     ) -> Float[Array, "B T D"]:
         """See `Decoder.hidden`."""
-        return nnx.merge(self.graph, params).hidden(tokens, segment_ids, positions)
+        return self._merge(params).hidden(tokens, segment_ids, positions)
 
     def head(self, params: Params) -> Float[Array, "V D"]:
         """See `Decoder.head_weight`."""
-        return nnx.merge(self.graph, params).head_weight()
+        return self._merge(params).head_weight()
 
     def stored_head(self, params: Params) -> Array | Scaled:
         """As `head`."""
@@ -378,21 +387,26 @@ class DecoderFunctions(ModuleFunctions):
     spec: ArchSpec
     compute: Compute
 
+    def _merge(self, params: Params) -> Any:
+        """Layers gather their own shards, in turn."""
+        others = {name: gather_shards(x) for name, x in params.items() if name != "blocks"}
+        return nnx.merge(self.graph, params | others)
+
     def stored_head(self, params: Params) -> Array | Scaled:
         """See `Decoder.stored_head`."""
-        return nnx.merge(self.graph, params).stored_head()
+        return self._merge(params).stored_head()
 
     def prefill(
         self, params: Params, tokens: Array, lengths: Array, capacity: int
     ) -> tuple[Array, Cache]:
         """See `Decoder.prefill`."""
-        return nnx.merge(self.graph, params).prefill(tokens, lengths, capacity)
+        return self._merge(params).prefill(tokens, lengths, capacity)
 
     def extend(
         self, params: Params, tokens: Array, positions: Array, cache: Cache
     ) -> tuple[Array, Cache]:
         """See `Decoder.extend`."""
-        return nnx.merge(self.graph, params).extend(tokens, positions, cache)
+        return self._merge(params).extend(tokens, positions, cache)
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models.decoder import Cache, DecoderFunctions, Params
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import mask_padding
+from kdjax.models.weights import Spread, mask_padding
 
 _STEPS = 16  # on the device between two looks at the text
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
@@ -109,7 +111,18 @@ def _draw(
     return pick(mask_padding(logits, real, -jnp.inf), keys, sampling)
 
 
-@functools.partial(jax.jit, static_argnames=("functions", "capacity", "real", "sampling"))
+_LATER = P(None, ROW_AXES)  # rows on the second axis
+_STATE: Any = jax.tree.unflatten(  # specs of a `_State`
+    jax.tree.structure(_State(Cache(0, 0), 0, 0, 0)),  # type: ignore[arg-type]
+    (_LATER, _LATER, ROWS, ROWS, ROWS),
+)
+
+
+def _map_rows(function: Callable[..., Any], spread: Spread | None, **specs: Any) -> Any:
+    return function if spread is None else spread.map_rows(function, **specs)
+
+
+@functools.partial(jax.jit, static_argnames=("functions", "spread", "capacity", "real", "sampling"))
 def _begin(
     params: Params,
     tokens: Array,
@@ -117,16 +130,22 @@ def _begin(
     rows: Array,
     *,
     functions: DecoderFunctions,
+    spread: Spread | None,
     capacity: int,
     real: int,
     sampling: Sampling,
 ) -> tuple[Any, ...]:
     """Reads the prompts and draws the first id of each row."""
-    head = functions.head(params)
-    hidden, cache = functions.prefill(params, tokens, lengths, capacity)
-    head = head.astype(hidden.dtype)
-    ids, log_probs = _draw(hidden, head, jnp.zeros_like(rows), rows, sampling, real)
-    return _State(cache, ids, lengths, _stops(ids, sampling)), head, ids, log_probs
+
+    def begin(params: Params, tokens: Array, lengths: Array, rows: Array) -> tuple[Any, ...]:
+        head = functions.head(params)
+        hidden, cache = functions.prefill(params, tokens, lengths, capacity)
+        head = head.astype(hidden.dtype)
+        ids, log_probs = _draw(hidden, head, jnp.zeros_like(rows), rows, sampling, real)
+        return _State(cache, ids, lengths, _stops(ids, sampling)), head, ids, log_probs
+
+    outs = _STATE, P(), ROWS, ROWS
+    return _map_rows(begin, spread, outs=outs)(params, tokens, lengths, rows)
 
 
 def _stops(ids: Array, sampling: Sampling) -> Array:
@@ -137,7 +156,7 @@ def _stops(ids: Array, sampling: Sampling) -> Array:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("functions", "real", "sampling"), donate_argnames="state"
+    jax.jit, static_argnames=("functions", "spread", "real", "sampling"), donate_argnames="state"
 )
 def _advance(
     params: Params,
@@ -147,22 +166,27 @@ def _advance(
     rows: Array,
     *,
     functions: DecoderFunctions,
+    spread: Spread | None,
     real: int,
     sampling: Sampling,
 ) -> tuple[Any, ...]:
     """`_STEPS` more ids; `begun` is the number that each row has had. Rows that ended idle."""
 
-    def step(state: _State, done_steps: Array) -> tuple[_State, tuple[Array, Array]]:
-        hidden, cache = functions.extend(params, state.last, state.positions, state.cache)
-        number = jnp.broadcast_to(begun + done_steps, rows.shape)
-        ids, log_probs = _draw(hidden, head, number, rows, sampling, real)
-        # A row that ended stays where it is: its slots beyond are never written.
-        ids = jnp.where(state.done, state.last, ids)
-        positions = jnp.where(state.done, state.positions, state.positions + 1)
-        done = state.done | _stops(ids, sampling)
-        return _State(cache, ids, positions, done), (ids, log_probs)
+    def advance(params: Params, head: Array, state: _State, begun: Array, rows: Array) -> Any:
+        def step(state: _State, done_steps: Array) -> tuple[_State, tuple[Array, Array]]:
+            hidden, cache = functions.extend(params, state.last, state.positions, state.cache)
+            number = jnp.broadcast_to(begun + done_steps, rows.shape)
+            ids, log_probs = _draw(hidden, head, number, rows, sampling, real)
+            # A row that ended stays where it is: its slots beyond are never written.
+            ids = jnp.where(state.done, state.last, ids)
+            positions = jnp.where(state.done, state.positions, state.positions + 1)
+            done = state.done | _stops(ids, sampling)
+            return _State(cache, ids, positions, done), (ids, log_probs)
 
-    return jax.lax.scan(step, state, jnp.arange(_STEPS, dtype=jnp.int32))
+        return jax.lax.scan(step, state, jnp.arange(_STEPS, dtype=jnp.int32))
+
+    specs = dict(ins=(P(), _STATE, P(), ROWS), outs=(_STATE, (_LATER, _LATER)))
+    return _map_rows(advance, spread, **specs)(params, head, state, begun, rows)
 
 
 class _Row:
@@ -213,6 +237,7 @@ def complete(
     sampling: Sampling,
     *,
     real: int,
+    spread: Spread | None = None,
     tokenizer: Tokenizer | None = None,
     batch_size: int = 32,
     on_text: Callable[[int, str], None] | None = None,
@@ -228,9 +253,12 @@ def complete(
     for i, prompt in enumerate(prompts):
         _check_prompt(i, prompt, sampling, functions.spec.max_positions, real)
     completions: list[Completion] = []
+    shards = row_shards(spread.placement.mesh) if spread else 1
+    batch_size = -(-batch_size // shards) * shards
+    programs = dict(functions=functions, spread=spread, real=real)
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
-        rows = _Batch(functions, params, tokenizer, real, sampling, part, start, batch_size)
+        rows = _Batch(programs, params, tokenizer, sampling, part, start, batch_size)
         for texts in rows.run():
             if on_text is not None:
                 for number, text in texts:
@@ -261,10 +289,9 @@ class _Batch:
 
     def __init__(
         self,
-        functions: DecoderFunctions,
+        programs: dict[str, Any],
         params: Params,
         tokenizer: Tokenizer | None,
-        real: int,
         sampling: Sampling,
         prompts: Sequence[Sequence[int]],
         first: int,
@@ -283,7 +310,7 @@ class _Batch:
         self._capacity = longest + -(-sampling.max_tokens // _STEPS) * _STEPS
         # What only the host looks at is no part of a program: other values compile nothing anew.
         on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=())
-        self._static: dict[str, Any] = dict(functions=functions, real=real, sampling=on_device)
+        self._static = programs | dict(sampling=on_device)
 
     def run(self) -> Iterator[list[tuple[int, str]]]:
         """Yields the texts that grew, until all rows have ended."""

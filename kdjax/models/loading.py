@@ -210,9 +210,11 @@ def _fill(
     `reading` gives each tensor's `_Reading` by its name.
     """
     if stack is None:
-        return _read(_to_device(table, tensors[0], mesh), reading(tensors[0]))
+        how = reading(tensors[0])
+        return _read(_to_device(table, tensors[0], mesh, how), how)
     for layer, name in enumerate(tensors):
-        stack = _store(stack, _to_device(table, name, mesh), jnp.int32(layer), reading(name))
+        how = reading(name)
+        stack = _store(stack, _to_device(table, name, mesh, how), jnp.int32(layer), how)
     return stack
 
 
@@ -303,10 +305,20 @@ def _field_sharding(
     return NamedSharding(mesh, spec)
 
 
-def _to_device(table: TensorTable, name: str, mesh: Mesh) -> Array:
-    """The tensor's bytes, on every device."""
+def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading) -> Array:
+    """The tensor's bytes: on each device the rows that it is to hold, where `fsdp` splits them.
+
+    A process reads what its own devices take, and a host each page of the file once.
+    """
     view = table.raw(name)
-    moved = jax.block_until_ready(jax.device_put(view, replicated(mesh), may_alias=False))
+    spec = jax.tree.leaves(reading.place)[0].spec
+    split = len(spec) > 1 and spec[-2] == "fsdp" and not reading.heads and view.ndim == 2
+    place = NamedSharding(mesh, P("fsdp") if split else P())
+    if jax.process_count() == 1 and not split:
+        moved = jax.device_put(view, place, may_alias=False)
+    else:  # device_put would compare what all processes give
+        moved = jax.make_array_from_callback(view.shape, place, lambda at: np.array(view[at]))
+    jax.block_until_ready(moved)
     _forget_pages(view)
     return moved
 

@@ -31,7 +31,7 @@ from kdjax.models.decoder import (
 from kdjax.models.decoding import Completion, Sampling, complete
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Scaled, decode_weight, to_bits, unembed
+from kdjax.models.weights import Scaled, Spread, decode_weight, gather_shards, to_bits, unembed
 
 _log = logging.getLogger("kdjax")
 
@@ -84,6 +84,11 @@ class Model:
         return f"{self.kind} {self.source}: {size}"
 
     @property
+    def spread(self) -> Spread | None:
+        """How its arrays lie on the devices; None for a module of one's own, placed nowhere."""
+        return None if self.placement is None else Spread.of(self.params, self.placement)
+
+    @property
     def resident_bytes(self) -> int:
         """Of the parameters, on all devices together."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
@@ -133,8 +138,13 @@ class Model:
             tokens = self._check_tokens(tokens)
         tokens = jnp.asarray(tokens, jnp.int32)
         columns = _fill_columns(tokens, segment_ids, positions)
+        rows = tokens.shape[0]
+        if self.placement is not None:  # the last row again, until each device has as many
+            more = -rows % sharding.row_shards(self.placement.mesh)
+            columns = [jnp.pad(x, ((0, more), (0, 0)), mode="edge") for x in columns]
         with self.precision():
-            return _compute_logits(self.functions, self.params, *columns)[..., : self.real_vocab]
+            logits = _compute_logits(self.functions, self.spread, self.params, *columns)
+        return logits[:rows, :, : self.real_vocab]
 
     def _check_tokens(self, tokens: Any) -> np.ndarray:
         try:
@@ -162,7 +172,7 @@ class Model:
         options = None
         if self.placement is not None:
             options = sharding.compiler_options(self.placement.mesh)
-        hidden = jax.jit(self.functions.hidden, compiler_options=options)
+        hidden = jax.jit(_map_rows(self.functions.hidden, self.spread), compiler_options=options)
         for batch in batches:
             columns = [batch[name] for name in ("tokens", "segment_ids", "positions")]
             if self.placement is not None:
@@ -204,6 +214,7 @@ class Model:
                 self.params,
                 ids,
                 sampling,
+                spread=self.spread,
                 real=self.real_vocab,
                 tokenizer=tokenizer,
                 batch_size=batch_size or min(len(ids), 32),
@@ -227,12 +238,19 @@ def _fill_columns(tokens: Array, segment_ids: Any, positions: Any) -> tuple[Arra
     return tokens, jnp.asarray(segment_ids, jnp.int32), jnp.asarray(positions, jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames="functions")
+def _map_rows(function: Callable[..., Any], spread: Spread | None) -> Callable[..., Any]:
+    return function if spread is None else spread.map_rows(function)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _compute_logits(
-    functions: ModelFunctions, params: Params, tokens: Array, segment_ids: Array, positions: Array
+    functions: ModelFunctions, spread: Spread | None, params: Params, *columns: Array
 ) -> Array:
-    hidden = functions.hidden(params, tokens, segment_ids, positions)
-    return unembed(hidden, functions.head(params).astype(hidden.dtype))
+    def compute(params: Params, *columns: Array) -> Array:
+        hidden = functions.hidden(params, *columns)
+        return unembed(hidden, functions.head(params).astype(hidden.dtype))
+
+    return _map_rows(compute, spread)(params, *columns)
 
 
 def load(
@@ -379,7 +397,7 @@ class HeadFunctions:
         raise TypeError("a cached teacher does not run: its hidden states come with the batch")
 
     def head(self, params: Params) -> Array:
-        return decode_weight(next(iter(params.values())))
+        return decode_weight(gather_shards(next(iter(params.values()))))
 
     stored_head = head
 

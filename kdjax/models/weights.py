@@ -4,6 +4,8 @@ A weight is stored as an array of numbers, as their bits (`to_bits`), in the blo
 (`Packed`; `Mixed` for a stack whose layers have different block types), or as float8 with a scale a
 row (`Scaled`). Blocks become numbers where they are used, one layer at a time, inside the layer
 scan; float8 is multiplied as it is.
+
+On a mesh with `fsdp` a device holds a `Shard` of each matrix, gathered where it is used.
 """
 
 import dataclasses
@@ -13,9 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.device.placement import Placement
+from kdjax.device.sharding import ROW_AXES, ROWS
 from kdjax.formats.blocks import decode_fields
 from kdjax.models import kernels
 from kdjax.models.kernels import EXCLUDED, FP8, fp8_scales
@@ -85,7 +90,7 @@ class Mixed:
         """The numbers of one layer, `[out, in]`; only its own type is decoded."""
 
         def branch(stack: Packed) -> Callable[[Array], Array]:
-            return lambda slot: stack[slot].decode()
+            return lambda slot: gather_shards(stack[slot]).decode()
 
         return jax.lax.switch(which, [branch(stack) for stack in self.stacks], slot)
 
@@ -170,11 +175,11 @@ def project_all(
 
     Weights that are cast anyway, a student's float32 masters, are joined into one product: the cast
     joins them without a pass of its own, and the backward pass makes one gradient of x in place of
-    a sum of several. Not on several devices, where joining rows would move them between devices.
+    a sum of several. Not where `tensor` splits rows: joining would move them between devices.
     """
     numbers = [from_bits(w) for w in weights if not isinstance(w, Scaled)]
     cast = bool(numbers) and numbers[0].dtype != x.dtype
-    if not cast or not (placement is None or placement.alone):
+    if not cast or (placement is not None and placement.mesh.shape["tensor"] > 1):
         return [project(x, w) for w in weights]
     y = project(x, jnp.concatenate([w.astype(x.dtype) for w in numbers]))
     return jnp.split(y, np.cumsum([w.shape[0] for w in numbers])[:-1], axis=-1)
@@ -226,7 +231,7 @@ def mask_padding(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED
 
 
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, Packed | Mixed | Scaled)
+    return isinstance(x, Packed | Mixed | Scaled | Shard)
 
 
 def decode_weight(weight: Array | Packed | Scaled) -> Array:
@@ -248,8 +253,108 @@ def slice_layers(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
         def one(weight: Any, piece: Any) -> Any:
             if isinstance(weight, Mixed):
                 return weight.decode(*piece)
+            piece = gather_shards(piece)
             return piece.decode() if isinstance(weight, Packed) else piece
 
         return jax.tree.map(one, stacked, slices, is_leaf=_is_weight)
 
     return xs, read
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """This device's part of an array that `fsdp` splits; exists within `Spread.map_rows` alone."""
+
+    part: Any
+    axis: int = dataclasses.field(metadata=dict(static=True))  # counted from the last, below 0
+
+    def __getitem__(self, index: Any) -> "Shard":
+        """Layers: `index` applies to axes before the split one."""
+        return dataclasses.replace(self, part=self.part[index])
+
+    def gather(self) -> Array:
+        """The whole array. Its gradient is summed over `fsdp` and scattered again."""
+        axis = self.part.ndim + self.axis
+        # NCCL has no float8; its bits travel as well.
+        bits = to_bits(self.part) if self.part.dtype == FP8 else self.part
+        whole = jax.lax.all_gather(bits, "fsdp", axis=axis, tiled=True)
+        return from_bits(whole) if self.part.dtype == FP8 else whole
+
+
+def _is_shard(x: Any) -> bool:
+    return isinstance(x, Shard)
+
+
+def gather_shards(tree: Any) -> Any:
+    """The tree with whole arrays in place of shards."""
+    return jax.tree.map(lambda x: x.gather() if _is_shard(x) else x, tree, is_leaf=_is_shard)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Where a model's arrays lie: what a program over its rows must know; hashable.
+
+    Each device runs one device's program on its own rows. It holds parameters whole, or their
+    shards, of which it gathers a layer at a time.
+    """
+
+    placement: Placement
+    specs: tuple[P, ...]  # of each array, in the order of the parameters' leaves; `fsdp` alone
+
+    @classmethod
+    def of(cls, arrays: Any, placement: Placement) -> "Spread":
+        """Of parameters, or of their shardings."""
+
+        def spec(leaf: Any) -> P:
+            place = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
+            if not isinstance(place, NamedSharding) or placement.mesh.shape["fsdp"] == 1:
+                return P()
+            return P(*(axis if axis == "fsdp" else None for axis in place.spec))
+
+        return cls(placement, tuple(map(spec, jax.tree.leaves(arrays))))
+
+    def tree(self, params: Any) -> Any:
+        """The specs, as the parameters' tree."""
+        return jax.tree.unflatten(jax.tree.structure(params), self.specs)
+
+    def mark(self, params: Any) -> Any:
+        """The parameters that a device holds, split ones as `Shard`."""
+
+        def one(leaf: Array, spec: P) -> Any:
+            split = [place for place, axis in enumerate(spec) if axis == "fsdp"]
+            return Shard(leaf, split[0] - leaf.ndim) if split else leaf
+
+        return jax.tree.map(one, params, self.tree(params))
+
+    def map_rows(
+        self, function: Callable[..., Any], ins: Sequence[Any] = (), outs: Any = ROWS
+    ) -> Callable[..., Any]:
+        """`function(params, *arrays)`, each device on its own rows.
+
+        `ins` and `outs` are the specs of the arrays and of the result, by default rows first, whose
+        number divides evenly.
+        """
+
+        def run(params: Any, *arrays: Any) -> Any:
+            def local(params: Any, *arrays: Any) -> Any:
+                return function(self.mark(params), *arrays)
+
+            specs = self.tree(params), *(ins or [ROWS] * len(arrays))
+            return self.placement.map_rows(local, specs, outs)(params, *arrays)
+
+        return run
+
+
+def sum_rows(sums: Any) -> Any:
+    """Of each device's sums those of all rows, within `map_rows`; shards stay where they are.
+
+    A shard's gradient has been summed over `fsdp` when it was scattered.
+    """
+
+    def one(x: Any) -> Array:
+        part, axes = (x.part, ("data",)) if _is_shard(x) else (x, ROW_AXES)
+        several = [axis for axis in axes if jax.lax.axis_size(axis) > 1]
+        return jax.lax.psum(part, several) if several else part
+
+    return jax.tree.map(one, sums, is_leaf=_is_shard)

@@ -102,8 +102,8 @@ def _make_writer(
     teacher: Model, kind: CachedHidden | CachedTopK, spec: CacheSpec, head: HeadSpec
 ) -> Callable[[dict[str, Any]], np.ndarray]:
     """The function from a batch to its records."""
-    assert teacher.placement is not None  # as `load_teacher` loads
-    mesh = teacher.placement.mesh
+    assert teacher.placement is not None and teacher.spread is not None  # as `load_teacher` loads
+    mesh, spread = teacher.placement.mesh, teacher.spread
 
     @functools.partial(
         jax.jit,
@@ -111,7 +111,10 @@ def _make_writer(
         compiler_options=sharding.compiler_options(mesh),
     )
     def outputs(params: Any, batch: Any) -> dict[str, Any]:
-        return kind.make_records(RunningTeacher(teacher.functions, params), batch, head)
+        def records(params: Any, batch: Any) -> dict[str, Any]:
+            return kind.make_records(RunningTeacher(teacher.functions, params), batch, head)
+
+        return spread.map_rows(records)(params, batch)
 
     def make_records(batch: dict[str, Any]) -> np.ndarray:
         columns = {name: value for name, value in batch.items() if name != "row_ids"}

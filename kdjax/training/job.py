@@ -8,12 +8,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kdjax.config import Config, flatten, identity
 from kdjax.data import pipeline
@@ -27,6 +28,7 @@ from kdjax.data.rows import (
 )
 from kdjax.data.teacher_cache import CacheSpec, TeacherCache, hash_index, open_cache, read_index
 from kdjax.device import sharding
+from kdjax.device.cluster import first_before_others
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import MissingFileError, UserError
@@ -212,8 +214,8 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
     """
     kinds = ask_kinds(config)
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    placement = Placement.on(mesh)
+    meshes = list(_ask_meshes(config))
+    placement = Placement.on(meshes[0])
     for kind in kinds:
         kind.check(placement)
     _check_batches(config, placement)
@@ -224,13 +226,50 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     else:
         _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
-    return placement, pair, choose_plan(config, pair, mesh, device_summary(), kinds)
+    mesh, plan = _choose_mesh(config, pair, meshes, kinds)
+    return Placement.on(mesh), pair, plan
+
+
+def _ask_meshes(config: Config) -> Iterator[Mesh]:
+    """The meshes that the config allows, those that copy most first."""
+    asked, count = config.mesh, jax.device_count()
+    if asked.fsdp or asked.data > 0:
+        yield sharding.make_mesh(asked.data, asked.fsdp or 1, asked.tensor)
+        return
+    most = max(count // asked.tensor, 1)
+    for fsdp in (n for n in range(1, most + 1) if most % n == 0):
+        yield sharding.make_mesh(-1, fsdp, asked.tensor)
+
+
+def _choose_mesh(
+    config: Config, pair: Pair, meshes: Sequence[Mesh], kinds: Sequence[TeacherKind]
+) -> tuple[Mesh, Plan]:
+    """The first mesh whose plan fits, or the last; says why if there was a choice."""
+    needs: list[str] = []
+    for mesh in meshes:
+        last = mesh is meshes[-1]
+        try:
+            plan = choose_plan(config, pair, mesh, device_summary(), kinds)
+        except UserError:
+            if last:
+                raise
+            plan = None
+        if last or (plan and not plan.missing):
+            break
+        needs.append(f"fsdp={mesh.shape['fsdp']} does not fit")
+    assert plan is not None
+    if mesh.size > 1:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        why = ", ".join(needs) or ("asked for" if config.mesh.fsdp else "each device holds all")
+        _log.info("mesh: %s: %s", sizes, why)
+    return mesh, plan
 
 
 def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
     """Packed rows of the configured text, from the cache if they are there."""
     folder = Path(config.data.cache_dir).expanduser()
-    rows = prepare_rows(row_settings(config, tokenizer), folder)
+    with first_before_others("rows"):
+        rows = prepare_rows(row_settings(config, tokenizer), folder)
     _log.info("rows: %s", rows.info)
     for side in ("train", "heldout"):
         warn_of_marks(side, rows.info[side]["marks"], tokenizer, config.data.parse_special)

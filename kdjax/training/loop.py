@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdjax.config import last_step
+from kdjax.device.cluster import SharedFlag
 from kdjax.errors import WriteError
 from kdjax.training.heldout import held_out
 from kdjax.training.hooks import Action, Hook, Run, StepRecord
@@ -107,6 +108,7 @@ def _run_steps(
     config, start, last = job.config, int(state.step), last_step(job.config)
     saves = not config.smoke.steps  # a trial leaves nothing that the run could resume from
     delivery = _Delivery(hooks, job.schedule)
+    stop = SharedFlag(job.step.placement.mesh)
 
     def due(every: int, step: int) -> bool:
         return step == last or (every > 0 and step % every == 0)
@@ -139,11 +141,12 @@ def _run_steps(
     # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
     for step in range(start + 1, last + 1):
         batch = job.source.next(state.params)
+        placed = job.step.put(batch)
         with jax.transfer_guard("disallow"):
-            state, metrics = job.step.train(state, job.teacher_params, job.step.put(batch))
+            state, metrics = job.step.train(state, job.teacher_params, placed)
         delivery.push(step, metrics, batch)
         checkpoints.raise_failed()
-        stopping = signals.requested or delivery.stop
+        stopping = stop.any(signals.requested or delivery.stop)
         if stopping or due(config.checkpoint.every, step) or due(config.eval.every, step):
             delivery.flush()
         if due(config.eval.every, step) and not stopping:

@@ -156,6 +156,16 @@ class _Temporaries:
         return jnp.dtype(self.config.train.compute_dtype).itemsize
 
     @property
+    def _gathered(self) -> Size:
+        """Bytes of a teacher's number in arrays that `fsdp` gathers; 0 without it."""
+        stored = 0.57 if self.kind.decodes else jnp.dtype(self.config.teacher.param_dtype).itemsize
+        return stored if self._gathered_masters else 0.0
+
+    @property
+    def _gathered_masters(self) -> int:
+        return 4 if self.mesh.shape["fsdp"] > 1 else 0
+
+    @property
     def _decoded(self) -> int:
         """Bytes of a packed number while it is decoded; 0 where none is packed."""
         return jnp.dtype(self.config.teacher.param_dtype).itemsize if self.kind.decodes else 0
@@ -177,9 +187,10 @@ class _Temporaries:
         config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
         parts, shards = config.train.microbatches, sharding.row_shards(self.mesh)
         positions = config.train.batch_size // parts // shards * length
-        kept = positions * _keep_a_position(student, config.student.remat, self._size)
+        kept = positions * _keep_a_position(student, config.student.remat, self._size, self._tensor)
         if config.student.remat == "none":
-            kept += self._size * student.parameters()  # weights as cast for the products
+            # And weights as cast for the products.
+            kept += self._size * student.parameters() / self._tensor
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
@@ -187,10 +198,12 @@ class _Temporaries:
         # float32 logits of student and teacher, and their gradient in the compute dtype; without
         # the kernels that sum them one intermediate more.
         forward = parse_divergence(config.loss.divergence) == forward_kl
-        in_kernels = self.platform == "gpu" and self.mesh.size == 1 and forward
+        in_kernels = self.platform == "gpu" and self._tensor == 1 and forward
         logits = 4 + self.kind.logit_bytes + self._size + (0 if in_kernels else 4)
         yield "the loss is computed", self._heads(positions, logits, gradient=4) | held
         backward = {"gradients": self.gradients, "student's layer": self._layer(positions)}
+        whole = student.vocab_size * student.hidden_size  # its gradient, before it is scattered
+        backward["embedding, gathered"] = whole * self._gathered_masters
         yield "the student runs backward", backward | held
         positions = config.eval.batch_size // shards * length
         if self.kind.runs:
@@ -206,15 +219,17 @@ class _Temporaries:
         position += self.kind.extra_bytes * mlp
         weights = teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size
         layer = weights / (teacher.num_layers * self._tensor)
+        gathered = layer + teacher.vocab_size * teacher.hidden_size / self._tensor
         return {
             "teacher's activations": positions * position,
             "a teacher layer": layer * self._decoded,
+            "a layer and the embedding, gathered": gathered * self._gathered,
         }
 
     def _heads(self, positions: Size, logits: Size, *, gradient: int) -> dict[str, Size]:
         """`logits` and `gradient` in bytes: of an id at a position, of a number of the head."""
         student, teacher = self.pair.student.spec, self.pair.teacher
-        chunk = min(self.config.loss.chunk_tokens / sharding.row_shards(self.mesh), positions)
+        chunk = min(self.config.loss.chunk_tokens, positions)
         width = self.pair.vocabulary.width / self._tensor
         theirs = teacher.spec.hidden_size if teacher and self.kind.logit_bytes else 0
         # The student's hidden states, their gradient, both chunked; the teacher's, and chunked.
@@ -222,7 +237,8 @@ class _Temporaries:
         return {
             "logits of a chunk": chunk * width * logits,
             "student's head": width * student.hidden_size * (self._size + gradient),
-            "teacher's head": width * theirs * self._decoded,
+            "teacher's head": width * theirs * (self._decoded or self._gathered),
+            "student's head, gathered": width * student.hidden_size * self._gathered_masters,
             "hidden states": positions * self._size * states,
         }
 
@@ -238,10 +254,10 @@ class _Temporaries:
         return positions * (widest + 10 * self._size * spec.hidden_size)
 
 
-def _keep_a_position(spec: ArchSpec, remat: str, size: int) -> Size:
+def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int) -> Size:
     """Bytes that the backward pass keeps of the forward pass, all layers, a position."""
-    d, f = spec.hidden_size, spec.mlp_size
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    d, f = spec.hidden_size, spec.mlp_size / tensor
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / tensor
     elements = {
         "full": d,  # each layer's input
         "dots": 2 * f + 3 * d + heads,  # and every product

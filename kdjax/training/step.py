@@ -10,6 +10,7 @@ constants. They get no gradient, no optimizer slot, and are never donated.
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import (
+    ROWS,
     compiler_options,
     make_mesh,
     parameter_shardings,
@@ -33,6 +36,7 @@ from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.models.model import Model
+from kdjax.models.weights import Spread, sum_rows
 from kdjax.training.pair import Vocabulary, share_vocabulary
 from kdjax.training.teachers import Dense, NoTeacher, RunningTeacher, TeacherKind
 
@@ -83,6 +87,33 @@ class StepSpec:
     head: HeadSpec
     tx: optax.GradientTransformation
     microbatches: int = 1  # parts a batch is computed in, one after the other; the same sums
+    layout: "Layout | None" = None  # None: one device, or plain JAX that the compiler splits
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a step lie on a mesh of several devices.
+
+    Each device runs one device's program, kernels too, on its own rows; sums meet once, at the end.
+    """
+
+    student: Spread
+    teacher: Spread
+
+    def sum_over_rows(self, function: Callable[..., Any], outs: Callable[[Any], Any]) -> Any:
+        """`function(params, teacher, batch)`, its sums added over all devices; `outs` are their
+        specs, given those of `params`."""
+
+        def run(params: Params, teacher: Params, batch: Batch) -> Any:
+            def local(params: Params, teacher: Params, batch: Batch) -> Any:
+                marked = self.student.mark(params), self.teacher.mark(teacher)
+                return sum_rows(function(*marked, batch))
+
+            specs = self.student.tree(params)
+            ins = specs, self.teacher.tree(teacher), ROWS
+            return self.student.placement.map_rows(local, ins, outs(specs))(params, teacher, batch)
+
+        return run
 
 
 def _run_student(spec: StepSpec, params: Params, batch: Batch) -> tuple[Array, Array]:
@@ -106,6 +137,19 @@ def kd_gradients(
     The count of the whole batch divides once, after all microbatches: a mean of microbatch means
     would weigh positions of short microbatches more.
     """
+    sum_gradients = functools.partial(_sum_gradients, spec=spec)
+    if spec.layout is not None:
+        sum_gradients = spec.layout.sum_over_rows(sum_gradients, lambda grads: (grads, P(), P()))
+    grads, sums, count = sum_gradients(params, teacher, batch)
+    count = count.astype(jnp.float32)
+    grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
+    return grads, sums, count
+
+
+def _sum_gradients(
+    params: Params, teacher: Params, batch: Batch, *, spec: StepSpec
+) -> tuple[Params, LossSums, Array]:
+    """Sums over the positions of one device: of gradients, of figures, and their count, int32."""
     # At alpha = 1 the teacher would change nothing but the figures: it runs in evaluations only.
     kind = NoTeacher() if spec.head.loss.alpha == 1 else spec.kind
 
@@ -128,9 +172,7 @@ def kd_gradients(
         start = jax.tree.map(jnp.zeros_like, params), sums
         (grads, sums), _ = jax.lax.scan(accumulate, start, parts)
     # Counted in int32: float32 sums of ones stop counting at 2^24.
-    count = jnp.sum(batch["weights"] != 0, dtype=jnp.int32).astype(jnp.float32)
-    grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
-    return grads, sums, count
+    return grads, sums, jnp.sum(batch["weights"] != 0, dtype=jnp.int32)
 
 
 def kd_step(
@@ -153,10 +195,15 @@ def eval_step(
     params: Params, teacher: Params, batch: Batch, *, spec: StepSpec
 ) -> EvalSums | TopEvalSums:
     """Held-out sums of one batch; rows of weight 0 count nothing."""
-    student = _run_student(spec, params, batch)
-    return spec.kind.sum_evaluation(
-        student, RunningTeacher(spec.teacher, teacher), batch, spec.head
-    )
+
+    def sum_evaluation(params: Params, teacher: Params, batch: Batch) -> Any:
+        student = _run_student(spec, params, batch)
+        running = RunningTeacher(spec.teacher, teacher)
+        return spec.kind.sum_evaluation(student, running, batch, spec.head)
+
+    if spec.layout is not None:
+        sum_evaluation = spec.layout.sum_over_rows(sum_evaluation, lambda _: P())
+    return sum_evaluation(params, teacher, batch)
 
 
 def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
@@ -186,12 +233,21 @@ class Step:
     `train` and `evaluate` are the two jitted functions, for batches that are on the devices whole.
     """
 
-    def __init__(self, spec: StepSpec, params: Params, placement: Placement):
-        """`params` are the student's, or their shapes; they are looked at and not kept."""
+    def __init__(
+        self, spec: StepSpec, params: Params, placement: Placement, teacher: Params | None = None
+    ):
+        """`params` are the student's, or their shapes, `teacher` the teacher's arrays: looked at
+        and not kept. Each device of several runs its own rows, as these arrays lie."""
         shapes = jax.eval_shape(lambda tree: tree, params)
-        self.spec, self.placement = spec, placement
+        self.placement = placement
         self.abstract = jax.eval_shape(functools.partial(init_state, tx=spec.tx), shapes)
         self.shardings = state_shardings(self.abstract, spec.tx, placement)
+        if not placement.alone:
+            layout = Layout(
+                Spread.of(self.shardings.params, placement), Spread.of(teacher or {}, placement)
+            )
+            spec = dataclasses.replace(spec, layout=layout)
+        self.spec = spec
         options = compiler_options(placement.mesh)
         everywhere = replicated(placement.mesh)
         self.train = jax.jit(
@@ -302,7 +358,7 @@ def make_step(
         tx=optimizer,
         microbatches=microbatches,
     )
-    return Step(spec, student.params, placement)
+    return Step(spec, student.params, placement, teacher.params if teacher else None)
 
 
 def _share_placement(student: Model, teacher: Model | None) -> Placement:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 
-from kdjax.config import Config, validate
+from kdjax.config import Config, flatten, validate
 from kdjax.data.pipeline import BatchSource
-from kdjax.device import runtime
+from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
 from kdjax.formats.files import writing
 from kdjax.formats.locks import LOCK, locking
@@ -34,11 +34,15 @@ def distill(
     *,
     batches: BatchSource | None = None,
     verdict: Verdict | None = None,
+    distributed: str = "auto",
+    join_timeout: int = cluster.JOIN_TIMEOUT,
 ) -> str:
     """Trains the config's student in `workdir`; returns "finished" or "interrupted".
 
     A run that was stopped goes on from its newest checkpoint. `batches` replaces the batches of
     the config's text, which stays what is held out. `verdict` judges a smoke run (`smoke.steps`).
+    With `distributed="auto"` the processes that an engine started train together, see
+    `cluster.joined`; the disk of `workdir` is shared by all.
     Raises `UserError` for what cannot run, `LockedError` among them if another process trains in
     `workdir`, `WriteError` for a disk that is full or takes no writing, and `NonFiniteError` for a
     loss that became NaN.
@@ -52,6 +56,13 @@ def distill(
     validate(config)
     for line in runtime.configure().describe():
         _log.info("%s", line)
+    with cluster.joined(distributed, join_timeout):
+        return _distill(config, workdir, batches, verdict)
+
+
+def _distill(
+    config: Config, workdir: Path, batches: BatchSource | None, verdict: Verdict | None
+) -> str:
     devices = runtime.device_summary()
     _log.info("%s", devices)
     config = fetch_files(config)
@@ -61,6 +72,8 @@ def distill(
             with writing(workdir / LOCK):
                 workdir.mkdir(parents=True, exist_ok=True)
                 held.enter_context(locking(workdir / LOCK, "give another --workdir"))
+        cluster.check_agreement("config", flatten(config))
+        cluster.check_shared(workdir)
         checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         if is_finished(checkpoints.latest(), config, workdir):
             check_finished(config, workdir)
@@ -70,6 +83,8 @@ def distill(
         job = assemble(config, workdir, batches)
         if not config.smoke.steps:
             checkpoints.check_room(job.step.abstract)
+        chosen = {"the teacher's kind": job.kind} | flatten(job.config)
+        cluster.check_agreement("job", job.identity | chosen)
         hooks = make_hooks(job, checkpoints, devices, verdict)
         reason = train(job, checkpoints, hooks, devices.peak_flops)
         _log.info("%s", runtime.peak_memory())

@@ -70,7 +70,7 @@ def make_job(request: Request, config: Config) -> Any:
     from kdjax.training.pair import Vocabulary, open_pair
     from kdjax.training.teachers import CachedHidden, CachedTopK
 
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp or 1, config.mesh.tensor)
     pair = open_pair(config)
     width = pair.vocabulary.width
     if pair.vocabulary.real < width - 1000:  # a random file's tokenizer knows few ids

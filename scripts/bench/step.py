@@ -3,6 +3,7 @@
     python -m scripts.bench.step --folder=/tmp/m --variants=dequant,q4k,torch-compile
     python -m scripts.bench.step --variants=dequant --sweep-length=512,2048,8192
     python -m scripts.bench.step --variants=dequant --document-tokens=50:2000
+    python -m scripts.bench.step --variants=fp8-fast,torch-compile --devices=1,2 --rounds=3
     python -m scripts.bench.step --teacher=demo-teacher --student=demo-student --rows=2 \\
         --length=128 --dtype=float32 --variants=dequant-fast,torch-compile --rounds=3
 
@@ -17,6 +18,7 @@ of a plain product in the same run.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -86,8 +88,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--host", action="store_true", help="also the loop, the device's idle time, the pipeline")
     add("--startup", action="store_true", help="also with the programs compiled before")
     add("--matmul", type=int, default=8192, help="size of the product for the chip's rate")
+    add("--devices", default="", metavar="1,2,4", help="also on so many devices, rows a device")
+    add("--strong", action="store_true", help="the same rows over all devices together")
     add("--timeout", type=int, default=900, help="seconds for one process")
     add("--json", type=Path, help="where to write the figures")
+    parser.set_defaults(count=0)  # of devices that a process may see; 0: all
     return parser.parse_args(argv)
 
 
@@ -111,10 +116,15 @@ def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
         "student.remat": "full",
         "teacher.param_dtype": args.dtype,
         "train.compute_dtype": args.dtype,
-        "train.batch_size": args.rows,
+        "train.batch_size": args.rows * rows_factor(args),
         "data.max_segments": args.segments,
     }
     return settings | VARIANTS[name] | dict(pair.split("=", 1) for pair in [*args.set, *own])
+
+
+def rows_factor(args: argparse.Namespace) -> int:
+    """How often `--rows` the global batch is: once a device, or once."""
+    return 1 if args.strong else max(args.count, 1)
 
 
 def kdjax_request(variant: str, args: argparse.Namespace, **changes: Any) -> dict[str, Any]:
@@ -143,7 +153,7 @@ def torch_request(variant: str, args: argparse.Namespace) -> dict[str, Any]:
         for part, shape in (("teacher", args.teacher), ("student", args.student))
     }
     vocab = ids_of(specs["student"]["vocab_size"])
-    made = dict(vocab=vocab, rows=args.rows, lengths=lengths(args))
+    made = dict(vocab=vocab, rows=args.rows * rows_factor(args), lengths=lengths(args))
     of = configured(settings_of("dequant", args)).loss
     loss = dict(temperature=of.temperature, alpha=of.alpha, chunk_tokens=2048)
     return specs | made | loss | dict(mode=TORCH[variant], dtype=args.dtype, steps=args.steps)
@@ -162,14 +172,22 @@ def run(
     """Rows that `scripts.bench.<script>` gave in a process of its own, or one with `error`."""
     log = args.folder / f"{name.replace('/', '_')}.log"
     inherited = {k: v for k, v in os.environ.items() if k != "KDJAX_TEACHER_BACKEND"}
-    environment = inherited | {
-        "JAX_COMPILATION_CACHE_DIR": cache,  # empty: every compile time is a cold one
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")])),
-    }
+    environment = (
+        inherited
+        | visible(args.count)
+        | {
+            "JAX_COMPILATION_CACHE_DIR": cache,  # empty: every compile time is a cold one
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")])),
+        }
+    )
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         asked, answer = Path(folder, "request.json"), Path(folder, "result.json")
         asked.write_text(json.dumps(request))
-        command = [sys.executable, "-m", f"scripts.bench.{script}", str(asked), str(answer)]
+        launch = [sys.executable]
+        if script == "peer" and args.count > 1:
+            launch += ["-m", "torch.distributed.run", "--standalone"]
+            launch += [f"--nproc_per_node={args.count}"]
+        command = [*launch, "-m", f"scripts.bench.{script}", str(asked), str(answer)]
         try:
             code = subprocess.run(
                 command, stdout=output, stderr=output, timeout=args.timeout, env=environment
@@ -177,9 +195,19 @@ def run(
         except subprocess.TimeoutExpired:
             code = f"none after {args.timeout} s"
         if code == 0 and answer.exists():
-            return [row | {"program": name} for row in json.loads(answer.read_text())]
+            about = {"program": name} | ({"devices": args.count} if args.count else {})
+            return [row | about for row in json.loads(answer.read_text())]
     said = [line for line in log.read_text().splitlines() if line.strip()] or ["nothing"]
     return [{"program": name, "error": f"status {code}, {said[-1][:300]} ({log})"}]
+
+
+def visible(count: int) -> dict[str, str]:
+    """Variables that show a process the first `count` devices; 0: all."""
+    if not count:
+        return {}
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
 
 
 def why_not(variant: str, args: argparse.Namespace) -> str:
@@ -246,19 +274,31 @@ def add_rates(rows: list[dict[str, Any]], matmul: float | None, args: argparse.N
         peers = [
             r["tokens_per_s"]
             for r in rows
-            if r["program"] in TORCH and r.get("length") == row["length"]
+            if r["program"] in TORCH
+            and (r.get("length"), r.get("devices")) == (row["length"], row.get("devices"))
         ]
         if peers:
             row["over_peer"] = row["tokens_per_s"] / max(peers)
+        alone = [
+            r["tokens_per_s"]
+            for r in rows
+            if r.get("devices") == 1
+            and (r["program"], r.get("length")) == (row["program"], row["length"])
+        ]
+        if alone and "devices" in row:
+            row["of_linear"] = row["tokens_per_s"] / (row["devices"] * alone[0])
 
 
 # Heading, figure and its form; a table has the columns that a row of it fills.
 STEP_TABLE = [
     ("program", "program", ""),
+    ("devices", "devices", "d"),
     ("length", "length", "d"),
     ("step, ms", "step_ms", ",.1f"),
     ("processor time, ms", "processor_ms", ",.0f"),
     ("tokens/s", "tokens_per_s", ",.0f"),
+    ("of linear", "of_linear", ".3f"),
+    ("rounds, ms", "rounds_ms", ""),
     ("TFLOP/s", "tflops", ".4g"),
     ("of the product's rate", "of_matmul", ".2f"),
     ("planned peak, GB", "planned_gb", ".2f"),
@@ -326,16 +366,19 @@ def main(argv: list[str] | None = None) -> int:
     print(rate.get("devices", rate.get("error")))
     if product:
         print(f"a {args.matmul}^3 {args.dtype} product: {product / 1e12:.4g} TFLOP/s", flush=True)
-    rounds: dict[str, list[list[dict[str, Any]]]] = {variant: [] for variant in variants}
+    counts = [int(part) for part in args.devices.split(",")] if args.devices else [0]
+    cases = list(itertools.product(variants, counts))
+    rounds: dict[tuple[str, int], list[list[dict[str, Any]]]] = {case: [] for case in cases}
     rows: list[dict[str, Any]] = []
     for _ in range(args.rounds):
-        for variant in variants:
+        for variant, args.count in cases:
             start = time.perf_counter()
-            rounds[variant].append(measure(variant, args))
+            rounds[variant, args.count].append(measure(variant, args))
             took = time.perf_counter() - start
-            for row in rounds[variant][-1]:
+            for row in rounds[variant, args.count][-1]:
                 speed = row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s"
-                print(f"{row['program']}: {speed} ({took:.0f} s)", flush=True)
+                where = f" on {args.count}" if args.count else ""
+                print(f"{row['program']}{where}: {speed} ({took:.0f} s)", flush=True)
             rows = [row for found in rounds.values() if found for row in middle(found)]
             add_rates(rows, product, args)
             if args.json:  # now, so that a command that is cut short keeps what it measured

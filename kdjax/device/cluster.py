@@ -1,0 +1,320 @@
+"""Several processes as one run: joined as an engine started them, agreed, and stopped together.
+
+An engine (Slurm, Open MPI, Kubeflow Trainer, JobSet, torchrun, SkyPilot) starts the same command in
+every process and tells each its place by variables. Ray Train initialises JAX itself.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kdjax.errors import PEER_LOST, KdjaxError, UserError
+
+JOIN_TIMEOUT = 300  # seconds that processes wait for each other at the start
+GRACE = 10  # seconds that a process has to end by itself after another one failed
+_PORT = 8476  # of the first process, where the engine names none
+
+
+class Member(NamedTuple):
+    """This process's place among those that an engine started."""
+
+    engine: str
+    index: int
+    count: int
+    address: str | None  # of the first process, host:port; None: JAX finds it
+    local: int | None = None  # its place on the host: which device is its own; None: all are
+
+
+def find_member(environ: Mapping[str, str]) -> Member | None:
+    """What an engine's variables say; None where no engine started several processes.
+
+    A lone process within a Slurm allocation is alone: only tasks of an `srun` step wait for others.
+    Raises `UserError` for variables that are incomplete or no numbers.
+    """
+    if "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ:  # Kubeflow Trainer, JobSet
+        names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
+        index, count = _read_numbers(environ, "the JAX runtime's variables", *names)
+        address = _read(environ, "the JAX runtime's variables", "JAX_COORDINATOR_ADDRESS")
+        member = Member("JAX_* variables", index, count, address)
+    elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
+        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+        index, count, local = _read_numbers(environ, "srun", *names)
+        member = Member("slurm", index, count, None, local)
+    elif "OMPI_COMM_WORLD_SIZE" in environ:
+        names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
+        index, count, local = _read_numbers(environ, "mpirun", *names)
+        member = Member("ompi", index, count, None, local)
+    elif "RANK" in environ and "WORLD_SIZE" in environ and "MASTER_ADDR" in environ:
+        index, count = _read_numbers(environ, "torchrun", "RANK", "WORLD_SIZE")
+        # torchrun's own store listens at MASTER_PORT.
+        port = _read_numbers(environ, "torchrun", "MASTER_PORT")[0] + 1
+        local = None
+        if environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+            local = _read_numbers(environ, "torchrun", "LOCAL_RANK")[0]
+        member = Member("torchrun", index, count, f"{environ['MASTER_ADDR']}:{port}", local)
+    elif "SKYPILOT_NODE_IPS" in environ:
+        names = "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"
+        index, count = _read_numbers(environ, "SkyPilot", *names)
+        first = environ["SKYPILOT_NODE_IPS"].split()[0]
+        member = Member("SkyPilot", index, count, f"{first}:{_PORT}")
+    else:
+        return None
+    return member if member.count > 1 else None
+
+
+def _read(environ: Mapping[str, str], engine: str, name: str) -> str:
+    if not environ.get(name):
+        raise UserError(
+            f"{engine} set some variables and not {name}; set it, or give --distributed=off."
+        )
+    return environ[name]
+
+
+def _read_numbers(environ: Mapping[str, str], engine: str, *names: str) -> list[int]:
+    values = [_read(environ, engine, name) for name in names]
+    bad = [f"{n}={v!r}" for n, v in zip(names, values, strict=True) if not v.isdecimal()]
+    if bad:
+        raise UserError(f"{engine}: {', '.join(bad)}: expected whole numbers.")
+    return list(map(int, values))
+
+
+@contextlib.contextmanager
+def joined(distributed: str = "auto", timeout: int = JOIN_TIMEOUT) -> Iterator[None]:
+    """Joins the processes that an engine started, before JAX asks for devices; once a process.
+
+    "auto" joins where an engine's variables are; "off" never. JAX that is initialised already, by
+    Ray or by the caller, is left as it is. A process that dies ends the others with `PEER_LOST`,
+    at once or, if its host is lost, in 12 seconds; one that fails, in `GRACE` seconds. Raises
+    `UserError` if the others do not come within `timeout` seconds.
+    """
+    if distributed not in ("auto", "off"):
+        raise UserError(f"found --distributed={distributed}; expected auto or off.")
+    member = find_member(os.environ) if distributed == "auto" else None
+    if member is None or jax.distributed.is_initialized():
+        yield
+        return
+    _initialize(member, timeout)
+    peers = _Peers(member)
+    try:
+        yield
+    except BaseException as error:
+        peers.tell(_FAILED)
+        if not isinstance(error, KdjaxError):
+            time.sleep(1)  # a dead peer's collective fails first; its end, heard, says more
+        raise
+    peers.tell(_DONE)
+
+
+def _initialize(member: Member, timeout: int) -> None:
+    known: dict[str, Any] = dict(cluster_detection_method=member.engine)
+    if member.address is not None:
+        known = dict(
+            coordinator_address=member.address,
+            num_processes=member.count,
+            process_id=member.index,
+            cluster_detection_method="deactivate",
+        )
+        _check_address(member, member.address, timeout)
+    if member.local is not None:
+        known["local_device_ids"] = member.local
+    try:
+        jax.distributed.initialize(
+            **known, initialization_timeout=timeout, shutdown_timeout_seconds=GRACE
+        )
+    except (RuntimeError, ValueError) as error:
+        said = str(error).splitlines()[0]
+        raise UserError(
+            f"process {member.index} of {member.count} ({member.engine}) could not join the run at "
+            f"{_state().coordinator_address} within {timeout} s: {said} Check "
+            f"that all {member.count} processes were started, that this host reaches that address "
+            "and port, and that no other run uses the port; --join_timeout sets the time."
+        ) from error
+    atexit.register(jax.distributed.shutdown)  # waits for the others, `GRACE` seconds at most
+
+
+def _check_address(member: Member, address: str, timeout: int) -> None:
+    """Waits until somebody listens at the first process's address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"{member.engine}: the address {address!r} is no host:port.")
+    if member.index == 0:
+        return
+    end, reason = time.monotonic() + timeout, "nobody answers"
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error) or reason
+            time.sleep(0.2)
+    raise UserError(
+        f"process {member.index} of {member.count} ({member.engine}) waited {timeout} s for the "
+        f"first process at {address}: {reason}. Check that it was started and that this host "
+        "reaches that address and port; --join_timeout sets the time."
+    )
+
+
+_DONE, _FAILED = b"D", b"F"  # a process's last word
+
+
+class _Peers:
+    """A connection of each process to the first: the kernel closes it when a process dies.
+
+    JAX's own heartbeats take 100 seconds, and end a process with a C++ stack.
+    """
+
+    def __init__(self, member: Member):
+        self._connections: list[socket.socket] = []
+        self._told = False
+        host = _state().coordinator_address.rpartition(":")[0]
+        if member.index == 0:
+            listener = socket.create_server(("", 0))
+            port = listener.getsockname()[1]
+            _state().client.key_value_set("kdjax/peers", str(port))
+            self._start(self._accept, listener, member.count - 1)
+        else:
+            port = int(_state().client.blocking_key_value_get("kdjax/peers", 60_000))
+            connection = socket.create_connection((host.strip("[]"), port), timeout=60)
+            connection.sendall(member.index.to_bytes(4))
+            self._start(self._listen, connection, "the first process, or one that it watched,")
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+
+    def _accept(self, listener: socket.socket, count: int) -> None:
+        for _ in range(count):
+            connection, (host, *_) = listener.accept()
+            index = int.from_bytes(connection.recv(4, socket.MSG_WAITALL))
+            self._start(self._listen, connection, f"process {index}, on {host},")
+        listener.close()
+
+    def _listen(self, connection: socket.socket, name: str) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("IDLE", 4), ("INTVL", 2), ("CNT", 4)):  # a host lost: 12 seconds
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{option}"), value)
+        self._connections.append(connection)
+        try:
+            word = connection.recv(1)
+        except OSError:
+            word = b""
+        if word == _DONE:
+            return
+        if word == _FAILED:
+            time.sleep(GRACE)
+        text = (
+            f"error: {name} has {'failed' if word else 'died'}; its own log says why. The last "
+            "checkpoint is kept: start all processes again, and the run goes on from there.\n"
+        )
+        if not self._told:
+            # A collective that waits for a dead peer cannot be interrupted.
+            os.write(2, text.encode())
+            os._exit(PEER_LOST)
+
+    def tell(self, word: bytes) -> None:
+        """This process's last word; what the others do from now on does not end it."""
+        self._told = word == _DONE
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(word)
+
+
+def _state() -> Any:
+    from jax._src import distributed  # address and key-value store have no public name
+
+    return distributed.global_state
+
+
+def check_agreement(name: str, mine: Mapping[str, Any], timeout: int = JOIN_TIMEOUT) -> None:
+    """Proves that all processes have the same values; `name` is used once a run.
+
+    Raises `UserError`, in every process, naming each field that differs and who has which value.
+    """
+    if jax.process_count() == 1:
+        return
+    client, folder = _state().client, f"kdjax/{name}/"
+    said = {key: str(value) for key, value in mine.items()}
+    client.key_value_set(f"{folder}{jax.process_index()}", json.dumps(said))
+    client.wait_at_barrier(f"kdjax-{name}", timeout * 1000)
+    found = {int(k.rsplit("/", 1)[1]): json.loads(v) for k, v in client.key_value_dir_get(folder)}
+    lines = [
+        f"{field}: " + ", ".join(f"process {i} has {who.get(field)}" for i, who in odd)
+        for field in sorted({field for values in found.values() for field in values})
+        if (odd := _find_differences(field, found))
+    ]
+    if lines:
+        raise UserError(
+            "the processes of this run were not started alike:\n  " + "\n  ".join(lines) + "\n"
+            "Start all of them with the same command, files and environment."
+        )
+
+
+def _find_differences(
+    field: str, found: Mapping[int, Mapping[str, str]]
+) -> list[tuple[int, Mapping[str, str]]]:
+    """The first process and the first that differs from it in the field; empty if none does."""
+    first = found[0].get(field)
+    other = next((i for i in sorted(found) if found[i].get(field) != first), None)
+    return [] if other is None else [(0, found[0]), (other, found[other])]
+
+
+@contextlib.contextmanager
+def first_before_others(name: str, timeout: int = 24 * 3600) -> Iterator[None]:
+    """The first process does what follows alone, then the others: what it leaves they find."""
+    if jax.process_count() == 1:
+        yield
+        return
+    barrier = functools.partial(_state().client.wait_at_barrier, f"kdjax-{name}", timeout * 1000)
+    if jax.process_index() != 0:
+        barrier()
+        yield
+        return
+    try:
+        yield
+    finally:
+        barrier()
+
+
+def check_shared(folder: Path) -> None:
+    """Raises `UserError` unless all processes see the same folder: checkpoints are made by all."""
+    token = folder / ".processes"
+    with first_before_others("folder"):
+        if jax.process_index() == 0 and jax.process_count() > 1:
+            token.write_text(f"{os.getpid()} {time.time()}")
+    seen = token.read_text() if token.exists() else "(none)"
+    check_agreement("folder", {f"what lies at {folder}, which must be on a shared disk": seen})
+
+
+class SharedFlag:
+    """A question that all processes answer alike at each step: has any of them said yes?
+
+    Of several processes the answer is that of one call earlier, which the devices have by then.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._place = NamedSharding(mesh, P(mesh.axis_names))
+        self._total = jax.jit(jax.numpy.sum, out_shardings=NamedSharding(mesh, P()))
+        self._asked: jax.Array | None = None
+
+    def any(self, mine: bool) -> bool:
+        """Whether any process had said yes; every process must call it equally often."""
+        if jax.process_count() == 1:
+            return mine
+        here = np.full(len(self._place.addressable_devices), mine, np.int32)
+        before = self._asked
+        flags = jax.make_array_from_process_local_data(self._place, here)
+        self._asked = self._total(flags)
+        return before is not None and bool(jax.device_get(before) > 0)

@@ -1,0 +1,163 @@
+"""Several processes as one run: who they are, that they agree, and how they end together."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from kdjax.device import cluster, sharding
+from kdjax.device.cluster import Member, SharedFlag, find_member
+from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, PEER_LOST, UserError
+from scripts.cluster import tiny
+
+KUBEFLOW = {
+    "JAX_COORDINATOR_ADDRESS": "job-0.svc:1234",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "2",
+}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "member"),
+    [
+        ({}, None),
+        (KUBEFLOW, Member("JAX_* variables", 2, 4, "job-0.svc:1234")),
+        (KUBEFLOW | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+        (SRUN, Member("slurm", 1, 2, None, 0)),
+        # The batch script of an allocation of four tasks is alone: it must not wait.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        (MPIRUN, Member("ompi", 1, 2, None, 1)),
+        (TORCHRUN, Member("torchrun", 3, 4, "a:29501")),
+        (
+            TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            Member("torchrun", 3, 4, "a:29501", 1),
+        ),
+        (SKYPILOT, Member("SkyPilot", 1, 2, "10.0.0.1:8476")),
+        (SKYPILOT | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, None),
+    ],
+)
+def test_each_engine_is_known_by_its_variables(environ, member):
+    assert find_member(environ) == member
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "not JAX_PROCESS_ID"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "not JAX_COORDINATOR_ADDRESS"),
+        (KUBEFLOW | {"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID='first'.*whole numbers"),
+    ],
+)
+def test_incomplete_variables_are_named(environ, says):
+    with pytest.raises(UserError, match=says):
+        find_member(environ)
+
+
+def test_a_first_process_that_does_not_answer_is_named(monkeypatch):
+    for name, value in KUBEFLOW.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:9")
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    start = time.monotonic()
+    with (
+        pytest.raises(UserError, match=r"process 2 of 4 .*waited 1 s .*127\.0\.0\.1:9.*refused"),
+        cluster.joined(timeout=1),
+    ):
+        pass
+    assert time.monotonic() - start < 5
+    with cluster.joined("off"):  # alone, whatever the variables say
+        assert jax.process_count() == 1
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with cluster.joined(timeout=1):  # by Ray, which did it before
+        pass
+
+
+def test_of_one_process_the_flag_is_its_own():
+    flag = SharedFlag(sharding.make_mesh(-1, 1, 1))
+    assert [flag.any(word) for word in (False, True, False)] == [False, True, False]
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return tiny.write(tmp_path_factory.mktemp("cluster") / "tiny")
+
+
+def start(config, workdir, processes, devices, *flags, last=()):
+    """As `tiny.start`, with the programs that these tests compiled before."""
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(config.parent / "xla")}
+    kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    return tiny.start(config, workdir, processes, devices, *flags, last=last, **kept)
+
+
+def end(started: list[subprocess.Popen], timeout: float = 150) -> list[tuple[int, str]]:
+    """Exit statuses and outputs."""
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(p.returncode, out) for p, out in zip(started, outputs, strict=True)]
+
+
+def wait_for_step(workdir: Path, step: int, started: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + 150
+    saved = workdir / "checkpoints" / str(step)
+    while not saved.exists():
+        assert time.monotonic() < deadline, "no such step"
+        assert all(process.poll() is None for process in started), end(started)
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, tmp_path):
+    """8 devices as one process, then as two: one dies, one gets SIGTERM, one goes on alone."""
+    flags = "--config.train.steps=40", "--config.checkpoint.every=4", "--config.eval.every=20"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ((status, output),) = end(start(config, whole, 1, 8, *flags))
+    assert status == FINISHED, output
+
+    started = start(config, parts, 2, 4, *flags)
+    wait_for_step(parts, 8, started)
+    started[1].kill()
+    killed = time.monotonic()
+    (first, said), _ = end(started)
+    assert (first, time.monotonic() - killed < 25) == (PEER_LOST, True), said
+    assert "process 1, on 127.0.0.1, has died" in said
+
+    started = start(config, parts, 2, 4, *flags)
+    wait_for_step(parts, 16, started)
+    started[1].send_signal(signal.SIGTERM)
+    ends = end(started)
+    assert [status for status, _ in ends] == [INTERRUPTED, INTERRUPTED], ends
+
+    ((status, output),) = end(start(config, parts, 1, 8, *flags, "--config.train.microbatches=1"))
+    assert status == FINISHED, output
+    assert tiny.largest_difference(whole, parts) < 1e-6
+
+
+@pytest.mark.slow
+def test_processes_that_were_started_otherwise_say_in_what(config, tmp_path):
+    last = ["--config.optim.learning_rate=1"]
+    for status, output in end(start(config, tmp_path / "run", 2, 1, last=last)):
+        assert status == BAD_INPUT, output
+        assert "optim.learning_rate: process 0 has 0.001, process 1 has 1.0" in output
+        assert "Traceback" not in output
