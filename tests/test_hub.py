@@ -379,6 +379,13 @@ def test_headers_of_a_folder_lie_beside_its_small_files(fake, monkeypatch, tmp_p
     assert Path(folder.path, "config.json").read_bytes() == b"{}"
 
 
+@pytest.mark.parametrize("target", ["hf:org/Missing/x.gguf@q4k", "hf:org", f"{TEACHER}@v9"])
+def test_an_evaluation_of_what_is_not_there_is_bad_input(fake, capsys, target):
+    """And no model that does not run."""
+    assert cli.main(["evaluate", target]) == 2
+    assert capsys.readouterr().err.startswith("error: hf:org")
+
+
 def test_a_refusal_leaves_no_workdir(config_file, fake, capsys):
     fake.gated = {"datasets/org/text"}
     assert cli.main(["train", config_file]) == 2
