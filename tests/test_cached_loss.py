@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +90,21 @@ def test_all_ids_cached_is_the_full_loss(temperature, alpha, divergence):
     full = head_evaluation(*hidden_states()[:2], h_t, w_t, labels, weights, spec)
     held = cached_head_evaluation(*hidden_states()[:2], top(spec, REAL), labels, weights, spec)
     np.testing.assert_allclose(held, full, rtol=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0, 5.0])
+def test_the_tail_of_no_ids_is_finite(temperature):
+    """With and without padding rows, and of a teacher that is all but certain."""
+    h, w, h_t, w_t, labels, weights = hidden_states()
+    for real, scale in ((REAL, 1.0), (WIDTH, 1.0), (WIDTH, 60.0)):
+        spec = HeadSpec(KDLoss(temperature=temperature, alpha=0.3), WIDTH, real, chunk_tokens=6)
+        cached = top_of_teacher(h_t * scale, w_t, labels, weights, spec, real)
+        chex.assert_tree_all_finite(cached)
+        assert float(jnp.max(jax.nn.sigmoid(cached.odds))) == 0  # nothing is left for other ids
+        sums, gradient = jax.value_and_grad(
+            lambda h, s=spec, c=cached: cached_head_loss(h, w, c, labels, weights, s).loss
+        )(h)
+        chex.assert_tree_all_finite((sums, gradient))
 
 
 def test_a_divergence_must_be_defined_over_merged_outcomes():

@@ -273,6 +273,11 @@ def test_what_cannot_be_a_loss_is_refused():
         loss = KDLoss(alpha=0.5)
         with pytest.raises(UserError, match=r"\[3, 5, 37\] and the teacher's \[3, 5, 1\]"):
             f(s, t[..., :1], labels, loss)
+        for label, shown in ((-100, "-100 to"), (37, "to 37")):
+            odd = np.array(labels)
+            odd[1, 2] = label
+            with pytest.raises(UserError, match=f"labels are from .*{shown}.*0 to 36"):
+                f(s, t, odd, loss)
         with pytest.raises(UserError, match=r"labels are \[5\]: must be \[3, 5\]"):
             f(s, t, labels[0], loss)
         with pytest.raises(UserError, match="one number a position"):

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from kdjax.errors import UserError
@@ -69,8 +71,11 @@ class KDLoss:
         return (1 - self.alpha) * self.temperature
 
 
-def _check_shapes(student: AnyArray, teacher: AnyArray, labels: AnyArray) -> None:
-    """Without this a vocabulary of 1 would be broadcast."""
+def _check_inputs(student: AnyArray, teacher: AnyArray, labels: AnyArray) -> None:
+    """Without this a vocabulary of 1 would be broadcast, and label -100 be the 100th id from last.
+
+    Labels within `jax.jit` have no values to look at.
+    """
     if student.shape != teacher.shape:
         raise UserError(
             f"the student's logits are {list(student.shape)} and the teacher's "
@@ -80,6 +85,14 @@ def _check_shapes(student: AnyArray, teacher: AnyArray, labels: AnyArray) -> Non
         raise UserError(
             f"labels are {list(labels.shape)}: must be {list(student.shape[:-1])}, one a position "
             "of the logits"
+        )
+    if isinstance(labels, Tracer) or not labels.size:
+        return
+    least, most = int(np.min(labels)), int(np.max(labels))
+    if not 0 <= least <= most < student.shape[-1]:
+        raise UserError(
+            f"labels are from {least} to {most}: must be ids from 0 to {student.shape[-1] - 1}. "
+            "Give positions without a label any id, and leave their losses out of the sum."
         )
 
 
@@ -105,7 +118,7 @@ def kd_loss(
     are [*B V] and labels [*B], else `UserError`: slice a wider teacher before calling.
     """
     loss = loss or KDLoss(**settings)
-    _check_shapes(student_logits, teacher_logits, labels)
+    _check_inputs(student_logits, teacher_logits, labels)
     teacher = jax.lax.stop_gradient(log_softmax(teacher_logits, loss.temperature))
     soft = loss.divergence(teacher, log_softmax(student_logits, loss.temperature))
     return loss.combine(cross_entropy(student_logits, labels), soft)
@@ -125,7 +138,7 @@ def kd_logit_gradient(
     `kd_loss`.
     """
     loss = loss or KDLoss(**settings)
-    _check_shapes(student_logits, teacher_logits, labels)
+    _check_inputs(student_logits, teacher_logits, labels)
     teacher = log_softmax(teacher_logits, loss.temperature)
     student = log_softmax(student_logits, loss.temperature)
     return _logit_gradient(jnp.asarray(student_logits, jnp.float32), teacher, student, labels, loss)
@@ -190,7 +203,7 @@ def kd_parts_and_gradient(
     16,384 positions of 151,936 ids a reading of both models' takes 4.6 ms of an H200. Any other
     divergence sees the log-probabilities of the ids that exist, and no others.
     """
-    _check_shapes(student_logits, teacher_logits, labels)
+    _check_inputs(student_logits, teacher_logits, labels)
     alpha, temperature = loss.alpha, loss.temperature
     if loss.divergence != forward_kl:
         student_raw, teacher_raw = student_logits[..., :real], teacher_logits[..., :real]
