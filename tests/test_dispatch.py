@@ -244,6 +244,7 @@ def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
     assert status == 3, output + errors
     assert [int(n) for n in re.findall(r"^step +(\d+)/12 ", output, re.M)] == [*range(1, 13)]
     assert output.count("F-DISTILL-SMOKE-001 FAIL") == 1 and output.count("held-out at") == 2
+    assert "the full run's 40 steps would take" in output  # the projection, with the verdict
     assert "compilation cache" not in output  # of no interest here
     assert read(site.folder("a-run") / "run.exit") == "3\n"
     assert "compilation cache" in read(site.evidence / "run.log")
@@ -281,6 +282,15 @@ def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
     )
     assert {key: sent[key] for key in expected} == expected
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", sent["dispatched_at"])
+
+
+def test_a_watch_without_a_host_is_refused(checkout):
+    environment = {name: value for name, value in os.environ.items() if name != "HOST"}
+    command = [str(checkout / "scripts" / "dispatch" / "watch.sh"), "r"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 2 and "HOST is not set" in done.stderr, done.stderr
 
 
 # --- the protocol, with a stand-in for the interpreter ------------------------------------------
@@ -411,11 +421,14 @@ def test_models_are_copied_when_missing_or_different(stand_in, tmp_path):
         ([], {"LR": "-1"}, r"optim.learning_rate=-1.0: must be greater than 0"),
         (["--config.loss.alpa=1"], {}, r"--config.loss.alpa=1: .*'alpa'"),
         (["--config.train.steps=1.5"], {}, r"--config.train.steps=1.5"),
+        ([], {"STEPS": "10"}, r"optim.warmup_steps=50: must be less than train.steps=10"),
+        ([], {"HOST": ""}, r"HOST is not set: give a name that ssh reaches"),
     ],
 )
-def test_what_is_refused_before_anything_runs(stand_in, flags, settings, message):
+def test_what_is_refused_before_anything_is_copied(stand_in, flags, settings, message):
     said = stand_in.dispatch("refused", *flags, **settings, status=2)
     assert re.search(message, said), said
+    assert "copying" not in said and not list(stand_in.remote.glob("models/*"))
     assert not (stand_in.folder("refused") / "run.pid").exists()
 
 

@@ -3,14 +3,14 @@
 #
 #   HOST=gpu1 TEACHER=models/t.gguf STUDENT=models/s.gguf scripts/dispatch/dispatch.sh RUN [--config.x=y ...]
 #
-# It checks the machine, sends the committed revision, installs it, copies models that are missing
-# there, and starts the run so that it outlives the connection. The same command again attaches to
+# It checks the machine, sends the committed revision, installs it, checks the config, copies models
+# that are missing there, and starts the run so that it outlives the connection. The same command again attaches to
 # a run that is going on, and resumes one that was stopped; another config under a live run is
 # refused. scripts/dispatch/watch.sh RUN follows it.
 #
 #   HOST            name or address                     REMOTE         folder there (kdjax, in home)
 #   SSH_USER, PORT  of the login                        SSH_OPTIONS    words for ssh: -i KEY -F FILE
-#   TEACHER         file or folder here to copy, or a path there     STUDENT   the same
+#   TEACHER         file or folder here to copy, a path there, or hf:ORG/REPO/FILE   STUDENT  the same
 #   CONFIG          file[:size] of this repository (configs/qwen7b_0p5b.py)
 #   STEPS BATCH LR TEMPERATURE ALPHA                    override the config's fields
 #   EXTRA           more flags, split at spaces         ENVIRONMENT    NAME=value ... of the run
@@ -128,23 +128,25 @@ stage_file() {
   ' "$remote" "$name" "$size" <"$file"
 }
 
-# stage WHAT PATH: sets `staged` to the path there. What is not here must be there.
+# path_there PATH: where a model will be, from REMOTE: files and folders here go to models/.
+path_there() {
+  if [ -f "$1" ] || [ -d "$1" ]; then printf 'models/%s' "$(basename "$1")"; else printf '%s' "$1"; fi
+}
+
+# stage WHAT PATH: copies it. What is not here must be there, or on the Hugging Face Hub.
 stage() {
   local what=$1 path=$2 file name
   name=$(basename "$path")
   if [ -f "$path" ]; then
     stage_file "$path" "$name"
-    staged=models/$name
   elif [ -d "$path" ]; then
     while IFS= read -r -d '' file; do
       stage_file "$file" "$name/$(basename "$file")"
     done < <(find -L "$path" -maxdepth 1 -type f -print0)
-    staged=models/$name
-  else
+  elif [[ "$path" != hf:* ]]; then
     # shellcheck disable=SC2016
     on_host 'cd "$1"; [ -e "$2" ]' "$remote" "$path" ||
       die 2 "$what=$path: neither here nor, from $remote, on $HOST. Give the file to copy."
-    staged=$path
   fi
 }
 
@@ -152,16 +154,9 @@ preflight
 sync_revision
 install
 
-say "== models"
 flags=("--config=source/$sha/$config" "--workdir=runs/$run")
-if [ -n "${TEACHER:-}" ]; then
-  stage TEACHER "$TEACHER"
-  flags+=("--config.teacher.path=$staged")
-fi
-if [ -n "${STUDENT:-}" ]; then
-  stage STUDENT "$STUDENT"
-  flags+=("--config.student.path=$staged")
-fi
+[ -z "${TEACHER:-}" ] || flags+=("--config.teacher.path=$(path_there "$TEACHER")")
+[ -z "${STUDENT:-}" ] || flags+=("--config.student.path=$(path_there "$STUDENT")")
 [ -z "${STEPS:-}" ] || flags+=("--config.train.steps=$STEPS")
 [ -z "${BATCH:-}" ] || flags+=("--config.train.batch_size=$BATCH")
 [ -z "${LR:-}" ] || flags+=("--config.optim.learning_rate=$LR")
@@ -170,13 +165,27 @@ fi
 read -r -a extra <<<"${EXTRA:-}"
 flags+=(${extra[@]+"${extra[@]}"} "$@")
 read -r -a environment <<<"${ENVIRONMENT:-}"
+python=${PYTHON:-venv/bin/python}
+
+# Before gigabytes are copied for a run that cannot start.
+say "== config"
+# shellcheck disable=SC2016
+on_host '
+  cd "$1"; run=$2 sha=$3 python=$4; shift 4
+  PYTHONPATH=source/$sha PYTHONSAFEPATH=1 "$python" -m scripts.dispatch.record --run="$run" \
+    --sha="$sha" --dirty=0 --host= --ticket= --phase= -- "$@" >/dev/null
+' "$remote" "$run" "$sha" "$python" "${flags[@]}"
+
+say "== models"
+[ -z "${TEACHER:-}" ] || stage TEACHER "$TEACHER"
+[ -z "${STUDENT:-}" ] || stage STUDENT "$STUDENT"
 
 say "== start: $run"
 # start.sh answers with dispatch.json on standard output, or refuses with status 2.
 # shellcheck disable=SC2016
 answer=$(
   on_host 'cd "$1"; shift; exec bash "source/$1/scripts/dispatch/start.sh" "$@"' \
-    "$remote" "$sha" "$run" "${PYTHON:-venv/bin/python}" "$HOST" "$dirty" "${TICKET:-}" \
+    "$remote" "$sha" "$run" "$python" "$HOST" "$dirty" "${TICKET:-}" \
     "${PHASE:-}" "${#environment[@]}" ${environment[@]+"${environment[@]}"} "${flags[@]}"
 )
 if [ "${DRY_RUN:-0}" = 1 ]; then

@@ -28,7 +28,9 @@ sha256() {
 # Sets ssh_command and remote from HOST, SSH_USER (or a USER that is not the login's own), PORT,
 # SSH_OPTIONS and REMOTE.
 locate() {
-  : "${HOST:?set HOST to a name that ssh reaches}"
+  [ -n "${HOST:-}" ] ||
+    die 2 "HOST is not set: give a name that ssh reaches, as in HOST=gpu1 $0 RUN. (GX10_HOST and \
+the like are aprender's: docs/dispatch.md says what they are called here.)"
   # shellcheck disable=SC2034 # by who sources this
   remote=${REMOTE:-kdjax}
   local options=() login=${SSH_USER:-}

@@ -21,7 +21,7 @@ run=$1
 check_run_name "$run"
 locate
 evidence=${EVIDENCE:-$root/runs/dispatch/$run}
-shown='^(== started|step |held-out |checkpoint |error|warning|saved;|done:|stopping )|F-DISTILL-|[Ee]rror|Traceback|loss|[Ii]nterrupt|(finished|interrupted|failed) after|[Kk]illed|nothing to do'
+shown='^(== started|step |held-out |checkpoint |error| *warning|saved;|done:|stopping )|F-DISTILL-|steps would take|[Ee]rror|Traceback|loss|[Ii]nterrupt|(finished|interrupted|failed) after|[Kk]illed|nothing to do'
 
 # Streams the log from byte $3 on until the run ended; exits with its status. The log is looked at
 # again after the end was seen: the last lines come before it.
