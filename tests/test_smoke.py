@@ -225,6 +225,31 @@ def test_alpha_and_temperature_decide():
     assert judged(worse_teacher, better_text, alpha=0.5, temperature=4.6)["verdict"] == "FAIL"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ((1.0, 0.06), (1.4, 0.04), "rose from 1.0000 to 1.4000"),  # of the 7B shape at T = 4
+        ((1.0, 0.06), (0.9, 0.04), None),
+        ((1.0, 0.06), (1.4, 0.08), None),  # the verdict says FAIL
+    ],
+)
+def test_a_student_that_leaves_its_teacher_is_warned_of(before, after, words, capsys):
+    """While the loss falls: at T = 4 the divergence may fall and the KL at T = 1 rise."""
+    config = Config()
+    config.smoke.steps, config.loss.temperature, config.loss.alpha = 1, 4.0, 0.0
+    judge = Verdict(config)
+    judge.train_begin(Run(Path("."), 0, 1, 64, 1.0, None, 1, {}))
+    for step, (kl, divergence) in enumerate((before, after)):
+        figures = dict(loss=16 * divergence, student_ce=2.0, kl=kl, divergence=divergence)
+        judge.eval_end(step, figures)
+    judge.step_end(StepRecord(1, {}, 1.0, {}))
+    warning = judge.outcome(None)["warning"]
+    judge.train_end("finished", None)
+    printed = capsys.readouterr().out
+    assert (warning is None) == (words is None) == ("  warning: the trained loss" not in printed)
+    assert warning is None or (words in warning and "loss.temperature=4 and" in warning)
+
+
 def test_the_projection_is_the_median_step_times_the_run():
     outcome = judged(
         ce_kl(2.0, 0.1), ce_kl(1.0, 0.1), steps=4, done=4, seconds=(90.0, 1.0, 9.0, 2.0)

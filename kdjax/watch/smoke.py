@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from kdjax.config import Config
+from kdjax.config import Config, LossConfig
 from kdjax.training.hooks import Action, Hook, NonFiniteError, Run, StepRecord, kl_names
 from kdjax.watch.writers import format_seconds
 
@@ -54,6 +54,7 @@ class Verdict(Hook):
             "steps": len(self._seconds),
             "before": before and _select(before),
             "after": after and _select(after),
+            "warning": _warn(before, after, self._config.loss),
             "median_step_seconds": median,
             "full_run_steps": total,
             "projected_seconds": median and median * total,
@@ -79,6 +80,8 @@ class Verdict(Hook):
                 if name in before
             )
             lines.append("  held-out: " + "  ".join(moves))
+        if outcome["warning"]:
+            lines.append(f"  warning: {outcome['warning']}")
         if median := outcome["median_step_seconds"]:
             lines.append(
                 f"  {outcome['steps']} steps, median {median:.4f} s a step "
@@ -93,6 +96,24 @@ class Verdict(Hook):
 def _select(figures: Mapping[str, float]) -> dict[str, float]:
     names = ("loss", "student_ce", *kl_names(figures))  # the last two only with a teacher
     return {name: figures[name] for name in names if name in figures}
+
+
+def _warn(
+    before: Mapping[str, float] | None, after: Mapping[str, float] | None, loss: LossConfig
+) -> str | None:
+    """That the student leaves its teacher although what is trained falls."""
+    if before is None or after is None:
+        return None
+    kl = kl_names(before)[0]
+    if not after.get(kl, 0.0) > before.get(kl, 0.0) or not after["loss"] < before["loss"]:
+        return None
+    return (
+        f"the trained loss fell and the held-out KL at T = 1 rose from {before[kl]:.4f} to "
+        f"{after[kl]:.4f}: the student's own predictions move away from the teacher's. "
+        f"loss.temperature={loss.temperature:g} and loss.alpha={loss.alpha:g} train something "
+        "else; --config.loss.temperature=1 trains that KL, a lower --config.loss.alpha weighs the "
+        "teacher more than the text."
+    )
 
 
 def _judge(
