@@ -18,6 +18,7 @@ from test_run import Recorder, go
 
 from kdjax.data import pipeline, teacher_cache
 from kdjax.errors import UserError
+from kdjax.formats.locks import LockedError
 from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
 from kdjax.training.teachers import CachedHidden, CachedTopK
@@ -113,8 +114,9 @@ from kdjax.data import teacher_cache
 spec = teacher_cache.CacheSpec(**eval(sys.argv[2]))
 teacher_cache.SHARD_BYTES = 4 * spec.record.itemsize
 def produce(rows):
+    yield np.zeros(len(rows[:1]), spec.record)
     time.sleep(60 if rows.start == 8 else 0)
-    yield np.zeros(len(rows), spec.record)
+    yield np.zeros(len(rows[1:]), spec.record)
 teacher_cache.write(Path(sys.argv[1]), spec, produce)
 """
 
@@ -128,6 +130,8 @@ def test_a_killed_writer_leaves_whole_shards_and_is_continued(tmp_path, small_sh
         while not (index.exists() and len(json.loads(index.read_text())["shards"]) == 2):
             assert child.poll() is None
             time.sleep(0.02)
+        with pytest.raises(LockedError, match=rf"in use by process {child.pid} .* another --out"):
+            teacher_cache.write(tmp_path, SPEC, produce)
     finally:
         child.kill()  # SIGKILL, inside the third shard
         child.wait()
@@ -135,11 +139,15 @@ def test_a_killed_writer_leaves_whole_shards_and_is_continued(tmp_path, small_sh
 
     def rest(rows):
         starts.append(rows.start)
-        return produce(rows)
+        yield np.zeros(len(rows), SPEC.record)
 
+    (tmp_path / f".shard-00002.bin.{child.pid}.tmp").touch()  # made, or about to be
     teacher_cache.write(tmp_path, SPEC, rest)
     assert starts == [8]
-    same_bytes(teacher_cache.open_cache(tmp_path, SPEC).heldout[2], 9)
+    teacher_cache.write(tmp_path / "fresh", SPEC, rest)
+    fresh = {path.name: path.read_bytes() for path in (tmp_path / "fresh").iterdir()}
+    assert len(fresh) == 4
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == fresh
 
 
 @pytest.mark.parametrize("how", ["altered", "truncated", "missing"])

@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -212,6 +213,41 @@ def test_marks_of_the_template_in_plain_text_have_their_own_advice(tokenizer, ca
 
 
 # --- documents ----------------------------------------------------------------------------------
+
+
+KILLED_MAKER = """
+import os, sys
+from pathlib import Path
+from kdjax.data import rows
+from kdjax.models.tokenizer import load_tokenizer
+rows._check_sides = lambda *_: os.kill(os.getpid(), 9)  # all is written, nothing renamed
+tokenizer = load_tokenizer(sys.argv[1])
+settings = rows.RowSettings(sys.argv[2], "", tokenizer, 7, 0.5, int(sys.argv[3]), max_segments=32)
+rows.prepare_rows(settings, Path(sys.argv[4]))
+"""
+
+
+def test_what_killed_makers_of_rows_leave_is_removed(tmp_path, tokenizer, models):
+    """By the next one, whose rows are those of a fresh cache; a live maker's folder stays."""
+    text, cache = tmp_path / "text", tmp_path / "cache"
+    text.mkdir()
+    for i in range(20):
+        (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n")
+    command = [sys.executable, "-c", KILLED_MAKER, str(models / "student.gguf"), str(text)]
+    for _ in range(2):
+        killed = [*command, str(END), str(cache)]
+        ended = subprocess.run(killed, cwd=Path(__file__).parents[1], timeout=60)
+        assert ended.returncode == -9
+        (left,) = [path for path in cache.iterdir() if path.is_dir()]  # the second removed one
+        assert sorted(path.name for path in left.iterdir()) == ["heldout", "train"]
+    with rows._make_aside(cache) as alive:
+        made = prepare(tmp_path, tokenizer, str(text))
+        assert sorted(cache.glob(".making-*")) == [alive, alive.with_suffix(".lock")]
+    assert [path.name for path in cache.iterdir()] == [made.key]
+    (tmp_path / "other").mkdir()
+    prepare(tmp_path / "other", tokenizer, str(text))
+    for path in (cache / made.key).rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "other" / path.relative_to(tmp_path)).read_bytes()
 
 
 def test_files_of_patterns(tmp_path):
@@ -520,7 +556,7 @@ def test_cache_is_by_content(tokenizer, tmp_path, monkeypatch):
     first = prepare(tmp_path, tokenizer, str(tmp_path / "t"))
     calls = []
     real = rows._pack_sides
-    monkeypatch.setattr(rows, "_pack_sides", lambda *args: (calls.append(1), real(*args)))
+    monkeypatch.setattr(rows, "_pack_sides", lambda *args: calls.append(1) or real(*args))
     assert prepare(tmp_path, tokenizer, str(tmp_path / "t")).key == first.key and not calls
     keys = {first.key}
     for change in (

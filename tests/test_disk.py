@@ -104,14 +104,15 @@ def test_output_that_nobody_can_keep_is_one_line():
 
 
 class FillingUp(Recorder):
-    """No file can grow once `step` is done."""
+    """No file can grow once `step` is done and `wait` has returned."""
 
-    def __init__(self, step, stack, size=20_000):
+    def __init__(self, step, stack, wait, size=20_000):
         super().__init__()
-        self.step, self.stack, self.size = step, stack, size
+        self.step, self.stack, self.wait, self.size = step, stack, wait, size
 
     def step_end(self, record):
         if record.step == self.step:
+            self.wait()
             self.stack.enter_context(no_file_beyond(self.size))
         return super().step_end(record)
 
@@ -123,8 +124,14 @@ def test_a_save_that_does_not_fit_loses_nothing(tiny_config, tmp_path, capfd):
     go(tiny_config, tmp_path / "straight", straight, job=job)
     workdir = tmp_path / "full"
     capfd.readouterr()
+
+    def wait_for_step_5():  # the save in the background
+        deadline = time.monotonic() + 60
+        while _steps(workdir) != ["5"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     with contextlib.ExitStack() as stack:
-        full = FillingUp(7, stack)
+        full = FillingUp(7, stack, wait_for_step_5)
         again = start_over(job, workdir)
         with pytest.raises(WriteError, match=r"full/checkpoints cannot be written: File too large"):
             go(tiny_config, workdir, full, job=again)

@@ -12,8 +12,8 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ import numpy as np
 from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.formats.files import writing
+from kdjax.formats.locks import LOCK, LockedError, locking
 from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -30,6 +31,7 @@ _log = logging.getLogger("kdjax")
 FORMAT = 2  # raise when the same inputs would give other bytes
 COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
+_ASIDE = ".making-"  # before the names of folders in the making
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
 
 
@@ -279,15 +281,17 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
     files = settings.find_files()
     key, row_length = rows_key(settings, files), settings.seq_len + 1
     folder = cache_dir / key
+    _remove_unfinished(cache_dir)
     if (rows := _open_rows(folder, row_length, key)) is not None:
         return rows
     with writing(folder):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".making-", dir=cache_dir))
-        writers: list[_SideWriter] = []
-        try:
+        with _make_aside(cache_dir) as aside, contextlib.ExitStack() as writing_files:
+            writers = []
             for side in _SIDES:
-                writers.append(_SideWriter(aside / side, row_length, settings.max_segments))
+                writer = _SideWriter(aside / side, row_length, settings.max_segments)
+                writing_files.callback(writer.close)
+                writers.append(writer)
             apart = _pack_sides(writers, settings, files)
             info = _check_sides(writers, settings, apart)
             (aside / "meta.json").write_text(json.dumps(info, indent=1))
@@ -297,13 +301,33 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
             except OSError:
                 if not folder.is_dir():  # else another process was first, with the same bytes
                     raise
-        finally:
-            for writer in writers:
-                writer.close()
-            shutil.rmtree(aside, ignore_errors=True)
     rows = _open_rows(folder, row_length, key)
     assert rows is not None, folder
     return rows
+
+
+@contextlib.contextmanager
+def _make_aside(cache_dir: Path) -> Iterator[Path]:
+    """A folder for rows in the making, gone afterwards; the lock beside it ends with its maker."""
+    aside = cache_dir / f"{_ASIDE}{secrets.token_hex(6)}"
+    with locking(aside.with_suffix(LOCK), ""):
+        aside.mkdir()
+        try:
+            yield aside
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_unfinished(cache_dir: Path) -> None:
+    """Removes what makers left that were killed."""
+    for aside in {left.with_suffix("") for left in cache_dir.glob(f"{_ASIDE}*")}:
+        # A live maker holds its lock; in somebody else's folder nothing can be locked or removed.
+        with (
+            contextlib.suppress(OSError, LockedError),
+            locking(aside.with_suffix(LOCK), "") as held,
+        ):
+            if held:
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files) -> int:

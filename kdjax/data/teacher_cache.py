@@ -6,6 +6,7 @@ were made of, lists the finished shards, and says `complete` once all shards are
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import MissingFileError, UserError, WriteError
-from kdjax.formats.files import replacing, writing
+from kdjax.formats.files import remove_leftovers, replacing, writing
+from kdjax.formats.locks import LOCK, locking
 
 _log = logging.getLogger("kdjax")
 
@@ -167,10 +169,20 @@ def write(
 
     Each shard is written aside, hashed and renamed, then listed: a writer that is killed continues
     at the first shard that is not listed, or is not as listed. Returns names and SHA-256s. Raises
-    `UserError` for a folder with another cache, `WriteError` for a disk without room.
+    `UserError` for a folder with another cache, `LockedError` for one that another process writes,
+    `WriteError` for a disk without room.
     """
-    with writing(folder / INDEX):
-        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        with writing(folder / INDEX):
+            folder.mkdir(parents=True, exist_ok=True)
+            if held.enter_context(locking(folder / LOCK, "give another --out")):
+                remove_leftovers(folder)
+        return _write_missing(folder, spec, produce)
+
+
+def _write_missing(
+    folder: Path, spec: CacheSpec, produce: Callable[[range], Iterable[np.ndarray]]
+) -> dict[str, str]:
     done = _find_finished(folder, spec)
     shards = {_shard_name(i): rows for i, rows in enumerate(spec.shards)}
     missing = {name: rows for name, rows in shards.items() if name not in done}

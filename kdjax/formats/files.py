@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -162,3 +163,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):  # of the folder, which the error names already
                 temporary.unlink(missing_ok=True)
             raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what kills left of `replacing`; for who holds the folder's lock."""
+    for left in folder.glob(".*.tmp"):
+        if re.fullmatch(r"\..+\.\d+\.tmp", left.name):
+            left.unlink(missing_ok=True)

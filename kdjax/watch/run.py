@@ -11,7 +11,7 @@ from kdjax.config import Config, flatten, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
-from kdjax.formats.files import writing
+from kdjax.formats.files import remove_leftovers, writing
 from kdjax.formats.locks import LOCK, locking
 from kdjax.formats.saved import saved_steps
 from kdjax.hub import fetch_files
@@ -71,7 +71,8 @@ def _distill(
         if jax.process_index() == 0:  # of several processes the first holds the workdir for all
             with writing(workdir / LOCK):
                 workdir.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locking(workdir / LOCK, "give another --workdir"))
+                if held.enter_context(locking(workdir / LOCK, "give another --workdir")):
+                    remove_leftovers(workdir)
         cluster.check_agreement("config", flatten(config))
         cluster.check_shared(workdir)
         checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
