@@ -18,7 +18,7 @@ def get_config() -> Config:
     config = Config()
     config.student.path, config.student.init = str(demo.TEACHER_SHAPE), "random"
     config.student.remat = "none"
-    config.data.tokenizer = str(demo.STUDENT)
+    config.data.tokenizer = str(demo.STUDENT_SHAPE)
     config.data.train, config.data.heldout = demo.training_text(), demo.heldout_text()
     config.data.seq_len, config.data.max_segments = 512, 16
     config.loss.alpha, config.loss.chunk_tokens = 1.0, 32_768

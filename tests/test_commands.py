@@ -121,8 +121,11 @@ def test_a_bug_keeps_its_traceback():
         (["trian"], "trian: no such command. Did you mean train?"),
         (["evaluate", "x", "--jsn=y"], "--jsn=y. Did you mean --json?"),
         (["train", "--config=demo", "--workdri=x"], "Did you mean --workdir?"),
-        (["train", "--config=dmo"], "demo, demo_teacher.* Did you mean demo?"),
-        (["train", "--config=demo:x"], "configs/demo.py:x: no such kind; expected 'baseline'"),
+        (["train", "--config=dmo"], "demo, demo_student, demo_teacher.* Did you mean demo?"),
+        (
+            ["train", "--config=demo:x"],
+            "configs/demo.py:x: no such kind; expected one of 'bas",
+        ),
         (["train", "--config=demo_teacher:x"], "takes 0 positional arguments"),
         (["train"], "--config is missing: a file, or one of demo, "),
         (
@@ -172,7 +175,7 @@ def test_a_name_is_a_file_that_comes_with_kdjax(monkeypatch, tmp_path):
     assert run_of("--config=demo:baseline").name == "demo-baseline"
     assert run_of("--config=demo:baseline").config == run_of("--config=configs/demo.py:baseline")[1]
     monkeypatch.chdir(tmp_path)
-    assert run_of("--config=demo").config.train.steps == 600
+    assert run_of("--config=demo").config.train.steps == 350
     (tmp_path / "mine.py").write_text("import os\n\n\ndef get_config():\n    1 / 0\n")
     with pytest.raises(UserError, match=r"mine.py:5: ZeroDivisionError: division by zero"):
         run_of("--config=mine.py")

@@ -54,7 +54,7 @@ def shapes(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((demo.STUDENT / name).read_bytes())
+        (folder / name).write_bytes((demo.STUDENT_SHAPE / name).read_bytes())
     return folder
 
 
@@ -195,8 +195,8 @@ def test_bits_per_byte_are_the_nats_over_the_bytes_of_the_targets(alone, tmp_pat
     (folder / "one.py").write_text(text)
     alone.data.heldout, alone.eval.rows = str(folder), 0
     job = assemble(alone, tmp_path)
-    first = load_tokenizer(demo.STUDENT).encode(text)[0]
-    opening = load_tokenizer(demo.STUDENT).decode([first])
+    first = load_tokenizer(demo.STUDENT_SHAPE).encode(text)[0]
+    opening = load_tokenizer(demo.STUDENT_SHAPE).decode([first])
     assert job.heldout_bytes == len(text.encode()) - len(opening.encode())
     batches = [(8.0, 6.0, 1.0, 1.0, 1.0, 3.0), (4.0, 2.0, 1.0, 1.0, 0.0, 1.0)]
     figures = held_out_figures([_sums(*b) for b in batches], KDLoss(), covered=6)
@@ -213,7 +213,7 @@ def _sums(*values):
 
 
 def test_token_bytes_add_up_to_the_text():
-    tokenizer = load_tokenizer(demo.STUDENT)
+    tokenizer = load_tokenizer(demo.STUDENT_SHAPE)
     text = "  def f(x):\n\treturn 'ß€😀' # 漢\r\n"
     sizes = tokenizer.token_bytes
     assert sizes[tokenizer.encode(text)].sum() == len(text.encode())

@@ -1,8 +1,8 @@
-"""The embedded demo: a small teacher of Python, a student's shape, and this machine's own text.
+"""The embedded demo: a small teacher of Python, a smaller student, and this machine's own text.
 
-The teacher's model card is `teacher.md`, beside it. Text is the standard library of the running
-Python; the modules of `HELD_OUT` were kept out of the teacher's training, and are out of the
-student's.
+The models' cards, `teacher.md` and `student.md`, are beside them. Text is the standard library of
+the running Python; the modules of `HELD_OUT` were kept out of the training of both, and are out of
+the demo's.
 """
 
 import glob
@@ -13,7 +13,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 TEACHER = FOLDER / "teacher.gguf"
 TEACHER_SHAPE = FOLDER / "teacher"  # config.json: what the teacher was before it was trained
-STUDENT = FOLDER / "student"  # config.json and the tokenizer of both
+STUDENT = FOLDER / "student.gguf"
+STUDENT_SHAPE = FOLDER / "student"  # config.json and the tokenizer of both
 
 HELD_OUT = (
     "argparse",

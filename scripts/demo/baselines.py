@@ -59,7 +59,7 @@ def stream(texts: Iterable[str], tokenizer: Tokenizer) -> list[np.ndarray]:
 
 def ngram(folder: Path) -> dict[str, Any]:
     """The 5-gram model, on every target that the teacher is measured on."""
-    tokenizer = load_tokenizer(demo.STUDENT)
+    tokenizer = load_tokenizer(demo.STUDENT_SHAPE)
     sizes, end = tokenizer.token_bytes, tokenizer.end_of_text_id
     assert sizes is not None
     train = np.concatenate(stream(training_texts(folder), tokenizer))

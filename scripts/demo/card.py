@@ -1,11 +1,12 @@
-"""Measures the demo's teacher and writes its card, every figure from a file or a measurement.
+"""Measures a model of the demo and writes its card, every figure from a file or a measurement.
 
-    python -m scripts.demo.card RUN --gguf=teacher.gguf --text=TEXT --baselines=FILE \
-      --out=teacher.md
+    python -m scripts.demo.card RUN --gguf=teacher.gguf --type=q4_k_m --text=TEXT \
+      --baselines=FILE --out=teacher.md
+    python -m scripts.demo.card RUN --gguf=student.gguf --type=q8_0 --text=TEXT --out=student.md
 
-RUN is the teacher's workdir, TEXT the folder of scripts/demo/text.py, FILE what
+RUN is the model's workdir, TEXT the folder of scripts/demo/text.py, FILE what
 scripts/demo/baselines.py wrote. `--manifest` says which packages a corpus is made of: the card
-counts their licences, and packages.txt beside it names each.
+counts their licences, and packages.txt (student_packages.txt) beside it names each.
 """
 
 import argparse
@@ -63,25 +64,28 @@ def card(args: argparse.Namespace) -> str:
     """The card's text."""
     receipt = json.loads((args.run / "receipt.json").read_text())
     length = receipt["config"]["data"]["seq_len"]
+    role = args.out.stem
+    listed = args.out.with_name("packages.txt" if role == "teacher" else f"{role}_packages.txt")
     runtime.configure()
     known = {
+        "role": role,
+        "kind": args.type,
         "gguf": args.gguf.name,
         "gguf_bytes": args.gguf.stat().st_size,
         "gguf_sha256": hashlib.sha256(args.gguf.read_bytes()).hexdigest(),
         "types": block_types(args.gguf),
         "spec": spec_from_table(open_table(args.gguf)),
-        "student_rows": json.loads((demo.STUDENT / "config.json").read_text())["vocab_size"],
+        "student_rows": json.loads((demo.STUDENT_SHAPE / "config.json").read_text())["vocab_size"],
         "tokenizer_sha256": hashlib.sha256(
-            (demo.STUDENT / "tokenizer.json").read_bytes()
+            (demo.STUDENT_SHAPE / "tokenizer.json").read_bytes()
         ).hexdigest(),
         "receipt": receipt,
         "f32": figures(str(args.run) + "@dequant:float32", args.text, length),
-        "q4": figures(str(args.gguf) + "@dequant:float32", args.text, length),
+        "quantized": figures(str(args.gguf) + "@dequant:float32", args.text, length),
         "text": json.loads((args.text / "text.json").read_text()),
-        "baselines": json.loads(args.baselines.read_text()),
-        "packages": packages(args.manifest, args.out.with_name("packages.txt"))
-        if args.manifest
-        else None,
+        "baselines": json.loads(args.baselines.read_text()) if args.baselines else None,
+        "packages": packages(args.manifest, listed) if args.manifest else None,
+        "packages_file": listed.name,
     }
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(known) + "\n"
@@ -91,8 +95,10 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("run", type=Path)
-    for name in ("gguf", "text", "baselines", "out"):
+    for name in ("gguf", "text", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--type", required=True, help="that the file was exported as")
+    parser.add_argument("--baselines", type=Path)
     parser.add_argument("--manifest", type=Path)
     args = parser.parse_args()
     args.out.write_text(card(args), "utf-8")

@@ -63,6 +63,6 @@ for file in ${corpus//,/ }; do
       && manifest=("--manifest=$(dirname "$file")/manifest.json") ;;
   esac || true
 done
-"$PYTHON" -m scripts.demo.card "$WORK/run" --gguf="$out/teacher.gguf" --text="$WORK/text" \
+"$PYTHON" -m scripts.demo.card "$WORK/run" --gguf="$out/teacher.gguf" --type=q4_k_m --text="$WORK/text" \
   --baselines="$WORK/baselines.json" --out="$out/teacher.md" "${manifest[@]}"
 say "done: $out"

@@ -1,12 +1,14 @@
-"""The demo teacher's training text: this Python's standard library and a corpus, nothing held out.
+"""The training text of the demo's models: this Python's standard library and a corpus.
 
     python -m scripts.demo.text /tmp/demo/text --corpus=corpus/train.jsonl
+    python -m scripts.demo.text /tmp/demo/text --corpus=corpus/train.jsonl --without-library
 
 Writes train.jsonl ({"text": ..., "source": ...} a line), heldout/ (copies of the held-out modules)
 and text.json, which says what went in and what was left out. The corpus is a .jsonl of the same
 form, or a .tar, compressed or not, that holds a train.jsonl. A document is left out if it is named
 as a held-out module or shares `MOST` or more long lines with them all, which is how backports and
-vendored copies show.
+vendored copies show. `--without-library` is for the student, who shall meet the library in the demo
+only: of it nothing is taken, nor a document that has `SHARE` or more of its long lines from it.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from typing import Any
 from kdjax import demo
 
 LONG, MOST = 30, 4  # characters that make a line tell; distinct such lines that make a copy
+SHARE = 0.1  # of a document's long lines
 LARGEST = 200_000  # bytes; beyond it files are mostly tables
 
 
@@ -65,7 +68,7 @@ def corpus(path: Path) -> Iterator[tuple[str, str]]:
             yield record.get("source", ""), record["text"]
 
 
-def write(out: Path, corpora: list[Path]) -> dict[str, Any]:
+def write(out: Path, corpora: list[Path], with_library: bool = True) -> dict[str, Any]:
     """Writes the files; returns what `text.json` says."""
     held_files = demo.heldout_files()
     (out / "heldout").mkdir(parents=True, exist_ok=True)
@@ -73,16 +76,23 @@ def write(out: Path, corpora: list[Path]) -> dict[str, Any]:
         name = path.relative_to(demo.standard_library()).as_posix().replace("/", "_")
         shutil.copyfile(path, out / "heldout" / name)
     held = set().union(*(telling_lines(path.read_text("utf-8")) for path in held_files))
-    sources = {"cpython": library(), **{path.name: corpus(path) for path in corpora}}
+    sources = {path.name: corpus(path) for path in corpora}
+    unwanted: set[str] = set()
+    if with_library:
+        sources = {"cpython": library(), **sources}
+    else:
+        unwanted.update(*(telling_lines(text) for _, text in library()))
     counts = {name: {"documents": 0, "bytes": 0} for name in sources}
     dropped: list[dict[str, Any]] = []
     digest = hashlib.sha256()
     with (out / "train.jsonl").open("w", encoding="utf-8") as file:
         for name, found in sources.items():
             for source, text in found:
-                shared = len(telling_lines(text) & held)
-                if is_named_as_held_out(source) or shared >= MOST:
-                    dropped.append({"source": source, "lines_shared": shared})
+                lines = telling_lines(text)
+                shared, copied = len(lines & held), len(lines & unwanted)
+                is_copy = copied >= MOST and copied >= SHARE * len(lines)
+                if is_named_as_held_out(source) or shared >= MOST or is_copy:
+                    dropped.append({"source": source, "lines_shared": max(shared, copied)})
                     continue
                 line = json.dumps({"text": text, "source": source}) + "\n"
                 digest.update(line.encode())
@@ -107,8 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--corpus", type=Path, action="append", default=[])
+    parser.add_argument("--without-library", action="store_true", help="for the student")
     args = parser.parse_args()
-    said = write(args.out, args.corpus)
+    said = write(args.out, args.corpus, not args.without_library)
     (args.out / "text.json").write_text(json.dumps(said, indent=1) + "\n")
     print(f"{said['counts']}; {len(said['dropped'])} documents left out")
 
