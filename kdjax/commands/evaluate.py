@@ -3,8 +3,9 @@
     kdjax evaluate runs/a --data=corpus/heldout --teacher=teacher.gguf@q4k
     kdjax evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl --json=out.json
 
-TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, or a Hugging
-Face folder. FORM is dequant (the default), q4k or fp8, then nothing or :bfloat16 or :float32.
+TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, a Hugging
+Face folder, or hf:ORG/REPO[/FILE] of the Hub. FORM is dequant (the default), q4k or fp8, then
+nothing or :bfloat16 or :float32.
 """
 
 import argparse

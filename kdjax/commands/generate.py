@@ -3,9 +3,9 @@
     kdjax generate model.gguf@q4k --prompt='def fibonacci(n):' --max-tokens=64
     kdjax generate runs/demo --prompt='import '
 
-MODEL is a GGUF or .apr file, a Hugging Face folder, a run's workdir (its newest checkpoint) or a
-step folder of one. After it `@dequant` (the default), `@q4k`, `@fp8` or `@fp8_precise` says how the
-weights are kept, then nothing or `:bfloat16` or `:float32`.
+MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the Hub, a run's workdir
+(its newest checkpoint) or a step folder of one. After it `@dequant` (the default), `@q4k`, `@fp8`
+or `@fp8_precise` says how the weights are kept, then nothing or `:bfloat16` or `:float32`.
 """
 
 import sys

@@ -167,6 +167,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens a GGUF, .apr or safetensors file, a Hugging Face folder, or a run's workdir or step.
 
+    An `hf:` path of these is downloaded first (`kdjax.hub`).
+
     A folder with `checkpoints/` is a workdir, of which the newest step counts. A step has neither
     architecture nor tokenizer: they come from the student that its run began with, which is
     `student` or what the run's receipt names. `tokenizer` names another file or folder for the

@@ -265,6 +265,8 @@ def load(
 ) -> Model:
     """Opens and loads a model: a GGUF, .apr or safetensors file, a folder, or a run's workdir.
 
+    `hf:ORG/REPO[/FILE]` is one of the Hugging Face Hub, downloaded if its cache has it not.
+
     `weights`, `dtype` and `compute_dtype` are as `load_model` takes them. Rows of a batch are split
     over `devices` (default: the first alone), parameters are on each. Raises `UserError` for what
     is missing, damaged or of an unknown architecture.
