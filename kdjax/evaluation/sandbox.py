@@ -121,9 +121,9 @@ def _run(
         }
         reader, writer = os.pipe()
         command = [os.path.realpath(sys.executable), "-I", "-S", str(_JAIL), str(writer)]
-        if wall == BUBBLEWRAP:
-            command = [*_bubblewrap(scratch, limits.scratch_bytes, paths), *command]
         try:
+            if wall == BUBBLEWRAP:
+                command = [*_bubblewrap(scratch, limits.scratch_bytes, paths), *command]
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
