@@ -19,6 +19,8 @@ from kdjax import demo
 from kdjax.config import Config
 from kdjax.errors import UserError
 
+SUITS_CPU = True  # a GPU that JAX does not use is said, and no error
+
 
 class Kind(NamedTuple):
     """What differs between the kinds; the rates are the best that were tried for each."""

@@ -27,6 +27,7 @@ from kdjax.errors import (
     reporting,
     status_of,
 )
+from kdjax.training.job import ask_kinds
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -190,6 +191,24 @@ def test_the_environment_is_in_the_config(monkeypatch):
     monkeypatch.setenv("KDJAX_TEACHER_BACKEND", "cuda")
     with pytest.raises(UserError, match=r"BACKEND='cuda': must be one of auto, dequant"):
         run_of("--config=demo")
+
+
+def test_a_backend_that_would_be_ignored_is_refused(tmp_path):
+    """Beside a cache, and under the name that it had in the earlier system."""
+    config = Config()
+    config.teacher.path, config.teacher.cache = "teacher.gguf", str(tmp_path)
+    parsing.apply_environment(config, {"KDJAX_TEACHER_BACKEND": "q4k"})
+    with pytest.raises(UserError, match=r"with the teacher backend 'q4k' .*KDJAX_TEACHER_BACKEND"):
+        ask_kinds(config)
+    names = {"cublas": "dequant", "realizar": "q4k", "auto": "auto", "else": "auto"}
+    for old, new in names.items():
+        with pytest.raises(UserError) as error:
+            parsing.apply_environment(config, {"APR_DISTILL_TEACHER_BACKEND": old})
+        assert f"Set KDJAX_TEACHER_BACKEND={new} in its place" in str(error.value)
+        assert "one of auto, dequant, q4k" in str(error.value)
+    both = {"APR_DISTILL_TEACHER_BACKEND": "cublas", "KDJAX_TEACHER_BACKEND": "dequant"}
+    parsing.apply_environment(config, both)
+    assert config.teacher.backend == "dequant"
 
 
 def test_what_the_shipped_configs_train_with():

@@ -438,7 +438,7 @@ def test_prompts_beyond_the_context_fail_alone(pair, tmp_path):
 @pytest.fixture
 def command(monkeypatch, tmp_path, capsys):
     """Runs the command; status, its JSON and what it printed."""
-    monkeypatch.setattr(runtime, "configure", lambda: None)
+    monkeypatch.setattr(runtime, "start", runtime.device_summary)
 
     def run(*arguments):
         out = tmp_path / "out.json"

@@ -212,7 +212,7 @@ def test_text_in_and_text_out(models):
 
 
 def test_the_command(models, monkeypatch, capsys):
-    monkeypatch.setattr(runtime, "configure", lambda: None)
+    monkeypatch.setattr(runtime, "start", runtime.device_summary)
     arguments = [f"{models}/teacher.gguf@q4k:float32", "--prompt=def f(", "--max-tokens=9"]
     assert command.main(arguments) == 0
     tokenizer = opened(f"{models}/teacher.gguf@q4k:float32").tokenizer

@@ -337,8 +337,7 @@ def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
 
 
 def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, capsys):
-    monkeypatch.setattr(command.runtime, "configure", lambda: command.runtime.Runtime)
-    monkeypatch.setattr(command.runtime.Runtime, "describe", lambda *_: [], raising=False)
+    monkeypatch.setattr("kdjax.device.runtime.start", lambda: None)
     monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(1e-6))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tiny_config.teacher.backend = "q4k"

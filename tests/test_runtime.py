@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -471,3 +472,91 @@ def test_precedence_of_the_environment_is_total():
         assert settings_.get(runtime.UNIFIED) == (None if unified else managed or None)
         seen += 1
     assert seen == 4 * 4 * 2
+
+
+# GPUs that JAX does not use.
+
+
+ON_CPU = runtime.Devices("cpu", "cpu", 1, None, None)
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    """Packages that are installed, and a JAX whose platform nobody has named."""
+    there = set()
+    monkeypatch.setattr(runtime, "_asked_platforms", lambda: None)
+    monkeypatch.setattr(runtime, "_installed", there.__contains__)
+    return there
+
+
+@pytest.mark.parametrize(
+    ("driver", "installed", "said"),
+    [
+        ("580.95.05", "", "no plugin for CUDA. To use them: pip install 'kdjax[cuda13]'. To run"),
+        ("550.54.15", "", "550.54.15 shows 2 GPUs, .* To use them: pip install 'kdjax[cuda12]'"),
+        (None, "", "the NVIDIA driver shows 2 GPUs, .* pip install 'kdjax[cuda13]'"),
+        (
+            "550.54.15",
+            "jax-cuda13-plugin",
+            "does not serve. To use them: pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt && "
+            "pip install 'kdjax[cuda12]'",
+        ),
+        ("580.95.05", "jax-cuda13-plugin", "jax-cuda13-plugin is installed: Unknown backend cuda"),
+    ],
+)
+def test_gpus_that_jax_leaves_idle_stop_a_run_with_what_mends_it(plugins, driver, installed, said):
+    plugins.add(installed)
+    with pytest.raises(UserError) as error:
+        runtime.refuse_idle_gpus(2, ON_CPU, driver=driver)
+    assert re.search(said.replace("[", r"\["), str(error.value)), error.value
+    assert "To run on the CPU: JAX_PLATFORMS=cpu." in str(error.value)
+
+
+def test_nothing_is_said_of_gpus_that_nobody_wants_or_that_are_used(plugins, monkeypatch):
+    runtime.refuse_idle_gpus(0, ON_CPU, driver=None)
+    runtime.refuse_idle_gpus(1, dataclasses.replace(ON_CPU, platform="gpu"), driver="580.1")
+    monkeypatch.setattr(runtime, "_asked_platforms", lambda: "cpu")
+    runtime.refuse_idle_gpus(1, ON_CPU, driver="580.1")
+
+
+def test_a_run_that_suits_a_cpu_says_it_and_goes_on(plugins, warnings_logged):
+    runtime.refuse_idle_gpus(1, ON_CPU, driver="580.95.05", suits_cpu=True)
+    (line,) = warnings_logged
+    assert "pip install 'kdjax[cuda13]'" in line and "goes on there" in line
+
+
+def test_only_devices_that_answered_count_as_gpus(not_started):
+    assert run(H200, H200)[0].gpus == 2
+    assert run(SILENT)[0].gpus == 0  # a library without a driver, as in some containers
+    assert run(H200, environ={"JAX_PLATFORMS": "cpu"})[0].gpus == 0
+
+
+def test_a_run_asks_whether_gpus_stay_idle(plugins, monkeypatch, tmp_path):
+    """`distill` and every command that starts JAX; the demo alone goes on."""
+    from kdjax.commands import parsing
+    from kdjax.config import Config
+    from kdjax.watch.run import distill
+
+    chosen = runtime.Runtime(DeviceMemory.DISCRETE, {}, ["x"], "off", gpus=1)
+    monkeypatch.setattr(runtime, "configure", lambda: chosen)
+    monkeypatch.setattr("kdjax.watch.run.validate", lambda _: None)
+    monkeypatch.setenv(runtime.PREALLOCATE, "false")
+    for begin in (lambda: distill(Config(), tmp_path / "run"), parsing.start_device):
+        with pytest.raises(UserError, match="JAX does not use them"):
+            begin()
+    assert not (tmp_path / "run").exists()
+    assert [parsing.load_config(name)[3] for name in ("demo", "qwen7b_0p5b")] == [True, False]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_a_platform_that_jax_cannot_start_on_is_one_message(platform):
+    code = "from kdjax.device import runtime; runtime.device_summary()"
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""},
+        timeout=120,
+    )
+    last = child.stderr.splitlines()[-1]
+    assert f"UserError: JAX_PLATFORMS={platform}: JAX cannot start there" in last

@@ -302,8 +302,7 @@ def _json_able(value: Any) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     request = check(parser().parse_args(argv))
-    runtime.configure()
-    print(runtime.device_summary(), file=sys.stderr)
+    print(runtime.start(), file=sys.stderr)
     document, status = evaluate(request)
     document = _json_able({**document, "status": status})
     try:

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--student", default="", metavar="PATH", help="what a checkpoint's run began with")
     add("--tokenizer", default="", metavar="PATH", help="instead of the model's own")
     args = parser.parse_args(argv)
-    runtime.configure()
+    runtime.start()
     target = open_target(args.model, args.student, args.tokenizer)
     tokenizer = target.checkpoint.tokenizer
     text = sys.stdin.read() if args.prompt == "-" else args.prompt

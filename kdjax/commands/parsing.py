@@ -33,6 +33,14 @@ from kdjax.errors import (
 from kdjax.formats import open_shapes
 
 BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
+# The same in the system that this one replaces, and its values.
+_OLD_VARIABLE = "APR_DISTILL_TEACHER_BACKEND"
+_OLD_BACKENDS = {
+    "cudatrainer": "dequant",
+    "cublas": "dequant",
+    "realizar-q4k": "q4k",
+    "realizar": "q4k",
+}
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 _FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
@@ -80,6 +88,7 @@ class Run(NamedTuple):
     config: Config  # with every `--config.field=value` and the environment in it
     name: str  # of the config, such as "demo" or "demo-baseline"
     downloads: dict[str, str]  # path in the shipped config: the command that brings it
+    suits_cpu: bool = False  # the config says so: a GPU that JAX does not use is no error
 
 
 def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
@@ -104,11 +113,11 @@ def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> Run:
     options, rest = parser.parse_known_args(argv)
     if not options.config:
         parser.error(f"--config is missing: a file, or one of {', '.join(shipped())}")
-    config, name, downloads = load_config(options.config)
+    config, name, downloads, suits_cpu = load_config(options.config)
     config = override(config, rest, parser)
     apply_environment(config, os.environ)
     validate(config)
-    return Run(options, config, name, downloads)
+    return Run(options, config, name, downloads, suits_cpu)
 
 
 # --- configs ------------------------------------------------------------------------------------
@@ -122,8 +131,10 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
 
 
-def load_config(text: str) -> tuple[Config, str, dict[str, str]]:
-    """The config that `FILE[:KIND]` or `NAME[:KIND]` returns, its name and its `DOWNLOADS`.
+def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
+    """The config that `FILE[:KIND]` or `NAME[:KIND]` returns, and its name.
+
+    Then what else the file may say: `DOWNLOADS`, and `SUITS_CPU`.
 
     Raises `MissingFileError` for a name that is no file and does not come with kdjax, `UserError`
     for a file that fails or returns no `Config`.
@@ -151,7 +162,7 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str]]:
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config() returned {config!r}; expected a kdjax Config.")
     name = f"{path.stem}-{kind}" if kind else path.stem
-    return config, name, module.get("DOWNLOADS", {})
+    return config, name, module.get("DOWNLOADS", {}), module.get("SUITS_CPU", False)
 
 
 def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
@@ -216,13 +227,20 @@ def _settings() -> str:
 def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
     """Puts KDJAX_TEACHER_BACKEND and KDJAX_ALLOW_DEGENERATE_KD into the config, over what it says.
 
-    Raises `UserError` for a value that neither knows. Nothing below the commands reads them.
+    Raises `UserError` for a value that neither knows, and for the first one's name in the earlier
+    system, which would else be ignored. Nothing below the commands reads them.
     """
+    valid = ", ".join(TEACHER_BACKENDS)
     if backend := environ.get(BACKEND_VARIABLE):
         if backend not in TEACHER_BACKENDS:
-            valid = ", ".join(TEACHER_BACKENDS)
             raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {valid}")
         config.teacher.backend = backend
+    elif old := environ.get(_OLD_VARIABLE):
+        new = _OLD_BACKENDS.get(old, "auto")
+        raise UserError(
+            f"found {_OLD_VARIABLE}={old}, which an earlier system read; expected "
+            f"{BACKEND_VARIABLE}, one of {valid}. Set {BACKEND_VARIABLE}={new} in its place."
+        )
     allowed = environ.get(DEGENERATE_VARIABLE)
     if allowed not in (None, "", "0", "1"):
         raise UserError(f"{DEGENERATE_VARIABLE}={allowed!r}: must be 1 or 0.")
@@ -269,10 +287,9 @@ def require_files(run: Run, *, headers: Path | None = None) -> Config:
 
 
 def start_device() -> None:
-    """Configures JAX, which claims no memory ahead of its use, and logs how."""
+    """Starts JAX, which claims no memory ahead of its use, and logs how."""
     os.environ.setdefault(runtime.PREALLOCATE, "false")
-    for line in runtime.configure().describe():
-        logging.getLogger("kdjax").info("%s", line)
+    runtime.start()
 
 
 def log_to_terminal() -> None:

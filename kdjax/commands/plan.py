@@ -8,7 +8,6 @@ enough. A run that does not fit ends with status 2 and the settings that
 would.
 """
 
-import logging
 import tempfile
 from pathlib import Path
 
@@ -21,10 +20,7 @@ from kdjax.commands.parsing import (
     start_device,
 )
 from kdjax.config import Config
-from kdjax.device import runtime
 from kdjax.errors import BAD_INPUT, FINISHED, reporting
-
-_log = logging.getLogger("kdjax")
 
 
 def show_plan(config: Config) -> bool:
@@ -32,7 +28,6 @@ def show_plan(config: Config) -> bool:
     from kdjax.training.job import survey
 
     start_device()
-    _log.info("%s", runtime.device_summary())
     plan = survey(config, whole=False)[2]
     print("\n".join(plan.lines()))
     return not plan.missing

@@ -71,10 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     config = run.config
     if not (workdir / "checkpoints").is_dir():  # a finished run may have lost its files
         config = require_files(run)
-    return train_and_report(config, open_workdir(workdir), run.options)
+    return train_and_report(config, open_workdir(workdir), run.options, suits_cpu=run.suits_cpu)
 
 
-def train_and_report(config: Config, workdir: Path, options: argparse.Namespace) -> int:
+def train_and_report(
+    config: Config, workdir: Path, options: argparse.Namespace, *, suits_cpu: bool = False
+) -> int:
     """Trains and says how the run ended; returns the exit status."""
     verdict = Verdict(config) if config.smoke.steps else None
     try:
@@ -84,6 +86,7 @@ def train_and_report(config: Config, workdir: Path, options: argparse.Namespace)
             config,
             workdir,
             verdict=verdict,
+            suits_cpu=suits_cpu,
             distributed=options.distributed,
             join_timeout=options.join_timeout,
         )

@@ -9,6 +9,7 @@ setting of the user's own always wins. Importing this module starts nothing.
 import ctypes
 import dataclasses
 import enum
+import importlib.metadata
 import logging
 import os
 import re
@@ -191,6 +192,7 @@ class Runtime:
     settings: Mapping[str, str]  # added to the environment; empty if JAX had already started
     reasons: Sequence[str]
     cache: str  # the compilation cache's folder, or why it is off
+    gpus: int = 0  # that the driver shows to this process
 
     def describe(self) -> list[str]:
         """Lines for the log."""
@@ -238,7 +240,8 @@ def configure(
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if kind is DeviceMemory.NONE:
         _keep_freed_memory(environ)
-    return Runtime(kind, settings, reasons, _compilation_cache(environ, cache_dir))
+    gpus = sum(device.total_bytes is not None for device in probed.devices)
+    return Runtime(kind, settings, reasons, _compilation_cache(environ, cache_dir), gpus)
 
 
 def _keep_freed_memory(environ: Mapping[str, str]) -> None:
@@ -325,8 +328,20 @@ class Devices:
 
 
 def device_summary() -> Devices:
-    """What JAX runs on; starts JAX if nothing did before."""
-    devices = jax.devices()
+    """What JAX runs on; starts JAX if nothing did before.
+
+    Raises `UserError` if JAX cannot start on the platform that JAX_PLATFORMS names.
+    """
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter for a plugin that is not there
+        if not (asked := _asked_platforms()):
+            raise
+        extra = _cuda_extra(_driver_version())
+        raise UserError(
+            f"JAX_PLATFORMS={asked}: JAX cannot start there ({error or 'it has no such plugin'}). "
+            f"Unset it, set JAX_PLATFORMS=cpu, or, for an NVIDIA GPU, pip install 'kdjax[{extra}]'."
+        ) from error
     first = jax.local_devices()[0]  # another process's device has no statistics here
     memory = (first.memory_stats() or {}).get("bytes_limit")
     if first.platform == "cpu":
@@ -340,6 +355,71 @@ def device_summary() -> Devices:
         peak_flops=peak and peak * len(devices),
         driver=_driver_version() if first.platform == "gpu" else None,
     )
+
+
+def refuse_idle_gpus(
+    gpus: int, devices: Devices, *, driver: str | None, suits_cpu: bool = False
+) -> None:
+    """Raises `UserError` if the driver shows GPUs and JAX has only the CPU, as its wheels alone do.
+
+    The message names the command that mends it. For a run that `suits_cpu` it is a warning. Nothing
+    is said where JAX_PLATFORMS asks for what JAX uses.
+    """
+    if not gpus or devices.platform != "cpu" or _asked_platforms():
+        return
+    extra = _cuda_extra(driver)
+    wrong = "cuda12" if extra == "cuda13" else "cuda13"
+    commands, reason = [f"pip install 'kdjax[{extra}]'"], "it has no plugin for CUDA"
+    if _installed(f"jax-{extra}-plugin"):
+        try:
+            jax.devices("cuda")
+        except RuntimeError as error:
+            reason = f"jax-{extra}-plugin is installed: {error}"
+    elif _installed(f"jax-{wrong}-plugin"):
+        reason = f"jax-{wrong}-plugin is installed, which this driver does not serve"
+        commands.insert(0, f"pip uninstall -y jax-{wrong}-plugin jax-{wrong}-pjrt")
+    shown = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+    found = f"the NVIDIA driver{f' {driver}' if driver else ''} shows {shown}, and JAX does not use"
+    remedy = f"To use them: {' && '.join(commands)}. To run on the CPU: JAX_PLATFORMS=cpu."
+    message = f"{found} them: {reason}. {remedy}"
+    if not suits_cpu:
+        raise UserError(message)
+    _log.warning("%s This run suits a CPU and goes on there.", message)
+
+
+def _asked_platforms() -> str | None:
+    return jax.config.values["jax_platforms"]  # JAX_PLATFORMS, or what the program has set
+
+
+def _cuda_extra(driver: str | None) -> str:
+    """The extra of kdjax for a driver: CUDA 13 needs one of 580 or newer."""
+    major = (driver or "").partition(".")[0]
+    return "cuda12" if major.isdigit() and int(major) < 580 else "cuda13"
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def open_devices(chosen: Runtime, *, suits_cpu: bool = False) -> Devices:
+    """Starts JAX and logs on what; raises as `refuse_idle_gpus` does. `chosen`: of `configure`."""
+    devices = device_summary()
+    _log.info("%s", devices)
+    driver = _driver_version()
+    refuse_idle_gpus(chosen.gpus, devices, driver=driver, suits_cpu=suits_cpu)
+    return devices
+
+
+def start() -> Devices:
+    """`configure` and `open_devices` at once, as one process alone does."""
+    chosen = configure()
+    for line in chosen.describe():
+        _log.info("%s", line)
+    return open_devices(chosen)
 
 
 def _driver_version(path: Path = Path("/sys/module/nvidia/version")) -> str | None:

@@ -170,6 +170,12 @@ def ask_kinds(config: Config) -> tuple[TeacherKind, ...]:
     if not teacher.path:
         return (NoTeacher(),)
     if teacher.cache:
+        if teacher.backend != "auto":
+            raise UserError(
+                f"found teacher.cache={teacher.cache} with the teacher backend "
+                f"{teacher.backend!r} (teacher.backend or KDJAX_TEACHER_BACKEND); expected "
+                "'auto': a cached teacher is not loaded. Leave one of them out."
+            )
         spec = read_index(Path(teacher.cache))[0]
         if spec.kind == CachedTopK.name:
             return (CachedTopK(spec.k),)

@@ -34,6 +34,7 @@ def distill(
     *,
     batches: BatchSource | None = None,
     verdict: Verdict | None = None,
+    suits_cpu: bool = False,
     distributed: str = "auto",
     join_timeout: int = cluster.JOIN_TIMEOUT,
 ) -> str:
@@ -43,6 +44,7 @@ def distill(
     the config's text, which stays what is held out. `verdict` judges a smoke run (`smoke.steps`).
     With `distributed="auto"` the processes that an engine started train together, see
     `cluster.joined`; the disk of `workdir` is shared by all.
+    A GPU that JAX does not use is an error, unless the run `suits_cpu`.
     Raises `UserError` for what cannot run, `LockedError` among them if another process trains in
     `workdir`, `WriteError` for a disk that is full or takes no writing, and `NonFiniteError` for a
     loss that became NaN.
@@ -54,17 +56,21 @@ def distill(
     """
     workdir = Path(workdir)
     validate(config)
-    for line in runtime.configure().describe():
+    chosen = runtime.configure()
+    for line in chosen.describe():
         _log.info("%s", line)
     with cluster.joined(distributed, join_timeout):
-        return _distill(config, workdir, batches, verdict)
+        devices = runtime.open_devices(chosen, suits_cpu=suits_cpu)
+        return _distill(config, workdir, batches, verdict, devices)
 
 
 def _distill(
-    config: Config, workdir: Path, batches: BatchSource | None, verdict: Verdict | None
+    config: Config,
+    workdir: Path,
+    batches: BatchSource | None,
+    verdict: Verdict | None,
+    devices: runtime.Devices,
 ) -> str:
-    devices = runtime.device_summary()
-    _log.info("%s", devices)
     config = fetch_files(config)
     with contextlib.ExitStack() as held:
         held.enter_context(_naming_checkpoint(workdir))
