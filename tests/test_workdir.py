@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from conftest import make_tiny_config
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from test_run import REPOSITORY, _read, _steps, run_command, start, wait_for
+from test_run import REPOSITORY, _read, _steps, environment, run_command, start, wait_for
 
 from kdjax.errors import BAD_INPUT, CHECK_FAILED, CheckError, MissingFileError, UserError
 from kdjax.formats.checksums import add_up, checksum
@@ -268,3 +268,15 @@ def test_steps_of_versions_without_checksums_are_resumed(done):
         assert checkpoints.latest() == 2
     (workdir / "checkpoints/2/state/manifest.ocdbt").unlink()
     assert "opt_state/1/0/count cannot be read" in find_damage(workdir, 2)
+
+
+@pytest.mark.slow
+def test_a_few_of_every_fault_lose_nothing():
+    """The short form of what docs/robustness.md reports."""
+    command = [sys.executable, "-m", "scripts.checks.faults", "--short"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), text=True, capture_output=True, timeout=270
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\| `kill -9` at a random moment of a run \| 3 \|", done.stdout)
+    assert re.search(r"^0 of \d\d processes printed a traceback", done.stdout, re.M)
