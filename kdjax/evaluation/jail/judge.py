@@ -140,9 +140,9 @@ def serve(fd, program, held):
 
     def send(message):
         data = json.dumps(message).encode()
-        data = _HEAD.pack(len(data)) + data
-        while data:
-            data = data[write(fd, data) :]
+        rest = memoryview(_HEAD.pack(len(data)) + data)
+        while rest:
+            rest = rest[write(fd, rest) :]
 
     def refer(value):
         kept.append(value)
@@ -201,7 +201,7 @@ class Channel:
 
     def __init__(self, connection, child):
         self.connection, self.child = connection, child
-        self.data, self.status = b"", None
+        self.data, self.status = bytearray(), None
         self.ended = None  # kept, because a test may swallow what is raised
 
     def _fill(self, count):
@@ -231,14 +231,15 @@ class Channel:
         if count > _MOST:
             raise Ended("memory", f"an answer of {count} bytes")
         self._fill(_HEAD.size + count)
-        data, self.data = self.data[_HEAD.size :][:count], self.data[_HEAD.size + count :]
+        data = self.data[_HEAD.size : _HEAD.size + count]
+        del self.data[: _HEAD.size + count]
         try:
             message = dict(json.loads(data))
             reason, error = message.get("ended", ("", ""))
         except Exception as wrong:
             raise Ended("exception", f"no answer came from the program: {say(wrong)}") from None
         if "ended" in message:
-            raise Ended(reason if reason in _OWN_WORDS else "exception", str(error))
+            raise Ended(reason if str(reason) in _OWN_WORDS else "exception", str(error))
         return message
 
     def ask(self, *request):
