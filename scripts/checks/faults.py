@@ -36,6 +36,7 @@ from kdjax.commands.parsing import log_to_terminal
 from kdjax.config import Config, tiny
 from kdjax.data import teacher_cache
 from kdjax.errors import BAD_INPUT, CheckError, KdjaxError, print_error, status_of
+from kdjax.evaluation.sandbox import BUBBLEWRAP, NAMESPACES
 from kdjax.formats.saved import CHECKSUMS, find_damage, saved_steps
 from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble, prepare
@@ -43,6 +44,7 @@ from kdjax.training.saving import Checkpoints
 from kdjax.training.teachers import CachedTopK
 from kdjax.watch.run import distill
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
+from scripts.checks import sandbox_attacks as attacks
 
 STEPS = 8
 WAYS = ("cut short", "emptied", "deleted", "one bit flipped", "random bytes")
@@ -367,7 +369,30 @@ def contents_differ(folder: Path, fresh: Path) -> list[str]:
     return [f"{folder.name}: {', '.join(names[:3])} differ"] if names else []
 
 
-TRIALS = {"kills": try_kills, "damage": try_damage, "two": try_two, "caches": try_caches}
+def try_sandbox(_: Bench, short: bool) -> Iterator[Row]:
+    """Programs that want to pass without solving anything, and programs that want out."""
+    walls = [wall for wall in (BUBBLEWRAP, NAMESPACES) if not attacks.permitted(wall)]
+    forgers, ways = list(attacks.FORGERS), list(attacks.ATTACKS)
+    if short:  # tests/test_sandbox.py tries all of them
+        walls, forgers, ways = walls[:1], forgers[:3], ways[:3]
+    for wall in walls:
+        ends = {name: attacks.try_forger(attacks.FORGERS[name], wall) for name in forgers}
+        passed = [f"{name} passed" for name, end in ends.items() if end.passed]
+        yield Row(f"a program that forges its verdict, behind {wall}", len(ends), "fails", passed)
+        reached = [name for name in ways if attacks.attack(name, wall)[0]]
+        known = [name for name in reached if wall in attacks.ATTACKS[name].open_behind]
+        outcome = f"held, but for {' and '.join(known)}" if known else "held"
+        broken = [f"{name} got through" for name in reached if name not in known]
+        yield Row(f"a program that wants out, behind {wall}", len(ways), outcome, broken)
+
+
+TRIALS = {
+    "kills": try_kills,
+    "damage": try_damage,
+    "two": try_two,
+    "caches": try_caches,
+    "sandbox": try_sandbox,
+}
 
 
 def main() -> int:

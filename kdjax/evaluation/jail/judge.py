@@ -164,7 +164,8 @@ def serve(fd, program, held):
     while True:
         request = json.loads(_read(fd, _HEAD.unpack(_read(fd, _HEAD.size))[0]))
         try:
-            answer = {"value": act(*decode(request, kept.__getitem__))}
+            name, *args = (decode(part, kept.__getitem__) for part in request)
+            answer = {"value": act(name, *args)}
         except MemoryError:
             answer = {"ended": ["memory", "MemoryError"]}
         except SystemExit as error:
