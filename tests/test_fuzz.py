@@ -1,4 +1,4 @@
-"""Ten thousand mutated GGUF and .apr files: each is read correctly or refused clearly.
+"""Mutated GGUF, .apr and safetensors files, and values of their headers: read, or refused clearly.
 
 Cases are drawn from their number, so that one that fails comes back alone:
 `check(path, made(suffix, number, valid))`.
@@ -26,6 +26,7 @@ from kdjax.formats.blocks import BLOCKS
 from kdjax.formats.files import Cursor
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.models.arch import spec_from_table
+from kdjax.models.tokenizer import from_gguf
 from scripts.bench.synthetic import random_blocks
 
 CASES, BATCHES = 5000, 5  # of each format
@@ -93,6 +94,15 @@ def valid(tmp_path_factory):
         assert len(fields) > 30 and len(table) == 5
         end = max(at + width for at, width in fields)
         found[suffix] = (folder / f"x.{suffix}").read_bytes(), fields, end
+    header = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+    }
+    text = json.dumps(header).encode()
+    (folder / "config.json").write_text("{}")
+    whole = struct.pack("<Q", len(text)) + text + bytes(range(32))
+    found["safetensors"] = whole, [(0, 8)], 8 + len(text)
     return found
 
 
@@ -189,10 +199,30 @@ def apr_parts(rng, data):
     return head + padded(text) + padded(entries) + body
 
 
+def safetensors_parts(rng, data, end):
+    """A header that stays JSON, one of its values another."""
+    header = json.loads(data[8:end])
+    odd = (*EDGES, 10**400, -1, 0.5, None, True, "", "F16", "F8_E4M3", [], {}, [1] * 3000, [[0]])
+    entry = header[rng.choice(("a", "b"))]
+    key = rng.choice(list(entry))
+    if isinstance(entry[key], list) and rng.random() < 0.6:
+        entry[key][rng.randrange(len(entry[key]))] = rng.choice(odd)
+    elif rng.random() < 0.3:
+        header[rng.choice(("a", "c", ""))] = rng.choice((*odd, entry))
+    else:
+        entry[key] = rng.choice(odd)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[end:]
+
+
 def made(suffix, number, valid):
     """The bytes of one case."""
     rng = random.Random(f"{suffix} {number}")
     data, fields, end = valid[suffix]
+    if suffix == "safetensors":
+        if rng.random() < 0.6:
+            return safetensors_parts(rng, data, end)
+        return mutated(rng, data, fields, end)
     if suffix == "gguf":
         return mutated(rng, data, fields, end)
     data = apr_parts(rng, data) if rng.random() < 0.4 else mutated(rng, data, fields, end)
@@ -246,12 +276,13 @@ def check(path, data):
 @pytest.mark.parametrize(
     "batch", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, BATCHES))]
 )
-@pytest.mark.parametrize("suffix", ["gguf", "apr"])
+@pytest.mark.parametrize("suffix", ["gguf", "apr", "safetensors"])
 def test_mutated_files_are_read_or_refused(tmp_path, valid, suffix, batch):
     # Annotations are checked by all other tests; here, at 0.1 ms a call, they would be most of the
     # time, and their messages most of the memory.
     jaxtyping.config.update("jaxtyping_disable", True)
     path, outcomes = tmp_path / f"x.{suffix}", Counter()
+    (tmp_path / "config.json").write_text("{}")  # which stands beside a safetensors file
     cases = {number: made(suffix, number, valid) for number in range(batch, CASES, BATCHES)}
     gc.collect()
     tracemalloc.start()
@@ -269,4 +300,61 @@ def test_mutated_files_are_read_or_refused(tmp_path, valid, suffix, batch):
     # Neither all harmless nor all stopped by the first check.
     assert outcomes.total() == CASES // BATCHES
     print(suffix, batch, outcomes)
-    assert outcomes[True] > 50 and outcomes[False] > 200
+    assert outcomes[True] > 10 and outcomes[False] > 200
+
+
+# ---- what the values of a header mean: architecture and tokenizer
+
+
+ODD = (*EDGES, -1, 7, 0.5, 1e400, float("nan"), None, True)
+ODD += ("", "x", "\ud800", [], {}, [1], ["a b c"])
+ODD_LISTS = (
+    lambda v: v[:-1],
+    lambda v: v * 2,
+    lambda v: v[::-1],
+    lambda v: [*v[:5], None],
+    lambda v: v[1:] + v[:1],
+    lambda v: v[:1] * len(v),
+    lambda v: [str(x) for x in v],
+)
+
+
+def meaning(number, metadata):
+    """The key-values of one case: one to three of another type, value or order."""
+    rng, values = random.Random(f"meaning {number}"), dict(metadata)
+    keys = [key for key in values if key.startswith(("qwen2.", "tokenizer.", "general.arch"))]
+    for key in rng.choices(keys, k=rng.choice((1, 1, 2, 3))):
+        value = values.get(key)
+        if rng.random() < 0.1:
+            values.pop(key, None)
+        elif isinstance(value, list | np.ndarray) and rng.random() < 0.8:
+            values[key] = rng.choice(ODD_LISTS)(list(value))
+        elif isinstance(value, int) and rng.random() < 0.4:
+            values[key] = value + rng.choice((-1, 1, value, 2**20))
+        else:
+            values[key] = rng.choice(ODD)
+    return values
+
+
+@pytest.mark.parametrize(
+    "batch", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, BATCHES))]
+)
+def test_values_of_any_kind_make_a_model_or_are_refused(models, batch):
+    table, outcomes = open_table(models / "teacher.gguf"), Counter()
+    metadata = {key: table.metadata[key] for key in table.metadata}
+    for number in range(batch, 1000, BATCHES):
+        table.metadata = meaning(number, metadata)
+        try:
+            spec_from_table(table)
+            tokenizer = from_gguf(table.metadata, "x.gguf")
+            ids = tokenizer.encode("def f(x):\n    return x")
+            assert all(0 <= i < len(tokenizer.tokens) for i in ids)
+            assert 0 <= tokenizer.end_of_text_id < len(tokenizer.tokens)
+            outcomes[True] += 1
+        except UserError as error:
+            assert len(str(error)) < 2000
+            outcomes[False] += 1
+        except Exception as error:
+            error.add_note(f"in case {number}")
+            raise
+    assert outcomes[True] > 10 and outcomes[False] > 50, outcomes

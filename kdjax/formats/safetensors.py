@@ -41,7 +41,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
         raise bad(path, found, "its dtype, shape and data_offsets", DOWNLOAD)
     dtype = fields.get("dtype")
     if dtype not in _DTYPES:
-        found = f"tensor {name!r} of type {dtype}"
+        found = f"tensor {name!r} of type {str(dtype)[:80]}"
         save = "`model.to(torch.bfloat16).save_pretrained(...)`"
         remedy = f"Save the model again in bfloat16: {save}."
         raise bad(path, found, f"one of {', '.join(_DTYPES)}", remedy)

@@ -160,12 +160,15 @@ def spec_from_table(table: TensorTable) -> ArchSpec:
 
 
 def _find_family(name: object, table: TensorTable) -> Family:
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
             f"{table.paths[0]} holds a {name!r} model; kdjax knows {', '.join(FAMILIES)}. "
             "Use a checkpoint of one of these families."
         )
     return FAMILIES[str(name)]
+
+
+_EPSILON = "attention.layer_norm_rms_epsilon"
 
 
 def _from_gguf(table: TensorTable) -> ArchSpec:
@@ -179,6 +182,12 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
                 f"{table.paths[0]}: the GGUF header has no {family}.{name}. The file is "
                 "incomplete; convert it again with convert_hf_to_gguf.py, or download it again."
             )
+        kinds = (int, float) if name in ("rope.freq_base", _EPSILON) else (int,)
+        if type(value) not in kinds or not 0 < value < 2**31:
+            raise UserError(
+                f"{table.paths[0]}: found {family}.{name} = {str(value)[:80]!r}; expected a number "
+                "between 0 and 2**31, whole where it counts. Download the file again."
+            )
         return value
 
     if "token_embd.weight" not in table:
@@ -189,18 +198,24 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
     check_gguf_fields(
         meta, family, int(key("attention.key_length", hidden // heads)), table.paths[0]
     )
+    layers = int(key("block_count"))
+    if layers > len(table):
+        raise UserError(
+            f"{table.paths[0]}: found {family}.block_count = {layers}; expected at most its "
+            f"{len(table)} tensors. Download the file again."
+        )
     return ArchSpec(
         family=family,
         vocab_size=table.info("token_embd.weight").shape[0],
         hidden_size=hidden,
-        num_layers=int(key("block_count")),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=int(key("attention.head_count_kv", heads)),
         head_dim=int(key("attention.key_length", hidden // heads)),
         mlp_size=int(key("feed_forward_length")),
         max_positions=int(key("context_length")),
         rope_theta=float(key("rope.freq_base", 10000.0)),
-        rms_eps=float(key("attention.layer_norm_rms_epsilon")),
+        rms_eps=float(key(_EPSILON)),
         tied="output.weight" not in table,
         qkv_bias="blk.0.attn_q.bias" in table,
         o_bias="blk.0.attn_output.bias" in table,

@@ -198,7 +198,22 @@ def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokeni
 
 
 def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
-    """Rebuilds a byte-level BPE tokenizer from GGUF key-values; `source` is named in errors."""
+    """Rebuilds a byte-level BPE tokenizer from GGUF key-values; `source` is named in errors.
+
+    Raises `UserError` for key-values that are none of such a tokenizer.
+    """
+    try:
+        return _rebuild(metadata, source)
+    except UserError:
+        raise
+    except Exception as error:  # values of any type; the encoder's own errors have no type
+        raise UserError(
+            f"{source}: found a tokenizer that cannot be rebuilt ({type(error).__name__}: "
+            f"{str(error)[:200]}); expected tokens, their types and merges of two. {_ANOTHER}"
+        ) from error
+
+
+def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if "tokenizer.ggml.tokens" not in metadata:
         raise UserError(f"{source} holds no tokenizer (no tokenizer.ggml.tokens). {_ANOTHER}")
     model = metadata.get("tokenizer.ggml.model")
@@ -239,13 +254,21 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
                 f"{source}: found special token {tokens[i]!r} at id {i} and at {found}; expected "
                 f"each token once. {_ANOTHER}"
             )
+    eos, template = (
+        metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1),
+        metadata.get("tokenizer.chat_template"),
+    )
+    if type(eos) is not int or not 0 <= eos < len(tokens):
+        raise UserError(
+            f"{source}: found the end token {eos!r}; expected an id below {len(tokens)}. {_ANOTHER}"
+        )
     return Tokenizer(
         encoder=encoder,
         tokens=tuple(tokens),
         merges=tuple(merges),
         special_ids=frozenset(i for i in added if types[i] == _CONTROL),
-        eos_id=int(metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1)),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        eos_id=eos,
+        chat_template=template if isinstance(template, str) else None,
     )
 
 
