@@ -87,6 +87,7 @@ class TrainConfig:
     microbatches: int = 1  # parts a batch is computed in; saves memory, changes no result
     seed: int = 0  # of the data's order and of random weights
     compute_dtype: str = "bfloat16"  # bfloat16 | float32: of activations and products
+    reduce_dtype: str = "float32"  # float32 | bfloat16: of gradients while several GPUs add them
 
 
 @dataclasses.dataclass
@@ -280,6 +281,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,
     "train.compute_dtype": _choice("bfloat16", "float32"),
+    "train.reduce_dtype": _choice("bfloat16", "float32"),
     "eval.every": _NON_NEGATIVE,
     "eval.rows": _NON_NEGATIVE,
     "eval.batch_size": _POSITIVE,

@@ -199,7 +199,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
     with _model_at_work("reading it"):
         _add_findings(document, examine.of_files(target.checkpoint))
-    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
     _run_model(document, request, target, mesh)
     if request.domains:
         document |= {"teacher": args.teacher, "held_out": None}

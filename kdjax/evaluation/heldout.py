@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Packer, Rows, tokenize_documents, warn_of_marks
 from kdjax.data.text import Document, documents, find_files
+from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
@@ -221,7 +222,9 @@ def measure(
     read = functools.partial(
         read_text, tokenizer=tokenizer, rows=rows, seq_len=seq_len, parse_special=parse_special
     )
-    batches = {name: read(patterns).batches(batch_size) for name, patterns in domains.items()}
+    shards = row_shards(mesh)
+    size = -(-batch_size // shards) * shards
+    batches = {name: read(patterns).batches(size) for name, patterns in domains.items()}
     flat = [batch for domain in batches.values() for batch in domain]
     waiting: Sequence[tuple[Any, ...]] = [()] * len(flat)
     if teacher is not None:

@@ -19,7 +19,7 @@ from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models.decoder import Cache, DecoderFunctions, Params
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Spread, mask_padding
+from kdjax.models.weights import Spread, gather_rows, mask_padding
 
 _STEPS = 16  # on the device between two looks at the text
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
@@ -145,7 +145,8 @@ def _begin(
         return _State(cache, ids, lengths, _stops(ids, sampling)), head, ids, log_probs
 
     outs = _STATE, P(), ROWS, ROWS
-    return _map_rows(begin, spread, outs=outs)(params, tokens, lengths, rows)
+    state, head, *drawn = _map_rows(begin, spread, outs=outs)(params, tokens, lengths, rows)
+    return state, head, *gather_rows(drawn, spread)
 
 
 def _stops(ids: Array, sampling: Sampling) -> Array:
@@ -186,7 +187,8 @@ def _advance(
         return jax.lax.scan(step, state, jnp.arange(_STEPS, dtype=jnp.int32))
 
     specs = dict(ins=(P(), _STATE, P(), ROWS), outs=(_STATE, (_LATER, _LATER)))
-    return _map_rows(advance, spread, **specs)(params, head, state, begun, rows)
+    state, drawn = _map_rows(advance, spread, **specs)(params, head, state, begun, rows)
+    return state, gather_rows(drawn, spread)
 
 
 class _Row:

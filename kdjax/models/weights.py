@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.device.placement import Placement
-from kdjax.device.sharding import ROW_AXES, ROWS
+from kdjax.device.sharding import ROW_AXES, ROWS, replicated
 from kdjax.formats.blocks import decode_fields
 from kdjax.models import kernels
 from kdjax.models.kernels import EXCLUDED, FP8, fp8_scales
@@ -346,15 +346,26 @@ class Spread:
         return run
 
 
-def sum_rows(sums: Any) -> Any:
+def gather_rows(tree: Any, spread: Spread | None) -> Any:
+    """Small results, such as ids, on every device: each process may read them."""
+    if spread is None or spread.placement.alone:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, replicated(spread.placement.mesh))
+
+
+def sum_rows(sums: Any, dtype: Any = None) -> Any:
     """Of each device's sums those of all rows, within `map_rows`; shards stay where they are.
 
-    A shard's gradient has been summed over `fsdp` when it was scattered.
+    A shard's gradient has been summed over `fsdp` when it was scattered. Matrices travel in
+    `dtype`, if one is given, at half the bytes in bfloat16.
     """
 
     def one(x: Any) -> Array:
         part, axes = (x.part, ("data",)) if _is_shard(x) else (x, ROW_AXES)
         several = [axis for axis in axes if jax.lax.axis_size(axis) > 1]
-        return jax.lax.psum(part, several) if several else part
+        if not several:
+            return part
+        sent = part.astype(dtype) if dtype is not None and part.ndim > 1 else part
+        return jax.lax.psum(sent, several).astype(part.dtype)
 
     return jax.tree.map(one, sums, is_leaf=_is_shard)

@@ -428,6 +428,7 @@ def build_step(
         optim.optimizer(settings),
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
+        reduce_dtype=config.train.reduce_dtype,
         kind=kind,
         vocabulary=pair.vocabulary,
     )

@@ -87,6 +87,7 @@ class StepSpec:
     head: HeadSpec
     tx: optax.GradientTransformation
     microbatches: int = 1  # parts a batch is computed in, one after the other; the same sums
+    reduce_dtype: str = "float32"  # of gradients while devices add them up
     layout: "Layout | None" = None  # None: one device, or plain JAX that the compiler splits
 
 
@@ -99,6 +100,7 @@ class Layout:
 
     student: Spread
     teacher: Spread
+    reduce_dtype: Any = None  # in which gradients travel between devices; None: their own
 
     def sum_over_rows(self, function: Callable[..., Any], outs: Callable[[Any], Any]) -> Any:
         """`function(params, teacher, batch)`, its sums added over all devices; `outs` are their
@@ -107,7 +109,7 @@ class Layout:
         def run(params: Params, teacher: Params, batch: Batch) -> Any:
             def local(params: Params, teacher: Params, batch: Batch) -> Any:
                 marked = self.student.mark(params), self.teacher.mark(teacher)
-                return sum_rows(function(*marked, batch))
+                return sum_rows(function(*marked, batch), self.reduce_dtype)
 
             specs = self.student.tree(params)
             ins = specs, self.teacher.tree(teacher), ROWS
@@ -244,7 +246,9 @@ class Step:
         self.shardings = state_shardings(self.abstract, spec.tx, placement)
         if not placement.alone:
             layout = Layout(
-                Spread.of(self.shardings.params, placement), Spread.of(teacher or {}, placement)
+                Spread.of(self.shardings.params, placement),
+                Spread.of(teacher or {}, placement),
+                jnp.dtype(spec.reduce_dtype),
             )
             spec = dataclasses.replace(spec, layout=layout)
         self.spec = spec
@@ -323,12 +327,14 @@ def make_step(
     *,
     microbatches: int = 1,
     chunk_tokens: int = 1024,
+    reduce_dtype: str = "float32",
     kind: TeacherKind | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Step:
     """The step that teaches `student` what `teacher` predicts; nothing compiles before its call.
 
-    `chunk_tokens` positions have logits at a time. `kind` says how the teacher reaches the loss
+    `chunk_tokens` positions of a device have logits at a time; several devices add their gradients
+    up in `reduce_dtype`. `kind` says how the teacher reaches the loss
     (default: it runs beside the student; without one the text alone trains, and alpha must be 1).
     `vocabulary` is that of models already proven to fit; the student's parameters may be shapes.
     Raises `UserError` for models whose vocabularies do not agree, for devices that are not the
@@ -357,6 +363,7 @@ def make_step(
         head=head,
         tx=optimizer,
         microbatches=microbatches,
+        reduce_dtype=reduce_dtype,
     )
     return Step(spec, student.params, placement, teacher.params if teacher else None)
 

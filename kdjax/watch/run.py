@@ -118,32 +118,31 @@ def make_hooks(
     """The hooks of `job` for this process, in the order in which the loop calls them.
 
     The guard is the first, so that no other hook records a broken step as good; every process has
-    one. All others write files or to the terminal: only the first process has them. The receipt
-    comes before the writers, so that a workdir with figures always says what they are of. Samples
-    come before the page, which is the last because it reads the files of all the others.
+    one, and samples, of which each computes its rows. All others write files or to the terminal:
+    only the first process has them. The receipt comes before the writers, so that a workdir with
+    figures always says what they are of. Samples come before the page, which is the last because it
+    reads the files of all the others.
 
     A smoke run has its `verdict` in place of samples and page, and leaves no curves in TensorBoard
     or Weights & Biases: they would be joined with those of the run that it tries.
     """
     config, workdir = job.config, job.workdir
     hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index())]
-    if jax.process_index() != 0:
-        return hooks + ([verdict] if verdict else [])  # the verdict decides the exit status
-    hooks += [
-        Receipt(job, checkpoints, devices, verdict),
-        writers.JsonLines(workdir),
-        writers.Terminal(),
-    ]
+    first = jax.process_index() == 0
+    if first:
+        hooks += [
+            Receipt(job, checkpoints, devices, verdict),
+            writers.JsonLines(workdir),
+            writers.Terminal(),
+        ]
     if verdict:
-        return [*hooks, verdict]
-    if config.log.tensorboard:
+        return [*hooks, verdict]  # which decides the exit status, of every process
+    if first and config.log.tensorboard:
         hooks.append(writers.TensorBoard(workdir))
-    if config.log.wandb_project:
+    if first and config.log.wandb_project:
         hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
-    if jax.process_count() > 1:
-        _log.info("no samples: they are made by runs of one process only")
-    elif config.eval.samples:
-        student = job.step.spec.student
-        rows, tokenizer = job.rows.heldout, job.pair.tokenizer
-        hooks.append(Samples(workdir, config.eval.samples, student, job.teacher, tokenizer, rows))
-    return [*hooks, ReportPage(workdir)]
+    if config.eval.samples:
+        student, placement = job.step.spec.student, job.step.placement
+        samples = job.teacher, job.pair.tokenizer, job.rows.heldout, placement
+        hooks.append(Samples(workdir, config.eval.samples, student, *samples))
+    return [*hooks, ReportPage(workdir)] if first else hooks

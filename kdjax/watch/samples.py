@@ -17,13 +17,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kdjax.data.rows import Rows
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import row_shards
 from kdjax.formats.files import replacing
 from kdjax.losses.divergences import log_softmax
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import mask_padding, unembed
+from kdjax.models.weights import Spread, gather_rows, mask_padding, unembed
 from kdjax.training.hooks import Hook, Run
 from kdjax.watch.report.workdir import SAMPLES
 
@@ -78,13 +80,25 @@ def judge(
         segments[row, : len(prompt) + len(ids)] = 1
         new[row, : len(ids)] = ids
     starts = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
-    return jax.device_get(
-        _judge(teacher.params, tokens, segments, starts, new, apply=teacher.functions, real=real)
-    )
+    columns = tokens, segments, starts, new
+    if teacher.placement is not None:  # the last row again, until each device has as many
+        more = -len(tokens) % row_shards(teacher.placement.mesh)
+        columns = [np.concatenate([x, *[x[-1:]] * more]) for x in columns]
+    judged = _judge(teacher.functions, teacher.spread, real, teacher.params, *columns)
+    return Judged(*(x[: len(prompts)] for x in jax.device_get(judged)))
 
 
-@functools.partial(jax.jit, static_argnames=("apply", "real"))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _judge(
+    apply: ModelFunctions, spread: Spread | None, real: int, params: Params, *columns: Array
+) -> Judged:
+    judge_rows = functools.partial(_judge_rows, apply=apply, real=real)
+    if spread is not None:
+        judge_rows = spread.map_rows(judge_rows)
+    return gather_rows(judge_rows(params, *columns), spread)
+
+
+def _judge_rows(
     params: Params,
     tokens: Array,
     segments: Array,
@@ -135,9 +149,11 @@ class Samples(Hook):
         teacher: Model | None,
         tokenizer: Tokenizer,
         rows: Rows,
+        placement: Placement | None = None,
     ):
         self._path, self._count, self._rows = workdir / SAMPLES, count, rows
         self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
+        self._placement = placement
         self._samples: list[dict[str, Any]] = []
         self._last = 0
 
@@ -177,6 +193,8 @@ class Samples(Hook):
             described = self._describe(prompts, self._complete(prompts, params))
             for sample, completion in zip(self._samples, described, strict=True):
                 sample["before" if step == 0 else "after"] = {"step": step} | completion
+            if jax.process_index() != 0:  # which only computed its rows
+                return
             document = {"format": FORMAT, "samples": self._samples}
             with replacing(self._path) as file:
                 file.write(json.dumps(document, indent=1).encode() + b"\n")
@@ -185,7 +203,13 @@ class Samples(Hook):
 
     def _complete(self, prompts: list[list[int]], params: Params) -> list[Completion]:
         tokenizer = self._tokenizer
-        student = Model(self._student, params, tokenizer.vocab_size, own_tokenizer=tokenizer)
+        student = Model(
+            self._student,
+            params,
+            tokenizer.vocab_size,
+            placement=self._placement,
+            own_tokenizer=tokenizer,
+        )
         sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tokenizer.stop_ids)
         return student.generate(prompts, sampling, batch_size=len(prompts))
 
