@@ -57,14 +57,24 @@ class Built(NamedTuple):
 
 
 @functools.cache
-def build(mesh=None, *, microbatches=1, optim_spec=OPTIM, student="qwen2_tied", alpha=0.3):
+def build(
+    mesh=None,
+    *,
+    microbatches=1,
+    optim_spec=OPTIM,
+    student="qwen2_tied",
+    alpha=0.3,
+    reduce_dtype="float32",
+):
     mesh = mesh or mesh_of()
     functions, abstract, params = model(student, mesh)
     teacher_functions, _, teacher = model("qwen2_untied", mesh)
     loss = KDLoss(forward_kl, temperature=2.0, alpha=alpha)
     head = HeadSpec(loss, width=160, real_vocab=157, chunk_tokens=40)
     tx = optim.optimizer(optim_spec)
-    spec = step.StepSpec(functions, teacher_functions, Dense(), head, tx, microbatches)
+    spec = step.StepSpec(
+        functions, teacher_functions, Dense(), head, tx, microbatches, reduce_dtype
+    )
     made = step.Step(spec, abstract, Placement(mesh), teacher)
     spec = made.spec
     gradients = jax.jit(lambda p, t, b: step.kd_gradients(p, t, b, spec))
@@ -126,6 +136,18 @@ def test_any_mesh_is_the_same(axes, microbatches):
     want = gradients(build(), batch())
     got = gradients(build(mesh_of(**axes), microbatches=microbatches), batch())
     assert_equal_gradients(got, want)
+
+
+def test_gradients_may_travel_in_bfloat16():
+    """Each device's are rounded to 8 bits: 2^-9 of a number at most, and not less than 2^-12."""
+    exact, rounded = (
+        gradients(build(mesh_of(data=2), reduce_dtype=dtype), batch())
+        for dtype in ("float32", "bfloat16")
+    )
+    chex.assert_trees_all_equal(rounded[1:], exact[1:])
+    for a, b in zip(jax.tree.leaves(rounded[0]), jax.tree.leaves(exact[0]), strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert 2**-12 < error < 2**-7 if a.ndim > 1 else error == 0
 
 
 def test_parameters_are_really_split():
