@@ -258,9 +258,10 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1),
         metadata.get("tokenizer.chat_template"),
     )
-    if type(eos) is not int or not 0 <= eos < len(tokens):
+    rows = len(metadata["tokenizer.ggml.tokens"])  # a padding row is for an evaluation to name
+    if type(eos) is not int or not 0 <= eos < rows:
         raise UserError(
-            f"{source}: found the end token {eos!r}; expected an id below {len(tokens)}. {_ANOTHER}"
+            f"{source}: found the end token {eos!r}; expected an id below {rows}. {_ANOTHER}"
         )
     return Tokenizer(
         encoder=encoder,
