@@ -1,4 +1,4 @@
-"""What a run survives: kills, damaged checkpoints, a second process, killed writers of caches.
+"""What a run survives: kills, damage, a second process, killed writers, full disks, bad headers.
 
     python -m scripts.checks.faults              # all of it: about ten minutes of two cores
     python -m scripts.checks.faults --short      # as CI does
@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,9 +36,18 @@ import numpy as np
 from kdjax.commands.parsing import log_to_terminal
 from kdjax.config import Config, tiny
 from kdjax.data import teacher_cache
-from kdjax.errors import BAD_INPUT, CheckError, KdjaxError, print_error, status_of
+from kdjax.errors import (
+    BAD_INPUT,
+    NOT_WRITTEN,
+    CheckError,
+    KdjaxError,
+    print_error,
+    status_of,
+)
 from kdjax.evaluation.sandbox import BUBBLEWRAP, NAMESPACES
+from kdjax.formats import open_table
 from kdjax.formats.saved import CHECKSUMS, find_damage, saved_steps
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble, prepare
 from kdjax.training.saving import Checkpoints
@@ -369,6 +379,104 @@ def contents_differ(folder: Path, fresh: Path) -> list[str]:
     return [f"{folder.name}: {', '.join(names[:3])} differ"] if names else []
 
 
+def try_full_disk(bench: Bench, short: bool) -> Iterator[Row]:
+    """A disk that fills up at random moments of a run, and has room again at the next start."""
+    disk, wanted, filled, late, problems = bench.folder / "disk", 1 if short else 10, 0, 0, []
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        yield Row("a disk that fills in the middle of a run", 0, "not tried: no right to mount", [])
+        return
+    workdir, filler = disk / "run", disk / "filler"
+    try:
+        while filled < wanted and late < 5 * wanted and not problems:
+            child, seen = bench.train(workdir), set[str]()
+            if filled % 2:
+                child.wait(bench.random.uniform(0.2, 0.9) * bench.seconds)
+            skipped = bench.random.randrange(STEPS - 3)
+            child.wait(300, functools.partial(is_saving, workdir, seen, skipped))
+            fill(filler)
+            child.wait(300)
+            child.kill()
+            filler.unlink()
+            said = child.log.read_text()
+            if child.status == NOT_WRITTEN:
+                filled += 1
+                problems += [] if "checkpoint" in said else [f"no checkpoint is named: {said}"]
+            elif child.status == 0:  # all was written before
+                late += 1
+            else:
+                problems.append(f"status {child.status}: {said[-300:]}")
+            again = bench.train(workdir)
+            again.wait(300)
+            problems += bench.differences(workdir) if again.status == 0 else [again.log.read_text()]
+            shutil.rmtree(workdir)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    outcome = (
+        "one message, the last good checkpoint named, status 74; with room again the same command "
+        "ends with the curve and the parameters of a run that had room, bit for bit"
+    )
+    yield Row("a disk that fills in the middle of a run", filled, outcome, problems)
+
+
+def fill(path: Path) -> None:
+    """Writes zeros until the disk has no block left."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 20)):
+            pass
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        while file.write(bytes(512)):
+            pass
+
+
+def try_headers(bench: Bench, short: bool) -> Iterator[Row]:
+    """GGUF headers with bytes, numbers or an end that they should not have."""
+    report, wanted = bench.folder / "headers.json", 100 if short else 10_000
+
+    def open_all() -> None:
+        path, whole = bench.folder / "mutated.gguf", (bench.folder / "student.gguf").read_bytes()
+        table = open_table(bench.folder / "student.gguf")
+        header = min(table.start(name) for name in table)  # type: ignore[attr-defined]
+        found: Counter[str] = Counter()
+        for _ in range(wanted):
+            data = bytearray(whole)
+            for _ in range(bench.random.randint(1, 4)):
+                mutate_header(data, header, bench.random)
+            path.write_bytes(data)
+            try:
+                open_checkpoint(path)
+            except KdjaxError:
+                found["refused"] += 1
+            else:
+                found["opened"] += 1
+        report.write_text(json.dumps(found))
+
+    child = bench.fork(open_all)
+    child.wait(600)
+    child.kill()
+    if child.status != 0:
+        yield Row("a mutated GGUF header", 0, "", [child.log.read_text()[-500:]])
+        return
+    found = json.loads(report.read_text())
+    opened, refused = found.get("opened", 0), found.get("refused", 0)
+    outcome = f"{refused} refused in one message, {opened} made a model: what changed was text"
+    yield Row("a mutated GGUF header", opened + refused, outcome, [])
+
+
+def mutate_header(data: bytearray, header: int, draw: random.Random) -> None:
+    """Changes a byte, eight bytes or the end of the file's first `header` bytes."""
+    at = draw.randrange(min(header, len(data)))
+    way = draw.randrange(8)
+    if way == 0:
+        del data[at + 1 :]
+    elif way < 4:
+        data[at] = draw.randrange(256)
+    else:
+        number = draw.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, draw.getrandbits(64)])
+        data[at : at + 8] = number.to_bytes(8, "little")[: len(data) - at]
+
+
 def try_sandbox(_: Bench, short: bool) -> Iterator[Row]:
     """Programs that want to pass without solving anything, and programs that want out."""
     walls = [wall for wall in (BUBBLEWRAP, NAMESPACES) if not attacks.permitted(wall)]
@@ -391,6 +499,8 @@ TRIALS = {
     "damage": try_damage,
     "two": try_two,
     "caches": try_caches,
+    "disk": try_full_disk,
+    "headers": try_headers,
     "sandbox": try_sandbox,
 }
 

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Trains the tiny run through an engine on this host's processors, in two and in four processes; one is killed in
+# the middle, the run goes on, and its figures are compared with those of a single process.
+#   scripts/cluster/try_engines.sh ompi|slurm FOLDER
+# ompi needs openmpi-bin; slurm needs slurm-wlm and munge, and root: it starts a cluster of one node and ends it.
+set -euo pipefail
+engine=${1:?ompi or slurm} folder=$(realpath -m "${2:?a folder that does not exist}")
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/../.."
+export JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$folder/xla PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+"$python" -m scripts.cluster.tiny "$folder"
+steps=(--config.train.steps=40 --config.checkpoint.every=4 --config.eval.every=20)
+
+start_slurm() {
+  mkdir -p "$folder/slurm/state" "$folder/slurm/spool" /run/munge
+  chown munge /run/munge
+  [ -f /etc/munge/munge.key ] || dd if=/dev/urandom of=/etc/munge/munge.key bs=1024 count=1 status=none
+  chown munge /etc/munge/munge.key && chmod 400 /etc/munge/munge.key
+  pgrep munged >/dev/null || runuser -u munge -- munged --force
+  cat >"$folder/slurm/slurm.conf" <<CONF
+ClusterName=one
+SlurmctldHost=$(hostname -s)
+SlurmUser=root
+AuthType=auth/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+StateSaveLocation=$folder/slurm/state
+SlurmdSpoolDir=$folder/slurm/spool
+SlurmctldPidFile=$folder/slurm/slurmctld.pid
+SlurmdPidFile=$folder/slurm/slurmd.pid
+KillWait=5
+NodeName=$(hostname -s) CPUs=$(nproc) State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES OverSubscribe=FORCE:8 State=UP
+CONF
+  export SLURM_CONF=$folder/slurm/slurm.conf
+  slurmctld -L "$folder/slurm/slurmctld.log" && slurmd -L "$folder/slurm/slurmd.log"
+  for _ in $(seq 30); do sinfo -h -o %T 2>/dev/null | grep -q idle && return; sleep 1; done
+  sinfo
+  return 1
+}
+
+stop_slurm() {
+  scontrol shutdown >/dev/null 2>&1 || true
+}
+
+# launch COUNT WORKDIR FLAG...: as the engine's users start it; devices of all processes together are four.
+launch() {
+  local count=$1 workdir=$2
+  shift 2
+  export XLA_FLAGS=--xla_force_host_platform_device_count=$((4 / count))
+  local command=("$python" -m kdjax.main --config="$folder/config.py" --workdir="$workdir" --join_timeout=60 "${steps[@]}" "$@")
+  case $engine in
+    _) "${command[@]}" ;;
+    ompi) mpirun --allow-run-as-root --oversubscribe -n "$count" "${command[@]}" ;;
+    slurm) srun --overcommit -n "$count" --cpu-bind=none "${command[@]}" ;;
+    *) echo "unknown engine $engine" >&2 && exit 2 ;;
+  esac
+}
+
+(engine=_ && launch 1 "$folder/alone") >"$folder/alone.log" 2>&1
+if [ "$engine" = slurm ]; then
+  trap stop_slurm EXIT
+  start_slurm
+fi
+for count in 2 4; do
+  run=$folder/$engine-$count
+  launch "$count" "$run" >"$run.log" 2>&1 &
+  launched=$!
+  for _ in $(seq 600); do
+    [ -d "$run/checkpoints/8" ] && break
+    sleep 0.1
+  done
+  victim=$(pgrep -f "kdjax.main.*--workdir=$run" | while read -r pid; do
+    tr '\0' '\n' <"/proc/$pid/environ" | grep -qE '^(OMPI_COMM_WORLD_RANK|SLURM_PROCID)=1$' && echo "$pid"
+  done | tail -1)
+  kill -9 "$victim"
+  killed=$SECONDS status=0
+  wait "$launched" || status=$?
+  echo "$engine, $count processes: the second was killed; the engine ended with status $status after $((SECONDS - killed)) s"
+  launch "$count" "$run" >>"$run.log" 2>&1
+  "$python" - "$folder/alone" "$run" <<'PY'
+import sys
+from pathlib import Path
+
+from scripts.cluster.tiny import largest_difference
+
+difference = largest_difference(*map(Path, sys.argv[1:]))
+print(f"resumed; largest relative difference to one process: {difference:.1e}")
+sys.exit(difference > 1e-6)
+PY
+done
