@@ -462,7 +462,7 @@ def test_a_broken_model_ends_with_status_9_and_its_evidence(
 ):
     from kdjax.commands import evaluate
 
-    monkeypatch.setattr(runtime, "configure", lambda: None)
+    monkeypatch.setattr(runtime, "start", lambda: "a device")
     path = altered(bigram, tmp_path / "x.gguf", nan, "blk.0.ffn_up")
     assert evaluate.main([str(path), f"--json={tmp_path / 'out.json'}"]) == 9
     printed = capsys.readouterr()

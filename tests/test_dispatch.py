@@ -439,7 +439,7 @@ def test_bad_names_and_hosts(stand_in):
     assert "no run none in" in errors and status == 2
     status, _, errors = stand_in.watch("none", PORT="1", TRIES="2").ended()
     assert "after 2 tries" in errors and status == 255
-    assert "set HOST" in stand_in.dispatch("x", HOST="", status=1)
+    assert "HOST is not set" in stand_in.dispatch("x", HOST="", status=2)
 
 
 def test_a_dry_run_prints_everything_and_runs_nothing(stand_in, tmp_path):

@@ -32,6 +32,7 @@ from kdjax.device.placement import Placement
 from kdjax.errors import BAD_INPUT, MissingFileError, UserError
 from kdjax.formats import open_table
 from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.decoder import functional
 from kdjax.training import step
 from kdjax.training.hooks import Action, Hook, NonFiniteError, NonFiniteGuard
 from kdjax.training.job import assemble
@@ -209,17 +210,23 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
     losses = []
     for shape in ((1, 2, 2), (1, 1, 1)):
         mesh = sharding.make_mesh(*shape, jax.devices()[: int(np.prod(shape))])
-        other = step.Step(job.step.spec, job.step.abstract.params, Placement(mesh))
+        teacher = jax.device_put(
+            jax.tree.map(np.asarray, job.teacher.params),
+            sharding.parameter_shardings(job.teacher.params, mesh),
+        )
+        placement, spec = Placement(mesh), job.step.spec
+        moved = {
+            side: functional(f.spec, dataclasses.replace(f.compute, placement=placement))[0]
+            for side, f in (("student", spec.student), ("teacher", spec.teacher))
+        }
+        spec = dataclasses.replace(spec, **moved)
+        other = step.Step(spec, job.step.abstract.params, placement, teacher)
         shardings = other.shardings
         with contextlib.closing(Checkpoints(tmp_path / "run", 2)) as checkpoints:
             state = checkpoints.restore(checkpoints.latest(), job.step.abstract, shardings)
         chex.assert_trees_all_equal(jax.tree.map(np.asarray, state), whole)
         for place, leaf in zip(jax.tree.leaves(shardings), jax.tree.leaves(state), strict=True):
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
-        teacher = jax.device_put(
-            jax.tree.map(np.asarray, job.teacher.params),
-            sharding.parameter_shardings(job.teacher.params, mesh),
-        )
         _, metrics = other(state, teacher, batch)
         losses.append(metrics.means()["loss"])
     np.testing.assert_allclose(losses, losses[0], rtol=2e-6)

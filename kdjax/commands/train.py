@@ -7,11 +7,11 @@ The config is a Python file with get_config(), or one that comes with kdjax; `:K
 picks a variant of it. The same command resumes a run that was stopped.
 """
 
-import argparse
 import logging
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from kdjax.commands.parsing import (
     add_cluster_flags,
@@ -71,25 +71,18 @@ def main(argv: list[str] | None = None) -> int:
     config = run.config
     if not (workdir / "checkpoints").is_dir():  # a finished run may have lost its files
         config = require_files(run)
-    return train_and_report(config, open_workdir(workdir), run.options, suits_cpu=run.suits_cpu)
+    options = {name: getattr(run.options, name) for name in ("distributed", "join_timeout")}
+    options["suits_cpu"] = run.suits_cpu
+    return train_and_report(config, open_workdir(workdir), **options)
 
 
-def train_and_report(
-    config: Config, workdir: Path, options: argparse.Namespace, *, suits_cpu: bool = False
-) -> int:
-    """Trains and says how the run ended; returns the exit status."""
+def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
+    """Trains and says how the run ended; returns the exit status. `options` are `distill`'s."""
     verdict = Verdict(config) if config.smoke.steps else None
     try:
         from kdjax.watch.run import distill  # JAX and all rooms: a second that a signal may fall in
 
-        reason = distill(
-            config,
-            workdir,
-            verdict=verdict,
-            suits_cpu=suits_cpu,
-            distributed=options.distributed,
-            join_timeout=options.join_timeout,
-        )
+        reason = distill(config, workdir, verdict=verdict, **options)
     except (KdjaxError, OSError) as error:
         print_error(error)
         return exit_status("failed", error, verdict.result if verdict else None)

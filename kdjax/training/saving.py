@@ -214,7 +214,10 @@ def _checksums(state: Any) -> dict[str, int]:
     arrays = {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
     placed = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
     sums = jax.device_get(_add_up_all(placed))
-    return {name: int(sums[name]) if name in sums else checksum(x) for name, x in arrays.items()}
+    return {
+        name: int(sums[name]) if name in sums else checksum(np.asarray(x))
+        for name, x in arrays.items()
+    }
 
 
 @jax.jit

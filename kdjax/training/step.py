@@ -244,14 +244,14 @@ class Step:
         self.placement = placement
         self.abstract = jax.eval_shape(functools.partial(init_state, tx=spec.tx), shapes)
         self.shardings = state_shardings(self.abstract, spec.tx, placement)
+        layout = None
         if not placement.alone:
             layout = Layout(
                 Spread.of(self.shardings.params, placement),
                 Spread.of(teacher or {}, placement),
                 jnp.dtype(spec.reduce_dtype),
             )
-            spec = dataclasses.replace(spec, layout=layout)
-        self.spec = spec
+        self.spec = spec = dataclasses.replace(spec, layout=layout)
         options = compiler_options(placement.mesh)
         everywhere = replicated(placement.mesh)
         self.train = jax.jit(
