@@ -54,7 +54,7 @@ def main() -> int:
     """Runs all splits; returns the exit status."""
     folder = Path(sys.argv[1])
     config = tiny.write(folder)
-    cases = {"1 x 8": (SPLITS[0], ())}
+    cases: dict[str, tuple[tuple[int, int], tuple[str, ...]]] = {"1 x 8": (SPLITS[0], ())}
     cases |= {f"{p} x {d}": ((p, d), ()) for p, d in SPLITS[1:]}
     cases["2 x 4, two microbatches"] = SPLITS[1], ("--config.train.microbatches=2",)
     cases["2 x 4, mesh.fsdp=2"] = SPLITS[1], ("--config.mesh.fsdp=2",)
