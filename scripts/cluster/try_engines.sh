@@ -44,41 +44,41 @@ stop_slurm() {
   scontrol shutdown >/dev/null 2>&1 || true
 }
 
-# launch COUNT WORKDIR FLAG...: as the engine's users start it; devices of all processes together are four.
+# launch ENGINE COUNT WORKDIR FLAG...: as the engine's users start it; all processes together have four devices.
 launch() {
-  local count=$1 workdir=$2
-  shift 2
+  local engine=$1 count=$2 workdir=$3
+  shift 3
   export XLA_FLAGS=--xla_force_host_platform_device_count=$((4 / count))
   local command=("$python" -m kdjax.main --config="$folder/config.py" --workdir="$workdir" --join_timeout=60 "${steps[@]}" "$@")
   case $engine in
-    _) "${command[@]}" ;;
+    none) "${command[@]}" ;;
     ompi) mpirun --allow-run-as-root --oversubscribe -n "$count" "${command[@]}" ;;
     slurm) srun --overcommit -n "$count" --cpu-bind=none "${command[@]}" ;;
     *) echo "unknown engine $engine" >&2 && exit 2 ;;
   esac
 }
 
-(engine=_ && launch 1 "$folder/alone") >"$folder/alone.log" 2>&1
+launch none 1 "$folder/alone" >"$folder/alone.log" 2>&1
 if [ "$engine" = slurm ]; then
   trap stop_slurm EXIT
   start_slurm
 fi
 for count in 2 4; do
   run=$folder/$engine-$count
-  launch "$count" "$run" >"$run.log" 2>&1 &
+  launch "$engine" "$count" "$run" >"$run.log" 2>&1 &
   launched=$!
   for _ in $(seq 600); do
     [ -d "$run/checkpoints/8" ] && break
     sleep 0.1
   done
   victim=$(pgrep -f "kdjax.main.*--workdir=$run" | while read -r pid; do
-    tr '\0' '\n' <"/proc/$pid/environ" | grep -qE '^(OMPI_COMM_WORLD_RANK|SLURM_PROCID)=1$' && echo "$pid"
+    if tr '\0' '\n' <"/proc/$pid/environ" | grep -qE '^(OMPI_COMM_WORLD_RANK|SLURM_PROCID)=1$'; then echo "$pid"; fi
   done | tail -1)
   kill -9 "$victim"
   killed=$SECONDS status=0
   wait "$launched" || status=$?
   echo "$engine, $count processes: the second was killed; the engine ended with status $status after $((SECONDS - killed)) s"
-  launch "$count" "$run" >>"$run.log" 2>&1
+  launch "$engine" "$count" "$run" >>"$run.log" 2>&1
   "$python" - "$folder/alone" "$run" <<'PY'
 import sys
 from pathlib import Path
