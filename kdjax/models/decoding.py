@@ -19,7 +19,7 @@ from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models.decoder import Cache, DecoderFunctions, Params
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Spread, gather_rows, mask_padding
+from kdjax.models.weights import Spread, gather_rows, map_rows, mask_padding
 
 _STEPS = 16  # on the device between two looks at the text
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
@@ -118,10 +118,6 @@ _STATE: Any = jax.tree.unflatten(  # specs of a `_State`
 )
 
 
-def _map_rows(function: Callable[..., Any], spread: Spread | None, **specs: Any) -> Any:
-    return function if spread is None else spread.map_rows(function, **specs)
-
-
 @functools.partial(jax.jit, static_argnames=("functions", "spread", "capacity", "real", "sampling"))
 def _begin(
     params: Params,
@@ -145,7 +141,7 @@ def _begin(
         return _State(cache, ids, lengths, _stops(ids, sampling)), head, ids, log_probs
 
     outs = _STATE, P(), ROWS, ROWS
-    state, head, *drawn = _map_rows(begin, spread, outs=outs)(params, tokens, lengths, rows)
+    state, head, *drawn = map_rows(begin, spread, outs=outs)(params, tokens, lengths, rows)
     return state, head, *gather_rows(drawn, spread)
 
 
@@ -187,7 +183,7 @@ def _advance(
         return jax.lax.scan(step, state, jnp.arange(_STEPS, dtype=jnp.int32))
 
     specs = dict(ins=(P(), _STATE, P(), ROWS), outs=(_STATE, (_LATER, _LATER)))
-    state, drawn = _map_rows(advance, spread, **specs)(params, head, state, begun, rows)
+    state, drawn = map_rows(advance, spread, **specs)(params, head, state, begun, rows)
     return state, gather_rows(drawn, spread)
 
 

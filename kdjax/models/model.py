@@ -31,7 +31,15 @@ from kdjax.models.decoder import (
 from kdjax.models.decoding import Completion, Sampling, complete
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Scaled, Spread, decode_weight, gather_shards, to_bits, unembed
+from kdjax.models.weights import (
+    Scaled,
+    Spread,
+    decode_weight,
+    gather_shards,
+    map_rows,
+    to_bits,
+    unembed,
+)
 
 _log = logging.getLogger("kdjax")
 
@@ -172,7 +180,7 @@ class Model:
         options = None
         if self.placement is not None:
             options = sharding.compiler_options(self.placement.mesh)
-        hidden = jax.jit(_map_rows(self.functions.hidden, self.spread), compiler_options=options)
+        hidden = jax.jit(map_rows(self.functions.hidden, self.spread), compiler_options=options)
         for batch in batches:
             columns = [batch[name] for name in ("tokens", "segment_ids", "positions")]
             if self.placement is not None:
@@ -238,10 +246,6 @@ def _fill_columns(tokens: Array, segment_ids: Any, positions: Any) -> tuple[Arra
     return tokens, jnp.asarray(segment_ids, jnp.int32), jnp.asarray(positions, jnp.int32)
 
 
-def _map_rows(function: Callable[..., Any], spread: Spread | None) -> Callable[..., Any]:
-    return function if spread is None else spread.map_rows(function)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _compute_logits(
     functions: ModelFunctions, spread: Spread | None, params: Params, *columns: Array
@@ -250,7 +254,7 @@ def _compute_logits(
         hidden = functions.hidden(params, *columns)
         return unembed(hidden, functions.head(params).astype(hidden.dtype))
 
-    return _map_rows(compute, spread)(params, *columns)
+    return map_rows(compute, spread)(params, *columns)
 
 
 def load(

@@ -346,6 +346,11 @@ class Spread:
         return run
 
 
+def map_rows(function: Callable[..., Any], spread: Spread | None, **specs: Any) -> Any:
+    """See `Spread.map_rows`; the function itself for a model that is placed nowhere."""
+    return function if spread is None else spread.map_rows(function, **specs)
+
+
 def gather_rows(tree: Any, spread: Spread | None) -> Any:
     """Small results, such as ids, on every device: each process may read them."""
     if spread is None or spread.placement.alone:

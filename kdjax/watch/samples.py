@@ -25,7 +25,7 @@ from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Spread, gather_rows, mask_padding, unembed
+from kdjax.models.weights import Spread, gather_rows, map_rows, mask_padding, unembed
 from kdjax.training.hooks import Hook, Run
 from kdjax.watch.report.workdir import SAMPLES
 
@@ -92,9 +92,7 @@ def judge(
 def _judge(
     apply: ModelFunctions, spread: Spread | None, real: int, params: Params, *columns: Array
 ) -> Judged:
-    judge_rows = functools.partial(_judge_rows, apply=apply, real=real)
-    if spread is not None:
-        judge_rows = spread.map_rows(judge_rows)
+    judge_rows = map_rows(functools.partial(_judge_rows, apply=apply, real=real), spread)
     return gather_rows(judge_rows(params, *columns), spread)
 
 

@@ -152,6 +152,16 @@ class Bench:
         self.count += 1
         return Child(work, self.folder / f"{self.count:04}.log")
 
+    def ask(self, work: Callable[[], Any]) -> tuple[Any, list[str]]:
+        """What `work` returns, as JSON, from a process of its own; or what that process said."""
+        report = self.folder / "report.json"
+        child = self.fork(lambda: report.write_text(json.dumps(work())))
+        child.wait(900)
+        child.kill()
+        if child.status != 0:
+            return None, [child.log.read_text()[-500:]]
+        return json.loads(report.read_text()), []
+
     def train(self, workdir: Path) -> Child:
         """A process that trains, or goes on, in `workdir`."""
 
@@ -257,9 +267,8 @@ def try_damage(bench: Bench, short: bool) -> Iterator[Row]:
     """Every file of the newest step, damaged in every way, then resumed from."""
     newest = bench.straight / "checkpoints" / str(STEPS)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
-    report = bench.folder / "damage.json"
 
-    def restore_all() -> None:
+    def restore_all() -> list[tuple[str, str]]:
         job = assemble(bench.config, bench.straight)
 
         def restore(workdir: Path) -> tuple[int, Any]:
@@ -288,15 +297,13 @@ def try_damage(bench: Bench, short: bool) -> Iterator[Row]:
                 else:
                     found.append((way, "same" if step == STEPS else "older"))
                 shutil.rmtree(copy)
-        report.write_text(json.dumps(found))
+        return found
 
-    child = bench.fork(restore_all)
-    child.wait(900)
-    child.kill()
-    if child.status != 0:
-        yield Row("a damaged checkpoint", 0, "", [child.log.read_text()[-500:]])
+    answer, failed = bench.ask(restore_all)
+    if failed:
+        yield Row("a damaged checkpoint", 0, "", failed)
         return
-    found = Counter(tuple(item) for item in json.loads(report.read_text()))
+    found = Counter(map(tuple, answer))
     for way in WAYS:
         same, older = found[way, "same"], found[way, "older"]
         bad = found[way, "wrong"] + found[way, "lost"]
@@ -432,9 +439,9 @@ def fill(path: Path) -> None:
 
 def try_headers(bench: Bench, short: bool) -> Iterator[Row]:
     """GGUF headers with bytes, numbers or an end that they should not have."""
-    report, wanted = bench.folder / "headers.json", 100 if short else 10_000
+    wanted = 100 if short else 10_000
 
-    def open_all() -> None:
+    def open_all() -> Counter[str]:
         path, whole = bench.folder / "mutated.gguf", (bench.folder / "student.gguf").read_bytes()
         table = open_table(bench.folder / "student.gguf")
         header = min(table.start(name) for name in table)  # type: ignore[attr-defined]
@@ -450,15 +457,12 @@ def try_headers(bench: Bench, short: bool) -> Iterator[Row]:
                 found["refused"] += 1
             else:
                 found["opened"] += 1
-        report.write_text(json.dumps(found))
+        return found
 
-    child = bench.fork(open_all)
-    child.wait(600)
-    child.kill()
-    if child.status != 0:
-        yield Row("a mutated GGUF header", 0, "", [child.log.read_text()[-500:]])
+    found, failed = bench.ask(open_all)
+    if failed:
+        yield Row("a mutated GGUF header", 0, "", failed)
         return
-    found = json.loads(report.read_text())
     opened, refused = found.get("opened", 0), found.get("refused", 0)
     outcome = f"{refused} refused in one message, {opened} made a model: what changed was text"
     yield Row("a mutated GGUF header", opened + refused, outcome, [])
