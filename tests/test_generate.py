@@ -76,6 +76,39 @@ def test_a_row_does_not_depend_on_its_batch(models):
     assert len({tuple(c.ids) for c in same}) == 5  # samples of one prompt differ
 
 
+def test_a_row_draws_by_its_number(models):
+    how = dict(temperature=1.0, seed=5)
+    prompts = prompts_of(5)
+    all_of_them = run(models, prompts=prompts, **how)
+    some = run(models, prompts=[prompts[4], prompts[1]], numbers=[4, 1], **how)
+    assert some == [all_of_them[4], all_of_them[1]]
+    same = run(models, prompts=[prompts[0]] * 2, numbers=[7, 7], **how)
+    assert same[0] == same[1]
+    for bad in ([0], [0, -1], [0, 2**32]):
+        with pytest.raises(UserError, match=r"expected one whole number from 0 .* a prompt"):
+            run(models, prompts=prompts[:2], numbers=bad)
+
+
+def test_several_new_ids_at_once_are_one_after_another(models):
+    """Each row at its own position; what lay behind it in the cache is forgotten."""
+    model = opened(f"{models}/teacher.gguf@dequant:float32")
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 300, (2, 16)), jnp.int32)
+    lengths = jnp.asarray([9, 5], jnp.int32)
+    whole = model.logits(tokens)
+    head = model.functions.head(model.params)[: model.real_vocab]
+    _, cache = model.functions.prefill(model.params, tokens, jnp.asarray([12, 12], jnp.int32), 24)
+    new = jnp.stack([row[n : n + 4] for row, n in zip(tokens, lengths, strict=True)])
+    hidden, cache = model.functions.extend(model.params, new, lengths, cache)
+    logits = np.asarray(hidden @ head.T)
+    for row, n in enumerate(lengths):
+        np.testing.assert_allclose(logits[row], whole[row, n : n + 4], atol=1e-4)
+    one = jnp.stack([row[n + 4 : n + 5] for row, n in zip(tokens, lengths, strict=True)])
+    hidden, _ = model.functions.extend(model.params, one, lengths + 4, cache)
+    logits = np.asarray(hidden @ head.T)
+    for row, n in enumerate(lengths):
+        np.testing.assert_allclose(logits[row, 0], whole[row, n + 4], atol=1e-4)
+
+
 @pytest.mark.slow
 def test_another_seed_draws_others(models):
     one, other = (run(models, temperature=1.0, top_p=0.9, seed=seed) for seed in (5, 6))

@@ -34,19 +34,22 @@ def attend(
 
 
 def attend_cached(
-    q: Float[Array, "B 1 H D"],
+    q: Float[Array, "B T H D"],
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
-    positions: Int[Array, "B 1"],
-) -> Float[Array, "B 1 H D"]:
-    """Attention of one new position a row over a cache whose slot s holds position s."""
-    batch, _, heads, width = q.shape
-    q = q.reshape(batch, k.shape[1], heads // k.shape[1], width)
-    scores = jnp.einsum("BKGD,BKSD->BKGS", q, k, preferred_element_type=jnp.float32)
-    known = jnp.arange(k.shape[2], dtype=jnp.int32)[None] <= positions
-    scores = jnp.where(known[:, None, None], scores * width**-0.5, -1e30)
+    positions: Int[Array, "B T"],
+) -> Float[Array, "B T H D"]:
+    """Attention of new positions over a cache whose slot s holds position s, theirs included."""
+    batch, new, heads, width = q.shape
+    # Rows of one product are the queries of a key head: no head of keys is repeated.
+    q = q.reshape(batch, new, k.shape[1], heads // k.shape[1], width).transpose(0, 2, 1, 3, 4)
+    scores = jnp.einsum("BKTGD,BKSD->BKTGS", q, k, preferred_element_type=jnp.float32)
+    slots = jnp.arange(k.shape[2], dtype=jnp.int32)
+    known = slots[None, None] <= positions[:, :, None]
+    scores = jnp.where(known[:, None, :, None], scores * width**-0.5, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("BKGS,BKSD->BKGD", weights, v).reshape(batch, 1, heads, width)
+    out = jnp.einsum("BKTGS,BKSD->BKTGD", weights, v).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, new, heads, width)
 
 
 def _blockwise(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:

@@ -289,32 +289,34 @@ class Decoder(nnx.Module):
         return self.norm(last)[:, 0], Cache(jnp.pad(k, room), jnp.pad(v, room))
 
     def extend(
-        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: "Cache"
-    ) -> tuple[Float[Array, "B D"], "Cache"]:
-        """One more id a row, at its own position; its hidden state, and the cache with it."""
-        at = positions[:, None]
+        self, tokens: Int[Array, "B T"], positions: Int[Array, " B"], cache: "Cache"
+    ) -> tuple[Float[Array, "B T D"], "Cache"]:
+        """T more ids a row, the first at its position; their hidden states, and the cache with them.
+
+        What lies in the cache from that position on is written over. Ids beyond its capacity leave
+        nothing there.
+        """
+        at = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         cos, sin = self._angles(at)
         graph, stacked = nnx.split(self.blocks)
         slices, read = slice_layers(stacked)
-        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
 
         def layer(carry: tuple[Array, Cache], xs: Any) -> tuple[tuple[Array, Cache], None]:
             (x, cache), (index, weights) = carry, xs
 
             def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
-                # In the carry, so that a step writes one position and copies nothing.
+                # In the carry, so that a step writes its positions and copies nothing.
                 kept = Cache(
-                    cache.k.at[index, rows, :, positions].set(k[:, 0]),
-                    cache.v.at[index, rows, :, positions].set(v[:, 0]),
+                    cache.k.at[index, rows, :, at].set(k), cache.v.at[index, rows, :, at].set(v)
                 )
                 return attend_cached(q, kept.k[index], kept.v[index], at), kept
 
             return nnx.merge(graph, read(weights))(x, cos, sin, mix), None
 
         layers = jnp.arange(self.spec.num_layers, dtype=jnp.int32), slices
-        x = self._embed_tokens(tokens[:, None])
-        (x, cache), _ = jax.lax.scan(layer, (x, cache), layers)
-        return self.norm(x)[:, 0], cache
+        (x, cache), _ = jax.lax.scan(layer, (self._embed_tokens(tokens), cache), layers)
+        return self.norm(x), cache
 
     def head_weight(self) -> Float[Array, "V D"]:
         """The unembedding, `[V, D]`, as numbers; the embedding itself if tied."""

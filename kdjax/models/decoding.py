@@ -171,9 +171,10 @@ def _advance(
 
     def advance(params: Params, head: Array, state: _State, begun: Array, rows: Array) -> Any:
         def step(state: _State, done_steps: Array) -> tuple[_State, tuple[Array, Array]]:
-            hidden, cache = functions.extend(params, state.last, state.positions, state.cache)
+            last = state.last[:, None]
+            hidden, cache = functions.extend(params, last, state.positions, state.cache)
             number = jnp.broadcast_to(begun + done_steps, rows.shape)
-            ids, log_probs = _draw(hidden, head, number, rows, sampling, real)
+            ids, log_probs = _draw(hidden[:, 0], head, number, rows, sampling, real)
             # A row that ended stays where it is: its slots beyond are never written.
             ids = jnp.where(state.done, state.last, ids)
             positions = jnp.where(state.done, state.positions, state.positions + 1)
@@ -237,17 +238,20 @@ def complete(
     real: int,
     spread: Spread | None = None,
     tokenizer: Tokenizer | None = None,
+    numbers: Sequence[int] | None = None,
     batch_size: int = 32,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
     """Continues every prompt (token ids below `real`), in order, with ids below `real`.
 
-    A row draws by the seed, its place in `prompts` and its step, whatever the batches. `on_text` is
-    called with a prompt's number and all its text so far, a few steps at a time. Without a
-    tokenizer there is no text. Raises `UserError` for an empty prompt, an id that no token has,
-    more positions than the model has, and impossible sampling.
+    A row draws by the seed, its number (default: its place in `prompts`) and its step, whatever the
+    batches. `on_text` is called with a prompt's place and all its text so far, a few steps at a
+    time. Without a tokenizer there is no text. Raises `UserError` for an empty prompt, an id that
+    no token has, more positions than the model has, numbers that are not one a prompt, and
+    impossible sampling.
     """
     sampling.check()
+    numbers = _check_numbers(numbers, len(prompts))
     for i, prompt in enumerate(prompts):
         _check_prompt(i, prompt, sampling, functions.spec.max_positions, real)
     completions: list[Completion] = []
@@ -256,13 +260,25 @@ def complete(
     programs = dict(functions=functions, spread=spread, real=real)
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
-        rows = _Batch(programs, params, tokenizer, sampling, part, start, batch_size)
+        drawn_by = numbers[start : start + batch_size]
+        rows = _Batch(programs, params, tokenizer, sampling, part, start, drawn_by, batch_size)
         for texts in rows.run():
             if on_text is not None:
                 for number, text in texts:
                     on_text(number, text)
         completions += rows.completions()
     return completions
+
+
+def _check_numbers(numbers: Sequence[int] | None, count: int) -> np.ndarray:
+    found = np.arange(count) if numbers is None else np.asarray(numbers)
+    whole = found.shape == (count,) and (not count or np.issubdtype(found.dtype, np.integer))
+    if not whole or (count and not 0 <= found.min() <= found.max() < 2**32):
+        raise UserError(
+            f"found numbers of shape {found.shape} and type {found.dtype} for {count} prompts; "
+            "expected one whole number from 0 to 4294967295 a prompt."
+        )
+    return found.astype(np.uint32)
 
 
 def _check_prompt(
@@ -293,6 +309,7 @@ class _Batch:
         sampling: Sampling,
         prompts: Sequence[Sequence[int]],
         first: int,
+        numbers: np.ndarray,
         batch_size: int,
     ):
         self._params, self._first = params, first
@@ -304,7 +321,7 @@ class _Batch:
         for i, prompt in enumerate(filled):
             self._tokens[i, : len(prompt)] = prompt
         self._lengths = np.asarray([len(prompt) for prompt in filled], np.int32)
-        self._numbers = np.arange(first, first + batch_size, dtype=np.int32)
+        self._numbers = np.pad(numbers, (0, batch_size - len(prompts)), mode="edge")
         self._capacity = longest + -(-sampling.max_tokens // _STEPS) * _STEPS
         # What only the host looks at is no part of a program: other values compile nothing anew.
         on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=())

@@ -194,6 +194,7 @@ class Model:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: Sampling | None = None,
         *,
+        numbers: Sequence[int] | None = None,
         batch_size: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
         **settings: Any,
@@ -203,8 +204,8 @@ class Model:
         `settings` are the fields of `Sampling`, such as `max_tokens=64, temperature=0.8`, in place
         of `sampling`; without either, the ends of text and of a turn end a completion.
         `batch_size` prompts (default: at most 32) go together; see `decoding.complete` for
-        `on_text`. Raises `UserError` for a model without a decoder, for ids that no token has, and
-        for more positions than the model has.
+        `numbers` and `on_text`. Raises `UserError` for a model without a decoder, for ids that no
+        token has, and for more positions than the model has.
         """
         if not isinstance(self.functions, DecoderFunctions):
             raise UserError(f"{self}: has no decoder to generate with.")
@@ -225,6 +226,7 @@ class Model:
                 spread=self.spread,
                 real=self.real_vocab,
                 tokenizer=tokenizer,
+                numbers=numbers,
                 batch_size=batch_size or min(len(ids), 32),
                 on_text=on_text,
             )
