@@ -291,7 +291,7 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Int[Array, "B T"], positions: Int[Array, " B"], cache: "Cache"
     ) -> tuple[Float[Array, "B T D"], "Cache"]:
-        """T more ids a row, the first at its position; their hidden states, and the cache with them.
+        """T more ids a row, the first at its position; hidden states, and the cache with them.
 
         What lies in the cache from that position on is written over. Ids beyond its capacity leave
         nothing there.

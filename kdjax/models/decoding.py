@@ -251,7 +251,7 @@ def complete(
     impossible sampling.
     """
     sampling.check()
-    numbers = _check_numbers(numbers, len(prompts))
+    draw_by = _check_numbers(numbers, len(prompts))
     for i, prompt in enumerate(prompts):
         _check_prompt(i, prompt, sampling, functions.spec.max_positions, real)
     completions: list[Completion] = []
@@ -260,8 +260,8 @@ def complete(
     programs = dict(functions=functions, spread=spread, real=real)
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
-        drawn_by = numbers[start : start + batch_size]
-        rows = _Batch(programs, params, tokenizer, sampling, part, start, drawn_by, batch_size)
+        drawn = draw_by[start : start + batch_size]
+        rows = _Batch(programs, params, tokenizer, sampling, part, start, drawn, batch_size)
         for texts in rows.run():
             if on_text is not None:
                 for number, text in texts:
