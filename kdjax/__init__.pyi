@@ -5,6 +5,7 @@ from .export import export_gguf as export_gguf
 from .export import export_hf as export_hf
 from .losses.divergences import Divergence as Divergence
 from .losses.divergences import JensenShannon as JensenShannon
+from .losses.divergences import Mixture as Mixture
 from .losses.divergences import SkewedForwardKL as SkewedForwardKL
 from .losses.divergences import SkewedReverseKL as SkewedReverseKL
 from .losses.divergences import forward_kl as forward_kl

@@ -6,7 +6,7 @@ A file in `configs/` returns a `Config` from `get_config()`; flags such as
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -59,7 +59,7 @@ class LossConfig:
 
     temperature: float = 4.0  # T, of both models' softmax in the divergence
     alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
-    divergence: str = "forward_kl"  # or reverse_kl, jsd:beta=0.3, ...; a wrong name lists all
+    divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 
@@ -214,8 +214,39 @@ def check_share(name: str, value: float) -> None:
         raise UserError(f"{name}={value!r}: must be above 0 and below 1")
 
 
-def split_divergence(text: str) -> tuple[str, dict[str, float]]:
-    """`"jsd:beta=0.3"` as `("jsd", {"beta": 0.3})`; `UserError` unless it is a divergence."""
+def check_weights(weights: Sequence[float]) -> None:
+    """Raises `UserError` unless the weights can be those of a mixture."""
+    if not all(weight > 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
+        shown = ", ".join(f"{weight:g}" for weight in weights)
+        raise UserError(
+            f"the weights of a mixture are {shown}: each must be above 0, and their sum 1"
+        )
+
+
+def split_divergence(text: str) -> list[tuple[float, str, dict[str, float]]]:
+    """Weights, names and parameters of the divergences of a text; `UserError` for another text.
+
+    `"jsd:beta=0.3"` is `[(1.0, "jsd", {"beta": 0.3})]`. Of a mixture each part has its weight:
+    `"0.7*forward_kl+0.3*total_variation"`.
+    """
+    if "*" not in text:
+        return [(1.0, *_split_part(text))]
+    parts = []
+    for part in text.split("+"):
+        number, _, rest = part.partition("*")
+        try:
+            weight = float(number)
+        except ValueError:
+            raise UserError(
+                f"divergence {text!r}: found {part.strip()!r}; expected of each part of a mixture "
+                "WEIGHT*NAME, such as 0.5*forward_kl"
+            ) from None
+        parts.append((weight, *_split_part(rest.strip())))
+    check_weights([weight for weight, *_ in parts])
+    return parts
+
+
+def _split_part(text: str) -> tuple[str, dict[str, float]]:
     name, _, rest = text.partition(":")
     if name not in DIVERGENCES:
         raise UserError(f"divergence {name!r} is unknown; known are {', '.join(DIVERGENCES)}")
@@ -266,7 +297,10 @@ _RULES: dict[str, tuple[Any, str]] = {
     "data.max_segments": ((lambda v: 1 <= v <= 4096), "between 1 and 4096"),
     "loss.temperature": _POSITIVE,
     "loss.alpha": _FRACTION,
-    "loss.divergence": (_is_divergence, "one of " + ", ".join(_forms())),
+    "loss.divergence": (
+        _is_divergence,
+        f"one of {', '.join(_forms())}, or a mixture such as 0.5*forward_kl+0.5*reverse_kl",
+    ),
     "loss.chunk_tokens": _NON_NEGATIVE,
     "optim.learning_rate": _POSITIVE,
     "optim.final_learning_rate": _NON_NEGATIVE,

@@ -224,7 +224,7 @@ def test_two_models_without_a_tail_differ_by_a_millionth():
 
 
 def test_held_out_figures_of_cached_ids():
-    """Cross-entropies and agreement are exact, the KLs at most the full ones."""
+    """Cross-entropies and agreement are exact, KLs at most the full ones, acceptance at least."""
     spec = spec_of()
     h, w, h_t, w_t, labels, weights = hidden_states()
     full = head_evaluation(h, w, h_t, w_t, labels, weights, spec)
@@ -233,6 +233,7 @@ def test_held_out_figures_of_cached_ids():
     for a, b in same:
         np.testing.assert_allclose(a, b, rtol=1e-5)
     assert got.kl_topk < full.kl and got.divergence_topk < full.divergence
+    assert full.acceptance < got.acceptance_topk <= got.count
     itself = top_of_teacher(h, w, labels, weights, spec, 5)
     got = cached_head_evaluation(h, w, itself, labels, weights, spec)
     assert got.agreement == got.count == weights.sum() and got.kl_topk < 1e-5

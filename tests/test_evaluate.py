@@ -137,7 +137,8 @@ def test_figures_against_numpy(pair, mesh):
         "kl_ts": (np.exp(t) * (t - s)).sum(-1),
         "kl_st": (np.exp(s) * (s - t)).sum(-1),
         "jsd": ((np.exp(s) * (s - middle) + np.exp(t) * (t - middle)) / 2).sum(-1),
-        "tv": 1 - np.minimum(np.exp(s), np.exp(t)).sum(-1),
+        "tv": np.abs(np.exp(s) - np.exp(t)).sum(-1) / 2,
+        "acceptance": np.minimum(np.exp(s), np.exp(t)).sum(-1),
         "top1": s.argmax(-1) == t.argmax(-1),
         "top5": np.asarray(shared),
         "teacher_entropy": -(np.exp(t) * t).sum(-1),
@@ -553,25 +554,28 @@ def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mes
 
 def sums(rng, count):
     """Sums over `count` positions with means of about 2 nats."""
-    means = dict(student_ce=2.5, teacher_ce=1.5, divergence=0.2, kl=0.3, agreement=0.5)
+    means = dict(
+        student_ce=2.5, teacher_ce=1.5, divergence=0.2, kl=0.3, agreement=0.5, acceptance=0.6
+    )
     drawn = {name: mean * count * rng.uniform(0.5, 1.5) for name, mean in means.items()}
     return EvalSums(**drawn, count=float(count))
 
 
 def test_nothing_evaluated_is_an_error_and_no_figure():
-    for nothing in ([EvalSums(*[0.0] * 6)], [EvalSums(*[0.0] * 6)] * 3):
+    for nothing in ([EvalSums(*[0.0] * 7)], [EvalSums(*[0.0] * 7)] * 3):
         with pytest.raises(ZeroDivisionError, match="no held-out position carries weight"):
             held_out_figures(nothing, KDLoss())
 
 
 def test_figures_are_of_all_positions_and_no_mean_of_means():
-    few = EvalSums(8.0, 6.0, 2.0, 4.0, 0.0, 1.0)
-    many = EvalSums(99.0, 99.0, 9.9, 9.9, 99.0, 99.0)
+    few = EvalSums(8.0, 6.0, 2.0, 4.0, 0.0, 0.5, 1.0)
+    many = EvalSums(99.0, 99.0, 9.9, 9.9, 99.0, 79.5, 99.0)
     got = held_out_figures([few, many], KDLoss(temperature=4.0, alpha=0.5))
     assert got["student_ce"] == pytest.approx(1.07) and got["teacher_ce"] == pytest.approx(1.05)
     assert got["student_perplexity"] == pytest.approx(math.exp(1.07))
     assert got["teacher_perplexity"] == pytest.approx(math.exp(1.05))
     assert (got["kl"], got["agreement"], got["tokens"]) == (pytest.approx(0.139), 0.99, 100.0)
+    assert got["acceptance"] == pytest.approx(0.8)
     assert got["divergence"] == pytest.approx(0.119) and got["temperature"] == 4.0
     assert got["loss"] == pytest.approx(0.5 * 1.07 + 0.5 * 16 * 0.119)
 

@@ -15,7 +15,15 @@ from scipy.special import entr, logsumexp, rel_entr, softmax
 from kdjax.config import DIVERGENCES, Config, validate
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec, head_evaluation, head_loss
-from kdjax.losses.divergences import Divergence, parse_divergence
+from kdjax.losses.divergences import (
+    Divergence,
+    Mixture,
+    acceptance,
+    as_divergence,
+    forward_kl,
+    parse_divergence,
+    total_variation,
+)
 from kdjax.losses.kd import KDLoss, cross_entropy, kd_logit_gradient, kd_loss
 
 VOCAB = 151_936
@@ -132,6 +140,9 @@ ORACLES = {
     "skewed_forward_kl": lambda q, p: kl(q, 0.1 * q + 0.9 * p),
     "skewed_reverse_kl:skew=0.2": lambda q, p: kl(p, 0.8 * q + 0.2 * p),
     "total_variation": lambda q, p: np.abs(p - q).sum(-1) / 2,
+    "0.7*forward_kl+0.3*total_variation": lambda q, p: (
+        0.7 * kl(q, p) + 0.15 * np.abs(p - q).sum(-1)
+    ),
     distance: lambda q, p: np.linalg.norm(p - q, axis=-1),
 }
 
@@ -153,6 +164,8 @@ def oracle_divergence(s, t, temperature, kind):
         ("skewed_reverse_kl", 0.107043, 2.302585),
         ("skewed_reverse_kl:skew=0.5", 0.035375, 0.693147),  # ln(2/3) / 4 + 3 ln(6/5) / 4
         ("total_variation", 0.25, 1.0),
+        ("0.5*forward_kl + 0.5*reverse_kl", 0.137327, None),  # the mean of the two above
+        ("0.4*jsd:beta=0.3+0.6*total_variation", 0.161601, 0.844346),
     ],
 )
 def test_divergences_have_the_values_known_of_them(text, known, limit):
@@ -167,7 +180,25 @@ def test_divergences_have_the_values_known_of_them(text, known, limit):
     for a, b in ((far, far[::-1]), (far, far)):
         assert np.all(np.isfinite(divergence.logit_gradient(a * 3, b * 3)))
     assert divergence == parse_divergence(text) and hash(divergence) == hash(parse_divergence(text))
-    assert set(DIVERGENCES) == {name.partition(":")[0] for name in ORACLES if isinstance(name, str)}
+    names = {name.partition(":")[0] for name in ORACLES if isinstance(name, str)}
+    assert set(DIVERGENCES) == {name for name in names if "*" not in name}
+
+
+def test_a_mixture_is_over_merged_outcomes_where_all_its_parts_are():
+    both = Mixture(((0.5, forward_kl), (0.5, total_variation)))
+    own = Mixture(((0.5, forward_kl), (0.5, as_divergence(distance))))
+    assert both.merges_tail and not own.merges_tail
+    assert parse_divergence("0.5*forward_kl+0.5*total_variation") == both
+    q, p = (np.log(np.asarray(x, np.float32)) for x in ((0.5, 0.3, 0.2), (0.25, 0.5, 0.25)))
+    g = both.logit_gradient(q, p)
+    inside, tail = both.merged_gradient(q, p)
+    np.testing.assert_allclose(inside, g[:2], rtol=1e-6)
+    np.testing.assert_allclose(tail * np.exp(p[2:]), g[2:], rtol=1e-6)
+
+
+def test_the_acceptance_is_what_total_variation_leaves():
+    q, p = np.asarray((0.5, 0.3, 0.2), np.float32), np.asarray((0.25, 0.5, 0.25), np.float32)
+    np.testing.assert_allclose(acceptance(np.log(q), np.log(p)), 0.25 + 0.3 + 0.2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ORACLES)
@@ -255,7 +286,11 @@ def test_a_divergence_of_ones_own_sees_finite_numbers_of_ids_that_exist():
     [("js", "'js' is unknown; known are forward_kl, reverse_kl, jsd"), ("", "known are"),
      ("jsd:skew=0.1", "jsd has beta"), ("forward_kl:beta=0.1", "no parameters"),
      ("jsd:beta=half", "must be a number"), ("jsd:beta=1", "above 0 and below 1"),
-     ("skewed_reverse_kl:skew=nan", "above 0 and below 1")],
+     ("skewed_reverse_kl:skew=nan", "above 0 and below 1"),
+     ("0.5*forward_kl+jsd", "found 'jsd'; expected of each part"),
+     ("0.5*forward_kl+0.5*js", "'js' is unknown"),
+     ("0.5*forward_kl+0.6*jsd", "are 0.5, 0.6: each must be above 0, and their sum 1"),
+     ("2*forward_kl+-1*jsd", "each must be above 0")],
 )  # fmt: skip
 def test_unknown_divergences_are_refused_wherever_they_are_met(text, message):
     for refuse in (parse_divergence, KDLoss):
@@ -531,7 +566,8 @@ def test_evaluation_sums_match_the_oracle():
     ce, kl_1 = oracle_parts(s, t, labels, 1.0)
     teacher_ce, kl_t = oracle_parts(t, t, labels, 1.0)[0], oracle_parts(s, t, labels, 2.0)[1]
     same = s.argmax(-1) == t.argmax(-1)
-    want = [(x * w).sum() for x in (ce, teacher_ce, kl_t, kl_1, same, np.ones_like(w))]
+    kept = np.minimum(softmax(s, -1), softmax(t, -1)).sum(-1)
+    want = [(x * w).sum() for x in (ce, teacher_ce, kl_t, kl_1, same, kept, np.ones_like(w))]
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 

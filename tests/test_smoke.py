@@ -149,7 +149,7 @@ def judged(before, after, *, steps=3, done=3, seconds=(9.0, 1.0, 3.0), error=Non
     verdict.train_begin(Run(Path(), 0, steps, 64, 1.0, None, 1, {}))
 
     def figures(student_ce, divergence, agreement=0.5):
-        sums = EvalSums(student_ce, 1.0, divergence, 0.5, agreement, 1.0)
+        sums = EvalSums(student_ce, 1.0, divergence, 0.5, agreement, 0.5, 1.0)
         settings = config.loss
         return held_out_figures([sums], KDLoss("jsd", settings.temperature, settings.alpha))
 

@@ -128,7 +128,7 @@ def test_the_loss_without_a_teacher_is_the_cross_entropy(rng):
     for mine, theirs in zip(*gradients, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
     figures = head_evaluation(hidden, head, None, None, labels, weights, spec)
-    assert figures[1:5] == (None,) * 4
+    assert figures[1:6] == (None,) * 5
     np.testing.assert_allclose(float(figures.student_ce), float(sums.ce), rtol=1e-6)
 
 
@@ -198,7 +198,7 @@ def test_bits_per_byte_are_the_nats_over_the_bytes_of_the_targets(alone, tmp_pat
     first = load_tokenizer(demo.STUDENT_SHAPE).encode(text)[0]
     opening = load_tokenizer(demo.STUDENT_SHAPE).decode([first])
     assert job.heldout_bytes == len(text.encode()) - len(opening.encode())
-    batches = [(8.0, 6.0, 1.0, 1.0, 1.0, 3.0), (4.0, 2.0, 1.0, 1.0, 0.0, 1.0)]
+    batches = [(8.0, 6.0, 1.0, 1.0, 1.0, 2.0, 3.0), (4.0, 2.0, 1.0, 1.0, 0.0, 0.5, 1.0)]
     figures = held_out_figures([_sums(*b) for b in batches], KDLoss(), covered=6)
     assert figures["student_bits_per_byte"] == pytest.approx(12 / math.log(2) / 6)
     assert figures["teacher_bits_per_byte"] == pytest.approx(8 / math.log(2) / 6)

@@ -26,7 +26,13 @@ from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
 from kdjax.losses.chunked import HeadSpec, cut_head, join_chunks, split_chunks
-from kdjax.losses.divergences import jensen_shannon, kl_divergence, log_softmax, total_variation
+from kdjax.losses.divergences import (
+    acceptance,
+    jensen_shannon,
+    kl_divergence,
+    log_softmax,
+    total_variation,
+)
 from kdjax.losses.kd import KDLoss, cross_entropy
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
@@ -127,7 +133,8 @@ class Values(NamedTuple):
     kl_ts: Float[Array, "B T"]  # KL(teacher || student), nats
     kl_st: Float[Array, "B T"]
     jsd: Float[Array, "B T"]  # Jensen-Shannon divergence, nats: at most ln 2
-    tv: Float[Array, "B T"]  # total variation; 1 - tv of the student's drafts would be accepted
+    tv: Float[Array, "B T"]  # total variation
+    acceptance: Float[Array, "B T"]  # share of the model's drafts that the teacher keeps at T = 1
     top1: Float[Array, "B T"]  # 1 where both rank the same id first
     top5: Float[Array, "B T"]  # part of the five ids ranked first that both share
     cosine: Float[Array, "B T"]  # of the two vectors of logits
@@ -155,6 +162,7 @@ def _compare(logits: Array, teacher_logits: Array | None, labels: Array) -> Valu
         kl_st=kl_divergence(s, t),
         jsd=jensen_shannon(t, s),
         tv=total_variation(t, s),
+        acceptance=acceptance(t, s),
         top1=(top[..., 0] == teacher_top[..., 0]).astype(jnp.float32),
         top5=jnp.mean(shared.astype(jnp.float32), axis=-1),
         cosine=jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-30),

@@ -22,6 +22,7 @@ _OVERALL = {
     "kl_st": ("KL(model || teacher), nats", ".4g"),
     "jsd": ("Jensen-Shannon, nats", ".4g"),
     "tv": ("total variation", ".4g"),
+    "acceptance": ("acceptance of drafts, T = 1", ".4f"),
     "top1": ("top-1 agreement", ".4f"),
     "top5": ("top-5 agreement", ".4f"),
     "cosine": ("cosine of logits, mean", ".6f"),
@@ -35,6 +36,7 @@ _GROUPED = {
     "bits_per_byte": ("bits/byte", ".4f"),
     "right": ("right", ".4f"),
     "kl_ts": ("KL(t||m)", ".4g"),
+    "acceptance": ("accept", ".4f"),
     "top1": ("top-1", ".4f"),
 }
 

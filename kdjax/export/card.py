@@ -26,6 +26,8 @@ _FIGURES = {
     "divergence": "the divergence that was trained, at its temperature",
     "divergence_topk": "the same over the cached ids and any other, a lower bound",
     "agreement": "top-1 agreement with the teacher",
+    "acceptance": "share of its drafts that the teacher would keep, at T=1",
+    "acceptance_topk": "the same over the cached ids and any other, an upper bound",
     "teacher_ce": "the teacher's cross-entropy",
     "tokens": "positions measured",
 }

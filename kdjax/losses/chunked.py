@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kdjax.losses.divergences import forward_kl, kl_divergence, log_softmax
+from kdjax.losses.divergences import acceptance, forward_kl, kl_divergence, log_softmax
 from kdjax.losses.kd import KDLoss, cross_entropy, kd_parts_and_gradient
 from kdjax.models.weights import Scaled, mask_padding, unembed
 
@@ -50,6 +50,7 @@ class EvalSums(NamedTuple):
     divergence: Float[Array, ""] | None  # the one trained on, at temperature T, without T^2
     kl: Float[Array, ""] | None  # forward, at T = 1: runs of different losses compare
     agreement: Float[Array, ""] | None  # positions where both rank the same id first
+    acceptance: Float[Array, ""] | None  # drafted tokens that the teacher would keep, at T = 1
     count: Float[Array, ""]
 
 
@@ -247,11 +248,12 @@ def head_evaluation(
         hard = [log_softmax(x, 1.0) for x in (t, s)]
         same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)
         ces = cross_entropy(s, label), cross_entropy(t, label)
-        values = (*ces, divergence(*soft), kl_divergence(*hard), same, jnp.ones_like(weight))
+        kept = acceptance(*hard)
+        values = (*ces, divergence(*soft), kl_divergence(*hard), same, kept, jnp.ones_like(weight))
         return add_sums(sums, values, weight), None
 
     xs = split_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
     zero = jnp.zeros((), jnp.float32)
     compared = None if teacher_hidden is None else zero
-    start = EvalSums(zero, compared, compared, compared, compared, zero)
+    start = EvalSums(zero, compared, compared, compared, compared, compared, zero)
     return jax.lax.scan(add_chunk, start, xs)[0]

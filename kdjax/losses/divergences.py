@@ -10,7 +10,7 @@ and the student's probabilities.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kdjax.config import check_share, split_divergence
+from kdjax.config import check_share, check_weights, split_divergence
 from kdjax.errors import UserError
 
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
@@ -46,6 +46,16 @@ def kl_divergence(teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> P
 def _log_mixture(a: AnyArray, b: AnyArray, share: float) -> Array:
     """log(share e^a + (1 - share) e^b)."""
     return jnp.logaddexp(a + math.log(share / (1 - share)), b) + math.log(1 - share)
+
+
+def acceptance(teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+    """Sum of min(t, s), 1 less their total variation: the share of the student's drafts kept.
+
+    A token drawn from s is kept with probability min(1, t / s) by speculative sampling, which draws
+    from t (Leviathan, Kalman, Matias 2023, arXiv:2211.17192, theorem 3.5).
+    """
+    least = jnp.minimum(jnp.asarray(teacher_log_probs), jnp.asarray(student_log_probs))
+    return jnp.sum(jnp.exp(least), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +217,44 @@ class TotalVariation(Divergence):
 
 
 @dataclasses.dataclass(frozen=True)
+class Mixture(Divergence):
+    """A weighted sum of divergences, `Mixture(((0.7, forward_kl), (0.3, total_variation)))`.
+
+    `UserError` unless there are two or more, with weights above 0 that add up to 1.
+    """
+
+    parts: tuple[tuple[float, Divergence], ...]
+
+    def __post_init__(self):
+        check_weights([weight for weight, _ in self.parts])
+
+    @property
+    def merges_tail(self) -> bool:  # type: ignore[override]
+        """Whether all parts do."""
+        return all(divergence.merges_tail for _, divergence in self.parts)
+
+    def _add(self, values: Iterable[Array]) -> Array:
+        weights = [weight for weight, _ in self.parts]
+        return sum((w * x for w, x in zip(weights, values, strict=True)), jnp.zeros(()))
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        return self._add(part(teacher_log_probs, student_log_probs) for _, part in self.parts)
+
+    def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """The sum of the parts' own."""
+        sides = teacher_log_probs, student_log_probs
+        return self._add(part.logit_gradient(*sides) for _, part in self.parts)
+
+    def merged_gradient(
+        self, teacher_log_probs: LogProbs, student_log_probs: LogProbs
+    ) -> tuple[Float[Array, "*B V-1"], Float[Array, "*B 1"]]:
+        """The sum of the parts' own."""
+        sides = teacher_log_probs, student_log_probs
+        inside, tail = zip(*(part.merged_gradient(*sides) for _, part in self.parts), strict=True)
+        return self._add(inside), self._add(tail)
+
+
+@dataclasses.dataclass(frozen=True)
 class FunctionDivergence(Divergence):
     """A function of one's own, with `jax.vjp`'s gradient.
 
@@ -243,9 +291,15 @@ _CLASSES: dict[str, type[Divergence]] = {
 
 
 def parse_divergence(text: str) -> Divergence:
-    """The divergence that a config calls so, such as "jsd:beta=0.3"; else `UserError`."""
-    name, parameters = split_divergence(text)
-    return _CLASSES[name](**parameters)
+    """The divergence that a config calls so; else `UserError`.
+
+    Such as "jsd:beta=0.3", or "0.7*forward_kl+0.3*total_variation".
+    """
+    parts = [
+        (weight, _CLASSES[name](**parameters))
+        for weight, name, parameters in split_divergence(text)
+    ]
+    return Mixture(tuple(parts)) if len(parts) > 1 else parts[0][1]
 
 
 def as_divergence(divergence: Divergence | DivergenceFunction | str) -> Divergence:

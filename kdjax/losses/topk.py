@@ -30,7 +30,7 @@ from kdjax.losses.chunked import (
     scan_loss,
     split_inputs,
 )
-from kdjax.losses.divergences import Divergence, forward_kl, kl_divergence
+from kdjax.losses.divergences import Divergence, acceptance, forward_kl, kl_divergence
 from kdjax.losses.kd import cross_entropy, softmax_sums
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.weights import mask_padding, unembed
@@ -64,6 +64,7 @@ class TopEvalSums(NamedTuple):
     divergence_topk: Float[Array, ""]  # the one trained on, at T, without T^2
     kl_topk: Float[Array, ""]  # forward, at T = 1
     agreement: Float[Array, ""]
+    acceptance_topk: Float[Array, ""]  # at T = 1: an upper bound
     count: Float[Array, ""]
 
 
@@ -284,7 +285,9 @@ def cached_head_evaluation(
     weights: Float[Array, "B T"],
     spec: HeadSpec,
 ) -> TopEvalSums:
-    """Held-out sums against cached ids: cross-entropies and agreement exact, the rest lower bounds.
+    """Held-out sums against cached ids: cross-entropies and agreement exact, the rest bounds.
+
+    Of divergences they are lower bounds, of the acceptance an upper one.
 
     Raises as `cached_head_loss`.
     """
@@ -294,15 +297,14 @@ def cached_head_evaluation(
     def add_chunk(sums: TopEvalSums, xs: Any) -> tuple[TopEvalSums, None]:
         (hidden,), weight, top, label = xs
         x = _take_apart(hidden, head, top.ids, label, spec, exact=True)
-        measures = (spec.loss.temperature, spec.loss.divergence), (1.0, kl_divergence)
         soft, hard = (
-            measure(outcomes(top.logits, top.odds[..., i], t), _student_outcomes(x, i, t))
-            for i, (t, measure) in enumerate(measures)
+            (outcomes(top.logits, top.odds[..., i], t), _student_outcomes(x, i, t))
+            for i, t in enumerate((spec.loss.temperature, 1.0))
         )
         same = jnp.argmax(x.every, axis=-1) == x.ids[..., 0]
-        ce = x.totals[1][..., 0] - x.label
-        values = ce, -top.label, soft, hard, same, jnp.ones_like(weight)
-        return add_sums(sums, values, weight), None
+        ces = x.totals[1][..., 0] - x.label, -top.label
+        apart = spec.loss.divergence(*soft), kl_divergence(*hard), same, acceptance(*hard)
+        return add_sums(sums, (*ces, *apart, jnp.ones_like(weight)), weight), None
 
     xs = split_inputs((student_hidden,), weights, teacher, labels, spec=spec)
     start = TopEvalSums(*(jnp.zeros((), jnp.float32),) * len(TopEvalSums._fields))

@@ -11,6 +11,8 @@ from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
 
+_COMPARED = ("divergence", "kl", "acceptance")
+
 
 def held_out_figures(
     sums: Sequence[EvalSums | TopEvalSums], loss: KDLoss, covered: int = 0
@@ -19,9 +21,11 @@ def held_out_figures(
 
     `loss` is what training minimises, of the cross-entropy and the trained `divergence` at T; `kl`
     is the forward KL at T = 1, whatever is trained. Against a cache of likeliest ids the last two
-    are called `divergence_topk` and `kl_topk`: they are lower bounds. What needs a teacher is
-    absent without one. Perplexity is exp of the merged mean, never a mean of perplexities.
-    `covered` is the UTF-8 bytes of all the targets: with it there are bits per byte.
+    are called `divergence_topk` and `kl_topk`: they are lower bounds. `acceptance` is the share of
+    the student's drafts that the teacher would keep at T = 1; `acceptance_topk` is an upper bound.
+    What needs a teacher is absent without one. Perplexity is exp of the merged mean, never a mean
+    of perplexities. `covered` is the UTF-8 bytes of all the targets: with it there are bits per
+    byte.
     """
     columns = dict(zip(type(sums[0])._fields, zip(*sums, strict=True), strict=True)) if sums else {}
     totals = {
@@ -41,7 +45,7 @@ def held_out_figures(
             if covered:
                 figures[f"{side}_bits_per_byte"] = ce * count / math.log(2) / covered
     if "agreement" in mean:
-        figures |= {n: value for n, value in mean.items() if n.startswith(("divergence", "kl"))}
+        figures |= {n: value for n, value in mean.items() if n.startswith(_COMPARED)}
         figures |= {"temperature": loss.temperature, "agreement": mean["agreement"]}
     figures |= {"bytes": float(covered)} if covered else {}
     return figures | {"tokens": count}

@@ -225,7 +225,8 @@ class Terminal(Hook):
             fields.append(f"{kl} {f[kl]:.4f}")
             if f[trained] != f[kl]:  # not the forward KL at T = 1
                 fields.append(f"{trained}(T={f['temperature']:g}) {f[trained]:.4f}")
-            fields.append(f"agreement {f['agreement']:.4f}")
+            compared = "agreement", "acceptance", "acceptance_topk"
+            fields += [f"{name} {f[name]:.4f}" for name in compared if name in f]
         fields.append(f"over {f['tokens']:,.0f} tokens")
         self._print(f"held-out at step {step}: {'  '.join(fields)}")
 

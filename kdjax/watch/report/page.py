@@ -32,6 +32,7 @@ _COLUMNS = {
     "divergence": ("", "divergence", "{:.4f}"),
     "KL to the teacher": ("", "kl", "{:.4f}"),
     "agreement": ("", "agreement", "{:.2%}"),
+    "acceptance": ("", "acceptance", "{:.2%}"),
 }
 _SAME = "KL at T = 1"  # a divergence that has a column already
 _PLACES = {
@@ -310,6 +311,7 @@ _HELD_OUT = {
     "heldout_loss": ("Held-out loss, nats a token", "loss", ""),
     "kl": ("Held-out KL to the teacher, T = 1, nats a token", "kl", ""),
     "agreement": ("Held-out top-1 agreement with the teacher", "agreement", "{:.4%}"),
+    "acceptance": ("Held-out acceptance of drafts by the teacher, T = 1", "acceptance", "{:.4%}"),
     "heldout_ce": ("Held-out cross-entropy, nats a token", "student_ce", ""),
 }
 

@@ -130,7 +130,7 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
     if topk:
         notes.append(
             "KL and divergence are over the ids that the teacher's cache holds, and lower "
-            "than over all ids"
+            "than over all ids; the acceptance is higher"
         )
     return sorted(lines, key=lambda line: line[1]["step"])
 
