@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import math
 import re
 
 import chex
@@ -34,7 +35,7 @@ from kdjax.models.tokenizer import from_gguf
 from kdjax.models.weights import Mixed, Packed
 from kdjax.training.job import assemble
 from kdjax.training.pair import Vocabulary, align, open_pair
-from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
+from scripts.bench.synthetic import QWEN25_SHAPES, random_blocks, write_random_gguf
 
 
 def one_device():
@@ -74,6 +75,20 @@ def as_llama(source, target):
     write_gguf(target, metadata, [t for t in tensors if not t[0].endswith(".bias")])
 
 
+def as_dynamic(source, target):
+    """The model's shape with every block type there is, in turn, as Unsloth's dynamic files mix."""
+    table, rng = open_table(source), np.random.default_rng(0)
+    types, tensors = itertools.cycle(name for name, b in BLOCKS.items() if b.elements > 1), []
+    for name in table:
+        info, data = table.info(name), table.raw(name)
+        dtype = next(types) if len(info.shape) == 2 else info.dtype
+        if dtype != info.dtype:
+            blocks = math.prod(info.shape) // BLOCKS[dtype].elements
+            data = random_blocks(rng, dtype, blocks, info.shape[1] ** -0.5)
+        tensors.append((name, dtype, info.shape, data))
+    write_gguf(target, dict(table.metadata), tensors)
+
+
 @pytest.mark.parametrize("name", sorted(BLOCKS))
 def test_fields_are_the_same_bytes_and_numbers(name, rng):
     block = BLOCKS[name]
@@ -82,13 +97,15 @@ def test_fields_are_the_same_bytes_and_numbers(name, rng):
     assert [f.shape for f in fields] == [(3, 5) if n == 2 else (3, 5, n) for n in block.fields]
     flat = [f.view(np.uint8).reshape(3, 5, n) for f, n in zip(fields, block.fields, strict=True)]
     np.testing.assert_array_equal(np.concatenate(flat, axis=-1).reshape(raw.shape), raw)
-    assert decode_fields(split(raw, name), name).shape == (3, 5 * block.elements)
+    whole = jax.eval_shape(lambda raw: decode_fields(split(raw, name), name), raw)
+    assert whole.shape == (3, 5 * block.elements)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         "mixed",
+        "dynamic",
         *(pytest.param(k, marks=pytest.mark.slow) for k in ("BF16", "llama", "tied", "Q5_0")),
     ],
 )
@@ -97,15 +114,21 @@ def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_p
     if kind == "llama":
         path = tmp_path / "llama.gguf"
         as_llama(deep[3], path)
+    elif kind == "dynamic":
+        path = tmp_path / "dynamic.gguf"
+        as_dynamic(deep[3], path)
+        used = {open_table(path).info(name).dtype for name in open_table(path)}
+        assert used == {name for name, block in BLOCKS.items() if block.elements > 1} | {"F32"}
     elif kind != "mixed":
         path = tmp_path / "x.gguf"
         shape = QWEN25_SHAPES["tiny-student"]._replace(tied=kind == "tied")
         write_random_gguf(path, shape, recipe="q4_k_m" if kind == "tied" else kind.lower())
     lean, plain = model(path, "packed"), model(path, "dense")
     assert lean.vocab_size == plain.vocab_size
-    assert isinstance(lean.params["blocks"]["mlp"]["gate"]["weight"], Packed)
+    gate = lean.params["blocks"]["mlp"]["gate"]["weight"]
+    assert isinstance(gate, Mixed if kind == "dynamic" else Packed)
     assert isinstance(lean.params["blocks"]["mlp"]["down"]["weight"], Mixed) == (
-        kind in ("mixed", "llama", "tied")
+        kind in ("mixed", "dynamic", "llama", "tied")
     )
     want = logits(plain)
     assert np.std(want) > 0.1
@@ -152,11 +175,17 @@ def test_nothing_is_hoisted_out_of_the_layer_scan(deep):
 
 
 @pytest.mark.slow
-def test_packed_on_a_mesh_equals_one_device(deep):
-    alone = logits(model(deep[3], "packed"), rows=4)
+@pytest.mark.parametrize("kind", ["mixed", "dynamic"])
+def test_packed_on_a_mesh_equals_one_device(deep, tmp_path, kind):
+    path = deep[3]
+    if kind == "dynamic":
+        path = tmp_path / "dynamic.gguf"
+        as_dynamic(deep[3], path)
+    alone = logits(model(path, "packed"), rows=4)
     mesh = sharding.make_mesh(2, 2, 2)
-    spread = model(deep[3], "packed", mesh=mesh)
+    spread = model(path, "packed", mesh=mesh)
     gate = spread.params["blocks"]["mlp"]["gate"]["weight"]
+    gate = gate.stacks[0] if kind == "dynamic" else gate
     assert gate.fields[-1].addressable_shards[0].data.shape[1] == 512 // 2
     np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)
 
@@ -351,14 +380,15 @@ def test_generate_takes_the_tokenizer_that_the_message_asks_for(models, tmp_path
 @pytest.mark.slow
 def test_every_block_type_stays_in_its_blocks():
     """The bytes of a packed matrix are those of its file, and its numbers the decoded ones."""
-    assert len(BLOCKS) == 11
+    assert len(BLOCKS) == 20
     rng = np.random.default_rng(0)
     for name, block in BLOCKS.items():
         raw = rng.integers(0, 60, (4, 3 * block.nbytes), dtype=np.uint8)
         kept = Packed(split(raw, name), name, jnp.float32)
         assert sum(field.nbytes for field in kept.fields) == raw.nbytes
-        np.testing.assert_array_equal(kept.decode(), decode(raw, name))
-        np.testing.assert_array_equal(kept[1:3].decode(), decode(raw[1:3], name))
+        numbers = np.asarray(jax.jit(decode, static_argnums=1)(raw, name))
+        np.testing.assert_array_equal(jax.jit(Packed.decode)(kept), numbers)
+        np.testing.assert_array_equal(jax.jit(Packed.decode)(kept[1:3]), numbers[1:3])
 
 
 def test_the_width_after_truncation_is_the_smaller_one_or_an_error():

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped, UInt8
 
 from kdjax.errors import UserError
+from kdjax.formats import codebooks
 from kdjax.formats.kquants import encode_k
 
 # Elements that `encode` handles at a time: bounds its temporaries to a few tens of MB.
@@ -58,11 +59,25 @@ def _nibbles(data: Array, group: int) -> Array:
     return fields.reshape(*data.shape[:-1], 2 * data.shape[-1])
 
 
+def _quarters(data: Array, group: int = 32) -> Array:
+    """uint8 `[..., n]` to `[..., 4n]`: each `group` bytes hold four times as many of two bits."""
+    fields = _fields(_shape(data, data.shape[-1] // group, group), (0, 2, 4, 6), 3)
+    return fields.reshape(*data.shape[:-1], 4 * data.shape[-1])
+
+
+def _along(data: Array, numbers: Sequence[int]) -> Array:
+    """The numbers in data's dtype, along an axis of their own after its last."""
+    return jnp.asarray(np.array(numbers, data.dtype).reshape((1,) * data.ndim + (-1,)))
+
+
+def _bits(data: Array, shifts: Sequence[int], mask: int) -> Array:
+    """Integers `[..., n]` to `[..., n, len(shifts)]`: the bit fields of each beside one another."""
+    return (data[..., None] >> _along(data, shifts)) & mask
+
+
 def _fifth_bits(data: Array) -> Array:
     """uint8 `[..., 4]`, a little-endian word, to `[..., 32]`: bit i is the fifth of element i."""
-    ramp = np.arange(8, dtype=np.uint8).reshape((1,) * data.ndim + (8,))
-    bits = (data[..., None] >> ramp) & 1
-    return bits.reshape(*data.shape[:-1], 32) << 4
+    return _bits(data, range(8), 1).reshape(*data.shape[:-1], 32) << 4
 
 
 def _six_bit_scales(data: Array) -> tuple[Array, Array]:
@@ -142,6 +157,92 @@ def _q6_k(low: Array, high: Array, scales: Array, d: Array) -> Array:
     return (factors[..., None] * _shape(q, 16, 16).astype(jnp.float32)).reshape(q.shape)
 
 
+def _q2_k(scales: Array, low: Array, d: Array, dmin: Array) -> Array:
+    q = _quarters(low)
+    factors, minimums = _f16(d) * (scales & 15).astype(jnp.float32), _f16(dmin) * (scales >> 4)
+    x = factors[..., None] * _shape(q, 16, 16).astype(jnp.float32) - minimums[..., None]
+    return x.reshape(q.shape)
+
+
+def _q3_k(high: Array, low: Array, scales: Array, d: Array) -> Array:
+    q = _quarters(low).astype(jnp.int8)
+    third = _fields(high, tuple(range(8)), 1).reshape(q.shape)  # 0 means four less
+    q = q + (third << 2).astype(jnp.int8) - 4
+    factors = _nibbles(scales[..., :8], 8) | (_quarters(scales[..., 8:], 4) << 4)
+    factors = _f16(d) * (factors.astype(jnp.int8) - 32).astype(jnp.float32)
+    return (factors[..., None] * _shape(q, 16, 16).astype(jnp.float32)).reshape(q.shape)
+
+
+def _trits(data: Array, count: int) -> Array:
+    """uint8 `[..., n]` to `[..., count * n]`: first digits in base 3, then second ones.
+
+    A byte holds a fraction of 256: three times it is a digit and what is left, in 16 bits.
+    """
+    powers = np.array([3**i for i in range(count)], np.uint8).reshape(
+        (1,) * (data.ndim - 1) + (-1, 1)
+    )
+    digits = ((data[..., None, :] * powers).astype(jnp.uint16) * 3) >> 8
+    return digits.reshape(*data.shape[:-1], count * data.shape[-1])
+
+
+def _tq1_0(low: Array, rest: Array, d: Array) -> Array:
+    q = jnp.concatenate([_trits(low[..., :32], 5), _trits(low[..., 32:], 5), _trits(rest, 4)], -1)
+    return _f16(d) * (q.astype(jnp.int8) - 1).astype(jnp.float32)
+
+
+def _tq2_0(low: Array, d: Array) -> Array:
+    return _f16(d) * (_quarters(low).astype(jnp.int8) - 1).astype(jnp.float32)
+
+
+def _iq4_nl(d: Array, low: Array) -> Array:
+    return _f16(d) * codebooks.look_up(codebooks.IQ4, _nibbles(low, 16))
+
+
+def _iq4_xs(d: Array, high: Array, scales: Array, low: Array) -> Array:
+    scales = _nibbles(scales, 1) | _bits(high, range(0, 16, 2), 3).astype(jnp.uint8) << 4
+    factors = _f16(d) * (scales.astype(jnp.int8) - 32).astype(jnp.float32)
+    x = codebooks.look_up(codebooks.IQ4, _shape(_nibbles(low, 16), 8, 32))
+    return (factors[..., None] * x).reshape(*low.shape[:-1], 256)
+
+
+def _signed(factors: Array, entries: Array, signs: Array) -> Array:
+    """Eight factors `[..., 8]` for 64 entries of four numbers, below 0 where a sign's bit is set.
+
+    Byte j of the signs, uint8 `[..., 32]`, holds in bit i that of number 8 j + i.
+    """
+    lead = factors.shape[:-1]
+    minus = _bits(signs, range(8), 1).astype(jnp.float32)
+    x = entries.reshape(*lead, 8, 32) * (1 - 2 * minus).reshape(*lead, 8, 32)
+    return (factors[..., None] * x).reshape(*lead, 256)
+
+
+def _iq3_xxs(d: Array, low: Array, high: Array) -> Array:
+    words = lax.bitcast_convert_type(_shape(high, 8, 4), jnp.uint32)
+    factors = _f16(d) * ((words >> 28).astype(jnp.float32) + 0.5) * 0.5
+    seven = _bits(words, range(0, 28, 7), 127).astype(jnp.uint8)
+    signs = seven | (lax.population_count(seven) & 1) << 7  # minus signs are even in number
+    entries = codebooks.look_up(codebooks.IQ3_XXS, low)
+    return _signed(factors, entries, signs.reshape(*low.shape[:-1], 32))
+
+
+def _iq3_s(d: Array, low: Array, high: Array, signs: Array, scales: Array) -> Array:
+    ninth = _bits(high, range(8), 1).reshape(low.shape).astype(jnp.uint16)
+    entries = codebooks.look_up(codebooks.IQ3_S, low.astype(jnp.uint16) | ninth << 8)
+    factors = _f16(d) * (1 + 2 * _nibbles(scales, 1)).astype(jnp.float32)
+    return _signed(factors, entries, signs)
+
+
+def _mxfp4(exponent: Array, low: Array) -> Array:
+    """Whole numbers times 2^(exponent - 128), in two factors that float32 has both of."""
+    # XLA's CPU backend takes subnormal factors, and makes subnormal results, 0.
+    half = exponent >> 1
+    powers = [
+        lax.bitcast_convert_type((e.astype(jnp.uint32) + 63) << 23, jnp.float32)
+        for e in (half, exponent - half)
+    ]
+    return codebooks.look_up(codebooks.MXFP4, _nibbles(low, 16)) * powers[0] * powers[1]
+
+
 BLOCKS: dict[str, BlockType] = {
     "F32": BlockType(1, (4,), 0, _f32),
     "F16": BlockType(1, (2,), 1, _f16),
@@ -154,6 +255,15 @@ BLOCKS: dict[str, BlockType] = {
     "Q4_K": BlockType(256, (2, 2, 12, 128), 12, _q4_k),
     "Q5_K": BlockType(256, (2, 2, 12, 32, 128), 13, _q5_k),
     "Q6_K": BlockType(256, (128, 64, 16, 2), 14, _q6_k),
+    "Q2_K": BlockType(256, (16, 64, 2, 2), 10, _q2_k),
+    "Q3_K": BlockType(256, (32, 64, 12, 2), 11, _q3_k),
+    "IQ4_NL": BlockType(32, (2, 16), 20, _iq4_nl),
+    "IQ4_XS": BlockType(256, (2, 2, 4, 128), 23, _iq4_xs),
+    "IQ3_S": BlockType(256, (2, 64, 8, 32, 4), 21, _iq3_s),
+    "IQ3_XXS": BlockType(256, (2, 64, 32), 18, _iq3_xxs),
+    "MXFP4": BlockType(32, (1, 16), 39, _mxfp4),
+    "TQ1_0": BlockType(256, (48, 4, 2), 34, _tq1_0),
+    "TQ2_0": BlockType(256, (64, 2), 35, _tq2_0),
 }
 
 

@@ -107,9 +107,41 @@ def tensor_plan(
 
 
 # Root mean square of a weight for d = 1, when all integers of a block are drawn uniformly:
-# of q alone, and for K types times that of the scales.
-_RMS_Q = {"Q4": 4.61, "Q5": 9.23, "Q6": 18.5, "Q8": 73.9}
-_RMS_SCALE = {"Q4_K": 36.5, "Q5_K": 36.5, "Q6_K": 73.9}
+# of q alone, and for types of 256 times that of the scales.
+_RMS_Q = {
+    "Q4": 4.61,
+    "Q5": 9.23,
+    "Q6": 18.5,
+    "Q8": 73.9,
+    "Q2": 1.12,
+    "Q3": 2.35,
+    "IQ4": 67.4,
+    "TQ1": 0.816,
+    "TQ2": 1.22,
+    "IQ3": 1.0,  # that of its grid stands with the scales
+}
+_RMS_SCALE = {
+    "Q4_K": 36.5,
+    "Q5_K": 36.5,
+    "Q6_K": 73.9,
+    "Q2_K": 8.80,
+    "Q3_K": 18.5,
+    "IQ4_XS": 18.5,
+    "IQ3_S": 7.59 * 18.5,
+    "IQ3_XXS": 30.8 * 18.5 / 4,
+}
+_RMS_MXFP4 = 5.85
+# What is taken off each q of a type whose blocks hold minimums.
+_MIDDLE = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5}
+# Where d lies, if not at the start; a minimum follows it.
+_PLACE = {"Q6_K": -2, "Q3_K": -2, "TQ1_0": -2, "TQ2_0": -2, "Q2_K": -4}
+
+
+def _powers_of_two(rng: np.random.Generator, blocks: int, rms: float) -> np.ndarray:
+    """Exponents of MXFP4, uint8 `[blocks]`, drawn from two neighbours so as to give `rms`."""
+    low = math.floor(math.log2(rms / _RMS_MXFP4))
+    share = ((rms / _RMS_MXFP4) ** 2 / 4.0**low - 1) / 3  # of the higher one
+    return (low + 128 + (rng.random(blocks) < share)).astype(np.uint8)
 
 
 def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float) -> np.ndarray:
@@ -119,24 +151,30 @@ def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float)
         return encode(rng.standard_normal((blocks, 1), np.float32) * np.float32(std), dtype)
     words = rng.integers(0, 1 << 64, -(-blocks * block.nbytes // 8), np.uint64)
     data = words.view(np.uint8)[: blocks * block.nbytes].reshape(blocks, block.nbytes)
+    if dtype == "MXFP4":
+        data[:, 0] = _powers_of_two(rng, blocks, std)
+        return data
     # Scales differ from block to block, by up to a quarter; types whose q range is lopsided
     # (-8 to 7) get either sign, else every row would share a mean of -d/2.
     d = rng.random((blocks, 1), np.float32) * np.float32(0.5) + np.float32(0.75)
-    d *= std / (_RMS_Q[dtype[:2]] * _RMS_SCALE.get(dtype, 1.0))
-    middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(dtype)
+    d *= std / (_RMS_Q[dtype.split("_")[0]] * _RMS_SCALE.get(dtype, 1.0))
+    middle = _MIDDLE.get(dtype)
     if middle is None:
         d *= np.float32(1) - 2 * (data[:, -3:-2] & 1).astype(np.float32)
     d = d.astype("<f2")
-    at = block.nbytes - 2 if dtype == "Q6_K" else 0
+    at = _PLACE.get(dtype, 0) % block.nbytes
     data[:, at : at + 2] = d.view(np.uint8)
     if middle is not None:
-        data[:, 2:4] = (d.astype(np.float32) * np.float32(middle)).astype("<f2").view(np.uint8)
+        offset = (d.astype(np.float32) * np.float32(middle)).astype("<f2")
+        data[:, at + 2 : at + 4] = offset.view(np.uint8)
     if dtype in ("Q4_K", "Q5_K"):
         # The minimum of each group equals its scale, so that with dmin = d * middle its weights
         # are d * scale * (q - middle), centred: bytes 4-7 and 8-11 hold the two's low bits, and
         # 12-15 the rest in a nibble each.
         data[:, 8:12] = data[:, 4:8]
         data[:, 12:16] = (data[:, 12:16] & 15) * 17
+    if dtype == "Q2_K":  # likewise; scale and minimum of a group share a byte
+        data[:, :16] = (data[:, :16] & 15) * 17
     return data
 
 
