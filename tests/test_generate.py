@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from kdjax.errors import UserError
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, pick
 from kdjax.models.model import load
+
+GOLDENS = Path(__file__).parent / "goldens"
 
 
 @functools.cache
@@ -56,6 +59,18 @@ def test_greedy_with_a_cache_is_greedy_without(models):
     for prompt, completion in zip(prompts, got, strict=True):
         ids, log_probs = naive(models, prompt, 20)
         assert completion.ids == ids and completion.reason == "length"
+        np.testing.assert_allclose(completion.log_probs, log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_a_window_holds_in_the_cache(family):
+    """Prompts shorter and longer than the window of 7, and continued beyond it."""
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, 160, count).tolist() for count in (3, 50)]
+    form = f"{family}@dequant:float32"
+    for prompt, completion in zip(prompts, run(GOLDENS, form, prompts), strict=True):
+        ids, log_probs = naive(GOLDENS, prompt, 20, form)
+        assert completion.ids == ids
         np.testing.assert_allclose(completion.log_probs, log_probs, atol=1e-4)
 
 

@@ -1,5 +1,6 @@
 """The decoder against Transformers' own outputs, committed as goldens; shapes, NaNs, attention."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from kdjax.formats import open_table
 from kdjax.models import attention, fields, weights
 from kdjax.models.arch import ACTIVATIONS, rope_frequencies, spec_from_table
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
+from kdjax.models.families import FAMILIES
 from kdjax.models.loading import load_params
 from scripts.checks import make_goldens
 
@@ -166,6 +168,29 @@ def test_blockwise_attention_equals_one_block(monkeypatch, length):
     chex.assert_trees_all_close(value_and_gradient(), whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("local", [None, True, False])
+def test_a_window_ends_what_a_query_sees(monkeypatch, local):
+    """Against the definition in NumPy, over several blocks of queries, and from a cache."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+    rng, length, window = np.random.default_rng(3), 13, 4
+    q, k, v = (rng.normal(0, 1, (2, length, 2, 8)).astype(np.float32) for _ in range(3))
+    segments = np.asarray([[1] * 13, [1] * 6 + [2] * 7], np.int32)
+    at = np.arange(length)
+    behind = at[:, None] - at[None]
+    near = (behind >= 0) & (behind < (length if local is False else window))
+    seen = near[None] & (segments[:, :, None] == segments[:, None])
+    scores = np.where(seen[:, None], np.einsum("bthd,bshd->bhts", q, k) * 0.3, -np.inf)
+    wanted = np.einsum("bhts,bshd->bthd", scipy.special.softmax(scores, -1), v)
+    how = dict(scale=0.3, window=window)
+    flag = None if local is None else jnp.asarray(local)
+    run = jax.jit(lambda *x: attention.attend(*x, **how))
+    np.testing.assert_allclose(run(q, k, v, segments, flag), wanted, atol=1e-5)
+    cache = (jnp.pad(x, ((0, 0), (0, 3), (0, 0), (0, 0))).swapaxes(1, 2) for x in (k, v))
+    last = jnp.full((2, 1), length - 1, jnp.int32)
+    got = attention.attend_cached(jnp.asarray(q[:, -1:]), *cache, last, flag, **how)
+    np.testing.assert_allclose(got[0, 0], wanted[0, -1], atol=1e-5)
+
+
 def test_packed_layout_counts_padding_as_a_segment():
     segments = jnp.asarray([[1, 1, 1, 2, 2, 0], [1, 2, 2, 3, 3, 3]], jnp.int32)
     lengths, starts = attention.packed_layout(segments, 3)
@@ -234,23 +259,26 @@ def headed(**config):
 QWEN2 = json.loads((GOLDENS / "qwen2_tied" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
-def test_every_field_that_transformers_has_is_known(family):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_that_transformers_has_is_known(name):
     """Its config's own fields and all that its modelling reads; a new one fails here."""
-    config = getattr(transformers, f"{family}Config")()
-    known = fields.COMPUTED | fields.WITHOUT_EFFECT | set(fields.NEUTRAL)
+    config = transformers.AutoConfig.for_model(name)
+    ours, place = set(FAMILIES[name].computed), name.removesuffix("_text")
+    known = fields.COMPUTED | fields.WITHOUT_EFFECT | set(fields.NEUTRAL) | ours
     public = {name for name in vars(config) if not name.startswith("_")}
     assert set(config.to_dict()) | public <= known
     assert set(RopeParameters.__annotations__) <= (
         fields.ROPE_COMPUTED | fields.ROPE_WITHOUT_EFFECT | set(fields.ROPE_NEUTRAL)
     )
     spec_from_table(headed(**config.to_dict()))
-    package = importlib.util.find_spec(f"transformers.models.{family.lower()}")
-    source = Path(package.origin).with_name(f"modeling_{family.lower()}.py").read_text()
+    package = importlib.util.find_spec(f"transformers.models.{place}")
+    source = Path(package.origin).with_name(f"modeling_{place}.py").read_text()
     read = set(re.findall(r"\bconfig\.(\w+)", source)) & known
     # Padding starts at zero, dropout trains, kernels compute the same; windows need their switch.
     harmless = {"pad_token_id", "attention_dropout", "_attn_implementation", "sliding_window"}
-    assert "hidden_act" in read and not (read & fields.WITHOUT_EFFECT) - harmless
+    harmless |= {"use_cache"}  # of generation
+    assert read & {"hidden_act", "hidden_activation"}
+    assert not (read & fields.WITHOUT_EFFECT) - harmless
 
 
 @pytest.mark.parametrize(
@@ -278,6 +306,54 @@ def test_a_field_that_is_not_computed_is_refused(changes, message):
     spec_from_table(headed(**QWEN2))
     with pytest.raises(UserError, match=message):
         spec_from_table(headed(**QWEN2 | changes))
+
+
+GEMMA3 = json.loads((GOLDENS / "gemma3" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: expected None"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: expected None"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"layer_types": ["full_attention"]}, "layer_types .*; expected sliding_attention or"),
+        ({"layer_types": ["chunked_attention"] * 4}, "found layer_types"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "rope_type 'yarn' for sliding_attention; expected default",
+        ),
+        ({"hidden_activation": "glu"}, "found hidden_activation 'glu'"),
+        ({"sliding_window": "wide"}, "found 'wide' as 'sliding_window'"),
+    ],
+)
+def test_a_field_of_local_layers_that_is_not_computed_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        spec_from_table(headed(**GEMMA3 | changes))
+
+
+def test_both_ways_of_writing_local_ropes_are_one():
+    """Published files have the names of Transformers 4; 5 writes a dict a kind of layer."""
+    ropes = GEMMA3["rope_parameters"]
+    old = {k: v for k, v in GEMMA3.items() if k not in ("rope_parameters", "layer_types")}
+    old |= {"rope_theta": 1e5, "rope_local_base_freq": 1e3, "sliding_window_pattern": 2}
+    old |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    old.pop("_sliding_window_pattern")
+    spec, wanted = (spec_from_table(headed(**config)) for config in (old, GEMMA3))
+    assert ropes["sliding_attention"]["rope_theta"] == spec.local_rope_theta == 1e3
+    assert spec.local == (True, False, True, False) and wanted.local == (True, False, True, True)
+    assert dataclasses.replace(spec, local=wanted.local) == wanted
+    assert wanted.windows() == (7, 0, 7, 7)
+
+
+def test_work_of_a_window_counts_the_keys_that_are_seen():
+    spec = spec_from_table(headed(**GEMMA3))
+    length, window = 24, spec.window
+    whole = sum(range(1, length + 1)) - length / 2  # a query's own key counts half
+    near = sum(min(i, window) for i in range(1, length + 1)) - window / 2
+    all_see = dataclasses.replace(spec, window=0, local=())
+    fewer = all_see.forward_flops(length) - spec.forward_flops(length)
+    assert fewer == pytest.approx(3 * 4 * 64 * (whole - near) / length)
 
 
 def test_fields_that_change_nothing_are_accepted():

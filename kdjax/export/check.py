@@ -75,7 +75,7 @@ def check_export(
     infos, lost, total = [], 0.0, 0.0
     for tensor in tensors:
         infos.append(table.info(tensor.gguf if gguf else tensor.hf))
-        problem, squared_error, squared = _compare(table, infos[-1], tensor.read(interleaved=gguf))
+        problem, squared_error, squared = _compare(table, infos[-1], tensor.read(gguf=gguf))
         problems += [problem] if problem else []
         lost, total = lost + squared_error, total + squared
     if problems:

@@ -50,7 +50,7 @@ class _Source(NamedTuple):
             layer, width = tensor.layer or 0, tensor.shape[-1]
             dtype = tensor_type(RECIPES[kind], tensor.path, layer, layers, width, tied)
             name = tensor.gguf if gguf else tensor.hf
-            rows.append((name, dtype, tensor.shape, tensor.stream(dtype, interleaved=gguf)))
+            rows.append((name, dtype, tensor.shape, tensor.stream(dtype, gguf=gguf)))
         return rows
 
 

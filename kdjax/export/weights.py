@@ -26,7 +26,9 @@ class Tensor:
     path: tuple[str, ...]
     layer: int | None
     leaf: Any  # an array of numbers, or of bf16 bits as uint16
+    name: names.Name
     heads: int  # whose rotary rows GGUF interleaves; 0 for none
+    offset: float  # what GGUF files hold beyond it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,15 +38,15 @@ class Tensor:
     @property
     def gguf(self) -> str:
         """llama.cpp's name."""
-        return names.name_of(self.path).gguf.format(i=self.layer)
+        return self.name.gguf.format(i=self.layer)
 
     @property
     def hf(self) -> str:
         """Hugging Face's name."""
-        return names.name_of(self.path).hf.format(i=self.layer)
+        return self.name.hf.format(i=self.layer)
 
-    def read(self, *, interleaved: bool = False) -> np.ndarray:
-        """float32, in Hugging Face's row order or, `interleaved`, in GGUF's.
+    def read(self, *, gguf: bool = False) -> np.ndarray:
+        """float32 numbers in Hugging Face's order, or as GGUF files hold them.
 
         Raises `UserError` if a number is not finite.
         """
@@ -59,13 +61,15 @@ class Tensor:
                 f"found {count} numbers of {array.size} in {self.hf} that are not finite; expected "
                 "none. The run broke: export an earlier step with --step, or train again."
             )
-        return interleave(array, self.heads) if interleaved else array
+        if not gguf:
+            return array
+        return array + np.float32(self.offset) if self.offset else interleave(array, self.heads)
 
-    def stream(self, dtype: str, *, interleaved: bool = False) -> Data:
+    def stream(self, dtype: str, *, gguf: bool = False) -> Data:
         """What the writers take: a function that yields the encoded rows, a part at a time."""
 
         def parts() -> Iterator[np.ndarray]:
-            rows = self.read(interleaved=interleaved).reshape(-1, self.shape[-1])
+            rows = self.read(gguf=gguf).reshape(-1, self.shape[-1])
             step = max(1, _ELEMENTS // self.shape[-1])
             for start in range(0, len(rows), step):
                 try:
@@ -111,11 +115,14 @@ def list_tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
             f"the parameters are not those of this {spec.family} model:\n  {listed}\n"
             "Give the student that the run started from, with --student=PATH."
         )
-    tensors = [
-        Tensor(path, layer, leaves[path], names.head_count(names.name_of(path), spec))
-        for path in known
-        for layer in (range(spec.num_layers) if path[0] == "blocks" else (None,))
-    ]
+    tensors = []
+    for path in known:
+        name, offset = names.name_of(path, spec), names.gguf_offset(path, spec)
+        heads = names.head_count(name, spec)
+        tensors += [
+            Tensor(path, layer, leaves[path], name, heads, offset)
+            for layer in (range(spec.num_layers) if path[0] == "blocks" else (None,))
+        ]
     # Embedding, layers, norm, head.
     order = {"embed": -1, "norm": spec.num_layers, "head": spec.num_layers + 1}
     return sorted(tensors, key=lambda t: order.get(t.path[0], t.layer or 0))

@@ -1,8 +1,8 @@
 """Decoder architectures as plain numbers, read from a checkpoint's own header.
 
-One frozen `ArchSpec` describes Qwen2/2.5, Qwen3 and Llama alike; `decoder.Decoder` builds them.
-Sources: Transformers' modeling_qwen2.py, modeling_qwen3.py, modeling_llama.py and
-modeling_rope_utils.py; llama.cpp's gguf-py/gguf/constants.py for the GGUF keys.
+One frozen `ArchSpec` describes all of `families.FAMILIES`; `decoder.Decoder` builds them.
+Sources: the families' modeling files in Transformers and its modeling_rope_utils.py; llama.cpp's
+gguf-py/gguf/constants.py for the GGUF keys and src/models for what no key says.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.apr.metadata import NEOX, ROPE_TYPE
 from kdjax.formats.blocks import decode
-from kdjax.models.families import FAMILIES, Family
+from kdjax.models.families import FAMILIES, GGUF_FAMILIES, Family
 from kdjax.models.fields import check_fields, check_gguf_fields
 
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
@@ -82,12 +82,30 @@ class ArchSpec:
     qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before rope (Qwen3)
     rope_scaling: RopeScaling | None = None
     activation: str = "silu"  # a key of `ACTIVATIONS`
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # of what attention and MLP give, before it is added
+    scaled_embedding: bool = False  # by the root of hidden_size
+    query_scalar: float = 0.0  # scores are scaled by its inverse root; 0: by head_dim's
+    window: int = 0  # positions that a layer sees, its own included; 0: all that came before
+    # Which layers see no more than the window, and turn by a theta of their own; (): all.
+    local: tuple[bool, ...] = ()
+    local_rope_theta: float = 0.0
+
+    @property
+    def score_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return (self.query_scalar or self.head_dim) ** -0.5
+
+    def windows(self) -> tuple[int, ...]:
+        """Of each layer its window, 0 for one that sees all."""
+        local = self.local or (bool(self.window),) * self.num_layers
+        return tuple(self.window if here else 0 for here in local)
 
     def parameters(self) -> int:
         """Number of weights, the head counted once if tied."""
         d, hd = self.hidden_size, self.head_dim
         qo, kv = self.num_heads * hd, self.num_kv_heads * hd
-        layer = 2 * d * qo + 2 * d * kv + 3 * d * self.mlp_size + 2 * d
+        layer = 2 * d * qo + 2 * d * kv + 3 * d * self.mlp_size + (4 if self.post_norms else 2) * d
         layer += (qo + 2 * kv) * self.qkv_bias + d * self.o_bias + 2 * hd * self.qk_norm
         return self.num_layers * layer + self.vocab_size * d * (1 if self.tied else 2) + d
 
@@ -97,7 +115,19 @@ class ArchSpec:
         qo, kv = self.num_heads * hd, self.num_kv_heads * hd
         products = self.num_layers * (2 * d * qo + 2 * d * kv + 3 * d * self.mlp_size)
         products += self.vocab_size * d
-        return 2.0 * products + 2.0 * self.num_layers * qo * seq_len
+        seen = sum(_mean_keys(window or seq_len, seq_len) for window in self.windows())
+        return 2.0 * products + 4.0 * qo * seen
+
+
+def _mean_keys(window: int, length: int) -> float:
+    """Keys that a query sees on average; half the length without a window."""
+    window = min(window, length)
+    return window - window * window / (2 * length)
+
+
+def local_rope(spec: ArchSpec) -> ArchSpec:
+    """The spec with the rotary parameters of its local layers, which are never scaled."""
+    return dataclasses.replace(spec, rope_theta=spec.local_rope_theta, rope_scaling=None)
 
 
 def rope_frequencies(spec: ArchSpec) -> tuple[np.ndarray, float]:
@@ -160,32 +190,35 @@ def spec_from_table(table: TensorTable) -> ArchSpec:
 
 
 def _find_family(name: object, table: TensorTable) -> Family:
-    if not isinstance(name, str) or name not in FAMILIES:
+    known = GGUF_FAMILIES if "general.architecture" in table.metadata else FAMILIES
+    if not isinstance(name, str) or name not in known:
         raise UserError(
-            f"{table.paths[0]} holds a {name!r} model; kdjax knows {', '.join(FAMILIES)}. "
+            f"{table.paths[0]} holds a {name!r} model; kdjax knows {', '.join(known)}. "
             "Use a checkpoint of one of these families."
         )
-    return FAMILIES[str(name)]
+    return known[str(name)]
 
 
 _EPSILON = "attention.layer_norm_rms_epsilon"
+_REALS = "rope.freq_base", "rope.freq_base_swa", _EPSILON
 
 
 def _from_gguf(table: TensorTable) -> ArchSpec:
     meta = table.metadata
-    family = _find_family(meta["general.architecture"], table).name
+    arch = meta["general.architecture"]
+    family = _find_family(arch, table)
 
     def key(name: str, default: Any = None) -> Any:
-        value = meta.get(f"{family}.{name}", default)
+        value = meta.get(f"{arch}.{name}", default)
         if value is None:
             raise UserError(
-                f"{table.paths[0]}: the GGUF header has no {family}.{name}. The file is "
+                f"{table.paths[0]}: the GGUF header has no {arch}.{name}. The file is "
                 "incomplete; convert it again with convert_hf_to_gguf.py, or download it again."
             )
-        kinds = (int, float) if name in ("rope.freq_base", _EPSILON) else (int,)
+        kinds = (int, float) if name in _REALS else (int,)
         if type(value) not in kinds or not 0 < value < 2**31:
             raise UserError(
-                f"{table.paths[0]}: found {family}.{name} = {str(value)[:80]!r}; expected a number "
+                f"{table.paths[0]}: found {arch}.{name} = {str(value)[:80]!r}; expected a number "
                 "between 0 and 2**31, whole where it counts. Download the file again."
             )
         return value
@@ -195,23 +228,23 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
             f"{table.paths[0]}: no tensor token_embd.weight; this is not a whole model."
         )
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
-    check_gguf_fields(
-        meta, family, int(key("attention.key_length", hidden // heads)), table.paths[0]
-    )
+    head_dim = int(key("attention.key_length", hidden // heads))
+    check_gguf_fields(meta, arch, head_dim, table.paths[0])
     layers = int(key("block_count"))
     if layers > len(table):
         raise UserError(
-            f"{table.paths[0]}: found {family}.block_count = {layers}; expected at most its "
+            f"{table.paths[0]}: found {arch}.block_count = {layers}; expected at most its "
             f"{len(table)} tensors. Download the file again."
         )
+    window = int(meta.get(f"{arch}.attention.sliding_window") or 0) if family.window_period else 0
     return ArchSpec(
-        family=family,
+        family=family.name,
         vocab_size=table.info("token_embd.weight").shape[0],
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=int(key("attention.head_count_kv", heads)),
-        head_dim=int(key("attention.key_length", hidden // heads)),
+        head_dim=head_dim,
         mlp_size=int(key("feed_forward_length")),
         max_positions=int(key("context_length")),
         rope_theta=float(key("rope.freq_base", 10000.0)),
@@ -220,8 +253,35 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
         qkv_bias="blk.0.attn_q.bias" in table,
         o_bias="blk.0.attn_output.bias" in table,
         qk_norm="blk.0.attn_q_norm.weight" in table,
-        rope_scaling=_gguf_scaling(table, family),
+        rope_scaling=_gguf_scaling(table, arch),
+        activation=family.activation,
+        norm_offset=family.norm_offset,
+        post_norms=family.post_norms,
+        scaled_embedding=family.scaled_embedding,
+        query_scalar=gguf_query_scalar(family, layers, hidden // heads),
+        window=window,
+        local=_gguf_local(meta, arch, family, layers) if window else (),
+        local_rope_theta=float(key("rope.freq_base_swa", 10000.0)) if window else 0.0,
     )
+
+
+def gguf_query_scalar(family: Family, layers: int, width: int) -> float:
+    """`ArchSpec.query_scalar` of a GGUF file, which has no key for it; `width` is D over heads."""
+    return float(width) if layers == family.shared_scale_layers else 0.0
+
+
+def _gguf_local(
+    meta: Mapping[str, Any], arch: str, family: Family, layers: int
+) -> tuple[bool, ...]:
+    pattern = meta.get(f"{arch}.attention.sliding_window_pattern", family.window_period)
+    if isinstance(pattern, int):
+        return every_layer_but(pattern, layers)
+    return tuple(bool(local) for local in pattern)
+
+
+def every_layer_but(period: int, layers: int) -> tuple[bool, ...]:
+    """All layers but each `period`-th."""
+    return tuple((layer + 1) % period != 0 for layer in range(layers))
 
 
 def _gguf_scaling(table: TensorTable, family: str) -> RopeScaling | None:
@@ -262,16 +322,12 @@ def _from_hf(table: TensorTable) -> ArchSpec:
     path = path if path.suffix == ".apr" else path.with_name("config.json")
     family = _find_family(config.get("model_type"), table)
     _check_rope_rows(family, table)
-    # Transformers 5 moved rope_theta and rope_scaling into rope_parameters; it prefers the old.
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(f"{path}: found rotary parameters {rope!r}; expected an object.")
-    check_fields(config, rope, path)
-    act = str(config.get("hidden_act") or "silu")
+    rope, local_rope = _hf_ropes(config, family, path)
+    check_fields(config, (rope, local_rope), path, family.computed)
+    name = "hidden_activation" if "hidden_activation" in family.computed else "hidden_act"
+    act = str(config.get(name) or family.activation)
     if act not in ACTIVATIONS:
-        raise UserError(
-            f"{path}: found hidden_act {act!r}; expected one of {', '.join(ACTIVATIONS)}."
-        )
+        raise UserError(f"{path}: found {name} {act!r}; expected one of {', '.join(ACTIVATIONS)}.")
 
     def count(name: str, default: Any = None) -> int:
         return int(_read_number(config, name, path, default))
@@ -280,26 +336,86 @@ def _from_hf(table: TensorTable) -> ArchSpec:
         return _read_number(config, name, path, default)
 
     hidden, heads = count("hidden_size"), count("num_attention_heads")
+    layers = count("num_hidden_layers")
     biased = bool(config.get("attention_bias", False))
+    head_dim = count("head_dim", family.head_dim or hidden // heads)
+    scalar = real("query_pre_attn_scalar", 256) if family.window_period else 0.0
+    window, local = _hf_windows(config, family, layers, path)
     return ArchSpec(
         family=family.name,
         vocab_size=count("vocab_size"),
         hidden_size=hidden,
-        num_layers=count("num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=count("num_key_value_heads", heads),
-        head_dim=count("head_dim", family.head_dim or hidden // heads),
+        head_dim=head_dim,
         mlp_size=count("intermediate_size"),
         max_positions=count("max_position_embeddings"),
-        rope_theta=_read_number(rope, "rope_theta", path, real("rope_theta", 10000.0)),
+        rope_theta=_read_number(rope, "rope_theta", path, real("rope_theta", family.rope_theta)),
         rms_eps=real("rms_norm_eps", 1e-6),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
         qkv_bias=family.qkv_bias or biased,
         o_bias=biased and not family.qkv_bias,
         qk_norm=family.qk_norm,
         rope_scaling=_hf_scaling(config, rope, path),
         activation=act,
+        norm_offset=family.norm_offset,
+        post_norms=family.post_norms,
+        scaled_embedding=family.scaled_embedding,
+        query_scalar=0.0 if scalar == head_dim else scalar,
+        window=window,
+        local=local,
+        local_rope_theta=_read_number(local_rope, "rope_theta", path) if local else 0.0,
     )
+
+
+_LOCAL, _WHOLE = "sliding_attention", "full_attention"
+
+
+def _hf_ropes(
+    config: Mapping[str, Any], family: Family, path: Path
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Rotary parameters of layers that see all positions, and of local ones ({}: none)."""
+    # Transformers 5 moved rope_theta and rope_scaling into rope_parameters; it prefers the old.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    local: Any = {}
+    if family.window_period:
+        local = {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
+        if isinstance(rope, Mapping) and (_LOCAL in rope or _WHOLE in rope):  # since 5
+            local, rope = local | (rope.get(_LOCAL) or {}), rope.get(_WHOLE) or {}
+    for found in (rope, local):
+        if not isinstance(found, Mapping):
+            raise UserError(f"{path}: found rotary parameters {found!r}; expected an object.")
+    kind = local.get("rope_type", "default")
+    if kind != "default":
+        raise UserError(
+            f"{path}: found rope_type {kind!r} for {_LOCAL}; expected default: local layers are "
+            "never stretched."
+        )
+    return rope, local
+
+
+def _hf_windows(
+    config: Mapping[str, Any], family: Family, layers: int, path: Path
+) -> tuple[int, tuple[bool, ...]]:
+    """`ArchSpec.window` and `ArchSpec.local`."""
+    if "sliding_window" not in family.computed or config.get("sliding_window") is None:
+        return 0, ()
+    window = int(_read_number(config, "sliding_window", path))
+    if not family.window_period:
+        return window, ()
+    types = config.get("layer_types")
+    if types is None:
+        period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+        local = every_layer_but(int(period or family.window_period), layers)
+    elif len(types) != layers or set(types) - {_LOCAL, _WHOLE}:
+        raise UserError(
+            f"{path}: found layer_types {str(types)[:80]}; expected {_LOCAL} or {_WHOLE} for each "
+            f"of {layers} layers."
+        )
+    else:
+        local = tuple(kind == _LOCAL for kind in types)
+    return (window, local) if any(local) else (0, ())
 
 
 def _read_number(entries: Mapping[str, Any], name: str, path: Path, default: Any = None) -> float:

@@ -9,7 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+# How many positions a query sees, its own included: a number, or one of a traced layer.
+Reach = int | Int[Array, ""]
 
 QUERY_BLOCK = 512  # queries a block on the XLA path: scores take B*H*512*S*4 bytes, never T*S
 
@@ -19,18 +22,34 @@ def attend(
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
     segment_ids: Int[Array, "B T"],
+    local: Bool[Array, ""] | None = None,
     *,
     implementation: str = "xla",
     max_segments: int = 1,
+    scale: float | None = None,
+    window: int = 0,
 ) -> Float[Array, "B T H D"]:
-    """Softmax attention over earlier positions of the same segment, scaled by D^-1/2.
+    """Softmax attention over earlier positions of the same segment, scaled by D^-1/2 or `scale`.
 
-    `implementation` is "xla", or "cudnn" for half precision on an NVIDIA GPU. `max_segments` bounds
-    the segment ids of one row; cuDNN's packed kernel needs it to be static.
+    With a `window` only over its last positions, the query's own included; where `local` is given
+    only if that is true. `implementation` is "xla", or "cudnn" for half precision on an NVIDIA GPU.
+    `max_segments` bounds the segment ids of one row; cuDNN's packed kernel needs it to be static.
     """
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     if implementation == "cudnn":
-        return _cudnn(q, k, v, segment_ids, max_segments)
-    return _blockwise(q, k, v, segment_ids)
+        run = functools.partial(_cudnn, max_segments=max_segments, scale=scale)
+        if window and local is not None:  # a kernel knows its window when it is compiled
+            near, far = functools.partial(run, window=window), functools.partial(run, window=0)
+            return jax.lax.cond(local, near, far, q, k, v, segment_ids)
+        return run(q, k, v, segment_ids, window=window)
+    return _blockwise(q, k, v, segment_ids, scale, reach(k.shape[1], window, local))
+
+
+def reach(length: int, window: int, local: Array | None) -> Reach:
+    """How many of `length` positions a query sees, its own included."""
+    if not window:
+        return length
+    return window if local is None else jnp.where(local, window, length)
 
 
 def attend_cached(
@@ -38,39 +57,59 @@ def attend_cached(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     positions: Int[Array, "B T"],
+    local: Bool[Array, ""] | None = None,
+    *,
+    scale: float | None = None,
+    window: int = 0,
 ) -> Float[Array, "B T H D"]:
-    """Attention of new positions over a cache whose slot s holds position s, theirs included."""
+    """Attention of new positions over a cache whose slot s holds position s, theirs included.
+
+    `scale`, `window` and `local` as of `attend`.
+    """
     batch, new, heads, width = q.shape
+    scale = float(width**-0.5) if scale is None else scale
     # Rows of one product are the queries of a key head: no head of keys is repeated.
     q = q.reshape(batch, new, k.shape[1], heads // k.shape[1], width).transpose(0, 2, 1, 3, 4)
     scores = jnp.einsum("BKTGD,BKSD->BKTGS", q, k, preferred_element_type=jnp.float32)
-    slots = jnp.arange(k.shape[2], dtype=jnp.int32)
-    known = slots[None, None] <= positions[:, :, None]
-    scores = jnp.where(known[:, None, :, None], scores * width**-0.5, -1e30)
+    behind = positions[:, :, None] - jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
+    known = behind >= 0
+    if window:
+        known &= behind < reach(k.shape[2], window, local)
+    scores = jnp.where(known[:, None, :, None], scores * scale, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("BKTGS,BKSD->BKTGD", weights, v).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, new, heads, width)
 
 
-def _blockwise(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+def _blockwise(
+    q: Array, k: Array, v: Array, segment_ids: Array, scale: float, seen: Reach
+) -> Array:
     batch, length, heads, width = q.shape
     block = min(QUERY_BLOCK, length)
     blocks = -(-length // block)
     if blocks == 1:
-        return _query_block(q, segment_ids, jnp.int32(0), k, v, segment_ids)
+        return _query_block(q, segment_ids, jnp.int32(0), k, v, segment_ids, scale, seen)
     pad = blocks * block - length
     q_rows = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     q_rows = q_rows.reshape(batch, blocks, block, heads, width).swapaxes(0, 1)
     ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(batch, blocks, block).swapaxes(0, 1)
     starts = jnp.arange(blocks, dtype=jnp.int32) * block
     # checkpoint: the scores of a block are recomputed in the backward pass, never stored.
-    step = jax.checkpoint(functools.partial(_query_block, k=k, v=v, key_ids=segment_ids))
+    whole = dict(k=k, v=v, key_ids=segment_ids, scale=scale, seen=seen)
+    step = jax.checkpoint(functools.partial(_query_block, **whole))
     out = jax.lax.map(lambda xs: step(*xs), (q_rows, ids, starts))
     return out.swapaxes(0, 1).reshape(batch, blocks * block, heads, width)[:, :length]
 
 
 def _query_block(
-    q: Array, query_ids: Array, start: Array, k: Array, v: Array, key_ids: Array
+    q: Array,
+    query_ids: Array,
+    start: Array,
+    k: Array,
+    v: Array,
+    key_ids: Array,
+    scale: float,
+    seen: Reach,
 ) -> Array:
     batch, block, heads, width = q.shape
     kv_heads = k.shape[2]
@@ -78,22 +117,39 @@ def _query_block(
     q = q.reshape(batch, block, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
     scores = jnp.einsum("BKGTD,BSKD->BKGTS", q, k, preferred_element_type=jnp.float32)
     rows = start + jnp.arange(block, dtype=jnp.int32)
-    causal = rows[:, None] >= jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
-    mask = causal[None] & (query_ids[:, :, None] == key_ids[:, None, :])
+    behind = rows[:, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
+    mask = ((behind >= 0) & (behind < seen))[None] & (query_ids[:, :, None] == key_ids[:, None, :])
     # -1e30 and not -inf: a padded query sees no key, and softmax of all -inf is NaN.
-    scores = jnp.where(mask[:, None, None], scores * width**-0.5, -1e30)
+    scores = jnp.where(mask[:, None, None], scores * scale, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("BKGTS,BSKD->BKGTD", weights, v).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, block, heads, width)
 
 
-def _cudnn(q: Array, k: Array, v: Array, segment_ids: Array, max_segments: int) -> Array:
+def _cudnn(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    *,
+    max_segments: int,
+    scale: float,
+    window: int,
+) -> Array:
     # The public jax.nn.dot_product_attention has no segment ids, and a boolean mask there becomes a
     # [T, S] bias; cuDNN's packed layout is reached through the private module only.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     if max_segments == 1:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=True,
+            local_window_size=(window - 1, 0) if window else None,
+            implementation="cudnn",
+        )
     lengths, starts = packed_layout(segment_ids, max_segments)
     out: Any = cudnn.dot_product_attention(
         q,
@@ -103,8 +159,9 @@ def _cudnn(q: Array, k: Array, v: Array, segment_ids: Array, max_segments: int) 
         kv_seqlen=lengths,
         q_offsets=starts,
         kv_offsets=starts,
-        scale=q.shape[-1] ** -0.5,
+        scale=scale,
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        sliding_window_length=window or None,
     )
     return out
 

@@ -1,4 +1,4 @@
-"""The decoder-only transformer of the Qwen2, Qwen3 and Llama families, as a Flax NNX module.
+"""The decoder-only transformer of `families.FAMILIES`, as a Flax NNX module.
 
 Layers are stacked on a leading axis and scanned: 24 layers compile as one, and are 15 leaves.
 Weights are stored (out, in), as in the files, so that loading and export move no element.
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.device.placement import Placement
 from kdjax.models import kernels
-from kdjax.models.arch import ACTIVATIONS, ArchSpec, rope_frequencies
+from kdjax.models.arch import ACTIVATIONS, ArchSpec, local_rope, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
 from kdjax.models.weights import (
     Rounded,
@@ -36,6 +36,9 @@ from kdjax.models.weights import (
 )
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
+
+# The rotation of queries, or of keys, by their positions.
+Turn = Callable[[Array], Array]
 
 # Attention of rotated queries and keys, and what the layer is to keep of them.
 Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -80,18 +83,32 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis; the statistics are float32 whatever x is."""
+    """x / rms(x) * weight over the last axis; the statistics are float32 whatever x is.
 
-    def __init__(self, width: int, eps: float, dtype: Any, placement: Placement | None = None):
-        self.weight = nnx.Param(jnp.ones((width,), dtype))
-        self.eps = eps
+    With an `offset` the factor is 1 + weight, and x is rounded after it only, as Gemma's are.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        dtype: Any,
+        placement: Placement | None = None,
+        offset: bool = False,
+    ):
+        self.weight = nnx.Param((jnp.zeros if offset else jnp.ones)((width,), dtype))
+        self.eps, self.offset = eps, offset
         self.kernels = placement is not None and placement.kernels
 
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        weight = from_bits(self.weight[...]).astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-        return (x32 * scale).astype(x.dtype) * weight
+        factor = self._factor(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return ((x32 * scale).astype(factor.dtype) * factor).astype(x.dtype)
+
+    def _factor(self, dtype: Any) -> Array:
+        weight = from_bits(self.weight[...])
+        return 1 + weight.astype(jnp.float32) if self.offset else weight.astype(dtype)
 
     def normalize_for(
         self, x: Float[Array, "N D"], weight: Weight
@@ -99,7 +116,7 @@ class RMSNorm(nnx.Module):
         """x, and its norm as products with `weight` may take it; by one kernel if placed so."""
         if not self.kernels:
             return x, self(x)
-        ours = from_bits(self.weight[...]).astype(x.dtype)
+        ours = self._factor(x.dtype)
         if isinstance(weight, Scaled):
             return x, Rounded(*kernels.round_rows(x, (ours, self.eps)), x.dtype)
         return kernels.normalize_rows(x, ours, self.eps)
@@ -116,7 +133,7 @@ def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions and, in Qwen3, normalised queries and keys."""
+    """Grouped-query attention with rotary positions and, if asked, normalised queries and keys."""
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
         d, hd, dtype = spec.hidden_size, spec.head_dim, compute.param_dtype
@@ -124,24 +141,25 @@ class Attention(nnx.Module):
         self.k = Linear(d, spec.num_kv_heads * hd, spec.qkv_bias, dtype, rngs)
         self.v = Linear(d, spec.num_kv_heads * hd, spec.qkv_bias, dtype, rngs)
         self.o = Linear(spec.num_heads * hd, d, spec.o_bias, dtype, rngs)
-        self.q_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(hd, spec.rms_eps, dtype) if spec.qk_norm else None
+        norm = functools.partial(RMSNorm, hd, spec.rms_eps, dtype, offset=spec.norm_offset)
+        self.q_norm = norm() if spec.qk_norm else None
+        self.k_norm = norm() if spec.qk_norm else None
         self.head_dim, self.placement = hd, compute.placement
 
     def __call__(
-        self, rows: Array | Rounded, cos: Array, sin: Array, mix: Mix
+        self, rows: Array | Rounded, lead: tuple[int, ...], turn: Turn, mix: Mix
     ) -> tuple[Array, Any]:
-        """Of rows `[B T, width]` with angles `[B, T, 1, head_dim / 2]`; and what `mix` keeps."""
+        """Of rows `[B T, width]`, `lead` being (B, T); and what `mix` keeps."""
         linears = self.q, self.k, self.v
         weights = [linear.weight.get_value() for linear in linears]
         projected = project_all(round_for(rows, weights[0]), weights, self.placement)
         q, k, v = (
-            linear.add_bias(y).reshape(*cos.shape[:2], -1, self.head_dim)
+            linear.add_bias(y).reshape(*lead, -1, self.head_dim)
             for linear, y in zip(linears, projected, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, kept = mix(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        out, kept = mix(turn(q), turn(k), v)
         return self.o(out.reshape(-1, out.shape[2] * out.shape[3])), kept
 
 
@@ -163,24 +181,39 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm layer: attention, then MLP, each on the residual stream."""
+    """One layer: attention, then MLP, each of the normalised stream and added to it.
+
+    With `post_norms` what they give is normalised as well before it is added.
+    """
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
         norm = functools.partial(
-            RMSNorm, spec.hidden_size, spec.rms_eps, compute.param_dtype, compute.placement
+            RMSNorm,
+            spec.hidden_size,
+            spec.rms_eps,
+            compute.param_dtype,
+            compute.placement,
+            spec.norm_offset,
         )
         self.attn_norm = norm()
         self.attn = Attention(spec, compute, rngs)
         self.mlp_norm = norm()
         self.mlp = MLP(spec, compute, rngs)
+        self.attn_post_norm = norm() if spec.post_norms else None
+        self.mlp_post_norm = norm() if spec.post_norms else None
 
-    def __call__(self, x: Array, cos: Array, sin: Array, mix: Mix) -> tuple[Array, Any]:
+    def __call__(self, x: Array, turn: Turn, mix: Mix) -> tuple[Array, Any]:
         # Flatten to [B T, D] first: adding to a reshaped stream makes XLA copy it.
         rows = x.reshape(-1, x.shape[-1])
         rows, normal = self.attn_norm.normalize_for(rows, self.attn.q.weight.get_value())
-        mixed, kept = self.attn(normal, cos, sin, mix)
+        mixed, kept = self.attn(normal, x.shape[:-1], turn, mix)
+        if self.attn_post_norm is not None:
+            mixed = self.attn_post_norm(mixed)
         rows, normal = self.mlp_norm.normalize_for(rows + mixed, self.mlp.gate.weight.get_value())
-        return (rows + self.mlp(normal)).reshape(x.shape), kept
+        widened = self.mlp(normal)
+        if self.mlp_post_norm is not None:
+            widened = self.mlp_post_norm(widened)
+        return (rows + widened).reshape(x.shape), kept
 
 
 class Decoder(nnx.Module):
@@ -197,7 +230,9 @@ class Decoder(nnx.Module):
 
         self.embed = table()
         self.blocks = nnx.split_rngs(splits=spec.num_layers)(nnx.vmap(block))(rngs)
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_eps, compute.param_dtype)
+        self.norm = RMSNorm(
+            spec.hidden_size, spec.rms_eps, compute.param_dtype, offset=spec.norm_offset
+        )
         self.head = None if spec.tied else table()
         self.spec = spec
         self.compute = compute
@@ -215,13 +250,14 @@ class Decoder(nnx.Module):
         self, tokens: Array, segment_ids: Array, positions: Array, *, keep_layers: bool = False
     ) -> tuple[Array, Array | None]:
         """As `hidden`; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
-        cos, sin = self._angles(positions)
+        angles = self._angles(positions)
         graph, stacked = nnx.split(self.blocks)
         slices, read = slice_layers(stacked)
 
-        def layer(x: Array, weights: Any) -> tuple[Array, Array | None]:
-            mix = functools.partial(self._mix, segment_ids)
-            x, _ = nnx.merge(graph, read(weights))(x, cos, sin, mix)
+        def layer(x: Array, xs: Any) -> tuple[Array, Array | None]:
+            weights, local = xs
+            mix = functools.partial(self._mix, segment_ids, local)
+            x, _ = nnx.merge(graph, read(weights))(x, self._turn(angles, local), mix)
             return x, (x if keep_layers else None)
 
         policy = REMAT_POLICIES[self.compute.remat]
@@ -229,29 +265,59 @@ class Decoder(nnx.Module):
             # A loop by itself keeps XLA from merging the recomputation away.
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.compute.scan)
         loop = self.compute.scan
-        x, outputs = jax.lax.scan(layer, self._embed_tokens(tokens), slices, unroll=not loop)
+        layers = slices, self._local()
+        x, outputs = jax.lax.scan(layer, self._embed_tokens(tokens), layers, unroll=not loop)
         return self.norm(x), outputs
 
     def _embed_tokens(self, tokens: Array) -> Array:
-        return decode_weight(self.embed.get_value()[tokens]).astype(self.compute.dtype)
+        x = decode_weight(self.embed.get_value()[tokens]).astype(self.compute.dtype)
+        if not self.spec.scaled_embedding:
+            return x
+        # Rounded to bf16 where x is: the root of 3072 is 55.5, as Gemma's was in training.
+        return x * jnp.asarray(self.spec.hidden_size**0.5, x.dtype)
+
+    def _local(self) -> Bool[Array, " L"] | None:
+        """Of each layer whether it is local: layers of two kinds are one stack, and a scan."""
+        return jnp.asarray(self.spec.local) if self.spec.local else None
 
     def _angles(self, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
-        inverse, factor = rope_frequencies(self.spec)
-        angle = (
-            positions.astype(jnp.float32)[..., None, None] * jnp.asarray(inverse)[None, None, None]
-        )
-        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+        """cos and sin `[B, T, 1, head_dim / 2]`; stacked behind each other those of layers that
+        see all positions and of local ones, if some are local."""
+        kinds = (self.spec, local_rope(self.spec)) if self.spec.local else (self.spec,)
+        pairs = []
+        for inverse, factor in map(rope_frequencies, kinds):
+            inverse = jnp.asarray(inverse)[None, None, None]
+            angle = positions.astype(jnp.float32)[..., None, None] * inverse
+            pairs.append((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
+        return jax.tree.map(lambda *x: jnp.stack(x), *pairs) if self.spec.local else pairs[0]
 
-    def _mix(self, segment_ids: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def _turn(self, angles: tuple[Array, Array], local: Array | None) -> Turn:
+        """How a layer rotates its queries and keys."""
+        if local is None:
+            return lambda x: rotate(x, *angles)
+
+        def turn(x: Array, angles: tuple[Array, Array], local: Array) -> Array:
+            return rotate(x, *(both[local.astype(jnp.int32)] for both in angles))
+
+        # The backward pass picks the angles again: 8 bytes a position and head column, each layer.
+        turn = jax.checkpoint(turn, prevent_cse=not self.compute.scan)
+        return lambda x: turn(x, angles, local)
+
+    def _mix(
+        self, segment_ids: Array, local: Array | None, q: Array, k: Array, v: Array
+    ) -> tuple[Array, Any]:
         run = functools.partial(
             attend,
             implementation=self._attention(q.dtype),
             max_segments=self.compute.max_segments,
+            scale=self.spec.score_scale,
+            window=self.spec.window,
         )
         placement = self.compute.placement
         if placement is not None and self._splits_heads(placement):
             run = placement.map_heads(run, split=3)
-        return run(q, k, v, segment_ids), (k, v)
+        flag = () if local is None else (local,)
+        return run(q, k, v, segment_ids, *flag), (k, v)
 
     def _splits_heads(self, placement: Placement) -> bool:
         """Whether each device of `tensor` has whole heads of queries, keys and values."""
@@ -274,15 +340,17 @@ class Decoder(nnx.Module):
         `capacity` counts positions, prompt and what is to come, and is at least T.
         """
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        cos, sin = self._angles(jnp.broadcast_to(at, tokens.shape))
+        angles = self._angles(jnp.broadcast_to(at, tokens.shape))
         graph, stacked = nnx.split(self.blocks)
         slices, read = slice_layers(stacked)
-        mix = functools.partial(self._mix, (at < lengths[:, None]).astype(jnp.int32))
+        real = (at < lengths[:, None]).astype(jnp.int32)
 
-        def layer(x: Array, weights: Any) -> tuple[Array, Any]:
-            return nnx.merge(graph, read(weights))(x, cos, sin, mix)
+        def layer(x: Array, xs: Any) -> tuple[Array, Any]:
+            weights, local = xs
+            mix = functools.partial(self._mix, real, local)
+            return nnx.merge(graph, read(weights))(x, self._turn(angles, local), mix)
 
-        x, (k, v) = jax.lax.scan(layer, self._embed_tokens(tokens), slices)
+        x, (k, v) = jax.lax.scan(layer, self._embed_tokens(tokens), (slices, self._local()))
         k, v = (x.swapaxes(2, 3) for x in (k, v))
         room = ((0, 0), (0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0))
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
@@ -297,24 +365,33 @@ class Decoder(nnx.Module):
         nothing there.
         """
         at = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        cos, sin = self._angles(at)
+        angles = self._angles(at)
         graph, stacked = nnx.split(self.blocks)
         slices, read = slice_layers(stacked)
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
 
         def layer(carry: tuple[Array, Cache], xs: Any) -> tuple[tuple[Array, Cache], None]:
-            (x, cache), (index, weights) = carry, xs
+            (x, cache), (index, weights, local) = carry, xs
 
             def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
                 # In the carry, so that a step writes its positions and copies nothing.
                 kept = Cache(
                     cache.k.at[index, rows, :, at].set(k), cache.v.at[index, rows, :, at].set(v)
                 )
-                return attend_cached(q, kept.k[index], kept.v[index], at), kept
+                out = attend_cached(
+                    q,
+                    kept.k[index],
+                    kept.v[index],
+                    at,
+                    local,
+                    scale=self.spec.score_scale,
+                    window=self.spec.window,
+                )
+                return out, kept
 
-            return nnx.merge(graph, read(weights))(x, cos, sin, mix), None
+            return nnx.merge(graph, read(weights))(x, self._turn(angles, local), mix), None
 
-        layers = jnp.arange(self.spec.num_layers, dtype=jnp.int32), slices
+        layers = jnp.arange(self.spec.num_layers, dtype=jnp.int32), slices, self._local()
         (x, cache), _ = jax.lax.scan(layer, (self._embed_tokens(tokens), cache), layers)
         return self.norm(x), cache
 

@@ -1,11 +1,11 @@
 """What is known of the entries of config.json, in three lists; every other one is refused.
 
 An entry is computed, has no effect on the result, or is refused unless its value means nothing.
-Sources: Transformers' configuration_utils.py, configuration_{qwen2,qwen3,llama}.py and
+Sources: Transformers' configuration_utils.py, configuration files of the families and
 modeling_rope_utils.py; the config.json files of published models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ WITHOUT_EFFECT = frozenset((
     "use_cache", "output_hidden_states", "output_attentions", "output_scores", "return_dict",
     "return_dict_in_generate", "tie_last_hidden_states", "chunk_size_feed_forward",
     "pretraining_tp",
-    # only read where `use_sliding_window` is true
+    # only read where `use_sliding_window` is true; a family whose windows have no such switch
+    # computes them
     "sliding_window", "max_window_layers",
     # of classifiers
     "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
@@ -55,6 +56,8 @@ NEUTRAL: dict[str, Any] = {
     "tie_encoder_decoder": False, "cross_attention_hidden_size": None, "pruned_heads": {},
     "per_layer_config": None, "quantization_config": None, "auto_map": None,
     "partial_rotary_factor": 1.0, "rope_interleaved": False, "use_mrope": False,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
 }
 ROPE_COMPUTED = frozenset((
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
@@ -91,16 +94,23 @@ def _list_problems(
     return problems
 
 
-def check_fields(config: Mapping[str, Any], rope: Mapping[str, Any], path: Path) -> None:
+def check_fields(
+    config: Mapping[str, Any],
+    ropes: Sequence[Mapping[str, Any]],
+    path: Path,
+    computed: Sequence[str] = (),
+) -> None:
     """Raises one `UserError` that lists every entry which may change what the model computes.
 
-    `rope` is the entry of config.json that holds rotary parameters; `path` is named.
+    `ropes` are the entries of config.json that hold rotary parameters, `computed` the names that
+    this family has beside `COMPUTED`; `path` is named.
     """
     # .apr files keep their tokenizer and notes beside the entries of config.json.
     own = {k: v for k, v in config.items() if not k.startswith(("tokenizer.", "apr."))}
-    problems = _list_problems(own, NEUTRAL, COMPUTED | WITHOUT_EFFECT)
-    rope_problems = _list_problems(rope, ROPE_NEUTRAL, ROPE_COMPUTED | ROPE_WITHOUT_EFFECT)
-    problems += [f"rotary {problem}" for problem in rope_problems]
+    problems = _list_problems(own, NEUTRAL, COMPUTED | WITHOUT_EFFECT | set(computed))
+    for rope in ropes:
+        rope_problems = _list_problems(rope, ROPE_NEUTRAL, ROPE_COMPUTED | ROPE_WITHOUT_EFFECT)
+        problems += [f"rotary {problem}" for problem in rope_problems]
     if problems:
         raise UserError(
             f"{path} sets what this decoder does not compute:\n  "

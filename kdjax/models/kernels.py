@@ -208,7 +208,7 @@ def _norm(width: int, eps: float | None, x, *refs):
         weight, *refs = refs
         w = plgpu.load(weight.at[column], mask=inside, other=0.0)
         v = y.astype(jnp.float32)
-        y = (v * jax.lax.rsqrt(jnp.sum(v * v) / width + eps)).astype(y.dtype) * w
+        y = ((v * jax.lax.rsqrt(jnp.sum(v * v) / width + eps)).astype(w.dtype) * w).astype(y.dtype)
     if len(refs) == 2:
         v = y.astype(jnp.float32)
         to, inverse = fp8_scales(jnp.max(jnp.abs(v)))

@@ -55,17 +55,17 @@ def has_tied_head(table: TensorTable) -> bool:
     return float(np.linalg.norm(a - b)) < SAME_MATRIX * float(np.linalg.norm(b))
 
 
-def _stored(path: tuple[str, ...], table: TensorTable) -> str:
+def _stored(path: tuple[str, ...], table: TensorTable, spec: ArchSpec | None = None) -> str:
     """The name under which the table holds a parameter; `{i}` stands for the layer."""
     if isinstance(table, SavedTable):
         return "/".join(path)
-    name = names.name_of(path)
+    name = names.name_of(path, spec)
     return name.gguf if is_gguf(table) else name.hf
 
 
 def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[str]:
     """Tensors that make up one parameter: one, or one a layer."""
-    name = _stored(path, table)
+    name = _stored(path, table, spec)
     if path == ("embed",) and spec.tied:
         # Stored twice: take the copy that kept more bits.
         head = _stored(("head",), table)
@@ -128,7 +128,9 @@ def _unpermute(rows: Array, heads: int) -> Array:
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _decode(raw: Array, *, dtype: str, out_dtype: Any, heads: int) -> Array:
+def _decode(raw: Array, *, dtype: str, out_dtype: Any, heads: int, offset: float = 0.0) -> Array:
+    if offset:  # of a norm; in float32, or 1 + weight would have lost what the weight has
+        return (decode(raw, dtype, jnp.float32) - offset).astype(out_dtype)
     if raw.ndim == 1:  # a bias: its rows are numbers, which are several bytes each
         return _unpermute(decode(raw, dtype, out_dtype), heads)
     return decode(_unpermute(raw, heads), dtype, out_dtype)
@@ -150,9 +152,12 @@ class _Reading(NamedTuple):
     dtype: str  # of the bytes: a key of `blocks.BLOCKS`
     heads: int  # whose rotary rows llama.cpp interleaved; 0: none
     out_dtype: Any = None
+    offset: float = 0.0  # of what the file holds beyond the parameter
 
     def __call__(self, raw: Array) -> Any:
-        options = {} if self.out_dtype is None else {"out_dtype": self.out_dtype}
+        options: dict[str, Any] = {}
+        if self.out_dtype is not None:
+            options = {"out_dtype": self.out_dtype, "offset": self.offset}
         return self.read(raw, dtype=self.dtype, heads=self.heads, **options)
 
 
@@ -184,8 +189,10 @@ def load_params(
     sources = tensor_names(table, spec)
     params = {}
     for path, leaf in named_leaves(abstract):
-        heads = names.head_count(names.name_of(path), spec) if is_gguf(table) else 0
+        heads = names.head_count(names.name_of(path, spec), spec) if is_gguf(table) else 0
         load = _load_dense
+        if is_gguf(table) and (offset := names.gguf_offset(path, spec)):
+            load = functools.partial(_load_dense, offset=offset)
         if len(leaf.shape) - (path[0] == "blocks") == 2:
             scaled = _load_dense if path[0] == "embed" else _load_scaled  # ids look embeddings up
             load = {"dense": load, "packed": _load_packed, "float8": scaled}[matrices]
@@ -225,11 +232,13 @@ def _load_dense(
     leaf: Any,
     mesh: Mesh,
     heads: int,
+    offset: float = 0.0,
 ) -> Array:
     place = NamedSharding(mesh, parameter_spec(path, leaf.shape, mesh))
 
     def reading(name: str) -> _Reading:
-        return _Reading(_decode, place, table.info(name).dtype, heads, jnp.dtype(leaf.dtype))
+        dtype = table.info(name).dtype
+        return _Reading(_decode, place, dtype, heads, jnp.dtype(leaf.dtype), offset)
 
     stack = None
     if _is_stack(table, path):

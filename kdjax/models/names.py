@@ -48,6 +48,16 @@ _LAYER = tuple(
     )
 )
 
+# Of families with norms behind attention and MLP as well, these in place of those above.
+_POST_NORMS = tuple(
+    Name(("blocks", path, "weight"), f"blk.{{i}}.{gguf}.weight", f"model.layers.{{i}}.{hf}.weight")
+    for path, gguf, hf in (
+        ("attn_post_norm", "post_attention_norm", "post_attention_layernorm"),
+        ("mlp_norm", "ffn_norm", "pre_feedforward_layernorm"),
+        ("mlp_post_norm", "post_ffw_norm", "post_feedforward_layernorm"),
+    )
+)
+
 # Tensors a checkpoint may hold that are not parameters: derived or metadata.
 IGNORED = ("rope_freqs.weight", "rotary_emb.inv_freq")
 
@@ -55,11 +65,15 @@ _LAYER_OF = re.compile(r"(blk|model\.layers)\.(?P<i>0|[1-9]\d{0,8})\.(?P<rest>.+
 _HF_OF = {name.gguf: name.hf for name in (*_TOP, *_LAYER)}
 _GGUF_OF = {hf: gguf for gguf, hf in _HF_OF.items()}
 _BY_PATH = {name.path: name for name in (*_TOP, *_LAYER)}
+_BY_PATH_POST = _BY_PATH | {name.path: name for name in _POST_NORMS}
 
 
-def name_of(path: tuple[str, ...]) -> Name:
-    """The row of the table for a tree path; `KeyError` if the tree has a parameter it lacks."""
-    return _BY_PATH[path]
+def name_of(path: tuple[str, ...], spec: ArchSpec | None = None) -> Name:
+    """The row of the table for a tree path; `KeyError` if the tree has a parameter it lacks.
+
+    Embedding and head have the same names whatever the `spec`.
+    """
+    return (_BY_PATH_POST if spec is not None and spec.post_norms else _BY_PATH)[path]
 
 
 def _rename(name: str, names: Mapping[str, str]) -> str | None:
@@ -85,3 +99,8 @@ def head_count(name: Name, spec: ArchSpec) -> int:
     if not FAMILIES[spec.family].interleaved or not name.rotary:
         return 0
     return spec.num_heads if name.rotary == "q" else spec.num_kv_heads
+
+
+def gguf_offset(path: tuple[str, ...], spec: ArchSpec) -> float:
+    """What GGUF files hold beyond the parameter: norms of `norm_offset` as 1 + weight."""
+    return 1.0 if spec.norm_offset and path[-2:-1] and path[-2].endswith("norm") else 0.0

@@ -46,7 +46,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_yarn_whole": ("Qwen2", dict(rope_theta=1e4, rope_scaling=dict(_YARN, truncate=False))),
     "qwen2_yarn_mscale": ("Qwen2", dict(rope_theta=1e4, rope_scaling=_MSCALE)),
     "llama_gelu": ("Llama", dict(rope_theta=1e4, hidden_act="gelu")),
+    "mistral": ("Mistral", dict(rope_theta=1e4, sliding_window=7)),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            head_dim=16,
+            num_hidden_layers=4,
+            sliding_window=7,
+            query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "full_attention", *2 * ["sliding_attention"]],
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=2.0, rope_theta=1e5),
+                sliding_attention=dict(rope_type="default", rope_theta=1e3),
+            ),
+        ),
+    ),
 }
+# Families whose text model has a config class of its own, and norms of 1 + weight.
+_TEXT_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 # Rotary parameters whose frequencies are kept, beside those of the models.
 ROPES: tuple[dict[str, Any], ...] = (
@@ -104,14 +121,15 @@ def build(name: str, seed: int) -> Any:
     import transformers
 
     prefix, overrides = CASES[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SMALL, **overrides})
+    given = copy.deepcopy({**_SMALL, **overrides})  # it changes what it is given
+    config = getattr(transformers, _TEXT_CONFIGS.get(prefix, f"{prefix}Config"))(**given)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             # Norms near 1, everything else large enough that attention is far from uniform.
             weight.copy_(
-                1 + 0.2 * torch.randn_like(weight)
+                (prefix not in _TEXT_CONFIGS) + 0.2 * torch.randn_like(weight)
                 if "norm" in key
                 else 0.2 * torch.randn_like(weight)
             )
