@@ -1,5 +1,6 @@
 """Several processes as one run: who they are, that they agree, and how they end together."""
 
+import json
 import signal
 import subprocess
 import time
@@ -108,6 +109,13 @@ def start(config, workdir, processes, devices, *flags, last=()):
     return tiny.start(config, workdir, processes, devices, *flags, last=last, **kept)
 
 
+def run_command(config, processes, devices, *command):
+    """One of kdjax's commands in processes, with the same."""
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(config.parent / "xla")}
+    kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    return tiny.launch(["kdjax", *map(str, command)], processes, devices, **kept)
+
+
 def end(started: list[subprocess.Popen], timeout: float = 150) -> list[tuple[int, str]]:
     """Exit statuses and outputs."""
     try:
@@ -161,3 +169,68 @@ def test_processes_that_were_started_otherwise_say_in_what(config, tmp_path):
         assert status == BAD_INPUT, output
         assert "optim.learning_rate: process 0 has 0.001, process 1 has 1.0" in output
         assert "Traceback" not in output
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.slow
+def test_processes_cache_a_teacher_as_one_does_and_go_on_after_a_kill(config, tmp_path):
+    command = "cache", f"--config={config}", "--k=8", "--config.eval.batch_size=2"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ((status, output),) = end(run_command(config, 1, 2, *command, f"--out={whole}"))
+    assert status == FINISHED, output
+
+    started = run_command(config, 2, 1, *command, f"--out={parts}")
+    deadline = time.monotonic() + 150
+    while not list(parts.glob(".shard-*.tmp")):
+        assert time.monotonic() < deadline and started[1].poll() is None, end(started)
+        time.sleep(0.005)
+    started[1].kill()
+    (status, output), _ = end(started)
+    assert status == PEER_LOST, output
+    assert not (parts / "index.json").exists()
+
+    for status, output in end(run_command(config, 2, 1, *command, f"--out={parts}")):
+        assert status == FINISHED, output
+    assert read_files(parts) == read_files(whole)
+
+
+@pytest.mark.slow
+def test_processes_evaluate_as_one_does(config, tmp_path):
+    """Held-out rows, a teacher, and what problems' programs did: the same JSON to the last bit."""
+    problems = [
+        {
+            "task_id": f"HumanEval/{i}",
+            "prompt": f"def f{i}(x):\n",
+            "entry_point": f"f{i}",
+            "canonical_solution": "    return x\n",
+            "test": "def check(candidate):\n    assert candidate(1) == 1\n",
+        }
+        for i in range(5)
+    ]
+    file = tmp_path / "HumanEval.jsonl"
+    file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    models, text = config.parent, config.parent / "text"
+    command = ["evaluate", models / "student.gguf", f"--teacher={models / 'teacher.gguf'}"]
+    command += [f"--data={text}", "--rows=7", "--seq-len=32", "--batch-size=2", "--samples=2"]
+    command += [f"--humaneval={file}", "--max-tokens=8", "--allow-unsandboxed"]
+    found = []
+    for processes in (1, 2):
+        out = tmp_path / f"{processes}.json"
+        ends = end(run_command(config, processes, 1, *command, f"--json={out}"))
+        assert len({status for status, _ in ends}) == 1, ends
+        assert ["CE, nats" in said for _, said in ends] == [True, False][:processes]
+        found.append(json.loads(out.read_text()))
+    assert found[0] == found[1]
+    assert len(found[0]["humaneval"]["results"]) == 10
+
+
+@pytest.mark.slow
+def test_of_several_processes_the_first_alone_answers_a_prompt(config):
+    command = "generate", config.parent / "student.gguf", "--prompt=def f(", "--max-tokens=4"
+    (status, said), (other, nothing) = end(run_command(config, 2, 1, *command))
+    assert (status, other) == (FINISHED, FINISHED), (said, nothing)
+    ((status, alone),) = end(run_command(config, 1, 1, *command))
+    assert (status, said, nothing) == (FINISHED, alone, "")

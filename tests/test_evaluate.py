@@ -439,7 +439,8 @@ def test_prompts_beyond_the_context_fail_alone(pair, tmp_path):
 @pytest.fixture
 def command(monkeypatch, tmp_path, capsys):
     """Runs the command; status, its JSON and what it printed."""
-    monkeypatch.setattr(runtime, "start", runtime.device_summary)
+    here = contextlib.nullcontext(runtime.device_summary())
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: here)
 
     def run(*arguments):
         out = tmp_path / "out.json"

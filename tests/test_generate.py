@@ -1,5 +1,6 @@
 """Generation: the cache changes nothing, rows do not see each other, and each ends as it should."""
 
+import contextlib
 import functools
 import itertools
 from pathlib import Path
@@ -12,7 +13,6 @@ from toy_teacher import next_id_teacher
 
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
-from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, pick
@@ -260,7 +260,7 @@ def test_text_in_and_text_out(models):
 
 
 def test_the_command(models, monkeypatch, capsys):
-    monkeypatch.setattr(runtime, "start", runtime.device_summary)
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
     arguments = [f"{models}/teacher.gguf@q4k:float32", "--prompt=def f(", "--max-tokens=9"]
     assert command.main(arguments) == 0
     tokenizer = opened(f"{models}/teacher.gguf@q4k:float32").tokenizer

@@ -1,5 +1,6 @@
 """The plan: resident bytes exact, peaks near what an H200 used, and the backend that auto takes."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -337,7 +338,7 @@ def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
 
 
 def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, capsys):
-    monkeypatch.setattr("kdjax.device.runtime.start", lambda: None)
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(1e-6))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tiny_config.teacher.backend = "q4k"

@@ -5,7 +5,8 @@
 
 TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, a Hugging
 Face folder, or hf:ORG/REPO[/FILE] of the Hub. FORM is dequant (the default), q4k or fp8, then
-nothing or :bfloat16 or :float32.
+nothing or :bfloat16 or :float32. Processes that an engine started share rows, answers and programs;
+the first prints.
 """
 
 import argparse
@@ -22,13 +23,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kdjax.commands.parsing import Parser
+from kdjax.commands.parsing import Parser, add_cluster_flags, started
 from kdjax.data.text import find_files
-from kdjax.device import runtime, sharding
+from kdjax.device import cluster, sharding
 from kdjax.errors import (
     BROKEN,
     FINISHED,
     INFERENCE_FAILED,
+    PEER_LOST,
     MissingFileError,
     UserError,
     WriteError,
@@ -49,7 +51,7 @@ _BENCHMARKS = {"humaneval": problems.load_humaneval, "mbpp": problems.load_mbpp}
 
 def parser() -> Parser:
     """The flags."""
-    flags = Parser("evaluate", __doc__, INFERENCE_FAILED, BROKEN)
+    flags = Parser("evaluate", __doc__, INFERENCE_FAILED, BROKEN, PEER_LOST)
     add = flags.add_argument
     add("target", metavar="TARGET", help="workdir, step folder, model file or folder, with @FORM")
     add("--student", default="", help="what a checkpoint's run began with: shapes and tokenizer")
@@ -83,6 +85,7 @@ def parser() -> Parser:
     )
     add("--batch-size", type=int, default=8, help="rows at a time")
     add("--json", type=Path, help="write everything there, answers too")
+    add_cluster_flags(flags)
     return flags
 
 
@@ -169,6 +172,7 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
     Raises `UserError` for paths that do not exist and a teacher that cannot be compared with.
     """
     args = request.args
+    cluster.check_agreement("request", vars(args))
     document: dict[str, Any] = {"target": args.target, "mode": passk.INFERENCE, "broken": []}
     teacher = open_target(args.teacher, fallback=args.tokenizer) if args.teacher else None
     try:
@@ -218,7 +222,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
 
 def _add_findings(document: dict[str, Any], findings: Sequence[Finding]) -> None:
     """Adds findings, and prints them at once: benchmarks may take an hour from here."""
-    for finding in findings:
+    for finding in findings if jax.process_index() == 0 else ():
         print(f"BROKEN {finding.detector}: {finding.evidence}", file=sys.stderr)
     document["broken"] += [dataclasses.asdict(finding) for finding in findings]
 
@@ -302,15 +306,23 @@ def _json_able(value: Any) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     request = check(parser().parse_args(argv))
-    print(runtime.start(), file=sys.stderr)
-    document, status = evaluate(request)
-    document = _json_able({**document, "status": status})
+    with started(request.args) as devices:
+        print(devices, file=sys.stderr)
+        document, status = evaluate(request)
+        document = _json_able({**document, "status": status})
+        if jax.process_index() == 0:
+            _show(document, request.args.json)
+        if "inference_error" in document and jax.process_count() > 1:
+            raise SystemExit(status)  # which the others hear: they may wait for its rows
+    return status
+
+
+def _show(document: dict[str, Any], path: Path | None) -> None:
     try:
         print(table.text(document))
     finally:  # whatever reads the text
-        if request.args.json:
-            _write(request.args.json, document)
-    return status
+        if path:
+            _write(path, document)
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

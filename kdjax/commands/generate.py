@@ -5,16 +5,18 @@
 
 MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the Hub, a run's workdir
 (its newest checkpoint) or a step folder of one. After it `@dequant` (the default), `@q4k`, `@fp8`
-or `@fp8_precise` says how the weights are kept, then nothing or `:bfloat16` or `:float32`.
+or `@fp8_precise` says how the weights are kept, then nothing or `:bfloat16` or `:float32`. Of
+several processes that an engine started the first alone answers: a prompt is one row.
 """
 
+import argparse
 import sys
 
 import jax
 
-from kdjax.commands.parsing import Parser
-from kdjax.device import runtime, sharding
-from kdjax.errors import FINISHED, reporting
+from kdjax.commands.parsing import Parser, add_cluster_flags, started
+from kdjax.device import sharding
+from kdjax.errors import FINISHED, PEER_LOST, reporting
 from kdjax.evaluation.target import open_target
 from kdjax.models.decoding import Sampling
 
@@ -36,7 +38,7 @@ class Stream:
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    parser = Parser("generate", __doc__)
+    parser = Parser("generate", __doc__, PEER_LOST)
     add = parser.add_argument
     add("model", metavar="MODEL", help="PATH[@dequant|q4k|fp8|fp8_precise[:DTYPE]]")
     add("--prompt", required=True, help="the text to continue; - reads it from standard input")
@@ -49,8 +51,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of what is drawn at a temperature above 0")
     add("--student", default="", metavar="PATH", help="what a checkpoint's run began with")
     add("--tokenizer", default="", metavar="PATH", help="instead of the model's own")
+    add_cluster_flags(parser)
     args = parser.parse_args(argv)
-    runtime.start()
+    with started(args):
+        if jax.process_index() == 0:
+            _write_text(args)
+    return FINISHED
+
+
+def _write_text(args: argparse.Namespace) -> None:
     target = open_target(args.model, args.student, args.tokenizer)
     tokenizer = target.checkpoint.tokenizer
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -69,4 +78,3 @@ def main(argv: list[str] | None = None) -> int:
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
     target.load(mesh).generate([text], sampling, on_text=Stream())
     print()
-    return FINISHED

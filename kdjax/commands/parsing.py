@@ -1,6 +1,7 @@
 """What commands share in reading a command line: flags, the config of a run, the environment."""
 
 import argparse
+import contextlib
 import inspect
 import logging
 import os
@@ -18,8 +19,9 @@ from ml_collections import config_flags
 from kdjax import hub
 from kdjax.config import TEACHER_BACKENDS, Config, flatten, validate
 from kdjax.data.text import find_files
-from kdjax.device import runtime
+from kdjax.device import cluster, runtime
 from kdjax.device.cluster import JOIN_TIMEOUT
+from kdjax.device.runtime import Devices
 from kdjax.errors import (
     BAD_INPUT,
     FINISHED,
@@ -286,10 +288,20 @@ def require_files(run: Run, *, headers: Path | None = None) -> Config:
     return hub.fetch_files(config, headers=headers)
 
 
-def start_device() -> None:
-    """Starts JAX, which claims no memory ahead of its use, and logs how."""
+def start_lean(
+    options: argparse.Namespace | None = None,
+) -> contextlib.AbstractContextManager[Devices]:
+    """`cluster.started` by the flags of `add_cluster_flags`, or alone.
+
+    JAX claims no memory ahead of its use.
+    """
     os.environ.setdefault(runtime.PREALLOCATE, "false")
-    runtime.start()
+    return started(options) if options else cluster.started("off")
+
+
+def started(options: argparse.Namespace) -> contextlib.AbstractContextManager[Devices]:
+    """`cluster.started` by the flags of `add_cluster_flags`."""
+    return cluster.started(options.distributed, options.join_timeout)
 
 
 def log_to_terminal() -> None:

@@ -5,6 +5,7 @@ first those of the training rows, then those of the held-out rows. The index say
 were made of, lists the finished shards, and says `complete` once all shards are there.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -17,8 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from kdjax.device import cluster
 from kdjax.errors import MissingFileError, UserError, WriteError
 from kdjax.formats.files import remove_leftovers, replacing, writing
 from kdjax.formats.locks import LOCK, locking
@@ -167,23 +170,38 @@ def write(
 ) -> dict[str, str]:
     """Writes the missing shards; `produce(rows)` yields the records of those rows, in order.
 
-    Each shard is written aside, hashed and renamed, then listed: a writer that is killed continues
+    Of several processes the first writes, and all produce: on the others it yields nothing. Each
+    shard is written aside, hashed and renamed, then listed: a writer that is killed continues
     at the first shard that is not listed, or is not as listed. Returns names and SHA-256s. Raises
     `UserError` for a folder with another cache, `LockedError` for one that another process writes,
     `WriteError` for a disk without room.
     """
+    first, done = jax.process_index() == 0, dict[str, str]()
+    shards = {_shard_name(i): rows for i, rows in enumerate(spec.shards)}
     with contextlib.ExitStack() as held:
-        with writing(folder / INDEX):
-            folder.mkdir(parents=True, exist_ok=True)
-            if held.enter_context(locking(folder / LOCK, "give another --out")):
-                remove_leftovers(folder)
-        return _write_missing(folder, spec, produce)
+        if first:
+            with writing(folder / INDEX):
+                folder.mkdir(parents=True, exist_ok=True)
+                if held.enter_context(locking(folder / LOCK, "give another --out")):
+                    remove_leftovers(folder)
+            done = _find_finished(folder, spec)
+            _check_room(folder, spec, done)
+        done = cluster.exchange("cache", done)[0]
+        for name, rows in shards.items():
+            if name in done:
+                continue
+            records = produce(rows)
+            if first:
+                done[name] = _write_shard(folder / name, len(rows), records)
+                _save_index(folder, spec, done)
+                _log.info("%s: %d of %d", folder / name, len(done), len(shards))
+            else:
+                collections.deque(records, maxlen=0)
+    return done
 
 
-def _write_missing(
-    folder: Path, spec: CacheSpec, produce: Callable[[range], Iterable[np.ndarray]]
-) -> dict[str, str]:
-    done = _find_finished(folder, spec)
+def _check_room(folder: Path, spec: CacheSpec, done: Mapping[str, str]) -> None:
+    """Says what is to be written; raises `WriteError` if the disk has no room for it."""
     shards = {_shard_name(i): rows for i, rows in enumerate(spec.shards)}
     missing = {name: rows for name, rows in shards.items() if name not in done}
     row_bytes = spec.record.itemsize
@@ -201,19 +219,19 @@ def _write_missing(
             f"{folder}: found {free / 1e9:.2f} GB free on its disk; expected {need / 1e9:.2f} GB "
             "and 1% to spare. Make room, give another --out, a smaller --k, or less text."
         )
-    for name, rows in missing.items():
-        digest, written = hashlib.sha256(), 0
-        with replacing(folder / name) as file:
-            for block in produce(rows):
-                data = np.ravel(block).view(np.uint8).data
-                digest.update(data)
-                file.write(data)
-                written += len(block)
-            assert written == len(rows), (written, rows)
-        done[name] = digest.hexdigest()
-        _save_index(folder, spec, done)
-        _log.info("%s: %d of %d", folder / name, len(done), len(shards))
-    return done
+
+
+def _write_shard(path: Path, rows: int, records: Iterable[np.ndarray]) -> str:
+    """Writes so many records; returns their SHA-256."""
+    digest, written = hashlib.sha256(), 0
+    with replacing(path) as file:
+        for block in records:
+            data = np.ravel(block).view(np.uint8).data
+            digest.update(data)
+            file.write(data)
+            written += len(block)
+        assert written == rows, (written, rows)
+    return digest.hexdigest()
 
 
 class TeacherCache:

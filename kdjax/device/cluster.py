@@ -8,11 +8,13 @@ import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
+import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +23,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kdjax.device import runtime
 from kdjax.errors import PEER_LOST, KdjaxError, UserError
 
+_log = logging.getLogger("kdjax")
+
 JOIN_TIMEOUT = 300  # seconds that processes wait for each other at the start
+_DAY = 24 * 3600
 GRACE = 10  # seconds that a process has to end by itself after another one failed
 _PORT = 8476  # of the first process, where the engine names none
 
@@ -89,6 +95,21 @@ def _read_numbers(environ: Mapping[str, str], engine: str, *names: str) -> list[
     if bad:
         raise UserError(f"{engine}: {', '.join(bad)}: expected whole numbers.")
     return list(map(int, values))
+
+
+@contextlib.contextmanager
+def started(
+    distributed: str = "auto", timeout: int = JOIN_TIMEOUT, *, suits_cpu: bool = False
+) -> Iterator[runtime.Devices]:
+    """Starts JAX with the memory that a run needs, the processes `joined`; gives what it runs on.
+
+    Raises as `joined` and `runtime.refuse_idle_gpus` do.
+    """
+    chosen = runtime.configure()
+    for line in chosen.describe():
+        _log.info("%s", line)
+    with joined(distributed, timeout):
+        yield runtime.open_devices(chosen, suits_cpu=suits_cpu)
 
 
 @contextlib.contextmanager
@@ -216,8 +237,8 @@ class _Peers:
         if word == _FAILED:
             time.sleep(GRACE)
         text = (
-            f"error: {name} has {'failed' if word else 'died'}; its own log says why. The last "
-            "checkpoint is kept: start all processes again, and the run goes on from there.\n"
+            f"error: {name} has {'failed' if word else 'died'}; its own log says why. What was "
+            "saved is kept: start all processes again, and they go on from there.\n"
         )
         if not self._told:
             # A collective that waits for a dead peer cannot be interrupted.
@@ -245,14 +266,10 @@ def check_agreement(name: str, mine: Mapping[str, Any], timeout: int = JOIN_TIME
     """
     if jax.process_count() == 1:
         return
-    client, folder = _state().client, f"kdjax/{name}/"
-    said = {key: str(value) for key, value in mine.items()}
-    client.key_value_set(f"{folder}{jax.process_index()}", json.dumps(said))
-    client.wait_at_barrier(f"kdjax-{name}", timeout * 1000)
-    found = {int(k.rsplit("/", 1)[1]): json.loads(v) for k, v in client.key_value_dir_get(folder)}
+    found = exchange(name, {key: str(value) for key, value in mine.items()}, timeout)
     lines = [
-        f"{field}: " + ", ".join(f"process {i} has {who.get(field)}" for i, who in odd)
-        for field in sorted({field for values in found.values() for field in values})
+        f"{field}: " + ", ".join(f"process {i} has {found[i].get(field)}" for i in odd)
+        for field in sorted({field for values in found for field in values})
         if (odd := _find_differences(field, found))
     ]
     if lines:
@@ -262,17 +279,42 @@ def check_agreement(name: str, mine: Mapping[str, Any], timeout: int = JOIN_TIME
         )
 
 
-def _find_differences(
-    field: str, found: Mapping[int, Mapping[str, str]]
-) -> list[tuple[int, Mapping[str, str]]]:
+def _find_differences(field: str, found: Sequence[Mapping[str, str]]) -> list[int]:
     """The first process and the first that differs from it in the field; empty if none does."""
     first = found[0].get(field)
-    other = next((i for i in sorted(found) if found[i].get(field) != first), None)
-    return [] if other is None else [(0, found[0]), (other, found[other])]
+    return next(([0, i] for i, values in enumerate(found) if values.get(field) != first), [])
+
+
+def exchange(name: str, mine: Any, timeout: int = _DAY) -> list[Any]:
+    """What each process gives, in their order, to all of them; JSON-able. `name` is used once."""
+    if jax.process_count() == 1:
+        return [mine]
+    client, folder = _state().client, f"kdjax/{name}/"
+    client.key_value_set_bytes(f"{folder}{jax.process_index()}", json.dumps(mine).encode())
+    keys = [f"{folder}{process}" for process in range(jax.process_count())]
+    return [json.loads(client.blocking_key_value_get_bytes(k, timeout * 1000)) for k in keys]
+
+
+def share(items: Sequence[Any]) -> Sequence[Any]:
+    """This process's part of what all do together; `collect` brings the results."""
+    return items[jax.process_index() :: jax.process_count()]
+
+
+def collect(name: str, results: Sequence[Any]) -> list[Any]:
+    """The results of all items, in their order, from those of each process's `share`."""
+    parts = exchange(name, results)
+    return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
+
+
+@functools.cache
+def cores() -> int:
+    """Processors for each process of this host, if they divide them evenly."""
+    hosts = exchange("hosts", platform.node())
+    return max(1, (os.cpu_count() or 1) // hosts.count(platform.node()))
 
 
 @contextlib.contextmanager
-def first_before_others(name: str, timeout: int = 24 * 3600) -> Iterator[None]:
+def first_before_others(name: str, timeout: int = _DAY) -> Iterator[None]:
     """The first process does what follows alone, then the others: what it leaves they find."""
     if jax.process_count() == 1:
         yield

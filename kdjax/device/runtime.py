@@ -414,14 +414,6 @@ def open_devices(chosen: Runtime, *, suits_cpu: bool = False) -> Devices:
     return devices
 
 
-def start() -> Devices:
-    """`configure` and `open_devices` at once, as one process alone does."""
-    chosen = configure()
-    for line in chosen.describe():
-        _log.info("%s", line)
-    return open_devices(chosen)
-
-
 def _driver_version(path: Path = Path("/sys/module/nvidia/version")) -> str | None:
     try:
         return path.read_text().strip() or None

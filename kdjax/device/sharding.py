@@ -115,6 +115,14 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     return {k: jax.make_array_from_process_local_data(place, v) for k, v in batch.items()}
 
 
+def put_whole_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """As `put_batch`, of rows that every process has all of."""
+    place = batch_sharding(mesh)
+    return {
+        k: jax.make_array_from_callback(v.shape, place, v.__getitem__) for k, v in batch.items()
+    }
+
+
 def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
     """All products by cuBLASLt on an NVIDIA GPU; None elsewhere.
 

@@ -4,6 +4,7 @@ Values of each position come off the device as they are, so that they can be sor
 buckets; sums are float64, merged, and divided once.
 """
 
+import base64
 import collections
 import contextlib
 import dataclasses
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Packer, Rows, tokenize_documents, warn_of_marks
 from kdjax.data.text import Document, documents, find_files
+from kdjax.device import cluster
 from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
@@ -201,6 +203,8 @@ def _forward(
     target: Target, mesh: Mesh, batches: Sequence[dict[str, np.ndarray]]
 ) -> Iterator[tuple[Array, Array]]:
     """Hidden states of each batch, and the head; the model is loaded until the last batch."""
+    if not batches:
+        return
     model = target.load(mesh, max(int(batch["segment_ids"].max()) for batch in batches))
     head = jax.block_until_ready(jax.jit(model.functions.head)(model.params))
     for hidden in model.hidden_states(batches):
@@ -222,7 +226,8 @@ def measure(
 
     `domains` maps a name to comma-separated files, folders or globs; of several, "all" holds the
     figures over all of them. One model is on the devices at a time: the teacher's hidden states
-    wait on the host. Raises `UserError` for text or models that do not go together.
+    wait on the host. Several processes share the batches. Raises `UserError` for text or models
+    that do not go together.
     """
     shared = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint)
     spec = HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=256)
@@ -234,20 +239,32 @@ def measure(
     size = -(-batch_size // shards) * shards
     batches = {name: read(patterns).batches(size) for name, patterns in domains.items()}
     flat = [batch for domain in batches.values() for batch in domain]
-    waiting: Sequence[tuple[Any, ...]] = [()] * len(flat)
+    mine = cluster.share(flat)
+    waiting: Sequence[tuple[Any, ...]] = [()] * len(mine)
     if teacher is not None:
         with _precision(teacher):
-            waiting = [(np.asarray(hidden), head) for hidden, head in _forward(teacher, mesh, flat)]
+            waiting = [(np.asarray(hidden), head) for hidden, head in _forward(teacher, mesh, mine)]
     compute = jax.jit(functools.partial(position_values, spec=spec))
     with _precision(target, teacher):
-        ours = zip(_forward(target, mesh, flat), flat, waiting, strict=True)
-        values = [jax.device_get(compute(*own, b["labels"], *theirs)) for own, b, theirs in ours]
+        ours = zip(_forward(target, mesh, mine), mine, waiting, strict=True)
+        found = [_encode(compute(*own, b["labels"], *theirs)) for own, b, theirs in ours]
+    values = [_decode(text, size) for text in cluster.collect("values", found)]
     rest, pair = iter(values), teacher is not None
     figures = {
         name: _figures([next(rest) for _ in domain], domain, pair)
         for name, domain in batches.items()
     }
     return figures | ({"all": _figures(values, flat, pair)} if len(figures) > 1 else {})
+
+
+def _encode(values: Values) -> str:
+    """As processes tell each other."""
+    return base64.b64encode(np.stack(jax.device_get(values)).tobytes()).decode()
+
+
+def _decode(text: str, rows: int) -> Values:
+    data: Any = np.frombuffer(base64.b64decode(text), np.float32)
+    return Values(*data.reshape(len(Values._fields), rows, -1))
 
 
 def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any]:

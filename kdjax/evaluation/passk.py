@@ -5,12 +5,13 @@ Estimator: Chen et al. 2021, arXiv:2107.03374, equation 1.
 
 import concurrent.futures
 import dataclasses
+import itertools
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdjax.device import cluster
 from kdjax.errors import UserError
 from kdjax.evaluation import problems as bench
 from kdjax.evaluation import sandbox
@@ -65,29 +66,25 @@ class Sample:
 def _ask(
     problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate, settings: Settings
 ) -> list[tuple[Problem, Answer | Exception]]:
-    """An answer, or what was raised instead of it, for every sample of every problem."""
+    """An answer, or what was raised instead of it, for every sample of problems asked at once."""
     asked: list[tuple[Problem, Answer | Exception]] = []
-    # All samples of a problem go into one call: a row's place in it decides what is drawn.
-    together = max(1, settings.batch_size // settings.samples)
-    for start in range(0, len(problems), together):
-        batch, prompts = [], []
-        for problem in problems[start : start + together]:
-            try:
-                prompts += [_encode(problem, tokenizer, settings)] * settings.samples
-                batch += [problem] * settings.samples
-            except UserError as error:
-                asked += [(problem, error)] * settings.samples
-        if not batch:
-            continue
+    batch, prompts = [], []
+    for problem in problems:
         try:
-            answers = list(generate(prompts, bench.stop_strings(batch[0], settings.form)))
-            if len(answers) != len(batch):
-                raise RuntimeError(f"{len(answers)} answers to {len(batch)} prompts")
-            asked += zip(batch, answers, strict=True)
-        # Whatever stops a model from answering is this model's failure, to be counted.
-        except Exception as error:
-            asked += [(problem, error) for problem in batch]
-    return asked
+            prompts += [_encode(problem, tokenizer, settings)] * settings.samples
+            batch += [problem] * settings.samples
+        except UserError as error:
+            asked += [(problem, error)] * settings.samples
+    if not batch:
+        return asked
+    try:
+        answers = list(generate(prompts, bench.stop_strings(batch[0], settings.form)))
+        if len(answers) != len(batch):
+            raise RuntimeError(f"{len(answers)} answers to {len(batch)} prompts")
+        return [*asked, *zip(batch, answers, strict=True)]
+    # Whatever stops a model from answering is this model's failure, to be counted.
+    except Exception as error:
+        return [*asked, *((problem, error) for problem in batch)]
 
 
 def _encode(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[int]:
@@ -130,11 +127,18 @@ def run_benchmark(
 
     `mode` is "inference_failed", with the first error as `inference_error`, if no sample was
     generated at all; pass@k is 0 then. Samples that were not generated, and programs that the
-    sandbox could not run, are failures of their problems and are counted beside.
+    sandbox could not run, are failures of their problems and are counted beside. Several processes
+    share the calls of `generate`, and the programs.
     """
-    asked = _ask(problems, tokenizer, generate, settings)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        samples = list(pool.map(lambda one: _run(one, settings), asked))
+    # All samples of a problem go into one call: a row's place in it decides what is drawn.
+    together = max(1, settings.batch_size // settings.samples)
+    calls = [problems[i : i + together] for i in range(0, len(problems), together)]
+    asked = [_ask(call, tokenizer, generate, settings) for call in cluster.share(calls)]
+    with concurrent.futures.ThreadPoolExecutor(cluster.cores()) as pool:
+        ran = pool.map(lambda one: _run(one, settings), itertools.chain(*asked))
+    mine = [[dataclasses.asdict(next(ran)) for _ in call] for call in asked]
+    by_call = cluster.collect(f"samples of {problems[0].task}", mine)
+    samples = [Sample(**fields) for fields in itertools.chain(*by_call)]
     return summarise(problems, samples, settings)
 
 

@@ -1,5 +1,6 @@
 """Runs a teacher once over all rows of a run and writes what training needs of it to the disk."""
 
+import dataclasses
 import functools
 import logging
 import time
@@ -16,7 +17,7 @@ from kdjax.data import teacher_cache
 from kdjax.data.pipeline import example
 from kdjax.data.rows import RowSet
 from kdjax.data.teacher_cache import CacheSpec
-from kdjax.device import sharding
+from kdjax.device import cluster, sharding
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
@@ -30,7 +31,8 @@ _log = logging.getLogger("kdjax")
 def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) -> None:
     """Writes the cache of `config`'s teacher into `out`; continues one that was stopped.
 
-    Raises `UserError` for bad input.
+    Several processes share the rows of each batch; the first writes. Raises `UserError` for bad
+    input.
     """
     if config.teacher.cache:
         raise UserError(
@@ -41,8 +43,6 @@ def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) ->
         raise UserError(
             "found --config.teacher.path=''; expected a teacher to run. Name its file or folder."
         )
-    if jax.process_count() > 1:
-        raise UserError(f"found {jax.process_count()} processes; expected one to write a cache.")
     placement, pair, plan = survey(config)
     real = pair.vocabulary.real
     if isinstance(kind, CachedTopK) and not 0 < kind.k <= real:
@@ -50,21 +50,25 @@ def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) ->
     rows = prepare(config, pair.tokenizer)
     assert pair.teacher is not None  # its path is there
     spec = describe_cache(config, pair, rows, kind, pair.teacher.sha256)
+    cluster.check_agreement("cache-spec", dataclasses.asdict(spec))
     loss = KDLoss(temperature=config.loss.temperature)
     head = HeadSpec(loss, *spec.vocabulary, plan.chunk_tokens, placement.kernels)
     size = config.eval.batch_size
 
     @functools.cache  # nothing is loaded if nothing is left to write
-    def writer() -> Callable[[dict[str, Any]], np.ndarray]:
+    def compute() -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
         teacher = load_teacher(config, pair, plan.kind, placement)
         assert teacher is not None
-        return _make_writer(teacher, kind, spec, head)
+        return _compile(teacher, kind, head)
 
     def produce(numbers: range) -> Iterator[np.ndarray]:
         for start in range(numbers.start, numbers.stop, size):
             mine = range(start, min(start + size, numbers.stop))
             batch = _read_batch(rows, mine, size)
-            records = writer()(batch)
+            outputs = compute()(batch)
+            if jax.process_index() != 0:
+                continue
+            records = _make_records(outputs, spec)
             if start == 0 and spec.k:
                 _warn_of_tail(records["odds"][..., 0][batch["weights"] != 0], spec)
             yield records[: len(mine)]
@@ -98,16 +102,17 @@ def _read_batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
     return {name: np.stack([e[name] for e in examples]) for name in examples[0]}
 
 
-def _make_writer(
-    teacher: Model, kind: CachedHidden | CachedTopK, spec: CacheSpec, head: HeadSpec
-) -> Callable[[dict[str, Any]], np.ndarray]:
-    """The function from a batch to its records."""
+def _compile(
+    teacher: Model, kind: CachedHidden | CachedTopK, head: HeadSpec
+) -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
+    """The function from a batch to what is kept of it, which the first process has whole."""
     assert teacher.placement is not None and teacher.spread is not None  # as `load_teacher` loads
     mesh, spread = teacher.placement.mesh, teacher.spread
+    several = jax.process_count() > 1
 
     @functools.partial(
         jax.jit,
-        out_shardings=sharding.batch_sharding(mesh),
+        out_shardings=sharding.replicated(mesh) if several else sharding.batch_sharding(mesh),
         compiler_options=sharding.compiler_options(mesh),
     )
     def outputs(params: Any, batch: Any) -> dict[str, Any]:
@@ -116,12 +121,16 @@ def _make_writer(
 
         return spread.map_rows(records)(params, batch)
 
-    def make_records(batch: dict[str, Any]) -> np.ndarray:
+    def compute(batch: dict[str, Any]) -> dict[str, jax.Array]:
         columns = {name: value for name, value in batch.items() if name != "row_ids"}
-        values = jax.device_get(outputs(teacher.params, sharding.put_batch(columns, mesh)))
-        records = np.empty(len(batch["tokens"]), spec.record)
-        for name, value in values.items():
-            records[name] = value.view("<u2") if value.dtype == jnp.bfloat16 else value
-        return records
+        return outputs(teacher.params, sharding.put_whole_batch(columns, mesh))
 
-    return make_records
+    return compute
+
+
+def _make_records(outputs: dict[str, jax.Array], spec: CacheSpec) -> np.ndarray:
+    values = jax.device_get(outputs)
+    records = np.empty(len(next(iter(values.values()))), spec.record)
+    for name, value in values.items():
+        records[name] = value.view("<u2") if value.dtype == jnp.bfloat16 else value
+    return records

@@ -43,7 +43,7 @@ def distill(
     A run that was stopped goes on from its newest checkpoint. `batches` replaces the batches of
     the config's text, which stays what is held out. `verdict` judges a smoke run (`smoke.steps`).
     With `distributed="auto"` the processes that an engine started train together, see
-    `cluster.joined`; the disk of `workdir` is shared by all.
+    `cluster.started`; the disk of `workdir` is shared by all.
     A GPU that JAX does not use is an error, unless the run `suits_cpu`.
     Raises `UserError` for what cannot run, `LockedError` among them if another process trains in
     `workdir`, `WriteError` for a disk that is full or takes no writing, and `NonFiniteError` for a
@@ -56,11 +56,7 @@ def distill(
     """
     workdir = Path(workdir)
     validate(config)
-    chosen = runtime.configure()
-    for line in chosen.describe():
-        _log.info("%s", line)
-    with cluster.joined(distributed, join_timeout):
-        devices = runtime.open_devices(chosen, suits_cpu=suits_cpu)
+    with cluster.started(distributed, join_timeout, suits_cpu=suits_cpu) as devices:
         return _distill(config, workdir, batches, verdict, devices)
 
 

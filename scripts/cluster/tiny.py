@@ -57,7 +57,20 @@ def start(
     last: Sequence[str] = (),
     **variables: str,
 ) -> list[subprocess.Popen[str]]:
-    """Starts processes with so many emulated devices each, as Kubeflow Trainer would.
+    """Starts processes that train together; see `launch`."""
+    command = ["kdjax.main", f"--config={config}", f"--workdir={workdir}", *flags]
+    return launch(command, processes, devices, last=last, **variables)
+
+
+def launch(
+    module: Sequence[str],
+    processes: int,
+    devices: int,
+    *,
+    last: Sequence[str] = (),
+    **variables: str,
+) -> list[subprocess.Popen[str]]:
+    """Starts a module in processes of so many emulated devices each, as Kubeflow Trainer would.
 
     `last` are more flags of the last process.
     """
@@ -76,8 +89,7 @@ def start(
             "JAX_NUM_PROCESSES": str(processes),
             "JAX_PROCESS_ID": str(index),
         }
-        command = [sys.executable, "-m", "kdjax.main", f"--config={config}"]
-        command += [f"--workdir={workdir}", "--join_timeout=60", *flags]
+        command = [sys.executable, "-m", *module, "--join_timeout=60"]
         command += last if index == processes - 1 else ()
         started.append(
             subprocess.Popen(
