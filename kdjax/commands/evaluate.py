@@ -81,7 +81,7 @@ def parser() -> Parser:
     add(
         "--allow-unsandboxed",
         action="store_true",
-        help="run programs where neither bubblewrap nor namespaces can confine them",
+        help="run programs where bubblewrap cannot confine them",
     )
     add("--batch-size", type=int, default=8, help="rows at a time")
     add("--json", type=Path, help="write everything there, answers too")

@@ -1,8 +1,8 @@
 """Untrusted programs in a subprocess: no network, limits on time, memory, processes and files.
 
-The walls are bubblewrap's where `bwrap` is installed and permitted, else namespaces entered by the
-program's launcher, else none: then nothing runs unless the caller says so. The verdict is that of
-a judge in another process (`jail/judge.py`). The kernel is shared: a bug of it gets through.
+The walls are bubblewrap's. Where `bwrap` is not installed or not permitted nothing runs unless the
+caller says so. The verdict is that of a judge in another process (`jail/judge.py`). The kernel is
+shared: a bug of it gets through.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any
 
 from kdjax.errors import UserError
 
-BUBBLEWRAP, NAMESPACES, NOTHING = "bubblewrap", "namespaces", ""
+BUBBLEWRAP, NOTHING = "bubblewrap", ""
 _JAIL = Path(__file__).with_name("jail")
 # What a program sees of the machine within bubblewrap, beside the interpreter and its packages.
 _SYSTEM = (
@@ -52,7 +52,7 @@ class Limits:
     memory_bytes: int = 1 << 30  # address space of each process
     processes: int = 8  # and threads, together
     file_bytes: int = 1 << 24  # of each file
-    scratch_bytes: int = 1 << 26  # of all files, where the scratch folder is a tmpfs
+    scratch_bytes: int = 1 << 26  # of all files, behind a wall
     open_files: int = 64
 
 
@@ -113,7 +113,6 @@ def _run(
                 "CORE": 0,
             },
             "scratch": scratch,
-            "scratch_bytes": limits.scratch_bytes,
             "paths": paths,
             "wall": wall,
             # As root: a user of its own, whose processes are counted alone; its judge is the next.
@@ -229,7 +228,7 @@ def held() -> dict[str, Any]:
     Raises `UserError` where not even a plain subprocess runs.
     """
     tried = []
-    for wall in (BUBBLEWRAP, NAMESPACES, NOTHING):
+    for wall in (BUBBLEWRAP, NOTHING):
         outcome, facts = _run(_PROBE, DEFAULT, wall)
         open_walls = [name for name in _WALLS if wall and not facts.get("held", {}).get(name)]
         if outcome.passed and not open_walls:
@@ -247,9 +246,9 @@ def check(allow_unsandboxed: bool) -> dict[str, Any]:
     walls = held()
     if walls["by"] == NOTHING and not allow_unsandboxed:
         raise UserError(
-            f"found neither bubblewrap nor namespaces that work here ({'; '.join(walls['tried'])});"
-            " expected one of them: programs that a model wrote could reach the network and write "
-            "this user's files. Install bubblewrap (apt-get install bubblewrap) and permit user "
+            f"found no bubblewrap that works here ({'; '.join(walls['tried'])}); expected it: "
+            "programs that a model wrote could else reach the network and write this user's files. "
+            "Install bubblewrap (apt-get install bubblewrap) and permit user "
             "namespaces (sysctl kernel.unprivileged_userns_clone=1 "
             "kernel.apparmor_restrict_unprivileged_userns=0; a container: --security-opt "
             "seccomp=unconfined or --privileged), or pass --allow-unsandboxed on a machine that "

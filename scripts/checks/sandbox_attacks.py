@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kdjax.evaluation import sandbox
-from kdjax.evaluation.sandbox import BUBBLEWRAP, NAMESPACES, NOTHING, Limits
+from kdjax.evaluation.sandbox import BUBBLEWRAP, NOTHING, Limits
 
 LIMITS = Limits(wall_seconds=3.0, cpu_seconds=4, memory_bytes=512 << 20)
 # What no forger computes: f(x) = x * x + 1.
@@ -207,11 +207,10 @@ def _connecting(code: str) -> Attack:
     return Attack(write, lambda outside, _: outside.connected())
 
 
-def _reading(path: str, *open_behind: str) -> Attack:
+def _reading(path: str) -> Attack:
     return Attack(
         lambda o: f"raise RuntimeError(open({path.format(o=o)!r}).read())",
         lambda o, outcome: o.secret in outcome.error,
-        open_behind,
     )
 
 
@@ -220,8 +219,6 @@ def _write_nothing(outside: Outside, _: sandbox.Outcome) -> bool:
     return {path.name for path in outside.folder.iterdir()} != made
 
 
-# Root's programs become another user; a user's own may read what he may.
-_OWN = (NOTHING,) if os.getuid() == 0 else (NAMESPACES, NOTHING)
 _FRESH = "import sys\nsys.modules.pop('socket'); sys.modules.pop('_socket')\nimport socket\n"
 ATTACKS = {
     "loopback, `socket` imported anew": _connecting(
@@ -237,9 +234,8 @@ ATTACKS = {
         where = struct.pack("=H", 2) + struct.pack(">H4s8x", NAMES["port"], bytes([127, 0, 0, 1]))
         libc.connect(libc.socket(2, 1, 0), where, len(where))
         """),
-    "a Unix socket in the file system": dataclasses.replace(
-        _connecting(_FRESH + "socket.socket(1).connect(NAMES['path'])"),
-        open_behind=(NAMESPACES, NOTHING),
+    "a Unix socket in the file system": _connecting(
+        _FRESH + "socket.socket(1).connect(NAMES['path'])"
     ),
     "an abstract Unix socket": _connecting(
         _FRESH + "socket.socket(1).connect('\\0' + NAMES['secret'])"
@@ -247,9 +243,9 @@ ATTACKS = {
     "writing a file outside": Attack(
         lambda o: f"open({str(o.folder / 'written')!r}, 'w').write('x')", _write_nothing
     ),
-    "reading a private file outside": _reading("{o.folder}/private", *_OWN),
-    "reading a readable file outside": _reading("{o.folder}/readable", NAMESPACES, NOTHING),
-    "reading another process's environment": _reading("/proc/{o.victim.pid}/environ", NOTHING),
+    "reading a private file outside": _reading("{o.folder}/private"),
+    "reading a readable file outside": _reading("{o.folder}/readable"),
+    "reading another process's environment": _reading("/proc/{o.victim.pid}/environ"),
     "ending another process": Attack(
         lambda o: f"import os\nos.kill({o.victim.pid}, 15)",
         lambda o, _: time.sleep(0.1) or o.victim.poll() is not None,
@@ -305,9 +301,9 @@ def permitted(wall: str) -> str:
 def main() -> int:
     """Prints the table; the exit status."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--wall", choices=(BUBBLEWRAP, NAMESPACES, "nothing"), action="append")
+    flags.add_argument("--wall", choices=(BUBBLEWRAP, "nothing"), action="append")
     asked = [NOTHING if w == "nothing" else w for w in flags.parse_args().wall or ()]
-    walls = asked or [BUBBLEWRAP, NAMESPACES, NOTHING]
+    walls = asked or [BUBBLEWRAP, NOTHING]
     tried = [wall for wall in walls if not (why := permitted(wall)) or print(f"{wall}: {why}")]
     print("| | " + " | ".join(wall or "nothing" for wall in tried) + " |")
     print("| --- |" + " --- |" * len(tried))

@@ -53,7 +53,7 @@ def run_program(job, connection, held):
 
 
 def run_judge(job, fd, held):
-    """Forks the program and judges it; in a new namespace, everything dies when this ends."""
+    """Forks the program and judges it; behind a wall everything dies when this ends."""
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     walls.hide_memory(True)  # before there is a program that could open it
@@ -79,26 +79,8 @@ def main():
     fd = int(sys.argv[1])
     job = read_message()
     sys.path += job["paths"]
-    held = dict.fromkeys(("net", "pid", "mount", "ipc", "proc"), False)
-    if job["wall"] == "bubblewrap":
-        held = walls.look_around()
-    elif job["wall"] == "namespaces":
-        held |= walls.enter_namespaces()
-        try:
-            if held["mount"]:
-                walls.make_read_only(job["scratch"], job["scratch_bytes"])
-                if os.getuid() == 0:
-                    walls.bind_libraries(job["scratch"])
-        except OSError as error:
-            held["mount"] = False
-            send(fd, {"why": str(error)})
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-            os._exit(0)
-        walls.die_with_parent()
-        if held["mount"] and held["pid"]:
-            held["proc"] = walls.mount_proc()
+    nothing = dict.fromkeys(("net", "pid", "mount", "proc"), False)
+    held = walls.look_around() if job["wall"] else nothing
     run_judge(job, fd, held)
 
 
