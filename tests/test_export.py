@@ -145,7 +145,9 @@ def small_tokenizer(tmp_path_factory):
 @pytest.mark.parametrize(
     "case",
     cases(
-        "qwen3", "llama_scaled", slow=["qwen2_untied", "qwen2_yarn", "qwen2_yarn_mscale", "llama"]
+        "qwen3",
+        "llama_scaled",
+        slow=["qwen2_untied", "qwen2_yarn", "qwen2_yarn_mscale", "llama"],
     ),
 )
 @pytest.mark.parametrize("kind", EXPORTS)
@@ -159,6 +161,39 @@ def test_every_family_and_rope_comes_back(case, kind, small_tokenizer, tmp_path)
     assert_same(again.params, model.params)
     want = logits_of(model)[..., :142]
     np.testing.assert_allclose(logits_of(again), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf"])
+def test_experts_come_back(kind, small_tokenizer, tmp_path):
+    """In a folder as a tensor each, in GGUF as one a layer."""
+    model = load(GOLDENS / "qwen3_moe")
+    source = open_checkpoint(GOLDENS / "qwen3_moe", tokenizer=str(small_tokenizer))
+    out = tmp_path / f"a{SUFFIXES[kind]}"
+    EXPORTS[kind](model.replace(checkpoint=source), out)
+    again = load(out)
+    assert_same(again.params, model.params)
+    assert (again.spec.experts, again.spec.experts_used, again.spec.expert_size) == (8, 3, 32)
+    table = open_table(out)
+    if kind == "gguf":
+        assert table.info("blk.1.ffn_down_exps.weight").shape == (8, 48, 32)
+        assert table.info("blk.1.ffn_gate_inp.weight").dtype == "F32"
+    else:
+        assert table.info("model.layers.1.mlp.experts.7.down_proj.weight").shape == (48, 32)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("qwen3_moe_plain", "gguf", "norm_topk_prob=false.*Export --format=hf"),
+        ("qwen3_moe", "apr", "without experts, which .apr files.*Export --format=gguf"),
+    ],
+)
+def test_experts_that_a_format_cannot_tell_are_refused(
+    case, kind, message, small_tokenizer, tmp_path
+):
+    source = open_checkpoint(GOLDENS / case, tokenizer=str(small_tokenizer))
+    with pytest.raises(UserError, match=message):
+        EXPORTS[kind](load(GOLDENS / case).replace(checkpoint=source), tmp_path / f"a.{kind}")
 
 
 def test_what_gguf_cannot_tell_is_exported_otherwise_or_not_at_all(small_tokenizer, tmp_path):

@@ -54,7 +54,7 @@ class _Source(NamedTuple):
         return rows
 
 
-def _open_source(model: Model) -> _Source:
+def _open_source(model: Model, *, gguf: bool) -> _Source:
     if model.spec is None or model.checkpoint is None:
         missing = "a checkpoint" if model.spec else "an architecture that kdjax knows"
         raise UserError(
@@ -62,7 +62,7 @@ def _open_source(model: Model) -> _Source:
             "gave, whose file has the header and tokenizer to write. Save the parameters of a "
             "module of your own as arrays."
         )
-    checkpoint, tensors = model.checkpoint, list_tensors(model.params, model.spec)
+    checkpoint, tensors = model.checkpoint, list_tensors(model.params, model.spec, gguf=gguf)
     files = vocabulary.find_tokenizer_files(checkpoint)
     return _Source(model.spec, tensors, checkpoint.header, checkpoint.tokenizer, files)
 
@@ -96,7 +96,7 @@ def export_hf(
         kdjax.export_hf(student.replace(params=state.params), "student-hf", dtype="bf16")
     """
     _check_type(dtype, HF_TYPES, "a Hugging Face folder")
-    spec, tensors, header, tokenizer, files = _open_source(model)
+    spec, tensors, header, tokenizer, files = _open_source(model, gguf=False)
     stored = dtype.upper()
     rows = [(t.hf, stored, t.shape, t.stream(stored)) for t in tensors]
     config = headers.hf_config(spec, header, stored, vocabulary.ids_for_config(files.special))
@@ -121,7 +121,7 @@ def export_gguf(
     are kept where the model came from a GGUF file. Arguments and errors as of `export_hf`.
     """
     _check_type(dtype, GGUF_TYPES, "a GGUF file")
-    source = _open_source(model)
+    source = _open_source(model, gguf=True)
     spec, tensors, header, tokenizer, files = source
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)
     metadata = headers.gguf_metadata(spec, header, RECIPES[dtype].file_type, values)
@@ -145,7 +145,12 @@ def export_apr(
     _check_type(dtype, APR_TYPES, "an .apr file")
     if Path(out).suffix != ".apr":
         raise UserError(f"found --out={out}; expected a name that ends in .apr. Add the suffix.")
-    source = _open_source(model)
+    source = _open_source(model, gguf=False)
+    if source.spec.experts:
+        raise UserError(
+            f"found a {source.spec.family} model; expected one without experts, which .apr files "
+            "cannot tell. Export --format=gguf or --format=hf."
+        )
     spec, tensors, _, tokenizer, files = source
     rows = source.encode(dtype, gguf=False)
     misfits = [

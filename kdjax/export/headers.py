@@ -129,6 +129,12 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
         "max_window_layers": spec.num_layers,
         "attention_bias": spec.o_bias,
         "mlp_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_experts": spec.experts,
+        "num_experts_per_tok": spec.experts_used,
+        "moe_intermediate_size": spec.expert_size,
+        "norm_topk_prob": spec.norm_experts,
     }
     return config | {key: own[key] for key in FAMILIES[spec.family].config_keys}
 
@@ -145,6 +151,11 @@ def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
         raise UserError(
             f"found a model with hidden_act {spec.activation!r}; expected silu, which llama.cpp "
             f"computes in every {spec.family} model. Export --format=hf."
+        )
+    if spec.experts and not spec.norm_experts:
+        raise UserError(
+            "found a model with norm_topk_prob=false; expected true, which llama.cpp computes in "
+            f"every {spec.family} model. Export --format=hf."
         )
     if scaling is not None and not scaling.truncate:
         raise UserError(
@@ -163,8 +174,17 @@ def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
     }
     if spec.head_dim * spec.num_heads != spec.hidden_size:
         values |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
-    own = {"rope.dimension_count": spec.head_dim, "vocab_size": spec.vocab_size}
-    values |= {key: own[key] for key in FAMILIES[spec.family].gguf_keys}
+    own = {
+        "rope.dimension_count": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        "expert_count": spec.experts,
+        "expert_used_count": spec.experts_used,
+        "expert_feed_forward_length": spec.expert_size,
+    }
+    family = FAMILIES[spec.family]
+    values |= {key: own[key] for key in family.gguf_keys}
     if scaling is not None and scaling.kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
     if scaling is not None and scaling.kind == "yarn":
@@ -176,7 +196,7 @@ def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
             "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
             "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
         }
-    return {f"{spec.family}.{key}": value for key, value in values.items()}
+    return {f"{family.gguf}.{key}": value for key, value in values.items()}
 
 
 def _keep(source: TensorTable, stale: tuple[str, ...]) -> dict[str, Any]:
@@ -187,7 +207,10 @@ def gguf_metadata(
     spec: ArchSpec, source: TensorTable, file_type: int, tokenizer: dict[str, Any]
 ) -> dict[str, Any]:
     """Key-values of the GGUF header, the tokenizer's last, as converters order them."""
-    base: dict[str, Any] = {"general.architecture": spec.family, "general.type": "model"}
+    base: dict[str, Any] = {
+        "general.architecture": FAMILIES[spec.family].gguf,
+        "general.type": "model",
+    }
     if is_gguf(source):
         kept = _keep(source, _STALE)
         base |= {key: value for key, value in kept.items() if not is_empty(value)}

@@ -29,11 +29,16 @@ class Tensor:
     name: names.Name
     heads: int  # whose rotary rows GGUF interleaves; 0 for none
     offset: float  # what GGUF files hold beyond it
+    expert: int | None = None  # of the layer's; None: a tensor of all
+
+    @property
+    def _place(self) -> tuple[int, ...]:
+        return tuple(i for i in (self.layer, self.expert) if i is not None)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As in files, row-major."""
-        return tuple(self.leaf.shape if self.layer is None else self.leaf.shape[1:])
+        return tuple(self.leaf.shape[len(self._place) :])
 
     @property
     def gguf(self) -> str:
@@ -43,14 +48,14 @@ class Tensor:
     @property
     def hf(self) -> str:
         """Hugging Face's name."""
-        return self.name.hf.format(i=self.layer)
+        return self.name.hf.format(i=self.layer, e=self.expert)
 
     def read(self, *, gguf: bool = False) -> np.ndarray:
         """float32 numbers in Hugging Face's order, or as GGUF files hold them.
 
         Raises `UserError` if a number is not finite.
         """
-        array = np.asarray(self.leaf if self.layer is None else self.leaf[self.layer])
+        array = np.asarray(self.leaf[self._place] if self._place else self.leaf)
         if array.dtype == np.uint16:
             array = (array.astype(np.uint32) << 16).view(np.float32)
         array = array.astype(np.float32, copy=False)
@@ -88,8 +93,10 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def list_tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
+def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:
     """Every tensor of the model, layer by layer; a tied head is the embedding.
+
+    In GGUF files a layer's experts are one tensor, elsewhere one each.
 
     Raises `UserError` if `params` are not of `spec`, or are blocks or float8 in place of numbers.
     """
@@ -119,9 +126,11 @@ def list_tensors(params: Params, spec: ArchSpec) -> list[Tensor]:
     for path in known:
         name, offset = names.name_of(path, spec), names.gguf_offset(path, spec)
         heads = names.head_count(name, spec)
+        apart = not gguf and "{e}" in name.hf
         tensors += [
-            Tensor(path, layer, leaves[path], name, heads, offset)
+            Tensor(path, layer, leaves[path], name, heads, offset, expert)
             for layer in (range(spec.num_layers) if path[0] == "blocks" else (None,))
+            for expert in (range(spec.experts) if apart else (None,))
         ]
     # Embedding, layers, norm, head.
     order = {"embed": -1, "norm": spec.num_layers, "head": spec.num_layers + 1}

@@ -1,6 +1,7 @@
 """Which block type each tensor of a quantized model gets, as `llama-quantize` chooses them.
 
-Source: `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp. Norms and biases stay F32.
+Source: `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp. Norms, biases and routers stay
+F32.
 """
 
 from typing import NamedTuple
@@ -51,13 +52,14 @@ def tensor_type(
 ) -> str:
     """Block type of the parameter at `path` of the tree, in `layer` of `layers` if it has layers.
 
-    Norms and biases get F32. A tied embedding is the output too, and gets the output's bits.
+    Norms, biases and routers get F32. A tied embedding is the output too, and gets the output's
+    bits.
     """
-    if path[-1] == "bias" or any(part.endswith("norm") for part in path):
+    if path[-1] == "bias" or any(part.endswith("norm") or part == "router" for part in path):
         return "F32"
     if path in (("embed",), ("head",)):
         wanted = recipe.output if tied or path == ("head",) else recipe.base
-    elif path[-3:-1] in (("attn", "v"), ("mlp", "down")) and gets_more_bits(layer, layers):
+    elif path[1:3] in (("attn", "v"), ("mlp", "down")) and gets_more_bits(layer, layers):
         wanted = recipe.more
     else:
         wanted = recipe.base

@@ -90,6 +90,10 @@ class ArchSpec:
     # Which layers see no more than the window, and turn by a theta of their own; (): all.
     local: tuple[bool, ...] = ()
     local_rope_theta: float = 0.0
+    experts: int = 0  # MLPs in a layer, of which a router picks some a token; 0: one MLP for all
+    experts_used: int = 0  # of them a token
+    expert_size: int = 0  # width of one; `mlp_size` is then of no layer
+    norm_experts: bool = False  # what the router gives those used is divided by its sum
 
     @property
     def score_scale(self) -> float:
@@ -101,19 +105,32 @@ class ArchSpec:
         local = self.local or (bool(self.window),) * self.num_layers
         return tuple(self.window if here else 0 for here in local)
 
+    @property
+    def mlp_width(self) -> int:
+        """Units that a token passes through in a layer, of all experts used."""
+        return self.experts_used * self.expert_size if self.experts else self.mlp_size
+
     def parameters(self) -> int:
         """Number of weights, the head counted once if tied."""
         d, hd = self.hidden_size, self.head_dim
         qo, kv = self.num_heads * hd, self.num_kv_heads * hd
-        layer = 2 * d * qo + 2 * d * kv + 3 * d * self.mlp_size + (4 if self.post_norms else 2) * d
+        layer = 2 * d * qo + 2 * d * kv + (4 if self.post_norms else 2) * d
+        if self.experts:
+            layer += self.experts * d * (3 * self.expert_size + 1)
+        else:
+            layer += 3 * d * self.mlp_size
         layer += (qo + 2 * kv) * self.qkv_bias + d * self.o_bias + 2 * hd * self.qk_norm
         return self.num_layers * layer + self.vocab_size * d * (1 if self.tied else 2) + d
 
     def forward_flops(self, seq_len: int) -> float:
-        """FLOP a token of one forward pass, causal attention and head included."""
+        """FLOP a token of one forward pass, causal attention and head included.
+
+        Of experts those used.
+        """
         d, hd = self.hidden_size, self.head_dim
         qo, kv = self.num_heads * hd, self.num_kv_heads * hd
-        products = self.num_layers * (2 * d * qo + 2 * d * kv + 3 * d * self.mlp_size)
+        layer = 2 * d * qo + 2 * d * kv + 3 * d * self.mlp_width + d * self.experts
+        products = self.num_layers * layer
         products += self.vocab_size * d
         seen = sum(_mean_keys(window or seq_len, seq_len) for window in self.windows())
         return 2.0 * products + 4.0 * qo * seen
@@ -229,7 +246,7 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
         )
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
     head_dim = int(key("attention.key_length", hidden // heads))
-    check_gguf_fields(meta, arch, head_dim, table.paths[0])
+    check_gguf_fields(meta, arch, head_dim, table.paths[0], experts=family.experts)
     layers = int(key("block_count"))
     if layers > len(table):
         raise UserError(
@@ -237,6 +254,10 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
             f"{len(table)} tensors. Download the file again."
         )
     window = int(meta.get(f"{arch}.attention.sliding_window") or 0) if family.window_period else 0
+    experts: dict[str, Any] = {}
+    if family.experts:
+        names = "expert_count", "expert_used_count", "expert_feed_forward_length"
+        experts = _experts(*(int(key(name)) for name in names), True, table.paths[0])
     return ArchSpec(
         family=family.name,
         vocab_size=table.info("token_embd.weight").shape[0],
@@ -245,7 +266,8 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
         num_heads=heads,
         num_kv_heads=int(key("attention.head_count_kv", heads)),
         head_dim=head_dim,
-        mlp_size=int(key("feed_forward_length")),
+        # llama.cpp's files of experts alone may lack it.
+        mlp_size=int(key("feed_forward_length", 1 if experts else None)),
         max_positions=int(key("context_length")),
         rope_theta=float(key("rope.freq_base", 10000.0)),
         rms_eps=float(key(_EPSILON)),
@@ -262,7 +284,18 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
         window=window,
         local=_gguf_local(meta, arch, family, layers) if window else (),
         local_rope_theta=float(key("rope.freq_base_swa", 10000.0)) if window else 0.0,
+        **experts,
     )
+
+
+def _experts(count: int, used: int, size: int, normalised: bool, path: Path) -> dict[str, Any]:
+    """The fields of an `ArchSpec` for experts; raises `UserError` where more are used than are."""
+    if used > count:
+        raise UserError(
+            f"{path}: found {used} experts used of {count}; expected no more than there are. "
+            "Download the file again."
+        )
+    return dict(experts=count, experts_used=used, expert_size=size, norm_experts=normalised)
 
 
 def gguf_query_scalar(family: Family, layers: int, width: int) -> float:
@@ -341,6 +374,12 @@ def _from_hf(table: TensorTable) -> ArchSpec:
     head_dim = count("head_dim", family.head_dim or hidden // heads)
     scalar = real("query_pre_attn_scalar", 256) if family.window_period else 0.0
     window, local = _hf_windows(config, family, layers, path)
+    experts: dict[str, Any] = {}
+    if family.experts:
+        names = "num_experts_per_tok", "moe_intermediate_size"
+        number = count("num_experts", config.get("num_local_experts"))
+        normalised = bool(config.get("norm_topk_prob", False))
+        experts = _experts(number, *map(count, names), normalised, path)
     return ArchSpec(
         family=family.name,
         vocab_size=count("vocab_size"),
@@ -366,6 +405,7 @@ def _from_hf(table: TensorTable) -> ArchSpec:
         window=window,
         local=local,
         local_rope_theta=_read_number(local_rope, "rope_theta", path) if local else 0.0,
+        **experts,
     )
 
 

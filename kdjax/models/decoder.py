@@ -20,6 +20,7 @@ from kdjax.device.placement import Placement
 from kdjax.models import kernels
 from kdjax.models.arch import ACTIVATIONS, ArchSpec, local_rope, rope_frequencies
 from kdjax.models.attention import attend, attend_cached
+from kdjax.models.experts import choose_experts, mix_experts
 from kdjax.models.weights import (
     Rounded,
     Scaled,
@@ -173,11 +174,46 @@ class MLP(nnx.Module):
         self.down = Linear(spec.mlp_size, spec.hidden_size, False, dtype, rngs)
         self.activation, self.placement = spec.activation, compute.placement
 
+    @property
+    def entry(self) -> Weight:
+        """What rows are multiplied with first."""
+        return self.gate.weight.get_value()
+
     def __call__(self, rows: Array | Rounded) -> Array:
         """Of rows `[N, width]`."""
         activation = ACTIVATIONS[self.activation]
         gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
         return self.down(gate_rows(round_for(rows, gate), gate, up, activation, self.placement))
+
+
+class Experts(nnx.Module):
+    """MLPs of which a router picks some for each token, and adds what they give by its weights."""
+
+    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
+        count, width, size = spec.experts, spec.hidden_size, spec.expert_size
+
+        def stack(outer: int, inner: int) -> nnx.Param:
+            dtype = compute.param_dtype
+            draw = jax.random.normal(rngs.params(), (count, outer, inner), dtype)
+            return nnx.Param(draw * jnp.asarray(0.02, dtype))
+
+        # In float32 whatever the others are: in bf16 every hundredth token goes elsewhere.
+        self.router = Linear(width, count, False, jnp.float32, rngs)
+        self.gate, self.up, self.down = stack(size, width), stack(size, width), stack(width, size)
+        self.spec, self.placement = spec, compute.placement
+
+    @property
+    def entry(self) -> Weight:
+        """What rows are multiplied with first."""
+        return self.router.weight.get_value()
+
+    def __call__(self, rows: Array | Rounded) -> Array:
+        """Of rows `[N, width]`."""
+        assert not isinstance(rows, Rounded)
+        spec, router = self.spec, self.router.weight.get_value()
+        choice = choose_experts(rows, router, spec.experts_used, spec.norm_experts)
+        weights = (weight.get_value() for weight in (self.gate, self.up, self.down))
+        return mix_experts(rows, choice, *weights, ACTIVATIONS[spec.activation])
 
 
 class Block(nnx.Module):
@@ -198,7 +234,7 @@ class Block(nnx.Module):
         self.attn_norm = norm()
         self.attn = Attention(spec, compute, rngs)
         self.mlp_norm = norm()
-        self.mlp = MLP(spec, compute, rngs)
+        self.mlp = (Experts if spec.experts else MLP)(spec, compute, rngs)
         self.attn_post_norm = norm() if spec.post_norms else None
         self.mlp_post_norm = norm() if spec.post_norms else None
 
@@ -209,7 +245,7 @@ class Block(nnx.Module):
         mixed, kept = self.attn(normal, x.shape[:-1], turn, mix)
         if self.attn_post_norm is not None:
             mixed = self.attn_post_norm(mixed)
-        rows, normal = self.mlp_norm.normalize_for(rows + mixed, self.mlp.gate.weight.get_value())
+        rows, normal = self.mlp_norm.normalize_for(rows + mixed, self.mlp.entry)
         widened = self.mlp(normal)
         if self.mlp_post_norm is not None:
             widened = self.mlp_post_norm(widened)

@@ -26,6 +26,7 @@ class Family:
     window_period: int = 0
     # llama.cpp scales scores of GGUF models of so many layers by the width over the heads.
     shared_scale_layers: int = 0
+    experts: bool = False  # its MLPs are experts, of which a router picks a few a token
     gguf_name: str = ""  # `general.architecture`, where it is not `name`
     interleaved: bool = False  # llama.cpp stores the rows of q and k as pairs (i, i + D/2)
     pre_tokenizer: str = "unknown"  # of a file that names none: a key of `PRE_TOKENIZERS`
@@ -37,6 +38,13 @@ class Family:
     config_keys: tuple[str, ...] = ("attention_bias",)  # written there beside what all have
     gguf_keys: tuple[str, ...] = ()
 
+    @property
+    def gguf(self) -> str:
+        """`general.architecture` of its files."""
+        return self.gguf_name or self.name
+
+
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 
 FAMILIES = {
     family.name: family
@@ -50,6 +58,24 @@ FAMILIES = {
             config_keys=("use_sliding_window", "max_window_layers"),
         ),
         Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, head_dim=128, pre_tokenizer="qwen2"),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            qk_norm=True,
+            head_dim=128,
+            experts=True,
+            gguf_name="qwen3moe",
+            pre_tokenizer="qwen2",
+            computed=("num_local_experts", *_EXPERTS),  # the first since Transformers 5
+            config_keys=("attention_bias", "decoder_sparse_step", "mlp_only_layers", *_EXPERTS),
+            gguf_keys=(
+                "attention.key_length",
+                "attention.value_length",
+                "expert_count",
+                "expert_used_count",
+                "expert_feed_forward_length",
+            ),
+        ),
         Family(
             "llama",
             "LlamaForCausalLM",
@@ -109,4 +135,4 @@ FAMILIES = {
     )
 }
 # By `general.architecture`; of several families of one name the first, which computes as much.
-GGUF_FAMILIES = {f.gguf_name or f.name: f for f in reversed(FAMILIES.values())}
+GGUF_FAMILIES = {f.gguf: f for f in reversed(FAMILIES.values())}

@@ -32,7 +32,7 @@ WITHOUT_EFFECT = frozenset((
     # what a call returns, and in how many parts it computes
     "use_cache", "output_hidden_states", "output_attentions", "output_scores", "return_dict",
     "return_dict_in_generate", "tie_last_hidden_states", "chunk_size_feed_forward",
-    "pretraining_tp",
+    "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     # only read where `use_sliding_window` is true; a family whose windows have no such switch
     # computes them
     "sliding_window", "max_window_layers",
@@ -58,6 +58,9 @@ NEUTRAL: dict[str, Any] = {
     "partial_rotary_factor": 1.0, "rope_interleaved": False, "use_mrope": False,
     "attn_logit_softcapping": None, "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
+    # every layer has experts, and nothing beside them
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0,
+    "num_shared_experts": 0, "n_shared_experts": 0,
 }
 ROPE_COMPUTED = frozenset((
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
@@ -69,7 +72,11 @@ ROPE_WITHOUT_EFFECT = frozenset(("finetuned", "short_factor", "long_factor"))
 ROPE_NEUTRAL: dict[str, Any] = {"partial_rotary_factor": 1.0, "mrope_section": None}
 # Of a GGUF header, by its names without the family's.
 GGUF_NEUTRAL: dict[str, Any] = {
-    "expert_count": 0, "logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0,
+    "expert_count": 0, "expert_shared_count": 0, "expert_shared_feed_forward_length": 0,
+    "expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1,  # softmax
+    "expert_group_count": 1, "expert_group_used_count": 1, "leading_dense_block_count": 0,
+    "interleave_moe_layer_step": 1,
+    "logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0,
     "use_parallel_residual": False, "attention.causal": True, "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0,
     "rope.scale_linear": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
@@ -120,10 +127,14 @@ def check_fields(
         )
 
 
-def check_gguf_fields(metadata: Mapping[str, Any], family: str, head_dim: int, path: Path) -> None:
+def check_gguf_fields(
+    metadata: Mapping[str, Any], family: str, head_dim: int, path: Path, *, experts: bool = False
+) -> None:
     """As `check_fields` for the key-values of a GGUF header, of which unknown ones are accepted."""
     whole = {"rope.dimension_count": head_dim, "attention.value_length": head_dim}
     neutral = GGUF_NEUTRAL | whole
+    if experts:
+        del neutral["expert_count"]
     named = {name: metadata.get(f"{family}.{name}") for name in neutral}
     if problems := _list_problems(named, neutral):
         raise UserError(

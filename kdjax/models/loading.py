@@ -5,6 +5,7 @@ holds more than one tensor, and the device never more than the model and one ten
 """
 
 import functools
+import math
 import mmap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ def has_tied_head(table: TensorTable) -> bool:
 
 
 def _stored(path: tuple[str, ...], table: TensorTable, spec: ArchSpec | None = None) -> str:
-    """The name under which the table holds a parameter; `{i}` stands for the layer."""
+    """The name under which the table holds a parameter, `{i}` and `{e}` as in `names.Name`."""
     if isinstance(table, SavedTable):
         return "/".join(path)
     name = names.name_of(path, spec)
@@ -64,7 +65,7 @@ def _stored(path: tuple[str, ...], table: TensorTable, spec: ArchSpec | None = N
 
 
 def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[str]:
-    """Tensors that make up one parameter: one, or one a layer."""
+    """Tensors that make up one parameter: one, one a layer, or one an expert of each layer."""
     name = _stored(path, table, spec)
     if path == ("embed",) and spec.tied:
         # Stored twice: take the copy that kept more bits.
@@ -73,7 +74,8 @@ def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[
             name = max(name, head, key=lambda n: table.info(n).nbytes)
     if "{i}" not in name:
         return [name]
-    return [name.format(i=i) for i in range(spec.num_layers)]
+    experts = range(spec.experts if "{e}" in name else 1)
+    return [name.format(i=i, e=e) for i in range(spec.num_layers) for e in experts]
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,7 +85,7 @@ def _shapes(spec: ArchSpec) -> Mapping[tuple[str, ...], tuple[int, ...]]:
 
 
 def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], list[str]]:
-    """The tensors of each parameter: tree path to one name, or to one a layer.
+    """The tensors of each parameter: tree path to one name, to one a layer, or to one an expert.
 
     Raises one `UserError` that lists every missing, misshapen or unknown tensor.
     """
@@ -91,8 +93,7 @@ def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], li
     problems, known = [], {_stored((key,), table) for key in ("embed", "head")}
     for path, tensors in sources.items():
         expected = _shapes(spec)[path]
-        if path[0] == "blocks" and not isinstance(table, SavedTable):
-            expected = expected[1:]
+        expected = expected[_stacked(table, path) :]
         for name in tensors:
             known.add(name)
             if name not in table:
@@ -167,13 +168,15 @@ def _read(raw: Array, reading: _Reading) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="reading", donate_argnames="stack")
-def _store(stack: Any, raw: Array, layer: Array, reading: _Reading) -> Any:
-    """Writes what a tensor becomes into layer `layer` of its stack."""
-    stack = jax.tree.map(
-        lambda buffer, value: jax.lax.dynamic_update_index_in_dim(buffer, value, layer, 0),
-        stack,
-        reading(raw),
-    )
+def _store(stack: Any, raw: Array, place: Array, reading: _Reading) -> Any:
+    """Writes what a tensor becomes where it belongs in its stack; tensors count in order."""
+
+    def write(buffer: Array, value: Array) -> Array:
+        lead = buffer.shape[: buffer.ndim - value.ndim]  # layers; or layers and experts
+        at = (*jnp.unravel_index(place, lead), *(jnp.zeros((), jnp.int32),) * value.ndim)
+        return jax.lax.dynamic_update_slice(buffer, value[(None,) * len(lead)], at)
+
+    stack = jax.tree.map(write, stack, reading(raw))
     return jax.lax.with_sharding_constraint(stack, reading.place)
 
 
@@ -185,7 +188,13 @@ def load_params(
     Weights become numbers of `abstract`'s dtypes on the device; with `matrices="packed"` matrices
     stay there in the file's blocks, as `Packed` and `Mixed`; with "float8" all but the embedding
     become `Scaled`. Raises `UserError` listing all tensors that are missing, misshapen or unknown.
+    A router stays numbers: it is small, and its choices are those of float32.
     """
+    if matrices == "float8" and spec.experts:
+        raise UserError(
+            f"{table.paths[0]} is a model of experts, whose products are not computed in float8. "
+            "Load it packed or dense (@q4k or @dequant; teacher.compute=bf16)."
+        )
     sources = tensor_names(table, spec)
     params = {}
     for path, leaf in named_leaves(abstract):
@@ -193,16 +202,18 @@ def load_params(
         load = _load_dense
         if is_gguf(table) and (offset := names.gguf_offset(path, spec)):
             load = functools.partial(_load_dense, offset=offset)
-        if len(leaf.shape) - (path[0] == "blocks") == 2:
+        if len(leaf.shape) - (path[0] == "blocks") >= 2 and "router" not in path:
             scaled = _load_dense if path[0] == "embed" else _load_scaled  # ids look embeddings up
             load = {"dense": load, "packed": _load_packed, "float8": scaled}[matrices]
         params[path] = load(table, sources[path], path, leaf, mesh, heads)
     return unflatten_dict(params)
 
 
-def _is_stack(table: TensorTable, path: tuple[str, ...]) -> bool:
-    """Whether a parameter is made of one tensor a layer."""
-    return path[0] == "blocks" and not isinstance(table, SavedTable)
+def _stacked(table: TensorTable, path: tuple[str, ...]) -> int:
+    """Leading axes of a parameter that count its tensors: 0, 1 for layers, 2 with experts."""
+    if path[0] != "blocks" or isinstance(table, SavedTable):
+        return 0
+    return 2 if path in names.APART and not is_gguf(table) else 1
 
 
 def _fill(
@@ -212,16 +223,16 @@ def _fill(
     mesh: Mesh,
     reading: Callable[[str], _Reading],
 ) -> Any:
-    """The weight that tensors become: a stack's layers in order, or one tensor if it is None.
+    """The weight that tensors become: a stack, filled in order, or one tensor if it is None.
 
     `reading` gives each tensor's `_Reading` by its name.
     """
     if stack is None:
         how = reading(tensors[0])
         return _read(_to_device(table, tensors[0], mesh, how), how)
-    for layer, name in enumerate(tensors):
+    for place, name in enumerate(tensors):
         how = reading(name)
-        stack = _store(stack, _to_device(table, name, mesh, how), jnp.int32(layer), how)
+        stack = _store(stack, _to_device(table, name, mesh, how), jnp.int32(place), how)
     return stack
 
 
@@ -241,7 +252,7 @@ def _load_dense(
         return _Reading(_decode, place, dtype, heads, jnp.dtype(leaf.dtype), offset)
 
     stack = None
-    if _is_stack(table, path):
+    if _stacked(table, path):
         stack = jnp.zeros(leaf.shape, leaf.dtype, device=place)
     return _fill(table, sources, stack, mesh, reading)
 
@@ -261,7 +272,7 @@ def _load_scaled(
         return _Reading(_scale, place, table.info(name).dtype, heads)
 
     stack = None
-    if _is_stack(table, path):
+    if _stacked(table, path):
         stack = Scaled(
             jnp.zeros(leaf.shape, FP8, device=place.values),
             jnp.zeros(leaf.shape[:-1], jnp.float32, device=place.scale),
@@ -280,9 +291,10 @@ def _load_packed(
     def stack(block: str, members: list[str]) -> Packed:
         split = functools.partial(_split, dtype=block, heads=heads)
         first = jax.eval_shape(split, table.raw(members[0]))
-        lead = (len(members),) if _is_stack(table, path) else ()
+        experts = leaf.shape[1 : _stacked(table, path)]
+        lead = (len(members) // math.prod(experts), *experts) if _stacked(table, path) else ()
         shapes = [(*lead, *field.shape) for field in first]
-        place = tuple(_field_sharding(path, shape, len(lead), mesh) for shape in shapes)
+        place = tuple(_field_sharding(path, shape, len(leaf.shape), mesh) for shape in shapes)
         reading = _Reading(_split, place, block, heads)
         fields = None
         if lead:
@@ -300,6 +312,11 @@ def _load_packed(
     )
     if len(stacks) == 1:
         return stacks[0]
+    if len(types) > leaf.shape[0]:
+        raise UserError(
+            f"{table.paths[0]} stores the experts of {'/'.join(path)} in several types: "
+            f"{', '.join(kinds)}; expected one. Load it dense."
+        )
     which = [kinds.index(kind) for kind in types]
     slot = [types[:layer].count(kind) for layer, kind in enumerate(types)]
     index = functools.partial(jnp.asarray, dtype=jnp.int32, device=replicated(mesh))
@@ -307,11 +324,10 @@ def _load_packed(
 
 
 def _field_sharding(
-    path: tuple[str, ...], shape: tuple[int, ...], lead: int, mesh: Mesh
+    path: tuple[str, ...], shape: tuple[int, ...], axes: int, mesh: Mesh
 ) -> NamedSharding:
-    """As the weight itself, its inputs counted in blocks; a block stays whole."""
-    spec = parameter_spec(path, shape[: lead + 2], mesh)
-    return NamedSharding(mesh, spec)
+    """As the weight itself of so many axes, its inputs counted in blocks; a block stays whole."""
+    return NamedSharding(mesh, parameter_spec(path, shape[:axes], mesh))
 
 
 def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading) -> Array:
@@ -321,8 +337,9 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading) -> 
     """
     view = table.raw(name)
     spec = jax.tree.leaves(reading.place)[0].spec
-    split = len(spec) > 1 and spec[-2] == "fsdp" and not reading.heads and view.ndim == 2
-    place = NamedSharding(mesh, P("fsdp") if split else P())
+    split = len(spec) > 1 and spec[-2] == "fsdp" and not reading.heads and view.ndim >= 2
+    rows = P(*(None,) * (view.ndim - 2), "fsdp")
+    place = NamedSharding(mesh, rows if split else P())
     if jax.process_count() == 1 and not split:
         moved = jax.device_put(view, place, may_alias=False)
     else:  # device_put would compare what all processes give

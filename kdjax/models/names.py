@@ -11,8 +11,8 @@ from kdjax.models.families import FAMILIES
 class Name(NamedTuple):
     """Where one parameter of the tree lives in each kind of checkpoint.
 
-    `{i}` stands for the layer. `rotary`, "q" or "k", names the head count by which llama.cpp
-    interleaves the rows of some families.
+    `{i}` stands for the layer, `{e}` for an expert where each has a tensor. `rotary`, "q" or "k",
+    names the head count by which llama.cpp interleaves the rows of some families.
     """
 
     path: tuple[str, ...]
@@ -45,6 +45,10 @@ _LAYER = tuple(
         ("mlp.gate.weight", "ffn_gate.weight", "mlp.gate_proj.weight", ""),
         ("mlp.up.weight", "ffn_up.weight", "mlp.up_proj.weight", ""),
         ("mlp.down.weight", "ffn_down.weight", "mlp.down_proj.weight", ""),
+        ("mlp.router.weight", "ffn_gate_inp.weight", "mlp.gate.weight", ""),
+        ("mlp.gate", "ffn_gate_exps.weight", "mlp.experts.{e}.gate_proj.weight", ""),
+        ("mlp.up", "ffn_up_exps.weight", "mlp.experts.{e}.up_proj.weight", ""),
+        ("mlp.down", "ffn_down_exps.weight", "mlp.experts.{e}.down_proj.weight", ""),
     )
 )
 
@@ -62,7 +66,9 @@ _POST_NORMS = tuple(
 IGNORED = ("rope_freqs.weight", "rotary_emb.inv_freq")
 
 _LAYER_OF = re.compile(r"(blk|model\.layers)\.(?P<i>0|[1-9]\d{0,8})\.(?P<rest>.+)")
-_HF_OF = {name.gguf: name.hf for name in (*_TOP, *_LAYER)}
+# Parameters whose experts have a tensor each in Hugging Face's files.
+APART = frozenset(name.path for name in _LAYER if "{e}" in name.hf)
+_HF_OF = {name.gguf: name.hf for name in (*_TOP, *_LAYER) if name.path not in APART}
 _GGUF_OF = {hf: gguf for gguf, hf in _HF_OF.items()}
 _BY_PATH = {name.path: name for name in (*_TOP, *_LAYER)}
 _BY_PATH_POST = _BY_PATH | {name.path: name for name in _POST_NORMS}

@@ -213,7 +213,7 @@ class _Temporaries:
     def _teacher_forward(self, positions: Size) -> dict[str, Size]:
         assert self.pair.teacher is not None
         teacher = self.pair.teacher.spec
-        mlp = teacher.mlp_size / self._tensor
+        mlp = teacher.mlp_width / self._tensor
         # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
         position = self._size * (2 * mlp + 5 * teacher.hidden_size)
         position += self.kind.extra_bytes * mlp
@@ -249,14 +249,14 @@ class _Temporaries:
         # row: queries' gradient and output, 4 bytes each.
         slots = segments + 1 if segments > 1 else 1
         attention = 8 * slots * spec.num_heads * spec.head_dim if self.platform != "cpu" else 0
-        mlp = 6 * self._size * spec.mlp_size  # gate, up, their product, and the gradient of each
+        mlp = 6 * self._size * spec.mlp_width  # gate, up, their product, and the gradient of each
         widest = max(attention, mlp) / self._tensor
         return positions * (widest + 10 * self._size * spec.hidden_size)
 
 
 def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int) -> Size:
     """Bytes that the backward pass keeps of the forward pass, all layers, a position."""
-    d, f = spec.hidden_size, spec.mlp_size / tensor
+    d, f = spec.hidden_size, spec.mlp_width / tensor
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / tensor
     elements = {
         "full": d,  # each layer's input

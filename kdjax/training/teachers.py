@@ -145,8 +145,10 @@ class Packed(TeacherKind):
         for path, names in teacher.names.items():
             kept = width / spec.vocab_size if path == head else 1.0
             for info in map(teacher.table.info, names):
-                if len(info.shape) == 2:
-                    blocks = info.shape[0], info.shape[1] // BLOCKS[info.dtype].elements
+                if "router" in path:
+                    total += 4 * math.prod(info.shape)
+                elif len(info.shape) >= 2:
+                    blocks = *info.shape[:-1], info.shape[-1] // BLOCKS[info.dtype].elements
                     total += kept * info.nbytes / sharding.count_shards(path, blocks, mesh)
                 else:
                     total += jnp.dtype(dtype).itemsize * info.shape[0]

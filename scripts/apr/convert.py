@@ -29,7 +29,9 @@ from kdjax.models.families import FAMILIES
 from kdjax.models.names import gguf_name, hf_name
 
 # GGUF files of the others interleave the rows of queries and keys, .apr files do not.
-_CONVERTIBLE = [name for name, family in FAMILIES.items() if not family.interleaved]
+_CONVERTIBLE = [
+    name for name, family in FAMILIES.items() if not (family.interleaved or family.experts)
+]
 _USE_GGUF = "Use the GGUF file: kdjax reads it as it is."
 _AGAIN = "Convert the GGUF file again."
 
@@ -60,7 +62,7 @@ def _check_convertible(path: Path, table: GGUFTable, spec: ArchSpec) -> None:
         raise bad(path, found, "a single file", "Merge the shards first, or use them as they are.")
     family = FAMILIES[spec.family]
     published = family.qkv_bias, False, family.qk_norm  # what config.json implies
-    if family.interleaved or (spec.qkv_bias, spec.o_bias, spec.qk_norm) != published:
+    if family.name not in _CONVERTIBLE or (spec.qkv_bias, spec.o_bias, spec.qk_norm) != published:
         wanted = f"one of {', '.join(_CONVERTIBLE)} as published"
         raise bad(path, f"a {spec.family} model to convert", wanted, _USE_GGUF)
     others = {name: table.info(name).dtype for name in table}
@@ -175,7 +177,7 @@ def _restore(table: AprTable, stored: Any, target: Path) -> None:
 def _write_new(table: AprTable, target: Path) -> None:
     """A GGUF file with a header made from the architecture and tokenizer of the `.apr` file."""
     path, spec = table.paths[0], spec_from_table(table)
-    if FAMILIES[spec.family].interleaved or spec.rope_scaling:
+    if spec.family not in _CONVERTIBLE or spec.rope_scaling:
         found = f"a {spec.family} model" + (" with rope scaling" if spec.rope_scaling else "")
         wanted = f"one of {', '.join(_CONVERTIBLE)} without"
         raise bad(path, found, wanted, "Use the .apr file: kdjax reads it as it is.")
@@ -185,7 +187,10 @@ def _write_new(table: AprTable, target: Path) -> None:
     tokenizer = {key: table.metadata[key] for key in TOKENIZER.values() if key in table.metadata}
     if tokenizer:
         tokenizer.setdefault("tokenizer.ggml.pre", FAMILIES[spec.family].pre_tokenizer)
-    metadata = {"general.architecture": spec.family, "general.type": "model"}
+    metadata = {
+        "general.architecture": FAMILIES[spec.family].gguf,
+        "general.type": "model",
+    }
     infos = [table.info(name) for name in table]
     tensors = [(gguf_name(i.name) or "", i.dtype, i.shape, table.raw(i.name)) for i in infos]
     write_gguf(target, metadata | gguf_shape(spec) | tokenizer, tensors)

@@ -10,14 +10,16 @@ import sys
 from collections.abc import Sequence
 
 from kdjax.errors import reporting
-from scripts.bench.synthetic import QWEN25_SHAPES, RECIPES, write_random_gguf
+from scripts.bench.synthetic import QWEN3_SHAPES, QWEN25_SHAPES, RECIPES, write_random_gguf
+
+SHAPES = QWEN25_SHAPES | QWEN3_SHAPES
 
 
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, or 2 after one line on what the arguments have wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=QWEN25_SHAPES, required=True)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--out", required=True, help="the file to write")
     parser.add_argument("--recipe", choices=RECIPES, default="q4_k_m")
     parser.add_argument("--seed", type=int, default=0)
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--untied", action="store_true", help="an output.weight of its own, as published files have"
     )
     args = parser.parse_args(argv)
-    shape = QWEN25_SHAPES[args.shape]
+    shape = SHAPES[args.shape]
     if args.untied:
         shape = shape._replace(tied=False)
     write_random_gguf(

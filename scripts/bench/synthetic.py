@@ -41,7 +41,7 @@ LayerOrder = Literal["published", "numeric"]
 
 
 class ModelShape(NamedTuple):
-    """Sizes of a Qwen2 model; `rows` of the embedding, padding included."""
+    """Sizes of a Qwen2 or Qwen3 model; `rows` of the embedding, padding included."""
 
     label: str
     layers: int
@@ -51,6 +51,20 @@ class ModelShape(NamedTuple):
     ffn: int
     rows: int
     tied: bool  # no output.weight; the published 0.5B and 1.5B files are untied, with a copy
+    head: int = 0  # width of one, of a Qwen3, whose queries and keys are normalised; 0: a Qwen2
+    experts: int = 0  # in a layer; `expert_ffn` is the width of one
+    experts_used: int = 0
+    expert_ffn: int = 0
+
+    @property
+    def family(self) -> str:
+        """As GGUF headers call it."""
+        return "qwen3moe" if self.experts else "qwen3" if self.head else "qwen2"
+
+    @property
+    def head_width(self) -> int:
+        """Of queries, keys and values alike."""
+        return self.head or self.hidden // self.heads
 
 
 # https://huggingface.co/Qwen/Qwen2.5-Coder-7B-Instruct/blob/main/config.json and its sisters.
@@ -63,6 +77,38 @@ QWEN25_SHAPES: dict[str, ModelShape] = {
     "tiny-teacher": ModelShape("tiny-teacher", 3, 256, 4, 2, 512, 384, tied=False),
     "tiny-student": ModelShape("tiny-student", 2, 128, 4, 2, 256, 320, tied=True),
 }
+# https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json and Qwen3-0.6B's.
+QWEN3_SHAPES: dict[str, ModelShape] = {
+    "qwen3-0.6b": ModelShape("0.6B", 28, 1024, 16, 8, 3072, 151936, tied=True, head=128),
+    "qwen3-30b-a3b": ModelShape(
+        "30B-A3B",
+        48,
+        2048,
+        32,
+        4,
+        6144,
+        151936,
+        False,
+        128,
+        experts=128,
+        experts_used=8,
+        expert_ffn=768,
+    ),
+    "tiny-experts": ModelShape(
+        "tiny-experts",
+        3,
+        256,
+        4,
+        2,
+        512,
+        384,
+        False,
+        32,
+        experts=8,
+        experts_used=2,
+        expert_ffn=256,
+    ),
+}
 
 
 def tensor_plan(
@@ -72,14 +118,18 @@ def tensor_plan(
 
     With "published", exactly as in the published Qwen2.5-Coder files (if untied, as they are).
     """
-    hidden, kv_width = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
+    hidden, kv_width = shape.hidden, shape.head_width * shape.kv_heads
+    q_width = shape.head_width * shape.heads
     plan: list[tuple[str, str, tuple[int, ...]]] = []
 
-    def matrix(name: str, dtype: str, rows: int, width: int) -> None:
-        plan.append((f"{name}.weight", fitting(dtype, width), (rows, width)))
+    def matrix(name: str, dtype: str, *sizes: int) -> None:
+        plan.append((f"{name}.weight", fitting(dtype, sizes[-1]), sizes))
 
     def projection(part: str, dtype: str, rows: int) -> None:
-        plan.append((f"{block}.attn_{part}.bias", "F32", (rows,)))
+        if shape.head and part != "v":
+            plan.append((f"{block}.attn_{part}_norm.weight", "F32", (shape.head,)))
+        elif not shape.head:
+            plan.append((f"{block}.attn_{part}.bias", "F32", (rows,)))
         matrix(f"{block}.attn_{part}", dtype, rows, hidden)
 
     # A tied embedding is the output too, and gets the output's bits.
@@ -94,13 +144,20 @@ def tensor_plan(
         block = f"blk.{layer}"
         more = recipe.more if gets_more_bits(place, shape.layers) else recipe.base
         plan.append((f"{block}.attn_norm.weight", "F32", (hidden,)))
-        matrix(f"{block}.ffn_down", more, hidden, shape.ffn)
-        matrix(f"{block}.ffn_gate", recipe.base, shape.ffn, hidden)
-        matrix(f"{block}.ffn_up", recipe.base, shape.ffn, hidden)
+        if shape.experts:
+            stack = shape.experts, shape.expert_ffn
+            matrix(f"{block}.ffn_down_exps", more, shape.experts, hidden, shape.expert_ffn)
+            matrix(f"{block}.ffn_gate_exps", recipe.base, *stack, hidden)
+            plan.append((f"{block}.ffn_gate_inp.weight", "F32", (shape.experts, hidden)))
+            matrix(f"{block}.ffn_up_exps", recipe.base, *stack, hidden)
+        else:
+            matrix(f"{block}.ffn_down", more, hidden, shape.ffn)
+            matrix(f"{block}.ffn_gate", recipe.base, shape.ffn, hidden)
+            matrix(f"{block}.ffn_up", recipe.base, shape.ffn, hidden)
         plan.append((f"{block}.ffn_norm.weight", "F32", (hidden,)))
         projection("k", recipe.base, kv_width)
-        matrix(f"{block}.attn_output", recipe.base, hidden, hidden)
-        projection("q", recipe.base, hidden)
+        matrix(f"{block}.attn_output", recipe.base, hidden, q_width)
+        projection("q", recipe.base, q_width)
         projection("v", more, kv_width)
     plan.append(("output_norm.weight", "F32", (hidden,)))
     return plan
@@ -181,7 +238,7 @@ def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float)
 def _tensor_data(
     name: str, dtype: str, shape: tuple[int, ...], seed: tuple[int, int]
 ) -> Iterator[np.ndarray]:
-    """The tensor's bytes in chunks."""
+    """The tensor's bytes in chunks; of experts one chunk again and again, 17 GB in seconds."""
     rng = np.random.Generator(np.random.SFC64(seed))
     if name.endswith("norm.weight"):
         yield encode(np.ones(shape, np.float32), dtype)
@@ -189,10 +246,13 @@ def _tensor_data(
         yield encode(rng.standard_normal(shape, np.float32) * np.float32(0.02), dtype)
     else:
         block = BLOCKS[dtype]
-        left = shape[0] * row_bytes(dtype, shape[1]) // block.nbytes
+        left = math.prod(shape[:-1]) * row_bytes(dtype, shape[-1]) // block.nbytes
+        chunk = np.empty((0, block.nbytes), np.uint8)
         while left:
             count = min(left, _CHUNK_BYTES // block.nbytes)
-            yield random_blocks(rng, dtype, count, 1 / math.sqrt(shape[1]))
+            if len(shape) < 3 or not len(chunk):
+                chunk = random_blocks(rng, dtype, count, 1 / math.sqrt(shape[-1]))
+            yield chunk[:count]
             left -= count
 
 
@@ -252,21 +312,33 @@ def _tokenizer(rows: int, source: str | os.PathLike[str] | None) -> dict[str, An
 
 
 def _metadata(shape: ModelShape, recipe: Recipe) -> dict[str, Any]:
+    family = shape.family.capitalize()
+    values: dict[str, Any] = {
+        "block_count": shape.layers,
+        "context_length": 32768,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.ffn,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "rope.freq_base": 1e6,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
+    if shape.head:
+        values |= {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    if shape.experts:
+        values |= {
+            "expert_count": shape.experts,
+            "expert_used_count": shape.experts_used,
+            "expert_feed_forward_length": shape.expert_ffn,
+        }
     return {
-        "general.architecture": "qwen2",
+        "general.architecture": shape.family,
         "general.type": "model",
-        "general.name": f"Random Qwen2 {shape.label}",
+        "general.name": f"Random {family} {shape.label}",
         "general.finetune": "random",
-        "general.basename": "Random-Qwen2",
+        "general.basename": f"Random-{family}",
         "general.size_label": shape.label,
-        "qwen2.block_count": shape.layers,
-        "qwen2.context_length": 32768,
-        "qwen2.embedding_length": shape.hidden,
-        "qwen2.feed_forward_length": shape.ffn,
-        "qwen2.attention.head_count": shape.heads,
-        "qwen2.attention.head_count_kv": shape.kv_heads,
-        "qwen2.rope.freq_base": 1e6,
-        "qwen2.attention.layer_norm_rms_epsilon": 1e-6,
+        **{f"{shape.family}.{key}": value for key, value in values.items()},
         "general.file_type": recipe.file_type,
         "general.quantization_version": 2,
     }

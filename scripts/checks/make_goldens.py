@@ -32,6 +32,7 @@ _LLAMA3 = dict(
     original_max_position_embeddings=64,
 )
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 _MSCALE = dict(_YARN, mscale=1.5, mscale_all_dim=0.3)
 
 # name -> (Transformers class prefix, config overrides); a case's place is its seed
@@ -61,6 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "qwen3_moe": ("Qwen3Moe", dict(head_dim=16, rope_theta=1e6, norm_topk_prob=True, **_EXPERTS)),
+    "qwen3_moe_plain": ("Qwen3Moe", dict(head_dim=16, tie_word_embeddings=True, **_EXPERTS)),
 }
 # Families whose text model has a config class of its own, and norms of 1 + weight.
 _TEXT_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
@@ -137,7 +140,10 @@ def build(name: str, seed: int) -> Any:
 
 
 def expected(model: Any, tokens: np.ndarray) -> dict[str, Any]:
-    """float32 logits `[B, T, V]` and layer outputs `[L, B, T, D]` (before the final norm)."""
+    """float32 logits `[B, T, V]` and layer outputs `[L, B, T, D]` (before the final norm).
+
+    And the experts that each layer's router chose, `[L, B T, K]`, if there are any.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     captured: list[Any] = []
@@ -147,13 +153,19 @@ def expected(model: Any, tokens: np.ndarray) -> dict[str, Any]:
         )
         for layer in model.model.layers
     ]
+    chosen: list[np.ndarray] = []
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    handles += [
+        router.register_forward_hook(lambda _m, _i, out: chosen.append(out[2].numpy()))
+        for router in routers
+    ]
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(tokens).long()).logits
     for handle in handles:
         handle.remove()
-    return dict(
-        tokens=tokens, logits=logits.numpy(), layers=np.stack([layer.numpy() for layer in captured])
-    )
+    layers = np.stack([layer.numpy() for layer in captured])
+    found = dict(tokens=tokens, logits=logits.numpy(), layers=layers)
+    return found | ({"experts": np.stack(chosen)} if chosen else {})
 
 
 def main() -> None:

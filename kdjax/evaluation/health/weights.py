@@ -105,9 +105,10 @@ def _file_tensors(checkpoint: Checkpoint) -> Iterator[_Tensor]:
             raw, info = checkpoint.table.raw(name), checkpoint.table.info(name)
             if path[0] in _VOCABULARY:
                 raw = raw[: checkpoint.tokenizer.vocab_size]
-            matrix = len(info.shape) == 2
+            matrix = len(info.shape) >= 2
             kind = "/".join(path) if path[0] == "blocks" else ""
-            yield _Tensor(name, kind, raw if matrix else raw[None], info.dtype, matrix)
+            rows = raw.reshape(-1, raw.shape[-1]) if matrix else raw[None]  # of experts all
+            yield _Tensor(name, kind, rows, info.dtype, matrix)
 
 
 def _saved_tensors(checkpoint: Checkpoint, saved: Saved) -> Iterator[_Tensor]:
@@ -120,7 +121,7 @@ def _saved_tensors(checkpoint: Checkpoint, saved: Saved) -> Iterator[_Tensor]:
             layers = {f"{name}[{i}]": layer for i, layer in enumerate(array)}
         for part, layer in layers.items():
             kind = name if part != name else ""
-            yield _Tensor(part, kind, np.atleast_2d(layer), "", layer.ndim == 2)
+            yield _Tensor(part, kind, layer.reshape(-1, layer.shape[-1]), "", layer.ndim >= 2)
 
 
 def matrix_stats(checkpoint: Checkpoint) -> list[MatrixStats]:

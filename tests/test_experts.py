@@ -1,0 +1,187 @@
+"""Models of experts: the router's choices, their sum, packed weights, meshes, what is refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kdjax
+from kdjax.device import sharding
+from kdjax.device.placement import Placement
+from kdjax.errors import UserError
+from kdjax.formats import open_table
+from kdjax.formats.gguf_writer import write_gguf
+from kdjax.models import decoder
+from kdjax.models.arch import spec_from_table
+from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.experts import Choice, choose_experts, mix_experts
+from kdjax.models.model import load_model
+from scripts.bench.synthetic import QWEN3_SHAPES, write_random_gguf
+
+GOLDENS = Path(__file__).parent / "goldens"
+CONFIG = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("experts") / "tiny.gguf"
+    write_random_gguf(path, QWEN3_SHAPES["tiny-experts"])
+    return path
+
+
+def model(path, weights, mesh=None):
+    place = Placement.on(mesh or sharding.make_mesh(1, 1, 1, jax.devices()[:1]))
+    return load_model(
+        open_checkpoint(path), weights=weights, compute_dtype="float32", placement=place
+    )
+
+
+def logits(teacher, rows=2, length=16):
+    tokens = np.random.default_rng(0).integers(0, 300, (rows, length))
+    return np.asarray(teacher.logits(jnp.asarray(tokens, jnp.int32)))
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_moe_plain"])
+def test_the_router_chooses_as_transformers(case, monkeypatch):
+    """The same experts in the same order, in every layer; weights that sum to 1 if normalised."""
+    expected, found = np.load(GOLDENS / case / "expected.npz"), []
+
+    def recorded(*args):
+        choice = choose_experts(*args)
+        jax.debug.callback(lambda *x: found.append(x), *choice, ordered=True)
+        return choice
+
+    monkeypatch.setattr(decoder, "choose_experts", recorded)
+    loaded = kdjax.load(GOLDENS / case, dtype="float32")
+    jax.block_until_ready(loaded.logits(jnp.asarray(expected["tokens"])))
+    jax.effects_barrier()
+    experts, weights = (np.stack(x) for x in zip(*found, strict=True))
+    np.testing.assert_array_equal(experts, expected["experts"])
+    sums = weights.sum(-1)
+    assert np.allclose(sums, 1, atol=1e-6) == (case == "qwen3_moe")
+    assert np.all(sums < 1 + 1e-6)
+
+
+def test_of_equal_experts_the_lowest_index_comes_first():
+    router = jnp.zeros((8, 4)).at[5].set(1.0)
+    choice = choose_experts(jnp.ones((3, 4)), router, 4, True)
+    np.testing.assert_array_equal(choice.experts, [[5, 0, 1, 2]] * 3)
+    assert choice.weights.dtype == jnp.float32
+    np.testing.assert_allclose(
+        choice.weights[:, 1:], np.asarray(choice.weights)[:, 1:2] * np.ones((1, 3))
+    )
+
+
+def test_the_router_is_float32_where_the_model_is_not():
+    """bf16 products would not tell these two apart."""
+    x = jnp.ones((1, 256), jnp.bfloat16)
+    router = jnp.ones((2, 256), jnp.float32).at[1].add(1e-4)
+    assert choose_experts(x, router, 1, True).experts[0, 0] == 1
+
+
+@pytest.mark.parametrize("rows", [3, 11])  # as few as are gathered, and more
+def test_the_sum_is_of_each_rows_own_experts(rows):
+    rng = np.random.default_rng(rows)
+    x = rng.normal(0, 1, (rows, 12)).astype(np.float32)
+    gate, up = rng.normal(0, 0.3, (2, 6, 20, 12)).astype(np.float32)
+    down = rng.normal(0, 0.3, (6, 12, 20)).astype(np.float32)
+    experts = np.stack([rng.permutation(6)[:2] for _ in x]).astype(np.int32)
+    weights = rng.random((rows, 2)).astype(np.float32)
+    want = np.zeros_like(x)
+    for i, row in enumerate(x):
+        for e, weight in zip(experts[i], weights[i], strict=True):
+            want[i] += weight * (down[e] @ (np.maximum(gate[e] @ row, 0) * (up[e] @ row)))
+    choice = Choice(jnp.asarray(experts), jnp.asarray(weights))
+    got = mix_experts(jnp.asarray(x), choice, *map(jnp.asarray, (gate, up, down)), jax.nn.relu)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(tiny):
+    lean = model(tiny, "packed")
+    np.testing.assert_array_equal(logits(lean), logits(model(tiny, "dense")))
+    assert lean.resident_bytes < 0.35 * model(tiny, "dense").resident_bytes
+    router = lean.params["blocks"]["mlp"]["router"]["weight"]
+    assert router.dtype == jnp.float32 and router.shape == (3, 8, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [(1, 2, 1), (2, 2, 1)])
+def test_on_a_mesh_experts_are_split_by_rows_of_blocks(tiny, axes):
+    alone = logits(model(tiny, "packed"), rows=4)
+    devices = jax.devices()[: axes[0] * axes[1]]
+    spread = model(tiny, "packed", sharding.make_mesh(*axes, devices))
+    gate = spread.params["blocks"]["mlp"]["gate"].fields[-1]
+    assert gate.shape[:3] == (3, 8, 256)
+    assert gate.addressable_shards[0].data.shape[:3] == (3, 8, 128)
+    np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_text_is_written_as_the_whole_sequence_would_be_read(tiny):
+    teacher = model(tiny, "packed")
+    (written,) = teacher.generate(["return self"], kdjax.Sampling(max_tokens=6))
+    start = teacher.tokenizer.encode("return self")
+    ids = [*start, *written.ids]
+    whole = jax.nn.log_softmax(jnp.asarray(teacher.logits(jnp.asarray([ids], jnp.int32)))[0])
+    at = range(len(start) - 1, len(ids) - 1)
+    want = [float(whole[i, ids[i + 1]]) for i in at]
+    np.testing.assert_allclose(written.log_probs, want, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: expected \[\]"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64: expected 0"),
+        ({"num_experts_per_tok": 9}, "9 experts used of 8"),
+        ({"num_local_experts": None}, "found no 'num_experts'"),
+        ({"scoring_func": "sigmoid"}, "scoring_func=sigmoid: unknown"),
+    ],
+)
+def test_other_experts_are_refused_by_name(changes, message):
+    table = open_table(GOLDENS / "qwen3_moe")
+    spec_from_table(table)
+    table.metadata = CONFIG | changes  # type: ignore[assignment]
+    with pytest.raises(UserError, match=message):
+        spec_from_table(table)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("expert_shared_count", 1), ("expert_gating_func", 2), ("leading_dense_block_count", 1)],
+)
+def test_a_header_of_other_experts_is_refused_by_name(tiny, monkeypatch, key, value):
+    table = open_table(tiny)
+    monkeypatch.setattr(table, "metadata", dict(table.metadata) | {f"qwen3moe.{key}": value})
+    with pytest.raises(UserError, match=f"qwen3moe.{key}={value}: expected"):
+        spec_from_table(table)
+
+
+def test_float8_is_refused(tiny):
+    with pytest.raises(UserError, match="experts, whose products are not computed in float8"):
+        model(tiny, "float8")
+
+
+def test_the_flops_are_those_of_the_experts_used(tiny):
+    spec = open_checkpoint(tiny).spec
+    wider = spec.forward_flops(1) - spec.__class__(
+        **{**vars(spec), "experts_used": 1}
+    ).forward_flops(1)
+    assert wider == 2 * 3 * (3 * 256 * 256)  # of each of three layers one expert more
+    assert spec.parameters() > 3 * 8 * 3 * 256 * 256
+
+
+def test_a_missing_stack_is_named(tiny, tmp_path):
+    table = open_table(tiny)
+    left = [
+        (n, table.info(n).dtype, table.info(n).shape, table.raw(n))
+        for n in table
+        if n != "blk.1.ffn_up_exps.weight"
+    ]
+    write_gguf(tmp_path / "a.gguf", dict(table.metadata), left)
+    expected = r"blk.1.ffn_up_exps.weight: missing, expected shape \[8, 256, 256\]"
+    with pytest.raises(UserError, match=expected):
+        model(tmp_path / "a.gguf", "dense")
