@@ -91,6 +91,24 @@ class TrainConfig:
 
 
 @dataclasses.dataclass
+class RolloutConfig:
+    """Rows of the student's own answers, written in rounds; off while `prompts` is empty."""
+
+    prompts: str = ""  # as data.train; `messages` are answered, `text` is cut and continued
+    share: float = 1.0  # rows of a batch that are the student's own; the rest is data.train
+    every: int = 8  # optimizer steps that a round of answers lasts
+    rounds: int = 0  # 1: all text is written once, by the start model; 0: a new round each time
+    answers: int = 1  # to each prompt
+    temperature: float = 1.0  # of the student's draws; 0: the likeliest token
+    max_tokens: int = 256  # the longest answer
+    prompt_tokens: int = 0  # the longest prompt; 0: what data.seq_len leaves
+    train_cut: bool = True  # whether answers cut off at max_tokens are trained on
+    batch_size: int = 1024  # answers written at a time, over all devices
+    stop_growth: float = 2.0  # times round 0's length or repetition that stops a run; 0: none does
+    allow_other_template: bool = False  # accept a teacher whose chat template renders otherwise
+
+
+@dataclasses.dataclass
 class EvalConfig:
     """Held-out evaluation of student and teacher."""
 
@@ -143,6 +161,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -164,6 +183,10 @@ RESUMABLE = (
     "data.cache_dir",
     "loss.chunk_tokens",
     "train.microbatches",
+    "rollout.prompts",
+    "rollout.batch_size",
+    "rollout.stop_growth",
+    "rollout.allow_other_template",
     "eval.",
     "checkpoint.",
     "mesh.",
@@ -184,7 +207,16 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """The flat fields that must not change when a run resumes."""
-    return {k: v for k, v in flatten(config).items() if not k.startswith(RESUMABLE)}
+    fixed = {k: v for k, v in flatten(config).items() if not k.startswith(RESUMABLE)}
+    if config.rollout.prompts:
+        return fixed
+    return {k: v for k, v in fixed.items() if not k.startswith("rollout.")}
+
+
+def count_own_rows(config: Config) -> int:
+    """The rows of a batch, over all processes, that are the student's own answers."""
+    rollout = config.rollout
+    return round(rollout.share * config.train.batch_size) if rollout.prompts else 0
 
 
 def last_step(config: Config) -> int:
@@ -316,6 +348,15 @@ _RULES: dict[str, tuple[Any, str]] = {
     "train.microbatches": _POSITIVE,
     "train.compute_dtype": _choice("bfloat16", "float32"),
     "train.reduce_dtype": _choice("bfloat16", "float32"),
+    "rollout.share": ((lambda v: 0 < v <= 1), "above 0 and at most 1"),
+    "rollout.every": _POSITIVE,
+    "rollout.rounds": _NON_NEGATIVE,
+    "rollout.answers": _POSITIVE,
+    "rollout.temperature": _NON_NEGATIVE,
+    "rollout.max_tokens": _POSITIVE,
+    "rollout.prompt_tokens": _NON_NEGATIVE,
+    "rollout.batch_size": _POSITIVE,
+    "rollout.stop_growth": ((lambda v: v == 0 or v > 1), "0 or greater than 1"),
     "eval.every": _NON_NEGATIVE,
     "eval.rows": _NON_NEGATIVE,
     "eval.batch_size": _POSITIVE,
@@ -363,6 +404,29 @@ def validate(config: Config) -> None:
             f"smoke.steps={config.smoke.steps}: must not exceed train.steps={train.steps}, the run "
             "that it tries"
         )
+    rollout = config.rollout
+    if rollout.prompts:
+        room = config.data.seq_len - rollout.max_tokens
+        if room < max(rollout.prompt_tokens, 1):
+            problems.append(
+                f"rollout.max_tokens={rollout.max_tokens}, prompt_tokens={rollout.prompt_tokens}: "
+                f"together must not exceed data.seq_len={config.data.seq_len}: answers are not cut "
+                "in two"
+            )
+        if count_own_rows(config) < 1:
+            problems.append(
+                f"rollout.share={rollout.share}: must make at least one row of a batch of "
+                f"train.batch_size={train.batch_size}"
+            )
+        if rollout.rounds == 1 and config.student.init == "random":
+            problems.append(
+                "rollout.rounds=1: needs student.init=checkpoint, a student that writes"
+            )
+        if config.teacher.cache and rollout.rounds != 1:
+            problems.append(
+                f"rollout.rounds={rollout.rounds}: must be 1 with a cached teacher, which has read "
+                "the text of one round"
+            )
     if problems:
         raise UserError("the config cannot run:\n  " + "\n  ".join(problems))
 

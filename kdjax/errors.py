@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 FINISHED, UNFORESEEN, BAD_INPUT, SMOKE_FAILED, NOT_FINITE, CHECK_FAILED = 0, 1, 2, 3, 4, 5
+COLLAPSED = 6
 INFERENCE_FAILED, BROKEN = 8, 9
 PEER_LOST = 69  # EX_UNAVAILABLE of sysexits.h
 NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
@@ -28,6 +29,7 @@ STATUSES = {
     SMOKE_FAILED: "a smoke run failed",
     NOT_FINITE: "loss or gradient not finite; the batch is kept, the checkpoint is from before it",
     CHECK_FAILED: "a file did not read back as it was written, or a receipt does not hold",
+    COLLAPSED: "the student's own answers collapsed; the evidence is printed, checkpoints are kept",
     INFERENCE_FAILED: "the model does not run; its pass@k is 0",
     BROKEN: "the model runs and is broken; the evidence is printed",
     PEER_LOST: "another process of the run died: start all again, and the run goes on",

@@ -5,6 +5,7 @@ one another and are cut at the row's end; the next row then starts with the last
 before, so that every id but a document's first is a target exactly once.
 """
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -14,7 +15,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +112,29 @@ class Packer:
             self._fill += count
             start += count - 1  # the next piece repeats the last id, as its first input
         return pieces
+
+
+def place_whole(lengths: Sequence[int], row_length: int, max_segments: int) -> list[Piece]:
+    """Where documents lie that are not to be cut: one piece each, in the order of `lengths`.
+
+    The longest first, each where it leaves least room. None is longer than a row.
+    """
+    pieces: dict[int, Piece] = {}
+    room: list[tuple[int, int]] = []  # ids that a row can still take, and the row; sorted
+    segments: list[int] = []  # of each row
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[number]
+        at = bisect.bisect_left(room, (length, -1))
+        if at == len(room):
+            left, row = row_length, len(segments)
+            segments.append(0)
+        else:
+            left, row = room.pop(at)
+        segments[row] += 1
+        pieces[number] = Piece(row, row_length - left, segments[row], 0, length)
+        if segments[row] < max_segments:
+            bisect.insort(room, (left - length, row))
+    return [pieces[number] for number in range(len(lengths))]
 
 
 class _SideWriter:

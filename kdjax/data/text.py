@@ -105,21 +105,42 @@ def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]
 
     Raises `UserError` naming file and line (or row) of the first thing that cannot be read.
     """
+    for source, record in _read_records(files):
+        document = _make_document(record, source, tokenizer)
+        if document.text.strip():
+            yield document
+
+
+def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """What a model is to go on from, for every non-empty record of the files, in order.
+
+    Of `messages` the conversation up to the assistant's next turn, which is opened: an answer that
+    ends them is left out. Of anything else its text, as it is. With each, whether it is the former.
+    Raises as `documents`.
+    """
+    for source, record in _read_records(files):
+        if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
+            messages = record["messages"]
+            if messages and isinstance(messages[-1], Mapping):
+                messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+            try:
+                yield tokenizer.render(messages, answer_next=True), True
+            except UserError as error:
+                raise UserError(f"{source}: {error}") from error
+        elif (text := _make_document(record, source, tokenizer).text).strip():
+            yield text, False
+
+
+def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
+    """Every record of the files with its place, "file" or "file:line"; a text file is one."""
     for path in files:
         suffix = path.suffix.lower()
         if suffix == ".jsonl":
-            records = _read_json_lines(path)
+            yield from _read_json_lines(path)
         elif suffix == ".parquet":
-            records = _read_parquet(path)
+            yield from _read_parquet(path)
         else:
-            text = _read_text(path)
-            if text.strip():
-                yield Document(text, str(path))
-            continue
-        for source, record in records:
-            document = _make_document(record, source, tokenizer)
-            if document.text.strip():
-                yield document
+            yield str(path), {"text": _read_text(path)}
 
 
 def _read_text(path: Path) -> str:

@@ -364,6 +364,21 @@ def _prepare(params: Params, placement: Placement, *, precise: bool = False) -> 
     )
 
 
+def cast_params(model: Model, params: Params) -> Params:
+    """A copy of `params`, masters of `model`, in the dtype that it computes in, on the devices."""
+    assert isinstance(model.functions, DecoderFunctions) and model.placement is not None
+    dtype, on_cpu = jnp.dtype(model.functions.compute.dtype), model.placement.platform == "cpu"
+    if all(x.dtype == dtype for x in jax.tree.leaves(params)):
+        return params
+    return _cast(params, dtype, on_cpu)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _cast(params: Params, dtype: Any, as_bits: bool) -> Params:
+    cast = jax.tree.map(lambda x: x.astype(dtype), params)
+    return jax.tree.map(to_bits, cast) if as_bits else cast
+
+
 def check_fp8(device: Any) -> None:
     """Raises `UserError` for a GPU without float8 products; a CPU emulates them."""
     if device.platform != "cpu" and capability(device) < _FP8_CAPABILITY:

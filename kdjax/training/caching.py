@@ -22,7 +22,7 @@ from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.model import Model
-from kdjax.training.job import describe_cache, load_teacher, prepare, survey
+from kdjax.training.job import describe_cache, load_teacher, prepare_all, survey
 from kdjax.training.teachers import CachedHidden, CachedTopK, RunningTeacher
 
 _log = logging.getLogger("kdjax")
@@ -47,7 +47,7 @@ def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) ->
     real = pair.vocabulary.real
     if isinstance(kind, CachedTopK) and not 0 < kind.k <= real:
         raise UserError(f"found --k={kind.k}; expected 1 to {real:,}, the ids of the vocabulary.")
-    rows = prepare(config, pair.tokenizer)
+    rows = prepare_all(config, pair, placement)
     assert pair.teacher is not None  # its path is there
     spec = describe_cache(config, pair, rows, kind, pair.teacher.sha256)
     cluster.check_agreement("cache-spec", dataclasses.asdict(spec))

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kdjax.data.rollouts import FOLDER, read_round, round_path
 from kdjax.errors import (
+    COLLAPSED,
     FINISHED,
     INTERRUPTED,
     NOT_FINITE,
@@ -18,6 +20,7 @@ from kdjax.errors import (
     status_of,
 )
 from kdjax.formats.files import replacing
+from kdjax.formats.saved import saved_steps, step_folder
 
 
 class Action(enum.Enum):
@@ -65,6 +68,9 @@ class Hook:
     def train_begin(self, run: Run) -> None:
         """Before the first step of this process."""
 
+    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
+        """Before `step`, the first that trains on a new round of the student's own answers."""
+
     def step_end(self, record: StepRecord) -> Action:
         """After each step, in order."""
         return Action.CONTINUE
@@ -97,6 +103,64 @@ def exit_status(reason: str, error: BaseException | None, verdict: str | None = 
         return status_of(error)
     undecided = reason == "interrupted" or verdict is not None
     return INTERRUPTED if undecided else FINISHED
+
+
+class CollapseError(KdjaxError):
+    """A student's own answers became too long, or repeat themselves."""
+
+    status = COLLAPSED
+
+
+class CollapseGuard(Hook):
+    """Stops a run before a round of answers that are `growth` times as long, or repeat themselves
+    as much, as those of round 0.
+
+    Answers end at the longest allowed: where round 0 leaves no room to double, a share of cut-off
+    answers that does, to half or more, counts as length.
+    """
+
+    _LEAST = 0.05  # share of repeated ids below which round 0 counts as this: noise doubles
+
+    def __init__(self, workdir: Path, every: int, growth: float):
+        self._workdir, self._every, self._growth = workdir, every, growth
+        self._first: Mapping[str, float] = {}
+
+    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
+        """Raises `CollapseError`, with both rounds' figures and the last good checkpoint."""
+        number, folder = int(figures["round"]), self._workdir / FOLDER
+        if number == 0:
+            self._first = figures
+        if number == 0 or not self._growth:
+            return
+        if not self._first:  # a resumed run
+            self._first = read_round(round_path(folder, 0)).record["figures"]
+        first = self._first
+        limits = {
+            "length": self._growth * max(first["length"], 1.0),
+            "repeated": self._growth * max(first["repeated"], self._LEAST),
+        }
+        if first["cut_off"] < 0.5:
+            limits["cut_off"] = max(self._growth * first["cut_off"], 0.5)
+        over = [name for name, limit in limits.items() if figures[name] >= limit]
+        if not over:
+            return
+        evidence = "\n  ".join(
+            f"{name}: {first[name]:.4g} in round 0, now {figures[name]:.4g}; the limit is "
+            f"{limits[name]:.4g}"
+            for name in over
+        )
+        good = max(step - 1 - self._every, 0)  # the student there wrote the round before
+        steps = [saved for saved in saved_steps(self._workdir) if saved <= good]
+        kept = "No checkpoint from before it is kept: raise checkpoint.keep."
+        if steps:
+            kept = f"The last good checkpoint is {step_folder(self._workdir, steps[-1])}."
+        raise CollapseError(
+            f"round {number}, before step {step}: the student's own answers collapse\n"
+            f"  {evidence}\nThe answers are in {round_path(folder, number)}, round 0 beside "
+            f"it; the student of step {good} still wrote good ones. {kept} Lower "
+            "optim.learning_rate or rollout.share, give the forward KL more weight "
+            "(loss.divergence), or raise rollout.stop_growth."
+        )
 
 
 class NonFiniteError(KdjaxError, FloatingPointError):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kdjax.config import Config, flatten, identity
+from kdjax.config import Config, count_own_rows, flatten, identity
 from kdjax.data import pipeline
 from kdjax.data.pipeline import BatchSource, TextSource
 from kdjax.data.rows import (
@@ -41,6 +41,14 @@ from kdjax.models.tokenizer import Tokenizer
 from kdjax.training import optim
 from kdjax.training.pair import Pair, open_pair
 from kdjax.training.plan import Plan, choose_plan, count_step_flops, replace_settings
+from kdjax.training.rollouts import (
+    AnswerSource,
+    answer_source,
+    answers_key,
+    check_templates,
+    fix_answers,
+    open_prompts,
+)
 from kdjax.training.saving import Checkpoints, check_same_run
 from kdjax.training.step import Step, TrainState, make_step
 from kdjax.training.teachers import (
@@ -62,6 +70,7 @@ _PATHS = (  # fields of the config whose contents are compared instead of what t
     "data.train",
     "data.heldout",
     "data.tokenizer",
+    "rollout.prompts",
 )
 
 
@@ -271,6 +280,19 @@ def _choose_mesh(
     return mesh, plan
 
 
+def prepare_all(config: Config, pair: Pair, placement: Placement) -> RowSet:
+    """The rows of a run: packed text, from the cache if it is there.
+
+    With `rollout.rounds=1` those of training are the start model's answers.
+    """
+    rows = prepare(config, pair.tokenizer)
+    if not config.rollout.prompts:
+        return rows
+    if pair.teacher is not None:
+        check_templates(config, pair.tokenizer, pair.teacher.tokenizer)
+    return fix_answers(config, pair, placement, rows) if config.rollout.rounds == 1 else rows
+
+
 def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
     """Packed rows of the configured text, from the cache if they are there."""
     folder = Path(config.data.cache_dir).expanduser()
@@ -313,7 +335,7 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
     placement, pair, plan = survey(config)
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
-    rows = prepare(config, pair.tokenizer)
+    rows = prepare_all(config, pair, placement)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(_hash_models, pair)
         cache = None
@@ -324,7 +346,9 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
             _log.info("%s", cache)
         teacher, step, schedule = build_step(config, pair, placement, plan.kind)
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
-    source = source or text_source(config, rows, cache)
+    source = source or make_source(config, workdir, pair, rows, cache, step, teacher)
+    if isinstance(source, AnswerSource):
+        made_of |= {"rollout.prompts": source.prompts_key}
     return Job(
         config=config,
         workdir=workdir,
@@ -371,16 +395,44 @@ def _hash_inputs(config: Config) -> dict[str, Any]:
     """What `assemble` adds to the identity of a run, from the files alone."""
     pair = open_pair(config)
     made_of: dict[str, Any] = {"data.rows": rows_key(row_settings(config, pair.tokenizer))}
+    if config.rollout.prompts:
+        prompts = open_prompts(config, pair.tokenizer)
+        if config.rollout.rounds == 1:
+            key = answers_key(config, made_of["data.rows"], pair.student.sha256, prompts)
+            made_of["data.rows"] = key
+        else:
+            made_of["rollout.prompts"] = prompts.key
     if config.teacher.cache:
         made_of["teacher.cache"] = hash_index(read_index(Path(config.teacher.cache))[1])
     return made_of | _hash_models(pair)
 
 
-def text_source(config: Config, rows: RowSet, cache: TeacherCache | None) -> TextSource:
-    """Training batches of the rows, this process's share."""
+def make_source(
+    config: Config,
+    workdir: Path,
+    pair: Pair,
+    rows: RowSet,
+    cache: TeacherCache | None,
+    step: Step,
+    teacher: Model | None,
+) -> BatchSource:
+    """The batches of the config: of its rows, or, in rounds, of the student's own answers."""
+    if not config.rollout.prompts or config.rollout.rounds == 1:
+        return text_source(config, rows, cache)
+    others = config.train.batch_size - count_own_rows(config)
+    text = text_source(config, rows, cache, others) if others else None
+    functions, rows_of_head = step.spec.student, pair.student.spec.vocab_size
+    student = Model(functions, step.abstract.params, rows_of_head, placement=step.placement)
+    return answer_source(config, workdir, pair, student, teacher, text)
+
+
+def text_source(
+    config: Config, rows: RowSet, cache: TeacherCache | None, batch_size: int = 0
+) -> TextSource:
+    """Training batches of the rows, this process's share; by default whole batches."""
     return TextSource(
         rows.train,
-        batch_size=config.train.batch_size,
+        batch_size=batch_size or config.train.batch_size,
         seed=config.train.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),

@@ -16,6 +16,7 @@ from kdjax.training.heldout import held_out
 from kdjax.training.hooks import Action, Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
+from kdjax.training.rollouts import AnswerSource
 from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.training.step import StepMetrics, TrainState
 
@@ -141,6 +142,11 @@ def _run_steps(
     # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
     for step in range(start + 1, last + 1):
         batch = job.source.next(state.params)
+        if isinstance(job.source, AnswerSource) and (news := job.source.take_news()):
+            delivery.flush()
+            for hook in hooks:
+                hook.round_begin(step, news)
+            delivery.restart_clock()
         placed = job.step.put(batch)
         with jax.transfer_guard("disallow"):
             state, metrics = job.step.train(state, job.teacher_params, placed)

@@ -97,7 +97,7 @@ class Checkpoints:
         """
         self.wait()
         self.check_room(state)
-        run = run | {CHECKSUMS: _checksums(state)}
+        run = run | {CHECKSUMS: checksums(state)}
         run[DIGEST] = record_digest(run)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         self._in_flight = True
@@ -209,7 +209,7 @@ def _quiet_threads() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def _checksums(state: Any) -> dict[str, int]:
+def checksums(state: Any) -> dict[str, int]:
     """Of every array of a tree, by name; those on devices are added up there."""
     arrays = {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
     placed = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}

@@ -15,7 +15,7 @@ from kdjax.formats.files import remove_leftovers, writing
 from kdjax.formats.locks import LOCK, locking
 from kdjax.formats.saved import saved_steps
 from kdjax.hub import fetch_files
-from kdjax.training.hooks import Hook, NonFiniteGuard
+from kdjax.training.hooks import CollapseGuard, Hook, NonFiniteGuard
 from kdjax.training.job import Job, assemble, check_finished
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, is_finished
@@ -131,6 +131,8 @@ def make_hooks(
             writers.JsonLines(workdir),
             writers.Terminal(),
         ]
+    if config.rollout.prompts:  # behind the writers, which have the figures that it stops at
+        hooks.append(CollapseGuard(workdir, config.rollout.every, config.rollout.stop_growth))
     if verdict:
         return [*hooks, verdict]  # which decides the exit status, of every process
     if first and config.log.tensorboard:

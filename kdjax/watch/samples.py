@@ -4,44 +4,29 @@ The same held-out beginnings are continued greedily each time. Then the teacher 
 own continuation once: its most likely id at each place, and what it gives the student's.
 """
 
-import functools
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from kdjax.data.rows import Rows
 from kdjax.device.placement import Placement
-from kdjax.device.sharding import row_shards
 from kdjax.formats.files import replacing
-from kdjax.losses.divergences import log_softmax
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Spread, gather_rows, map_rows, mask_padding, unembed
 from kdjax.training.hooks import Hook, Run
+from kdjax.training.judging import Judged, judge, split_text
 from kdjax.watch.report.workdir import SAMPLES
 
 _log = logging.getLogger("kdjax")
 
 FORMAT = 1  # raise when a field changes its meaning
 PROMPT_TOKENS, NEW_TOKENS = 64, 48
-_BUCKET = 64  # the teacher reads a multiple of so many positions
-
-
-class Judged(NamedTuple):
-    """The teacher's opinion of each new id."""
-
-    top: Int[Array, "B N"]  # its most likely id
-    top_probability: Float[Array, "B N"]
-    probability: Float[Array, "B N"]  # of the student's id
 
 
 def choose(rows: Rows, count: int) -> list[dict[str, Any]]:
@@ -58,78 +43,6 @@ def choose(rows: Rows, count: int) -> list[dict[str, Any]]:
         cut = min(PROMPT_TOKENS, len(ids) // 2)
         chosen.append(dict(row=int(index), prompt=ids[:cut], reference=ids[cut : cut + NEW_TOKENS]))
     return chosen
-
-
-def judge(
-    teacher: Model,
-    prompts: Sequence[Sequence[int]],
-    continuations: Sequence[Sequence[int]],
-    real: int,
-) -> Judged:
-    """The teacher on `continuations` of `prompts`, read in one pass; float32, temperature 1.
-
-    `real` is the number of ids that exist. Rows are `[B, N]`, N that of the longest continuation;
-    a shorter one has figures of no meaning behind its end.
-    """
-    width = max(map(len, continuations))
-    length = max(len(p) for p in prompts) + width
-    tokens = np.zeros((len(prompts), -(-length // _BUCKET) * _BUCKET), np.int32)
-    segments, new = np.zeros_like(tokens), np.zeros((len(prompts), width), np.int32)
-    for row, (prompt, ids) in enumerate(zip(prompts, continuations, strict=True)):
-        tokens[row, : len(prompt) + len(ids)] = [*prompt, *ids]
-        segments[row, : len(prompt) + len(ids)] = 1
-        new[row, : len(ids)] = ids
-    starts = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
-    columns = tokens, segments, starts, new
-    if teacher.placement is not None:  # the last row again, until each device has as many
-        more = -len(tokens) % row_shards(teacher.placement.mesh)
-        columns = [np.concatenate([x, *[x[-1:]] * more]) for x in columns]
-    judged = _judge(teacher.functions, teacher.spread, real, teacher.params, *columns)
-    return Judged(*(x[: len(prompts)] for x in jax.device_get(judged)))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _judge(
-    apply: ModelFunctions, spread: Spread | None, real: int, params: Params, *columns: Array
-) -> Judged:
-    judge_rows = map_rows(functools.partial(_judge_rows, apply=apply, real=real), spread)
-    return gather_rows(judge_rows(params, *columns), spread)
-
-
-def _judge_rows(
-    params: Params,
-    tokens: Array,
-    segments: Array,
-    starts: Array,
-    new: Array,
-    *,
-    apply: ModelFunctions,
-    real: int,
-) -> Judged:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden = apply.hidden(params, tokens, segments, positions)
-    # The state at a position predicts the next id; only these few become logits.
-    before = starts[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    hidden = jnp.take_along_axis(hidden, before[..., None], axis=1)
-    head = apply.head(params).astype(hidden.dtype)
-    log_probs = log_softmax(mask_padding(unembed(hidden, head), real), 1.0)
-    top = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
-
-    def probability(ids: Array) -> Array:
-        return jnp.exp(jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0])
-
-    return Judged(top, probability(top), probability(new))
-
-
-def split_text(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of `ids`, id by id; a character of several ids comes whole with the last of them."""
-    shown, parts = "", []
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end])
-        whole = text if end == len(ids) else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        parts.append(whole[len(shown) :])
-        shown = whole if len(whole) > len(shown) else shown
-    return parts
 
 
 class Samples(Hook):

@@ -55,6 +55,9 @@ class JsonLines(Hook):
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         self._write("eval", step, figures)
 
+    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
+        self._write("round", step, figures)
+
     def train_end(self, reason: str, error: BaseException | None) -> None:
         with writing(self._path):
             self._file.close()
@@ -75,6 +78,9 @@ class _Scalars(Hook):
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         self._log({f"eval/{k}": v for k, v in figures.items()}, step)
+
+    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
+        self._log({f"round/{k}": v for k, v in figures.items()}, step)
 
     def _log(self, scalars: Mapping[str, float], step: int) -> None:
         raise NotImplementedError
@@ -229,6 +235,11 @@ class Terminal(Hook):
             fields += [f"{name} {f[name]:.4f}" for name in compared if name in f]
         fields.append(f"over {f['tokens']:,.0f} tokens")
         self._print(f"held-out at step {step}: {'  '.join(fields)}")
+
+    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
+        names = ("length", "cut_off", "entropy", "repeated", "distinct", "divergence", "overlap")
+        fields = [f"{name} {figures[name]:.4g}" for name in names if name in figures]
+        self._print(f"round {figures['round']:.0f} of own answers: {'  '.join(fields)}")
 
     def save_begin(self, step: int) -> None:
         self._print(f"checkpoint at step {step}")

@@ -1,0 +1,245 @@
+"""A student's own answers: prompts in their order, answers as rows, rounds of them on the disk.
+
+A round is one file, `round-00000.npz`: the columns of its rows, and a record of what they were made
+of and of what was measured. It is whole or not there, and every column has its share in a SHA-256.
+"""
+
+import collections
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kdjax.data.rows import COLUMNS, Rows, place_whole
+from kdjax.data.text import find_files, openings
+from kdjax.errors import CheckError, UserError
+from kdjax.formats.files import replacing
+from kdjax.models.tokenizer import Tokenizer
+
+_log = logging.getLogger("kdjax")
+
+FORMAT = 1  # raise when a column or a field of the record changes its meaning
+FOLDER = "rollouts"  # of a workdir
+_NGRAM = 4  # ids: what is written a second time is a repetition
+_RECORD = "record"
+
+
+class Prompt(NamedTuple):
+    """What the student goes on from, and the id that ends its answer."""
+
+    ids: list[int]
+    end: int
+
+
+class Prompts:
+    """An endless sequence: every prompt once, in an order of its own, then all again."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int):
+        self._prompts, self._seed = prompts, seed
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+        digest = hashlib.sha256()
+        for prompt in prompts:
+            digest.update(np.asarray([len(prompt.ids), prompt.end, *prompt.ids], "<u4").tobytes())
+        self.key = digest.hexdigest()  # SHA-256 of all ids
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, number: int) -> Prompt:
+        epoch, at = divmod(number, len(self._prompts))
+        if epoch != self._epoch:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
+            self._epoch, self._order = epoch, order
+        return self._prompts[self._order[at]]
+
+
+def read_prompts(
+    patterns: str, tokenizer: Tokenizer, longest: int, seed: int, *, parse_special: bool = False
+) -> Prompts:
+    """The prompts of files as `data.train` names them, of at most `longest` ids.
+
+    `messages` are rendered with the assistant's turn opened; longer ones are left out, and counted
+    in a warning. Any other text is cut at line ends into prompts. Raises `UserError` if none is
+    left.
+    """
+    prompts: list[Prompt] = []
+    too_long = 0
+    for text, chat in openings(find_files(patterns), tokenizer):
+        if chat:
+            ids = tokenizer.encode(text)
+            too_long += len(ids) > longest
+            if 0 < len(ids) <= longest:
+                prompts.append(Prompt(ids, tokenizer.eos_id))
+            continue
+        for ids in _cut_at_lines(text, tokenizer, longest, parse_special=parse_special):
+            prompts.append(Prompt(ids, tokenizer.end_of_text_id))
+    if not prompts:
+        raise UserError(
+            f"{patterns}: found {too_long} prompts of more than {longest} tokens and no other. "
+            "Give shorter prompts, a smaller rollout.max_tokens or a larger data.seq_len."
+        )
+    if too_long:
+        _log.warning("%d prompts of more than %d tokens are left out", too_long, longest)
+    return Prompts(prompts, seed)
+
+
+def _cut_at_lines(
+    text: str, tokenizer: Tokenizer, longest: int, *, parse_special: bool
+) -> Iterable[list[int]]:
+    """The text's ids in parts that end with a line, or, of a line that is too long, before it."""
+    ids, offsets = tokenizer.encode_with_offsets(text, parse_special=parse_special)
+    ends = [i for i, (_, end) in enumerate(offsets, 1) if text[end - 1 : end] == "\n"]
+    start = 0
+    for end, after in zip(ends, [*ends[1:], len(ids)], strict=True):
+        if after - start > longest or end == ends[-1]:
+            if 0 < end - start <= longest:
+                yield ids[start:end]
+            start = end
+    if not ends and 0 < len(ids) <= longest:
+        yield ids
+
+
+class Answer(NamedTuple):
+    """One answer of the student behind its prompt."""
+
+    ids: np.ndarray  # uint32: prompt, answer, and the id that ends it unless it was cut off
+    start: int  # of the answer in `ids`
+    cut: bool
+    log_probs: np.ndarray  # float32, nats, of each id of the answer without its end
+
+    @classmethod
+    def of(cls, prompt: Prompt, ids: Sequence[int], log_probs: Any, *, cut: bool) -> "Answer":
+        """The answer `ids`, with the prompt before it and the end behind it."""
+        whole = np.asarray([*prompt.ids, *ids, *([] if cut else [prompt.end])], np.uint32)
+        return cls(whole, len(prompt.ids), cut, np.asarray(log_probs, np.float32))
+
+    @property
+    def mask(self) -> np.ndarray:
+        """1 where an id carries loss as a target: in the answer and at its end."""
+        return (np.arange(len(self.ids)) >= self.start).astype(np.uint8)
+
+    @property
+    def own(self) -> np.ndarray:
+        """The ids of the answer without its end."""
+        return self.ids[self.start : self.start + len(self.log_probs)]
+
+
+class Room(NamedTuple):
+    """The rows that a round is to fill."""
+
+    rows: int
+    row_length: int
+    max_segments: int
+
+    def is_filled(self, answers: Sequence[Answer]) -> bool:
+        """Whether these answers are surely as many as fit."""
+        ids = sum(len(answer.ids) for answer in answers)
+        most = self.rows * self.max_segments
+        return ids >= self.rows * self.row_length or len(answers) >= most
+
+    def pack(self, answers: Sequence[Answer], seed: Sequence[int]) -> tuple[Rows, int]:
+        """The first answers, as many as fit, in rows of an order drawn from `seed`; their number.
+
+        Each answer is whole, and a row holds several.
+        """
+        lengths = [len(answer.ids) for answer in answers]
+        count = int(np.searchsorted(np.cumsum(lengths), self.rows * self.row_length, "right"))
+        while True:
+            pieces = place_whole(lengths[:count], self.row_length, self.max_segments)
+            over = [piece for piece in pieces if piece.row >= self.rows]
+            if not over:
+                break
+            count -= -(-len(over) // 2)
+        columns = {
+            name: np.zeros((self.rows, self.row_length), dtype) for name, dtype in COLUMNS.items()
+        }
+        order = np.random.default_rng(list(seed)).permutation(self.rows)
+        for answer, piece in zip(answers[:count], pieces, strict=True):
+            row = {name: column[order[piece.row]] for name, column in columns.items()}
+            piece.copy({"tokens": answer.ids, "mask": answer.mask}, row)
+        return Rows(**columns), count
+
+
+def measure_answers(answers: Sequence[Answer]) -> dict[str, float]:
+    """What the guards look at; all but the length are shares, or nats.
+
+    `entropy` is the mean of -log p of the drawn ids at temperature 1: the entropy of what was drawn
+    at T = 1. `repeated` is the share of four ids in a row that the same answer had before.
+    """
+    lengths = np.asarray([len(answer.log_probs) for answer in answers])
+    again = grams = 0
+    for answer in answers:
+        own = answer.own.tolist()
+        seen = collections.Counter(zip(*(own[i:] for i in range(_NGRAM)), strict=False))
+        total = max(len(own) - _NGRAM + 1, 0)
+        again, grams = again + total - len(seen), grams + total
+    drawn = int(lengths.sum())
+    return {
+        "answers": float(len(answers)),
+        "length": float(lengths.mean()),
+        "cut_off": float(np.mean([answer.cut for answer in answers])),
+        "entropy": float(-sum(float(a.log_probs.sum()) for a in answers) / max(drawn, 1)),
+        "repeated": again / max(grams, 1),
+        "distinct": len({answer.own.tobytes() for answer in answers}) / len(answers),
+    }
+
+
+class Round(NamedTuple):
+    """The rows of a round and its record, which is JSON."""
+
+    rows: Rows
+    record: dict[str, Any]
+
+    @property
+    def sha256(self) -> str:
+        """Of the columns, in hex."""
+        return self.record["sha256"]
+
+
+def hash_columns(rows: Rows) -> str:
+    """SHA-256, in hex, of the rows."""
+    digest = hashlib.sha256()
+    for name, column in rows._asdict().items():
+        digest.update(f"{name}{column.shape}".encode() + np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()
+
+
+def round_path(folder: Path, number: int) -> Path:
+    """The file of a round."""
+    return folder / f"round-{number:05}.npz"
+
+
+def write_round(path: Path, rows: Rows, record: Mapping[str, Any]) -> Round:
+    """Writes a round, whole or not at all. Raises `WriteError` for what the disk refuses."""
+    whole = {"format": FORMAT, **record, "sha256": hash_columns(rows)}
+    arrays: dict[str, Any] = rows._asdict()
+    arrays[_RECORD] = np.frombuffer(json.dumps(whole, indent=1).encode(), np.uint8)
+    with replacing(path) as file:
+        np.savez(file, **arrays)
+    return Round(rows, whole)
+
+
+def read_round(path: Path) -> Round:
+    """The round of a file; raises `CheckError` if it is not there, or not as it was written."""
+    try:
+        with path.open("rb") as file, np.load(file) as columns:
+            record = json.loads(columns[_RECORD].tobytes())
+            rows = Rows(*(columns[name] for name in COLUMNS))
+        if record["format"] != FORMAT:
+            raise CheckError(f"{path}: found format {record['format']}; expected {FORMAT}.")
+        found, expected = hash_columns(rows), record["sha256"]
+    except CheckError:
+        raise
+    except FileNotFoundError:
+        raise CheckError(f"{path} is not there; expected the answers of a round.") from None
+    except Exception as error:  # what a damaged archive raises has no one type
+        raise CheckError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); expected a round's answers."
+        ) from error
+    if found != expected:
+        raise CheckError(f"{path} has SHA-256 {found}; expected {expected}: it was changed.")
+    return Round(rows, record)

@@ -1,0 +1,475 @@
+"""The student's own answers as training text: written in rounds, by the student of that moment.
+
+`Author` writes a round, `AnswerSource` is the batch source that draws from rounds. A round lies on
+the disk before the first of its steps trains, so that a run that is killed goes on with it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from kdjax.config import Config, count_own_rows
+from kdjax.data.pipeline import TextSource, example
+from kdjax.data.rollouts import (
+    FOLDER,
+    Answer,
+    Prompts,
+    Room,
+    Round,
+    measure_answers,
+    read_prompts,
+    read_round,
+    round_path,
+    write_round,
+)
+from kdjax.data.rows import Rows, RowSet
+from kdjax.data.text import find_files, openings
+from kdjax.device.placement import Placement
+from kdjax.errors import CheckError, UserError
+from kdjax.losses.kd import KDLoss
+from kdjax.models.decoder import DecoderFunctions, Params
+from kdjax.models.decoding import Sampling, complete
+from kdjax.models.model import Model, cast_params, load_model
+from kdjax.models.tokenizer import Tokenizer
+from kdjax.training.judging import compare, split_text
+from kdjax.training.pair import Pair
+from kdjax.training.saving import checksums
+
+_log = logging.getLogger("kdjax")
+
+PROBES, SHOWN = 8, 3  # prompts that every round answers to be compared, and to be shown
+_SURPLUS = 1.05  # of the answers that are expected to fill a round: a second turn costs more
+_COMPARED_TEMPLATES = 64  # prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Author:
+    """Writes rounds of answers to prompts, and has the teacher read a few."""
+
+    config: Config
+    student: Model  # its parameters are those that `write` is given
+    prompts: Prompts
+    tokenizer: Tokenizer
+    real: int  # ids that both models have
+    teacher: Model | None = None  # that can read; None: no answer is compared
+
+    @property
+    def room(self) -> Room:
+        """The rows of a round."""
+        config = self.config
+        rows = count_own_rows(config) * config.rollout.every
+        return Room(rows, config.data.seq_len + 1, config.data.max_segments)
+
+    def describe(self, number: int, student: str, first: int) -> dict[str, Any]:
+        """What decides a round's rows; `student` is a hash, `first` the first prompt's number."""
+        return {
+            "round": number,
+            "student": student,
+            "seed": self.config.train.seed,
+            "prompts": self.prompts.key,
+            "first": first,
+            "settings": _settings(self.config),
+        }
+
+    def write(self, params: Params, number: int, first: int) -> tuple[Rows, dict[str, Any]]:
+        """The rows of round `number`, from prompt `first` on, and what is to be recorded of them.
+
+        Raises `UserError` if no answer can be trained on.
+        """
+        begun = time.perf_counter()
+        settings, room = self.config.rollout, self.room
+        student = self.student.replace(params=cast_params(self.student, params))
+        drawn: list[Answer] = []
+        kept: list[int] = []  # those of `drawn` that train
+        probes = self._answer_probes(student)
+        mean = np.mean(
+            [len(p.ids) for p in map(self.prompts.__getitem__, range(first, first + 64))]
+        )
+        mean += settings.max_tokens / 2
+        while not room.is_filled([drawn[i] for i in kept]):
+            missing = room.rows * room.row_length - sum(len(drawn[i].ids) for i in kept)
+            count = max(int(_SURPLUS * missing / mean), 1)
+            start = first * settings.answers + len(drawn)
+            drawn += self._answer(student, range(start, start + count))
+            kept = [i for i, a in enumerate(drawn) if settings.train_cut or not a.cut]
+            if not kept:
+                raise UserError(
+                    f"all {len(drawn)} answers of round {number} are cut off at rollout.max_tokens="
+                    f"{settings.max_tokens}, and rollout.train_cut is False: nothing would train. "
+                    "Raise the one or set the other."
+                )
+            mean = sum(len(drawn[i].ids) for i in kept) / len(drawn)
+        rows, count = room.pack([drawn[i] for i in kept], (self.config.train.seed, number))
+        used = drawn[: kept[count - 1] + 1]
+        ids = sum(len(drawn[i].ids) for i in kept[:count])
+        figures = measure_answers(used)
+        figures |= {"padding": 1 - ids / (room.rows * room.row_length)}
+        figures |= {"tokens": float(rows.mask.sum())}
+        compared, shown = self._compare(student, probes)
+        seconds = time.perf_counter() - begun
+        written = sum(len(a.log_probs) for a in drawn)
+        _log.info(
+            "round %d: %d answers of %.0f tokens on average, %.0f%% cut off, %.1f%% padding; "
+            "%.1f s, %.0f tokens/s",
+            number,
+            len(used),
+            figures["length"],
+            100 * figures["cut_off"],
+            100 * figures["padding"],
+            seconds,
+            written / seconds,
+        )
+        following = first + -(-len(used) // settings.answers)
+        return rows, {"next": following, "figures": figures | compared, "samples": shown}
+
+    def _answer(self, student: Model, numbers: Sequence[int]) -> list[Answer]:
+        """The answers of these numbers, each with draws of its own whatever is beside it."""
+        prompts = [self.prompts[n // self.config.rollout.answers] for n in numbers]
+        return self._complete(student, prompts, numbers)
+
+    def _answer_probes(self, student: Model) -> list[Answer]:
+        """Answers to the same prompts in every round, with the same draws."""
+        if self.teacher is None:
+            return []
+        prompts = [self.prompts[n] for n in range(PROBES)]
+        return self._complete(student, prompts, range(2**31 - 1 - PROBES, 2**31 - 1))
+
+    def _complete(
+        self, student: Model, prompts: Sequence[Any], numbers: Sequence[int]
+    ) -> list[Answer]:
+        settings = self.config.rollout
+        sampling = Sampling(
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            stop_ids=tuple(i for i in self.tokenizer.stop_ids if i < self.real),
+            seed=self.config.train.seed,
+        )
+        assert isinstance(student.functions, DecoderFunctions)
+        with student.precision():
+            completions = complete(
+                student.functions,
+                student.params,
+                [prompt.ids for prompt in prompts],
+                sampling,
+                real=self.real,
+                spread=student.spread,
+                batch_size=settings.batch_size,
+                numbers=numbers,
+            )
+        return [
+            Answer.of(prompt, c.ids, c.log_probs, cut=c.reason == "length")
+            for prompt, c in zip(prompts, completions, strict=True)
+        ]
+
+    def _compare(
+        self, student: Model, probes: Sequence[Answer]
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Figures of teacher and student on the probes, and the first of them token by token."""
+        if self.teacher is None or not any(len(probe.own) for probe in probes):
+            return {}, []
+        loss = KDLoss(self.config.loss.divergence, self.config.loss.temperature)
+        prompts = [probe.ids[: probe.start].tolist() for probe in probes]
+        answers = [probe.own.tolist() for probe in probes]
+        # To one width in every round: another would be another program.
+        width = self.config.rollout.max_tokens
+        filled = [ids + [0] * (width - len(ids)) for ids in answers]
+        with student.precision():
+            compared = compare(self.teacher, student, prompts, filled, self.real, loss)
+        real = np.arange(width)[None] < np.asarray([len(ids) for ids in answers])[:, None]
+        figures = {
+            "overlap": float(compared.overlap[real].mean()),
+            "divergence": float(compared.divergence[real].mean()),
+        }
+        decode = self.tokenizer.decode
+        shown = []
+        for row, (prompt, ids) in enumerate(zip(prompts[:SHOWN], answers, strict=False)):
+            tokens = [
+                {
+                    "id": id_,
+                    "text": text,
+                    "probability": float(compared.students[row, at]),
+                    "divergence": float(compared.divergence[row, at]),
+                    "teacher": {
+                        "id": (top := int(compared.top[row, at])),
+                        "text": decode([top]),
+                        "probability": float(compared.top_probability[row, at]),
+                        "of_students_id": float(compared.probability[row, at]),
+                    },
+                }
+                for at, (id_, text) in enumerate(
+                    zip(ids, split_text(self.tokenizer, ids), strict=True)
+                )
+            ]
+            ended = "length" if probes[row].cut else "stop"
+            shown.append({"prompt": decode(prompt), "ended_by": ended, "tokens": tokens})
+        return figures, shown
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The fields that decide what a round's rows are, beside the seed."""
+    names = ("every", "answers", "temperature", "max_tokens", "train_cut")
+    settings: dict[str, Any] = {name: getattr(config.rollout, name) for name in names}
+    settings |= {"rows": count_own_rows(config), "seq_len": config.data.seq_len}
+    return settings | {"max_segments": config.data.max_segments}
+
+
+class AnswerSource:
+    """Batches of the student's own answers beside batches of text; a `BatchSource`.
+
+    The own rows come first in a batch. A round lasts `rollout.every` batches; after the last round
+    its rows go on in other orders.
+    """
+
+    def __init__(
+        self,
+        author: Author,
+        text: TextSource | None,
+        workdir: Path,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        self._author, self._text, self._folder = author, text, workdir / FOLDER
+        self._index, self._count = process_index, process_count
+        self._batches = self._first = 0  # drawn; the next round's first prompt
+        self._round: Round | None = None
+        self._news: dict[str, float] | None = None
+
+    @property
+    def prompts_key(self) -> str:
+        """SHA-256, in hex, of all prompts."""
+        return self._author.prompts.key
+
+    def _place(self) -> tuple[int, int, int]:
+        """Round, repetition of its rows, and batch of it, that come next."""
+        settings = self._author.config.rollout
+        number = self._batches // settings.every
+        if settings.rounds:
+            number = min(number, settings.rounds - 1)
+        again, at = divmod(self._batches - number * settings.every, settings.every)
+        return number, again, at
+
+    def next(self, params: Any) -> dict[str, np.ndarray]:
+        """The next batch; writes a round with the student `params` if the one before is over."""
+        number, again, at = self._place()
+        held = self._round
+        if held is None or held.record["round"] != number:
+            self._round = held = self._begin_round(number, params)
+            self._first = held.record["next"]
+        settings = self._author.config
+        own = count_own_rows(settings)
+        order = np.arange(len(held.rows.tokens))
+        if again:
+            order = np.random.default_rng([settings.train.seed, number, again]).permutation(order)
+        mine = order[at * own : (at + 1) * own][self._index :: self._count]
+        parts = [example(held.rows, int(row)) for row in mine]
+        batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+        if self._text is not None:
+            others = self._text.next()
+            batch = {name: np.concatenate([x, others[name]]) for name, x in batch.items()}
+        self._batches += 1
+        return batch
+
+    def _begin_round(self, number: int, params: Any) -> Round:
+        """The round that this student writes: the one on the disk if it is of the same student."""
+        begun = time.perf_counter()
+        path = round_path(self._folder, number)
+        sums = json.dumps(checksums(params), sort_keys=True).encode()
+        made_of = self._author.describe(number, hashlib.sha256(sums).hexdigest(), self._first)
+        written = _read_same(path, made_of)
+        if written is None:
+            rows, record = self._author.write(params, number, self._first)
+            if self._index == 0:
+                written = write_round(path, rows, made_of | record)
+            if self._count > 1:  # nobody trains on what is not on the disk
+                multihost_utils.sync_global_devices(f"round {number} is written")
+                written = written or read_round(path)
+        assert written is not None
+        self._news = {"round": float(number), **written.record["figures"]}
+        self._news["seconds"] = time.perf_counter() - begun  # no part of the file: it differs
+        return written
+
+    def take_news(self) -> dict[str, float] | None:
+        """Figures of a round that began with the last batch, once; None if none did."""
+        news, self._news = self._news, None
+        return news
+
+    def get_state(self) -> dict[str, Any]:
+        """The position before the next batch, and the hash of the round that it lies in."""
+        number, _, _ = self._place()
+        within = self._round and self._round.record["round"] == number
+        return {
+            "batches": self._batches,
+            "first": self._first,
+            "round": self._round.sha256 if self._round and within else None,
+            "text": self._text.get_state() if self._text is not None else None,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves a fresh source to a position of `get_state`.
+
+        Raises `CheckError` if the round's answers are not on the disk as they were written.
+        """
+        self._batches, self._first = state["batches"], state["first"]
+        if self._text is not None:
+            self._text.set_state(state["text"])
+        if state["round"] is None:
+            return
+        path = round_path(self._folder, self._place()[0])
+        advice = (
+            "The student that wrote it has been trained on: put a copy of the file back, or give "
+            "another --workdir to begin anew."
+        )
+        try:
+            self._round = read_round(path)
+        except CheckError as error:
+            raise CheckError(f"{error} {advice}") from error
+        if self._round.sha256 != state["round"]:
+            raise CheckError(
+                f"{path} has SHA-256 {self._round.sha256}; the checkpoint expects "
+                f"{state['round']}. {advice}"
+            )
+
+
+def _read_same(path: Path, made_of: dict[str, Any]) -> Round | None:
+    """The round on the disk if it was made of just that; else None, and it is written anew."""
+    try:
+        found = read_round(path)
+    except CheckError as error:
+        if path.exists():
+            _log.warning("%s It is written again.", error)
+        return None
+    return found if made_of.items() <= found.record.items() else None
+
+
+def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
+    """The prompts that `rollout.prompts` names, cut and counted."""
+    return read_prompts(
+        config.rollout.prompts,
+        tokenizer,
+        _longest_prompt(config),
+        config.train.seed,
+        parse_special=config.data.parse_special,
+    )
+
+
+def _longest_prompt(config: Config) -> int:
+    return config.rollout.prompt_tokens or config.data.seq_len - config.rollout.max_tokens
+
+
+def check_templates(config: Config, ours: Tokenizer, theirs: Tokenizer) -> None:
+    """Raises `UserError` if the teacher would read the student's prompts in a foreign template.
+
+    Only a warning with `rollout.allow_other_template`.
+    """
+    if ours.chat_template is None or ours.chat_template == theirs.chat_template:
+        return
+    differing = _find_differing(config, ours, theirs)
+    if differing is None:
+        return
+    message = (
+        "the chat templates of teacher and student differ. A prompt becomes\n  "
+        f"student: {differing[0]!r}\n  teacher: {differing[1]!r}"
+        + "\nThe teacher reads the student's, which it was not trained for."
+    )
+    if not config.rollout.allow_other_template:
+        raise UserError(
+            f"{message} Choose models of one template, or accept it with "
+            "--config.rollout.allow_other_template=True."
+        )
+    _log.warning("%s", message)
+
+
+def _find_differing(config: Config, ours: Tokenizer, theirs: Tokenizer) -> tuple[str, str] | None:
+    """The first prompt that the two render differently, both ways; None for none."""
+    files = find_files(config.rollout.prompts)
+    rendered = (text for text, chat in openings(files, ours) if chat)
+    if theirs.chat_template is None:
+        first = next(rendered, None)
+        return None if first is None else (first, "(no template)")
+    others = (text for text, chat in openings(files, theirs) if chat)
+    pairs = zip(rendered, others, strict=False)
+    for _, (mine, other) in zip(range(_COMPARED_TEMPLATES), pairs, strict=False):
+        if mine != other:
+            return mine, other
+    return None
+
+
+def answers_key(config: Config, rows: str, student: str | None, prompts: Prompts) -> str:
+    """SHA-256, in hex, of what decides the text of a run of one round; `rows` is its text's key."""
+    made_of = [rows, student, prompts.key, config.train.seed, _settings(config)]
+    return hashlib.sha256(json.dumps([*made_of, config.train.batch_size]).encode()).hexdigest()
+
+
+def fix_answers(config: Config, pair: Pair, placement: Placement, rows: RowSet) -> RowSet:
+    """The rows with those of training replaced by answers of the start model, of one round.
+
+    The rows of text that `rollout.share` leaves stand behind them. Written once, to
+    `data.cache_dir`. Raises `UserError` as `Author.write`.
+    """
+    prompts = open_prompts(config, pair.tokenizer)
+    key = answers_key(config, rows.key, pair.student.sha256, prompts)
+    path = Path(config.data.cache_dir).expanduser() / "answers" / f"{key}.npz"
+    try:
+        fixed = read_round(path)
+    except CheckError:
+        if jax.process_count() > 1:
+            raise UserError(
+                f"{path}: found no answers, and {jax.process_count()} processes; expected one "
+                "process to write them. Run `kdjax cache` or the training with one first."
+            ) from None
+        student = load_model(
+            pair.student,
+            placement=placement,
+            dtype=config.train.compute_dtype,
+            max_segments=config.data.max_segments,
+        )
+        author = Author(config, student, prompts, pair.tokenizer, pair.vocabulary.real)
+        own, record = author.write(student.params, 0, 0)
+        fixed = write_round(path, own, author.describe(0, str(pair.student.sha256), 0) | record)
+    text = (config.train.batch_size - count_own_rows(config)) * config.rollout.every
+    order = np.random.default_rng([config.train.seed, 1]).permutation(len(rows.train))
+    beside = np.resize(order, text)
+    both = zip(fixed.rows, rows.train, strict=True)
+    train = Rows(*(np.concatenate([own, column[beside]]) for own, column in both))
+    info = rows.info | {"answers": fixed.record["figures"]}
+    return RowSet(train, rows.heldout, info, key)
+
+
+def answer_source(
+    config: Config,
+    workdir: Path,
+    pair: Pair,
+    student: Model,
+    teacher: Model | None,
+    text: TextSource | None,
+) -> AnswerSource:
+    """The source of a run whose student answers anew each round."""
+    own, count = count_own_rows(config), jax.process_count()
+    if own % count:
+        raise UserError(
+            f"rollout.share={config.rollout.share} makes {own} own rows of a batch, which cannot "
+            f"be split over {count} processes. Make it a multiple of {count}."
+        )
+    reads = teacher is not None and isinstance(teacher.functions, DecoderFunctions)
+    author = Author(
+        config,
+        student,
+        open_prompts(config, pair.tokenizer),
+        pair.tokenizer,
+        pair.vocabulary.real,
+        teacher if reads else None,
+    )
+    _log.info("prompts: %d, at most %d tokens", len(author.prompts), _longest_prompt(config))
+    return AnswerSource(
+        author, text, workdir, process_index=jax.process_index(), process_count=count
+    )

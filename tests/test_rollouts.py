@@ -1,0 +1,472 @@
+"""The student's own answers: prompts, rows, rounds on the disk, exact resume, the stop rule."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+
+import chex
+import jax
+import numpy as np
+import pytest
+from conftest import make_tiny_config
+from quick import cases
+from test_disk import no_file_beyond
+from test_run import Recorder, go, saved
+
+from kdjax import config as config_module
+from kdjax.config import validate
+from kdjax.data.pipeline import example
+from kdjax.data.rollouts import (
+    FOLDER,
+    Answer,
+    Prompt,
+    Prompts,
+    Room,
+    measure_answers,
+    read_prompts,
+    read_round,
+    round_path,
+)
+from kdjax.data.rows import place_whole
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_mesh
+from kdjax.errors import COLLAPSED, CheckError, UserError, WriteError
+from kdjax.losses.divergences import log_softmax
+from kdjax.losses.kd import KDLoss
+from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.model import Model, load_model
+from kdjax.training.caching import cache_teacher
+from kdjax.training.hooks import CollapseError, CollapseGuard, Hook
+from kdjax.training.job import assemble, make_source
+from kdjax.training.judging import TOP, compare
+from kdjax.training.rollouts import Author, check_templates, open_prompts
+from kdjax.training.teachers import CachedHidden
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(models):
+    return open_checkpoint(str(models / "student.gguf")).tokenizer
+
+
+# ---- prompts and rows
+
+
+def test_prompts_are_conversations_with_the_turn_opened_and_texts_cut_at_lines(
+    tokenizer, tmp_path, caplog
+):
+    chat = dataclasses.replace(tokenizer, chat_template=CHAT)
+    user, answer = {"role": "user", "content": "sort"}, {"role": "assistant", "content": "no"}
+    text = "".join(f"line {i}\n" for i in range(9))
+    long = {"messages": [{"role": "user", "content": "x" * 99}]}
+    records = [{"messages": [user]}, {"messages": [user, answer]}, {"text": text}, long]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
+    with caplog.at_level(logging.WARNING):
+        prompts = read_prompts(str(tmp_path), chat, 30, 0)
+    assert "1 prompts of more than 30 tokens are left out" in caplog.text
+    once = [prompts[i] for i in range(len(prompts))]
+    rendered = [p for p in once if chat.decode(p.ids) == "<user>sort\n<assistant>"]
+    assert len(rendered) == 2 and {p.end for p in rendered} == {chat.eos_id}
+    pieces = [chat.decode(p.ids) for p in once if p not in rendered]
+    assert all(piece.endswith("\n") and 0 < len(chat.encode(piece)) <= 30 for piece in pieces)
+    assert sorted("".join(sorted(pieces)).split("\n")) == sorted(text.split("\n"))
+    # Each once an epoch, in an order of the seed and the epoch.
+    assert sorted(map(str, once)) == sorted(
+        str(prompts[len(prompts) + i]) for i in range(len(once))
+    )
+    again = read_prompts(str(tmp_path), chat, 30, 0)
+    assert again.key == prompts.key and [again[i] for i in range(len(once))] == once
+    assert read_prompts(str(tmp_path), chat, 29, 0).key != prompts.key
+    with pytest.raises(UserError, match="found 3 prompts of more than 2 tokens and no other"):
+        read_prompts(f"{tmp_path}/p.jsonl", chat, 2, 0)
+
+
+def test_answers_are_packed_whole_and_leave_little_room(rng):
+    lengths = rng.integers(30, 512, 400).tolist()
+    pieces = place_whole(lengths, 1025, 32)
+    assert [piece.count for piece in pieces] == lengths
+    taken = {}
+    for piece in pieces:
+        taken.setdefault(piece.row, []).append((piece.at, piece.at + piece.count, piece.segment))
+    for spans in taken.values():
+        assert [s[2] for s in sorted(spans)] == list(range(1, len(spans) + 1))
+        assert all(a[1] <= b[0] for a, b in zip(sorted(spans), sorted(spans)[1:], strict=False))
+        assert max(s[1] for s in spans) <= 1025
+    assert sum(lengths) / (len(taken) * 1025) > 0.97
+    assert max(piece.segment for piece in place_whole([2] * 100, 1025, 8)) == 8
+
+
+def make_answers(rng, count, longest, prompt=5):
+    answers = []
+    for i in range(count):
+        size = int(rng.integers(0, longest))
+        ids = rng.integers(10, 300, size).tolist()
+        made = Prompt([1 + i % 5] * prompt, 7), ids, np.full(size, -0.5)
+        answers.append(Answer.of(*made, cut=bool(i % 3 == 0)))
+    return answers
+
+
+def test_rows_hold_the_first_answers_with_loss_on_the_answer_and_its_end_only(rng):
+    answers, room = make_answers(rng, 60, 20), Room(8, 65, 16)
+    assert room.is_filled(answers) and not room.is_filled(answers[:20])
+    rows, count = room.pack(answers, (0, 3))
+    assert count > 0.8 * 8 * 65 / np.mean([len(a.ids) for a in answers])
+    found = []
+    for index in range(8):
+        row = example(rows, index)
+        for segment in range(1, rows.segments[index].max() + 1):
+            inside = rows.segments[index] == segment
+            found.append(rows.tokens[index][inside].tolist())
+            trained = row["weights"][inside[:-1] & inside[1:]]
+            assert trained[:4].tolist() == [0] * 4  # targets within the prompt
+            assert trained[4:].all()
+    assert sorted(found) == sorted(answer.ids.tolist() for answer in answers[:count])
+    ended = [answer.ids[-1] == 7 and len(answer.ids) > 5 for answer in answers]
+    assert all(a.cut or end for a, end in zip(answers, ended, strict=True))
+
+
+def test_figures_of_answers():
+    def answer(ids, cut=False):
+        return Answer.of(Prompt([1, 2], 0), ids, np.full(len(ids), -2.0), cut=cut)
+
+    again = [3, 4, 5, 6] * 3  # 9 groups of four, 4 of them different
+    figures = measure_answers([answer(again), answer(again, cut=True), answer([8, 9])])
+    assert figures == {
+        "answers": 3,
+        "length": pytest.approx(26 / 3),
+        "cut_off": pytest.approx(1 / 3),
+        "entropy": 2.0,
+        "repeated": pytest.approx(10 / 18),
+        "distinct": pytest.approx(2 / 3),
+    }
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def job(models, tmp_path_factory):
+    """A job in rounds of four steps, two rows of eight the student's own; to be started over."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    config = make_tiny_config(models, folder)
+    config.rollout.prompts, config.rollout.share = config.data.train, 0.25
+    config.rollout.every, config.rollout.max_tokens, config.rollout.answers = 4, 8, 2
+    config.rollout.prompt_tokens, config.rollout.batch_size = 12, 16
+    config.checkpoint.every, config.eval.every, config.checkpoint.keep = 3, 0, 10
+    config.loss.divergence = "0.5*forward_kl+0.5*reverse_kl"
+    validate(config)
+    return assemble(config, folder / "never")
+
+
+def begin(job, workdir, **changes):
+    """The job for another run: its step stays compiled, its rounds begin again."""
+    parts = job.pair, job.rows, job.cache, job.step, job.teacher
+    config = dataclasses.replace(job.config, **changes)
+    source = make_source(config, workdir, *parts)
+    return dataclasses.replace(job, config=config, workdir=workdir, source=source)
+
+
+@pytest.fixture(scope="module")
+def straight(job, tmp_path_factory):
+    """The workdir of a run of ten steps that nothing stopped, and what was recorded of it."""
+    workdir, recorder = tmp_path_factory.mktemp("straight") / "run", Rounds()
+    assert go(job.config, workdir, recorder, job=begin(job, workdir)) == "finished"
+    return workdir, recorder
+
+
+class Rounds(Recorder):
+    """Notes rounds, too."""
+
+    def round_begin(self, step, figures):
+        fixed = {name: value for name, value in figures.items() if name != "seconds"}
+        self.calls.append(("round", step, fixed))
+
+    def last(self):
+        """The last figures of each step and round."""
+        return {call[:2]: call[2] for call in self.calls if call[0] in ("step", "round", "eval")}
+
+
+class Death(BaseException):
+    """As sudden as kill -9: nothing catches it."""
+
+
+class Dies(Hook):
+    def __init__(self, event, at):
+        self._event, self._at = event, at
+
+    def step_end(self, record):
+        if (self._event, self._at) == ("step", record.step):
+            raise Death
+        return super().step_end(record)
+
+    def round_begin(self, step, figures):
+        if (self._event, self._at) == ("round", step):
+            raise Death
+
+
+def rounds_of(workdir):
+    return {path.name: path.read_bytes() for path in (workdir / FOLDER).iterdir()}
+
+
+def test_a_run_writes_its_rounds_and_logs_them(job, straight):
+    workdir, recorder = straight
+    assert sorted(rounds_of(workdir)) == [f"round-{i:05}.npz" for i in range(3)]
+    assert [call[1] for call in recorder.calls if call[0] == "round"] == [1, 5, 9]
+    record = read_round(round_path(workdir / FOLDER, 1)).record
+    assert record["round"] == 1 and record["prompts"] == job.source.prompts_key
+    first = read_round(round_path(workdir / FOLDER, 0)).record
+    assert record["student"] != first["student"] and record["first"] == first["next"] > 0
+    figures = recorder.last()["round", 5]
+    assert set(figures) >= {"length", "cut_off", "entropy", "repeated", "distinct", "overlap"}
+    assert figures["divergence"] > 0 and 0 <= figures["overlap"] <= 1
+    sample = record["samples"][0]
+    assert sample["prompt"] and 0 < len(sample["tokens"]) <= 8
+    assert {"text", "divergence", "teacher"} <= set(sample["tokens"][0])
+
+
+@pytest.mark.parametrize(
+    ("event", "at"),
+    cases(
+        ("step", 6),  # within the second round, saved at step 3
+        ("writing", 2),  # while the second round is being written
+        slow=[
+            ("stop", 6),  # asked to stop within a round, and saved there
+            ("step", 1),  # before anything was saved
+            ("round", 9),  # the round is written, none of its steps trained
+        ],
+    ),
+)
+def test_train_10_is_train_killed_anywhere_resumed_bit_for_bit(
+    job, straight, tmp_path, monkeypatch, event, at
+):
+    workdir = tmp_path / "run"
+    first, second = Rounds(at if event == "stop" else None), Rounds()
+    replace, written = os.replace, []
+
+    def dying(source, target):
+        written.extend([target] if "round-" in str(target) else [])
+        if event == "writing" and len(written) == at and not second.calls:
+            raise Death
+        return replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", dying)
+        hooks = [first, Dies(event, at)]
+        with contextlib.suppress(Death):
+            assert go(job.config, workdir, *hooks, job=begin(job, workdir)) == "interrupted"
+    assert go(job.config, workdir, second, job=begin(job, workdir)) == "finished"
+    assert first.last() | second.last() == straight[1].last()
+    assert rounds_of(workdir) == rounds_of(straight[0])
+    (a, one), (b, two) = (saved(job, path) for path in (workdir, straight[0]))
+    assert a == b == 10
+    chex.assert_trees_all_equal(one, two)
+
+
+def test_a_round_that_is_gone_or_changed_is_not_resumed_from(job, tmp_path):
+    workdir = tmp_path / "run"
+    go(job.config, workdir, Rounds(2), job=begin(job, workdir))
+    path = round_path(workdir / FOLDER, 0)
+    whole = path.read_bytes()
+    at = whole.index(b"tokens.npy") + 200
+    for damaged, found in (
+        (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], "cannot be read|has SHA-256"),
+        (whole[:300], "cannot be read"),
+        (None, "is not there"),
+    ):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        with pytest.raises(CheckError, match=rf"round-00000.npz .*({found}).*put a copy"):
+            go(job.config, workdir, job=begin(job, workdir))
+    path.write_bytes(whole)
+    assert go(job.config, workdir, Rounds(5), job=begin(job, workdir)) == "interrupted"
+
+
+def test_a_round_that_the_disk_refuses_ends_the_run(job, tmp_path):
+    source = begin(job, tmp_path / "run").source
+    with (
+        no_file_beyond(1000),
+        pytest.raises(WriteError, match=r"round-00000.npz cannot be written"),
+    ):
+        source.next(job.make_state().params)
+    assert not list((tmp_path / "run" / FOLDER).iterdir())
+
+
+def test_answers_are_the_same_on_one_device_and_on_eight(job, straight):
+    assert jax.device_count() == 8
+    one = Placement.on(make_mesh(1, 1, 1, jax.devices()[:1]))
+    student = load_model(job.pair.student, placement=one, dtype="float32")
+    prompts, real = open_prompts(job.config, job.pair.tokenizer), job.pair.vocabulary.real
+    author = Author(job.config, student, prompts, job.pair.tokenizer, real)
+    rows, record = author.write(student.params, 0, 0)
+    eight = read_round(round_path(straight[0] / FOLDER, 0))
+    assert all(np.array_equal(a, b) for a, b in zip(rows, eight.rows, strict=True))
+    shared = {name: eight.record["figures"][name] for name in record["figures"]}
+    assert record["figures"] == pytest.approx(shared, rel=1e-4)
+
+
+def test_rounds_end_and_cut_answers_may_be_left_out(job, tmp_path):
+    rollout = dataclasses.replace(job.config.rollout, rounds=2, every=2, train_cut=False)
+    started = begin(job, tmp_path / "run", rollout=rollout)
+    params, source = started.make_state().params, started.source
+    with pytest.raises(UserError, match=r"answers of round 0 are cut off at rollout.max_tokens=8"):
+        source.next(params)
+    rollout = dataclasses.replace(rollout, train_cut=True)
+    source = begin(job, tmp_path / "run", rollout=rollout).source
+    batches = [source.next(params) for _ in range(8)]
+    assert sorted(rounds_of(tmp_path / "run")) == ["round-00000.npz", "round-00001.npz"]
+    own = [tuple(map(bytes, batch["tokens"][:2])) for batch in batches]
+    rows = [set(own[i]) | set(own[i + 1]) for i in range(0, 8, 2)]
+    assert rows[0] != rows[1] and rows[1] == rows[2] == rows[3]
+    assert all(batch["tokens"].shape == (8, 32) for batch in batches)
+
+
+# ---- one round for good
+
+
+@pytest.mark.slow
+def test_one_round_is_text_that_a_teacher_is_cached_for(tiny_config, tmp_path):
+    """The start model's answers, then the teacher's states once: what trains is the same."""
+    config = tiny_config
+    config.rollout = config_module.RolloutConfig(prompts=config.data.train, rounds=1, share=0.5)
+    config.rollout.every, config.rollout.max_tokens = 2, 8
+    config.rollout.prompt_tokens, config.rollout.batch_size = 12, 16
+    config.train.steps, config.eval.every = 4, 0
+    live, cached = Recorder(), Recorder()
+    go(config, tmp_path / "live", live)
+    files = list((tmp_path / "rows" / "answers").iterdir())
+    cache_teacher(config, tmp_path / "cache", CachedHidden())
+    config.teacher.cache = str(tmp_path / "cache")
+    job = assemble(config, tmp_path / "cached")
+    go(config, tmp_path / "cached", cached, job=job)
+    assert len(job.rows.train) == 16 and list((tmp_path / "rows" / "answers").iterdir()) == files
+    assert job.identity["data.rows"] != assemble_text_key(config)
+    figures = [[call[2]["loss"] for call in r.calls if call[0] == "step"] for r in (live, cached)]
+    np.testing.assert_allclose(*figures, rtol=1e-4)
+    config.rollout.rounds = 0
+    with pytest.raises(UserError, match=r"rollout.rounds=0: must be 1 with a cached teacher"):
+        validate(config)
+
+
+def assemble_text_key(config):
+    from kdjax.data.rows import rows_key
+    from kdjax.training.job import row_settings
+
+    return rows_key(row_settings(config, open_checkpoint(config.student.path).tokenizer))
+
+
+# ---- guards
+
+
+def round_figures(number, **changes):
+    figures = {"round": float(number), "length": 40.0, "repeated": 0.1, "cut_off": 0.2}
+    return figures | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"length": 81.0}, "length: 40 in round 0, now 81; the limit is 80"),
+        ({"repeated": 0.25}, "repeated: 0.1 in round 0, now 0.25"),
+        ({"cut_off": 0.6}, "cut_off: 0.2 in round 0, now 0.6"),
+    ],
+)
+def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, changes, found):
+    for step in (4, 12, 20):
+        folder = tmp_path / "checkpoints" / str(step)
+        folder.mkdir(parents=True)
+        (folder / "_CHECKPOINT_METADATA").touch()
+    guard = CollapseGuard(tmp_path, every=8, growth=2.0)
+    guard.round_begin(1, round_figures(0))
+    guard.round_begin(9, round_figures(1, length=79.0))
+    with pytest.raises(CollapseError) as caught:
+        guard.round_begin(25, round_figures(3, **changes))
+    message = str(caught.value)
+    assert caught.value.status == COLLAPSED and found in message
+    assert "the student of step 16 still wrote good ones" in message
+    assert f"The last good checkpoint is {tmp_path / 'checkpoints' / '12'}." in message
+    CollapseGuard(tmp_path, 8, 0.0).round_begin(25, round_figures(3, **changes))
+
+
+def test_a_resumed_run_is_compared_with_its_first_round(job, straight):
+    workdir, recorder = straight
+    guard = CollapseGuard(workdir, 4, 1.01)
+    figures = recorder.last()["round", 5]
+    guard.round_begin(5, figures)
+    with pytest.raises(CollapseError, match=r"raise checkpoint.keep"):
+        guard.round_begin(5, figures | {"length": 9.0})
+
+
+def test_another_template_is_refused_unless_accepted(job, tokenizer, tmp_path, caplog):
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}')
+    rollout = dataclasses.replace(job.config.rollout, prompts=str(tmp_path))
+    config = dataclasses.replace(job.config, rollout=rollout)
+
+    def check(theirs):
+        ours, theirs = (dataclasses.replace(tokenizer, chat_template=x) for x in (CHAT, theirs))
+        check_templates(config, ours, theirs)
+
+    check(CHAT)
+    check(CHAT + "{# renders the same #}")
+    for other in (CHAT.replace("<{{", "|{{"), None):
+        with pytest.raises(UserError, match=r"chat templates of teacher and student differ"):
+            check(other)
+    config.rollout.allow_other_template = True
+    with caplog.at_level(logging.WARNING):
+        check(None)
+    assert "differ" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"max_tokens": 30}, "rollout.max_tokens=30, prompt_tokens=12: together must not exceed"),
+        ({"share": 0.01}, "rollout.share=0.01: must make at least one row"),
+        ({"share": 0.0}, "rollout.share=0.0: must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work(job, changes, found):
+    rollout = dataclasses.replace(job.config.rollout, **changes)
+    with pytest.raises(UserError, match=found):
+        validate(dataclasses.replace(job.config, rollout=rollout))
+
+
+def test_prompts_belong_to_the_identity_of_a_run(job, tmp_path):
+    assert job.identity["rollout.prompts"] == open_prompts(job.config, job.pair.tokenizer).key
+    assert job.identity["rollout.every"] == 4 and "rollout.batch_size" not in job.identity
+    without = dataclasses.replace(job.config, rollout=config_module.RolloutConfig())
+    assert not [name for name in config_module.identity(without) if name.startswith("rollout.")]
+
+
+def test_the_overlap_and_the_divergence_are_those_of_the_logits(job):
+    real, loss = job.pair.vocabulary.real, KDLoss("reverse_kl", 2.0)
+    params = job.make_state().params
+    student = Model(
+        job.step.spec.student, params, 320, placement=job.step.placement,
+        own_tokenizer=job.pair.tokenizer,
+    )  # fmt: skip
+    prompts, answers = [[5, 6, 7], [9]], [[20, 21], [30, 31]]
+    compared = compare(job.teacher, student, prompts, answers, real, loss)
+    rows = [[5, 6, 7, 20, 21], [9, 30, 31, 0, 0]]
+    theirs = job.teacher.replace(own_tokenizer=job.pair.tokenizer).logits(rows)[..., :real]
+    ours = student.logits(rows)[..., :real]
+    for row, place in ((0, [2, 3]), (1, [0, 1])):
+        t, s = (np.asarray(x)[row, place] for x in (theirs, ours))
+        wanted = loss.divergence(log_softmax(t, 2.0), log_softmax(s, 2.0))
+        np.testing.assert_allclose(compared.divergence[row], wanted, rtol=1e-3)
+        top = [set(np.argsort(-x)[:TOP]) for x in (*t, *s)]
+        shared = [len(top[i] & top[2 + i]) / TOP for i in range(2)]
+        np.testing.assert_allclose(compared.overlap[row], shared, atol=1e-6)
+        chosen = np.take_along_axis(
+            np.asarray(log_softmax(s, 1.0)), np.asarray(answers)[row][:, None], 1
+        )
+        np.testing.assert_allclose(compared.students[row], np.exp(chosen[:, 0]), rtol=1e-3)
+
+
+def test_an_endless_sequence_of_few_prompts():
+    prompts = Prompts([Prompt([i], 0) for i in range(3)], seed=1)
+    assert {prompts[i].ids[0] for i in range(30, 33)} == {0, 1, 2}
