@@ -195,6 +195,7 @@ class Model:
         sampling: Sampling | None = None,
         *,
         numbers: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
         batch_size: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
         **settings: Any,
@@ -203,8 +204,8 @@ class Model:
 
         `settings` are the fields of `Sampling`, such as `max_tokens=64, temperature=0.8`, in place
         of `sampling`; without either, the ends of text and of a turn end a completion.
-        `batch_size` prompts (default: at most 32) go together; see `decoding.complete` for
-        `numbers` and `on_text`. Raises `UserError` for a model without a decoder, for ids that no
+        `batch_size` rows (default: at most 32) grow at once; see `decoding.complete` for `numbers`,
+        `limits` and `on_text`. Raises `UserError` for a model without a decoder, for ids that no
         token has, and for more positions than the model has.
         """
         if not isinstance(self.functions, DecoderFunctions):
@@ -227,6 +228,7 @@ class Model:
                 real=self.real_vocab,
                 tokenizer=tokenizer,
                 numbers=numbers,
+                limits=limits,
                 batch_size=batch_size or min(len(ids), 32),
                 on_text=on_text,
             )
