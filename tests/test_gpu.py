@@ -89,7 +89,9 @@ def test_decoding_copies_no_cache():
         functions, params = functional(spec, compute)
         static = dict(functions=functions, spread=None)
         # Nothing is allocated.
-        layers, head = jax.eval_shape(functools.partial(decoding._prepare, **static), params)
+        layers, head = jax.eval_shape(
+            functools.partial(decoding._prepare, **static, unstack=True), params
+        )
         make = functools.partial(decoding._open, **static, slots=8, capacity=4096)
         slots = jax.eval_shape(make, params)
         static |= dict(real=spec.vocab_size, sampling=decoding.Sampling(16), steps=16)

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from kdjax.device.runtime import mem_available
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models.decoder import Cache, DecoderFunctions, Layers, Params
@@ -182,18 +183,34 @@ def _stops(ids: Array, sampling: Sampling) -> Array:
     return jnp.any(ids[:, None] == stops[None], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("functions", "spread"))
-def _prepare(
-    params: Params, *, functions: DecoderFunctions, spread: Spread | None
-) -> tuple[Layers | None, Array]:
-    """What each id multiplies, in the compute dtype: the layers and the head.
+def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
+    """Whether the layers may lie in memory a second time, as numbers of the compute dtype.
 
-    Experts stay as they are stored: of few rows each multiplies few.
+    Experts stay as they are stored: of few rows each multiplies few. Shards stay shards.
     """
+    spec, itemsize = functions.spec, jnp.dtype(functions.compute.dtype).itemsize
+    if spec.experts or (spread and spread.placement.mesh.shape["fsdp"] > 1):
+        return False
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    needed = spec.num_layers * spec.hidden_size * (attention + 3 * spec.mlp_size) * itemsize
+    device = spread.placement.mesh.local_devices[0] if spread else jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+    else:
+        free = mem_available()
+    return free is None or 1.5 * needed < free
+
+
+@functools.partial(jax.jit, static_argnames=("functions", "spread", "unstack"))
+def _prepare(
+    params: Params, *, functions: DecoderFunctions, spread: Spread | None, unstack: bool
+) -> tuple[Layers | None, Array]:
+    """What each id multiplies, in the compute dtype: the layers, if there is room, and the head."""
 
     def prepare(params: Params) -> tuple[Layers | None, Array]:
         head = functions.head(params).astype(functions.compute.dtype)
-        return None if functions.spec.experts else functions.unstack(params), head
+        return functions.unstack(params) if unstack else None, head
 
     return map_rows(prepare, spread, outs=P())(params)
 
@@ -473,7 +490,9 @@ class _Engine:
         shards: int,
     ):
         self._programs, self._params, self._rows = programs, params, rows
-        self._waiting = collections.deque(range(len(rows)))
+        # Prompts of like lengths are read together, so that few are padded far.
+        order = sorted(range(len(rows)), key=lambda i: -(len(rows[i].prompt) // -_BUCKET))
+        self._waiting = collections.deque(order)
         self._row_of = np.full(slots, -1)
         self._ended = np.zeros(slots, bool)  # by the host, since the last call
         self._asked = np.zeros(slots, int)  # ids that the calls so far can have drawn
@@ -482,7 +501,8 @@ class _Engine:
         longest = max(len(row.prompt) for row in rows) + sampling.max_tokens
         capacity = -(-longest // _ROOM) * _ROOM
         self._slots = _open(params, **programs, slots=slots, capacity=capacity)
-        self._layers, self._head = _prepare(params, **programs)
+        unstack = _has_room(programs["functions"], programs["spread"])
+        self._layers, self._head = _prepare(params, **programs, unstack=unstack)
         # What only the host looks at is no part of a program: other values compile nothing anew.
         on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
         self._seed = np.uint32(sampling.seed % 2**32)
