@@ -36,12 +36,12 @@ from kdjax.errors import (
     WriteError,
     reporting,
 )
-from kdjax.evaluation import heldout, passk, problems, sandbox, table
+from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding, Output
-from kdjax.evaluation.target import Target, open_target
+from kdjax.evaluation.target import Target, open_target, warn_if_refused
 from kdjax.formats.files import make_folder
-from kdjax.hub import fetch_path
+from kdjax.hub import fetch_model
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model
@@ -63,6 +63,10 @@ def parser() -> Parser:
     text = "held-out text of one domain: folders, globs, files, joined by commas"
     add("--data", action="append", default=[], metavar="[NAME=]PATHS", help=text)
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
+    draft = "also what the target saves as a draft for --teacher, on the teacher's continuations"
+    add("--draft", action="store_true", help=draft + " of --rows prompts, by --max-tokens")
+    ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
+    add("--cost-ratio", type=float, metavar="C", help=ratio)
     add("--rows", type=int, default=64, help="rows of each domain, at most")
     add("--seq-len", type=int, default=1024, help="positions a row")
     special = "in plain text <|endoftext|> and its like are special ids, as with data.parse_special"
@@ -109,6 +113,10 @@ def check(args: argparse.Namespace) -> Request:
         raise UserError("--seq-len must be 2 or more.")
     if args.teacher and not args.data:
         raise UserError("--teacher is compared on text: name some with --data=PATHS.")
+    if args.draft and not args.teacher:
+        raise UserError("--draft: name the model that it is to draft for with --teacher=PATH.")
+    if args.cost_ratio is not None and not (args.draft and args.cost_ratio > 0):
+        raise UserError(f"--cost-ratio={args.cost_ratio:g} must be above 0, and needs --draft.")
     try:
         ks = tuple(sorted({int(k) for k in args.k.split(",")}))
     except ValueError:
@@ -123,7 +131,7 @@ def check(args: argparse.Namespace) -> Request:
     sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
     sampling.check()
     for text in filter(None, (args.target, args.teacher)):
-        fetch_path(Form.parse(text).path)
+        fetch_model(Form.parse(text).path)
     split = [text.partition("=") for text in args.data]
     domains = {name: paths if equals else name for name, equals, paths in split}
     for patterns in domains.values():
@@ -217,6 +225,19 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 seq_len=args.seq_len,
                 batch_size=args.batch_size,
                 parse_special=args.parse_special,
+            )
+    if args.draft and teacher is not None:
+        warn_if_refused(teacher, target)
+        with _model_at_work("drafting"):
+            document["draft"] = drafting.measure(
+                target,
+                teacher,
+                request.domains,
+                mesh,
+                prompts=args.rows,
+                new_tokens=args.max_tokens,
+                batch_size=args.batch_size,
+                cost_ratio=args.cost_ratio,
             )
 
 

@@ -5,19 +5,22 @@
 
 MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the Hub, a run's workdir
 (its newest checkpoint) or a step folder of one. After it `@dequant` (the default), `@q4k`, `@fp8`
-or `@fp8_precise` says how the weights are kept, then nothing or `:bfloat16` or `:float32`. Of
-several processes that an engine started the first alone answers: a prompt is one row.
+or `@fp8_precise` says how the weights are kept, then nothing or `:bfloat16` or `:float32`. With
+`--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in fewer passes of the
+big one; how many is said on standard error. Of several processes that an engine started the first
+alone answers: a prompt is one row.
 """
 
 import argparse
 import sys
+import time
 
 import jax
 
 from kdjax.commands.parsing import Parser, add_cluster_flags, started
 from kdjax.device import sharding
 from kdjax.errors import FINISHED, PEER_LOST, reporting
-from kdjax.evaluation.target import open_target
+from kdjax.evaluation.target import open_target, warn_if_refused
 from kdjax.models.decoding import Sampling
 
 
@@ -51,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of what is drawn at a temperature above 0")
     add("--student", default="", metavar="PATH", help="what a checkpoint's run began with")
     add("--tokenizer", default="", metavar="PATH", help="instead of the model's own")
+    add("--draft", default="", metavar="SMALL", help="a model that drafts, in any of these forms")
+    add("--draft-tokens", type=int, default=5, help="drafted a pass (%(default)s)")
     add_cluster_flags(parser)
     args = parser.parse_args(argv)
     with started(args):
@@ -61,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write_text(args: argparse.Namespace) -> None:
     target = open_target(args.model, args.student, args.tokenizer)
+    small = open_target(args.draft, fallback=args.tokenizer) if args.draft else None
+    if small is not None:
+        warn_if_refused(target, small)
     tokenizer = target.checkpoint.tokenizer
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
@@ -76,5 +84,17 @@ def _write_text(args: argparse.Namespace) -> None:
     )
     sampling.check()
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
-    target.load(mesh).generate([text], sampling, on_text=Stream())
+    model, draft = target.load(mesh), small.load(mesh) if small else None
+    begun = time.monotonic()
+    (completion,) = model.generate(
+        [text], sampling, draft=draft, draft_tokens=args.draft_tokens, on_text=Stream()
+    )
     print()
+    if drafted := completion.drafted:
+        rate = len(completion.ids) / (time.monotonic() - begun)
+        print(
+            f"{drafted.passes} passes over {args.draft_tokens} drafts each: "
+            f"{drafted.accepted / max(drafted.passes, 1):.2f} accepted a pass, "
+            f"{rate:.1f} tokens/s, compiling included",
+            file=sys.stderr,
+        )

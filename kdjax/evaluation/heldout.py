@@ -211,6 +211,31 @@ def _forward(
         yield hidden, head
 
 
+def compare(
+    target: Target,
+    teacher: Target | None,
+    mesh: Mesh,
+    batches: Sequence[dict[str, np.ndarray]],
+    spec: HeadSpec,
+    size: int,
+) -> list[Values]:
+    """All figures of every position of each batch of `size` rows, on the host.
+
+    One model is on the devices at a time: the teacher's hidden states wait on the host. Several
+    processes share the batches, and each has all figures.
+    """
+    mine = cluster.share(batches)
+    waiting: Sequence[tuple[Any, ...]] = [()] * len(mine)
+    if teacher is not None:
+        with _precision(teacher):
+            waiting = [(np.asarray(hidden), head) for hidden, head in _forward(teacher, mesh, mine)]
+    compute = jax.jit(functools.partial(position_values, spec=spec))
+    with _precision(target, teacher):
+        ours = zip(_forward(target, mesh, mine), mine, waiting, strict=True)
+        found = [_encode(compute(*own, b["labels"], *theirs)) for own, b, theirs in ours]
+    return [_decode(text, size) for text in cluster.collect("values", found)]
+
+
 def measure(
     target: Target,
     teacher: Target | None,
@@ -225,12 +250,9 @@ def measure(
     """Figures by domain, each with `overall`, `positions` and `classes`; JSON-able.
 
     `domains` maps a name to comma-separated files, folders or globs; of several, "all" holds the
-    figures over all of them. One model is on the devices at a time: the teacher's hidden states
-    wait on the host. Several processes share the batches. Raises `UserError` for text or models
-    that do not go together.
+    figures over all of them. Raises `UserError` for text or models that do not go together.
     """
-    shared = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint)
-    spec = HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=256)
+    spec = shared_spec(target.checkpoint, teacher and teacher.checkpoint)
     tokenizer = target.checkpoint.tokenizer
     read = functools.partial(
         read_text, tokenizer=tokenizer, rows=rows, seq_len=seq_len, parse_special=parse_special
@@ -239,16 +261,7 @@ def measure(
     size = -(-batch_size // shards) * shards
     batches = {name: read(patterns).batches(size) for name, patterns in domains.items()}
     flat = [batch for domain in batches.values() for batch in domain]
-    mine = cluster.share(flat)
-    waiting: Sequence[tuple[Any, ...]] = [()] * len(mine)
-    if teacher is not None:
-        with _precision(teacher):
-            waiting = [(np.asarray(hidden), head) for hidden, head in _forward(teacher, mesh, mine)]
-    compute = jax.jit(functools.partial(position_values, spec=spec))
-    with _precision(target, teacher):
-        ours = zip(_forward(target, mesh, mine), mine, waiting, strict=True)
-        found = [_encode(compute(*own, b["labels"], *theirs)) for own, b, theirs in ours]
-    values = [_decode(text, size) for text in cluster.collect("values", found)]
+    values = compare(target, teacher, mesh, flat, spec, size)
     rest, pair = iter(values), teacher is not None
     figures = {
         name: _figures([next(rest) for _ in domain], domain, pair)
@@ -271,6 +284,12 @@ def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any
     """Context in which heads multiply in float32 if one of the models does: a GPU has TF32."""
     exact = any(target is not None and target.form.dtype == "float32" for target in targets)
     return jax.default_matmul_precision("highest" if exact else "default")
+
+
+def shared_spec(model: Checkpoint, teacher: Checkpoint | None) -> HeadSpec:
+    """What comparing two heads must know. Raises as `shared_vocabulary`."""
+    shared = shared_vocabulary(model, teacher)
+    return HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=256)
 
 
 def shared_vocabulary(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:

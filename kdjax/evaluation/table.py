@@ -75,6 +75,44 @@ def _held_out(figures: dict[str, Any]) -> list[str]:
     return [*_align(list(zip(*overall, strict=True))), "", *_align(_table(_GROUPED, groups))]
 
 
+_SHOWN = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+_KEPT_BY = {
+    "greedy": "greedily",
+    "sampled": "at T = 1 by speculative sampling",
+    "matched": "at T = 1 as llama.cpp counts",
+}
+
+
+def _drafts(found: dict[str, Any]) -> list[str]:
+    """Blocks of each domain and rule, a column for each number of drafts."""
+    draft, more = found["costs"]["draft"], found["costs"]["more"]
+    lines = [
+        f"costs, in passes of the teacher over one token: {draft:.3f} the draft's pass, "
+        f"{more:.3f} each token more in the teacher's "
+        f"({'measured here' if found['costs']['measured'] else 'as given'})"
+    ]
+    for domain, rules in found["domains"].items():
+        for rule, figures in rules.items():
+            blocks = {k: x for k, x in figures["blocks"].items() if k in _SHOWN}
+            rows = {
+                "drafts a pass": [str(k) for k in blocks],
+                "accepted a pass": [f"{x['accepted']:.3f}" for x in blocks.values()],
+                "  if independent": [f"{x['independent']:.3f}" for x in blocks.values()],
+                "speed-up": [f"{x['speed_up']:.2f}" for x in blocks.values()],
+            }
+            lines += [
+                "",
+                f"{domain}, {_KEPT_BY[rule]}: {figures['kept']:.4f} of the drafts kept over "
+                f"{figures['tokens']:,} tokens of the teacher's",
+                *_align([[name, *cells] for name, cells in rows.items()]),
+            ]
+            if best := figures["best"]:
+                gain = figures["blocks"][best]["speed_up"]
+                advice = f"best with {best} a pass" if gain > 1 else "drafting does not pay"
+                lines.append(f"{advice}: {gain:.2f} times the speed without")
+    return lines
+
+
 def _benchmark(name: str, found: dict[str, Any]) -> list[str]:
     rates = ", ".join(f"pass@{k} {rate:.4f}" for k, rate in found["pass_at_k"].items())
     if found["mode"] != "inference":
@@ -103,6 +141,8 @@ def text(document: dict[str, Any]) -> str:
         lines.append("no detector found it broken")
     if document.get("held_out"):
         lines += ["", *_held_out(document["held_out"])]
+    if document.get("draft"):
+        lines += ["", *_drafts(document["draft"])]
     for name in ("humaneval", "mbpp"):
         if name in document:
             lines += ["", *_benchmark(name, document[name])]

@@ -13,13 +13,21 @@ import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers.processors import TemplateProcessing
 
-from kdjax import hub
 from kdjax.errors import UserError
 from kdjax.export.staging import write_json
 from kdjax.formats import open_table
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.tokenizer import PRE_TOKENIZERS, WHOLE, Tokenizer, default_pre_tokenizer
 
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
 # Tokens that a text must survive, whatever the vocabulary.
 _SAMPLES = (
@@ -172,7 +180,7 @@ def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
 def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context: int) -> None:
     """The tokenizer's files into `folder`; `context` in tokens goes to `model_max_length`."""
     if files.folder is not None:
-        for name in set(hub.TOKENIZER) - {"config.json"}:
+        for name in _FILES:
             if (path := files.folder / name).is_file():
                 shutil.copyfile(path, folder / name)
         return

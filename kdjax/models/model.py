@@ -29,7 +29,9 @@ from kdjax.models.decoder import (
     functional,
 )
 from kdjax.models.decoding import Completion, Sampling, complete
+from kdjax.models.drafts import check_same_ids
 from kdjax.models.loading import load_params
+from kdjax.models.speculation import Side, speculate
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import (
     Scaled,
@@ -194,8 +196,9 @@ class Model:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: Sampling | None = None,
         *,
+        draft: "Model | None" = None,
+        draft_tokens: int = 5,
         numbers: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
         batch_size: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
         **settings: Any,
@@ -204,9 +207,11 @@ class Model:
 
         `settings` are the fields of `Sampling`, such as `max_tokens=64, temperature=0.8`, in place
         of `sampling`; without either, the ends of text and of a turn end a completion.
-        `batch_size` rows (default: at most 32) grow at once; see `decoding.complete` for `numbers`,
-        `limits` and `on_text`. Raises `UserError` for a model without a decoder, for ids that no
-        token has, and for more positions than the model has.
+        `batch_size` prompts (default: at most 32) go together; see `decoding.complete` for
+        `numbers` and `on_text`. With a `draft`, a smaller model of the same vocabulary, the same
+        comes out in fewer passes: it proposes `draft_tokens` ids a pass (`models.speculation`).
+        Raises `UserError` for a model without a decoder, for ids that no token has, for more
+        positions than the model has, and for a draft of another vocabulary.
         """
         if not isinstance(self.functions, DecoderFunctions):
             raise UserError(f"{self}: has no decoder to generate with.")
@@ -218,6 +223,21 @@ class Model:
             if tokenizer is not None:
                 settings = {"stop_ids": tokenizer.stop_ids} | settings
             sampling = Sampling(**settings)
+        batch_size = batch_size or min(len(ids), 32)
+        if draft is not None:
+            check_same_ids(tokenizer, draft._known_tokenizer())
+            with self.precision():
+                return speculate(
+                    self._as_side(),
+                    draft._as_side(),
+                    ids,
+                    sampling,
+                    drafts=draft_tokens,
+                    tokenizer=tokenizer,
+                    numbers=numbers,
+                    batch_size=batch_size,
+                    on_text=on_text,
+                )
         with self.precision():
             return complete(
                 self.functions,
@@ -228,10 +248,20 @@ class Model:
                 real=self.real_vocab,
                 tokenizer=tokenizer,
                 numbers=numbers,
-                limits=limits,
-                batch_size=batch_size or min(len(ids), 32),
+                batch_size=batch_size,
                 on_text=on_text,
             )
+
+    def _as_side(self) -> Side:
+        """Of a speculation; raises `UserError` for a model that can take no part in one."""
+        if not isinstance(self.functions, DecoderFunctions):
+            raise UserError(f"{self}: has no decoder to draft with.")
+        if self.placement is not None and not self.placement.alone:
+            raise UserError(
+                f"{self}: is on {self.placement.mesh.size} devices; speculation runs on one. Load "
+                "both models with devices=jax.local_devices()[:1]."
+            )
+        return Side(self.functions, self.params, self.real_vocab)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

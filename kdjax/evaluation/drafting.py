@@ -1,0 +1,266 @@
+"""What a draft saves: blocks of drafts accepted along the teacher's own text, and their speed-up.
+
+Speculation reads the teacher's text and no other, so the draft is judged on that: on continuations
+of held-out prompts that the teacher wrote, greedily and at T = 1. A drafted token's chance to be
+accepted is known exactly from both distributions at its place, and so is the expected number of
+accepted drafts of every pass: nothing is simulated.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kdjax.data import pipeline
+from kdjax.data.rows import Rows
+from kdjax.data.text import Document, documents, find_files
+from kdjax.device.sharding import row_shards
+from kdjax.errors import UserError
+from kdjax.evaluation.heldout import Values, compare, shared_spec
+from kdjax.evaluation.target import Target
+from kdjax.models.model import Model
+from kdjax.models.tokenizer import Tokenizer
+
+MOST_DRAFTS = 16
+PROMPT_TOKENS = 128  # of a plain text; of a conversation all before the first answer
+_BUCKET = 64  # rows are padded to a multiple
+_SEVERAL = 9  # tokens of the longer of the two passes that are timed
+
+# How a draft is judged: the temperature of the teacher's text, and the chance of each of its tokens
+# to be accepted if it was drafted.
+RULES: dict[str, tuple[float, Callable[[Values], np.ndarray]]] = {
+    "greedy": (0.0, lambda v: np.asarray(v.right)),
+    # Of a token y that speculative sampling put out, q(y) min(1, p(y) / q(y)) / p(y) were drafts.
+    "sampled": (1.0, lambda v: np.exp(np.minimum(np.asarray(v.teacher_ce) - v.ce, 0.0))),
+    # llama.cpp drafts its likeliest id at any temperature, and keeps it if the teacher draws it.
+    "matched": (1.0, lambda v: np.asarray(v.right)),
+}
+
+
+class Costs(NamedTuple):
+    """What passes cost, in passes of the teacher over one token."""
+
+    draft: float  # the draft's pass over one token
+    more: float = 0.0  # each token more in a pass of the teacher
+
+
+def count_blocks(chances: np.ndarray, lengths: np.ndarray, drafts: int) -> tuple[float, float]:
+    """Expected accepted drafts, and passes of the teacher, along texts `[N, T]` of `lengths`.
+
+    Passes follow each other as in speculation: one accepts a run of its drafts and adds a token;
+    the next begins there. A text's first token comes with its prompt, and passes whose drafts would
+    reach beyond its end are left out. Each place is judged at most once, so its chance, given all
+    before it, is all that is needed.
+    """
+    count, length = chances.shape
+    begins = np.zeros((count, length + drafts + 2))
+    begins[:, 1:2] = 1.0
+    accepted = passes = 0.0
+    for at in range(1, length - drafts + 1):
+        weight = begins[:, at] * (at + drafts <= lengths)
+        # The chance that all drafts up to each are accepted; and that exactly so many are.
+        reach = np.cumprod(chances[:, at : at + drafts], axis=1)
+        exactly = np.concatenate([np.ones((count, 1)), reach], axis=1)
+        exactly[:, :-1] -= reach
+        begins[:, at + 1 : at + drafts + 2] += weight[:, None] * exactly
+        accepted += float(np.sum(weight[:, None] * reach))
+        passes += float(np.sum(weight))
+    return accepted, passes
+
+
+def independent(chance: float, drafts: int) -> float:
+    """Accepted drafts a pass if each had the same chance (arXiv:2211.17192, equation 1)."""
+    return float(np.sum(chance ** np.arange(1, drafts + 1)))
+
+
+def speed_up(accepted: float, drafts: int, costs: Costs) -> float:
+    """Tokens in the time of one, for `accepted` of `drafts` a pass."""
+    return (accepted + 1) / (1 + drafts * (costs.draft + costs.more))
+
+
+def choose_prompts(
+    patterns: str, tokenizer: Tokenizer, *, count: int, most: int
+) -> list[list[int]]:
+    """Ids of at most `count` beginnings, spread evenly over the documents of `patterns`.
+
+    At most `most` tokens each: longer conversations are left out. Raises `UserError` if there are
+    none.
+    """
+    every = list(documents(find_files(patterns), tokenizer))
+    places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
+    prompts = [_begin(every[place], tokenizer) for place in places]
+    fitting = [ids for ids in prompts if 0 < len(ids) <= most]
+    if not fitting:
+        raise UserError(
+            f"{patterns}: found no beginning of 1 to {most} tokens to continue; expected longer "
+            "documents, or conversations with shorter questions."
+        )
+    chosen = np.linspace(0, len(fitting) - 1, min(count, len(fitting))).astype(int)
+    return [fitting[place] for place in chosen]
+
+
+def _begin(document: Document, tokenizer: Tokenizer) -> list[int]:
+    if document.trained is not None:
+        return tokenizer.encode(document.text[: document.trained[0][0]])
+    ids = tokenizer.encode(document.text[: 64 * PROMPT_TOKENS], parse_special=False)
+    return ids[: min(PROMPT_TOKENS, len(ids) // 2)]
+
+
+def _pack(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Rows:
+    """A row for each prompt and answer, whose ids alone are targets."""
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    shape = len(prompts), -(-longest // _BUCKET) * _BUCKET + 1
+    rows = Rows(np.zeros(shape, np.uint32), np.zeros(shape, np.uint16), np.zeros(shape, np.uint8))
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        rows.tokens[i, :end] = [*prompt, *answer]
+        rows.segments[i, :end] = 1
+        rows.mask[i, len(prompt) : end] = 1
+    return rows
+
+
+def time_pass(model: Model, tokens: int) -> float:
+    """Median seconds of a pass of one row over so many new tokens, to the id that comes next."""
+    functions, real = model.functions, model.real_vocab
+
+    @jax.jit
+    def extend(params: Any, head: Any, new: Any, at: Any, cache: Any) -> Any:
+        hidden, cache = functions.extend(params, new, at, cache)  # type: ignore[attr-defined]
+        logits = jnp.einsum("BSD,VD->BSV", hidden, head.astype(hidden.dtype))
+        return jnp.argmax(logits[..., :real], axis=-1), cache
+
+    with model.precision():
+        first, at = jnp.zeros((1, _BUCKET), jnp.int32), jnp.full((1,), _BUCKET, jnp.int32)
+        prefill: Any = jax.jit(functions.prefill, static_argnums=3)  # type: ignore[attr-defined]
+        _, cache = prefill(model.params, first, at, 2 * _BUCKET)
+        head = jax.jit(functions.head)(model.params)
+        new, seconds = jnp.zeros((1, tokens), jnp.int32), []
+        for _ in range(8):
+            begun = time.perf_counter()
+            ids, _ = extend(model.params, head, new, at, cache)
+            jax.block_until_ready(ids)
+            seconds.append(time.perf_counter() - begun)
+    return float(np.median(seconds[2:]))
+
+
+def _continue(
+    teacher: Target, prompts: dict[str, list[list[int]]], mesh: Mesh, most: int, *, timed: bool
+) -> tuple[dict[float, dict[str, list[list[int]]]], tuple[float, float] | None]:
+    """The teacher's continuations by temperature and domain; seconds of its short and long pass."""
+    model = teacher.load(mesh)
+    stops = teacher.checkpoint.tokenizer.stop_ids
+    answers = {
+        temperature: {
+            name: [
+                completion.ids
+                for completion in model.generate(
+                    part, max_tokens=most, temperature=temperature, stop_ids=stops
+                )
+            ]
+            for name, part in prompts.items()
+        }
+        for temperature in sorted({temperature for temperature, _ in RULES.values()})
+    }
+    seconds = (time_pass(model, 1), time_pass(model, _SEVERAL)) if timed else None
+    return answers, seconds
+
+
+def measure(
+    draft: Target,
+    teacher: Target,
+    domains: dict[str, str],
+    mesh: Mesh,
+    *,
+    prompts: int,
+    new_tokens: int,
+    batch_size: int,
+    cost_ratio: float | None = None,
+) -> dict[str, Any]:
+    """Block lengths of 1 to 16 drafts by domain and rule, and the best number; JSON-able.
+
+    Costs are measured on this device, on one row, unless `cost_ratio` says what a pass of the draft
+    costs in passes of the teacher; a pass of the teacher over several tokens then costs what one
+    over one token does. Raises `UserError` for models or text that do not go together.
+    """
+    spec = shared_spec(draft.checkpoint, teacher.checkpoint)
+    positions = min(target.checkpoint.spec.max_positions for target in (draft, teacher))
+    if new_tokens < 2 or new_tokens >= positions:
+        raise UserError(
+            f"found {new_tokens} tokens to continue prompts with; expected 2 to {positions - 1}."
+        )
+    tokenizer = draft.checkpoint.tokenizer
+    most = positions - new_tokens
+    chosen = {
+        name: choose_prompts(patterns, tokenizer, count=prompts, most=most)
+        for name, patterns in domains.items()
+    }
+    answers, seconds = _continue(teacher, chosen, mesh, new_tokens, timed=cost_ratio is None)
+    size = -(-batch_size // row_shards(mesh)) * row_shards(mesh)
+    texts = [
+        (temperature, name, list(pipeline.eval_batches(rows, batch_size=size, limit=None)))
+        for temperature, parts in answers.items()
+        for name, part in parts.items()
+        for rows in [_pack(chosen[name], part)]
+    ]
+    flat = [batch for *_, batches in texts for batch in batches]
+    values = iter(compare(draft, teacher, mesh, flat, spec, size))
+    read = {(temperature, name): _unpack(values, batches) for temperature, name, batches in texts}
+    costs = Costs(cost_ratio or 0.0)
+    if seconds is not None:
+        one, several = seconds
+        costs = Costs(time_pass(draft.load(mesh), 1) / one, (several - one) / one / (_SEVERAL - 1))
+    figures = {
+        name: {
+            rule: _figures(read[temperature, name], chance, costs)
+            for rule, (temperature, chance) in RULES.items()
+        }
+        for name in domains
+    }
+    return {"costs": costs._asdict() | {"measured": cost_ratio is None}, "domains": figures}
+
+
+def _unpack(values: Any, batches: Sequence[dict[str, np.ndarray]]) -> tuple[Values, np.ndarray]:
+    """Values `[N, T]` of the answers of each row, their first at 0, and their lengths."""
+    parts = [(next(values), batch["weights"] != 0) for batch in batches]
+    rows = [
+        Values(*(np.asarray(column, np.float64)[i][counted[i]] for column in value))
+        for value, counted in parts
+        for i in range(len(counted))
+        if counted[i].any()
+    ]
+    lengths = np.asarray([len(row.ce) for row in rows])
+    if not len(rows) or not (lengths > 1).any():
+        raise UserError("the teacher ended every prompt at once: give prompts that it goes on with")
+    columns = [np.zeros((len(rows), lengths.max())) for _ in Values._fields]
+    for i, row in enumerate(rows):
+        for column, own in zip(columns, row, strict=True):
+            column[i, : lengths[i]] = own
+    return Values(*columns), lengths  # type: ignore[arg-type]
+
+
+def _figures(
+    read: tuple[Values, np.ndarray], chance: Callable[[Values], np.ndarray], costs: Costs
+) -> dict[str, Any]:
+    values, lengths = read
+    inside = np.arange(values.ce.shape[1])[None] < lengths[:, None]
+    chances = chance(values) * inside
+    # The first token comes with the prompt; drafts begin behind it.
+    tokens = int(np.sum(np.maximum(lengths - 1, 0)))
+    share = float(np.sum(chances[:, 1:])) / max(tokens, 1)
+    blocks = {}
+    for drafts in range(1, MOST_DRAFTS + 1):
+        accepted, passes = count_blocks(chances, lengths, drafts)
+        if passes == 0:  # every text is shorter
+            break
+        blocks[drafts] = {
+            "accepted": accepted / passes,
+            "passes": passes,
+            "independent": independent(share, drafts),
+            "speed_up": speed_up(accepted / passes, drafts, costs),
+        }
+    best = max(blocks, key=lambda k: blocks[k]["speed_up"], default=None)
+    return {"tokens": tokens, "kept": share, "best": best, "blocks": blocks}

@@ -1,0 +1,71 @@
+"""Whether one model may draft for another: the same ids, and what llama.cpp asks of a pair."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kdjax.errors import UserError
+from kdjax.models.tokenizer import Tokenizer
+
+# Of llama.cpp's common/speculative.cpp.
+_MOST_MORE_TOKENS, _FIRST_COMPARED = 128, 5
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def check_same_ids(big: Tokenizer | None, small: Tokenizer | None) -> None:
+    """Raises `UserError` unless an id that both have is the same token to both."""
+    if big is None or small is None:
+        return
+    pairs = enumerate(zip(big.tokens, small.tokens, strict=False))
+    if differing := next(((i, a, b) for i, (a, b) in pairs if a != b), None):
+        i, ours, theirs = differing
+        raise UserError(
+            f"the draft's vocabulary is another: id {i} is {theirs!r} to it and {ours!r} to the "
+            "model. Choose a draft of the same tokenizer."
+        )
+
+
+def why_refused(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """Why llama.cpp would not let one model draft for another; None if it would.
+
+    `ours` are the key-values of the big model's GGUF file, `theirs` those of the draft's.
+
+    Its rules: vocabularies of one type, the same ids opening and closing a text, sizes at most 128
+    apart, the same text of each token from id 5 on. A server that refuses says so in its log, and
+    serves without a draft.
+    """
+    for name, metadata in (("model", ours), ("draft", theirs)):
+        if _TOKENS not in metadata:
+            return f"the {name} is no GGUF file with a vocabulary: export it as one"
+    kinds = [x.get("tokenizer.ggml.model") for x in (ours, theirs)]
+    if kinds[0] != kinds[1]:
+        return f"the model's vocabulary is of type {kinds[0]!r}, the draft's of {kinds[1]!r}"
+    for end in ("bos", "eos"):
+        adds = [_adds(x, end) for x in (ours, theirs)]
+        if adds[0] != adds[1]:
+            return f"the model {_say(adds[0], end)}, the draft {_say(adds[1], end)}"
+        ids = [x.get(f"tokenizer.ggml.{end}_token_id") for x in (ours, theirs)]
+        if adds[0] and ids[0] != ids[1]:
+            return f"{end} is {ids[0]} to the model and {ids[1]} to the draft"
+    a, b = (list(x[_TOKENS]) for x in (ours, theirs))
+    if abs(len(a) - len(b)) > _MOST_MORE_TOKENS:
+        return (
+            f"the model has {len(a):,} tokens and the draft {len(b):,}: more than "
+            f"{_MOST_MORE_TOKENS} apart"
+        )
+    for i, (one, other) in enumerate(zip(a, b, strict=False)):
+        if i >= _FIRST_COMPARED and one != other:
+            return f"id {i} is {one!r} to the model and {other!r} to the draft"
+    return None
+
+
+def _adds(metadata: Mapping[str, Any], end: str) -> bool:
+    """Whether llama.cpp adds the token to a text: as told, or as its kind of vocabulary does."""
+    told = metadata.get(f"tokenizer.ggml.add_{end}_token")
+    if told is not None:
+        return bool(told)
+    return end == "bos" and metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+
+
+def _say(adds: bool, end: str) -> str:
+    place = "before" if end == "bos" else "behind"
+    return f"puts {end} {place} a text" if adds else f"puts no {end} {place} a text"

@@ -1,0 +1,146 @@
+"""Speculative generation beside plain generation: tokens/s, and whether the text is the same.
+
+    python -m scripts.bench.speculation BIG.gguf@q4k --draft=SMALL.gguf --draft-tokens=3,5,8
+
+Prompts are the beginnings of files (`--text`) or random ids. Both models are also timed alone. With
+`--impose=0.8,0.9` drafts are accepted at random at these rates instead of by what the models say,
+so that files of random weights tell the time of a pair that is not at hand; their text is nothing.
+Prints a line of JSON a measurement. Exit status: 0 done, 2 bad input.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kdjax.data.text import documents, find_files
+from kdjax.device import runtime
+from kdjax.errors import UserError, reporting
+from kdjax.models import speculation
+from kdjax.models.checkpoint import Form
+from kdjax.models.decoding import Completion, Sampling
+from kdjax.models.model import Model, load
+
+
+def read_prompts(args: argparse.Namespace, model: Model) -> list[list[int]]:
+    """Ids of `--prompts` prompts of `--prompt-tokens` each."""
+    if not args.text:
+        rng = np.random.default_rng(0)
+        shape = args.prompts, args.prompt_tokens
+        return rng.integers(0, model.real_vocab, shape).tolist()
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    read = (tokenizer.encode(d.text) for d in documents(find_files(args.text), tokenizer))
+    long = (ids for ids in read if len(ids) >= args.prompt_tokens)
+    chosen = [ids[: args.prompt_tokens] for ids, _ in zip(long, range(args.prompts), strict=False)]
+    if len(chosen) < args.prompts:
+        raise UserError(
+            f"--text={args.text} has {len(chosen)} documents of {args.prompt_tokens} tokens; "
+            f"expected {args.prompts}. Name more text."
+        )
+    return chosen
+
+
+@contextlib.contextmanager
+def imposing(rate: float | None) -> Iterator[None]:
+    """Within it each draft is accepted with probability `rate`, whatever the models say."""
+    if rate is None:
+        yield
+        return
+
+    def judge(logits: Any, draft_logits: Any, drafts: Any, keys: Any, sampling: Any) -> Any:
+        draw = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1))))
+        accepted = speculation._count_first(draw(keys[:, :-1]) < rate)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
+
+    jax.clear_caches()
+    with mock.patch.object(speculation, "judge", judge):
+        yield
+    jax.clear_caches()
+
+
+def timed(model: Model, prompts: Any, repeats: int, **how: Any) -> tuple[list[Completion], float]:
+    """Completions, and the median seconds of `repeats` runs after one that compiles."""
+    model.generate(prompts, **how)
+    seconds, answers = [], []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        answers = model.generate(prompts, **how)
+        seconds.append(time.perf_counter() - begun)
+    return answers, float(np.median(seconds))
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each model alone, then one for each number of drafts and imposed rate."""
+    models = []
+    for text in (args.big, args.draft):
+        form = Form.parse(text)
+        models.append(load(form.path, weights=form.weights, dtype=form.dtype))
+    big, small = models
+    prompts = read_prompts(args, big)
+    sampling = Sampling(args.max_tokens, args.temperature, seed=1)
+    how = dict(sampling=sampling, batch_size=args.batch_size)
+    alone: dict[str, tuple[list[Completion], float]] = {}
+    for name, model in (("big", big), ("draft", small)):
+        alone[name] = answers, seconds = timed(model, prompts, args.repeats, **how)
+        count = sum(len(a.ids) for a in answers)
+        yield {"alone": name, "model": str(model), "tokens/s": count / seconds} | {
+            "ms a step": 1e3 * seconds / args.max_tokens / -(-len(prompts) // args.batch_size)
+        }
+    plain, plain_seconds = alone["big"]
+    rates = [float(x) for x in args.impose.split(",")] if args.impose else [None]
+    for rate in rates:
+        with imposing(rate):
+            for count in map(int, args.draft_tokens.split(",")):
+                more = how | dict(draft=small, draft_tokens=count)
+                got, seconds = timed(big, prompts, args.repeats, **more)
+                passes = sum(c.drafted.passes for c in got if c.drafted)
+                accepted = sum(c.drafted.accepted for c in got if c.drafted)
+                tokens = sum(len(c.ids) for c in got)
+                yield {
+                    "drafts": count,
+                    "imposed": rate,
+                    "accepted a pass": accepted / passes,
+                    "accepted": accepted / passes / count,
+                    "tokens/s": tokens / seconds,
+                    "speed-up": plain_seconds / seconds,
+                    "the same": sum(a.ids == b.ids for a, b in zip(got, plain, strict=True)),
+                    "of": len(got),
+                }
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    flags.add_argument("big", help="PATH[@dequant|q4k[:bfloat16|float32]]")
+    flags.add_argument("--draft", required=True, help="likewise")
+    flags.add_argument("--draft-tokens", default="3,5,8", help="of each pass, joined by commas")
+    flags.add_argument("--text", default="", help="files whose beginnings are prompts")
+    flags.add_argument("--prompts", type=int, default=20)
+    flags.add_argument("--prompt-tokens", type=int, default=64)
+    flags.add_argument("--max-tokens", type=int, default=128)
+    flags.add_argument("--batch-size", type=int, default=1)
+    flags.add_argument("--temperature", type=float, default=0.0)
+    flags.add_argument("--impose", default="", help="rates of acceptance, joined by commas")
+    flags.add_argument("--repeats", type=int, default=3)
+    args = flags.parse_args(argv)
+    runtime.configure()
+    print(runtime.device_summary(), file=sys.stderr)
+    for row in measure(args):
+        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+        print(json.dumps(shown), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""What a draft saves: blocks along the teacher's text, beside walks and hand calculation."""
+
+import contextlib
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from kdjax.commands import evaluate as command
+from kdjax.device import runtime
+from kdjax.evaluation import drafting
+from kdjax.evaluation.drafting import Costs, count_blocks, independent, speed_up
+from kdjax.models.model import load
+
+
+def walk(accepts, drafts):
+    """Accepted drafts and passes of speculation over a text whose tokens are accepted or not."""
+    at, accepted, passes = 1, 0, 0
+    while at + drafts <= len(accepts):
+        run = next((j for j in range(drafts) if not accepts[at + j]), drafts)
+        accepted, passes, at = accepted + run, passes + 1, at + run + 1
+    return accepted, passes
+
+
+def test_blocks_are_those_of_a_walk_over_every_pattern():
+    """256 patterns of 8 tokens, 1 to 7 drafts; then chances between, over all patterns at once."""
+    patterns = list(itertools.product((0, 1), repeat=8))
+    assert len(patterns) == 256
+    rng = np.random.default_rng(0)
+    chances = rng.uniform(size=8)
+    for drafts in range(1, 8):
+        walks = [walk(pattern, drafts) for pattern in patterns]
+        for pattern, want in zip(patterns, walks, strict=True):
+            got = count_blocks(np.asarray([pattern], float), np.asarray([8]), drafts)
+            assert got == pytest.approx(want)
+        likely = [np.prod(np.where(p, chances, 1 - chances)) for p in np.asarray(patterns)]
+        want = np.asarray(likely) @ np.asarray(walks)
+        assert count_blocks(chances[None], np.asarray([8]), drafts) == pytest.approx(want)
+    # Texts add up, a shorter one ends where it ends, and one shorter than its drafts has no pass.
+    two = np.asarray([[1, 1, 1, 1, 1, 1.0], [1, 1, 1, 0, 0, 0]])
+    assert count_blocks(two, np.asarray([6, 3]), 2) == pytest.approx((2 + 2 + 2, 2 + 1))
+    assert count_blocks(two, np.asarray([6, 3]), 3) == pytest.approx((3, 1))
+
+
+def test_independent_blocks_and_speed_up():
+    assert independent(0.8, 3) == pytest.approx(0.8 + 0.64 + 0.512)
+    assert independent(0.8, 3) == pytest.approx((1 - 0.8**4) / 0.2 - 1)
+    assert speed_up(2.0, 3, Costs(0.1)) == pytest.approx(3 / 1.3)
+    assert speed_up(2.0, 3, Costs(0.1, 0.2)) == pytest.approx(3 / 1.9)
+
+
+@pytest.fixture(scope="module")
+def found(models, tmp_path_factory):
+    """`evaluate --draft` of the tiny pair, and its document."""
+    folder = tmp_path_factory.mktemp("draft")
+    text = "def f(x):\n    return x + 1\n\n" * 4
+    (folder / "text.jsonl").write_text(
+        json.dumps({"text": text}) + "\n" + json.dumps({"text": text[5:]})
+    )
+    out = folder / "out.json"
+    with pytest.MonkeyPatch.context() as patch:
+        here = contextlib.nullcontext(runtime.device_summary())
+        patch.setattr("kdjax.device.cluster.started", lambda *_: here)
+        arguments = [f"{models}/student.gguf@dequant:float32", f"--json={out}", "--draft"]
+        arguments += [f"--teacher={models}/teacher.gguf@dequant:float32", "--cost-ratio=0.25"]
+        arguments += [f"--data={folder}/text.jsonl", "--rows=2", "--max-tokens=24", "--seq-len=64"]
+        assert command.main(arguments) in (0, 9)  # random weights may be found broken
+    return folder, json.loads(out.read_text())
+
+
+def test_the_figures_are_those_of_the_teachers_own_text(models, found):
+    """Beside logits of both models over text that the teacher wrote, in float64."""
+    folder, document = found
+    (domain,) = document["draft"]["domains"].values()
+    assert document["draft"]["costs"] == {"draft": 0.25, "more": 0.0, "measured": False}
+    big, small = (load(f"{models}/{n}.gguf", dtype="float32") for n in ("teacher", "student"))
+    prompts = drafting.choose_prompts(f"{folder}/text.jsonl", big.tokenizer, count=2, most=999)
+    assert len(prompts) == 2 and prompts[0] != prompts[1]
+    real = small.real_vocab
+    for rule, temperature in (("greedy", 0.0), ("sampled", 1.0), ("matched", 1.0)):
+        how = dict(max_tokens=24, temperature=temperature, stop_ids=big.tokenizer.stop_ids)
+        answers = [c.ids for c in big.generate(prompts, **how)]
+        kept, totals = [], np.zeros((17, 2))
+        for prompt, ids in zip(prompts, answers, strict=True):
+            text = [*prompt, *ids]
+            at = np.arange(len(prompt) - 1, len(text) - 1)
+            p, q = (np.asarray(m.logits([text]), np.float64)[0, at, :real] for m in (big, small))
+            p, q = (np.exp(x - x.max(-1, keepdims=True)) for x in (p, q))
+            p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
+            row = np.arange(len(ids))
+            chance = np.minimum(1, q[row, ids] / p[row, ids])
+            if rule != "sampled":
+                chance = (q.argmax(-1) == ids).astype(float)
+            kept += chance[1:].tolist()
+            for drafts in range(1, 17):
+                one = count_blocks(chance[None], np.asarray([len(ids)]), drafts)
+                totals[drafts] += one
+        assert domain[rule]["tokens"] == len(kept)
+        assert domain[rule]["kept"] == pytest.approx(np.mean(kept), rel=1e-3, abs=1e-6)
+        for drafts, figures in domain[rule]["blocks"].items():
+            want = totals[int(drafts), 0] / totals[int(drafts), 1]
+            assert figures["accepted"] == pytest.approx(want, rel=1e-3, abs=1e-6)
+            assert figures["speed_up"] == pytest.approx(
+                (want + 1) / (1 + 0.25 * int(drafts)), rel=1e-3
+            )
+        best = domain[rule]["blocks"][str(domain[rule]["best"])]["speed_up"]
+        assert best == max(x["speed_up"] for x in domain[rule]["blocks"].values())
+    assert math.isclose(domain["sampled"]["tokens"], domain["matched"]["tokens"])
+
+
+def test_costs_are_measured(models):
+    model = load(f"{models}/student.gguf", dtype="float32")
+    assert 0 < drafting.time_pass(model, 1) < 60
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft"], "name the model that it is to draft for"),
+        (["--cost-ratio=0.1"], "needs --draft"),
+        (["--teacher=t.gguf", "--data=x", "--draft", "--cost-ratio=0"], "must be above 0"),
+    ],
+)
+def test_flags_that_cannot_work(flags, message, capsys):
+    assert command.main(["student.gguf", *flags]) == 2
+    assert message in capsys.readouterr().err
