@@ -28,18 +28,30 @@ def packed(rng, rows, length, most):
     return jnp.asarray(ids)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(14, 2, 64), (28, 4, 128)])
-def test_packed_cudnn_attention_equals_the_reference(heads, kv_heads, width):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "window", "local", "most"),
+    [
+        (14, 2, 64, 0, None, 8),
+        (28, 4, 128, 0, None, 8),
+        (4, 1, 256, 100, None, 8),
+        (4, 1, 256, 100, True, 8),
+        (4, 1, 256, 100, False, 8),
+        (4, 1, 256, 100, True, 1),
+    ],
+)
+def test_cudnn_attention_equals_the_reference(heads, kv_heads, width, window, local, most):
     rng = np.random.default_rng(0)
-    rows, length, most = 4, 1024, 8
-    segments = packed(rng, rows, length, most)
+    rows, length = 4, 1024
+    segments = packed(rng, rows, length, most) if most > 1 else jnp.ones((rows, length), jnp.int32)
+    flag = None if local is None else jnp.asarray(local)
     shapes = [(rows, length, h, width) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, cotangent = (jnp.asarray(rng.normal(0, 1, s), jnp.bfloat16) for s in shapes)
     cotangent = jnp.where((segments != 0)[..., None, None], cotangent, 0)
 
     def outputs(implementation, dtype):
         def f(q, k, v):
-            out = attend(q, k, v, segments, implementation=implementation, max_segments=most)
+            how = dict(implementation=implementation, max_segments=most, window=window)
+            out = attend(q, k, v, segments, flag, **how)
             return out, jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32))
 
         args = [x.astype(dtype) for x in (q, k, v)]

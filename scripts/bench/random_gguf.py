@@ -10,9 +10,15 @@ import sys
 from collections.abc import Sequence
 
 from kdjax.errors import reporting
-from scripts.bench.synthetic import QWEN3_SHAPES, QWEN25_SHAPES, RECIPES, write_random_gguf
+from scripts.bench.synthetic import (
+    GEMMA3_SHAPES,
+    QWEN3_SHAPES,
+    QWEN25_SHAPES,
+    RECIPES,
+    write_random_gguf,
+)
 
-SHAPES = QWEN25_SHAPES | QWEN3_SHAPES
+SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES
 
 
 @reporting

@@ -34,7 +34,13 @@ from kdjax.models.arch import ArchSpec, spec_from_table
 from scripts.bench.peer import MODES
 from scripts.bench.program import Request, configured
 from scripts.bench.rows import ids_of
-from scripts.bench.synthetic import QWEN3_SHAPES, QWEN25_SHAPES, ModelShape, write_random_gguf
+from scripts.bench.synthetic import (
+    GEMMA3_SHAPES,
+    QWEN3_SHAPES,
+    QWEN25_SHAPES,
+    ModelShape,
+    write_random_gguf,
+)
 
 # name: fields of kdjax/config.py. A new variant is a line here.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -65,7 +71,7 @@ DEMO_SHAPES = {
     "demo-teacher": ModelShape("demo-teacher", 4, 512, 8, 2, 1536, 4352, tied=True),
     "demo-student": ModelShape("demo-student", 4, 192, 6, 2, 512, 4096, tied=True),
 }
-SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | DEMO_SHAPES
+SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | DEMO_SHAPES
 ROOT = Path(__file__).resolve().parents[2]
 
 

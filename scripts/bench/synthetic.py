@@ -41,7 +41,7 @@ LayerOrder = Literal["published", "numeric"]
 
 
 class ModelShape(NamedTuple):
-    """Sizes of a Qwen2 or Qwen3 model; `rows` of the embedding, padding included."""
+    """Sizes of a Qwen2, Qwen3 or Gemma 3 model; `rows` of the embedding, padding included."""
 
     label: str
     layers: int
@@ -55,10 +55,13 @@ class ModelShape(NamedTuple):
     experts: int = 0  # in a layer; `expert_ffn` is the width of one
     experts_used: int = 0
     expert_ffn: int = 0
+    window: int = 0  # of a Gemma 3: positions that local layers see
 
     @property
     def family(self) -> str:
         """As GGUF headers call it."""
+        if self.window:
+            return "gemma3"
         return "qwen3moe" if self.experts else "qwen3" if self.head else "qwen2"
 
     @property
@@ -109,6 +112,12 @@ QWEN3_SHAPES: dict[str, ModelShape] = {
         expert_ffn=256,
     ),
 }
+# Those of gemma-3-270m and gemma-3-1b-it; the toy's layers are of both kinds.
+GEMMA3_SHAPES: dict[str, ModelShape] = {
+    "gemma3-270m": ModelShape("270M", 18, 640, 4, 1, 2048, 262144, True, 256, window=512),
+    "gemma3-1b": ModelShape("1B", 26, 1152, 4, 1, 6912, 262144, True, 256, window=512),
+    "tiny-gemma": ModelShape("tiny-gemma", 7, 128, 4, 1, 256, 384, True, 32, window=16),
+}
 
 
 def tensor_plan(
@@ -155,6 +164,9 @@ def tensor_plan(
             matrix(f"{block}.ffn_gate", recipe.base, shape.ffn, hidden)
             matrix(f"{block}.ffn_up", recipe.base, shape.ffn, hidden)
         plan.append((f"{block}.ffn_norm.weight", "F32", (hidden,)))
+        if shape.window:
+            for name in ("post_attention_norm", "post_ffw_norm"):
+                plan.append((f"{block}.{name}.weight", "F32", (hidden,)))
         projection("k", recipe.base, kv_width)
         matrix(f"{block}.attn_output", recipe.base, hidden, q_width)
         projection("q", recipe.base, q_width)
@@ -325,6 +337,8 @@ def _metadata(shape: ModelShape, recipe: Recipe) -> dict[str, Any]:
     }
     if shape.head:
         values |= {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    if shape.window:
+        values["attention.sliding_window"] = shape.window
     if shape.experts:
         values |= {
             "expert_count": shape.experts,
