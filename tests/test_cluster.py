@@ -1,9 +1,12 @@
 """Several processes as one run: who they are, that they agree, and how they end together."""
 
+import concurrent.futures
 import json
 import signal
 import subprocess
+import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -92,6 +95,43 @@ def test_a_first_process_that_does_not_answer_is_named(monkeypatch):
 def test_of_one_process_the_flag_is_its_own():
     flag = SharedFlag(sharding.make_mesh(-1, 1, 1))
     assert [flag.any(word) for word in (False, True, False)] == [False, True, False]
+
+
+class Store:
+    """What JAX's key-value store does, for threads that play processes."""
+
+    def __init__(self):
+        self._values, self._changed = {}, threading.Condition()
+
+    def key_value_set_bytes(self, key, value):
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, timeout_in_ms):
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._values, timeout_in_ms / 1000)
+            return self._values[key]
+
+
+@pytest.mark.parametrize("items", [7, 3, 1, 0])
+def test_what_processes_do_together_comes_back_in_order(monkeypatch, items):
+    state, place = types.SimpleNamespace(client=Store()), threading.local()
+    monkeypatch.setattr(cluster, "_state", lambda: state)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(jax, "process_index", lambda: place.index)
+    done = []
+
+    def work(index):
+        place.index = index
+        mine = cluster.share(range(items))
+        done.extend(mine)
+        return cluster.collect("squares", [x * x for x in mine])
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, range(3)))
+    assert found == [[x * x for x in range(items)]] * 3
+    assert sorted(done) == list(range(items))
 
 
 # --- processes ----------------------------------------------------------------------------------

@@ -649,7 +649,7 @@ def test_any_number_of_processes_sees_the_same_rows_and_position(packed, count):
         )
         parts.append(take(fresh, 2))
     for step in range(2):
-        assert sorted(np.concatenate([p[step] for p in parts])) == sorted(first[step])
+        np.testing.assert_array_equal(np.concatenate([p[step] for p in parts]), first[step])
 
 
 def test_eval_batches_are_even_padded_and_the_same_for_processes(packed):
@@ -662,7 +662,8 @@ def test_eval_batches_are_even_padded_and_the_same_for_processes(packed):
         for i in range(2)
     ]
     for whole, *halves in zip(batches, *split, strict=True):
-        assert sorted(whole["row_ids"]) == sorted(np.concatenate([h["row_ids"] for h in halves]))
+        together = np.concatenate([half["row_ids"] for half in halves])
+        np.testing.assert_array_equal(together, whole["row_ids"])
     everything = pipeline.eval_batches(packed, batch_size=5, limit=None)
     assert sum((b["row_ids"] >= 0).sum() for b in everything) == 12
 

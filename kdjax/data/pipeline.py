@@ -87,7 +87,9 @@ class BatchSource(Protocol):
 class TextSource:
     """Endless batches of packed text, `batch_size` rows over all processes; a `BatchSource`.
 
-    Reshuffled every epoch. `batch_size` must be divisible by `process_count`.
+    Reshuffled every epoch. A process has rows that follow each other, so that a device has the same
+    ones however devices are split into processes. `batch_size` must be divisible by
+    `process_count`.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class TextSource:
         # of 1 is 2^63, which no Python length holds.
         epochs = _ENDLESS // len(rows)
         dataset = grain.MapDataset.source(_Examples(rows, more)).shuffle(seed=seed).repeat(epochs)
-        dataset = dataset[process_index::process_count].batch(batch_size // process_count)
+        dataset = dataset.batch(batch_size // process_count)[process_index::process_count]
         options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCH)
         self._batches: Any = iter(dataset.to_iter_dataset(options))
 
@@ -138,7 +140,8 @@ def eval_batches(
     chosen = np.linspace(0, len(rows) - 1, count).astype(np.int64)
     empty = {k: np.zeros_like(v) for k, v in example(rows, 0, more).items()}
     empty["row_ids"] = np.int64(-1)
-    for start in range(0, count, batch_size):
-        mine = range(start + process_index, start + batch_size, process_count)
+    share = batch_size // process_count
+    for start in range(process_index * share, count + process_index * share, batch_size):
+        mine = range(start, start + share)
         parts = [example(rows, int(chosen[i]), more) if i < count else empty for i in mine]
         yield {key: np.stack([part[key] for part in parts]) for key in empty}

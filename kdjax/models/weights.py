@@ -358,11 +358,12 @@ def gather_rows(tree: Any, spread: Spread | None) -> Any:
     return jax.lax.with_sharding_constraint(tree, replicated(spread.placement.mesh))
 
 
-def sum_rows(sums: Any, dtype: Any = None) -> Any:
+def sum_rows(sums: Any, dtype: Any = None, *, ordered: bool = False) -> Any:
     """Of each device's sums those of all rows, within `map_rows`; shards stay where they are.
 
     A shard's gradient has been summed over `fsdp` when it was scattered. Matrices travel in
-    `dtype`, if one is given, at half the bytes in bfloat16.
+    `dtype`, if one is given, at half the bytes in bfloat16. With `ordered` devices are added in
+    their order, so that the last bit does not depend on which process holds which.
     """
 
     def one(x: Any) -> Array:
@@ -371,6 +372,8 @@ def sum_rows(sums: Any, dtype: Any = None) -> Any:
         if not several:
             return part
         sent = part.astype(dtype) if dtype is not None and part.ndim > 1 else part
+        if ordered:
+            return jnp.sum(jax.lax.all_gather(sent, tuple(several)), axis=0).astype(part.dtype)
         return jax.lax.psum(sent, several).astype(part.dtype)
 
     return jax.tree.map(one, sums, is_leaf=_is_shard)

@@ -102,6 +102,11 @@ class Layout:
     teacher: Spread
     reduce_dtype: Any = None  # in which gradients travel between devices; None: their own
 
+    @property
+    def _ordered(self) -> bool:
+        """On CPUs, where the way of a sum between processes is another one than within one."""
+        return self.student.placement.platform == "cpu"
+
     def sum_over_rows(self, function: Callable[..., Any], outs: Callable[[Any], Any]) -> Any:
         """`function(params, teacher, batch)`, its sums added over all devices; `outs` are their
         specs, given those of `params`."""
@@ -109,7 +114,8 @@ class Layout:
         def run(params: Params, teacher: Params, batch: Batch) -> Any:
             def local(params: Params, teacher: Params, batch: Batch) -> Any:
                 marked = self.student.mark(params), self.teacher.mark(teacher)
-                return sum_rows(function(*marked, batch), self.reduce_dtype)
+                sums = function(*marked, batch)
+                return sum_rows(sums, self.reduce_dtype, ordered=self._ordered)
 
             specs = self.student.tree(params)
             ins = specs, self.teacher.tree(teacher), ROWS

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Trains the tiny run through an engine on this host's processors, in two and in four processes; one is killed in
 # the middle, the run goes on, and its figures are compared with those of a single process.
-#   scripts/cluster/try_engines.sh ompi|slurm FOLDER
-# ompi needs openmpi-bin; slurm needs slurm-wlm and munge, and root: it starts a cluster of one node and ends it.
+#   scripts/cluster/try_engines.sh ompi|slurm|ray FOLDER [PROCESSES...]
+# ompi needs openmpi-bin; slurm needs slurm-wlm and munge, and root: it starts a cluster of one node and ends it; ray needs
+# `pip install 'ray[train]'` beside kdjax in the environment of $PYTHON.
 set -euo pipefail
-engine=${1:?ompi or slurm} folder=$(realpath -m "${2:?a folder that does not exist}")
+engine=${1:?ompi, slurm or ray} folder=$(realpath -m "${2:?a folder that does not exist}")
+shift 2
 python=${PYTHON:-python3}
 cd "$(dirname "$0")/../.."
-export JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$folder/xla PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$folder/xla
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 "$python" -m scripts.cluster.tiny "$folder"
 steps=(--config.train.steps=40 --config.checkpoint.every=4 --config.eval.every=20)
 
@@ -53,6 +56,7 @@ launch() {
   case $engine in
     none) "${command[@]}" ;;
     ompi) mpirun --allow-run-as-root --oversubscribe -n "$count" "${command[@]}" ;;
+    ray) "$python" -m scripts.cluster.ray_program "$folder/config.py" "$workdir" "$count" "${steps[@]}" "$@" ;;
     slurm) srun --overcommit -n "$count" --cpu-bind=none "${command[@]}" ;;
     *) echo "unknown engine $engine" >&2 && exit 2 ;;
   esac
@@ -63,22 +67,27 @@ if [ "$engine" = slurm ]; then
   trap stop_slurm EXIT
   start_slurm
 fi
-for count in 2 4; do
+[ $# -gt 0 ] || set -- 2 4
+for count; do
   run=$folder/$engine-$count
   launch "$engine" "$count" "$run" >"$run.log" 2>&1 &
   launched=$!
-  for _ in $(seq 600); do
+  for _ in $(seq 1800); do
     [ -d "$run/checkpoints/8" ] && break
     sleep 0.1
   done
-  victim=$(pgrep -f "kdjax.main.*--workdir=$run" | while read -r pid; do
-    if tr '\0' '\n' <"/proc/$pid/environ" | grep -qE '^(OMPI_COMM_WORLD_RANK|SLURM_PROCID)=1$'; then echo "$pid"; fi
-  done | tail -1)
+  if [ "$engine" = ray ]; then
+    victim=$(cat "$run.1")
+  else
+    victim=$(pgrep -f "kdjax.main.*--workdir=$run" | while read -r pid; do
+      if tr '\0' '\n' <"/proc/$pid/environ" | grep -qE '^(OMPI_COMM_WORLD_RANK|SLURM_PROCID)=1$'; then echo "$pid"; fi
+    done | tail -1)
+  fi
   kill -9 "$victim"
   killed=$SECONDS status=0
   wait "$launched" || status=$?
   echo "$engine, $count processes: the second was killed; the engine ended with status $status after $((SECONDS - killed)) s"
-  launch "$engine" "$count" "$run" >>"$run.log" 2>&1
+  [ "$engine" = ray ] || launch "$engine" "$count" "$run" >>"$run.log" 2>&1 # Ray has started it again by itself
   "$python" - "$folder/alone" "$run" <<'PY'
 import sys
 from pathlib import Path
