@@ -458,10 +458,14 @@ def load_teacher(
 
 
 def build_step(
-    config: Config, pair: Pair, placement: Placement, kind: TeacherKind
+    config: Config,
+    pair: Pair,
+    placement: Placement,
+    kind: TeacherKind,
+    teacher: Model | None = None,
 ) -> tuple[Model | None, Step, Callable[[Any], Any]]:
-    """Loads the teacher, and prepares the step and its schedule; compiles nothing."""
-    teacher = load_teacher(config, pair, kind, placement)
+    """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing."""
+    teacher = teacher or load_teacher(config, pair, kind, placement)
     compute = Compute(
         dtype=jnp.dtype(config.train.compute_dtype),
         remat=config.student.remat,

@@ -1,0 +1,115 @@
+"""Prompts and development problems made from documented functions, and the table of settings."""
+
+import json
+
+import pytest
+
+from kdjax.evaluation.problems import load_humaneval
+from scripts.corpus.conversations import functions
+from scripts.onpolicy import prompts, table
+
+MODULE = '''"""A module of nothing but examples, as long as one that people wrote."""
+
+
+def spread(values, width):
+    """Gives every value width times, in order.
+
+    >>> spread([1, 2], 2)
+    [1, 1, 2, 2]
+    >>> spread([], 3)
+    []
+    """
+    out = []
+    for value in values:
+        out.extend([value] * width)
+    return out
+
+
+def lean(values):
+    """Gives the values that are not none of the values."""
+    kept = [value for value in values if value is not None]
+    for value in kept:
+        print(value)
+    return kept
+
+
+def wrong(values):
+    """Gives the number of the values that there are.
+
+    >>> wrong([1])
+    2
+    >>> wrong([])
+    1
+    """
+    total = 0
+    for value in values:
+        total += 1
+    return total
+
+
+def add_two_numbers(a, b):
+    """Gives the sum of the two numbers that it is given.
+
+    >>> add_two_numbers(1, 2)
+    3
+    >>> add_two_numbers(1, 1)
+    2
+    """
+    total = a + b
+    print(total)
+    return total
+'''
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "module.py").write_text(MODULE)
+    (folder / "copy.py").write_text(MODULE.replace("spread", "spread_out"))
+    return str(folder)
+
+
+def test_a_function_gives_four_kinds_of_prompt_and_its_bug_is_one_change():
+    first = next(functions(MODULE))
+    made = dict(prompts.make_prompts(first))
+    assert set(made) <= set(prompts.KINDS) and {"complete", "describe", "test"} <= set(made)
+    assert "out.extend" not in made["complete"] and "out.extend" in made["test"]
+    assert prompts.break_function(first, prompts.random.Random(0)) != first.source
+    broken = made["fix"]
+    assert "value" in broken and "[value] * width" not in broken  # * became +
+
+
+def test_problems_run_and_neither_they_nor_copies_nor_benchmarks_are_in_a_prompt(text):
+    benchmark = [("add_two_numbers", "def add_two_numbers(a, b):\n    return a + b\n")]
+    made, problems, counts = prompts.make(text, benchmark, development=1, seed=0, workers=1)
+    assert len(problems) == 1 and problems[0]["entry_point"].startswith("spread")
+    assert counts["functions with examples that tell"] == 2  # `wrong` fails its own
+    asked = [prompt["messages"][0]["content"] for prompt in made]
+    assert any("lean" in text for text in asked)
+    assert not [text for text in asked if "spread" in text or "add_two_numbers" in text]
+
+
+def test_the_files_are_what_the_table_and_evaluate_read(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert prompts.main([str(out), "--read", text, "--kinds=test,complete", "--most=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] >= 1
+    (problem, *_) = load_humaneval(out / "development.jsonl")
+    assert "check(candidate)" in problem.tests and problem.reference.startswith("    out = []")
+    kept = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
+    assert len(kept) == 3 and {prompt["kind"] for prompt in kept} <= {"test", "complete"}
+
+
+def test_every_setting_is_a_config_that_can_run(tmp_path):
+    import argparse
+
+    args = argparse.Namespace(
+        teacher="t.gguf", student="s.gguf", train="t", heldout="h", seq_len=1024, out=tmp_path,
+        batch_size=32, seed=0, max_tokens=320, rows=512, prompts="p", set=["optim.beta2=0.99"],
+    )  # fmt: skip
+    for name, phases in table.SETTINGS.items():
+        assert sum(share for _, share in phases) == (1.0 if phases else 0), name
+        for changes, _ in phases:
+            config = table.make_config(args, changes)
+            assert config.optim.beta2 == 0.99
+            assert bool(config.rollout.prompts) == any("rollout" in name for name in changes)
