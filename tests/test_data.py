@@ -140,7 +140,7 @@ def test_strings_of_special_tokens_may_be_ordinary_text(models):
 
 def test_unknown_tokenizers_are_named(models):
     metadata = dict(open_table(models / "student.gguf").metadata)
-    with pytest.raises(UserError, match=r"pre-tokenizer 'mystery'.*qwen2, llama-bpe"):
+    with pytest.raises(UserError, match=r"pre-tokenizer 'mystery'.*qwen2, .*tekken"):
         from_gguf(metadata | {"tokenizer.ggml.pre": "mystery"}, "file.gguf")
     del metadata["tokenizer.ggml.tokens"]
     with pytest.raises(UserError, match=r"file.gguf holds no tokenizer"):

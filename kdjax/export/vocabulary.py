@@ -17,7 +17,19 @@ from kdjax.errors import UserError
 from kdjax.export.staging import write_json
 from kdjax.formats import open_table
 from kdjax.models.checkpoint import Checkpoint
-from kdjax.models.tokenizer import PRE_TOKENIZERS, WHOLE, Tokenizer, default_pre_tokenizer
+from kdjax.models.encoders import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    is_sentencepiece,
+    puts_space,
+    score_by_rank,
+)
+from kdjax.models.pretokenizers import PRE_TOKENIZERS, name_of
+from kdjax.models.tokenizer import BYTE_TOKEN, Tokenizer, default_pre_tokenizer, opens_with_bos
 
 _FILES = (
     "tokenizer.json",
@@ -28,7 +40,6 @@ _FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
 # Tokens that a text must survive, whatever the vocabulary.
 _SAMPLES = (
     "def f(x):\n    return x + 1  # ok\n",
@@ -76,8 +87,9 @@ def _special_of_gguf(values: dict[str, Any], tokenizer: Tokenizer) -> Special:
         value = values.get(f"tokenizer.ggml.{name}_token_id")
         return int(value) if value is not None and int(value) < tokenizer.vocab_size else None
 
-    add_bos = bool(values.get("tokenizer.ggml.add_bos_token", False))
-    return Special(find_id("bos"), find_id("eos"), find_id("padding"), add_bos)
+    bos = find_id("bos")
+    add_bos = bos is not None and opens_with_bos(values)
+    return Special(bos, find_id("eos"), find_id("padding"), add_bos)
 
 
 def _special_of_folder(folder: Path, tokenizer: Tokenizer) -> Special:
@@ -114,20 +126,15 @@ def _encoder_json(encoder: Encoder) -> dict[str, Any]:
 
 def _pre_tokenizer(encoder: Encoder, folder: Path | None) -> str:
     """The name that llama.cpp has for how text is cut before merging."""
-    tokenizer = _encoder_json(encoder)
-    described = json.dumps(tokenizer["pre_tokenizer"])
-    whole = bool(tokenizer["model"].get("ignore_merges"))
-    # GPT-2's own cut is built into the byte-level step.
-    own = '"use_regex": true' in described and "Regex" not in described
-    for name, pattern in PRE_TOKENIZERS.items():
-        same = json.dumps(pattern) in described or (own and name == "gpt-2")
-        if same and whole == (name in WHOLE):
-            return name
-    raise UserError(
-        f"{folder}/tokenizer.json cuts text in a way (ignore_merges={whole}) that has no known "
-        f"name in llama.cpp; expected that of {', '.join(PRE_TOKENIZERS)}. Export --format=hf and "
-        "use llama.cpp's convert_hf_to_gguf.py, or give --student=FILE.gguf."
-    )
+    described = _encoder_json(encoder)
+    if (name := name_of(described)) is None:
+        whole = bool(described["model"].get("ignore_merges"))
+        raise UserError(
+            f"{folder}/tokenizer.json cuts text in a way (ignore_merges={whole}) that has no known "
+            f"name in llama.cpp; expected that of {', '.join(PRE_TOKENIZERS)}. Export --format=hf "
+            "and use llama.cpp's convert_hf_to_gguf.py, or give --student=FILE.gguf."
+        )
+    return name
 
 
 def gguf_values(tokenizer: Tokenizer, files: TokenizerFiles, rows: int) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def gguf_values(tokenizer: Tokenizer, files: TokenizerFiles, rows: int) -> dict[
     values["tokenizer.ggml.tokens"] = tokens
     if "tokenizer.ggml.token_type" in values:
         types = [int(kind) for kind in values["tokenizer.ggml.token_type"]][:rows]
-        values["tokenizer.ggml.token_type"] = types + [_UNUSED] * (rows - len(types))
+        values["tokenizer.ggml.token_type"] = types + [UNUSED] * (rows - len(types))
     return {key: value for key, value in values.items() if not is_empty(value)}
 
 
@@ -156,22 +163,40 @@ def is_empty(value: Any) -> bool:
 
 
 def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, Any]:
-    special = files.special
-    types = [_NORMAL] * tokenizer.vocab_size
-    for added in _encoder_json(tokenizer.encoder)["added_tokens"]:
-        types[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
+    special, described = files.special, _encoder_json(tokenizer.encoder)
+    types = [NORMAL] * tokenizer.vocab_size
+    for added in described["added_tokens"]:
+        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     bos = tokenizer.end_of_text_id if special.bos is None else special.bos
     values: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer.encoder, files.folder),
         "tokenizer.ggml.tokens": list(tokenizer.tokens),
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": list(tokenizer.merges),
         "tokenizer.ggml.eos_token_id": tokenizer.eos_id if special.eos is None else special.eos,
         "tokenizer.ggml.padding_token_id": special.pad,
         "tokenizer.ggml.bos_token_id": bos,
         "tokenizer.ggml.add_bos_token": special.add_bos,
     }
+    if is_sentencepiece(tokenizer.encoder):
+        tokens, unknown = values["tokenizer.ggml.tokens"], described["model"].get("unk_token")
+        for i, token in enumerate(tokenizer.tokens):
+            if types[i] == NORMAL and BYTE_TOKEN.fullmatch(token):
+                types[i] = BYTE
+            elif token == unknown:
+                types[i] = UNKNOWN
+            elif types[i] == USER_DEFINED:  # as text is searched for it, before spaces are marked
+                tokens[i] = tokenizer.encoder.id_to_token(i)
+        values |= {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.scores": score_by_rank(tokenizer.tokens, tokenizer.merges),
+            "tokenizer.ggml.add_space_prefix": puts_space(tokenizer.encoder),
+        }
+    else:
+        values |= {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": _pre_tokenizer(tokenizer.encoder, files.folder),
+            "tokenizer.ggml.merges": list(tokenizer.merges),
+        }
     if tokenizer.chat_template:
         values["tokenizer.chat_template"] = tokenizer.chat_template
     return values

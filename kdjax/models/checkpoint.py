@@ -19,7 +19,7 @@ from kdjax.formats.saved import (
 from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_model, origin
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.loading import tensor_names
-from kdjax.models.tokenizer import Tokenizer, load_tokenizer
+from kdjax.models.tokenizer import Tokenizer, load_tokenizer, opens_with_bos
 
 # How commands name the kinds of weights of `model.load_model`.
 FORMS = {"dequant": "dense", "q4k": "packed", "fp8": "float8", "fp8_precise": "float8_precise"}
@@ -143,9 +143,7 @@ class Checkpoint:
         """The id that its file asks to put before every text, if any."""
         metadata = self.header.metadata
         bos = metadata.get("tokenizer.ggml.bos_token_id")
-        return (
-            int(bos) if metadata.get("tokenizer.ggml.add_bos_token") and bos is not None else None
-        )
+        return int(bos) if opens_with_bos(metadata) and bos is not None else None
 
     def describe(self) -> str:
         """One line for a log."""

@@ -15,38 +15,40 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
+from tokenizers import decoders
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, open_table
 from kdjax.hub import TOKENIZER, fetch_model
+from kdjax.models.encoders import (
+    CONTROL,
+    KINDS,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    Vocabulary,
+    add_tokens,
+    decoder_within,
+    drop_added,
+    is_byte_level,
+    is_sentencepiece,
+    rank_by_score,
+    spell,
+)
 from kdjax.models.families import FAMILIES
 
-# How text is cut before merging, by `tokenizer.ggml.pre`. Sources: the pre_tokenizer entries of
-# published tokenizer.json files, and llama.cpp's llama-vocab.cpp.
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "gpt-2": _GPT2, "default": _GPT2}
-_NFC = ("qwen2",)  # those whose tokenizer.json normalizes to NFC
-# Those that take a piece whole if it is a token, merges or not (`ignore_merges`, likewise).
-WHOLE = ("llama-bpe",)
-
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # enum llama_token_type in llama.h
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]
 _ANOTHER = (
     "Name a Hugging Face folder with a tokenizer.json, or a file, in its place: data.tokenizer of "
     "a config, --tokenizer of evaluate and generate, tokenizer= of kdjax.load."
 )
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+# Of those that llama.cpp takes for the end of a generation (llama-vocab.cpp).
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>")
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Tokenizer:
     special_ids: frozenset[int]
     eos_id: int
     chat_template: str | None
+    bos_id: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -68,13 +71,18 @@ class Tokenizer:
     @property
     def end_of_text_id(self) -> int:
         """The id that closes a document; an instruct model's `eos_id` closes a turn instead."""
-        known = (self.encoder.token_to_id(name) for name in _END_OF_TEXT)
-        return next((i for i in known if i is not None), self.eos_id)
+        return next(iter(self._added_named(_END_OF_TEXT)), self.eos_id)
+
+    def _added_named(self, names: Sequence[str]) -> list[int]:
+        """Ids of the names that are added tokens, special ones first: "</s>" is HTML in Gemma's."""
+        found = [i for name in names if (i := self.encoder.token_to_id(name)) in self.added_ids]
+        return sorted(found, key=lambda i: i not in self.special_ids)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: the end of a text and of a turn."""
-        return tuple(sorted({self.end_of_text_id, self.eos_id}))
+        turns = self.special_ids.intersection(self._added_named(_END_OF_TURN))
+        return tuple(sorted({self.end_of_text_id, self.eos_id, *turns}))
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
@@ -84,23 +92,30 @@ class Tokenizer:
     @functools.cached_property
     def content_hash(self) -> str:
         """SHA-256 of all that decides ids: the serialised encoder, and the template."""
-        whole = self.encoder.to_str() + json.dumps([sorted(self.special_ids), self.chat_template])
+        said = [sorted(self.special_ids), self.chat_template]
+        if "bos_token" in (self.chat_template or ""):
+            said.append(self._named_tokens)
+        whole = self.encoder.to_str() + json.dumps(said)
         return hashlib.sha256(whole.encode()).hexdigest()
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray | None:
         """UTF-8 bytes that each id stands for, int32; special ids stand for no text.
 
-        None for a tokenizer that is not byte-level.
+        None for a tokenizer that is neither byte-level nor of SentencePiece's kind.
         """
-        if '"ByteLevel"' not in json.dumps(json.loads(self.encoder.to_str())["decoder"]):
+        if is_sentencepiece(self.encoder):
+            texts = [
+                BYTE_TOKEN.sub("x", token.replace(SPACE, " ")).encode() for token in self.tokens
+            ]
+        elif is_byte_level(self.encoder):
+            # GPT-2's alphabet has one character for each byte.
+            added = self.added_ids
+            texts = [t.encode() if i in added else t for i, t in enumerate(self.tokens)]
+        else:
             return None
-        added = self.encoder.get_added_tokens_decoder()
-        # GPT-2's alphabet has one character for each byte.
-        sizes = [
-            len(token.encode() if i in added else token) for i, token in enumerate(self.tokens)
-        ]
-        return np.array([0 if i in self.special_ids else n for i, n in enumerate(sizes)], np.int32)
+        sizes = [0 if i in self.special_ids else len(text) for i, text in enumerate(texts)]
+        return np.array(sizes, np.int32)
 
     @functools.cached_property
     def mark_ids(self) -> frozenset[int]:
@@ -146,9 +161,19 @@ class Tokenizer:
         encoded = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [e.ids for e in encoded]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens included."""
-        return self.encoder.decode(list(ids), skip_special_tokens=False)
+    def decode(self, ids: Sequence[int], *, start: bool = False) -> str:
+        """Text of the ids, special tokens included.
+
+        With `start` the ids begin a text, whose first space may be one that encoding put there.
+        """
+        if start or self._within is None:
+            return self.encoder.decode(list(ids), skip_special_tokens=False)
+        known = (self.encoder.id_to_token(int(i)) for i in ids)
+        return self._within.decode([token for token in known if token is not None])
+
+    @functools.cached_property
+    def _within(self) -> decoders.Decoder | None:
+        return decoder_within(self.encoder) if is_sentencepiece(self.encoder) else None
 
     def encode_with_offsets(
         self, text: str, *, parse_special: bool = True
@@ -157,6 +182,13 @@ class Tokenizer:
         encoder = self.encoder if parse_special else self._plain
         encoded = encoder.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
+
+    @property
+    def _named_tokens(self) -> dict[str, Any]:
+        """What a template may write by these names."""
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        size = self.vocab_size
+        return {name: self.tokens[i] for name, i in ids.items() if i is not None and i < size}
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:
         """The conversation through the chat template; `answer_next` opens the assistant's turn.
@@ -176,6 +208,7 @@ class Tokenizer:
                 [[dict(message) for message in messages]],
                 chat_template=self.chat_template,
                 add_generation_prompt=answer_next,
+                **self._named_tokens,
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise UserError(f"the chat template refuses the messages: {error}") from error
@@ -217,59 +250,54 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if "tokenizer.ggml.tokens" not in metadata:
         raise UserError(f"{source} holds no tokenizer (no tokenizer.ggml.tokens). {_ANOTHER}")
     model = metadata.get("tokenizer.ggml.model")
-    pre = metadata.get("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
-    if model != "gpt2" or pre not in PRE_TOKENIZERS:
+    if model not in KINDS:
         raise UserError(
-            f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds "
-            f"model 'gpt2' with one of {', '.join(PRE_TOKENIZERS)}. {_ANOTHER}"
+            f"{source} has tokenizer model {model!r}; kdjax rebuilds {', '.join(KINDS)} "
+            f"(byte-level, SentencePiece's and Gemma 4's BPE). {_ANOTHER}"
         )
-    tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
-    merges: list[str] = list(metadata.get("tokenizer.ggml.merges", []))
+    kind, rows = KINDS[model], metadata["tokenizer.ggml.tokens"]
+    pre = metadata.get("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
+    if (rule := kind.rule(pre)) is None:
+        raise UserError(
+            f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds it "
+            f"with one of {', '.join(kind.rules)}. {_ANOTHER}"
+        )
+    tokens: list[str] = list(rows)
+    parts = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
+    merges = [(left, right) for left, right in parts]
     stored = metadata.get("tokenizer.ggml.token_type")
     types = _guess_types(tokens, merges) if stored is None else [int(t) for t in stored]
-    while types and types[-1] == _UNUSED:  # "[PAD151665]" and its like
+    while types and types[-1] == UNUSED:  # "[PAD151665]" and its like
         types.pop()
     tokens = tokens[: len(types)]
-    added = {i for i, t in enumerate(types) if t in (_CONTROL, _USER_DEFINED)}
-    # Added tokens number themselves from the vocabulary's end on; those before it are part of it.
-    end = max((i + 1 for i in range(len(tokens)) if i not in added), default=0)
-    vocab = {token: i for i, token in enumerate(tokens[:end])}
-    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-    encoder = Encoder(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in WHOLE))
-    if pre in _NFC:
-        encoder.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre]), behavior="isolated", invert=False)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    encoder.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    encoder.decoder = decoders.ByteLevel()
-    encoder.add_tokens(
-        [
-            AddedToken(tokens[i], special=types[i] == _CONTROL, normalized=False)
-            for i in sorted(added)
-        ]
-    )
-    for i in sorted(added):
-        if (found := encoder.token_to_id(tokens[i])) != i:
-            raise UserError(
-                f"{source}: found special token {tokens[i]!r} at id {i} and at {found}; expected "
-                f"each token once. {_ANOTHER}"
-            )
+    if kind.scored:
+        merges = rank_by_score(tokens, types, [float(s) for s in metadata["tokenizer.ggml.scores"]])
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", kind.scored))
+    words = Vocabulary(tokens, types, merges, rule, prefix)
+    encoder = kind.build(words)
+    for i, found in add_tokens(encoder, words).items():
+        raise UserError(
+            f"{source}: found special token {tokens[i]!r} at id {i} and at {found}; expected "
+            f"each token once. {_ANOTHER}"
+        )
     eos, template = (
         metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1),
         metadata.get("tokenizer.chat_template"),
     )
-    rows = len(metadata["tokenizer.ggml.tokens"])  # a padding row is for an evaluation to name
-    if type(eos) is not int or not 0 <= eos < rows:
+    # A padding row is for an evaluation to name.
+    if type(eos) is not int or not 0 <= eos < len(rows):
         raise UserError(
-            f"{source}: found the end token {eos!r}; expected an id below {rows}. {_ANOTHER}"
+            f"{source}: found the end token {eos!r}; expected an id below {len(rows)}. {_ANOTHER}"
         )
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
     return Tokenizer(
         encoder=encoder,
-        tokens=tuple(tokens),
-        merges=tuple(merges),
-        special_ids=frozenset(i for i in added if types[i] == _CONTROL),
+        tokens=spell(encoder, tokens),
+        merges=tuple(f"{left} {right}" for left, right in merges),
+        special_ids=frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN)),
         eos_id=eos,
         chat_template=template if isinstance(template, str) else None,
+        bos_id=bos if type(bos) is int and 0 <= bos < len(tokens) else None,
     )
 
 
@@ -281,12 +309,21 @@ def default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
     return family.pre_tokenizer if family else "unknown"
 
 
-def _guess_types(tokens: Sequence[str], merges: Sequence[str]) -> list[int]:
+def opens_with_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether a file asks for BOS before every text; where it does not say, its kind does."""
+    if (said := metadata.get("tokenizer.ggml.add_bos_token")) is not None:
+        return bool(said)
+    kind = KINDS.get(metadata.get("tokenizer.ggml.model", ""))
+    rule = kind and kind.rule(metadata.get("tokenizer.ggml.pre", default_pre_tokenizer(metadata)))
+    return bool(rule and rule.bos)
+
+
+def _guess_types(tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> list[int]:
     """Types that a file does not tell: merging makes all tokens but single bytes and added ones."""
-    made = {merge.replace(" ", "") for merge in merges}
-    known = ((_NORMAL if len(t) == 1 or t in made else _CONTROL) for t in tokens)
+    made = {left + right for left, right in merges}
+    known = ((NORMAL if len(t) == 1 or t in made else CONTROL) for t in tokens)
     pairs = zip(tokens, known, strict=True)
-    return [_UNUSED if kind == _CONTROL and _PADDING.fullmatch(t) else kind for t, kind in pairs]
+    return [UNUSED if kind == CONTROL and _PADDING.fullmatch(t) else kind for t, kind in pairs]
 
 
 def _from_folder(folder: Path) -> Tokenizer:
@@ -309,11 +346,14 @@ def _from_folder(folder: Path) -> Tokenizer:
     model = json.loads(encoder.to_str())["model"]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     added = fast.added_tokens_decoder
+    if is_sentencepiece(encoder):
+        merges = drop_added(merges, spell(encoder, [token.content for token in added.values()]))
     return Tokenizer(
         encoder=encoder,
-        tokens=tuple(by_id[i] for i in range(size)),
+        tokens=spell(encoder, [by_id[i] for i in range(size)]),
         merges=tuple(merges),
         special_ids=frozenset(i for i, token in added.items() if token.special),
         eos_id=int(fast.eos_token_id if fast.eos_token_id is not None else size - 1),
         chat_template=fast.chat_template if isinstance(fast.chat_template, str) else None,
+        bos_id=fast.bos_token_id,
     )

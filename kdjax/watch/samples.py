@@ -75,7 +75,7 @@ class Samples(Hook):
             {
                 "row": chosen["row"],
                 "prompt_ids": chosen["prompt"],
-                "prompt": self._tokenizer.decode(chosen["prompt"]),
+                "prompt": self._tokenizer.decode(chosen["prompt"], start=True),
                 "reference": self._tokenizer.decode(chosen["reference"]),
                 "before": None,
                 "after": None,

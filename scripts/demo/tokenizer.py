@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as cuts
 
 from kdjax.data.text import documents, find_files
-from kdjax.models.tokenizer import PRE_TOKENIZERS
+from kdjax.models.pretokenizers import PRE_TOKENIZERS
 
 END = "<|endoftext|>"
 
@@ -28,7 +28,7 @@ def untrained() -> Tokenizer:
         "normalizer": normalizers.NFC(),
         "pre_tokenizer": cuts.Sequence(
             [
-                cuts.Split(Regex(PRE_TOKENIZERS["qwen2"]), behavior="isolated", invert=False),
+                *(cuts.Split(Regex(c), "isolated") for c in PRE_TOKENIZERS["qwen2"].cuts),
                 cuts.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         ),

@@ -1,0 +1,181 @@
+"""Encoders of `tokenizers` from the vocabulary of a GGUF file: byte-level BPE, and SentencePiece's.
+
+SentencePiece writes a space as U+2581, has a token for each byte that no other token covers, and
+merges the pair whose token has the highest score. Its scores become merges here, in the order in
+which Transformers makes them of a tokenizer.model.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Encoder
+
+from kdjax.models.pretokenizers import PRE_TOKENIZERS, Rule
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama_token_type in llama.h
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # what text is searched for before it is cut
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # in SentencePiece's tokens
+
+
+class Vocabulary(NamedTuple):
+    """What an encoder is made of."""
+
+    tokens: Sequence[str]  # by id
+    types: Sequence[int]
+    merges: Sequence[tuple[str, str]]  # in order of rank
+    rule: Rule  # how text is cut
+    prefix: bool  # whether a space is put before a text
+
+    def ids(self) -> dict[str, int]:
+        """Ids by token, up to the last that is no added one: those number themselves from there."""
+        end = max((i + 1 for i, kind in enumerate(self.types) if kind not in ADDED), default=0)
+        return {token: i for i, token in enumerate(self.tokens[:end])}
+
+
+def _cut(rule: Rule) -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in rule.cuts]
+
+
+def byte_level(words: Vocabulary) -> Encoder:
+    """An encoder whose tokens are of GPT-2's characters for bytes."""
+    model = models.BPE(words.ids(), list(words.merges), ignore_merges=words.rule.whole)
+    encoder = Encoder(model)
+    if words.rule.nfc:
+        encoder.normalizer = normalizers.NFC()
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    encoder.pre_tokenizer = pre_tokenizers.Sequence([*_cut(words.rule), last])
+    encoder.decoder = decoders.ByteLevel()
+    return encoder
+
+
+def sentencepiece(words: Vocabulary) -> Encoder:
+    """An encoder whose tokens are of text, spaces marked, and of bytes written <0x0A>."""
+    unknown = next(
+        (t for t, kind in zip(words.tokens, words.types, strict=True) if kind == UNKNOWN), None
+    )
+    model = models.BPE(
+        words.ids(),
+        list(words.merges),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+        ignore_merges=words.rule.whole,
+    )
+    encoder = Encoder(model)
+    steps = [normalizers.Replace(" ", SPACE)]
+    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if words.prefix:
+        steps.insert(0, normalizers.Prepend(SPACE))
+        back.append(decoders.Strip(" ", 1, 0))
+    encoder.normalizer = normalizers.Sequence(steps)
+    if words.rule.cuts:
+        encoder.pre_tokenizer = pre_tokenizers.Sequence(_cut(words.rule))
+    encoder.decoder = decoders.Sequence(back)
+    return encoder
+
+
+class Kind(NamedTuple):
+    """A value of `tokenizer.ggml.model`."""
+
+    build: Callable[[Vocabulary], Encoder]
+    rules: Mapping[str, Rule]  # by `tokenizer.ggml.pre`; of one rule, whatever the file says
+    scored: bool = False  # merges follow from scores
+
+    def rule(self, pre: str) -> Rule | None:
+        """The rule of this name, or the only one; None for a name that is not known."""
+        return self.rules.get(pre) if len(self.rules) > 1 else next(iter(self.rules.values()))
+
+
+KINDS = {
+    "gpt2": Kind(byte_level, PRE_TOKENIZERS),
+    "llama": Kind(sentencepiece, {"default": Rule((), bos=True)}, scored=True),
+    # Merges know no token of several line feeds.
+    "gemma4": Kind(sentencepiece, {"default": Rule((r"[^\n]+|[\n]+",), whole=True, bos=True)}),
+}
+
+
+def rank_by_score(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """The pairs of tokens that make a token, the highest score first; added ones take no part."""
+    ids = {t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind not in ADDED}
+    pairs = []
+    for token, i in ids.items():
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        made = [(left, right) for left, right in cuts if left in ids and right in ids]
+        made.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        pairs += [(scores[i], len(left), len(right), (left, right)) for left, right in made]
+    pairs.sort(key=lambda pair: pair[:3], reverse=True)
+    return [pair[3] for pair in pairs]
+
+
+def score_by_rank(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
+    """Scores from which `rank_by_score` makes these merges; 0 for tokens that none makes."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", ""), rank)
+    return [-float(ranks.get(token, 0)) for token in tokens]
+
+
+def drop_added(merges: Sequence[str], added: Sequence[str]) -> list[str]:
+    """The merges in which no added token takes part: text is searched for these before."""
+    names = frozenset(added)
+    parts = ((merge, *merge.split(" ")) for merge in merges)
+    return [m for m, left, right in parts if names.isdisjoint((left, right, left + right))]
+
+
+def _decodes(encoder: Encoder, step: bytes) -> bool:
+    return encoder.decoder is not None and step in encoder.decoder.__getstate__()
+
+
+def is_byte_level(encoder: Encoder) -> bool:
+    """Whether tokens are of GPT-2's characters for bytes."""
+    return _decodes(encoder, b'"ByteLevel"')
+
+
+def is_sentencepiece(encoder: Encoder) -> bool:
+    """Whether tokens are of text with marked spaces, and of single bytes written <0x0A>."""
+    return _decodes(encoder, b'"ByteFallback"')
+
+
+def puts_space(encoder: Encoder) -> bool:
+    """Whether a space is put before a text."""
+    described = json.loads(encoder.to_str())
+    steps = json.dumps([described["normalizer"], described["pre_tokenizer"]])
+    never = '"prepend_scheme": "never"' in steps
+    return '"Prepend"' in steps or ('"Metaspace"' in steps and not never)
+
+
+def spell(encoder: Encoder, tokens: Sequence[str]) -> tuple[str, ...]:
+    """Tokens as merges make them: files write SentencePiece's user-defined ones with spaces."""
+    if not is_sentencepiece(encoder):
+        return tuple(tokens)
+    return tuple(token.replace(" ", SPACE) for token in tokens)
+
+
+def decoder_within(encoder: Encoder) -> decoders.Decoder | None:
+    """What decodes the middle of a text: all but the removal of the space put before a text."""
+    if encoder.decoder is None:
+        return None
+    described = json.loads(encoder.decoder.__getstate__())
+    steps = described["decoders"] if described["type"] == "Sequence" else [described]
+    kept = [step for step in steps if step["type"] != "Strip"]
+    kept = [s | {"prepend_scheme": "never"} if s["type"] == "Metaspace" else s for s in kept]
+    within = decoders.Sequence([])
+    within.__setstate__(json.dumps({"type": "Sequence", "decoders": kept}).encode())
+    return within
+
+
+def add_tokens(encoder: Encoder, words: Vocabulary) -> dict[int, int | None]:
+    """Adds the tokens that text is searched for; gives the ids that came out otherwise."""
+    added = [i for i, kind in enumerate(words.types) if kind in ADDED]
+    encoder.add_tokens(
+        [
+            AddedToken(words.tokens[i], special=words.types[i] != USER_DEFINED, normalized=False)
+            for i in added
+        ]
+    )
+    found = {i: encoder.token_to_id(words.tokens[i]) for i in added}
+    return {i: got for i, got in found.items() if got != i}
