@@ -64,8 +64,12 @@ def sentencepiece(words: Vocabulary) -> Encoder:
         ignore_merges=words.rule.whole,
     )
     encoder = Encoder(model)
-    steps = [normalizers.Replace(" ", SPACE)]
-    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    back: list[decoders.Decoder] = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     if words.prefix:
         steps.insert(0, normalizers.Prepend(SPACE))
         back.append(decoders.Strip(" ", 1, 0))
