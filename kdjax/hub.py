@@ -167,18 +167,14 @@ def fetch_files(config: Config, *, headers: Path | None = None) -> Config:
     return config
 
 
-def fetch_model(path: str | os.PathLike[str], wanted: tuple[str, ...] = MODEL) -> str:
+def fetch_path(path: str | os.PathLike[str], wanted: tuple[str, ...] = MODEL) -> str:
     """The file or folder that the path stands for; another path than an `hf:` one stays as it is.
 
+    Of `TEXT` globs of a data set's files, joined by commas.
     Raises `MissingFileError` for what the Hub does not give.
     """
     path = os.fspath(path)
     return _fetch({path: wanted})[path] if path.startswith(PREFIX) else path
-
-
-def fetch_text(pattern: str) -> str:
-    """As `fetch_model`, of a data set: globs of its files, joined by commas."""
-    return _fetch({pattern: TEXT})[pattern] if pattern.startswith(PREFIX) else pattern
 
 
 def origin(path: str | os.PathLike[str]) -> str | None:

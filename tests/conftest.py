@@ -19,15 +19,24 @@ from absl import flags
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    # A third of the suite's time is LLVM optimizing programs that run once.
-    jax.config.update("jax_disable_most_optimizations", True)
 # Tests compile the same small programs again and again; most of their time would go there.
 # A scratch copy of the repository (`python -m scripts.contracts mutate`) shares the original's.
 _CACHE = os.environ.get("KDJAX_TEST_CACHE") or Path(__file__).parents[1] / ".pytest_cache" / "xla"
-jax.config.update("jax_compilation_cache_dir", str(_CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+_COMPILING = {
+    "jax_compilation_cache_dir": str(_CACHE),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Programs run once: LLVM does not optimize them, and LLVM's IR is written without MLIR, whose
+    # fusions take half of a compilation (test_step.py: 35 s of processor time, 18 without both).
+    _COMPILING["jax_disable_most_optimizations"] = True
+    os.environ["XLA_FLAGS"] = (
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    )
+for _name, _value in _COMPILING.items():
+    jax.config.update(_name, _value)
+    os.environ[_name.upper()] = str(_value)  # for the processes that tests start
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
 

@@ -11,7 +11,7 @@ import pytest
 from kdjax.errors import UserError
 from kdjax.losses.kd import KDLoss, kd_loss
 from kdjax.training import step as training_step
-from scripts.bench import peer, program, rows, step
+from scripts.bench import peer, program, rollouts, rows, step
 
 
 @pytest.fixture
@@ -215,3 +215,15 @@ def test_the_peer_is_skipped_with_a_reason_where_it_cannot_run(args, monkeypatch
     (found,) = step.measure("torch-compile", args)
     assert found["error"] == "torch-compile: skipped, ModuleNotFoundError: No module named 'torch'"
     assert json.dumps(found)
+
+
+@pytest.mark.slow
+def test_generation_is_timed(tmp_path):
+    answer = tmp_path / "figures.json"
+    lengths = "--prompt-tokens=3:9", "--answer-tokens=1:9", "--slots=4", "--prompts=6"
+    where = f"--folder={tmp_path}", f"--json={answer}", "--shape=tiny-student", "--parts"
+    assert rollouts.main([*lengths, *where, "--dtype=float32"]) == 0
+    (row,) = json.loads(answer.read_text())
+    assert row["tokens"] >= 6 and row["slots"] == 4
+    assert row["full_tokens_per_s"] == pytest.approx(4e3 / row["step_ms"])
+    assert min(row["head_ms"], row["read_1_prompts_of_64_ms"]) > 0

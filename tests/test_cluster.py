@@ -142,18 +142,9 @@ def config(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("cluster") / "tiny")
 
 
-def start(config, workdir, processes, devices, *flags, last=()):
-    """As `tiny.start`, with the programs that these tests compiled before."""
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(config.parent / "xla")}
-    kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    return tiny.start(config, workdir, processes, devices, *flags, last=last, **kept)
-
-
 def run_command(config, processes, devices, *command):
-    """One of kdjax's commands in processes, with the same."""
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(config.parent / "xla")}
-    kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    return tiny.launch(["kdjax", *map(str, command)], processes, devices, **kept)
+    """One of kdjax's commands in processes."""
+    return tiny.launch(["kdjax", *map(str, command)], processes, devices)
 
 
 def end(started: list[subprocess.Popen], timeout: float = 150) -> list[tuple[int, str]]:
@@ -180,10 +171,10 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     """8 devices as one process, then as two: one dies, one gets SIGTERM, one goes on alone."""
     flags = "--config.train.steps=40", "--config.checkpoint.every=4", "--config.eval.every=20"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ((status, output),) = end(start(config, whole, 1, 8, *flags))
+    ((status, output),) = end(tiny.start(config, whole, 1, 8, *flags))
     assert status == FINISHED, output
 
-    started = start(config, parts, 2, 4, *flags)
+    started = tiny.start(config, parts, 2, 4, *flags)
     wait_for_step(parts, 8, started)
     started[1].kill()
     killed = time.monotonic()
@@ -191,13 +182,15 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     assert (first, time.monotonic() - killed < 25) == (PEER_LOST, True), said
     assert "process 1, on 127.0.0.1, has died" in said
 
-    started = start(config, parts, 2, 4, *flags)
+    started = tiny.start(config, parts, 2, 4, *flags)
     wait_for_step(parts, 16, started)
     started[1].send_signal(signal.SIGTERM)
     ends = end(started)
     assert [status for status, _ in ends] == [INTERRUPTED, INTERRUPTED], ends
 
-    ((status, output),) = end(start(config, parts, 1, 8, *flags, "--config.train.microbatches=1"))
+    ((status, output),) = end(
+        tiny.start(config, parts, 1, 8, *flags, "--config.train.microbatches=1")
+    )
     assert status == FINISHED, output
     assert tiny.largest_difference(whole, parts) < 1e-6
 
@@ -205,7 +198,7 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
 @pytest.mark.slow
 def test_processes_that_were_started_otherwise_say_in_what(config, tmp_path):
     last = ["--config.optim.learning_rate=1"]
-    for status, output in end(start(config, tmp_path / "run", 2, 1, last=last)):
+    for status, output in end(tiny.start(config, tmp_path / "run", 2, 1, last=last)):
         assert status == BAD_INPUT, output
         assert "optim.learning_rate: process 0 has 0.001, process 1 has 1.0" in output
         assert "Traceback" not in output

@@ -172,9 +172,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
 
 @pytest.mark.slow
 def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_config, tmp_path):
-    """A status of its own, no traceback, and the same curve as of a run that had room."""
-    tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 60, 5, 20
-    assert run_command(tiny_config, tmp_path / "straight")[0] == 0
+    """A status of its own and no traceback; `scripts.checks.faults` compares the curves."""
+    tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 30, 5, 0
     workdir = tmp_path / "full"
     process = start(tiny_config, workdir)
     wait_for(lambda: "10" in _steps(workdir), process)
@@ -188,7 +187,7 @@ def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_c
     assert receipt["exit"]["status"] == NOT_WRITTEN and receipt["status"] == "failed"
     code, output = run_command(tiny_config, workdir)
     assert code == 0, output
-    assert curve(workdir) == curve(tmp_path / "straight") and not _saving(workdir)
+    assert curve(workdir)[-1]["step"] == 30 and not _saving(workdir)
 
 
 # --- what a run writes beside its checkpoints ---------------------------------------------------

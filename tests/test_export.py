@@ -1,5 +1,6 @@
 """Exports: what is read back equals what was meant, and nothing half-made is ever left."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -31,6 +32,7 @@ from kdjax.formats import open_table
 from kdjax.formats.gguf_writer import write_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.decoder import Compute, functional
 from kdjax.models.tokenizer import from_gguf
 from scripts.bench.synthetic import byte_alphabet
 
@@ -194,6 +196,63 @@ def test_experts_that_a_format_cannot_tell_are_refused(
     source = open_checkpoint(GOLDENS / case, tokenizer=str(small_tokenizer))
     with pytest.raises(UserError, match=message):
         EXPORTS[kind](load(GOLDENS / case).replace(checkpoint=source), tmp_path / f"a.{kind}")
+
+
+def with_spec(case, tokenizer, **changes):
+    """The golden's parameters in a model that differs from it."""
+    model = load(GOLDENS / case)
+    spec = dataclasses.replace(model.spec, **changes)
+    functions = functional(spec, Compute())[0]
+    source = open_checkpoint(GOLDENS / case, tokenizer=str(tokenizer))
+    return model.replace(spec=spec, functions=functions, checkpoint=source)
+
+
+def test_local_layers_and_norms_of_one_and_more_come_back(small_tokenizer, tmp_path):
+    """Hugging Face to GGUF, where norms are 1 + weight, and from there to Hugging Face."""
+    as_published = dict(local=(True,) * 4, query_scalar=0.0)
+    model = with_spec("gemma3", small_tokenizer, **as_published)
+    EXPORTS["gguf"](model, tmp_path / "a.gguf")
+    table = open_table(tmp_path / "a.gguf")
+    raw = table.raw("blk.1.post_ffw_norm.weight").view(np.float32)
+    weight = model.params["blocks"]["mlp_post_norm"]["weight"][1]
+    np.testing.assert_array_equal(raw, 1 + np.asarray(weight))
+    assert table.metadata["gemma3.attention.sliding_window"] == 7
+    again = load(tmp_path / "a.gguf")
+    EXPORTS["hf"](again, tmp_path / "b")
+    want = logits_of(model)[..., :142]
+    for found in (again, load(tmp_path / "b")):
+        assert short(found.spec) == short(model.spec)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found.params, model.params
+        )
+    np.testing.assert_allclose(logits_of(again), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mistral_without_a_window_is_a_llama_in_gguf(small_tokenizer, tmp_path):
+    model = with_spec("mistral", small_tokenizer, window=0)
+    EXPORTS["gguf"](model, tmp_path / "a.gguf")
+    again = load(tmp_path / "a.gguf")
+    assert short(again.spec) == dataclasses.replace(short(model.spec), family="llama")
+    assert_same(again.params, model.params)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("mistral", {}, "a window of 7 positions; expected none"),
+        ("gemma3", {}, "query_pre_attn_scalar 24; expected 16"),
+        ("gemma3", {"query_scalar": 0.0}, "other than all but each 6th"),
+    ],
+)
+def test_windows_that_llama_cpp_does_not_compute_are_refused(
+    case, changes, message, small_tokenizer, tmp_path
+):
+    model = with_spec(case, small_tokenizer, **changes)
+    with pytest.raises(UserError, match=message):
+        EXPORTS["gguf"](model, tmp_path / "a.gguf")
+    with pytest.raises(UserError, match=r"one that \.apr can describe"):
+        EXPORTS["apr"](model, tmp_path / "a.apr")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_gguf_cannot_tell_is_exported_otherwise_or_not_at_all(small_tokenizer, tmp_path):

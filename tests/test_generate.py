@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from toy_teacher import next_id_teacher
 
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.errors import UserError
+from kdjax.models import decoding
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, pick
 from kdjax.models.model import load
@@ -124,6 +126,39 @@ def test_several_new_ids_at_once_are_one_after_another(models):
         np.testing.assert_allclose(logits[row, 0], whole[row, n + 4], atol=1e-4)
 
 
+def test_a_row_depends_on_neither_slot_nor_device(models):
+    """More prompts than slots, of answers of other lengths, on one device and on two."""
+    path = f"{models}/teacher.gguf"
+    two = load(path, dtype="float32", devices=jax.devices()[:2])
+    prompts, how = prompts_of(7), dict(max_tokens=20, stop_ids=())
+    limits = [3, 20, 1, 9, 17, 8, 12]
+    for drawn in (dict(temperature=1.0, seed=5), {}):
+        want = run(models, prompts=prompts, batch_size=7, **drawn)
+        for slots in (2, 4):
+            got = two.generate(prompts, **how, **drawn, limits=limits, batch_size=slots)
+            assert [c.ids for c in got] == [c.ids[:n] for c, n in zip(want, limits, strict=True)]
+            assert {c.reason for c in got} == {"length"}
+
+
+def test_a_free_slot_takes_the_next_prompt(models):
+    """In the prompts' order: the long first row holds its slot, the others share the second."""
+    seen = []
+    run(
+        models,
+        prompts=prompts_of(5),
+        batch_size=2,
+        max_tokens=40,
+        limits=[40, 8, 8, 8, 8],
+        on_text=lambda number, _: seen.append(number),
+    )
+    first = list(dict.fromkeys(seen))
+    assert first == [0, 1, 2, 3, 4]
+    assert seen.index(4) < len(seen) - 1 - seen[::-1].index(0)  # before the first has ended
+    assert seen.count(0) == 5 and seen.count(1) == 1
+    with pytest.raises(UserError, match="expected one whole number from 1 to 20 a prompt"):
+        run(models, limits=[1, 2, 3, 21])
+
+
 @pytest.mark.slow
 def test_another_seed_draws_others(models):
     one, other = (run(models, temperature=1.0, top_p=0.9, seed=seed) for seed in (5, 6))
@@ -158,6 +193,40 @@ def test_top_k_and_top_p_keep_the_right_ids(top_k, top_p, kept):
     np.testing.assert_allclose(share, want / want.sum(), atol=0.03)
     assert np.all(share[want == 0] == 0)
     np.testing.assert_allclose(np.exp(log_probs), p[np.argsort(order)][np.asarray(ids)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", [dict(temperature=1.0), dict(temperature=0.7, top_p=0.9, top_k=90)])
+def test_ids_are_drawn_with_their_probabilities(how):
+    """Chi-square against float64; more ids than blocks, and no multiple of their number."""
+    rng, rows, ids = np.random.default_rng(11), 30_000, 301
+    logits = rng.normal(0, 1.5, ids).astype(np.float32)
+    p = np.exp((logits.astype(float) - logits.max()) / how["temperature"])
+    kept = np.argsort(-p)[: how.get("top_k", ids)]
+    before = np.cumsum(p[kept]) / p[kept].sum() - p[kept] / p[kept].sum()
+    kept = kept[before < how.get("top_p", 1.0)]
+    want = p[kept] / p[kept].sum()
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(2), i))(jnp.arange(rows))
+    draw = jax.jit(functools.partial(pick, sampling=Sampling(**how)))
+    drawn, _ = draw(jnp.broadcast_to(jnp.asarray(logits)[None], (rows, ids)), keys)
+    counts = np.bincount(np.asarray(drawn), minlength=ids)
+    assert counts[kept].sum() == rows
+    assert scipy.stats.chisquare(counts[kept], want * rows).pvalue > 1e-3
+
+
+def test_unlikely_ids_keep_their_own_probabilities():
+    """Of 2e-9 each: 24 bits for all ids would give some of them 6e-8 and the others nothing."""
+    logits = jnp.full((1, 2048), -20.0).at[0, 5].set(0.0)
+    uniform = jnp.linspace(0, 1, 4096, endpoint=False, dtype=jnp.float32)
+    block = jnp.exp(jnp.broadcast_to(logits[:, 16:32], (4096, 16)))
+    counts = np.bincount(np.asarray(decoding._invert(block, uniform)), minlength=16)
+    np.testing.assert_allclose(counts, 256, atol=1)
+
+
+def test_no_weight_no_draw():
+    """Places of no weight, where uniform numbers end and where rounded sums do not grow."""
+    weights = jnp.asarray([[0, 1, 0, 0, 1, 0]], jnp.float32)
+    for uniform, place in ((0.0, 1), (0.4999, 1), (0.5, 4), (1 - 2**-24, 4)):
+        assert decoding._invert(weights, jnp.asarray([uniform], jnp.float32))[0] == place
 
 
 def test_temperature_sharpens():
@@ -210,7 +279,7 @@ def test_text_streams_as_it_grows(models, capsys):
         on_text=lambda number, text: seen.append((number, text)),
     )
     texts = [text for number, text in seen if number == 0]
-    assert len(texts) == 4 and texts[-1] == got[0].text  # 1, 17, 33, 40 tokens
+    assert len(texts) == 5 and texts[-1] == got[0].text  # 8, 16, 24, 32, 40 tokens
     pairs = itertools.pairwise(texts)
     assert all(b.startswith(a.rstrip("�")) for a, b in pairs)
     stream = Stream()

@@ -117,7 +117,7 @@ def test_paths_become_files_and_the_receipt_has_their_commit(fake, said):
     # Again, and by the names in the sources: nothing is downloaded.
     before = fake.downloads()
     assert hub.fetch_files(asked) == config == hub.fetch_files(config)
-    assert hub.fetch_model(sources["teacher.path"][0]) == config.teacher.path
+    assert hub.fetch_path(sources["teacher.path"][0]) == config.teacher.path
     assert fake.downloads() == before
 
 
@@ -134,7 +134,7 @@ def test_paths_become_files_and_the_receipt_has_their_commit(fake, said):
     ],
 )
 def test_what_is_taken_of_a_repository(fake, tmp_path, path, files):
-    local = Path(hub.fetch_model(path))
+    local = Path(hub.fetch_path(path))
     assert (
         names(tmp_path / "cache" / local.parts[len(tmp_path.parts) + 1] / "snapshots" / COMMIT)
         == files
@@ -144,7 +144,7 @@ def test_what_is_taken_of_a_repository(fake, tmp_path, path, files):
 
 
 def test_what_is_taken_of_folders_and_globs(fake):
-    assert names(hub.fetch_model("hf:org/Inside/sub", hub.TOKENIZER)) == [
+    assert names(hub.fetch_path("hf:org/Inside/sub", hub.TOKENIZER)) == [
         "config.json",
         "tokenizer.json",
     ]
@@ -153,7 +153,7 @@ def test_what_is_taken_of_folders_and_globs(fake):
         "hf:datasets/org/text/train": ["0.parquet", "1.parquet"],
         "hf:datasets/org/text/tr*/1.*": ["1.parquet"],
     }.items():
-        assert [Path(p).name for p in hub.fetch_text(pattern).split(",")] == files
+        assert [Path(p).name for p in hub.fetch_path(pattern, hub.TEXT).split(",")] == files
 
 
 def test_a_student_of_shapes_alone_needs_no_weights(fake):
@@ -170,7 +170,7 @@ def test_a_local_file_of_the_name_comes_first(fake, tmp_path, said):
     assert config.student.path == "models/Folder"
     assert f"models/teacher.gguf is used for {TEACHER}" in said() and not fake.asked
     # Whose revision it is, nobody knows.
-    assert hub.fetch_model(f"{TEACHER}@v1") != config.teacher.path
+    assert hub.fetch_path(f"{TEACHER}@v1") != config.teacher.path
 
 
 def test_every_repository_is_asked_before_the_first_download(fake):
@@ -208,11 +208,11 @@ def test_a_cut_download_goes_on_where_it_was_cut(fake, tmp_path, said):
     """Two starts: the second asks for no byte that the first received."""
     fake.cut = {"teacher.gguf": 300_000}
     with pytest.raises(MissingFileError, match=r"(?s)does not answer .*the same command goes on"):
-        hub.fetch_model(TEACHER)
+        hub.fetch_path(TEACHER)
     (part,) = (tmp_path / "cache").rglob("*.incomplete")
     assert part.read_bytes() == BIG[:300_000]
     fake.cut, fake.asked[:] = {}, []
-    assert Path(hub.fetch_model(TEACHER)).read_bytes() == BIG
+    assert Path(hub.fetch_path(TEACHER)).read_bytes() == BIG
     assert fake.downloads() == [("teacher.gguf", 300_000)]
     assert (
         "0.72 MB to download, of 1.02 MB" in said()
@@ -224,10 +224,10 @@ def test_a_cut_download_goes_on_where_it_was_cut(fake, tmp_path, said):
 def test_damaged_bytes_are_not_kept(fake, tmp_path):
     fake.damaged = {"teacher.gguf"}
     with pytest.raises(MissingFileError, match=r"found SHA-256 \w+ in teacher.gguf as it arrived"):
-        hub.fetch_model(TEACHER)
+        hub.fetch_path(TEACHER)
     assert not list((tmp_path / "cache").rglob("*.incomplete"))
     fake.damaged = set()
-    assert Path(hub.fetch_model(TEACHER)).read_bytes() == BIG
+    assert Path(hub.fetch_path(TEACHER)).read_bytes() == BIG
 
 
 def test_a_full_disk_is_found_before_the_first_byte(fake, monkeypatch):
@@ -236,7 +236,7 @@ def test_a_full_disk_is_found_before_the_first_byte(fake, monkeypatch):
     with pytest.raises(WriteError, match=r"2.05 MB to download and 1.50 MB free in .*HF_HOME"):
         hub.fetch_files(config_of())
     assert not fake.downloads()
-    assert hub.fetch_model(TEACHER)  # one of them has room
+    assert hub.fetch_path(TEACHER)  # one of them has room
 
 
 def test_a_disk_that_fills_up_keeps_what_has_arrived(fake, tmp_path, monkeypatch):
@@ -257,10 +257,10 @@ def test_a_disk_that_fills_up_keeps_what_has_arrived(fake, tmp_path, monkeypatch
 
     monkeypatch.setattr(file_download, "http_get", fill)
     with pytest.raises(WriteError, match=r"found a full disk and .* free in .*goes on from"):
-        hub.fetch_model(TEACHER)
+        hub.fetch_path(TEACHER)
     monkeypatch.setattr(file_download, "http_get", real)
     fake.asked.clear()
-    assert Path(hub.fetch_model(TEACHER)).read_bytes() == BIG
+    assert Path(hub.fetch_path(TEACHER)).read_bytes() == BIG
     assert fake.downloads() == [("teacher.gguf", 300_000)]
 
 
@@ -284,17 +284,17 @@ def test_a_disk_that_fills_up_keeps_what_has_arrived(fake, tmp_path, monkeypatch
 )
 def test_what_is_not_there_is_named(fake, path, message):
     with pytest.raises(UserError, match=message):
-        hub.fetch_model(path)
+        hub.fetch_path(path)
     assert not fake.downloads()
 
 
 def test_text_that_is_not_there_is_named(fake):
     with pytest.raises(UserError, match=r"expected hf:datasets/ORG/REPO"):
-        hub.fetch_text(TEACHER)
+        hub.fetch_path(TEACHER, hub.TEXT)
     with pytest.raises(UserError, match=r"found no train/9.parquet .* Did you mean train/"):
-        hub.fetch_text("hf:datasets/org/text/train/9.parquet")
+        hub.fetch_path("hf:datasets/org/text/train/9.parquet", hub.TEXT)
     with pytest.raises(UserError, match=r"has no dataset org/none"):
-        hub.fetch_text("hf:datasets/org/none")
+        hub.fetch_path("hf:datasets/org/none", hub.TEXT)
 
 
 def test_a_gated_repository_is_found_before_the_first_download(fake, monkeypatch):
@@ -368,7 +368,7 @@ def test_a_plan_downloads_headers_alone(config_file, fake, capsys, monkeypatch, 
     assert capsys.readouterr().out == short.out
     # The run goes on from the headers, and the plan of whole files is the same.
     fake.asked.clear()
-    assert hub.fetch_model(TEACHER) and hub.fetch_model(STUDENT)
+    assert hub.fetch_path(TEACHER) and hub.fetch_path(STUDENT)
     assert fake.downloads() == [("teacher.gguf", 50_000), ("student.gguf", 50_000)]
     assert cli.main(["plan", config_file]) == 0 and capsys.readouterr().out == short.out
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from test_run import REPOSITORY, _read, curve, environment, start, wait_for
+from test_run import REPOSITORY, _read, curve, start, wait_for
 
 from kdjax.commands import train as main
 from kdjax.errors import QUIT
@@ -40,12 +40,14 @@ def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tm
     assert not (workdir / "report.html").exists()
 
     def again():
-        where = dict(cwd=REPOSITORY, env=environment(), text=True)
+        where = dict(cwd=REPOSITORY, text=True)
         return subprocess.run(command, shell=True, capture_output=True, timeout=120, **where)
 
     resumed = again()
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {stopped + 1:>6}/60" in resumed.stderr
+    for part in ("tok/s", "ETA", "held-out at step 60"):
+        assert part in resumed.stderr
     assert re.search(rf"^report +{re.escape(str(workdir))}/report.html$", resumed.stdout, re.M)
     assert "student after 60 steps" in (workdir / "report.html").read_text()
     before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}

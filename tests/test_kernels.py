@@ -1,6 +1,7 @@
 """The kernels beside the JAX that defines them, interpreted on a CPU and compiled on a GPU."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 
 from kdjax.device.placement import Placement
 from kdjax.losses import kd as losses
-from kdjax.models import decoder, kernels, weights
+from kdjax.models import attention, decoder, kernels, weights
 
 WIDE = (6, 4864), (3, 8960), (2, 18944)
 INTERPRET = jax.default_backend() != "gpu"
@@ -223,3 +224,30 @@ def test_rows_normed_or_not_are_rounded_as_defined(shape, with_norm):
         for v, s in ((got, got_scale), (values, scale))
     )
     np.testing.assert_allclose(got, want, rtol=2.0**-3, atol=2.0**-9 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("new", "dtype", "local"),
+    [(1, jnp.bfloat16, None), (3, jnp.float32, None), (3, jnp.float32, True)],
+)
+def test_attention_over_a_cache_is_the_one_defined(new, dtype, local):
+    """Rows that begin, end a block, and reach the end of the cache; other layers stay."""
+    rng, (batch, heads, groups, slots, width) = np.random.default_rng(3), (4, 2, 7, 160, 32)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    q, k, v = (normal(batch, new, heads * n, width) for n in (groups, 1, 1))
+    cache = tuple(normal(3, batch, heads, slots, width) for _ in range(2))
+    positions = jnp.asarray([0, 64, 63, slots - new], jnp.int32)
+    one = jnp.int32(1)
+    how = dict(scale=0.2, window=0 if local is None else 70)
+    rest = cache, one, positions, None if local is None else jnp.bool_(local)
+    want, kept = attention.attend_and_keep(q, k, v, *rest, **how)
+    run = functools.partial(kernels.attend_and_keep, interpret=INTERPRET)
+    with mock.patch.object(kernels, "attend_and_keep", run):
+        got, ours = attention.attend_and_keep(q, k, v, *rest, **how, kernel=True)
+    tolerance = 2e-5 if dtype == jnp.float32 and INTERPRET else 2.0**-6
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=tolerance)
+    for a, b in zip(ours, kept, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -311,7 +311,8 @@ def test_answers_are_the_same_on_one_device_and_on_eight(job, straight):
 
 def test_rounds_end_and_cut_answers_may_be_left_out(job, tmp_path):
     rollout = dataclasses.replace(job.config.rollout, rounds=2, every=2, train_cut=False)
-    started = begin(job, tmp_path / "run", rollout=rollout)
+    cold = dataclasses.replace(rollout, temperature=0.01)  # no answer happens upon an end
+    started = begin(job, tmp_path / "run", rollout=cold)
     params, source = started.make_state().params, started.source
     with pytest.raises(UserError, match=r"answers of round 0 are cut off at rollout.max_tokens=8"):
         source.next(params)

@@ -41,7 +41,7 @@ from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding, Output
 from kdjax.evaluation.target import Target, open_target, warn_if_refused
 from kdjax.formats.files import make_folder
-from kdjax.hub import fetch_model
+from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model
@@ -131,7 +131,7 @@ def check(args: argparse.Namespace) -> Request:
     sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
     sampling.check()
     for text in filter(None, (args.target, args.teacher)):
-        fetch_model(Form.parse(text).path)
+        fetch_path(Form.parse(text).path)
     split = [text.partition("=") for text in args.data]
     domains = {name: paths if equals else name for name, equals, paths in split}
     for patterns in domains.values():

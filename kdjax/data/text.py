@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kdjax.data.installed import source_files
 from kdjax.errors import MissingFileError, UserError
-from kdjax.hub import fetch_text
+from kdjax.hub import TEXT, fetch_path
 from kdjax.models.tokenizer import Tokenizer
 
 # What a directory is searched for; a file named outright is read whatever its suffix.
@@ -73,7 +73,7 @@ def find_files(patterns: str) -> list[Path]:
     """
     files: set[Path] = set()
     paths, packages = split_sources(patterns)
-    for pattern in (p for path in paths for p in _split(fetch_text(path))):
+    for pattern in (p for path in paths for p in _split(fetch_path(path, TEXT))):
         expanded = os.path.expanduser(pattern)
         matches = sorted(glob.glob(expanded, recursive=True)) or [expanded]
         matched: set[Path] = set()

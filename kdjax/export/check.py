@@ -19,6 +19,7 @@ from kdjax.formats.apr.table import verify_footer
 from kdjax.formats.blocks import decode, encode
 from kdjax.formats.table import TensorInfo
 from kdjax.models.arch import ArchSpec, rope_frequencies, spec_from_table
+from kdjax.models.families import FAMILIES
 from kdjax.models.loading import is_gguf, tensor_names
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -68,10 +69,10 @@ def check_export(
         written = load_tokenizer(path)
     except (UserError, OSError, ValueError) as error:
         raise SelfCheckError(f"the file just written cannot be read: {error}") from error
-    problems = _compare_specs(spec, written_spec) + compare_tokenizers(tokenizer, written)
+    gguf = is_gguf(table)
+    problems = _compare_specs(spec, written_spec, gguf) + compare_tokenizers(tokenizer, written)
     if path.is_dir():
         problems += _check_folder(path)
-    gguf = is_gguf(table)
     infos, lost, total = [], 0.0, 0.0
     for tensor in tensors:
         infos.append(table.info(tensor.gguf if gguf else tensor.hf))
@@ -89,12 +90,14 @@ def check_export(
     )
 
 
-def _compare_specs(spec: ArchSpec, written: ArchSpec) -> list[str]:
+def _compare_specs(spec: ArchSpec, written: ArchSpec, gguf: bool) -> list[str]:
     problems = []
     for name, a in vars(spec).items():
         b = getattr(written, name)
         if name == "rope_scaling":
             continue
+        if name == "family" and gguf:  # where several families share a name
+            a, b = FAMILIES[a].gguf, FAMILIES[b].gguf
         # GGUF stores reals as float32.
         same = np.isclose(a, b, rtol=1e-6, atol=0) if isinstance(a, float) else a == b
         if not same:

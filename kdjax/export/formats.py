@@ -20,6 +20,7 @@ from kdjax.formats.recipes import RECIPES, tensor_type
 from kdjax.formats.safetensors_writer import SHARD_BYTES, write_folder
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec
+from kdjax.models.families import FAMILIES
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
@@ -152,6 +153,11 @@ def export_apr(
             "cannot tell. Export --format=gguf or --format=hf."
         )
     spec, tensors, _, tokenizer, files = source
+    if not FAMILIES[spec.family].apr or spec.window:
+        raise UserError(
+            f"found a {spec.family} model; expected one that .apr can describe, without windows "
+            "and norms of 1 + weight. Export --format=gguf or --format=hf."
+        )
     rows = source.encode(dtype, gguf=False)
     misfits = [
         f"{name} ({shape[-1]} columns)" for name, kind, shape, _ in rows if kind not in DTYPES

@@ -1,14 +1,13 @@
 """What each format says of the model: config.json, GGUF key-values, `.apr` metadata.
 
 What the student's own file says is kept; what kdjax knows better (shapes, the tied head, types)
-replaces it. Sources: Transformers' configuration_{qwen2,qwen3,llama}.py and modeling_rope_utils.py,
+replaces it. Sources: Transformers' configuration files and modeling_rope_utils.py,
 llama.cpp's gguf-py/gguf/constants.py.
 """
 
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
 from kdjax.errors import UserError
@@ -17,12 +16,16 @@ from kdjax.formats import TensorTable
 from kdjax.formats.apr.metadata import INTEGERS, NEOX, TOKENIZER
 from kdjax.models.arch import (
     ACTIVATIONS,
+    LOCAL,
+    WHOLE,
     ArchSpec,
     RopeScaling,
+    every_layer_but,
+    gguf_query_scalar,
     rope_frequencies,
     yarn_attention_factor,
 )
-from kdjax.models.families import FAMILIES
+from kdjax.models.families import FAMILIES, Family
 from kdjax.models.loading import is_gguf
 
 TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -114,7 +117,6 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     config = {
         "architectures": [FAMILIES[spec.family].hf_architecture],
         "model_type": spec.family,
-        "hidden_act": spec.activation,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
@@ -124,7 +126,10 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     }
     if scaling := rope_parameters(spec):
         config["rope_scaling"] = scaling
-    own = {
+    family = FAMILIES[spec.family]
+    own: dict[str, Any] = {
+        "hidden_act": spec.activation,
+        "hidden_activation": spec.activation,
         "use_sliding_window": False,
         "max_window_layers": spec.num_layers,
         "attention_bias": spec.o_bias,
@@ -135,8 +140,13 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
         "num_experts_per_tok": spec.experts_used,
         "moe_intermediate_size": spec.expert_size,
         "norm_topk_prob": spec.norm_experts,
+        "query_pre_attn_scalar": spec.query_scalar or spec.head_dim,
+        "sliding_window": spec.window or None,
+        "rope_local_base_freq": _short(spec.local_rope_theta),
+        "layer_types": [LOCAL if window else WHOLE for window in spec.windows()],
     }
-    return config | {key: own[key] for key in FAMILIES[spec.family].config_keys}
+    activation = "hidden_activation" if "hidden_activation" in family.computed else "hidden_act"
+    return config | {key: own[key] for key in (activation, *family.config_keys)}
 
 
 def _short(value: float) -> float:
@@ -146,17 +156,18 @@ def _short(value: float) -> float:
 
 def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
     """The architecture as GGUF key-values; raises `UserError` for one that GGUF cannot tell."""
-    scaling = spec.rope_scaling
-    if ACTIVATIONS[spec.activation] is not jax.nn.silu:
+    scaling, family = spec.rope_scaling, FAMILIES[spec.family]
+    if ACTIVATIONS[spec.activation] is not ACTIVATIONS[family.activation]:
         raise UserError(
-            f"found a model with hidden_act {spec.activation!r}; expected silu, which llama.cpp "
-            f"computes in every {spec.family} model. Export --format=hf."
+            f"found a model with hidden_act {spec.activation!r}; expected {family.activation}, "
+            f"which llama.cpp computes in every {spec.family} model. Export --format=hf."
         )
     if spec.experts and not spec.norm_experts:
         raise UserError(
             "found a model with norm_topk_prob=false; expected true, which llama.cpp computes in "
             f"every {spec.family} model. Export --format=hf."
         )
+    _check_windows(spec, family)
     if scaling is not None and not scaling.truncate:
         raise UserError(
             "found yarn with truncate=false; expected whole dimensions, which llama.cpp computes. "
@@ -174,7 +185,7 @@ def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
     }
     if spec.head_dim * spec.num_heads != spec.hidden_size:
         values |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
-    own = {
+    own: dict[str, Any] = {
         "rope.dimension_count": spec.head_dim,
         "vocab_size": spec.vocab_size,
         "attention.key_length": spec.head_dim,
@@ -183,20 +194,45 @@ def gguf_shape(spec: ArchSpec) -> dict[str, Any]:
         "expert_used_count": spec.experts_used,
         "expert_feed_forward_length": spec.expert_size,
     }
-    family = FAMILIES[spec.family]
-    values |= {key: own[key] for key in family.gguf_keys}
+    if spec.local:
+        own["attention.sliding_window"] = spec.window
+        own["rope.freq_base_swa"] = float(spec.local_rope_theta)
+    values |= {key: own[key] for key in family.gguf_keys if key in own}
     if scaling is not None and scaling.kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
     if scaling is not None and scaling.kind == "yarn":
         # llama.cpp multiplies yarn's own factor by `attn_factor`.
-        own = yarn_attention_factor(scaling.factor)
+        theirs = yarn_attention_factor(scaling.factor)
         values |= {
             "rope.scaling.original_context_length": scaling.original_positions,
-            "rope.scaling.attn_factor": float(scaling.attention_factor / own),
+            "rope.scaling.attn_factor": float(scaling.attention_factor / theirs),
             "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
             "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
         }
     return {f"{family.gguf}.{key}": value for key, value in values.items()}
+
+
+def _check_windows(spec: ArchSpec, family: Family) -> None:
+    """Raises `UserError` for windows and scales of scores that no key of a GGUF header says."""
+    scalar = gguf_query_scalar(family, spec.num_layers, spec.hidden_size // spec.num_heads)
+    if spec.query_scalar != scalar:
+        raise UserError(
+            f"found a model with query_pre_attn_scalar {spec.query_scalar:g}; expected "
+            f"{scalar or spec.head_dim:g}, which llama.cpp computes for {spec.num_layers} layers. "
+            "Export --format=hf."
+        )
+    period = family.window_period
+    if spec.window and spec.local != (every_layer_but(period, spec.num_layers) if period else ()):
+        raise UserError(
+            f"found layers with a window other than all but each {period}th; expected what "
+            "llama.cpp computes. Export --format=hf."
+        )
+    if spec.window and not period:
+        raise UserError(
+            f"found a {spec.family} model with a window of {spec.window} positions; expected none, "
+            "as llama.cpp computes. Export --format=hf, or set sliding_window to null if texts "
+            "are never longer."
+        )
 
 
 def _keep(source: TensorTable, stale: tuple[str, ...]) -> dict[str, Any]:

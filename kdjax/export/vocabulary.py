@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers.processors import TemplateProcessing
 
+from kdjax import hub
 from kdjax.errors import UserError
 from kdjax.export.staging import write_json
 from kdjax.formats import open_table
@@ -31,15 +32,6 @@ from kdjax.models.encoders import (
 from kdjax.models.pretokenizers import PRE_TOKENIZERS, name_of
 from kdjax.models.tokenizer import BYTE_TOKEN, Tokenizer, default_pre_tokenizer, opens_with_bos
 
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 # Tokens that a text must survive, whatever the vocabulary.
 _SAMPLES = (
     "def f(x):\n    return x + 1  # ok\n",
@@ -205,7 +197,7 @@ def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
 def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context: int) -> None:
     """The tokenizer's files into `folder`; `context` in tokens goes to `model_max_length`."""
     if files.folder is not None:
-        for name in _FILES:
+        for name in set(hub.TOKENIZER) - {"config.json"}:
             if (path := files.folder / name).is_file():
                 shutil.copyfile(path, folder / name)
         return

@@ -409,7 +409,7 @@ def _from_hf(table: TensorTable) -> ArchSpec:
     )
 
 
-_LOCAL, _WHOLE = "sliding_attention", "full_attention"
+LOCAL, WHOLE = "sliding_attention", "full_attention"  # of `layer_types`
 
 
 def _hf_ropes(
@@ -421,15 +421,15 @@ def _hf_ropes(
     local: Any = {}
     if family.window_period:
         local = {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
-        if isinstance(rope, Mapping) and (_LOCAL in rope or _WHOLE in rope):  # since 5
-            local, rope = local | (rope.get(_LOCAL) or {}), rope.get(_WHOLE) or {}
+        if isinstance(rope, Mapping) and (LOCAL in rope or WHOLE in rope):  # since 5
+            local, rope = local | (rope.get(LOCAL) or {}), rope.get(WHOLE) or {}
     for found in (rope, local):
         if not isinstance(found, Mapping):
             raise UserError(f"{path}: found rotary parameters {found!r}; expected an object.")
     kind = local.get("rope_type", "default")
     if kind != "default":
         raise UserError(
-            f"{path}: found rope_type {kind!r} for {_LOCAL}; expected default: local layers are "
+            f"{path}: found rope_type {kind!r} for {LOCAL}; expected default: local layers are "
             "never stretched."
         )
     return rope, local
@@ -448,13 +448,13 @@ def _hf_windows(
     if types is None:
         period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
         local = every_layer_but(int(period or family.window_period), layers)
-    elif len(types) != layers or set(types) - {_LOCAL, _WHOLE}:
+    elif len(types) != layers or set(types) - {LOCAL, WHOLE}:
         raise UserError(
-            f"{path}: found layer_types {str(types)[:80]}; expected {_LOCAL} or {_WHOLE} for each "
+            f"{path}: found layer_types {str(types)[:80]}; expected {LOCAL} or {WHOLE} for each "
             f"of {layers} layers."
         )
     else:
-        local = tuple(kind == _LOCAL for kind in types)
+        local = tuple(kind == LOCAL for kind in types)
     return (window, local) if any(local) else (0, ())
 
 

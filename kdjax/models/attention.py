@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kdjax.models import kernels
+
 # How many positions a query sees, its own included: a number, or one of a traced layer.
 Reach = int | Int[Array, ""]
 
@@ -79,6 +81,49 @@ def attend_cached(
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("BKTGS,BKSD->BKTGD", weights, v).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, new, heads, width)
+
+
+def attend_and_keep(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    cache: tuple[Array, Array],
+    layer: Int[Array, ""],
+    positions: Int[Array, " B"],
+    local: Bool[Array, ""] | None = None,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    kernel: bool = False,
+) -> tuple[Float[Array, "B T H D"], tuple[Array, Array]]:
+    """Attention of T new positions a row, the first at `positions`, over a layer of a cache.
+
+    The cache, keys and values `[L, B, K, S, D]`, comes back with them; it has no room beyond S.
+    `scale`, `window` and `local` as of `attend`.
+    """
+    batch, new = q.shape[:2]
+    if kernel:
+        # Rows of one product are the queries of a key head: no head of keys is repeated.
+        grouped = q.reshape(batch, new, k.shape[2], -1, q.shape[3]).swapaxes(1, 2)
+        rows = grouped.reshape(batch, k.shape[2], -1, q.shape[3])
+        out, keys, values = kernels.attend_and_keep(
+            rows,
+            k.swapaxes(1, 2),
+            v.swapaxes(1, 2),
+            *cache,
+            layer,
+            positions,
+            jnp.asarray(reach(cache[0].shape[3], window, local), jnp.int32),
+            scale=float(q.shape[3] ** -0.5) if scale is None else scale,
+        )
+        return out.reshape(grouped.shape).swapaxes(1, 2).reshape(q.shape), (keys, values)
+    at = positions[:, None] + jnp.arange(new, dtype=jnp.int32)[None]
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    keys, values = (
+        kept.at[layer, rows, :, at].set(x) for kept, x in zip(cache, (k, v), strict=True)
+    )
+    out = attend_cached(q, keys[layer], values[layer], at, local, scale=scale, window=window)
+    return out, (keys, values)
 
 
 def _blockwise(

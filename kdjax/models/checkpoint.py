@@ -16,7 +16,7 @@ from kdjax.formats.saved import (
     saved_run,
     saved_steps,
 )
-from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_model, origin
+from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.loading import tensor_names
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer, opens_with_bos
@@ -174,7 +174,7 @@ def open_checkpoint(
     `whole=False` a file no more than its header. Reads headers only. Raises `MissingFileError` if
     there is nothing at `path`, `UserError` for what cannot be understood.
     """
-    path = Path(fetch_model(path, TOKENIZER if shapes else MODEL))
+    path = Path(fetch_path(path, TOKENIZER if shapes else MODEL))
     if (path / "checkpoints").is_dir():
         return open_step(path, student=student, tokenizer=tokenizer)
     if path.name.isdigit() and path.parent.name == "checkpoints":
@@ -223,7 +223,7 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
     student it was, or it is there no more.
     """
     receipt = _receipt_paths(workdir)
-    student = fetch_model(student or receipt.get("student", ""), TOKENIZER)
+    student = fetch_path(student or receipt.get("student", ""), TOKENIZER)
     if not student:
         raise MissingFileError(
             f"{workdir} does not say which student it began with (no {RECEIPT} with its config): "
@@ -234,7 +234,7 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
             f"{student}: no such file or folder; expected the student that the run in {workdir} "
             "began with, for its config and tokenizer. Say where it is now: --student=PATH."
         )
-    ours = "" if tokenizer else fetch_model(receipt.get("tokenizer", ""), TOKENIZER)
+    ours = "" if tokenizer else fetch_path(receipt.get("tokenizer", ""), TOKENIZER)
     return student, tokenizer or (ours if Path(ours).exists() else "")
 
 

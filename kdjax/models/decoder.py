@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kdjax.device.placement import Placement
 from kdjax.models import kernels
 from kdjax.models.arch import ACTIVATIONS, ArchSpec, local_rope, rope_frequencies
-from kdjax.models.attention import attend, attend_cached
+from kdjax.models.attention import attend, attend_and_keep
 from kdjax.models.experts import choose_experts, mix_experts
 from kdjax.models.weights import (
     Rounded,
@@ -29,6 +29,7 @@ from kdjax.models.weights import (
     from_bits,
     gate_rows,
     gather_shards,
+    join,
     project,
     project_all,
     round_for,
@@ -393,43 +394,85 @@ class Decoder(nnx.Module):
         return self.norm(last)[:, 0], Cache(jnp.pad(k, room), jnp.pad(v, room))
 
     def extend(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, " B"], cache: "Cache"
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, " B"],
+        cache: "Cache",
+        layers: "Layers | None" = None,
     ) -> tuple[Float[Array, "B T D"], "Cache"]:
         """T more ids a row, the first at its position; hidden states, and the cache with them.
 
         What lies in the cache from that position on is written over. Ids beyond its capacity leave
-        nothing there.
+        nothing there. `layers` are the weights as `unstack` gives them.
         """
         at = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         angles = self._angles(at)
         graph, stacked = nnx.split(self.blocks)
         slices, read = slice_layers(stacked)
-        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
 
         def layer(carry: tuple[Array, Cache], xs: Any) -> tuple[tuple[Array, Cache], None]:
             (x, cache), (index, weights, local) = carry, xs
 
             def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
                 # In the carry, so that a step writes its positions and copies nothing.
-                kept = Cache(
-                    cache.k.at[index, rows, :, at].set(k), cache.v.at[index, rows, :, at].set(v)
-                )
-                out = attend_cached(
+                out, kept = attend_and_keep(
                     q,
-                    kept.k[index],
-                    kept.v[index],
-                    at,
+                    k,
+                    v,
+                    cache,
+                    index,
+                    positions,
                     local,
                     scale=self.spec.score_scale,
                     window=self.spec.window,
+                    kernel=self._has_kernel(q.dtype),
                 )
-                return out, kept
+                return out, Cache(*kept)
 
-            return nnx.merge(graph, read(weights))(x, self._turn(angles, local), mix), None
+            weights = read(weights) if layers is None else weights
+            return nnx.merge(graph, weights)(x, self._turn(angles, local), mix), None
 
-        layers = jnp.arange(self.spec.num_layers, dtype=jnp.int32), slices, self._local()
-        (x, cache), _ = jax.lax.scan(layer, (self._embed_tokens(tokens), cache), layers)
+        carry, places = self._embed_tokens(tokens), jnp.arange(self.spec.num_layers)
+        carry, places, local = (carry, cache), places.astype(jnp.int32), self._local()
+        if layers is None:
+            carry, _ = jax.lax.scan(layer, carry, (places, slices, local))
+        else:
+            for index, weights in enumerate(layers):
+                kind = None if local is None else local[index]
+                carry, _ = layer(carry, (places[index], weights, kind))
+        x, cache = carry
         return self.norm(x), cache
+
+    def _has_kernel(self, dtype: Any) -> bool:
+        """Whether `kernels.attend_and_keep` attends: half precision, heads of 16, 32, 64, ..."""
+        placement, width = self.compute.placement, self.spec.head_dim
+        half = dtype in (jnp.bfloat16, jnp.float16) and width >= 16 and width & (width - 1) == 0
+        return half and placement is not None and placement.kernels
+
+    def unstack(self) -> "Layers":
+        """The weights of each layer as one id a row multiplies them best.
+
+        Numbers of the compute dtype, an array a layer, those that multiply the same rows joined;
+        float8 stays so.
+        """
+        slices, read = slice_layers(nnx.state(self.blocks))
+        dtype = self.compute.dtype
+
+        def one(index: int) -> Params:
+            weights = nnx.to_pure_dict(read(jax.tree.map(lambda x: x[index], slices)))
+            for part, names in (("attn", "qkv"), ("mlp", ("gate", "up"))):
+                linears = [weights[part][name] for name in names]
+                found = [linear["weight"] for linear in linears]
+                if not isinstance(found[0], Scaled):
+                    found = join([from_bits(x).astype(dtype) for x in found])
+                for linear, weight in zip(linears, found, strict=True):
+                    linear["weight"] = weight
+            for linear in (weights["attn"]["o"], weights["mlp"]["down"]):
+                if not isinstance(linear["weight"], Scaled):
+                    linear["weight"] = from_bits(linear["weight"]).astype(dtype)
+            return weights
+
+        return tuple(map(one, range(self.spec.num_layers)))
 
     def head_weight(self) -> Float[Array, "V D"]:
         """The unembedding, `[V, D]`, as numbers; the embedding itself if tied."""
@@ -443,6 +486,9 @@ class Decoder(nnx.Module):
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits of every position: for evaluation and tests; training uses `losses`."""
         return unembed(hidden, self.head_weight().astype(hidden.dtype))
+
+
+Layers = tuple[Params, ...]  # one a layer
 
 
 class Cache(NamedTuple):
@@ -518,10 +564,19 @@ class DecoderFunctions(ModuleFunctions):
         return self._merge(params).prefill(tokens, lengths, capacity)
 
     def extend(
-        self, params: Params, tokens: Array, positions: Array, cache: Cache
+        self,
+        params: Params,
+        tokens: Array,
+        positions: Array,
+        cache: Cache,
+        layers: Layers | None = None,
     ) -> tuple[Array, Cache]:
         """See `Decoder.extend`."""
-        return self._merge(params).extend(tokens, positions, cache)
+        return self._merge(params).extend(tokens, positions, cache, layers)
+
+    def unstack(self, params: Params) -> Layers:
+        """See `Decoder.unstack`."""
+        return self._merge(params).unstack()
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:

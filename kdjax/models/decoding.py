@@ -1,9 +1,11 @@
-"""Text from a model: batched sampling with a key-value cache, prompts of any lengths.
+"""Text from a model: a fixed number of slots, each with a row that grows, from a queue of prompts.
 
-Prompts are padded behind and read at once; then one id a row is added at a time, each row at its
-own position. A few steps run on the device between looks at the text.
+A call of the device adds a few ids to every row. The host then looks at what came, gives the slots
+of rows that ended to the next prompts, which are read several at once, and meanwhile the device has
+its next call. A row's draws depend on the seed, its number and its length, on nothing else.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +17,17 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from kdjax.device.runtime import mem_available
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
-from kdjax.models.decoder import Cache, DecoderFunctions, Params
+from kdjax.models.decoder import Cache, DecoderFunctions, Layers, Params
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Spread, gather_rows, map_rows, mask_padding
 
-_STEPS = 16  # on the device between two looks at the text
+_STEPS = 8  # on the device between two looks of the host
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
+_ROOM = 128  # the cache's positions are a multiple, for the same reason
+_BLOCKS = 128  # of ids, of which a draw takes one and then an id in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +73,20 @@ class Completion(NamedTuple):
     drafted: Drafted | None = None  # with a draft model
 
 
-class _State(NamedTuple):
-    """A batch on the device, between two steps."""
+class _Slots(NamedTuple):
+    """What is on the device between two calls; B slots."""
 
     cache: Cache
     last: Int[Array, " B"]  # the id to be read next
     positions: Int[Array, " B"]  # where it goes
+    drawn: Int[Array, " B"]  # ids of the answer so far
+    limits: Int[Array, " B"]  # at which it ends
+    numbers: Array  # uint32 [B], by which it draws
     done: Array  # bool [B]
+
+
+_LATER = P(None, ROW_AXES)  # rows on the second axis
+_SPECS: Any = _Slots(Cache(_LATER, _LATER), *[ROWS] * 6)  # type: ignore[arg-type]
 
 
 def pick(
@@ -84,73 +96,92 @@ def pick(
 
     `keys` holds a random key a row, so that a row's draws do not depend on its batch.
     """
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.sum(jnp.exp(logits - peak), axis=-1)
     if sampling.temperature == 0:
-        ids = jnp.argmax(logits, axis=-1)
+        ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
-        scaled = _filter(logits / sampling.temperature, sampling)
-        ids = jax.vmap(jax.random.categorical)(keys, scaled)
-    ids = ids.astype(jnp.int32)
-    return ids, jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
+        ids = _draw_id(logits, peak, keys, sampling)
+    at = jnp.take_along_axis(logits - peak, ids[:, None], axis=-1)[:, 0]
+    return ids, at - jnp.log(total)
 
 
-def _filter(logits: Array, sampling: Sampling) -> Array:
-    """Logits outside top-k and top-p at -inf; the most likely id always stays."""
-    if sampling.top_k == 0 and sampling.top_p == 1:
-        return logits
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    least = ordered[:, -1:]
-    if sampling.top_k:
-        least = ordered[:, min(sampling.top_k, logits.shape[-1]) - 1][:, None]
-        ordered = jnp.where(ordered >= least, ordered, -jnp.inf)
+def _draw_id(logits: Array, peak: Array, keys: Any, sampling: Sampling) -> Array:
+    """The inverse of the cumulative sums: a block of ids by one number, an id in it by another.
+
+    Noise on every id would take a random number for each of 152 thousand. 24 bits choose a block,
+    24 more an id in it, so that unlikely ids keep their own probabilities.
+    """
+    least = _least_kept(logits, peak, sampling)
+
+    def weigh(x: Array) -> Array:
+        weights = jnp.exp((x - peak) / sampling.temperature)
+        return weights if least is None else jnp.where(x >= least, weights, 0.0)
+
+    width = -(-logits.shape[1] // _BLOCKS)
+    room = ((0, 0), (0, _BLOCKS * width - logits.shape[1]))
+    blocks = jnp.pad(logits, room, constant_values=-jnp.inf).reshape(-1, _BLOCKS, width)
+    sums = jnp.sum(jax.vmap(weigh, 1, 1)(blocks), axis=-1)
+    bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
+    uniform = (bits >> 8).astype(jnp.float32) * 2.0**-24  # below 1
+    block = _invert(sums, uniform[:, 0])
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * width + _invert(weigh(inside), uniform[:, 1])
+
+
+def _invert(weights: Float[Array, "B N"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
+    """The first place whose cumulative sum is above that share of the whole; its weight is not 0.
+
+    Sums rounded in another order need not grow: a place of no weight could lie between two.
+    """
+    sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
+    whole = jnp.max(sums, axis=-1, keepdims=True)
+    return jnp.argmax(sums > uniform[:, None] * whole, axis=-1).astype(jnp.int32)
+
+
+def _least_kept(logits: Array, peak: Array, sampling: Sampling) -> Array | None:
+    """The least logit `[B, 1]` of top-k and top-p, None for all; those equal to it stay as well.
+
+    Found by halving the range of float32 numbers, which sorts nothing.
+    """
+    least = None
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = _halve(logits, lambda kept: jnp.sum(kept, axis=-1) >= sampling.top_k)
     if sampling.top_p < 1:
-        p = jax.nn.softmax(ordered, axis=-1)
-        inside = jnp.cumsum(p, axis=-1) - p < sampling.top_p  # what comes before is not enough
-        least = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= least, logits, -jnp.inf)
+        weights = jnp.exp((logits - peak) / sampling.temperature)
+        if least is not None:
+            weights = jnp.where(logits >= least, weights, 0.0)
+        enough = sampling.top_p * jnp.sum(weights, axis=-1)
+        least = _halve(
+            logits, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= enough
+        )
+    return least
 
 
-def _draw(
-    hidden: Array, head: Array, steps: Array, rows: Array, sampling: Sampling, real: int
-) -> tuple[Array, Array]:
-    logits = jnp.einsum("BD,VD->BV", hidden, head, preferred_element_type=jnp.float32)
-    base = jax.random.key(sampling.seed)
-    keys = jax.vmap(lambda r, s: jax.random.fold_in(jax.random.fold_in(base, r), s))(rows, steps)
-    return pick(mask_padding(logits, real, -jnp.inf), keys, sampling)
+def _halve(logits: Array, enough: Callable[[Array], Array]) -> Array:
+    """The largest number `[B, 1]` at which the logits from it on are enough."""
+
+    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        good = enough(logits >= _number(middle)[:, None])
+        return jnp.where(good, middle, low), jnp.where(good, high, middle)
+
+    ends = jnp.full(logits.shape[:1], _rank(-jnp.inf)), jnp.full(logits.shape[:1], _rank(jnp.inf))
+    low, _ = jax.lax.fori_loop(0, 32, halve, ends)
+    return _number(low)[:, None]
 
 
-_LATER = P(None, ROW_AXES)  # rows on the second axis
-_STATE: Any = jax.tree.unflatten(  # specs of a `_State`
-    jax.tree.structure(_State(Cache(0, 0), 0, 0, 0)),  # type: ignore[arg-type]
-    (_LATER, _LATER, ROWS, ROWS, ROWS),
-)
+def _rank(x: Any) -> Array:
+    """Float32 numbers as int32 of the same order."""
+    bits = jax.lax.bitcast_convert_type(jnp.float32(x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@functools.partial(jax.jit, static_argnames=("functions", "spread", "capacity", "real", "sampling"))
-def _begin(
-    params: Params,
-    tokens: Array,
-    lengths: Array,
-    rows: Array,
-    *,
-    functions: DecoderFunctions,
-    spread: Spread | None,
-    capacity: int,
-    real: int,
-    sampling: Sampling,
-) -> tuple[Any, ...]:
-    """Reads the prompts and draws the first id of each row."""
-
-    def begin(params: Params, tokens: Array, lengths: Array, rows: Array) -> tuple[Any, ...]:
-        head = functions.head(params)
-        hidden, cache = functions.prefill(params, tokens, lengths, capacity)
-        head = head.astype(hidden.dtype)
-        ids, log_probs = _draw(hidden, head, jnp.zeros_like(rows), rows, sampling, real)
-        return _State(cache, ids, lengths, _stops(ids, sampling)), head, ids, log_probs
-
-    outs = _STATE, P(), ROWS, ROWS
-    state, head, *drawn = map_rows(begin, spread, outs=outs)(params, tokens, lengths, rows)
-    return state, head, *gather_rows(drawn, spread)
+def _number(rank: Array) -> Array:
+    """Undoes `_rank`."""
+    bits = jnp.where(rank < 0, rank ^ 0x7FFFFFFF, rank)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _stops(ids: Array, sampling: Sampling) -> Array:
@@ -160,81 +191,154 @@ def _stops(ids: Array, sampling: Sampling) -> Array:
     return jnp.any(ids[:, None] == stops[None], axis=-1)
 
 
+def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
+    """Whether the layers may lie in memory a second time, as numbers of the compute dtype.
+
+    Experts stay as they are stored: of few rows each multiplies few. Shards stay shards.
+    """
+    spec, itemsize = functions.spec, jnp.dtype(functions.compute.dtype).itemsize
+    if spec.experts or (spread and spread.placement.mesh.shape["fsdp"] > 1):
+        return False
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    needed = spec.num_layers * spec.hidden_size * (attention + 3 * spec.mlp_size) * itemsize
+    device = spread.placement.mesh.local_devices[0] if spread else jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+    else:
+        free = mem_available()
+    return free is None or 1.5 * needed < free
+
+
+@functools.partial(jax.jit, static_argnames=("functions", "spread", "unstack"))
+def _prepare(
+    params: Params, *, functions: DecoderFunctions, spread: Spread | None, unstack: bool
+) -> tuple[Layers | None, Array]:
+    """What each id multiplies, in the compute dtype: the layers, if there is room, and the head."""
+
+    def prepare(params: Params) -> tuple[Layers | None, Array]:
+        head = functions.head(params).astype(functions.compute.dtype)
+        return functions.unstack(params) if unstack else None, head
+
+    return map_rows(prepare, spread, outs=P())(params)
+
+
+@functools.partial(jax.jit, static_argnames=("functions", "spread", "slots", "capacity"))
+def _open(
+    params: Params, *, functions: DecoderFunctions, spread: Spread | None, slots: int, capacity: int
+) -> _Slots:
+    """Empty slots."""
+    local = slots // (row_shards(spread.placement.mesh) if spread else 1)
+
+    def make(params: Params) -> _Slots:
+        spec = functions.spec
+        shape = spec.num_layers, local, spec.num_kv_heads, capacity, spec.head_dim
+        half = jnp.zeros(shape, functions.compute.dtype)
+        zeros = jnp.zeros((local,), jnp.int32)
+        numbers = zeros.astype(jnp.uint32)
+        return _Slots(Cache(half, half), zeros, zeros, zeros, zeros, numbers, zeros == 0)
+
+    return map_rows(make, spread, outs=_SPECS)(params)
+
+
+class _Prompts(NamedTuple):
+    """Prompts for slots; on each device, those of its own slots."""
+
+    tokens: Any  # int32 [N, T], padded behind
+    lengths: Any  # int32 [N]
+    slots: Any  # int32 [N], counted on each device; its count of slots for a row of no prompt
+    limits: Any  # int32 [N]
+    numbers: Any  # uint32 [N]
+
+
+@functools.partial(jax.jit, static_argnames=("functions", "spread"), donate_argnames="slots")
+def _fill(
+    params: Params,
+    slots: _Slots,
+    prompts: _Prompts,
+    *,
+    functions: DecoderFunctions,
+    spread: Spread | None,
+) -> _Slots:
+    """Reads prompts into slots, all but their last ids, which the next step reads."""
+
+    def fill(params: Params, slots: _Slots, prompts: _Prompts) -> _Slots:
+        tokens, lengths, at = prompts.tokens, prompts.lengths, prompts.slots
+        _, read = functions.prefill(params, tokens, lengths, tokens.shape[1])
+        cache = jax.tree.map(
+            lambda kept, x: kept.at[:, at, :, : x.shape[3]].set(x, mode="drop"), slots.cache, read
+        )
+        last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+        none = jnp.zeros_like(lengths)
+        fresh = last, lengths - 1, none, prompts.limits, prompts.numbers, none > 0
+        return _Slots(
+            cache,
+            *(x.at[at].set(y, mode="drop") for x, y in zip(slots[1:], fresh, strict=True)),
+        )
+
+    specs = dict(ins=(_SPECS, _Prompts(*[ROWS] * 5)), outs=_SPECS)
+    return map_rows(fill, spread, **specs)(params, slots, prompts)
+
+
 @functools.partial(
-    jax.jit, static_argnames=("functions", "spread", "real", "sampling"), donate_argnames="state"
+    jax.jit,
+    static_argnames=("functions", "spread", "real", "sampling", "steps"),
+    donate_argnames="slots",
 )
 def _advance(
     params: Params,
+    layers: Layers | None,
     head: Array,
-    state: _State,
-    begun: Array,
-    rows: Array,
+    slots: _Slots,
+    seed: Array,
+    ended: Array,
     *,
     functions: DecoderFunctions,
     spread: Spread | None,
     real: int,
     sampling: Sampling,
+    steps: int,
 ) -> tuple[Any, ...]:
-    """`_STEPS` more ids; `begun` is the number that each row has had. Rows that ended idle."""
+    """`steps` more ids `[steps, B]` with their log-probabilities, and which rows are done.
 
-    def advance(params: Params, head: Array, state: _State, begun: Array, rows: Array) -> Any:
-        def step(state: _State, done_steps: Array) -> tuple[_State, tuple[Array, Array]]:
-            last = state.last[:, None]
-            hidden, cache = functions.extend(params, last, state.positions, state.cache)
-            number = jnp.broadcast_to(begun + done_steps, rows.shape)
-            ids, log_probs = _draw(hidden[:, 0], head, number, rows, sampling, real)
-            # A row that ended stays where it is: its slots beyond are never written.
-            ids = jnp.where(state.done, state.last, ids)
-            positions = jnp.where(state.done, state.positions, state.positions + 1)
-            done = state.done | _stops(ids, sampling)
-            return _State(cache, ids, positions, done), (ids, log_probs)
+    `ended` are rows that the host has ended. Rows that are done idle.
+    """
 
-        return jax.lax.scan(step, state, jnp.arange(_STEPS, dtype=jnp.int32))
+    def advance(
+        params: Params, layers: Layers | None, head: Array, slots: _Slots, seed: Array, ended: Array
+    ) -> Any:
+        base = jax.random.key(seed)
+        keys = jax.vmap(lambda row: jax.random.fold_in(base, row))(slots.numbers)
 
-    specs = dict(ins=(P(), _STATE, P(), ROWS), outs=(_STATE, (_LATER, _LATER)))
-    state, drawn = map_rows(advance, spread, **specs)(params, head, state, begun, rows)
-    return state, gather_rows(drawn, spread)
+        def step(slots: _Slots, _: None) -> tuple[_Slots, tuple[Array, Array]]:
+            # A row that is done reads and writes the first place of a slot that nobody needs.
+            positions = jnp.where(slots.done, 0, slots.positions)
+            hidden, cache = functions.extend(
+                params, slots.last[:, None], positions, slots.cache, layers
+            )
+            logits = jnp.einsum("BD,VD->BV", hidden[:, 0], head, preferred_element_type=jnp.float32)
+            logits = mask_padding(logits, real, -jnp.inf)
+            ids, log_probs = pick(logits, jax.vmap(jax.random.fold_in)(keys, slots.drawn), sampling)
+            stops = _stops(ids, sampling)
+            told = (~(slots.done | stops)).astype(jnp.int32)
+            drawn = slots.drawn + told
+            slots = slots._replace(
+                cache=cache,
+                last=jnp.where(told > 0, ids, slots.last),
+                positions=slots.positions + told,
+                drawn=drawn,
+                done=slots.done | stops | (drawn >= slots.limits),
+            )
+            return slots, (ids, log_probs)
 
+        slots = slots._replace(done=slots.done | ended)
+        slots, drawn = jax.lax.scan(step, slots, None, length=steps)
+        return slots, drawn, (slots.drawn, slots.done)
 
-class _Row:
-    """A completion as it grows on the host."""
-
-    def __init__(self, sampling: Sampling, tokenizer: Tokenizer | None):
-        self.ids: list[int] = []
-        self.log_probs: list[float] = []
-        self.text, self.reason = "", ""
-        self._sampling, self._tokenizer = sampling, tokenizer
-
-    def extend(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Takes ids until one ends the row; looks for stop strings in the text so far."""
-        for token, log_prob in zip(ids, log_probs, strict=True):
-            if token in self._sampling.stop_ids:
-                self.reason = "stop"
-                break
-            self.ids.append(int(token))
-            self.log_probs.append(float(log_prob))
-            if len(self.ids) == self._sampling.max_tokens:
-                self.reason = "length"
-                break
-        self.text = self._decode(len(self.ids))
-        places = [self.text.find(s) for s in self._sampling.stop_strings if s in self.text]
-        if places:
-            self._cut(min(places))
-
-    def _decode(self, count: int) -> str:
-        return self._tokenizer.decode(self.ids[:count]) if self._tokenizer else ""
-
-    def _cut(self, end: int) -> None:
-        """Ends the row before character `end`: no id that only adds to what is cut off stays."""
-        self.text, self.reason = self.text[:end], "stop"
-        count = len(self.ids)
-        while count and len(self._decode(count - 1)) >= end:
-            count -= 1
-        self.ids, self.log_probs = self.ids[:count], self.log_probs[:count]
-
-    def complete(self) -> Completion:
-        """The completion, once there is a reason to end it."""
-        return Completion(self.ids, self.text, self.reason, self.log_probs)
+    specs = dict(ins=(P(), P(), _SPECS, P(), ROWS), outs=(_SPECS, (_LATER, _LATER), (ROWS, ROWS)))
+    mapped = map_rows(advance, spread, **specs)
+    slots, *found = mapped(params, layers, head, slots, seed, ended)
+    return slots, *gather_rows(found, spread)
 
 
 def complete(
@@ -247,46 +351,55 @@ def complete(
     spread: Spread | None = None,
     tokenizer: Tokenizer | None = None,
     numbers: Sequence[int] | None = None,
+    limits: Sequence[int] | None = None,
     batch_size: int = 32,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
     """Continues every prompt (token ids below `real`), in order, with ids below `real`.
 
-    A row draws by the seed, its number (default: its place in `prompts`) and its step, whatever the
-    batches. `on_text` is called with a prompt's place and all its text so far, a few steps at a
-    time. Without a tokenizer there is no text. Raises `UserError` for an empty prompt, an id that
-    no token has, more positions than the model has, numbers that are not one a prompt, and
-    impossible sampling.
+    `batch_size` rows grow at once; one that ends makes room for the next prompt. A row draws by the
+    seed, its number (default: its place in `prompts`) and its step, whatever the batches. `limits`
+    are most ids a prompt, `sampling.max_tokens` by default. `on_text` is called with a prompt's
+    place and all its text so far, a few steps at a time. Without a tokenizer there is no text.
+
+    Raises `UserError` for an empty prompt, an id that no token has, more positions than the model
+    has, numbers or limits that are not one a prompt, and impossible sampling.
     """
     sampling.check()
-    draw_by = _check_numbers(numbers, len(prompts))
+    draw_by = _check_each("numbers", numbers, np.arange(len(prompts)), 0, 2**32 - 1)
+    most = np.full(len(prompts), sampling.max_tokens)
+    most = _check_each("limits", limits, most, 1, sampling.max_tokens)
     for i, prompt in enumerate(prompts):
         _check_prompt(i, prompt, sampling, functions.spec.max_positions, real)
-    completions: list[Completion] = []
+    if not len(prompts):
+        return []
     shards = row_shards(spread.placement.mesh) if spread else 1
-    batch_size = -(-batch_size // shards) * shards
-    programs = dict(functions=functions, spread=spread, real=real)
-    for start in range(0, len(prompts), batch_size):
-        part = prompts[start : start + batch_size]
-        drawn = draw_by[start : start + batch_size]
-        rows = _Batch(programs, params, tokenizer, sampling, part, start, drawn, batch_size)
-        for texts in rows.run():
-            if on_text is not None:
-                for number, text in texts:
-                    on_text(number, text)
-        completions += rows.completions()
-    return completions
+    slots = -(-batch_size // shards) * shards
+    programs = dict(functions=functions, spread=spread)
+    rows = [
+        _Row(np.asarray(prompt, np.int32), int(limit), int(number), sampling, tokenizer)
+        for prompt, limit, number in zip(prompts, most, draw_by, strict=True)
+    ]
+    engine = _Engine(programs, params, rows, sampling, real, slots, shards)
+    for row in engine.run():
+        if on_text is not None:
+            on_text(row, rows[row].read())
+    return [row.complete() for row in rows]
 
 
-def _check_numbers(numbers: Sequence[int] | None, count: int) -> np.ndarray:
-    found = np.arange(count) if numbers is None else np.asarray(numbers)
-    whole = found.shape == (count,) and (not count or np.issubdtype(found.dtype, np.integer))
-    if not whole or (count and not 0 <= found.min() <= found.max() < 2**32):
+def _check_each(
+    name: str, given: Sequence[int] | None, default: np.ndarray, least: int, most: int
+) -> np.ndarray:
+    found = default if given is None else np.asarray(given)
+    whole = found.shape == default.shape and (
+        not found.size or np.issubdtype(found.dtype, np.integer)
+    )
+    if not whole or (found.size and not least <= found.min() <= found.max() <= most):
         raise UserError(
-            f"found numbers of shape {found.shape} and type {found.dtype} for {count} prompts; "
-            "expected one whole number from 0 to 4294967295 a prompt."
+            f"found {name} of shape {found.shape} and type {found.dtype} for {default.size} "
+            f"prompts; expected one whole number from {least} to {most} a prompt."
         )
-    return found.astype(np.uint32)
+    return found
 
 
 def _check_prompt(
@@ -294,7 +407,9 @@ def _check_prompt(
 ) -> None:
     if not len(prompt):
         raise UserError(f"prompt {number} is empty: give at least one token.")
-    if (bad := next((i for i in prompt if not 0 <= i < real), None)) is not None:
+    ids = np.asarray(prompt)
+    if ids.min() < 0 or ids.max() >= real:
+        bad = ids[(ids < 0) | (ids >= real)][0]
         raise UserError(
             f"prompt {number} holds the id {bad}; expected ids of the vocabulary, 0 to {real - 1}. "
             "Encode the text with the model's own tokenizer."
@@ -306,61 +421,174 @@ def _check_prompt(
         )
 
 
-class _Batch:
-    """One batch of prompts, from reading to the last stop."""
+class _Row:
+    """A prompt, and its completion as it grows on the host."""
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        limit: int,
+        number: int,
+        sampling: Sampling,
+        tokenizer: Tokenizer | None,
+    ):
+        self.prompt, self.limit, self.number = prompt, limit, number
+        self.ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.reason = ""
+        self._sampling, self._tokenizer = sampling, tokenizer
+        self._end: int | None = None  # of the text, if a stop string ends it
+
+    def extend(self, ids: list[int], log_probs: list[float], done: bool) -> None:
+        """Takes ids, the last ones if done; looks for stop strings in the text that they end."""
+        self.ids += ids
+        self.log_probs += log_probs
+        if done:
+            self.reason = "length" if len(self.ids) == self.limit else "stop"
+        strings = self._sampling.stop_strings
+        if not strings or self._tokenizer is None:
+            return
+        # A character takes at most 4 ids: one for each of its bytes.
+        new = len(ids) + 4 * max(map(len, strings))
+        if any(s in self._tokenizer.decode(self.ids[-new:]) for s in strings):
+            text = self._decode(len(self.ids))
+            places = [text.find(s) for s in strings if s in text]
+            if places:
+                self._cut(min(places))
+
+    def read(self) -> str:
+        """The text so far, without what a stop string cuts off."""
+        return self._decode(len(self.ids))[: self._end]
+
+    def _decode(self, count: int) -> str:
+        return self._tokenizer.decode(self.ids[:count]) if self._tokenizer else ""
+
+    def _cut(self, end: int) -> None:
+        """Ends the row before character `end`: no id that only adds to what is cut off stays."""
+        self._end, self.reason = end, "stop"
+        count = len(self.ids)
+        while count and len(self._decode(count - 1)) >= end:
+            count -= 1
+        self.ids, self.log_probs = self.ids[:count], self.log_probs[:count]
+
+    def complete(self) -> Completion:
+        """The completion, once there is a reason to end it."""
+        return Completion(self.ids, self.read(), self.reason, self.log_probs)
+
+
+class _Call(NamedTuple):
+    """A call of the device that the host has not looked at."""
+
+    drawn: Any  # ids and log-probabilities, [steps, B]
+    counts: Any  # ids of each row so far, and whether it is done, [B]
+    rows: np.ndarray  # int [B], the row of each slot then; -1: none
+
+
+class _Engine:
+    """Slots, and the rows that wait for one."""
 
     def __init__(
         self,
         programs: dict[str, Any],
         params: Params,
-        tokenizer: Tokenizer | None,
+        rows: list[_Row],
         sampling: Sampling,
-        prompts: Sequence[Sequence[int]],
-        first: int,
-        numbers: np.ndarray,
-        batch_size: int,
+        real: int,
+        slots: int,
+        shards: int,
     ):
-        self._params, self._first = params, first
-        self._rows = [_Row(sampling, tokenizer) for _ in prompts]
-        longest = -(-max(map(len, prompts)) // _BUCKET) * _BUCKET
-        # Short batches are filled up with copies of the last prompt: the same programs serve.
-        filled = [*prompts, *[prompts[-1]] * (batch_size - len(prompts))]
-        self._tokens = np.zeros((batch_size, longest), np.int32)
-        for i, prompt in enumerate(filled):
-            self._tokens[i, : len(prompt)] = prompt
-        self._lengths = np.asarray([len(prompt) for prompt in filled], np.int32)
-        self._numbers = np.pad(numbers, (0, batch_size - len(prompts)), mode="edge")
-        self._capacity = longest + -(-sampling.max_tokens // _STEPS) * _STEPS
+        self._programs, self._params, self._rows = programs, params, rows
+        # Prompts of like lengths are read together, so that few are padded far.
+        order = sorted(range(len(rows)), key=lambda i: -(len(rows[i].prompt) // -_BUCKET))
+        self._waiting = collections.deque(order)
+        self._row_of = np.full(slots, -1)
+        self._ended = np.zeros(slots, bool)  # by the host, since the last call
+        self._asked = np.zeros(slots, int)  # ids that the calls so far can have drawn
+        self._shards, self._local = shards, slots // shards
+        self._at_once = min(max(self._local // 8, 1), 32)  # prompts a device reads
+        longest = max(len(row.prompt) for row in rows) + sampling.max_tokens
+        capacity = -(-longest // _ROOM) * _ROOM
+        self._slots = _open(params, **programs, slots=slots, capacity=capacity)
+        unstack = _has_room(programs["functions"], programs["spread"])
+        self._layers, self._head = _prepare(params, **programs, unstack=unstack)
         # What only the host looks at is no part of a program: other values compile nothing anew.
-        on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=())
-        self._static = programs | dict(sampling=on_device)
+        on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
+        self._seed = np.uint32(sampling.seed % 2**32)
+        # While the host looks at a call, a GPU has the next. Elsewhere that one would only be late.
+        spread = programs["spread"]
+        self._ahead = int(spread is not None and spread.placement.platform == "gpu")
+        self._static = programs | dict(real=real, sampling=on_device, steps=_STEPS)
 
-    def run(self) -> Iterator[list[tuple[int, str]]]:
-        """Yields the texts that grew, until all rows have ended."""
-        prompts = self._tokens, self._lengths, self._numbers
-        state, head, ids, log_probs = _begin(
-            self._params, *prompts, capacity=self._capacity, **self._static
-        )
-        yield self._take(ids[None], log_probs[None])
-        begun = 1
-        while any(not row.reason for row in self._rows):
-            ended = np.ones(len(self._tokens), bool)
-            ended[: len(self._rows)] = [bool(row.reason) for row in self._rows]
-            state = state._replace(done=state.done | ended)
-            begun_by = np.int32(begun), self._numbers
-            state, (ids, log_probs) = _advance(self._params, head, state, *begun_by, **self._static)
-            yield self._take(ids, log_probs)
-            begun += _STEPS
+    def run(self) -> Iterator[int]:
+        """Yields the numbers of rows that grew, until all have ended."""
+        calls: collections.deque[_Call] = collections.deque()
+        while True:
+            self._refill()
+            if self._is_busy():
+                calls.append(self._advance())
+            if not calls:
+                return
+            if len(calls) > self._ahead or not self._is_busy():
+                yield from self._take(calls.popleft())
 
-    def _take(self, ids: Array, log_probs: Array) -> list[tuple[int, str]]:
-        ids_of, log_probs_of = np.asarray(ids).T, np.asarray(log_probs).T
-        grown = []
-        for i, row in enumerate(self._rows):
-            if not row.reason:
-                row.extend(ids_of[i].tolist(), log_probs_of[i].tolist())
-                grown.append((self._first + i, row.text))
-        return grown
+    def _is_busy(self) -> bool:
+        """Whether a row may grow by another call."""
+        taken = self._row_of >= 0
+        limits = np.asarray([self._rows[i].limit for i in self._row_of[taken]])
+        return bool(np.any(self._asked[taken] < limits))
 
-    def completions(self) -> list[Completion]:
-        """After `run`."""
-        return [row.complete() for row in self._rows]
+    def _advance(self) -> _Call:
+        ended, self._ended = self._ended, np.zeros_like(self._ended)
+        state = self._layers, self._head, self._slots, self._seed, ended
+        self._slots, drawn, counts = _advance(self._params, *state, **self._static)
+        self._asked += _STEPS
+        return _Call(drawn, counts, self._row_of.copy())
+
+    def _take(self, call: _Call) -> Iterator[int]:
+        (ids, log_probs), (counts, done) = jax.device_get((call.drawn, call.counts))
+        ids, log_probs = ids.T, log_probs.T
+        for slot in np.flatnonzero((call.rows >= 0) & (call.rows == self._row_of)):
+            number = int(call.rows[slot])
+            row = self._rows[number]
+            new = int(counts[slot]) - len(row.ids)
+            row.extend(ids[slot, :new].tolist(), log_probs[slot, :new].tolist(), bool(done[slot]))
+            if row.reason:
+                self._row_of[slot] = -1
+                self._ended[slot] = True
+            yield number
+
+    def _refill(self) -> None:
+        """Reads the next prompts into free slots, once there are enough of both for one call."""
+        while self._waiting:
+            free = [
+                np.flatnonzero(part < 0)[: self._at_once]
+                for part in self._row_of.reshape(self._shards, -1)
+            ]
+            room = sum(map(len, free))
+            enough = min(self._at_once * self._shards, len(self._waiting))
+            if room < enough and (room == 0 or np.any(self._row_of >= 0)):
+                return
+            self._fill(free)
+
+    def _fill(self, free: list[np.ndarray]) -> None:
+        count = self._shards * self._at_once
+        taken = [
+            (shard * self._at_once + i, shard, int(slot))
+            for i in range(self._at_once)
+            for shard, slots in enumerate(free)
+            for slot in slots[i : i + 1]
+        ][: len(self._waiting)]
+        numbers = [self._waiting.popleft() for _ in taken]
+        longest = max(len(self._rows[i].prompt) for i in numbers)
+        tokens = np.zeros((count, -(-longest // _BUCKET) * _BUCKET), np.int32)
+        lengths, slots = np.ones(count, np.int32), np.full(count, self._local, np.int32)
+        limits, draw_by = np.ones(count, np.int32), np.zeros(count, np.uint32)
+        for (place, shard, slot), number in zip(taken, numbers, strict=True):
+            row = self._rows[number]
+            tokens[place, : len(row.prompt)] = row.prompt
+            lengths[place], slots[place] = len(row.prompt), slot
+            limits[place], draw_by[place] = row.limit, row.number
+            whole = shard * self._local + slot
+            self._row_of[whole], self._ended[whole], self._asked[whole] = number, False, 0
+        prompts = _Prompts(tokens, lengths, slots, limits, draw_by)
+        self._slots = _fill(self._params, self._slots, prompts, **self._programs)

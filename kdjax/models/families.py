@@ -28,6 +28,7 @@ class Family:
     shared_scale_layers: int = 0
     experts: bool = False  # its MLPs are experts, of which a router picks a few a token
     gguf_name: str = ""  # `general.architecture`, where it is not `name`
+    apr: bool = True  # .apr files hold it
     interleaved: bool = False  # llama.cpp stores the rows of q and k as pairs (i, i + D/2)
     pre_tokenizer: str = "unknown"  # of a file that names none: a key of `PRE_TOKENIZERS`
     # Models of contexts up to this were published with rope theta 1e4; later ones have 1e5 or more,
@@ -98,6 +99,7 @@ FAMILIES = {
             "gemma3_text",
             "Gemma3ForCausalLM",
             gguf_name="gemma3",
+            apr=False,
             qk_norm=True,
             head_dim=256,
             activation="gelu_pytorch_tanh",

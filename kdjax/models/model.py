@@ -199,6 +199,7 @@ class Model:
         draft: "Model | None" = None,
         draft_tokens: int = 5,
         numbers: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
         batch_size: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
         **settings: Any,
@@ -207,8 +208,8 @@ class Model:
 
         `settings` are the fields of `Sampling`, such as `max_tokens=64, temperature=0.8`, in place
         of `sampling`; without either, the ends of text and of a turn end a completion.
-        `batch_size` prompts (default: at most 32) go together; see `decoding.complete` for
-        `numbers` and `on_text`. With a `draft`, a smaller model of the same vocabulary, the same
+        `batch_size` rows (default: at most 32) grow at once; see `decoding.complete` for `numbers`,
+        `limits` and `on_text`. With a `draft`, a smaller model of the same vocabulary, the same
         comes out in fewer passes: it proposes `draft_tokens` ids a pass (`models.speculation`).
         Raises `UserError` for a model without a decoder, for ids that no token has, for more
         positions than the model has, and for a draft of another vocabulary.
@@ -248,6 +249,7 @@ class Model:
                 real=self.real_vocab,
                 tokenizer=tokenizer,
                 numbers=numbers,
+                limits=limits,
                 batch_size=batch_size,
                 on_text=on_text,
             )

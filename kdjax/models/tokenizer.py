@@ -20,7 +20,7 @@ from tokenizers import decoders
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, open_table
-from kdjax.hub import TOKENIZER, fetch_model
+from kdjax.hub import TOKENIZER, fetch_path
 from kdjax.models.encoders import (
     CONTROL,
     KINDS,
@@ -221,7 +221,7 @@ def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokeni
     A file without one of its own takes the `tokenizer.json` beside it. `table` spares opening the
     file once more. Raises `UserError` if there is no tokenizer.
     """
-    path = Path(fetch_model(path, TOKENIZER))
+    path = Path(fetch_path(path, TOKENIZER))
     if path.is_dir():  # which may hold a tokenizer and no weights
         return _from_folder(path)
     table = open_table(path) if table is None else table

@@ -144,6 +144,25 @@ class Scaled:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Matrices that multiply the same rows as one `[out, in]`, at the place of the first.
+
+    The others are matrices of no row.
+    """
+
+    values: Any
+    sizes: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # rows of each
+
+
+def join(weights: Sequence[Array]) -> list[Any]:
+    """What takes the places of several matrices of numbers for `project_all`."""
+    none = jnp.zeros((0, weights[0].shape[1]), weights[0].dtype)
+    whole = Joined(jnp.concatenate(weights), tuple(w.shape[0] for w in weights))
+    return [whole, *[none] * (len(weights) - 1)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rounded:
     """Activations as the products of `Scaled` weights take them, for several to share."""
@@ -153,7 +172,9 @@ class Rounded:
     dtype: Any  # of the numbers that were rounded, and of what is made of them
 
 
-Weight = Array | Packed | Mixed | Scaled  # a stored weight; an Array holds numbers or their bits
+Weight = (
+    Array | Packed | Mixed | Scaled | Joined
+)  # a stored weight; an Array holds numbers or their bits
 
 
 def round_for(x: Array | Rounded, weight: Weight) -> Array | Rounded:
@@ -169,7 +190,9 @@ def project(x: Array | Rounded, weight: Array | Scaled) -> Float[Array, "N F"]:
 
 
 def project_all(
-    x: Array | Rounded, weights: Sequence[Array | Scaled], placement: Placement | None = None
+    x: Array | Rounded,
+    weights: Sequence[Array | Scaled | Joined],
+    placement: Placement | None = None,
 ) -> list[Float[Array, "N F"]]:
     """x W^T for several weights of one kind and dtype.
 
@@ -177,17 +200,20 @@ def project_all(
     joins them without a pass of its own, and the backward pass makes one gradient of x in place of
     a sum of several. Not where `tensor` splits rows: joining would move them between devices.
     """
-    numbers = [from_bits(w) for w in weights if not isinstance(w, Scaled)]
+    first, single = weights[0], [w for w in weights if not isinstance(w, Joined)]
+    if isinstance(first, Joined):
+        return jnp.split(project(x, first.values), np.cumsum(first.sizes)[:-1], axis=-1)
+    numbers = [from_bits(w) for w in single if not isinstance(w, Scaled)]
     cast = bool(numbers) and numbers[0].dtype != x.dtype
     if not cast or (placement is not None and placement.mesh.shape["tensor"] > 1):
-        return [project(x, w) for w in weights]
+        return [project(x, w) for w in single]
     y = project(x, jnp.concatenate([w.astype(x.dtype) for w in numbers]))
     return jnp.split(y, np.cumsum([w.shape[0] for w in numbers])[:-1], axis=-1)
 
 
 def gate_rows(
     x: Array | Rounded,
-    gate: Array | Scaled,
+    gate: Array | Scaled | Joined,
     up: Array | Scaled,
     activation: Callable[[Array], Array],
     placement: Placement | None = None,

@@ -195,8 +195,7 @@ class _Recheck:
                 raise _Failed(f"the receipt has no {which} figures")
             entry = logged.get(figures["step"])
             _expect(f"in {METRICS} the {which} figures", entry, {"kind": "eval", **figures})
-            name = "loss" if "loss" in figures else "student_ce"  # as runs of version 0.1 log
-            moves.append(f"{name} {figures[name]} at step {figures['step']}")
+            moves.append(f"loss {figures['loss']} at step {figures['step']}")
         return f"as in {METRICS}; {', '.join(moves)}"
 
     def parameters(self) -> str:

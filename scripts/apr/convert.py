@@ -30,7 +30,9 @@ from kdjax.models.names import gguf_name, hf_name
 
 # GGUF files of the others interleave the rows of queries and keys, .apr files do not.
 _CONVERTIBLE = [
-    name for name, family in FAMILIES.items() if not (family.interleaved or family.experts)
+    name
+    for name, family in FAMILIES.items()
+    if family.apr and not (family.interleaved or family.experts)
 ]
 _USE_GGUF = "Use the GGUF file: kdjax reads it as it is."
 _AGAIN = "Convert the GGUF file again."

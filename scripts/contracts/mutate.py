@@ -1,5 +1,6 @@
 """Planted faults: each is applied in a scratch copy, where the tests of its claims must go red."""
 
+import compileall
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from typing import Any
 
 from kdjax.errors import UserError
@@ -18,6 +20,7 @@ from scripts.contracts.bind import Mutant
 from scripts.contracts.contracts import Claim
 
 _COPIED = ("kdjax", "tests", "configs", "scripts", "contracts", "docs", "pyproject.toml")
+_HASHES = PycInvalidationMode.CHECKED_HASH
 _TIMEOUT = 120.0  # seconds for the tests of one mutant
 # What the tests import, and takes long.
 _LIBRARIES = (
@@ -39,10 +42,12 @@ class Worker:
                 shutil.copytree(root / name, folder / name, ignore=ignore)
             elif (root / name).exists():
                 shutil.copy2(root / name, folder / name)
+        # Checked by their sources' hashes: no mutant runs as another one's bytes.
+        for name in ("kdjax", "scripts", "configs"):
+            compileall.compile_dir(folder / name, quiet=2, invalidation_mode=_HASHES)
         cache = os.environ.get("KDJAX_TEST_CACHE") or root / ".pytest_cache" / "xla"
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
-            "PYTHONDONTWRITEBYTECODE": "1",
             # Read by tests/conftest.py: all programs but the mutated ones are compiled already.
             "KDJAX_TEST_CACHE": str(Path(cache).resolve()),
             "OPENBLAS_NUM_THREADS": "1",  # threads do not survive the fork
@@ -58,21 +63,21 @@ class Worker:
             bufsize=1,
         )
 
-    def run(self, tests: list[str], *, every: bool = False, timeout: float) -> dict[str, Any]:
-        """Runs tests in a fresh process: all their cases, or until each test has failed once."""
+    def run(self, tests: list[str], timeout: float) -> dict[str, Any]:
+        """Runs tests, or single cases, in a fresh process, until each test has failed once."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = dict(tests=tests, every=every, timeout=timeout)
+        request = dict(tests=tests, timeout=timeout)
         self._process.stdin.write(json.dumps(request) + "\n")
         answer = self._process.stdout.readline()
         if not answer:
             raise UserError(f"the test process ended with status {self._process.wait()}. Rerun.")
         return json.loads(answer)
 
-    def check_green(self, tests: list[str], timeout: float) -> None:
-        """Raises `UserError` unless every test passes without a fault."""
-        answer = self.run(tests, every=True, timeout=timeout)
-        if answer["code"] != 0 or set(tests) != set(answer["passed"]):
-            silent = sorted(set(tests) - set(answer["passed"]))
+    def check_green(self, cases: list[str], timeout: float) -> None:
+        """Raises `UserError` unless every case passes without a fault."""
+        answer = self.run(cases, timeout)
+        if answer["code"] != 0 or set(cases) != set(answer["passed"]):
+            silent = sorted(set(cases) - set(answer["passed"]))
             log = (self.folder / "answer.log").read_text(errors="replace").splitlines()
             raise UserError(
                 f"tests are not green without any fault: {', '.join(silent or answer['failed'])}. "
@@ -85,21 +90,27 @@ class Worker:
             self._process.kill()
 
 
-def _why_alive(worker: Worker, mutant: Mutant, tests: dict[str, str], timeout: float) -> str:
-    """Plants one fault; "" if every test that it names fails by what the test compares."""
+def _why_alive(
+    worker: Worker, mutant: Mutant, tests: dict[str, str], timeout: float
+) -> tuple[str, list[str]]:
+    """Plants one fault; "" if every test that it names fails by what the test compares.
+
+    And the cases that failed.
+    """
     path = worker.folder / mutant.file
     whole = path.read_text(encoding="utf-8")
     path.write_text(whole.replace(mutant.find, mutant.replace, 1), encoding="utf-8")
     try:
-        answer = worker.run(sorted({tests[name] for name in mutant.kills}), timeout=timeout)
+        answer = worker.run(sorted({tests[name] for name in mutant.kills}), timeout)
     finally:
         path.write_text(whole, encoding="utf-8")
-    green = [name for name in mutant.kills if tests[name] not in answer["failed"]]
+    failed = {case.split("[")[0] for case in answer["failed"]}
+    green = [name for name in mutant.kills if tests[name] not in failed]
     if answer["broken"]:
-        return f"it does not run: {'; '.join(answer['broken'][:2])}"
+        return f"it does not run: {'; '.join(answer['broken'][:2])}", answer["failed"]
     if answer["code"] not in (0, 1):
-        return f"pytest ended with {answer['code']}"
-    return f"still green: {', '.join(green)}" if green else ""
+        return f"pytest ended with {answer['code']}", answer["failed"]
+    return (f"still green: {', '.join(green)}" if green else ""), answer["failed"]
 
 
 def mutate(
@@ -114,21 +125,23 @@ def mutate(
 ) -> dict[str, str]:
     """Mutants by id: "" for a killed one, for a survivor why; `say` gets a line for each.
 
-    First runs the same tests without a fault. Raises `UserError` if one of them is not green.
+    Runs the cases that failed again, without a fault; raises `UserError` unless all pass then.
     """
     by_claim = {claim.id: claim.test for claim in claims}
-    tests = sorted({by_claim[name] for mutant in mutants for name in mutant.kills})
     jobs = max(1, min(jobs, len(mutants)))
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     for mutant in mutants:
         waiting.put(mutant)
     verdicts: dict[str, str] = {}
+    red: set[str] = set()
 
     def work(worker: Worker) -> None:
         while not waiting.empty():
             with contextlib.suppress(queue.Empty):
                 mutant = waiting.get_nowait()
-                why = verdicts[mutant.id] = _why_alive(worker, mutant, by_claim, timeout)
+                why, failed = _why_alive(worker, mutant, by_claim, timeout)
+                verdicts[mutant.id] = why
+                red.update(failed)
                 state = f"SURVIVED ({why})" if why else "killed"
                 say(f"{state} {mutant.id}: {mutant.fault}")
 
@@ -138,8 +151,8 @@ def mutate(
         for worker in workers:
             stack.callback(worker.close)
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
-        shares = [tests[i::jobs] for i in range(jobs)]
-        list(pool.map(lambda w, s: s and w.check_green(s, timeout * len(s)), workers, shares))
-        say(f"{len(tests)} tests green without a fault")
         list(pool.map(work, workers))
+        shares = [sorted(red)[i::jobs] for i in range(jobs)]
+        list(pool.map(lambda w, s: s and w.check_green(s, timeout * len(s)), workers, shares))
+        say(f"{len(red)} failed cases green without a fault")
     return verdicts

@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 
-# A fault must be seen by what the test itself compares, so annotations are not checked; .pyc files
-# go by the second and the size, so that a mutant could run as another one's bytes.
+# A fault must be seen by what the test itself compares, so annotations are not checked.
 _OPTIONS = ["-q", "-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider", "--tb=line"]
 _OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are among the libraries
 # A mutant that does not run is no fault that a test found.
@@ -29,10 +28,9 @@ _NOT_A_FAULT = (NameError, ImportError, SyntaxError)
 
 
 class _Watch:
-    """Notes which of the tests asked for failed in their own body; skips their further cases."""
+    """Notes which cases passed or failed in their own body; skips the rest of a red test."""
 
-    def __init__(self, tests: list[str], every: bool):
-        self.tests, self.every = tests, every
+    def __init__(self) -> None:
         self.failed: set[str] = set()
         self.passed: set[str] = set()
         self.broken: list[str] = []
@@ -43,20 +41,19 @@ class _Watch:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: Any) -> None:
-        if not self.every and item.nodeid.split("[")[0] in self.failed:
+        if item.nodeid.split("[")[0] in {case.split("[")[0] for case in self.failed}:
             pytest.skip("red already")
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
-        test = item.nodeid.split("[")[0]
         if call.excinfo is None:
             if call.when == "call":
-                self.passed.add(test)
+                self.passed.add(item.nodeid)
         elif issubclass(call.excinfo.type, pytest.skip.Exception):
             return
         elif call.when != "call" or issubclass(call.excinfo.type, _NOT_A_FAULT):
             self.broken.append(f"{item.nodeid} ({call.when}): {call.excinfo.exconly()[:300]}")
         else:
-            self.failed.add(test)
+            self.failed.add(item.nodeid)
 
 
 def _run_tests(request: dict[str, Any], answer: Path) -> None:
@@ -66,7 +63,7 @@ def _run_tests(request: dict[str, Any], answer: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    watch = _Watch(request["tests"], request["every"])
+    watch = _Watch()
     code = int(pytest.main([*_OPTIONS, *request["tests"]], plugins=[watch]))
     sets = dict(failed=sorted(watch.failed), passed=sorted(watch.passed))
     answer.write_text(json.dumps(dict(code=code, broken=watch.broken, **sets)))
@@ -102,7 +99,6 @@ def _serve(request: dict[str, Any], answer: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Serves requests until its input ends."""
-    sys.dont_write_bytecode = True
     # Python put this script's folder first, whose modules are no top-level ones.
     sys.path[0] = os.getcwd()
     answer, *libraries = sys.argv[1:]

@@ -91,21 +91,25 @@ def constant_weights(stats: Sequence[MatrixStats]) -> str | None:
 
 def dead_rows(stats: Sequence[MatrixStats]) -> str | None:
     """Rows near zero: ids that cannot be told apart or predicted, units that do nothing."""
-    bad = [s for s in stats if s.rows and s.dead_rows > DEAD_ROWS * s.rows and s.spread > 0]
-    if not bad:
-        return None
-    worst = max(bad, key=lambda s: s.dead_rows / s.rows)
-    others = f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
-    return f"{worst.name}: {worst.dead_rows:,} of {worst.rows:,} rows are zero{others}"
+    return _name_worst({s: s.dead_rows for s in stats}, DEAD_ROWS, "are zero")
 
 
 def repeated_rows(stats: Sequence[MatrixStats]) -> str | None:
     """The same row again and again: a broadcast or a failed resize."""
-    bad = [s for s in stats if s.rows and s.repeated_rows > SAME_ROWS * s.rows and s.spread > 0]
+    return _name_worst({s: s.repeated_rows for s in stats}, SAME_ROWS, "repeat an earlier one")
+
+
+def _name_worst(counts: Mapping[MatrixStats, int], most: float, verb: str) -> str | None:
+    """The matrix that has the largest part of its rows counted, if that is more than `most`."""
+    bad = [s for s, count in counts.items() if s.rows and count > most * s.rows and s.spread > 0]
     if not bad:
         return None
-    worst = max(bad, key=lambda s: s.repeated_rows / s.rows)
-    return f"{worst.name}: {worst.repeated_rows:,} of {worst.rows:,} rows repeat an earlier one"
+    worst = max(bad, key=lambda s: counts[s] / s.rows)
+    return f"{worst.name}: {counts[worst]:,} of {worst.rows:,} rows {verb}{_count_others(bad)}"
+
+
+def _count_others(bad: Sequence[Any]) -> str:
+    return f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
 
 
 def _peers(stats: Sequence[MatrixStats]) -> list[list[MatrixStats]]:
@@ -131,10 +135,9 @@ def unlike_peers(stats: Sequence[MatrixStats]) -> str | None:
     if not bad:
         return None
     _, worst, usual = max(bad, key=lambda found: found[0])
-    others = f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
     return (
         f"{worst.name}: root mean square {worst.norm:.2g}, of the same tensor in other layers "
-        f"{usual:.2g}{others}"
+        f"{usual:.2g}{_count_others(bad)}"
     )
 
 
@@ -153,10 +156,9 @@ def noise_weights(stats: Sequence[MatrixStats]) -> str | None:
     if not bad:
         return None
     worst, usual = bad[0]
-    others = f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
     return (
         f"{worst.name}: its largest singular value is {worst.noise:.2f} of that of noise, in other "
-        f"layers {usual:.2f}{others}"
+        f"layers {usual:.2f}{_count_others(bad)}"
     )
 
 
@@ -166,10 +168,9 @@ def large_rows(stats: Sequence[MatrixStats]) -> str | None:
     if not bad:
         return None
     worst = max(bad, key=lambda s: s.large_norm)
-    others = f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
     return (
         f"{worst.name}: row {worst.large_row:,} has {worst.large_norm:,.0f} times the norm of the "
-        f"median row{others}"
+        f"median row{_count_others(bad)}"
     )
 
 

@@ -18,11 +18,6 @@ from kdjax.watch.writers import METRICS
 
 SAMPLES = "samples.json"
 _TRAIN = ("step", "loss", "ce", "divergence", "learning_rate", "tokens_per_second")
-# Names in the logs of version 0.1, where every divergence was called a KL.
-_RENAMED: dict[str, dict[str, str]] = {
-    "train": {"kl": "divergence"},
-    "eval": {"kl_temperature": "divergence", "kl_topk_temperature": "divergence"},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +112,10 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
         try:
             entry = json.loads(line)
             kind, figures = entry.pop("kind"), {"step": float(entry.pop("step"))}
-            renamed = _RENAMED.get(kind, {})
             for name, value in entry.items():
                 topk |= "_topk" in name
-                name = renamed.get(name, str(name)).removesuffix("_topk")
-                figures[name] = float(value) if isinstance(value, int | float) else math.nan
+                number = float(value) if isinstance(value, int | float) else math.nan
+                figures[name.removesuffix("_topk")] = number
             lines.append((kind, figures))
         except (ValueError, TypeError, KeyError, AttributeError):
             bad += 1
