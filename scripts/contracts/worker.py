@@ -99,6 +99,7 @@ def _serve(request: dict[str, Any], answer: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Serves requests until its input ends."""
+    sys.dont_write_bytecode = False  # whatever the environment says
     # Python put this script's folder first, whose modules are no top-level ones.
     sys.path[0] = os.getcwd()
     answer, *libraries = sys.argv[1:]
