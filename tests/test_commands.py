@@ -226,7 +226,7 @@ def test_what_the_shipped_configs_train_with():
     assert settings("qwen7b_0p5b") == settings("qwen1p5b_0p5b") == (1.0, 0.0, 1e-5, 1e-6, 50)
     assert settings("qwen7b_0p5b:reference") == (4.0, 0.3, 1.5e-5, 5e-7, 20)
     assert settings("qwen7b_0p5b:tiny") == (4.0, 0.3, 1e-3, 5e-7, 2)
-    for name in ("qwen7b_0p5b", "qwen1p5b_0p5b"):
+    for name in ("qwen7b_0p5b", "qwen1p5b_0p5b", "onpolicy_1p5b_0p5b"):
         settings(f"{name}:tiny")
         with pytest.raises(UserError, match=f"configs/{name}.py:huge: no such kind; .*'tiny'"):
             parsing.load_config(f"{name}:huge")
@@ -248,6 +248,8 @@ def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tm
     printed = error_of(capsys, "plan", "--config=qwen7b_0p5b", *text, mine)
     assert f"{mine}\n    qwen2.5-coder-0.5b" in printed and "`hf download Qwen/" in printed
     assert "data" not in printed
+    printed = error_of(capsys, "train", "--config=onpolicy_1p5b_0p5b")
+    assert "--config.rollout.prompts=runs/prompts/prompts.jsonl\n    in a clone" in printed
     printed = error_of(capsys, "train", "--config=qwen7b_0p5b:tiny")
     assert printed.count("python3 -m scripts.bench.random_gguf") == 2
 

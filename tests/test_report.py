@@ -14,6 +14,8 @@ import pytest
 
 from kdjax.commands.report import main
 from kdjax.config import Config, tiny
+from kdjax.data.rollouts import FOLDER, round_path, write_round
+from kdjax.data.rows import Rows
 from kdjax.errors import UserError
 from kdjax.training.hooks import NonFiniteError, Run
 from kdjax.watch.report import ReportPage, page
@@ -241,6 +243,22 @@ def test_samples_are_marked_by_more_than_colour(whole):
     assert "1 of 2 tokens are the teacher's choice" in source
     assert "&lt;b&gt;" in source and "<b>" not in source  # what a model wrote is text
     assert "p &amp; q" in source and "↵\n</span>" in source
+
+
+def test_own_answers_of_the_first_and_the_last_round_stand_side_by_side(tmp_path):
+    run = workdir(tmp_path / "a")
+    rows = Rows(*(np.zeros((1, 3), np.uint8) for _ in range(3)))
+    for number, divergence in ((0, 0.75), (1, 0.5), (2, 0.25)):
+        tokens = [token("x", True) | {"divergence": divergence} for _ in range(2)]
+        shown = {"prompt": "<p>", "ended_by": "stop", "tokens": tokens}
+        record = {"round": number, "samples": [shown]}
+        write_round(round_path(run / FOLDER, number), rows, record)
+    source = page.write_page([run]).read_text()
+    assert "Round 0: divergence 0.7500 a token, 2 tokens" in source
+    assert "Round 2: divergence 0.2500 a token" in source and "Round 1:" not in source
+    assert 'title="divergence 0.250; teacher gives it' in source and "&lt;p&gt;" in source
+    round_path(run / FOLDER, 2).write_bytes(b"PK")
+    assert "round-00002.npz cannot be read" in page.write_page([run]).read_text()
 
 
 def test_several_runs_in_one_page(tmp_path):

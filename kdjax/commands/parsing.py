@@ -267,6 +267,7 @@ def require_files(run: Run, *, headers: Path | None = None) -> Config:
         "data.tokenizer": config.data.tokenizer,
     }
     texts = {"data.train": config.data.train, "data.heldout": config.data.heldout}
+    texts["rollout.prompts"] = config.rollout.prompts
     if headers:
         texts = {}
     for field, path in (models | texts).items():

@@ -121,6 +121,8 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"shown": _show, "marked": _mark_tokens, "facts": _list_facts}
+    environment.filters["divergence"] = _mean_divergence
+    environment.globals["zip"] = zip
     return environment.get_template("template.html")
 
 
@@ -267,11 +269,17 @@ def _mark_tokens(tokens: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, s
             yield token["text"], "", ""
             continue
         title = f"teacher gives it {opinion['of_students_id']:.1%}"
+        if "divergence" in token:
+            title = f"divergence {token['divergence']:.3f}; {title}"
         if opinion["id"] == token["id"]:
             yield token["text"], "yes", title
         else:
             title += f"; its own: {opinion['text']!r}, {opinion['probability']:.1%}"
             yield token["text"].replace("\n", "↵\n") or "␣", "no", title
+
+
+def _mean_divergence(tokens: Sequence[dict[str, Any]]) -> float:
+    return float(np.mean([token["divergence"] for token in tokens])) if tokens else math.nan
 
 
 # ---- the curves

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from kdjax.config import flatten
-from kdjax.errors import UserError
+from kdjax.data.rollouts import FOLDER, read_round
+from kdjax.errors import CheckError, UserError
 from kdjax.formats.saved import RECEIPT
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
@@ -30,6 +31,7 @@ class RunRecord:
     evals: list[dict[str, float]]  # in order of steps, each with the tokens trained until then
     receipt: dict[str, Any]  # empty if there is none
     samples: list[dict[str, Any]]
+    rounds: list[dict[str, Any]]  # records of the first and the last round of own answers
     notes: list[str]  # what a reader must know before the figures
 
     @property
@@ -84,9 +86,22 @@ def read_run(path: Path, label: str = "") -> RunRecord:
             figures["positions"] = figures.get("tokens", math.nan)
             figures["tokens"] = float(trained[-1]) if len(trained) else 0.0
             evals.append(figures)
-    run = RunRecord(path, label or path.resolve().name, train, evals, receipt, samples, notes)
+    rounds = _read_rounds(path / FOLDER, notes)
+    name = label or path.resolve().name
+    run = RunRecord(path, name, train, evals, receipt, samples, rounds, notes)
     notes[:0] = _describe_end(run)
     return run
+
+
+def _read_rounds(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Of the first round of own answers and the last, if both have answers to be shown."""
+    files = sorted(folder.glob("round-*.npz"))
+    try:
+        records = [read_round(path).record for path in dict.fromkeys([*files[:1], *files[-1:]])]
+    except CheckError as error:
+        notes.append(str(error))
+        return []
+    return records if len(records) == 2 and all(r.get("samples") for r in records) else []
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:

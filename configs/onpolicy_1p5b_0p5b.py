@@ -1,0 +1,51 @@
+"""Qwen2.5-Coder 1.5B (Q4_K_M GGUF) into 0.5B by the student's own answers.
+
+    python -m scripts.onpolicy.prompts runs/prompts --read=python:stdlib,jax,flax,transformers \
+        --benchmark=HumanEval.jsonl.gz --benchmark=mbpp.jsonl
+    python -m kdjax.main --config=configs/onpolicy_1p5b_0p5b.py
+
+Half of each batch is the student's own answers to those prompts, half the text of
+configs/qwen1p5b_0p5b.py; forward and reverse KL weigh the same. `:tiny` is its small double on
+random models, with text for prompts. docs/onpolicy.md says what was measured.
+"""
+
+from kdjax.config import Config, tiny
+from kdjax.errors import UserError
+
+_TEACHER = "hf:Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+_STUDENT = "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+_RANDOM = "in a clone of kdjax: python3 -m scripts.bench.random_gguf"
+_PROMPTS = "in a clone of kdjax: python3 -m scripts.onpolicy.prompts runs/prompts"
+
+# What brings the files that are not of the Hub.
+DOWNLOADS = {
+    "runs/prompts/prompts.jsonl": f"{_PROMPTS} --read=python:stdlib,jax,flax,transformers",
+    "runs/tiny/teacher.gguf": f"{_RANDOM} --shape=tiny-teacher --out=runs/tiny/teacher.gguf",
+    "runs/tiny/student.gguf": f"{_RANDOM} --shape=tiny-student --out=runs/tiny/student.gguf",
+}
+
+
+def get_config(kind: str = "") -> Config:
+    """The run, or with kind "tiny" its small double."""
+    if kind not in ("", "tiny"):
+        raise UserError(f"configs/onpolicy_1p5b_0p5b.py:{kind}: no such kind; expected 'tiny'.")
+    config = Config()
+    config.teacher.path, config.student.path = _TEACHER, _STUDENT
+    config.data.train = "python:stdlib,jax,flax,transformers"
+    config.data.heldout = "python:optax,orbax"
+    config.data.seq_len = 1024
+    config.loss.temperature, config.loss.alpha = 1.0, 0.0
+    config.loss.divergence = "0.5*forward_kl+0.5*reverse_kl"
+    config.optim.learning_rate, config.optim.final_learning_rate = 1e-5, 1e-6
+    config.optim.warmup_steps = 20
+    config.train.steps, config.train.batch_size = 400, 32
+    config.rollout.prompts, config.rollout.share = "runs/prompts/prompts.jsonl", 0.5
+    config.rollout.every, config.rollout.max_tokens = 8, 320
+    config.rollout.prompt_tokens = 384
+    if not kind:
+        return config
+    config = tiny(config)
+    config.rollout.prompts = config.data.train
+    config.rollout.max_tokens, config.rollout.prompt_tokens = 16, 32
+    config.rollout.batch_size = 16
+    return config
