@@ -6,7 +6,7 @@ A file in `configs/` returns a `Config` from `get_config()`; flags such as
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -33,6 +33,7 @@ class StudentConfig:
     """The student; its weights are float32 masters whatever it computes in."""
 
     path: str = ""  # as the teacher's; with init=random its shapes alone are read
+    layers: str = ""  # such as 0,3,7,23: these of its layers alone, for a fast draft; "": all
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
@@ -208,6 +209,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """The flat fields that must not change when a run resumes."""
     fixed = {k: v for k, v in flatten(config).items() if not k.startswith(RESUMABLE)}
+    if not config.student.layers:
+        del fixed["student.layers"]
     if config.rollout.prompts:
         return fixed
     return {k: v for k, v in fixed.items() if not k.startswith("rollout.")}
@@ -253,6 +256,17 @@ def check_weights(weights: Sequence[float]) -> None:
         raise UserError(
             f"the weights of a mixture are {shown}: each must be above 0, and their sum 1"
         )
+
+
+def split_layers(text: str) -> tuple[int, ...]:
+    """`"0,3,7"` as (0, 3, 7); `UserError` unless they are whole numbers that rise."""
+    try:
+        layers = tuple(map(int, text.split(","))) if text else ()
+    except ValueError:
+        layers = (0, 0)
+    if any(a >= b for a, b in zip((-1, *layers), layers, strict=False)):
+        raise UserError(f"layers={text!r}: must be whole numbers that rise, such as 0,3,7,23")
+    return layers
 
 
 def split_divergence(text: str) -> list[tuple[float, str, dict[str, float]]]:
@@ -302,11 +316,15 @@ def _forms() -> Iterator[str]:
         yield f"{name}[:{defaults}]" if defaults else name
 
 
-def _is_divergence(text: str) -> bool:
-    try:
-        return bool(split_divergence(text))
-    except UserError:
-        return False
+def _is_read_by(split: Callable[[str], Any]) -> Callable[[str], bool]:
+    def is_read(text: str) -> bool:
+        try:
+            split(text)
+        except UserError:
+            return False
+        return True
+
+    return is_read
 
 
 _POSITIVE = (lambda v: v > 0), "greater than 0"
@@ -320,6 +338,10 @@ _RULES: dict[str, tuple[Any, str]] = {
     "teacher.param_dtype": _choice("bfloat16", "float32"),
     "teacher.compute": _choice("train", *FP8_COMPUTES),
     "student.path": _PRESENT,
+    "student.layers": (
+        _is_read_by(split_layers),
+        "empty, or whole numbers that rise, such as 0,3,7,23",
+    ),
     "student.init": _choice("checkpoint", "random"),
     "student.head": _choice("auto", "tied", "untied"),
     "student.remat": _choice("auto", "none", "dots", "full"),
@@ -330,7 +352,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "loss.temperature": _POSITIVE,
     "loss.alpha": _FRACTION,
     "loss.divergence": (
-        _is_divergence,
+        _is_read_by(split_divergence),
         f"one of {', '.join(_forms())}, or a mixture such as 0.5*forward_kl+0.5*reverse_kl",
     ),
     "loss.chunk_tokens": _NON_NEGATIVE,

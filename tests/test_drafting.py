@@ -5,14 +5,24 @@ import itertools
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
+import kdjax
 from kdjax.commands import evaluate as command
+from kdjax.config import validate
 from kdjax.device import runtime
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_mesh
+from kdjax.errors import UserError
 from kdjax.evaluation import drafting
 from kdjax.evaluation.drafting import Costs, count_blocks, independent, speed_up
-from kdjax.models.model import load
+from kdjax.export import export_gguf
+from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.model import load, load_model
+from kdjax.training.pair import open_student
 
 
 def walk(accepts, drafts):
@@ -126,3 +136,41 @@ def test_costs_are_measured(models):
 def test_flags_that_cannot_work(flags, message, capsys):
     assert command.main(["student.gguf", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_student_of_some_layers_is_those_layers(models, tiny_config):
+    """Of the teacher's file, as the config's student, and in a file that was exported of it."""
+    path = f"{models}/teacher.gguf"
+    whole = load(path, dtype="float32")
+    tiny_config.student.path, tiny_config.student.layers = path, "0,2"
+    cut = open_student(tiny_config)
+    assert cut.spec.num_layers == 2 and cut.spec.hidden_size == whole.spec.hidden_size
+    placement = Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+    model = load_model(cut, placement=placement, dtype="float32")
+    for name, kept in flatten_dict(model.params).items():
+        full = np.asarray(flatten_dict(whole.params)[name])
+        np.testing.assert_array_equal(kept, full[[0, 2]] if name[0] == "blocks" else full)
+    tiny_config.student.layers = "0,3"
+    with pytest.raises(UserError, match="found no layer 3 to keep; expected 0 to 2"):
+        open_student(tiny_config)
+    for bad in ("2,0", "1,1", "a", "-1"):
+        tiny_config.student.layers = bad
+        with pytest.raises(UserError, match=r"student\.layers=.*whole numbers that rise"):
+            validate(tiny_config)
+
+
+@pytest.mark.slow
+def test_a_run_of_some_layers_resumes_evaluates_and_exports(models, tiny_config, tmp_path):
+    tiny_config.student.layers, tiny_config.train.steps = "1", 2
+    tiny_config.optim.warmup_steps = 1
+    work = tmp_path / "run"
+    kdjax.distill(tiny_config, work)
+    step = open_checkpoint(work)
+    assert step.spec.num_layers == 1
+    export_gguf(load(work, dtype="float32"), tmp_path / "draft.gguf", dtype="f32")
+    draft, again = load(tmp_path / "draft.gguf", dtype="float32"), load(work, dtype="float32")
+    assert draft.spec.num_layers == 1
+    np.testing.assert_allclose(draft.logits([[1, 2, 3]]), again.logits([[1, 2, 3]]), atol=1e-5)
+    tiny_config.student.layers = "0"
+    with pytest.raises(UserError, match=r"student\.layers"):
+        kdjax.distill(tiny_config, work)

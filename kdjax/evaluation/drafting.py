@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from kdjax.data import pipeline
 from kdjax.data.rows import Rows
-from kdjax.data.text import Document, documents, find_files
+from kdjax.data.text import find_files, openings
 from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import Values, compare, shared_spec
@@ -26,7 +26,7 @@ from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
 MOST_DRAFTS = 16
-PROMPT_TOKENS = 128  # of a plain text; of a conversation all before the first answer
+PROMPT_TOKENS = 128  # of a plain text;
 _BUCKET = 64  # rows are padded to a multiple
 _SEVERAL = 9  # tokens of the longer of the two passes that are timed
 
@@ -87,12 +87,12 @@ def choose_prompts(
 ) -> list[list[int]]:
     """Ids of at most `count` beginnings, spread evenly over the documents of `patterns`.
 
-    At most `most` tokens each: longer conversations are left out. Raises `UserError` if there are
-    none.
+    Of a conversation all before an answer of the assistant, of a text half of it or 128 tokens. At
+    most `most` tokens each: longer ones are left out. Raises `UserError` if there are none.
     """
-    every = list(documents(find_files(patterns), tokenizer))
+    every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
-    prompts = [_begin(every[place], tokenizer) for place in places]
+    prompts = [_begin(text, chat, tokenizer) for text, chat in (every[at] for at in places)]
     fitting = [ids for ids in prompts if 0 < len(ids) <= most]
     if not fitting:
         raise UserError(
@@ -103,10 +103,10 @@ def choose_prompts(
     return [fitting[place] for place in chosen]
 
 
-def _begin(document: Document, tokenizer: Tokenizer) -> list[int]:
-    if document.trained is not None:
-        return tokenizer.encode(document.text[: document.trained[0][0]])
-    ids = tokenizer.encode(document.text[: 64 * PROMPT_TOKENS], parse_special=False)
+def _begin(text: str, chat: bool, tokenizer: Tokenizer) -> list[int]:
+    if chat:
+        return tokenizer.encode(text)
+    ids = tokenizer.encode(text[: 64 * PROMPT_TOKENS], parse_special=False)
     return ids[: min(PROMPT_TOKENS, len(ids) // 2)]
 
 

@@ -113,6 +113,10 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     """`config.json`; `ids` are the special tokens' ids by its names."""
     shape = _hf_shape(spec) | {"torch_dtype": TORCH_DTYPES[dtype]}
     if not is_gguf(source) and "architectures" in source.metadata:
+        if "layer_types" in source.metadata:  # one a layer, of which some may be cut off
+            shape["layer_types"] = [
+                "sliding_attention" if window else "full_attention" for window in spec.windows()
+            ]
         return _keep(source, _STALE_HF) | shape
     config = {
         "architectures": [FAMILIES[spec.family].hf_architecture],

@@ -4,8 +4,12 @@ import dataclasses
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from kdjax.config import split_layers
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
 from kdjax.formats.saved import (
@@ -16,9 +20,11 @@ from kdjax.formats.saved import (
     saved_run,
     saved_steps,
 )
+from kdjax.formats.table import NamedTensors
 from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.loading import tensor_names
+from kdjax.models.names import renumber
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer, opens_with_bos
 
 # How commands name the kinds of weights of `model.load_model`.
@@ -184,6 +190,45 @@ def open_checkpoint(
     return Checkpoint(table, spec_from_table(table), tokenizer)
 
 
+class _LayersOf(NamedTensors):
+    """Some layers of a table, numbered anew; all else is as it was."""
+
+    def __init__(self, table: TensorTable, layers: Sequence[int]):
+        self.paths, self.metadata, self.cut = table.paths, table.metadata, table.cut
+        self._table = table
+        self._tensors = {
+            name: (table.info(old)._replace(name=name), old)
+            for old in table
+            if (name := renumber(old, layers)) is not None
+        }
+
+    def holds(self, name: str) -> bool:
+        """As of the table."""
+        return self._table.holds(self._tensors[name][1])
+
+    def raw(self, name: str) -> np.ndarray:
+        """As of the table."""
+        return self._table.raw(self._tensors[name][1])
+
+
+def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
+    """The same model with these of its layers alone, embedding and head kept; () keeps all.
+
+    Raises `UserError` for a layer that it does not have.
+    """
+    if not layers:
+        return checkpoint
+    spec = checkpoint.spec
+    if max(layers) >= spec.num_layers:
+        raise UserError(
+            f"{checkpoint}: found no layer {max(layers)} to keep; expected 0 to "
+            f"{spec.num_layers - 1}. Mend student.layers."
+        )
+    local = tuple(spec.local[i] for i in layers) if spec.local else ()
+    spec = dataclasses.replace(spec, num_layers=len(layers), local=local)
+    return dataclasses.replace(checkpoint, table=_LayersOf(checkpoint.table, layers), spec=spec)
+
+
 def open_step(
     workdir: Path, step: int | None = None, *, student: str = "", tokenizer: str = ""
 ) -> Checkpoint:
@@ -205,11 +250,12 @@ def open_step(
             f"found no step {step} in {workdir}; expected one of {', '.join(map(str, steps))}."
         )
     student, tokenizer = run_sources(workdir, student, tokenizer)
+    identity = saved_run(workdir, step)["identity"]
     source = open_checkpoint(student, tokenizer=tokenizer, shapes=True)
+    source = cut_layers(source, split_layers(identity.get("student.layers", "")))
     table = SavedTable(workdir, step)
     # The run may have tied a head that the student's file stores twice, or untied one.
     spec = dataclasses.replace(source.spec, tied="head" not in table)
-    identity = saved_run(workdir, step)["identity"]
     saved = Saved(workdir, step, identity["student.init"], int(identity["train.seed"]), source)
     return Checkpoint(table, spec, source.tokenizer_path, saved)
 

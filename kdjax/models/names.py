@@ -1,7 +1,7 @@
 """One table from tree paths to checkpoint names, used by loading and by export."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kdjax.models.arch import ArchSpec
@@ -88,6 +88,16 @@ def _rename(name: str, names: Mapping[str, str]) -> str | None:
         return names.get(name)
     other = names.get(f"{match[1]}.{{i}}.{match['rest']}")
     return other and other.format(i=match["i"])
+
+
+def renumber(name: str, layers: Sequence[int]) -> str | None:
+    """A tensor's name where its model has only these layers; None for one of another layer."""
+    match = _LAYER_OF.fullmatch(name)
+    if match is None:
+        return name
+    if (layer := int(match["i"])) not in layers:
+        return None
+    return f"{match[1]}.{layers.index(layer)}.{match['rest']}"
 
 
 def hf_name(gguf: str) -> str | None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kdjax.config import Config
+from kdjax.config import Config, split_layers
 from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
-from kdjax.models.checkpoint import Checkpoint, open_checkpoint
+from kdjax.models.checkpoint import Checkpoint, cut_layers, open_checkpoint
 from kdjax.models.loading import has_tied_head
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
@@ -67,12 +67,14 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
 def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
     """The student, or with `student.init=random` its shapes, its head tied as `student.head` asks.
 
+    With `student.layers` it has these layers alone.
     With "auto" it is tied as the stored matrices are; a folder of shapes alone is believed. Its
     tokenizer is `data.tokenizer` if that is set.
     """
     shapes = config.student.init == "random"
     tokenizer = config.data.tokenizer
     student = open_checkpoint(config.student.path, tokenizer=tokenizer, shapes=shapes, whole=whole)
+    student = cut_layers(student, split_layers(config.student.layers))
     head = config.student.head
     if head == "auto" and not len(student.table):
         return student
