@@ -226,7 +226,7 @@ def test_what_the_shipped_configs_train_with():
     assert settings("qwen7b_0p5b") == settings("qwen1p5b_0p5b") == (1.0, 0.0, 1e-5, 1e-6, 50)
     assert settings("qwen7b_0p5b:reference") == (4.0, 0.3, 1.5e-5, 5e-7, 20)
     assert settings("qwen7b_0p5b:tiny") == (4.0, 0.3, 1e-3, 5e-7, 2)
-    for name in ("qwen7b_0p5b", "qwen1p5b_0p5b", "onpolicy_1p5b_0p5b"):
+    for name in ("qwen7b_0p5b", "qwen1p5b_0p5b", "onpolicy_1p5b_0p5b", "draft_1p5b_0p5b"):
         settings(f"{name}:tiny")
         with pytest.raises(UserError, match=f"configs/{name}.py:huge: no such kind; .*'tiny'"):
             parsing.load_config(f"{name}:huge")
@@ -256,7 +256,7 @@ def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tm
 
 def test_the_text_of_the_shipped_configs_is_there(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name in ("qwen7b_0p5b", "qwen1p5b_0p5b"):
+    for name in ("qwen7b_0p5b", "qwen1p5b_0p5b", "draft_1p5b_0p5b"):
         data = parsing.load_config(name)[0].data
         train, heldout = find_files(data.train), find_files(data.heldout)
         assert len(train) > 1000 and len(heldout) > 100 and not set(train) & set(heldout)

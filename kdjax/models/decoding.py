@@ -210,12 +210,18 @@ def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
     return free is None or 1.5 * needed < free
 
 
+def prepare_weights(
+    params: Params, *, functions: DecoderFunctions, spread: Spread | None
+) -> tuple[Layers | None, Array]:
+    """What each id multiplies, in the compute dtype: the layers, if there is room, and the head."""
+    unstack = _has_room(functions, spread)
+    return _prepare(params, functions=functions, spread=spread, unstack=unstack)
+
+
 @functools.partial(jax.jit, static_argnames=("functions", "spread", "unstack"))
 def _prepare(
     params: Params, *, functions: DecoderFunctions, spread: Spread | None, unstack: bool
 ) -> tuple[Layers | None, Array]:
-    """What each id multiplies, in the compute dtype: the layers, if there is room, and the head."""
-
     def prepare(params: Params) -> tuple[Layers | None, Array]:
         head = functions.head(params).astype(functions.compute.dtype)
         return functions.unstack(params) if unstack else None, head
@@ -509,8 +515,7 @@ class _Engine:
         longest = max(len(row.prompt) for row in rows) + sampling.max_tokens
         capacity = -(-longest // _ROOM) * _ROOM
         self._slots = _open(params, **programs, slots=slots, capacity=capacity)
-        unstack = _has_room(programs["functions"], programs["spread"])
-        self._layers, self._head = _prepare(params, **programs, unstack=unstack)
+        self._layers, self._head = prepare_weights(params, **programs)
         # What only the host looks at is no part of a program: other values compile nothing anew.
         on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
         self._seed = np.uint32(sampling.seed % 2**32)

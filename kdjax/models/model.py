@@ -263,7 +263,7 @@ class Model:
                 f"{self}: is on {self.placement.mesh.size} devices; speculation runs on one. Load "
                 "both models with devices=jax.local_devices()[:1]."
             )
-        return Side(self.functions, self.params, self.real_vocab)
+        return Side(self.functions, self.params, self.real_vocab, self.spread)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.errors import UserError
 from kdjax.models.decoder import Cache, DecoderFunctions, Params
-from kdjax.models.decoding import Completion, Drafted, Sampling
+from kdjax.models.decoding import Completion, Drafted, Sampling, prepare_weights
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import mask_padding
+from kdjax.models.weights import Spread, mask_padding
 
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
 _ROUNDS = 8  # on the device between two looks at the text
@@ -36,6 +36,11 @@ class Side(NamedTuple):
     functions: DecoderFunctions
     params: Params
     real: int  # ids that some token has
+    spread: Spread | None = None
+
+    def prepare(self) -> Any:
+        """Its layers, if there is room for them, and its head, as a pass multiplies them."""
+        return prepare_weights(self.params, functions=self.functions, spread=self.spread)
 
 
 class _State(NamedTuple):
@@ -162,22 +167,19 @@ def _of_ids(logits: Array, ids: Array) -> Array:
 def _begin(
     big: Params,
     small: Params,
+    head: Array,
     tokens: Array,
     lengths: Array,
     rows: Array,
     *,
     programs: _Programs,
     capacity: int,
-) -> tuple[_State, tuple[Array, Array], Array, Array]:
+) -> tuple[_State, Array, Array]:
     """Both read the prompts; the big model draws the first id of each row."""
     sampling = programs.sampling
     hidden, cache = programs.big.prefill(big, tokens, lengths, capacity)
-    small_hidden, small_cache = programs.small.prefill(small, tokens, lengths, capacity)
-    heads = (
-        programs.big.head(big).astype(hidden.dtype),
-        programs.small.head(small).astype(small_hidden.dtype),
-    )
-    logits = programs.logits(hidden[:, None], heads[0], programs.real)
+    _, small_cache = programs.small.prefill(small, tokens, lengths, capacity)
+    logits = programs.logits(hidden[:, None], head, programs.real)
     if sampling.temperature == 0:
         ids = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
     else:
@@ -185,14 +187,15 @@ def _begin(
         ids = _draw(_log_probs(logits, sampling)[:, 0], keys, _REPLACE)
     before = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
     state = _State(cache, small_cache, before, ids, lengths, _stops(ids, sampling))
-    return state, heads, ids, _of_ids(logits, ids[:, None])[:, 0]
+    return state, ids, _of_ids(logits, ids[:, None])[:, 0]
 
 
 def _draft(
-    small: Params, head: Array, state: _State, rows: Array, programs: _Programs
+    small: Params, weights: Any, state: _State, rows: Array, programs: _Programs
 ) -> tuple[Array, Array | None, Cache]:
     """Drafts `[B, K]`, what they were drawn from `[B, K, V]`, and the small model's cache."""
     sampling, greedy = programs.sampling, programs.sampling.temperature == 0
+    layers, head = weights
 
     def choose(hidden: Array, places: Array) -> tuple[Array, Array | None]:
         logits = programs.logits(hidden[:, -1:], head, programs.small_real)
@@ -204,14 +207,15 @@ def _draft(
     def step(carry: tuple[Array, Cache], number: Array) -> tuple[Any, Any]:
         last, cache = carry
         places = state.positions + number
-        hidden, cache = programs.small.extend(small, last[:, None], places, cache)
+        hidden, cache = programs.small.extend(small, last[:, None], places, cache, layers)
         drawn = choose(hidden, places + 1)
         return (drawn[0], cache), drawn
 
     # Of a round whose drafts were all accepted, it has not read the last: two ids cost what one
     # does, and reading an id again changes nothing.
     first = jnp.stack([state.before, state.last], axis=1)
-    hidden, cache = programs.small.extend(small, first, state.positions - 1, state.small)
+    at = state.positions - 1
+    hidden, cache = programs.small.extend(small, first, at, state.small, layers)
     drawn = choose(hidden, state.positions + 1)
     numbers = jnp.arange(1, programs.drafts, dtype=jnp.int32)
     (_, cache), others = jax.lax.scan(step, (drawn[0], cache), numbers)
@@ -225,7 +229,7 @@ def _draft(
 def _advance(
     big: Params,
     small: Params,
-    heads: tuple[Array, Array],
+    weights: tuple[Any, Any],
     state: _State,
     rows: Array,
     limits: Array,
@@ -233,12 +237,13 @@ def _advance(
     programs: _Programs,
 ) -> tuple[_State, _Round]:
     """`_ROUNDS` rounds. A row ends at a stop id, or when its next position reaches its limit."""
+    layers, head = weights[0]
 
     def advance(state: _State, _: None) -> tuple[_State, _Round]:
-        drafts, draft_logits, small_cache = _draft(small, heads[1], state, rows, programs)
+        drafts, draft_logits, small_cache = _draft(small, weights[1], state, rows, programs)
         read = jnp.concatenate([state.last[:, None], drafts], axis=1)
-        hidden, cache = programs.big.extend(big, read, state.positions, state.big)
-        logits = programs.logits(hidden, heads[0], programs.real)
+        hidden, cache = programs.big.extend(big, read, state.positions, state.big, layers)
+        logits = programs.logits(hidden, head, programs.real)
         places = jnp.arange(1, read.shape[1] + 1, dtype=jnp.int32)[None]
         keys = programs.keys(rows, state.positions[:, None] + places)
         accepted, following = judge(logits, draft_logits, drafts, keys, programs.sampling)
@@ -341,11 +346,13 @@ def speculate(
     on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=())
     programs = _Programs(big.functions, small.functions, big.real, small.real, drafts, on_device)
     rows = [_Row(sampling, tokenizer) for _ in prompts]
+    weights = big.prepare(), small.prepare()
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
         batch = _run(
             programs,
             (big.params, small.params),
+            weights,
             _fill(prompts[part], batch_size),
             np.pad(draw_by[part], (0, batch_size - len(rows[part])), mode="edge"),
             rows[part],
@@ -375,6 +382,7 @@ def _fill(
 def _run(
     programs: _Programs,
     params: tuple[Params, Params],
+    weights: tuple[Any, Any],
     prompts: tuple[np.ndarray, np.ndarray],
     numbers: np.ndarray,
     rows: Sequence[_Row],
@@ -383,7 +391,8 @@ def _run(
     """Completes the rows of a batch; yields after each look."""
     tokens, lengths = prompts
     capacity = -(-(tokens.shape[1] + most + 2 * programs.drafts) // _BUCKET) * _BUCKET
-    state, heads, *first = _begin(*params, *prompts, numbers, programs=programs, capacity=capacity)
+    begin = weights[0][1], *prompts, numbers
+    state, *first = _begin(*params, *begin, programs=programs, capacity=capacity)
     for row, id_, log_prob in zip(
         rows, *map(np.ndarray.tolist, jax.device_get(first)), strict=False
     ):
@@ -394,7 +403,7 @@ def _run(
         ended = np.ones(len(tokens), bool)
         ended[: len(rows)] = [bool(row.reason) for row in rows]
         state = state._replace(done=state.done | ended)
-        state, rounds = _advance(*params, heads, state, numbers, limits, programs=programs)
+        state, rounds = _advance(*params, weights, state, numbers, limits, programs=programs)
         for ids, log_probs, accepted in zip(*jax.device_get(rounds), strict=True):
             for i, row in enumerate(rows):
                 if not row.reason:

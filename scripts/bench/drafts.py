@@ -112,13 +112,17 @@ def batches(rows: Rows, args: argparse.Namespace) -> Iterator[dict[str, np.ndarr
 class Judge:
     """The teacher's continuations of held-out prompts, and what a draft saves on them."""
 
-    def __init__(self, teacher: Model, prompts: list[list[int]], args: argparse.Namespace):
-        self._teacher, self._spent = teacher, None
+    def __init__(
+        self, teacher: Model, prompts: dict[str, list[list[int]]], args: argparse.Namespace
+    ):
+        self._teacher, self._domains = teacher, list(prompts)
         self._batches = {}
         for temperature in (0.0, 1.0):
-            texts = write(teacher, prompts, args, temperature)
-            rows = drafting._pack([ids[:n] for ids, n in texts], [ids[n:] for ids, n in texts])
-            self._batches[temperature] = list(pipeline.eval_batches(rows, batch_size=8, limit=None))
+            for name, part in prompts.items():
+                texts = write(teacher, part, args, temperature)
+                rows = drafting._pack([ids[:n] for ids, n in texts], [ids[n:] for ids, n in texts])
+                found = list(pipeline.eval_batches(rows, batch_size=8, limit=None))
+                self._batches[name, temperature] = found
         self._one, several = (drafting.time_pass(teacher, n) for n in (1, 9))
         self._more = (several - self._one) / self._one / 8
         say(pass_of=teacher.source, ms=1e3 * self._one, each_token_more=self._more)
@@ -132,19 +136,22 @@ class Judge:
         costs = drafting.Costs(seconds / self._one, max(self._more, 0.0))
         heads = [jax.jit(model.functions.head)(model.params) for model in (draft, self._teacher)]
         read = {}
-        for temperature, found in self._batches.items():
+        for key, found in self._batches.items():
             states = [model.hidden_states(found) for model in (draft, self._teacher)]
             values = [
                 jax.device_get(compute(ours, heads[0], batch["labels"], theirs, heads[1]))
                 for ours, theirs, batch in zip(*states, found, strict=True)
             ]
-            read[temperature] = drafting._unpack(iter(values), found)
-        for rule, (temperature, chance) in drafting.RULES.items():
-            figures = drafting._figures(read[temperature], chance, costs)
+            read[key] = drafting._unpack(iter(values), found)
+        pairs = [(name, rule) for name in self._domains for rule in drafting.RULES]
+        for name, rule in pairs:
+            temperature, chance = drafting.RULES[rule]
+            figures = drafting._figures(read[name, temperature], chance, costs)
             at_5 = figures["blocks"][5]
             best = figures["blocks"][figures["best"]]
             say(
                 **named,
+                domain=name,
                 rule=rule,
                 kept=figures["kept"],
                 accepted_of_5=at_5["accepted"],
@@ -178,7 +185,9 @@ def run(args: argparse.Namespace) -> None:
         return drafting.choose_prompts(patterns, teacher.tokenizer, count=count, most=most)
 
     teacher = open_model(args.big, dtype=args.dtype)
-    judge = Judge(teacher, choose(args.heldout, args.heldout_prompts), args)
+    domains = [text.rpartition("=")[::2] for text in args.heldout]
+    heldout = {name: choose(paths, args.heldout_prompts) for name, paths in domains}
+    judge = Judge(teacher, heldout, args)
     judge.judge(open_model(args.draft, dtype=args.dtype), variant="as published")
     prompts = choose(args.prompts, 10**6)
     np.random.default_rng(args.seed).shuffle(prompts)
@@ -197,7 +206,8 @@ def run(args: argparse.Namespace) -> None:
             )
             rows[source] = pack(texts, args.seq_len)
         rate = args.cut_learning_rate if layers else args.learning_rate
-        schedule = optax.warmup_cosine_decay_schedule(0, rate, 20, args.steps, rate / 10)
+        warmup = min(20, args.steps // 4)
+        schedule = optax.warmup_cosine_decay_schedule(0, rate, warmup, args.steps, rate / 10)
         optimizer = optax.chain(
             optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.01)
         )
@@ -232,7 +242,10 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("big", help="the model to draft for")
     flags.add_argument("--draft", required=True, help="what all drafts begin with")
     flags.add_argument("--prompts", required=True, help="text or conversations to train on")
-    flags.add_argument("--heldout", required=True, help="likewise, to judge on")
+    judged = "likewise, to judge on; several are told apart"
+    flags.add_argument(
+        "--heldout", required=True, action="append", metavar="[NAME=]PATHS", help=judged
+    )
     flags.add_argument("--text", default="", help="of the source `text`")
     flags.add_argument("--variants", required=True, metavar="SOURCE:DIVERGENCE[@LAYERS];...")
     flags.add_argument("--steps", type=int, default=200)

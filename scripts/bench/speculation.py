@@ -23,11 +23,49 @@ import numpy as np
 
 from kdjax.data.text import documents, find_files
 from kdjax.device import runtime
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError, reporting
 from kdjax.models import speculation
+from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Form
+from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model, load
+from kdjax.models.weights import to_bits
+from scripts.bench.synthetic import QWEN25_SHAPES
+
+
+def open_model(text: str) -> Model:
+    """A file in its form, or of `random:7b` random numbers of that shape, drawn on the device."""
+    kind, _, name = text.partition(":")
+    if kind != "random":
+        form = Form.parse(text)
+        return load(form.path, weights=form.weights, dtype=form.dtype)
+    shape = QWEN25_SHAPES[name]
+    spec = ArchSpec(
+        family="qwen2",
+        vocab_size=shape.rows,
+        hidden_size=shape.hidden,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_width,
+        mlp_size=shape.ffn,
+        max_positions=32768,
+        rope_theta=1e6,
+        rms_eps=1e-6,
+        tied=shape.tied,
+        qkv_bias=True,
+    )
+    placement = Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+    half = jnp.dtype("bfloat16")
+    compute = Compute(dtype=half, param_dtype=half, placement=placement)
+    params = jax.jit(lambda: initialise(spec, compute, 0))()
+    if placement.platform == "cpu":
+        params = jax.tree.map(jax.jit(to_bits), params)
+    rows = shape.rows
+    return Model(functional(spec, compute)[0], params, rows, "random", name, spec, placement)
 
 
 def read_prompts(args: argparse.Namespace, model: Model) -> list[list[int]]:
@@ -35,7 +73,7 @@ def read_prompts(args: argparse.Namespace, model: Model) -> list[list[int]]:
     if not args.text:
         rng = np.random.default_rng(0)
         shape = args.prompts, args.prompt_tokens
-        return rng.integers(0, model.real_vocab, shape).tolist()
+        return rng.integers(0, 300, shape).tolist()
     tokenizer = model.tokenizer
     assert tokenizer is not None
     read = (tokenizer.encode(d.text) for d in documents(find_files(args.text), tokenizer))
@@ -81,11 +119,7 @@ def timed(model: Model, prompts: Any, repeats: int, **how: Any) -> tuple[list[Co
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each model alone, then one for each number of drafts and imposed rate."""
-    models = []
-    for text in (args.big, args.draft):
-        form = Form.parse(text)
-        models.append(load(form.path, weights=form.weights, dtype=form.dtype))
-    big, small = models
+    big, small = (open_model(text) for text in (args.big, args.draft))
     prompts = read_prompts(args, big)
     sampling = Sampling(args.max_tokens, args.temperature, seed=1)
     how = dict(sampling=sampling, batch_size=args.batch_size)
@@ -122,7 +156,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    flags.add_argument("big", help="PATH[@dequant|q4k[:bfloat16|float32]]")
+    flags.add_argument("big", help="PATH[@dequant|q4k[:bfloat16|float32]], or random:7b")
     flags.add_argument("--draft", required=True, help="likewise")
     flags.add_argument("--draft-tokens", default="3,5,8", help="of each pass, joined by commas")
     flags.add_argument("--text", default="", help="files whose beginnings are prompts")

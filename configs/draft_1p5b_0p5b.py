@@ -1,0 +1,41 @@
+"""A draft for Qwen2.5-Coder 1.5B: the 0.5B, for what speculative decoding keeps of its tokens.
+
+    kdjax train --config=draft_1p5b_0p5b --config.data.train=answers.jsonl
+
+The text is the teacher's own: give what it wrote (scripts/corpus/answers.py), for a draft reads no
+other. Half of the loss is total variation, whose gradient is the acceptance's, half the forward KL.
+`--config.student.layers=0,3,6,10,13,16,20,23` keeps a third of the layers, and wants
+`--config.optim.learning_rate=2e-4`. docs/drafts.md has the whole path; `:tiny` as in
+configs/qwen7b_0p5b.py.
+"""
+
+from kdjax.config import Config, tiny
+from kdjax.errors import UserError
+
+_TEACHER = "hf:Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+_STUDENT = "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+_RANDOM = "in a clone of kdjax: python3 -m scripts.bench.random_gguf"
+
+# What brings the files of `:tiny`.
+DOWNLOADS = {
+    "runs/tiny/teacher.gguf": f"{_RANDOM} --shape=tiny-teacher --out=runs/tiny/teacher.gguf",
+    "runs/tiny/student.gguf": f"{_RANDOM} --shape=tiny-student --out=runs/tiny/student.gguf",
+}
+
+
+def get_config(kind: str = "") -> Config:
+    """The run, or with kind "tiny" its small double."""
+    if kind not in ("", "tiny"):
+        raise UserError(f"configs/draft_1p5b_0p5b.py:{kind}: no such kind; expected 'tiny'.")
+    config = Config()
+    config.teacher.path = _TEACHER
+    config.student.path = _STUDENT
+    config.data.train = "python:stdlib,jax,flax,transformers"
+    config.data.heldout = "python:optax,orbax"
+    config.data.seq_len = 1024
+    config.loss.divergence = "0.5*forward_kl+0.5*total_variation"
+    config.loss.temperature, config.loss.alpha = 1.0, 0.0
+    config.optim.learning_rate, config.optim.final_learning_rate = 1e-5, 1e-6
+    config.optim.warmup_steps = 50
+    config.train.steps, config.train.batch_size = 1000, 16
+    return tiny(config) if kind else config

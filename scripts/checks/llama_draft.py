@@ -1,0 +1,140 @@
+"""Lets llama.cpp judge drafts: how many of their tokens its server drafts and accepts.
+
+    python -m scripts.checks.llama_draft BIG.gguf --draft=published.gguf,student.gguf \
+        --prompts=prompts.jsonl --count=12 --max-tokens=96
+
+For each draft, and each way of sampling, the server answers the same prompts: greedily; at T = 1 as
+it does by default, where the draft's likeliest id must be the one that the big model draws; and at
+T = 1 with the rejection rule of speculative sampling (`probabilistic`). Printed are its own
+counters, its tokens/s with the draft and without, and why it would refuse a draft. `--p-min` is the
+least probability of a drafted token, below which it stops drafting: at 0 no draft is withheld.
+
+Needs `xllamacpp` (PyPI), here or in the interpreter that `--python` names. Exit status: 0 done, 2
+bad input, 77 xllamacpp is missing.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kdjax.errors import UserError, reporting
+from kdjax.evaluation.drafting import choose_prompts
+from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.drafts import why_refused
+
+SKIPPED = 77
+# Name, temperature, and whether drafts are accepted by the rejection rule.
+WAYS = (("greedy", 0.0, False), ("T = 1", 1.0, False), ("T = 1, probabilistic", 1.0, True))
+
+# Runs in the interpreter that has xllamacpp: a request on standard input, counters on standard
+# output behind a mark, as the library writes its log there too.
+_WORKER = r"""
+import json, sys, time
+import xllamacpp
+
+request = json.load(sys.stdin)
+params = xllamacpp.CommonParams()
+params.model.path = request["big"]
+params.n_ctx, params.n_parallel, params.warmup, params.n_gpu_layers = 4096, 1, False, 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request["threads"]
+if request["draft"]:
+    draft = params.speculative.draft
+    draft.mparams.path = request["draft"]
+    draft.n_max, draft.n_min, draft.p_min = request["n_max"], 0, request["p_min"]
+    draft.probabilistic = request["probabilistic"]
+    draft.n_gpu_layers = 0
+    draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = request["threads"]
+    params.speculative.types = [
+        xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
+    ]
+server = xllamacpp.Server(params)
+totals = dict(drafted=0, accepted=0, tokens=0, milliseconds=0.0)
+for number, prompt in enumerate(request["prompts"]):
+    answer = server.handle_completions(
+        dict(
+            prompt=prompt, n_predict=request["max_tokens"], temperature=request["temperature"],
+            seed=number + 1, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, repeat_penalty=1.0,
+            cache_prompt=False,
+        )
+    )
+    answer = json.loads(answer) if isinstance(answer, str) else answer
+    timings = answer["timings"]
+    totals["drafted"] += timings.get("draft_n", 0)
+    totals["accepted"] += timings.get("draft_n_accepted", 0)
+    totals["tokens"] += timings["predicted_n"]
+    totals["milliseconds"] += timings["predicted_ms"]
+print("COUNTED" + json.dumps(totals), flush=True)
+import os
+os._exit(0)
+"""
+
+
+def count(python: str, request: dict[str, Any]) -> dict[str, float]:
+    """The server's counters over all prompts. Raises `UserError` with the end of its log."""
+    done = subprocess.run(
+        [python, "-c", _WORKER], input=json.dumps(request), capture_output=True, text=True
+    )
+    lines = [x for x in done.stdout.splitlines() if "COUNTED{" in x]
+    if not lines:
+        raise UserError(f"llama.cpp failed on {request['draft']}:\n{done.stderr[-2000:]}")
+    return json.loads(lines[-1].partition("COUNTED")[2])
+
+
+def has_server(python: str) -> bool:
+    """Whether xllamacpp is there."""
+    return not subprocess.run([python, "-c", "import xllamacpp"], capture_output=True).returncode
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints a line of JSON for the big model alone and for each draft, in each way."""
+    big = open_checkpoint(args.big)
+    prompts = choose_prompts(args.prompts, big.tokenizer, count=args.count, most=1024)
+    request = dict(big=str(args.big), prompts=prompts, max_tokens=args.max_tokens)
+    request |= dict(n_max=args.draft_tokens, p_min=args.p_min, threads=args.threads)
+    for draft in ["", *args.draft.split(",")]:
+        if draft:
+            reason = why_refused(big.header.metadata, open_checkpoint(draft).header.metadata)
+            if reason:
+                print(json.dumps({"draft": draft, "refused": reason}), flush=True)
+                continue
+        for way, temperature, probabilistic in WAYS[: 2 if not draft else None]:
+            how = dict(draft=draft, temperature=temperature, probabilistic=probabilistic)
+            found = count(args.python, request | how)
+            row: dict[str, Any] = {"draft": draft or "none", "way": way}
+            if drafted := found["drafted"]:
+                row |= {"accepted": found["accepted"], "drafted": drafted}
+                row |= {"share": round(found["accepted"] / drafted, 4)}
+                passes = found["tokens"] - found["accepted"]
+                row |= {"accepted a pass": round(found["accepted"] / passes, 3)}
+            row |= {"tokens": found["tokens"]}
+            row |= {"tokens/s": round(1e3 * found["tokens"] / found["milliseconds"], 2)}
+            print(json.dumps(row), flush=True)
+
+
+@reporting
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the comparison; returns the exit status."""
+    flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    flags.add_argument("big", type=Path, help="a GGUF file")
+    flags.add_argument("--draft", required=True, help="GGUF files, joined by commas")
+    flags.add_argument("--prompts", required=True, help="text or conversations: files, globs")
+    flags.add_argument("--count", type=int, default=12, help="of the prompts")
+    flags.add_argument("--max-tokens", type=int, default=96)
+    flags.add_argument("--draft-tokens", type=int, default=5, help="at most so many a pass")
+    flags.add_argument("--p-min", type=float, default=0.0)
+    flags.add_argument("--threads", type=int, default=2)
+    flags.add_argument("--python", default=sys.executable, help="interpreter with xllamacpp")
+    args = flags.parse_args(argv)
+    if not has_server(args.python):
+        print(f"skipped: {args.python} has no xllamacpp (pip install xllamacpp)")
+        return SKIPPED
+    run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
