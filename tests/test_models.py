@@ -26,6 +26,7 @@ from kdjax.models.arch import ACTIVATIONS, rope_frequencies, spec_from_table
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
 from kdjax.models.families import FAMILIES
 from kdjax.models.loading import load_params
+from scripts.bench.synthetic import GEMMA3_SHAPES, write_random_gguf
 from scripts.checks import make_goldens
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -369,6 +370,11 @@ def test_fields_that_change_nothing_are_accepted():
         ("rope.dimension_count", 4),
         ("rope.scaling.yarn_ext_factor", 0.0),
         ("attention.causal", False),
+        ("attention.sliding_window", 512),
+        ("final_logit_softcapping", 30.0),
+        ("rope.freq_base_swa", 1e4),
+        ("attention.scale", 0.1),
+        ("ssm.state_size", 16),
     ],
 )
 def test_a_gguf_header_that_asks_for_more_is_refused(models, monkeypatch, key, value):
@@ -377,8 +383,31 @@ def test_a_gguf_header_that_asks_for_more_is_refused(models, monkeypatch, key, v
     family = table.metadata["general.architecture"]
     changed = dict(table.metadata) | {f"{family}.{key}": value}
     monkeypatch.setattr(table, "metadata", changed)
-    with pytest.raises(UserError, match=rf"{family}\.{re.escape(key)}={value}: expected"):
+    with pytest.raises(UserError, match=rf"{family}\.{re.escape(key)}={value}: (expected|unknown)"):
         spec_from_table(table)
+
+
+def test_keys_of_a_gguf_header_that_change_nothing_are_accepted(models, monkeypatch):
+    table = open_table(models / "student.gguf")
+    spec, family = spec_from_table(table), table.metadata["general.architecture"]
+    nothing = {"vision.block_count": 27, "mm.tokens_per_image": 256, "expert_used_count": 0}
+    nothing |= {"rope.scaling.finetuned": True, "attention.sliding_window": 0}
+    changed = dict(table.metadata) | {f"{family}.{key}": v for key, v in nothing.items()}
+    monkeypatch.setattr(table, "metadata", changed | {"gemma3.attention.sliding_window": 9})
+    assert spec_from_table(table) == spec
+
+
+@pytest.mark.parametrize(
+    ("pattern", "local"), [(2, [1, 0, 1, 0, 1, 0, 1]), ([1, 1, 0] * 2 + [1],) * 2]
+)
+def test_a_gguf_header_may_say_which_layers_are_local(tmp_path, monkeypatch, pattern, local):
+    write_random_gguf(tmp_path / "g.gguf", GEMMA3_SHAPES["tiny-gemma"])
+    table = open_table(tmp_path / "g.gguf")
+    assert spec_from_table(table).windows() == (16,) * 5 + (0, 16)
+    said = {"gemma3.attention.sliding_window_pattern": pattern, "gemma3.rope.freq_base_swa": 2e4}
+    monkeypatch.setattr(table, "metadata", dict(table.metadata) | said)
+    spec = spec_from_table(table)
+    assert spec.windows() == (16, 0, 16, 0, 16, 0, 16) and spec.local_rope_theta == 2e4
 
 
 def test_unknown_family_is_named():

@@ -246,7 +246,7 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
         )
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
     head_dim = int(key("attention.key_length", hidden // heads))
-    check_gguf_fields(meta, arch, head_dim, table.paths[0], experts=family.experts)
+    check_gguf_fields(meta, arch, head_dim, table.paths[0], family.gguf_keys)
     layers = int(key("block_count"))
     if layers > len(table):
         raise UserError(

@@ -131,6 +131,7 @@ FAMILIES = {
                 "attention.key_length",
                 "attention.value_length",
                 "attention.sliding_window",
+                "attention.sliding_window_pattern",
                 "rope.freq_base_swa",
             ),
         ),

@@ -70,12 +70,27 @@ ROPE_COMPUTED = frozenset((
 # `finetuned` said how a file came about; the two lists are longrope's, which is refused by name.
 ROPE_WITHOUT_EFFECT = frozenset(("finetuned", "short_factor", "long_factor"))
 ROPE_NEUTRAL: dict[str, Any] = {"partial_rotary_factor": 1.0, "mrope_section": None}
-# Of a GGUF header, by its names without the family's.
+# Of a GGUF header, by its names without the family's. A row of `families` lists what else it reads.
+GGUF_COMPUTED = frozenset((
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.type",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+))
+# How files came about, and what llama.cpp reads in other architectures only.
+GGUF_WITHOUT_EFFECT = frozenset((
+    "rope.scaling.finetuned", "tensor_data_layout", "attention.layer_norm_epsilon",
+    "decoder_start_token_id",
+))
+# Of files that say how images become embeddings, which text has no part of.
+_GGUF_OF_IMAGES = ("vision.", "mm.")
 GGUF_NEUTRAL: dict[str, Any] = {
-    "expert_count": 0, "expert_shared_count": 0, "expert_shared_feed_forward_length": 0,
+    "expert_count": 0, "expert_used_count": 0, "expert_shared_count": 0,
+    "expert_shared_feed_forward_length": 0,
     "expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1,  # softmax
     "expert_group_count": 1, "expert_group_used_count": 1, "leading_dense_block_count": 0,
-    "interleave_moe_layer_step": 1,
+    "interleave_moe_layer_step": 1, "nextn_predict_layers": 0, "attention.sliding_window": 0,
     "logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0,
     "use_parallel_residual": False, "attention.causal": True, "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0,
@@ -128,17 +143,18 @@ def check_fields(
 
 
 def check_gguf_fields(
-    metadata: Mapping[str, Any], family: str, head_dim: int, path: Path, *, experts: bool = False
+    metadata: Mapping[str, Any], arch: str, head_dim: int, path: Path, computed: Sequence[str] = ()
 ) -> None:
-    """As `check_fields` for the key-values of a GGUF header, of which unknown ones are accepted."""
+    """As `check_fields` for the key-values of a GGUF header that begin with `arch`."""
     whole = {"rope.dimension_count": head_dim, "attention.value_length": head_dim}
-    neutral = GGUF_NEUTRAL | whole
-    if experts:
-        del neutral["expert_count"]
-    named = {name: metadata.get(f"{family}.{name}") for name in neutral}
-    if problems := _list_problems(named, neutral):
+    known = (GGUF_COMPUTED | GGUF_WITHOUT_EFFECT | set(computed)) - set(whole)
+    own = {key.removeprefix(f"{arch}."): key for key in metadata if key.startswith(f"{arch}.")}
+    own = {name: key for name, key in own.items() if not name.startswith(_GGUF_OF_IMAGES)}
+    named = {name: metadata[key] for name, key in own.items() if name not in known}
+    if problems := _list_problems(named, GGUF_NEUTRAL | whole):
         raise UserError(
             f"{path} sets what this decoder does not compute:\n  "
-            + "\n  ".join(f"{family}.{problem}" for problem in problems)
-            + "\nUse a file without it."
+            + "\n  ".join(f"{arch}.{problem}" for problem in problems)
+            + "\nUse a file without it. An unknown key that changes nothing can be taken out with "
+            "gguf-py's gguf-new-metadata --remove-metadata KEY."
         )
