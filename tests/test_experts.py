@@ -1,5 +1,6 @@
 """Models of experts: the router's choices, their sum, packed weights, meshes, what is refused."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import kdjax
 from kdjax.device import sharding
@@ -17,8 +19,9 @@ from kdjax.formats.gguf_writer import write_gguf
 from kdjax.models import decoder
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
-from kdjax.models.experts import Choice, choose_experts, mix_experts
+from kdjax.models.experts import Choice, choose_experts, lay_out, mix_experts, mix_experts_by_tiles
 from kdjax.models.model import load_model
+from kdjax.training.teachers import Packed, RunningTeacher
 from scripts.bench.synthetic import QWEN3_SHAPES, write_random_gguf
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -185,3 +188,86 @@ def test_a_missing_stack_is_named(tiny, tmp_path):
     expected = r"blk.1.ffn_up_exps.weight: missing, expected shape \[8, 256, 256\]"
     with pytest.raises(UserError, match=expected):
         model(tmp_path / "a.gguf", "dense")
+
+
+@pytest.fixture(scope="module")
+def routed():
+    """bf16 rows, experts whose widths the kernels take, and a choice that leaves one unused."""
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    rows = jax.random.normal(next(keys), (70, 256), jnp.bfloat16)
+    gate, up = (jax.random.normal(next(keys), (5, 128, 256), jnp.bfloat16) / 16 for _ in range(2))
+    down = jax.random.normal(next(keys), (5, 256, 128), jnp.bfloat16) / 11
+    router = jax.random.normal(next(keys), (5, 256)).at[3].set(0.0)
+    choice = choose_experts(rows, router.at[3].add(-1e3 * rows.mean(0)), 2, True)
+    return rows, choice, gate, up, down
+
+
+def test_tiles_are_of_one_expert_and_hold_every_row(routed):
+    choice = routed[1]
+    tiles, slots = lay_out(choice.experts, 5, 16)
+    assert len(tiles.experts) == -(-140 // 16) + 5 and len(tiles.rows) == 16 * len(tiles.experts)
+    for row, (at, experts) in enumerate(zip(slots.tolist(), choice.experts.tolist(), strict=True)):
+        for place, expert in zip(at, experts, strict=True):
+            assert tiles.rows[place] == row and tiles.experts[place // 16] == expert
+    assert len(np.unique(slots)) == slots.size
+    counts = np.bincount(np.ravel(choice.experts), minlength=5)
+    assert int(jnp.sum(tiles.experts < 5)) == sum(-(-counts // 16))
+
+
+def test_kernels_give_the_sum_and_its_gradient(routed):
+    """Interpreted, so that they run without a GPU."""
+    rows, choice, *matrices = routed
+
+    def total(mix, rows, weights, *matrices):
+        y = mix(rows, Choice(choice.experts, weights), *matrices, jax.nn.silu)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    tiles = functools.partial(mix_experts_by_tiles, interpret=True)
+    given = (rows, choice.weights, *matrices)
+    found, want = (
+        jax.jit(jax.value_and_grad(functools.partial(total, mix), range(5), has_aux=True))(*given)
+        for mix in (tiles, mix_experts)
+    )
+    ((_, y), gradients), ((_, wanted), others) = found, want
+    for a, b in zip((y, *gradients), (wanted, *others), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
+
+
+def test_a_bf16_router_is_exact():
+    """In three parts of 8 bits each weight is whole."""
+    rows = jax.random.normal(jax.random.key(1), (64, 256), jnp.bfloat16)
+    router = jax.random.normal(jax.random.key(2), (16, 256))
+    got = choose_experts(rows, router, 4, False)
+    want = choose_experts(rows.astype(jnp.float32), router, 4, False)
+    np.testing.assert_array_equal(got.experts, want.experts)
+    np.testing.assert_allclose(got.weights, want.weights, rtol=2e-5)
+
+
+def _inner_scans(jaxpr, depth=0):
+    """Each scan's body and how many scans it lies in."""
+    for equation in jaxpr.eqns:
+        inside = depth + (equation.primitive.name == "scan")
+        for body in jaxprs_in_params(equation.params):
+            if inside > depth:
+                yield body, depth
+            yield from _inner_scans(body, inside)
+
+
+def test_a_layer_is_decoded_once_for_all_microbatches(tiny):
+    """In the loop over layers; in the loop over parts within it no bits are shifted."""
+    teacher = model(tiny, "packed")
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 300, (4, 12)), jnp.int32)
+    at = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32)[None], (4, 12))
+    batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens), "positions": at}
+
+    @jax.jit
+    def both(params):
+        running = RunningTeacher(teacher.functions, params)
+        kind, more = Packed().begin_parts(running, batch, 2)
+        return kind.read_outputs(running, more)[0], running.hidden(batch)
+
+    np.testing.assert_allclose(*both(teacher.params), rtol=1e-4, atol=1e-4)
+    trace = jax.make_jaxpr(lambda p: teacher.functions.hidden_in_parts(p, *batch.values(), 2))
+    for body, depth in _inner_scans(trace(teacher.params).jaxpr):
+        assert ("shift_right_logical" in str(body)) == (depth == 0)

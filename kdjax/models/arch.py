@@ -256,8 +256,9 @@ def _from_gguf(table: TensorTable) -> ArchSpec:
     window = int(meta.get(f"{arch}.attention.sliding_window") or 0) if family.window_period else 0
     experts: dict[str, Any] = {}
     if family.experts:
-        names = "expert_count", "expert_used_count", "expert_feed_forward_length"
-        experts = _experts(*(int(key(name)) for name in names), True, table.paths[0])
+        count, used = int(key("expert_count")), int(key("expert_used_count"))
+        size = int(key("expert_feed_forward_length"))
+        experts = _experts(count, used, size, True, table.paths[0])
     return ArchSpec(
         family=family.name,
         vocab_size=table.info("token_embd.weight").shape[0],
@@ -376,10 +377,10 @@ def _from_hf(table: TensorTable) -> ArchSpec:
     window, local = _hf_windows(config, family, layers, path)
     experts: dict[str, Any] = {}
     if family.experts:
-        names = "num_experts_per_tok", "moe_intermediate_size"
         number = count("num_experts", config.get("num_local_experts"))
+        used, size = count("num_experts_per_tok"), count("moe_intermediate_size")
         normalised = bool(config.get("norm_topk_prob", False))
-        experts = _experts(number, *map(count, names), normalised, path)
+        experts = _experts(number, used, size, normalised, path)
     return ArchSpec(
         family=family.name,
         vocab_size=count("vocab_size"),

@@ -20,7 +20,7 @@ from kdjax.device.placement import Placement
 from kdjax.models import kernels
 from kdjax.models.arch import ACTIVATIONS, ArchSpec, local_rope, rope_frequencies
 from kdjax.models.attention import attend, attend_and_keep
-from kdjax.models.experts import choose_experts, mix_experts
+from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles
 from kdjax.models.weights import (
     Rounded,
     Scaled,
@@ -213,8 +213,10 @@ class Experts(nnx.Module):
         assert not isinstance(rows, Rounded)
         spec, router = self.spec, self.router.weight.get_value()
         choice = choose_experts(rows, router, spec.experts_used, spec.norm_experts)
-        weights = (weight.get_value() for weight in (self.gate, self.up, self.down))
-        return mix_experts(rows, choice, *weights, ACTIVATIONS[spec.activation])
+        gate, up, down = (weight.get_value() for weight in (self.gate, self.up, self.down))
+        in_kernels = self.placement is not None and self.placement.kernels
+        mix = mix_experts_by_tiles if in_kernels else mix_experts
+        return mix(rows, choice, gate, up, down, ACTIVATIONS[spec.activation])
 
 
 class Block(nnx.Module):
@@ -282,6 +284,35 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm, in the compute dtype."""
         return self.hidden_and_layers(tokens, segment_ids, positions)[0]
+
+    def hidden_in_parts(
+        self, tokens: Array, segment_ids: Array, positions: Array, parts: int
+    ) -> Float[Array, "B T D"]:
+        """As `hidden`, each layer taking the rows in `parts`, one after the other.
+
+        Its weights are decoded, or gathered, once, and its activations are those of a part.
+        """
+        graph, stacked = nnx.split(self.blocks)
+        slices, read = slice_layers(stacked)
+        x, *about = (
+            y.reshape(parts, -1, *y.shape[1:])
+            for y in (self._embed_tokens(tokens), segment_ids, positions)
+        )
+
+        def layer(x: Array, xs: Any) -> tuple[Array, None]:
+            weights, local = xs
+            weights = read(weights)
+
+            def part(rows: tuple[Array, Array, Array]) -> Array:
+                x, segment_ids, positions = rows
+                mix = functools.partial(self._mix, segment_ids, local)
+                turn = self._turn(self._angles(positions), local)
+                return nnx.merge(graph, weights)(x, turn, mix)[0]
+
+            return jax.lax.map(part, (x, *about)), None
+
+        x, _ = jax.lax.scan(layer, x, (slices, self._local()))
+        return self.norm(x.reshape(*tokens.shape, -1))
 
     def hidden_and_layers(
         self, tokens: Array, segment_ids: Array, positions: Array, *, keep_layers: bool = False
@@ -556,6 +587,12 @@ class DecoderFunctions(ModuleFunctions):
     def stored_head(self, params: Params) -> Array | Scaled:
         """See `Decoder.stored_head`."""
         return self._merge(params).stored_head()
+
+    def hidden_in_parts(
+        self, params: Params, tokens: Array, segment_ids: Array, positions: Array, parts: int
+    ) -> Float[Array, "B T D"]:
+        """See `Decoder.hidden_in_parts`."""
+        return self._merge(params).hidden_in_parts(tokens, segment_ids, positions, parts)
 
     def prefill(
         self, params: Params, tokens: Array, lengths: Array, capacity: int

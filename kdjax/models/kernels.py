@@ -2,8 +2,8 @@
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
 `Placement.kernels` is false: on other devices, on several (no kernel is split over a mesh), and
-once JAX has no Triton any more, deprecated since 0.11. Only `normalize_rows` has a gradient: the
-others serve a frozen teacher and a loss that brings its own.
+once JAX has no Triton any more, deprecated since 0.11. Only `normalize_rows` has a gradient here:
+the others serve a frozen teacher and what brings its own.
 """
 
 import functools
@@ -373,6 +373,113 @@ def _attend_and_keep(
     kept = inside & (position + of_new[:, None] < slots)
     for ref, x in zip((kept_keys, kept_values), fresh, strict=True):
         plgpu.store(ref.at[at, row, head, position + of_new[:, None], width], x, mask=kept)
+
+
+class Tiles(NamedTuple):
+    """Rows sorted by expert, in tiles of `TILE_ROWS` rows of one expert each."""
+
+    experts: Array  # int32 [tiles]; the number of experts for a tile of none
+    rows: Array  # int32 [tiles * TILE_ROWS]: which row stands at each place
+
+
+TILE_ROWS = 128
+# Columns of a tile, depth of a step, warps, stages: the fastest of 12 and 9 at the shape of
+# Qwen3-30B-A3B on an H200, 520 and 505 TFLOP/s; the first makes gate and up at once.
+_WIDEN, _NARROW = (128, 64, 8, 3), (256, 64, 8, 3)
+
+
+def tiles_fit(gate: tuple[int, ...], dtype: Any) -> bool:
+    """Whether the kernels of experts take weights `[E, F, D]` of this shape."""
+    _, size, width = gate
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return half and size % _WIDEN[0] == 0 and width % _NARROW[0] == 0
+
+
+def widen_tiles(
+    tiles: Tiles,
+    rows: Float[Array, "N D"],
+    gate: Float[Array, "E F D"],
+    up: Float[Array, "E F D"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "P F"]:
+    """silu(x gate^T) * (x up^T) for the row x at each place, by its tile's expert.
+
+    Rows are gathered as they are read: to write them in order first takes .4 ms of 1.6. Places of
+    tiles without an expert stay unwritten.
+    """
+    _, size, width = gate.shape
+    columns, depth, warps, stages = _WIDEN
+    across = size // columns
+    return pl.pallas_call(
+        functools.partial(_widen, gate.shape[0], width, columns, depth, across),
+        grid=(tiles.experts.shape[0] * across,),
+        out_shape=jax.ShapeDtypeStruct((tiles.rows.shape[0], size), rows.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+    )(tiles.experts, tiles.rows, rows, gate, up)
+
+
+def _widen(count, width, columns, depth, across, experts, rows, x, gate, up, out):
+    tile, part = pl.program_id(0) // across, pl.program_id(0) % across
+    expert = plgpu.load(experts.at[tile])
+
+    @pl.when(expert < count)
+    def _():
+        place = tile * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
+        row = plgpu.load(rows.at[place])[:, None]
+        column = (part * columns + jnp.arange(columns, dtype=jnp.int32))[:, None]
+
+        def add(step, sums):
+            inner = (step * depth + jnp.arange(depth, dtype=jnp.int32))[None, :]
+            a = plgpu.load(x.at[row, inner])
+            b, c = (plgpu.load(weight.at[expert, column, inner]) for weight in (gate, up))
+            return sums[0] + plgpu.dot(a, b, trans_b=True), sums[1] + plgpu.dot(a, c, trans_b=True)
+
+        zero = jnp.zeros((TILE_ROWS, columns), jnp.float32)
+        g, u = jax.lax.fori_loop(0, width // depth, add, (zero, zero))
+        y = (g * jax.nn.sigmoid(g) * u).astype(out.dtype)
+        plgpu.store(out.at[place[:, None], column.reshape(1, -1)], y)
+
+
+def narrow_tiles(
+    tiles: Tiles,
+    hidden: Float[Array, "P F"],
+    down: Float[Array, "E D F"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "P D"]:
+    """x down^T for the row x at each place, by its tile's expert; as `widen_tiles` otherwise."""
+    _, width, size = down.shape
+    columns, depth, warps, stages = _NARROW
+    across = width // columns
+    return pl.pallas_call(
+        functools.partial(_narrow, down.shape[0], size, columns, depth, across),
+        grid=(tiles.experts.shape[0] * across,),
+        out_shape=jax.ShapeDtypeStruct((tiles.rows.shape[0], width), hidden.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+    )(tiles.experts, hidden, down)
+
+
+def _narrow(count, size, columns, depth, across, experts, x, down, out):
+    tile, part = pl.program_id(0) // across, pl.program_id(0) % across
+    expert = plgpu.load(experts.at[tile])
+
+    @pl.when(expert < count)
+    def _():
+        place = (tile * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32))[:, None]
+        column = (part * columns + jnp.arange(columns, dtype=jnp.int32))[:, None]
+
+        def add(step, total):
+            inner = (step * depth + jnp.arange(depth, dtype=jnp.int32))[None, :]
+            a = plgpu.load(x.at[place, inner])
+            b = plgpu.load(down.at[expert, column, inner])
+            return total + plgpu.dot(a, b, trans_b=True)
+
+        zero = jnp.zeros((TILE_ROWS, columns), jnp.float32)
+        total = jax.lax.fori_loop(0, size // depth, add, zero)
+        plgpu.store(out.at[place, column.reshape(1, -1)], total.astype(out.dtype))
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:

@@ -194,7 +194,16 @@ class _Temporaries:
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
-            yield "the teacher runs forward", self._teacher_forward(positions) | accumulated
+            running = self._teacher_forward(positions)
+            if parts > 1 and self.kind.decodes:
+                # Each layer's of the whole batch, before and after it.
+                assert self.pair.teacher is not None
+                states = parts * positions * self._size * self.pair.teacher.spec.hidden_size
+                running["hidden states of all microbatches"] = 2 * states
+                held["teacher's hidden states"] = states
+            else:
+                running |= accumulated
+            yield "the teacher runs forward", running
         # float32 logits of student and teacher, and their gradient in the compute dtype; without
         # the kernels that sum them one intermediate more.
         forward = parse_divergence(config.loss.divergence) == forward_kl

@@ -160,6 +160,9 @@ def _sum_gradients(
     """Sums over the positions of one device: of gradients, of figures, and their count, int32."""
     # At alpha = 1 the teacher would change nothing but the figures: it runs in evaluations only.
     kind = NoTeacher() if spec.head.loss.alpha == 1 else spec.kind
+    if spec.microbatches > 1:
+        running = RunningTeacher(spec.teacher, teacher)
+        kind, batch = kind.begin_parts(running, batch, spec.microbatches)
 
     def sum_loss(params: Params, part: Batch) -> tuple[Array, LossSums]:
         student = _run_student(spec, params, part)

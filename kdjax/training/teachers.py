@@ -28,7 +28,7 @@ from kdjax.losses.topk import (
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
 from kdjax.models.model import Model, check_fp8, load_head, load_model, narrow_head
-from kdjax.models.weights import from_bits
+from kdjax.models.weights import from_bits, to_bits
 
 Size = int | float  # bytes
 Batch = dict[str, Array]
@@ -46,6 +46,12 @@ class RunningTeacher(NamedTuple):
         assert self.functions is not None
         columns = batch["tokens"], batch["segment_ids"], batch["positions"]
         return jax.lax.stop_gradient(self.functions.hidden(self.params, *columns))
+
+    def hidden_in_parts(self, batch: Batch, parts: int) -> Array:
+        """As `hidden`, a layer at a time for all parts of the batch; of a `Decoder` only."""
+        functions: Any = self.functions
+        columns = batch["tokens"], batch["segment_ids"], batch["positions"]
+        return functions.hidden_in_parts(self.params, *columns, parts)
 
     @property
     def head(self) -> Any:
@@ -101,6 +107,12 @@ class TeacherKind:
         """What the loss takes of the teacher: hidden states `[B, T, D]` and a head."""
         return teacher.hidden(batch), teacher.head
 
+    def begin_parts(
+        self, teacher: RunningTeacher, batch: Batch, parts: int
+    ) -> tuple["TeacherKind", Batch]:
+        """What computes the loss of a part of the batch, and what of it belongs in the batch."""
+        return self, batch
+
     def sum_loss(
         self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> LossSums:
@@ -139,6 +151,16 @@ class Packed(TeacherKind):
     def weights(self) -> str:
         return "packed"
 
+    def begin_parts(
+        self, teacher: RunningTeacher, batch: Batch, parts: int
+    ) -> tuple[TeacherKind, Batch]:
+        """Hidden states of the whole batch come first: a layer is decoded once a step.
+
+        To decode a layer of experts takes as long as their products for 4,000 positions.
+        """
+        hidden = to_bits(teacher.hidden_in_parts(batch, parts))
+        return CachedHidden(), batch | {"teacher_hidden": hidden}
+
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
         spec, total = teacher.spec, 0.0
         head = ("embed",) if spec.tied else ("head",)
@@ -151,7 +173,7 @@ class Packed(TeacherKind):
                     blocks = *info.shape[:-1], info.shape[-1] // BLOCKS[info.dtype].elements
                     total += kept * info.nbytes / sharding.count_shards(path, blocks, mesh)
                 else:
-                    total += jnp.dtype(dtype).itemsize * info.shape[0]
+                    total += jnp.dtype(dtype).itemsize * math.prod(info.shape)
         return total
 
 

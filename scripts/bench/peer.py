@@ -4,7 +4,8 @@
 
 Student: float32 weights under bf16 autocast, fused AdamW; teacher: bf16, frozen; attention: SDPA;
 loss as in kdjax.losses. No gradient clipping and no schedule, which kdjax has. Teacher and student
-are Qwen2ForCausalLM of the same shapes with random weights, the tokens are kdjax's.
+are Qwen2, Qwen3 or Qwen3-MoE models of the same shapes with random weights, the tokens are kdjax's;
+experts are Transformers' grouped products ("grouped_mm").
 """
 
 # pyright: reportMissingImports=false
@@ -24,6 +25,7 @@ from scripts.bench.rows import made_rows, timed_steps
 MODES = {
     "eager": dict(compiled=False, checkpointed=True, chunked=False),
     "eager-plain": dict(compiled=False, checkpointed=False, chunked=False),
+    "eager-chunked": dict(compiled=False, checkpointed=False, chunked=True),
     "compile": dict(compiled=True, checkpointed=False, chunked=False),
     "chunked": dict(compiled=True, checkpointed=False, chunked=True),
 }
@@ -46,11 +48,22 @@ def kd_loss(student: Any, teacher: Any, labels: Any, temperature: float, alpha: 
 
 
 def build(shape: dict[str, Any], dtype: Any, device: str) -> Any:
-    """A random Qwen2 of these sizes; their names are those of kdjax's ArchSpec."""
+    """A random model of these sizes; their names are those of kdjax's ArchSpec."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    config = Qwen2Config(
+    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[shape["family"]]
+    sizes, options = {}, {}
+    if shape["experts"]:
+        sizes = dict(
+            num_experts=shape["experts"],
+            num_experts_per_tok=shape["experts_used"],
+            moe_intermediate_size=shape["expert_size"],
+            norm_topk_prob=shape["norm_experts"],
+        )
+        options = dict(experts_implementation="grouped_mm")
+    config = getattr(transformers, f"{name}Config")(
+        head_dim=shape["head_dim"],
         hidden_size=shape["hidden_size"],
         num_hidden_layers=shape["num_layers"],
         num_attention_heads=shape["num_heads"],
@@ -60,10 +73,12 @@ def build(shape: dict[str, Any], dtype: Any, device: str) -> Any:
         tie_word_embeddings=shape["tied"],
         max_position_embeddings=shape["max_positions"],
         rope_parameters=dict(rope_type="default", rope_theta=shape["rope_theta"]),
+        **sizes,
     )
     torch.set_default_dtype(dtype)
     with torch.device(device):
-        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
+        kind = getattr(transformers, f"{name}ForCausalLM")
+        model = kind._from_config(config, attn_implementation="sdpa", **options)
     torch.set_default_dtype(torch.float32)
     return model
 

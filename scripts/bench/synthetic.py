@@ -258,12 +258,13 @@ def _tensor_data(
         yield encode(rng.standard_normal(shape, np.float32) * np.float32(0.02), dtype)
     else:
         block = BLOCKS[dtype]
-        left = math.prod(shape[:-1]) * row_bytes(dtype, shape[-1]) // block.nbytes
+        *_, width = shape
+        left = math.prod(shape) // width * row_bytes(dtype, width) // block.nbytes
         chunk = np.empty((0, block.nbytes), np.uint8)
         while left:
             count = min(left, _CHUNK_BYTES // block.nbytes)
             if len(shape) < 3 or not len(chunk):
-                chunk = random_blocks(rng, dtype, count, 1 / math.sqrt(shape[-1]))
+                chunk = random_blocks(rng, dtype, count, 1 / math.sqrt(width))
             yield chunk[:count]
             left -= count
 
