@@ -65,6 +65,7 @@ def build(
     student="qwen2_tied",
     alpha=0.3,
     reduce_dtype="float32",
+    split=False,
 ):
     mesh = mesh or mesh_of()
     functions, abstract, params = model(student, mesh)
@@ -75,7 +76,7 @@ def build(
     spec = step.StepSpec(
         functions, teacher_functions, Dense(), head, tx, microbatches, reduce_dtype
     )
-    made = step.Step(spec, abstract, Placement(mesh), teacher)
+    made = step.Step(spec, abstract, Placement(mesh), teacher, split=split)
     spec = made.spec
     gradients = jax.jit(lambda p, t, b: step.kd_gradients(p, t, b, spec))
     once = jax.jit(functools.partial(step.kd_step, spec=spec), out_shardings=(made.shardings, None))
@@ -136,6 +137,18 @@ def test_any_mesh_is_the_same(axes, microbatches):
     want = gradients(build(), batch())
     got = gradients(build(mesh_of(**axes), microbatches=microbatches), batch())
     assert_equal_gradients(got, want)
+
+
+def test_devices_that_keep_parts_of_the_masters_take_the_same_step():
+    whole, parts = build(), build(mesh_of(data=4), split=True)
+    assert_equal_gradients(gradients(parts, batch()), gradients(whole, batch()))
+    (_, want, figures), (_, got, same) = step_once(whole), step_once(parts)
+    assert same == pytest.approx(figures, rel=2e-6)
+    moments = [optax.tree.get(state.opt_state, "mu") for state in (got, want)]
+    assert_equal_gradients((moments[0],), (moments[1],))
+    for tree in (got.params, moments[0]):
+        gate = tree["blocks"]["mlp"]["gate"]["weight"]
+        assert gate.addressable_shards[0].data.size * 4 == gate.size
 
 
 def test_gradients_may_travel_in_bfloat16():

@@ -9,6 +9,7 @@ On a mesh with `fsdp` a device holds a `Shard` of each matrix, gathered where it
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -290,22 +291,58 @@ def slice_layers(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """This device's part of an array that `fsdp` splits; exists within `Spread.map_rows` alone."""
+    """This device's part of an array that a mesh splits; exists within `Spread.map_rows` alone."""
 
     part: Any
     axis: int = dataclasses.field(metadata=dict(static=True))  # counted from the last, below 0
+    over: str = dataclasses.field(metadata=dict(static=True))  # "fsdp" or "data", of the mesh
+    # In which float32 numbers travel, as what multiplies them takes them; None: as they are.
+    dtype: Any = dataclasses.field(default=None, metadata=dict(static=True))
 
     def __getitem__(self, index: Any) -> "Shard":
         """Layers: `index` applies to axes before the split one."""
         return dataclasses.replace(self, part=self.part[index])
 
     def gather(self) -> Array:
-        """The whole array. Its gradient is summed over `fsdp` and scattered again."""
+        """The whole array. Its gradient is summed over the devices and scattered again."""
         axis = self.part.ndim + self.axis
+        if self.dtype is not None and self.part.dtype == jnp.float32:
+            return _gather_as(self.part, axis, self.over, self.dtype)
         # NCCL has no float8; its bits travel as well.
         bits = to_bits(self.part) if self.part.dtype == FP8 else self.part
-        whole = jax.lax.all_gather(bits, "fsdp", axis=axis, tiled=True)
+        whole = jax.lax.all_gather(bits, self.over, axis=axis, tiled=True)
         return from_bits(whole) if self.part.dtype == FP8 else whole
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_as(part: Array, axis: int, over: str, dtype: Any) -> Array:
+    """The float32 array of which devices hold parts, rounded to `dtype`; its gradient is not."""
+    sent, count = part.astype(dtype), jax.lax.axis_size(over)
+    if over == "fsdp":
+        return jax.lax.all_gather(sent, over, axis=axis, tiled=True).astype(part.dtype)
+    me = jax.lax.axis_index(over)
+    pieces = [_shift(sent, over, by) for by in range(count)]
+    ordered = [jax.lax.select_n((me - i) % count, *pieces) for i in range(count)]
+    return jnp.concatenate(ordered, axis).astype(part.dtype)
+
+
+def _scatter(axis: int, over: str, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
+    if over == "fsdp":
+        return (jax.lax.psum_scatter(gradient, over, scatter_dimension=axis, tiled=True),)
+    count, me = jax.lax.axis_size(over), jax.lax.axis_index(over)
+    parts = jnp.split(gradient, count, axis)
+    sent = [jax.lax.select_n((me + by) % count, *parts) for by in range(count)]
+    return (sum(_shift(part, over, by) for by, part in enumerate(sent)),)  # type: ignore
+
+
+def _shift(x: Array, over: str, by: int) -> Array:
+    """What the device `by` places before this one has; copied without NCCL if within a process."""
+    count = jax.lax.axis_size(over)
+    pairs = [(i, (i + by) % count) for i in range(count)]
+    return jax.lax.ppermute(x, over, pairs) if by else x
+
+
+_gather_as.defvjp(lambda *arguments: (_gather_as(*arguments), None), _scatter)
 
 
 def _is_shard(x: Any) -> bool:
@@ -326,19 +363,21 @@ class Spread:
     """
 
     placement: Placement
-    specs: tuple[P, ...]  # of each array, in the order of the parameters' leaves; `fsdp` alone
+    specs: tuple[P, ...]  # of each array, in the order of the parameters' leaves, without `tensor`
+    dtype: Any = None  # in which parts of float32 matrices travel; None: as they are
 
     @classmethod
-    def of(cls, arrays: Any, placement: Placement) -> "Spread":
+    def of(cls, arrays: Any, placement: Placement, dtype: Any = None) -> "Spread":
         """Of parameters, or of their shardings."""
+        ours = [axis for axis in ROW_AXES if placement.mesh.shape[axis] > 1]
 
         def spec(leaf: Any) -> P:
             place = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
-            if not isinstance(place, NamedSharding) or placement.mesh.shape["fsdp"] == 1:
+            if not isinstance(place, NamedSharding) or not set(ours) & set(place.spec):
                 return P()
-            return P(*(axis if axis == "fsdp" else None for axis in place.spec))
+            return P(*(axis if axis in ours else None for axis in place.spec))
 
-        return cls(placement, tuple(map(spec, jax.tree.leaves(arrays))))
+        return cls(placement, tuple(map(spec, jax.tree.leaves(arrays))), dtype)
 
     def tree(self, params: Any) -> Any:
         """The specs, as the parameters' tree."""
@@ -348,8 +387,10 @@ class Spread:
         """The parameters that a device holds, split ones as `Shard`."""
 
         def one(leaf: Array, spec: P) -> Any:
-            split = [place for place, axis in enumerate(spec) if axis == "fsdp"]
-            return Shard(leaf, split[0] - leaf.ndim) if split else leaf
+            for place, axis in enumerate(spec):
+                if axis is not None:
+                    return Shard(leaf, place - leaf.ndim, axis, self.dtype)
+            return leaf
 
         return jax.tree.map(one, params, self.tree(params))
 
@@ -387,14 +428,14 @@ def gather_rows(tree: Any, spread: Spread | None) -> Any:
 def sum_rows(sums: Any, dtype: Any = None, *, ordered: bool = False) -> Any:
     """Of each device's sums those of all rows, within `map_rows`; shards stay where they are.
 
-    A shard's gradient has been summed over `fsdp` when it was scattered. Matrices travel in
+    A shard's gradient has been summed over its axis when it was scattered. Matrices travel in
     `dtype`, if one is given, at half the bytes in bfloat16. With `ordered` devices are added in
     their order, so that the last bit does not depend on which process holds which.
     """
 
     def one(x: Any) -> Array:
-        part, axes = (x.part, ("data",)) if _is_shard(x) else (x, ROW_AXES)
-        several = [axis for axis in axes if jax.lax.axis_size(axis) > 1]
+        part, done = (x.part, x.over) if _is_shard(x) else (x, None)
+        several = [a for a in ROW_AXES if a != done and jax.lax.axis_size(a) > 1]
         if not several:
             return part
         sent = part.astype(dtype) if dtype is not None and part.ndim > 1 else part

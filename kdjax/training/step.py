@@ -29,12 +29,13 @@ from kdjax.device.sharding import (
     parameter_shardings,
     put_batch,
     replicated,
+    splits_state,
 )
 from kdjax.errors import UserError
 from kdjax.losses.chunked import EvalSums, HeadSpec, LossSums
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import TopEvalSums
-from kdjax.models.decoder import ModelFunctions, Params
+from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.model import Model
 from kdjax.models.weights import Spread, sum_rows
 from kdjax.training.pair import Vocabulary, share_vocabulary
@@ -223,10 +224,17 @@ def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
 
 
 def state_shardings(
-    abstract: TrainState, tx: optax.GradientTransformation, placement: Placement
+    abstract: TrainState,
+    tx: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    split: bool = False,
 ) -> TrainState:
-    """Parameters by the rules, their moments beside them, everything else replicated."""
-    params = parameter_shardings(abstract.params, placement.mesh)
+    """Parameters by the rules, their moments beside them, everything else replicated.
+
+    `split` is as of `parameter_shardings`.
+    """
+    params = parameter_shardings(abstract.params, placement.mesh, split=split)
     everywhere = replicated(placement.mesh)
     opt_state = optax.tree.map_params(
         tx,
@@ -238,6 +246,11 @@ def state_shardings(
     return TrainState(everywhere, params, opt_state)  # type: ignore[arg-type]
 
 
+def _compute_dtype(student: ModelFunctions) -> Any:
+    """Of a decoder, whose every product casts its masters; None for a module of one's own."""
+    return student.compute.dtype if isinstance(student, DecoderFunctions) else None
+
+
 class Step:
     """A compiled `kd_step`: `step(state, teacher.params, batch)` gives the next state and metrics.
 
@@ -245,18 +258,25 @@ class Step:
     """
 
     def __init__(
-        self, spec: StepSpec, params: Params, placement: Placement, teacher: Params | None = None
+        self,
+        spec: StepSpec,
+        params: Params,
+        placement: Placement,
+        teacher: Params | None = None,
+        *,
+        split: bool = False,
     ):
         """`params` are the student's, or their shapes, `teacher` the teacher's arrays: looked at
-        and not kept. Each device of several runs its own rows, as these arrays lie."""
+        and not kept. Each device of several runs its own rows, as these arrays lie. With `split`
+        each keeps a part of masters and moments, see `sharding.splits_state`."""
         shapes = jax.eval_shape(lambda tree: tree, params)
         self.placement = placement
         self.abstract = jax.eval_shape(functools.partial(init_state, tx=spec.tx), shapes)
-        self.shardings = state_shardings(self.abstract, spec.tx, placement)
+        self.shardings = state_shardings(self.abstract, spec.tx, placement, split=split)
         layout = None
         if not placement.alone:
             layout = Layout(
-                Spread.of(self.shardings.params, placement),
+                Spread.of(self.shardings.params, placement, _compute_dtype(spec.student)),
                 Spread.of(teacher or {}, placement),
                 jnp.dtype(spec.reduce_dtype),
             )
@@ -374,7 +394,19 @@ def make_step(
         microbatches=microbatches,
         reduce_dtype=reduce_dtype,
     )
-    return Step(spec, student.params, placement, teacher.params if teacher else None)
+    arrays = teacher.params if teacher else None
+    return Step(spec, student.params, placement, arrays, split=_splits(spec, placement))
+
+
+def _splits(spec: StepSpec, placement: Placement) -> bool:
+    """Layers in a loop would wait for each gathering, and a sum in bfloat16 was asked for."""
+    student = spec.student
+    return (
+        splits_state(placement.mesh)
+        and isinstance(student, DecoderFunctions)
+        and not student.compute.scan
+        and spec.reduce_dtype == "float32"
+    )
 
 
 def _share_placement(student: Model, teacher: Model | None) -> Placement:
