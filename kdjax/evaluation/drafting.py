@@ -22,6 +22,8 @@ from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import Values, compare, shared_spec
 from kdjax.evaluation.target import Target
+from kdjax.models.decoder import DecoderFunctions
+from kdjax.models.decoding import prepare_weights
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
@@ -126,22 +128,25 @@ def _pack(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) ->
 def time_pass(model: Model, tokens: int) -> float:
     """Median seconds of a pass of one row over so many new tokens, to the id that comes next."""
     functions, real = model.functions, model.real_vocab
+    assert isinstance(functions, DecoderFunctions)
 
     @jax.jit
-    def extend(params: Any, head: Any, new: Any, at: Any, cache: Any) -> Any:
-        hidden, cache = functions.extend(params, new, at, cache)  # type: ignore[attr-defined]
+    def extend(params: Any, weights: Any, new: Any, at: Any, cache: Any) -> Any:
+        layers, head = weights
+        hidden, cache = functions.extend(params, new, at, cache, layers)
         logits = jnp.einsum("BSD,VD->BSV", hidden, head.astype(hidden.dtype))
         return jnp.argmax(logits[..., :real], axis=-1), cache
 
     with model.precision():
         first, at = jnp.zeros((1, _BUCKET), jnp.int32), jnp.full((1,), _BUCKET, jnp.int32)
-        prefill: Any = jax.jit(functions.prefill, static_argnums=3)  # type: ignore[attr-defined]
-        _, cache = prefill(model.params, first, at, 2 * _BUCKET)
-        head = jax.jit(functions.head)(model.params)
+        _, cache = jax.jit(functions.prefill, static_argnums=3)(
+            model.params, first, at, 2 * _BUCKET
+        )
+        weights = prepare_weights(model.params, functions=functions, spread=model.spread)
         new, seconds = jnp.zeros((1, tokens), jnp.int32), []
         for _ in range(8):
             begun = time.perf_counter()
-            ids, _ = extend(model.params, head, new, at, cache)
+            ids, _ = extend(model.params, weights, new, at, cache)
             jax.block_until_ready(ids)
             seconds.append(time.perf_counter() - begun)
     return float(np.median(seconds[2:]))

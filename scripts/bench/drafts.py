@@ -13,6 +13,7 @@ is exported as GGUF. Prints a line of JSON a figure. Exit status: 0 done, 2 bad 
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -41,7 +42,7 @@ from kdjax.models.checkpoint import cut_layers, open_checkpoint
 from kdjax.models.model import Model, load_model
 from kdjax.training.pair import share_vocabulary
 
-_AT_ONCE = 256  # prompts that are continued together
+_AT_ONCE, _SLOTS = 1024, 256  # prompts between two looks at the clock; rows that grow at once
 
 
 def say(**figures: Any) -> None:
@@ -69,7 +70,9 @@ def write(
     """Prompts with the model's continuations, as many as the seconds allow."""
     assert model.tokenizer is not None
     how = dict(max_tokens=args.max_tokens, temperature=temperature)
-    how |= dict(stop_ids=model.tokenizer.stop_ids, seed=args.seed, batch_size=_AT_ONCE)
+    how |= dict(
+        stop_ids=model.tokenizer.stop_ids, seed=args.seed, batch_size=min(_SLOTS, len(prompts))
+    )
     texts, begun, tokens = [], time.monotonic(), 0
     for start in range(0, len(prompts), _AT_ONCE):
         if time.monotonic() - begun > args.write_seconds:
@@ -109,6 +112,11 @@ def batches(rows: Rows, args: argparse.Namespace) -> Iterator[dict[str, np.ndarr
         yield batch
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _compare(spec: HeadSpec, *arrays: Any) -> Any:
+    return position_values(*arrays, spec=spec)
+
+
 class Judge:
     """The teacher's continuations of held-out prompts, and what a draft saves on them."""
 
@@ -131,7 +139,7 @@ class Judge:
         """Prints a line for each rule."""
         own = share_vocabulary(draft, self._teacher)
         spec = HeadSpec(KDLoss(), own.width, own.real, chunk_tokens=256)
-        compute = jax.jit(lambda *x: position_values(*x, spec=spec))
+        compute = functools.partial(_compare, spec)
         seconds = drafting.time_pass(draft, 1)
         costs = drafting.Costs(seconds / self._one, max(self._more, 0.0))
         heads = [jax.jit(model.functions.head)(model.params) for model in (draft, self._teacher)]
