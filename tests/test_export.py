@@ -30,6 +30,7 @@ from kdjax.export import (
 )
 from kdjax.formats import open_table
 from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.recipes import RECIPES, tensor_type
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
@@ -97,7 +98,10 @@ def test_unquantized_exports_come_back_as_rounding_gives_them(kind, dtype, stude
 
 @pytest.mark.parametrize(
     "dtype, error",
-    cases(("q4_k_m", 0.09), slow=[("q8_0", 0.01), ("q6_k", 0.02), ("q5_0", 0.06), ("q4_0", 0.12)]),
+    cases(
+        ("q4_k_m", 0.09),
+        slow=[("q8_0", 0.01), ("q6_k", 0.02), ("q5_0", 0.06), ("q4_0", 0.12), ("iq4_xs", 0.09)],
+    ),
 )
 def test_quantized_exports_lose_what_their_type_loses(dtype, error, student, exported):
     out, report = exported("gguf", dtype)
@@ -112,6 +116,20 @@ def test_q4_k_m_has_the_types_of_llama_quantize(exported, models):
     assert ours.metadata.keys() == theirs.metadata.keys()
     for key in ours.metadata:
         np.testing.assert_array_equal(ours.metadata[key], theirs.metadata[key])
+
+
+def test_iq4_gives_shared_values_and_early_layers_more_bits():
+    """As `llama_tensor_get_type` does for a model of 24 layers whose values 7 heads share."""
+
+    def types(part, groups, layers=24, width=1024):
+        sizes = dict(layers=layers, groups=groups, tied=False)
+        path = ("blocks", "attn" if part == "v" else "mlp", part, "weight")
+        return [tensor_type(RECIPES["iq4_xs"], path, i, width, **sizes) for i in range(layers)]
+
+    assert types("v", 7) == ["Q5_K"] * 24 and types("v", 2) == ["IQ4_XS"] * 24
+    assert types("down", 7) == ["Q5_K"] * 3 + ["IQ4_XS"] * 21
+    assert types("up", 7) == ["IQ4_XS"] * 24
+    assert types("down", 7, width=896) == ["Q5_1"] * 3 + ["IQ4_NL"] * 21
 
 
 def test_a_tied_head_is_exported_tied(student, exported):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kdjax.errors import UserError
-from kdjax.formats import kquants
+from kdjax.formats import codebooks, kquants
 from kdjax.formats.blocks import encode, row_bytes
 
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
@@ -107,6 +107,34 @@ def test_normal_weights_lose_as_little_as_they_must(dtype, most, rng):
         assert relative(x * np.float32(scale), y) < most
 
 
+# The errors of llama.cpp's `ggml_quantize_chunk` on numbers of this kind, as of llama-cpp-python
+# 0.3.36: normal, and Student's t of 4 degrees.
+LEVELS = {"IQ4_NL": (0.0761, 0.0933), "IQ4_XS": (0.0767, 0.0942)}
+
+
+@pytest.mark.parametrize("dtype", LEVELS)
+def test_levels_lose_no_more_than_llama_cpps(dtype, rng):
+    drawn = rng.standard_normal((64, 1024)), rng.standard_t(4, (64, 1024))
+    for most, x in zip(LEVELS[dtype], drawn, strict=True):
+        for scale in (1e-3, 1.0, -100.0):
+            y = np.float32(x * scale)
+            assert relative(y, there_and_back(y, dtype)) < most
+
+
+@pytest.mark.parametrize("dtype", ["IQ4_NL", "IQ4_XS"])
+def test_levels_that_a_block_has_come_back(dtype, rng):
+    """The largest scale is the one that float16 and six bits hold exactly."""
+    levels = codebooks.IQ4[rng.integers(0, 16, (4, 8, 32))]
+    levels[..., 0], levels[..., 1] = -127, 113
+    x = np.float32(levels * np.float32(-0.5)).reshape(4, 256)
+    np.testing.assert_array_equal(there_and_back(x, dtype), x)
+    assert not there_and_back(np.zeros((2, 256), np.float32), dtype).any()
+    for value in (1e9, np.inf, np.nan):
+        x[0, 5] = value
+        with pytest.raises(UserError, match=rf"to store as {dtype}.*65504"):
+            encode(x, dtype)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_search_beats_the_plain_step(dtype, rng, monkeypatch):
     x = rng.standard_t(4, (32, 1024)).astype(np.float32)
@@ -149,7 +177,7 @@ def test_the_largest_values_fit_and_larger_ones_are_refused(dtype):
             encode(x, dtype)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", [*TYPES, "IQ4_NL", "IQ4_XS"])
 def test_parts_and_threads_change_no_byte(dtype, rng, monkeypatch):
     x = rng.standard_normal((40, 256)).astype(np.float32)
     whole = encode(x, dtype)

@@ -25,8 +25,16 @@ from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 # Root mean square of the errors in a block of 256, relative to its largest element: what no valid
 # rounding exceeds. Half the worst step for the types with one scale, which are off by a whole step
-# at the end that their range lacks; about twice the worst seen of the K types.
-LIMITS = {"Q8_0": 1 / 230, "Q6_K": 0.03, "Q5_0": 1 / 15, "Q4_0": 1 / 7, "Q4_K": 0.13}
+# at the end that their range lacks; about twice the worst seen of the types that are searched for.
+LIMITS = {
+    "Q8_0": 1 / 230,
+    "Q6_K": 0.03,
+    "Q5_0": 1 / 15,
+    "Q4_0": 1 / 7,
+    "Q4_K": 0.13,
+    "IQ4_NL": 0.13,
+    "IQ4_XS": 0.13,
+}
 _TINY = 64 * 2.0**-24  # float16's subnormals, as often as the integers multiply them
 _ELEMENTS = 1 << 22
 

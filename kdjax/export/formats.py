@@ -25,7 +25,7 @@ from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
 HF_TYPES = ("f32", "bf16", "f16")
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_0", "q4_k_m", "q4_0")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_0", "q4_k_m", "iq4_nl", "iq4_xs", "q4_0")
 APR_TYPES = ("f32", "f16", "bf16", "q6_k", "q4_k_m")
 
 PathLike = str | os.PathLike[str]
@@ -45,11 +45,15 @@ class _Source(NamedTuple):
 
         Names and order of rotary rows are those of `gguf` or of Hugging Face.
         """
-        layers, tied = self.spec.num_layers, self.spec.tied
+        model = {
+            "layers": self.spec.num_layers,
+            "groups": self.spec.num_heads // self.spec.num_kv_heads,
+            "tied": self.spec.tied,
+        }
         rows = []
         for tensor in self.tensors:
             layer, width = tensor.layer or 0, tensor.shape[-1]
-            dtype = tensor_type(RECIPES[kind], tensor.path, layer, layers, width, tied)
+            dtype = tensor_type(RECIPES[kind], tensor.path, layer, width, **model)
             name = tensor.gguf if gguf else tensor.hf
             rows.append((name, dtype, tensor.shape, tensor.stream(dtype, gguf=gguf)))
         return rows

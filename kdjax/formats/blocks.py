@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped, UInt8
 
 from kdjax.errors import UserError
 from kdjax.formats import codebooks
-from kdjax.formats.kquants import encode_k
+from kdjax.formats.kquants import SEARCHED, encode_k
 
 # Elements that `encode` handles at a time: bounds its temporaries to a few tens of MB.
 _ENCODE_ELEMENTS = 1 << 20
@@ -382,22 +382,48 @@ def _encode_q5_0(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([d, fifth, (q[..., :16] & 15) | (q[..., 16:] << 4)], axis=-1)
 
 
+def _encode_q5_1(blocks: np.ndarray) -> np.ndarray:
+    low = blocks.min(axis=-1, keepdims=True)
+    d = (blocks.max(axis=-1, keepdims=True) - low) / np.float32(31)
+    q = np.clip(np.trunc((blocks - low) * _inverse(d) + np.float32(0.5)), 0, 31).astype(np.uint8)
+    fifth = np.packbits(q >> 4, axis=-1, bitorder="little")
+    nibbles = (q[..., :16] & 15) | (q[..., 16:] << 4)
+    return np.concatenate([_bytes(d, "<f2"), _bytes(low, "<f2"), fifth, nibbles], axis=-1)
+
+
+# Half way between two numbers of FP4, doubled as in `codebooks.MXFP4`; halves go to the smaller.
+_MXFP4_BOUNDS = (codebooks.MXFP4[:7] + codebooks.MXFP4[1:8]) / 2
+
+
+def _encode_mxfp4(blocks: np.ndarray) -> np.ndarray:
+    most = np.abs(blocks).max(axis=-1, keepdims=True)
+    if not np.isfinite(most).all():
+        raise FloatingPointError("values that are not finite")
+    exponent = np.floor(np.log2(np.maximum(most, np.float32(2.0**-125)))) + 125
+    sizes = np.ldexp(np.abs(blocks).astype(np.float64), 128 - exponent.astype(np.int32))
+    q = np.searchsorted(_MXFP4_BOUNDS, sizes).astype(np.uint8)
+    q |= ((blocks < 0) & (q > 0)).astype(np.uint8) << 3
+    return np.concatenate([exponent.astype(np.uint8), q[:, :16] | (q[:, 16:] << 4)], axis=-1)
+
+
 _ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F32": lambda rows: _bytes(rows, "<f4"),
     "F16": lambda rows: _bytes(rows, "<f2"),
     "BF16": _encode_bf16,
     "Q8_0": _encode_q8_0,
     "Q5_0": _encode_q5_0,
+    "Q5_1": _encode_q5_1,
     "Q4_0": _encode_q4_0,
-    **{name: functools.partial(encode_k, dtype_name=name) for name in ("Q4_K", "Q5_K", "Q6_K")},
+    **{name: functools.partial(encode_k, dtype_name=name) for name in SEARCHED},
+    "MXFP4": _encode_mxfp4,
 }
 
 
 def encode(array: Shaped[np.ndarray, "*lead n"], dtype_name: str) -> UInt8[np.ndarray, "*lead b"]:
     """Numbers `[..., n]` as packed rows, uint8 `[..., row_bytes]`.
 
-    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit; the K types are
-    searched for, see `kquants`.
+    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit; the K types and
+    IQ4 are searched for, see `kquants`.
 
     Raises `UserError` for a type without an encoder, rows that are no whole blocks, and values
     whose float16 form or scale would overflow.

@@ -1,11 +1,12 @@
-"""Encoders of the K-quants, Q4_K, Q5_K and Q6_K: numbers to blocks of 256, in NumPy.
+"""Encoders that search: of Q4_K, Q5_K, Q6_K, IQ4_XS and IQ4_NL, in NumPy.
 
-A block holds groups (eight of 32, or sixteen of 16), each with an integer scale of its own beside a
-float16 scale of the whole block. Taking the step from a group's largest value alone would waste a
-tenth of the precision; so each group tries several steps, fits scale and minimum by least squares
-to the integers that each gives, and keeps the best. The candidates are those of llama.cpp
-(`make_qkx2_quants`, `make_qx_quants` in ggml-quants.c), which weighs errors by the size of the
-element; here they count alike, so that what is minimised is the mean squared error.
+A block of 256 holds groups (eight of 32, or sixteen of 16), each with an integer scale of its own
+beside a float16 scale of the whole block; one of IQ4_NL is a group of 32. Taking the step from a
+group's largest value alone would waste a tenth of the precision; so each group tries several steps,
+fits scale and minimum by least squares to the integers that each gives, and keeps the best. The
+candidates are those of llama.cpp (`make_qkx2_quants`, `make_qx_quants`, `quantize_row_iq4_nl_impl`
+in ggml-quants.c), which weighs errors by the size of the element; here they count alike, so that
+what is minimised is the mean squared error.
 
 Work arrays are float32 `[k, n]`, k elements of each of n groups: sums over a group are then sums of
 whole vectors.
@@ -18,6 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float32, UInt8
+
+from kdjax.formats.codebooks import IQ4
 
 _BLOCK = 256
 # Blocks that a search takes at a time: fewer cost more calls, more leave the cache.
@@ -132,6 +135,24 @@ def _six_bits(scale: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray, np.nda
     return d.view(np.uint8).reshape(b, 2), q.astype(np.uint8), (exact * q).ravel()
 
 
+def _signed_scales(scale: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float16 `[b]`, integers from -half to half - 1 `[b, groups]`, and their products.
+
+    The largest scale becomes -half, the one end of the range that its other end lacks.
+    """
+    largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
+    d = _half(largest[:, 0] / -half)
+    exact = d.astype(np.float64)[:, None]
+    scales = np.divide(scale, exact, out=np.zeros_like(scale), where=exact != 0)
+    scales = np.rint(scales).clip(-half, half - 1)
+    return d, scales, exact * scales
+
+
+def _pack_pairs(q: np.ndarray) -> np.ndarray:
+    """uint8 below 16, `[b, n]`, to `[b, n / 2]`: neighbours share a byte, the first is low."""
+    return q[:, ::2] | (q[:, 1::2] << 4)
+
+
 def _pack_six_bits(scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """uint8 `[b, 8]` twice to `[b, 12]`, as `get_scale_min_k4` in ggml-quants.c reads them."""
     low = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
@@ -162,18 +183,67 @@ def _encode_affine(blocks: np.ndarray, top: int, steps: np.ndarray) -> np.ndarra
 def _encode_q6_k(blocks: np.ndarray) -> np.ndarray:
     b, x = len(blocks), _groups(blocks, 16)
     scale = _symmetric(x, 32, _Q6_STEPS).reshape(b, 16)
-    # The largest scale becomes -128, the one end of int8 that its other end lacks.
-    largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
-    d = _half(largest[:, 0] / -128)
-    exact = d.astype(np.float64)[:, None]
-    scales = np.divide(scale, exact, out=np.zeros_like(scale), where=exact != 0)
-    scales = np.rint(scales).clip(-128, 127)
-    q = _integers(x, (exact * scales).ravel(), -32, 31, b)
+    d, scales, exact = _signed_scales(scale, 128)
+    q = _integers(x, exact.ravel(), -32, 31, b)
     high = (q >> 4).reshape(b, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = np.bitwise_or.reduce(high, axis=2).reshape(b, 64)
     scales = scales.astype(np.int8).view(np.uint8)
     parts = [_pack_nibbles(q & 15, 64), high, scales, d.view(np.uint8).reshape(b, 2)]
     return np.concatenate(parts, axis=1)
+
+
+# The level nearest to each whole number from -128 on.
+_PLACES = np.abs(np.arange(-128, 128)[:, None] - IQ4).argmin(axis=1).astype(np.uint8)
+_LEVELS = IQ4[_PLACES]
+# What the largest element becomes, of its own sign or the other: the levels end at -127 and 113.
+_IQ4_STEPS = (*range(-134, -119), 113, 120, 127)
+
+
+def _places(x: np.ndarray, inverse: np.ndarray, buffer: np.ndarray) -> np.ndarray:
+    """Where x `[k, n]` times the inverse of its group's scale falls in the table of levels."""
+    _round(x, inverse, -128, 127, buffer)
+    return (buffer + 128).astype(np.uint8)
+
+
+def _fit_levels(x: np.ndarray) -> np.ndarray:
+    """Scale, float64 `[n]` of either sign, for x ~ scale * level."""
+    extreme = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0].astype(np.float64)
+    best, scale = np.full(extreme.shape, -1.0), np.zeros(extreme.shape)
+    buffer = np.empty_like(x)
+    inverse = np.divide(1, extreme, out=np.zeros(extreme.shape), where=extreme != 0)
+    for step in _IQ4_STEPS:
+        levels = _LEVELS[_places(x, step * inverse, buffer)]
+        fit = _divide(_sums(x, levels), _sums(levels, levels))
+        gain = fit * _sums(x, levels)
+        better = gain > best
+        np.copyto(best, gain, where=better)
+        np.copyto(scale, fit, where=better)
+    return scale
+
+
+def _final_places(x: np.ndarray, scale: np.ndarray, width: int) -> np.ndarray:
+    """Places among the levels, uint8 `[b, width]`, for scales as they will be decoded."""
+    inverse = np.divide(1, scale, out=np.zeros(scale.shape), where=scale != 0)
+    q = _PLACES[_places(x, inverse, np.empty_like(x))]
+    return q.T.reshape(-1, width)
+
+
+def _encode_iq4_nl(blocks: np.ndarray) -> np.ndarray:
+    x = _groups(blocks, 32)
+    d = _half(_fit_levels(x))
+    q = _final_places(x, d.astype(np.float64), 32)
+    return np.concatenate([d.view(np.uint8).reshape(-1, 2), _pack_nibbles(q, 16)], axis=1)
+
+
+def _encode_iq4_xs(blocks: np.ndarray) -> np.ndarray:
+    x = _groups(blocks, 32)
+    d, scales, exact = _signed_scales(_fit_levels(x).reshape(-1, 8), 32)
+    q = _final_places(x, exact.ravel(), _BLOCK)
+    scales = (scales + 32).astype(np.uint16)
+    upper = (scales >> 4 << np.arange(0, 16, 2, dtype=np.uint16)).sum(axis=1, dtype="<u2")
+    lower = _pack_pairs((scales & 15).astype(np.uint8))
+    parts = [d.view(np.uint8).reshape(-1, 2), upper.view(np.uint8).reshape(-1, 2), lower]
+    return np.concatenate([*parts, _pack_nibbles(q, 16)], axis=1)
 
 
 _Q6_STEPS = 32 + 0.1 * np.arange(-9, 10)
@@ -184,21 +254,25 @@ _TYPES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
     "Q4_K": (_encode_q4_k, _HALF_MAX * 63),
     "Q5_K": (_encode_q5_k, _HALF_MAX * 63),
     "Q6_K": (_encode_q6_k, _HALF_MAX * 31 * 127),
+    "IQ4_NL": (_encode_iq4_nl, _HALF_MAX * 100),
+    "IQ4_XS": (_encode_iq4_xs, _HALF_MAX * 100 * 31),
 }
+SEARCHED = tuple(_TYPES)
 
 
 def encode_k(
-    blocks: Float32[np.ndarray, "blocks 256"], dtype_name: str
+    blocks: Float32[np.ndarray, "blocks elements"], dtype_name: str
 ) -> UInt8[np.ndarray, "blocks nbytes"]:
-    """Blocks of Q4_K, Q5_K or Q6_K, on all cores; the same bytes whatever their number.
+    """Blocks of a type of this file, on all cores; the same bytes whatever their number.
 
     Raises `FloatingPointError` for values that are not finite or whose scale float16 cannot hold.
     """
     encoder, most = _TYPES[dtype_name]
     if not np.abs(blocks).max(initial=0) <= most:  # a NaN is not, either
         raise FloatingPointError(f"values beyond {most:.4g}")
-    parts = [blocks[i : i + _PART] for i in range(0, len(blocks), _PART)]
-    threads = min(os.cpu_count() or 1, len(blocks) // _THREAD)
+    size = _BLOCK // blocks.shape[1] * _PART
+    parts = [blocks[i : i + size] for i in range(0, len(blocks), size)]
+    threads = min(os.cpu_count() or 1, len(blocks) * blocks.shape[1] // (_THREAD * _BLOCK))
     if threads < 2:
         return np.concatenate([encoder(part) for part in parts])
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
