@@ -184,11 +184,10 @@ def _number(rank: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _stops(ids: Array, sampling: Sampling) -> Array:
-    if not sampling.stop_ids:
-        return jnp.zeros(ids.shape, bool)
+def find_stops(ids: Array, sampling: Sampling) -> Array:
+    """Which ids end a row."""
     stops = jnp.asarray(sampling.stop_ids, jnp.int32)
-    return jnp.any(ids[:, None] == stops[None], axis=-1)
+    return jnp.any(ids[..., None] == stops.reshape((1,) * ids.ndim + (-1,)), axis=-1)
 
 
 def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
@@ -325,7 +324,7 @@ def _advance(
             logits = jnp.einsum("BD,VD->BV", hidden[:, 0], head, preferred_element_type=jnp.float32)
             logits = mask_padding(logits, real, -jnp.inf)
             ids, log_probs = pick(logits, jax.vmap(jax.random.fold_in)(keys, slots.drawn), sampling)
-            stops = _stops(ids, sampling)
+            stops = find_stops(ids, sampling)
             told = (~(slots.done | stops)).astype(jnp.int32)
             drawn = slots.drawn + told
             slots = slots._replace(
@@ -383,7 +382,7 @@ def complete(
     slots = -(-batch_size // shards) * shards
     programs = dict(functions=functions, spread=spread)
     rows = [
-        _Row(np.asarray(prompt, np.int32), int(limit), int(number), sampling, tokenizer)
+        Row(np.asarray(prompt, np.int32), int(limit), int(number), sampling, tokenizer)
         for prompt, limit, number in zip(prompts, most, draw_by, strict=True)
     ]
     engine = _Engine(programs, params, rows, sampling, real, slots, shards)
@@ -427,7 +426,7 @@ def _check_prompt(
         )
 
 
-class _Row:
+class Row:
     """A prompt, and its completion as it grows on the host."""
 
     def __init__(
@@ -497,7 +496,7 @@ class _Engine:
         self,
         programs: dict[str, Any],
         params: Params,
-        rows: list[_Row],
+        rows: list[Row],
         sampling: Sampling,
         real: int,
         slots: int,

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.errors import UserError
 from kdjax.models.decoder import Cache, DecoderFunctions, Params
-from kdjax.models.decoding import Completion, Drafted, Sampling, prepare_weights
+from kdjax.models.decoding import Completion, Drafted, Row, Sampling, find_stops, prepare_weights
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Spread, mask_padding
 
@@ -153,11 +153,6 @@ def _count_first(accept: Array) -> Array:
     return jnp.sum(jnp.cumprod(accept.astype(jnp.int32), axis=-1), axis=-1)
 
 
-def _stops(ids: Array, sampling: Sampling) -> Array:
-    stops = jnp.asarray(sampling.stop_ids, jnp.int32)
-    return jnp.any(ids[..., None] == stops.reshape((1,) * ids.ndim + (-1,)), axis=-1)
-
-
 def _of_ids(logits: Array, ids: Array) -> Array:
     """Log-probabilities at temperature 1 of ids `[B, N]`."""
     return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids[..., None], axis=-1)[..., 0]
@@ -186,7 +181,7 @@ def _begin(
         keys = programs.keys(rows, lengths[:, None])[:, 0]
         ids = _draw(_log_probs(logits, sampling)[:, 0], keys, _REPLACE)
     before = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-    state = _State(cache, small_cache, before, ids, lengths, _stops(ids, sampling))
+    state = _State(cache, small_cache, before, ids, lengths, find_stops(ids, sampling))
     return state, ids, _of_ids(logits, ids[:, None])[:, 0]
 
 
@@ -249,7 +244,9 @@ def _advance(
         accepted, following = judge(logits, draft_logits, drafts, keys, programs.sampling)
         here = places - 1 == accepted[:, None]
         ids = jnp.where(here, following[:, None], jnp.pad(drafts, ((0, 0), (0, 1))))
-        ended = jnp.any(_stops(ids, programs.sampling) & (places - 1 <= accepted[:, None]), axis=1)
+        ended = jnp.any(
+            find_stops(ids, programs.sampling) & (places - 1 <= accepted[:, None]), axis=1
+        )
         positions = state.positions + accepted + 1
         # The id before the next: a draft, or the one that was read first.
         before = jnp.take_along_axis(read, accepted[:, None], axis=1)[:, 0]
@@ -266,47 +263,21 @@ def _advance(
     return jax.lax.scan(advance, state, None, length=_ROUNDS)
 
 
-class _Row:
-    """A completion as it grows on the host."""
+class _Row(Row):
+    """A completion as it grows, and what its drafts came to."""
 
-    def __init__(self, sampling: Sampling, tokenizer: Tokenizer | None):
-        self.ids: list[int] = []
-        self.log_probs: list[float] = []
-        self.text, self.reason = "", ""
-        self.passes = self.accepted = 0
-        self._sampling, self._tokenizer = sampling, tokenizer
+    passes = accepted = 0
 
-    def extend(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Takes ids until one ends the row; looks for stop strings in the text so far."""
-        for id_, log_prob in zip(ids, log_probs, strict=True):
-            if id_ in self._sampling.stop_ids:
-                self.reason = "stop"
-                break
-            self.ids.append(id_)
-            self.log_probs.append(log_prob)
-            if len(self.ids) == self._sampling.max_tokens:
-                self.reason = "length"
-                break
-        self.text = self._decode(len(self.ids))
-        places = [self.text.find(s) for s in self._sampling.stop_strings if s in self.text]
-        if places:
-            self._cut(min(places))
-
-    def _decode(self, count: int) -> str:
-        return self._tokenizer.decode(self.ids[:count]) if self._tokenizer else ""
-
-    def _cut(self, end: int) -> None:
-        """Ends the row before character `end`: no id that only adds to what is cut off stays."""
-        self.text, self.reason = self.text[:end], "stop"
-        count = len(self.ids)
-        while count and len(self._decode(count - 1)) >= end:
-            count -= 1
-        self.ids, self.log_probs = self.ids[:count], self.log_probs[:count]
+    def take(self, ids: list[int], log_probs: list[float]) -> None:
+        """Takes ids until one ends the row."""
+        stop = next((i for i, id_ in enumerate(ids) if id_ in self._sampling.stop_ids), len(ids))
+        kept = min(stop, self.limit - len(self.ids))
+        done = kept < len(ids) or len(self.ids) + kept == self.limit
+        self.extend(ids[:kept], log_probs[:kept], done)
 
     def complete(self) -> Completion:
         """The completion, once there is a reason to end it."""
-        drafted = Drafted(self.passes, self.accepted)
-        return Completion(self.ids, self.text, self.reason, self.log_probs, drafted)
+        return super().complete()._replace(drafted=Drafted(self.passes, self.accepted))
 
 
 def speculate(
@@ -345,7 +316,10 @@ def speculate(
     # What only the host looks at is no part of a program: other values compile nothing anew.
     on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=())
     programs = _Programs(big.functions, small.functions, big.real, small.real, drafts, on_device)
-    rows = [_Row(sampling, tokenizer) for _ in prompts]
+    rows = [
+        _Row(np.asarray(prompt, np.int32), sampling.max_tokens, int(number), sampling, tokenizer)
+        for prompt, number in zip(prompts, draw_by, strict=True)
+    ]
     weights = big.prepare(), small.prepare()
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
@@ -361,7 +335,7 @@ def speculate(
         for _ in batch:
             if on_text is not None:
                 for i, row in enumerate(rows[part], start):
-                    on_text(i, row.text)
+                    on_text(i, row.read())
     return [row.complete() for row in rows]
 
 
@@ -396,7 +370,7 @@ def _run(
     for row, id_, log_prob in zip(
         rows, *map(np.ndarray.tolist, jax.device_get(first)), strict=False
     ):
-        row.extend([id_], [log_prob])
+        row.take([id_], [log_prob])
     yield
     limits = lengths + np.int32(most - 1)
     while any(not row.reason for row in rows):
@@ -408,6 +382,6 @@ def _run(
             for i, row in enumerate(rows):
                 if not row.reason:
                     count = int(accepted[i]) + 1
-                    row.extend(ids[i, :count].tolist(), log_probs[i, :count].tolist())
+                    row.take(ids[i, :count].tolist(), log_probs[i, :count].tolist())
                     row.passes, row.accepted = row.passes + 1, row.accepted + count - 1
         yield
