@@ -268,6 +268,19 @@ def test_train_10_is_train_killed_anywhere_resumed_bit_for_bit(
     chex.assert_trees_all_equal(one, two)
 
 
+def test_a_fresh_source_goes_on_at_every_batch(job, tmp_path):
+    params, source = job.make_state().params, begin(job, tmp_path / "run").source
+    states, batches = [], []
+    for _ in range(10):
+        states.append(json.loads(json.dumps(source.get_state())))
+        batches.append(source.next(params))
+    assert [state["round"] is None for state in states] == [i % 4 == 0 for i in range(10)]
+    for state, batch in zip(states, batches, strict=True):
+        fresh = begin(job, tmp_path / "run").source
+        fresh.set_state(state)
+        chex.assert_trees_all_equal(fresh.next(params), batch)
+
+
 def test_a_round_that_is_gone_or_changed_is_not_resumed_from(job, tmp_path):
     workdir = tmp_path / "run"
     go(job.config, workdir, Rounds(2), job=begin(job, workdir))
@@ -395,11 +408,11 @@ def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, c
 
 def test_a_resumed_run_is_compared_with_its_first_round(job, straight):
     workdir, recorder = straight
-    guard = CollapseGuard(workdir, 4, 1.01)
-    figures = recorder.last()["round", 5]
+    guard = CollapseGuard(workdir, 4, 1.5)
+    figures = recorder.last()["round", 1] | {"round": 1.0}
     guard.round_begin(5, figures)
     with pytest.raises(CollapseError, match=r"raise checkpoint.keep"):
-        guard.round_begin(5, figures | {"length": 9.0})
+        guard.round_begin(5, figures | {"length": 1.6 * figures["length"]})
 
 
 def test_another_template_is_refused_unless_accepted(job, tokenizer, tmp_path, caplog):
