@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import math
 
 import jax
@@ -22,7 +23,7 @@ from kdjax.evaluation.drafting import Costs, count_blocks, independent, speed_up
 from kdjax.export import export_gguf
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import load, load_model
-from kdjax.training.pair import open_student
+from kdjax.training.pair import open_pair, open_student
 
 
 def walk(accepts, drafts):
@@ -157,6 +158,16 @@ def test_a_student_of_some_layers_is_those_layers(models, tiny_config):
         tiny_config.student.layers = bad
         with pytest.raises(UserError, match=r"student\.layers=.*whole numbers that rise"):
             validate(tiny_config)
+
+
+def test_a_draft_that_llama_cpp_refuses_is_named_before_it_trains(tiny_config, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
+    monkeypatch.setattr("kdjax.models.drafts._MOST_MORE_TOKENS", 8)
+    open_pair(tiny_config)
+    assert not caplog.records  # no draft
+    tiny_config.loss.divergence = "0.5*forward_kl+0.5*total_variation"
+    open_pair(tiny_config)
+    assert "the model has 384 tokens and the draft 320: more than 8 apart" in caplog.text
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 from test_models import load, relative, rows
 
+import kdjax
+from kdjax.export import export_gguf, export_hf
 from scripts.checks import make_goldens
 
 torch = pytest.importorskip("torch")
@@ -87,3 +89,42 @@ def test_greedy_decoding_of_the_published_half_billion():
         same += completion.ids == ids[0, len(prompt) :].tolist()
     print(f"published 0.5B: {same} of 20 greedy continuations of 64 tokens equal")
     assert same == 20
+
+
+def test_assisted_generation_accepts_as_many_drafts(models, tmp_path):
+    """Of both folders as exported: the same greedy text, in as many passes but for the first.
+
+    The draft is the big model in four bits, which agrees with it half of the time and more.
+    """
+    big = kdjax.load(models / "teacher.gguf", dtype="float32")
+    export_gguf(big, tmp_path / "small.gguf", dtype="q4_0")
+    small = kdjax.load(tmp_path / "small.gguf", dtype="float32")
+    theirs = []
+    for name, model in (("big", big), ("small", small)):
+        export_hf(model, tmp_path / name)
+        folder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        theirs.append(folder.to(torch.float32).eval())
+    passes, accepted, texts = [0, 0], [0, 0], 0
+    theirs[0].register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    for prompt in ([5, 9, 30], list(range(40, 60)), [7] * 4):
+        ids = theirs[0].generate(
+            torch.tensor([prompt]),
+            assistant_model=theirs[1],
+            num_assistant_tokens=4,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+            do_sample=False,
+            max_new_tokens=48,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        how = dict(max_tokens=48, stop_ids=(), draft=small, draft_tokens=4)
+        (ours,) = big.generate([prompt], **how)
+        assert ours.ids == ids[0, len(prompt) :].tolist()
+        passes[1] += ours.drafted.passes
+        accepted[1] += ours.drafted.accepted
+        texts += 1
+    # Theirs drafts before it has read the prompt, so that its first pass is one of ours fewer.
+    rates = [3 * 48 / count - 1 for count in (passes[0], passes[1] + texts)]
+    assert accepted[1] > 0.5 * passes[1]
+    assert abs(rates[0] - rates[1]) < 0.25 * rates[1]

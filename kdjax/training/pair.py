@@ -10,6 +10,7 @@ from kdjax.config import Config, split_layers
 from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
 from kdjax.models.checkpoint import Checkpoint, cut_layers, open_checkpoint
+from kdjax.models.drafts import why_refused
 from kdjax.models.loading import has_tied_head
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
@@ -55,6 +56,10 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     if teacher and config.student.init == "checkpoint" and same_weights(teacher, student):
         _refuse_degenerate(config, teacher, student)
     teacher = teacher and teacher.fall_back(config.data.tokenizer)
+    drafts = config.student.layers or "total_variation" in config.loss.divergence
+    headers = (x.header.metadata for x in (teacher, student) if x)
+    if teacher and drafts and (reason := why_refused(*headers)):
+        _log.warning("llama.cpp would not draft with this pair: %s", reason)
     tokenizer = student.tokenizer
     rows, real = student.spec.vocab_size, tokenizer.vocab_size
     if teacher is None:

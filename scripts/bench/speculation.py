@@ -10,6 +10,7 @@ Prints a line of JSON a measurement. Exit status: 0 done, 2 bad input.
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -36,7 +37,7 @@ from kdjax.models.weights import to_bits
 from scripts.bench.synthetic import QWEN25_SHAPES
 
 
-def open_model(text: str) -> Model:
+def open_model(text: str, *, kernels: bool) -> Model:
     """A file in its form, or of `random:7b` random numbers of that shape, drawn on the device."""
     kind, _, name = text.partition(":")
     if kind != "random":
@@ -58,7 +59,8 @@ def open_model(text: str) -> Model:
         tied=shape.tied,
         qkv_bias=True,
     )
-    placement = Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+    mesh = make_mesh(1, 1, 1, jax.local_devices()[:1])
+    placement = Placement.on(mesh) if kernels else Placement(mesh)
     half = jnp.dtype("bfloat16")
     compute = Compute(dtype=half, param_dtype=half, placement=placement)
     params = jax.jit(lambda: initialise(spec, compute, 0))()
@@ -100,10 +102,8 @@ def imposing(rate: float | None) -> Iterator[None]:
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
 
-    jax.clear_caches()
     with mock.patch.object(speculation, "judge", judge):
         yield
-    jax.clear_caches()
 
 
 def timed(model: Model, prompts: Any, repeats: int, **how: Any) -> tuple[list[Completion], float]:
@@ -119,7 +119,7 @@ def timed(model: Model, prompts: Any, repeats: int, **how: Any) -> tuple[list[Co
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each model alone, then one for each number of drafts and imposed rate."""
-    big, small = (open_model(text) for text in (args.big, args.draft))
+    big, small = (open_model(text, kernels=not args.plain) for text in (args.big, args.draft))
     prompts = read_prompts(args, big)
     sampling = Sampling(args.max_tokens, args.temperature, seed=1)
     how = dict(sampling=sampling, batch_size=args.batch_size)
@@ -135,7 +135,10 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for rate in rates:
         with imposing(rate):
             for count in map(int, args.draft_tokens.split(",")):
-                more = how | dict(draft=small, draft_tokens=count)
+                # The seed is part of the program: each rate is compiled for itself.
+                drawn = dataclasses.replace(sampling, seed=1 + round(1000 * (rate or 0)))
+                more = dict(draft=small, draft_tokens=count, sampling=drawn)
+                more |= dict(batch_size=args.batch_size)
                 got, seconds = timed(big, prompts, args.repeats, **more)
                 passes = sum(c.drafted.passes for c in got if c.drafted)
                 accepted = sum(c.drafted.accepted for c in got if c.drafted)
@@ -166,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--batch-size", type=int, default=1)
     flags.add_argument("--temperature", type=float, default=0.0)
     flags.add_argument("--impose", default="", help="rates of acceptance, joined by commas")
+    flags.add_argument("--plain", action="store_true", help="random shapes without our kernels")
     flags.add_argument("--repeats", type=int, default=3)
     args = flags.parse_args(argv)
     runtime.configure()
