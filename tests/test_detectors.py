@@ -1,5 +1,6 @@
 """Every detector against a model that is broken in its way, and healthy ones left alone."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import normalizers
 
 import kdjax
-from kdjax.device import runtime, sharding
+from kdjax.device import sharding
 from kdjax.evaluation.health import detectors, examine
 from kdjax.evaluation.health.detectors import LogitStats, Output
 from kdjax.evaluation.health.weights import matrix_stats
@@ -462,7 +463,8 @@ def test_a_broken_model_ends_with_status_9_and_its_evidence(
 ):
     from kdjax.commands import evaluate
 
-    monkeypatch.setattr(runtime, "start", lambda: "a device")
+    here = contextlib.nullcontext("a device")
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: here)
     path = altered(bigram, tmp_path / "x.gguf", nan, "blk.0.ffn_up")
     assert evaluate.main([str(path), f"--json={tmp_path / 'out.json'}"]) == 9
     printed = capsys.readouterr()
