@@ -270,10 +270,14 @@ def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int) -> Size
     """Bytes that the backward pass keeps of the forward pass, all layers, a position."""
     d, f = spec.hidden_size, spec.mlp_width / tensor
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / tensor
+    # Norms keep what they divided in float32; a layer that may be local, its keys and values.
+    own = 2 * spec.qk_norm * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / tensor
+    own += 2 * d * spec.post_norms
+    own += 2 * bool(spec.local) * spec.num_kv_heads * spec.head_dim / tensor
     elements = {
         "full": d,  # each layer's input
         "dots": 2 * f + 3 * d + heads,  # and every product
-        "none": 3 * f + 5 * d + heads,  # and everything between
+        "none": 3 * f + 5 * d + heads + own,  # and everything between
     }[remat]
     return spec.num_layers * elements * size
 
