@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from toy_teacher import next_id_teacher
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.errors import UserError
-from kdjax.models import decoding
+from kdjax.models import decoding, kernels
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, pick
 from kdjax.models.model import load
@@ -140,6 +141,20 @@ def test_a_row_depends_on_neither_slot_nor_device(models):
             assert {c.reason for c in got} == {"length"}
 
 
+def test_the_last_rows_move_together(models, monkeypatch):
+    """On each of two devices, when one of four slots would do."""
+    monkeypatch.setattr(decoding, "_LEAST", 1)
+    two = load(f"{models}/teacher.gguf", dtype="float32", devices=jax.devices()[:2])
+    prompts, limits = prompts_of(8), [2, 3, 1, 30, 5, 4, 28, 2]
+    how = dict(temperature=1.0, max_tokens=30, stop_ids=())
+    packed = mock.Mock(side_effect=decoding._pack)
+    monkeypatch.setattr(decoding, "_pack", packed)
+    got = two.generate(prompts, **how, limits=limits, batch_size=8)
+    assert packed.call_count == 1
+    want = run(models, prompts=prompts, batch_size=4, **how)
+    assert [c.ids for c in got] == [c.ids[:n] for c, n in zip(want, limits, strict=True)]
+
+
 def test_a_free_slot_takes_the_next_prompt(models):
     """In the prompts' order: the long first row holds its slot, the others share the second."""
     seen = []
@@ -213,6 +228,20 @@ def test_ids_are_drawn_with_their_probabilities(how):
     assert scipy.stats.chisquare(counts[kept], want * rows).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("how", [{}, dict(temperature=0.7, top_p=0.9), dict(temperature=1.0)])
+def test_the_kernel_draws_what_is_defined(how):
+    rng = np.random.default_rng(12)
+    logits = jnp.asarray(rng.normal(0, 2, (6, 5000)), jnp.float32).at[:, 4990:].set(100.0)
+    keys = jax.random.split(jax.random.key(3), 6)
+    want = pick(logits, keys, Sampling(**how), 4990)
+    run = functools.partial(kernels.sum_blocks, interpret=jax.default_backend() != "gpu")
+    with mock.patch.object(kernels, "sum_blocks", run):
+        got = pick(logits, keys, Sampling(**how), 4990, kernel=True)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
+    assert np.all(np.asarray(got[0]) < 4990)
+
+
 def test_unlikely_ids_keep_their_own_probabilities():
     """Of 2e-9 each: 24 bits for all ids would give some of them 6e-8 and the others nothing."""
     logits = jnp.full((1, 2048), -20.0).at[0, 5].set(0.0)
@@ -223,10 +252,15 @@ def test_unlikely_ids_keep_their_own_probabilities():
 
 
 def test_no_weight_no_draw():
-    """Places of no weight, where uniform numbers end and where rounded sums do not grow."""
-    weights = jnp.asarray([[0, 1, 0, 0, 1, 0]], jnp.float32)
-    for uniform, place in ((0.0, 1), (0.4999, 1), (0.5, 4), (1 - 2**-24, 4)):
-        assert decoding._invert(weights, jnp.asarray([uniform], jnp.float32))[0] == place
+    """Every set of places among 8 of equal weight, at numbers from 0 to the last below 1."""
+    sets = (np.arange(1, 256)[:, None] >> np.arange(8)) & 1
+    for uniform in (0.0, 2**-24, 0.25, 0.4999, 0.5, 0.75, 1 - 2**-24):
+        got = decoding._invert(
+            jnp.asarray(sets, jnp.float32), jnp.full((len(sets),), uniform, jnp.float32)
+        )
+        for places, place in zip(sets, np.asarray(got), strict=True):
+            taken = np.flatnonzero(places)
+            assert place == taken[int(uniform * len(taken))]
 
 
 def test_temperature_sharpens():

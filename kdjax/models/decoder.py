@@ -401,11 +401,16 @@ class Decoder(nnx.Module):
         return "cudnn" if half and able else "xla"
 
     def prefill(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
+        self,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        capacity: int,
+        layers: "Layers | None" = None,
     ) -> tuple[Float[Array, "B D"], "Cache"]:
         """Reads prompts, padded behind; hidden states of their last ids, and a cache of `capacity`.
 
-        `capacity` counts positions, prompt and what is to come, and is at least T.
+        `capacity` counts positions, prompt and what is to come, and is at least T. `layers` as of
+        `extend`.
         """
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         angles = self._angles(jnp.broadcast_to(at, tokens.shape))
@@ -415,10 +420,19 @@ class Decoder(nnx.Module):
 
         def layer(x: Array, xs: Any) -> tuple[Array, Any]:
             weights, local = xs
+            weights = read(weights) if layers is None else weights
             mix = functools.partial(self._mix, real, local)
-            return nnx.merge(graph, read(weights))(x, self._turn(angles, local), mix)
+            return nnx.merge(graph, weights)(x, self._turn(angles, local), mix)
 
-        x, (k, v) = jax.lax.scan(layer, self._embed_tokens(tokens), (slices, self._local()))
+        x, kinds = self._embed_tokens(tokens), self._local()
+        if layers is None:
+            x, (k, v) = jax.lax.scan(layer, x, (slices, kinds))
+        else:
+            kept = []
+            for index, weights in enumerate(layers):
+                x, pair = layer(x, (weights, None if kinds is None else kinds[index]))
+                kept.append(pair)
+            k, v = (jnp.stack(half) for half in zip(*kept, strict=True))
         k, v = (x.swapaxes(2, 3) for x in (k, v))
         room = ((0, 0), (0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0))
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
@@ -595,10 +609,15 @@ class DecoderFunctions(ModuleFunctions):
         return self._merge(params).hidden_in_parts(tokens, segment_ids, positions, parts)
 
     def prefill(
-        self, params: Params, tokens: Array, lengths: Array, capacity: int
+        self,
+        params: Params,
+        tokens: Array,
+        lengths: Array,
+        capacity: int,
+        layers: Layers | None = None,
     ) -> tuple[Array, Cache]:
         """See `Decoder.prefill`."""
-        return self._merge(params).prefill(tokens, lengths, capacity)
+        return self._merge(params).prefill(tokens, lengths, capacity, layers)
 
     def extend(
         self,

@@ -20,13 +20,16 @@ from jaxtyping import Array, Float, Int
 from kdjax.device.runtime import mem_available
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
+from kdjax.models import kernels
 from kdjax.models.decoder import Cache, DecoderFunctions, Layers, Params
+from kdjax.models.kernels import EXCLUDED, BlockSums
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Spread, gather_rows, map_rows, mask_padding
 
 _STEPS = 8  # on the device between two looks of the host
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
 _ROOM = 128  # the cache's positions are a multiple, for the same reason
+_LEAST = 256  # slots of a device that are left when the last rows move together
 _BLOCKS = 128  # of ids, of which a draw takes one and then an id in it
 
 
@@ -90,43 +93,64 @@ _SPECS: Any = _Slots(Cache(_LATER, _LATER), *[ROWS] * 6)  # type: ignore[arg-typ
 
 
 def pick(
-    logits: Float[Array, "B V"], keys: Any, sampling: Sampling
+    logits: Float[Array, "B V"],
+    keys: Any,
+    sampling: Sampling,
+    real: int | None = None,
+    *,
+    kernel: bool = False,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """One id a row, and its log-probability at temperature 1, from float32 logits.
+    """One id below `real` a row, and its log-probability at temperature 1, from float32 logits.
 
-    `keys` holds a random key a row, so that a row's draws do not depend on its batch.
+    `keys` holds a random key a row, so that a row's draws do not depend on its batch. A block of
+    ids is taken first, and then an id in it, each by the inverse of the cumulative sums at a number
+    of 24 bits: unlikely ids keep their own probabilities. Noise on every id would take a random
+    number for each of 152 thousand.
     """
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    total = jnp.sum(jnp.exp(logits - peak), axis=-1)
-    if sampling.temperature == 0:
-        ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-        ids = _draw_id(logits, peak, keys, sampling)
-    at = jnp.take_along_axis(logits - peak, ids[:, None], axis=-1)[:, 0]
-    return ids, at - jnp.log(total)
-
-
-def _draw_id(logits: Array, peak: Array, keys: Any, sampling: Sampling) -> Array:
-    """The inverse of the cumulative sums: a block of ids by one number, an id in it by another.
-
-    Noise on every id would take a random number for each of 152 thousand. 24 bits choose a block,
-    24 more an id in it, so that unlikely ids keep their own probabilities.
-    """
-    least = _least_kept(logits, peak, sampling)
-
-    def weigh(x: Array) -> Array:
-        weights = jnp.exp((x - peak) / sampling.temperature)
-        return weights if least is None else jnp.where(x >= least, weights, 0.0)
-
-    width = -(-logits.shape[1] // _BLOCKS)
-    room = ((0, 0), (0, _BLOCKS * width - logits.shape[1]))
-    blocks = jnp.pad(logits, room, constant_values=-jnp.inf).reshape(-1, _BLOCKS, width)
-    sums = jnp.sum(jax.vmap(weigh, 1, 1)(blocks), axis=-1)
+    real = logits.shape[1] if real is None else real
+    width, temperature = -(-logits.shape[1] // _BLOCKS), sampling.temperature or 1.0
+    least = _least_kept(mask_padding(logits, real), sampling)
+    run = kernels.sum_blocks if kernel else sum_blocks
+    sums = run(logits, least, _BLOCKS, temperature, real)
+    peak = jnp.max(sums.peaks, axis=-1, keepdims=True)
+    below = sums.peaks - peak
+    total = jnp.sum(sums.hard * jnp.exp(below), axis=-1)
     bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
     uniform = (bits >> 8).astype(jnp.float32) * 2.0**-24  # below 1
-    block = _invert(sums, uniform[:, 0])
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * width + _invert(weigh(inside), uniform[:, 1])
+    if sampling.temperature == 0:
+        block = jnp.argmax(sums.peaks, axis=-1).astype(jnp.int32)
+    else:
+        block = _invert(sums.soft * jnp.exp(below / temperature), uniform[:, 0])
+    ids = block[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None]
+    inside = jnp.take_along_axis(logits, jnp.minimum(ids, logits.shape[1] - 1), axis=-1)
+    inside = jnp.where(ids < real, inside, EXCLUDED)
+    if sampling.temperature == 0:
+        place = jnp.argmax(inside, axis=-1).astype(jnp.int32)
+    else:
+        weights = jnp.exp((inside - peak) / temperature)
+        weights = weights if least is None else jnp.where(inside >= least, weights, 0.0)
+        place = _invert(weights, uniform[:, 1])
+    at = jnp.take_along_axis(inside, place[:, None], axis=-1) - peak
+    return block * width + place, at[:, 0] - jnp.log(total)
+
+
+def sum_blocks(
+    logits: Float[Array, "B V"],
+    least: Float[Array, "B 1"] | None,
+    blocks: int,
+    temperature: float,
+    real: int,
+) -> BlockSums:
+    """Sums of blocks of equal width; those that are kept are not below `least`."""
+    width = -(-logits.shape[1] // blocks)
+    room = ((0, 0), (0, blocks * width - logits.shape[1]))
+    x = jnp.pad(mask_padding(logits, real), room, constant_values=EXCLUDED)
+    x = x.reshape(-1, blocks, width)
+    peaks = jnp.max(x, axis=-1)
+    below = x - peaks[..., None]
+    weights = jnp.exp(below / temperature)
+    kept = weights if least is None else jnp.where(x >= least[..., None], weights, 0.0)
+    return BlockSums(peaks, jnp.sum(jnp.exp(below), axis=-1), jnp.sum(kept, axis=-1))
 
 
 def _invert(weights: Float[Array, "B N"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
@@ -139,48 +163,55 @@ def _invert(weights: Float[Array, "B N"], uniform: Float[Array, " B"]) -> Int[Ar
     return jnp.argmax(sums > uniform[:, None] * whole, axis=-1).astype(jnp.int32)
 
 
-def _least_kept(logits: Array, peak: Array, sampling: Sampling) -> Array | None:
+def _least_kept(logits: Array, sampling: Sampling) -> Array | None:
     """The least logit `[B, 1]` of top-k and top-p, None for all; those equal to it stay as well.
 
-    Found by halving the range of float32 numbers, which sorts nothing.
+    Found without sorting.
     """
     least = None
+    if sampling.temperature == 0:
+        return None
     if 0 < sampling.top_k < logits.shape[-1]:
-        least = _halve(logits, lambda kept: jnp.sum(kept, axis=-1) >= sampling.top_k)
+        least = _cut(logits, lambda kept: jnp.sum(kept, axis=-1) >= sampling.top_k)
     if sampling.top_p < 1:
+        peak = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp((logits - peak) / sampling.temperature)
         if least is not None:
             weights = jnp.where(logits >= least, weights, 0.0)
         enough = sampling.top_p * jnp.sum(weights, axis=-1)
-        least = _halve(
-            logits, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= enough
-        )
+        least = _cut(logits, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= enough)
     return least
 
 
-def _halve(logits: Array, enough: Callable[[Array], Array]) -> Array:
-    """The largest number `[B, 1]` at which the logits from it on are enough."""
+def _cut(logits: Array, enough: Callable[[Array], Array]) -> Array:
+    """The largest number `[B, 1]` at which the logits from it on are enough.
 
-    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+    Found by cutting the range of all float32 numbers in eight, again and again.
+    """
+    low, high = (jnp.full(logits.shape[:1], _rank(x)) for x in (-jnp.inf, jnp.inf))
+
+    def cut(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        good = enough(logits >= _number(middle)[:, None])
-        return jnp.where(good, middle, low), jnp.where(good, high, middle)
+        part = (high - low + 7) // 8
+        for times in range(1, 8):  # reductions of one array, which XLA does in one reading
+            at = jnp.minimum(ends[0] + times * part, ends[1])
+            good = enough(logits >= _number(at)[:, None]) & (at < ends[1])
+            low, high = jnp.where(good, at, low), jnp.where(good, high, jnp.minimum(high, at))
+        return low, high
 
-    ends = jnp.full(logits.shape[:1], _rank(-jnp.inf)), jnp.full(logits.shape[:1], _rank(jnp.inf))
-    low, _ = jax.lax.fori_loop(0, 32, halve, ends)
+    low, _ = jax.lax.fori_loop(0, 12, cut, (low, high))
     return _number(low)[:, None]
 
 
 def _rank(x: Any) -> Array:
-    """Float32 numbers as int32 of the same order."""
-    bits = jax.lax.bitcast_convert_type(jnp.float32(x), jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    """Float32 numbers as uint32 of the same order."""
+    bits = jax.lax.bitcast_convert_type(jnp.float32(x), jnp.uint32)
+    return jnp.where(bits >> 31 == 0, bits | jnp.uint32(1 << 31), ~bits)
 
 
 def _number(rank: Array) -> Array:
     """Undoes `_rank`."""
-    bits = jnp.where(rank < 0, rank ^ 0x7FFFFFFF, rank)
+    bits = jnp.where(rank >> 31 == 0, ~rank, rank ^ jnp.uint32(1 << 31))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -246,6 +277,17 @@ def _open(
     return map_rows(make, spread, outs=_SPECS)(params)
 
 
+@functools.partial(jax.jit, static_argnames="spread")
+def _pack(params: Params, slots: _Slots, keep: Array, *, spread: Spread | None) -> _Slots:
+    """The slots `keep`, counted on each device, and no others."""
+
+    def pack(_: Params, slots: _Slots, keep: Array) -> _Slots:
+        cache = jax.tree.map(lambda x: x[:, keep], slots.cache)
+        return _Slots(cache, *(x[keep] for x in slots[1:]))
+
+    return map_rows(pack, spread, ins=(_SPECS, ROWS), outs=_SPECS)(params, slots, keep)
+
+
 class _Prompts(NamedTuple):
     """Prompts for slots; on each device, those of its own slots."""
 
@@ -259,6 +301,7 @@ class _Prompts(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("functions", "spread"), donate_argnames="slots")
 def _fill(
     params: Params,
+    layers: Layers | None,
     slots: _Slots,
     prompts: _Prompts,
     *,
@@ -267,9 +310,9 @@ def _fill(
 ) -> _Slots:
     """Reads prompts into slots, all but their last ids, which the next step reads."""
 
-    def fill(params: Params, slots: _Slots, prompts: _Prompts) -> _Slots:
+    def fill(params: Params, layers: Layers | None, slots: _Slots, prompts: _Prompts) -> _Slots:
         tokens, lengths, at = prompts.tokens, prompts.lengths, prompts.slots
-        _, read = functions.prefill(params, tokens, lengths, tokens.shape[1])
+        _, read = functions.prefill(params, tokens, lengths, tokens.shape[1], layers)
         cache = jax.tree.map(
             lambda kept, x: kept.at[:, at, :, : x.shape[3]].set(x, mode="drop"), slots.cache, read
         )
@@ -281,8 +324,8 @@ def _fill(
             *(x.at[at].set(y, mode="drop") for x, y in zip(slots[1:], fresh, strict=True)),
         )
 
-    specs = dict(ins=(_SPECS, _Prompts(*[ROWS] * 5)), outs=_SPECS)
-    return map_rows(fill, spread, **specs)(params, slots, prompts)
+    specs = dict(ins=(P(), _SPECS, _Prompts(*[ROWS] * 5)), outs=_SPECS)
+    return map_rows(fill, spread, **specs)(params, layers, slots, prompts)
 
 
 @functools.partial(
@@ -322,8 +365,9 @@ def _advance(
                 params, slots.last[:, None], positions, slots.cache, layers
             )
             logits = jnp.einsum("BD,VD->BV", hidden[:, 0], head, preferred_element_type=jnp.float32)
-            logits = mask_padding(logits, real, -jnp.inf)
-            ids, log_probs = pick(logits, jax.vmap(jax.random.fold_in)(keys, slots.drawn), sampling)
+            draw = functools.partial(pick, kernel=spread is not None and spread.placement.kernels)
+            at = jax.vmap(jax.random.fold_in)(keys, slots.drawn)
+            ids, log_probs = draw(logits, at, sampling, real)
             stops = find_stops(ids, sampling)
             told = (~(slots.done | stops)).astype(jnp.int32)
             drawn = slots.drawn + told
@@ -534,12 +578,33 @@ class _Engine:
                 return
             if len(calls) > self._ahead or not self._is_busy():
                 yield from self._take(calls.popleft())
+            if self._is_sparse():
+                while calls:
+                    yield from self._take(calls.popleft())
+                self._pack()
 
     def _is_busy(self) -> bool:
         """Whether a row may grow by another call."""
         taken = self._row_of >= 0
         limits = np.asarray([self._rows[i].limit for i in self._row_of[taken]])
         return bool(np.any(self._asked[taken] < limits))
+
+    def _is_sparse(self) -> bool:
+        """Whether nobody waits and a quarter of the slots would do."""
+        taken = (self._row_of >= 0).reshape(self._shards, -1)
+        few = np.all(taken.sum(axis=1) <= self._local // 4)
+        return bool(not self._waiting and few and self._local // 4 >= _LEAST)
+
+    def _pack(self) -> None:
+        """Moves the rows that are left together: a step of empty slots takes as long."""
+        self._local //= 4
+        taken = (self._row_of >= 0).reshape(self._shards, -1)
+        keep = np.argsort(~taken, axis=1, kind="stable")[:, : self._local]
+        places = (keep + np.arange(self._shards)[:, None] * taken.shape[1]).ravel()
+        local = keep.ravel().astype(np.int32)
+        self._slots = _pack(self._params, self._slots, local, spread=self._programs["spread"])
+        columns = self._row_of, self._ended, self._asked
+        self._row_of, self._ended, self._asked = (x[places] for x in columns)
 
     def _advance(self) -> _Call:
         ended, self._ended = self._ended, np.zeros_like(self._ended)
@@ -595,4 +660,5 @@ class _Engine:
             whole = shard * self._local + slot
             self._row_of[whole], self._ended[whole], self._asked[whole] = number, False, 0
         prompts = _Prompts(tokens, lengths, slots, limits, draw_by)
-        self._slots = _fill(self._params, self._slots, prompts, **self._programs)
+        state = self._layers, self._slots
+        self._slots = _fill(self._params, *state, prompts, **self._programs)

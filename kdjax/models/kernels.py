@@ -276,6 +276,55 @@ def _norm_backward(count: int, width: int, eps: float, x, weight, along, through
 normalize_rows.defvjp(_normalize_forward, _normalize_backward)
 
 
+class BlockSums(NamedTuple):
+    """Of each block of a row's logits, `[B, N]` float32; exponents start from the block's peak."""
+
+    peaks: Array
+    hard: Array  # sum of e^x
+    soft: Array  # sum of e^(x / T) of what is kept
+
+
+def sum_blocks(
+    logits: Float[Array, "B V"],
+    least: Float[Array, "B 1"] | None,
+    blocks: int,
+    temperature: float,
+    real: int,
+    *,
+    interpret: bool = False,
+) -> BlockSums:
+    """As `decoding.sum_blocks`, in one reading of each logit; float32 logits."""
+    count, width = logits.shape[0], -(-logits.shape[1] // blocks)
+    return BlockSums(
+        *pl.pallas_call(
+            functools.partial(_sum_blocks, width, temperature, real),
+            grid=(count, blocks),
+            out_shape=[jax.ShapeDtypeStruct((count, blocks), jnp.float32)] * 3,
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+            interpret=interpret,
+        )(logits, *([] if least is None else [least[:, 0]]))
+    )
+
+
+def _sum_blocks(width: int, temperature: float, real: int, logits, *refs):
+    least, (peaks, hard, soft) = refs[:-3], refs[-3:]
+    row, block = pl.program_id(0), pl.program_id(1)
+    column, inside = _columns(width)
+    column += block * width
+    inside &= column < real
+    x = plgpu.load(logits.at[row, column], mask=inside, other=EXCLUDED)
+    peak = jnp.max(x)
+    below = x - peak
+    weights = jnp.where(inside, jnp.exp(below), 0.0)
+    plgpu.store(peaks.at[row, block], peak)
+    plgpu.store(hard.at[row, block], jnp.sum(weights))
+    if temperature != 1:
+        weights = jnp.where(inside, jnp.exp(below / temperature), 0.0)
+    if least:
+        weights = jnp.where(x >= plgpu.load(least[0].at[row]), weights, 0.0)
+    plgpu.store(soft.at[row, block], jnp.sum(weights))
+
+
 class Decoding(NamedTuple):
     """How `attend_and_keep` runs."""
 

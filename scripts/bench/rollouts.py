@@ -98,7 +98,7 @@ def full_engine(model: Model, args: argparse.Namespace, slots: int) -> Any:
     sampling = sampling_of(args)
     lengths = drawn(args.prompt_tokens, slots, rng)
     rows = [
-        decoding._Row(np.ones(n, np.int32), sampling.max_tokens, i, sampling, None)
+        decoding.Row(np.ones(n, np.int32), sampling.max_tokens, i, sampling, None)
         for i, n in enumerate(lengths)
     ]
     programs = dict(functions=model.functions, spread=model.spread)
@@ -153,18 +153,18 @@ def parts(model: Model, engine: Any, slots: int) -> dict[str, float]:
     hidden = jnp.asarray(rng.normal(size=(slots, spec.hidden_size)), dtype)
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(slots))
     sampling = engine._static["sampling"]
+    by_kernel = model.placement is not None and model.placement.kernels
 
     def product(x: Any, hidden: Any, head: Any) -> Any:
         hidden = hidden + x.astype(hidden.dtype)
         return jnp.einsum("BD,VD->BV", hidden, head, preferred_element_type=jnp.float32)
 
     def draw(x: Any, hidden: Any, head: Any, keys: Any) -> Any:
-        logits = decoding.mask_padding(product(x, hidden, head), real, -jnp.inf)
-        return decoding.pick(logits, keys, sampling)
+        return decoding.pick(product(x, hidden, head), keys, sampling, real, kernel=by_kernel)
 
     found = {"head_ms": repeated(product, hidden, engine._head)}
     found["head_and_draw_ms"] = repeated(draw, hidden, engine._head, keys)
-    if model.placement is not None and model.placement.kernels:
+    if by_kernel:
         found["attention_ms"] = spec.num_layers * attention(engine, spec, dtype, slots)
     at_once = engine._at_once
     length = int(max(len(row.prompt) for row in engine._rows))
@@ -179,7 +179,9 @@ def parts(model: Model, engine: Any, slots: int) -> dict[str, float]:
     )
 
     def fill() -> None:
-        engine._slots = decoding._fill(model.params, engine._slots, prompts, **engine._programs)
+        engine._slots = decoding._fill(
+            model.params, engine._layers, engine._slots, prompts, **engine._programs
+        )
         jax.block_until_ready(engine._slots.last)
 
     return found | {f"read_{at_once}_prompts_of_{length}_ms": 1e3 * timed(fill)}
