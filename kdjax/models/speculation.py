@@ -24,7 +24,7 @@ from kdjax.models.decoding import Completion, Drafted, Row, Sampling, find_stops
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Spread, mask_padding
 
-_BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
+_BUCKET, _ROOM = 64, 128  # prompts and caches are padded to a multiple: few programs are compiled
 _ROUNDS = 8  # on the device between two looks at the text
 MOST_DRAFTS = 64
 _DRAFT, _ACCEPT, _REPLACE = range(3)  # what a position's key is split for
@@ -364,7 +364,7 @@ def _run(
 ) -> Iterator[None]:
     """Completes the rows of a batch; yields after each look."""
     tokens, lengths = prompts
-    capacity = -(-(tokens.shape[1] + most + 2 * programs.drafts) // _BUCKET) * _BUCKET
+    capacity = -(-(tokens.shape[1] + most + 2 * programs.drafts) // _ROOM) * _ROOM
     begin = weights[0][1], *prompts, numbers
     state, *first = _begin(*params, *begin, programs=programs, capacity=capacity)
     for row, id_, log_prob in zip(
