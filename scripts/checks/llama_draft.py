@@ -6,8 +6,9 @@
 For each draft, and each way of sampling, the server answers the same prompts: greedily; at T = 1 as
 it does by default, where the draft's likeliest id must be the one that the big model draws; and at
 T = 1 with the rejection rule of speculative sampling (`probabilistic`). Printed are its own
-counters, its tokens/s with the draft and without, and why it would refuse a draft. `--p-min` is the
-least probability of a drafted token, below which it stops drafting: at 0 no draft is withheld.
+counters, its tokens/s with the draft (with `--alone` also without), and why it would refuse one.
+`--p-min` is the least probability of a drafted token, below which it stops drafting: at 0 no draft
+is withheld.
 
 Needs `xllamacpp` (PyPI), here or in the interpreter that `--python` names. Exit status: 0 done, 2
 bad input, 77 xllamacpp is missing.
@@ -90,12 +91,12 @@ def has_server(python: str) -> bool:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints a line of JSON for the big model alone and for each draft, in each way."""
+    """Prints a line of JSON for each draft in each way."""
     big = open_checkpoint(args.big)
     prompts = choose_prompts(args.prompts, big.tokenizer, count=args.count, most=1024)
     request = dict(big=str(args.big), prompts=prompts, max_tokens=args.max_tokens)
     request |= dict(n_max=args.draft_tokens, p_min=args.p_min, threads=args.threads)
-    for draft in ["", *args.draft.split(",")]:
+    for draft in [*[""] * args.alone, *args.draft.split(",")]:
         if draft:
             reason = why_refused(big.header.metadata, open_checkpoint(draft).header.metadata)
             if reason:
@@ -122,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("big", type=Path, help="a GGUF file")
     flags.add_argument("--draft", required=True, help="GGUF files, joined by commas")
     flags.add_argument("--prompts", required=True, help="text or conversations: files, globs")
+    flags.add_argument("--alone", action="store_true", help="also without a draft")
     flags.add_argument("--count", type=int, default=12, help="of the prompts")
     flags.add_argument("--max-tokens", type=int, default=96)
     flags.add_argument("--draft-tokens", type=int, default=5, help="at most so many a pass")
