@@ -75,6 +75,7 @@ QWEN25_SHAPES: dict[str, ModelShape] = {
     "0.5b": ModelShape("0.5B", 24, 896, 14, 2, 4864, 151936, tied=True),
     "1.5b": ModelShape("1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True),
     "7b": ModelShape("7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
+    "32b": ModelShape("32B", 64, 5120, 40, 8, 27648, 152064, tied=False),
     # Two toys whose vocabularies share their tokens and differ in padding, as 7B and 0.5B do;
     # the student's width of 128 is no whole K-block, so the recipe falls back to Q5_0 and Q8_0.
     "tiny-teacher": ModelShape("tiny-teacher", 3, 256, 4, 2, 512, 384, tied=False),
