@@ -28,6 +28,7 @@ from kdjax.data.rollouts import (
     read_prompts,
     read_round,
     round_path,
+    write_round,
 )
 from kdjax.data.rows import place_whole
 from kdjax.device.placement import Placement
@@ -234,8 +235,8 @@ def test_a_run_writes_its_rounds_and_logs_them(job, straight):
     ("event", "at"),
     cases(
         ("step", 6),  # within the second round, saved at step 3
-        ("writing", 2),  # while the second round is being written
         slow=[
+            ("writing", 2),  # while the second round is being written
             ("stop", 6),  # asked to stop within a round, and saved there
             ("step", 1),  # before anything was saved
             ("round", 9),  # the round is written, none of its steps trained
@@ -282,21 +283,36 @@ def test_a_fresh_source_goes_on_at_every_batch(job, tmp_path):
 
 
 def test_a_round_that_is_gone_or_changed_is_not_resumed_from(job, tmp_path):
-    workdir = tmp_path / "run"
-    go(job.config, workdir, Rounds(2), job=begin(job, workdir))
-    path = round_path(workdir / FOLDER, 0)
+    source = begin(job, tmp_path / "run").source
+    batches = [source.next(job.make_state().params)]
+    state, path = source.get_state(), round_path(tmp_path / "run" / FOLDER, 0)
+    batches.append(source.next({}))
     whole = path.read_bytes()
     at = whole.index(b"tokens.npy") + 200
+    other = read_round(path)
+    other.rows.tokens[0, 0] += 1
     for damaged, found in (
-        (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], "cannot be read|has SHA-256"),
+        (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], "cannot be read"),
         (whole[:300], "cannot be read"),
+        ("mask", "has SHA-256"),
+        ("round", "the checkpoint expects"),
         (None, "is not there"),
     ):
-        path.unlink() if damaged is None else path.write_bytes(damaged)
-        with pytest.raises(CheckError, match=rf"round-00000.npz .*({found}).*put a copy"):
-            go(job.config, workdir, job=begin(job, workdir))
+        if damaged is None:
+            path.unlink()
+        elif isinstance(damaged, bytes):
+            path.write_bytes(damaged)
+        elif damaged == "round":  # whole, and another one
+            write_round(path, other.rows, {})
+        else:  # a column that is not the one of the record
+            record = np.frombuffer(json.dumps(other.record).encode(), np.uint8)
+            np.savez(path, **other.rows._asdict(), record=record)
+        with pytest.raises(CheckError, match=rf"round-00000.npz .*{found}.*put a copy"):
+            begin(job, tmp_path / "run").source.set_state(state)
     path.write_bytes(whole)
-    assert go(job.config, workdir, Rounds(5), job=begin(job, workdir)) == "interrupted"
+    fresh = begin(job, tmp_path / "run").source
+    fresh.set_state(state)
+    chex.assert_trees_all_equal(fresh.next({}), batches[1])
 
 
 def test_a_round_that_the_disk_refuses_ends_the_run(job, tmp_path):
@@ -309,6 +325,7 @@ def test_a_round_that_the_disk_refuses_ends_the_run(job, tmp_path):
     assert not list((tmp_path / "run" / FOLDER).iterdir())
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_on_one_device_and_on_eight(job, straight):
     assert jax.device_count() == 8
     one = Placement.on(make_mesh(1, 1, 1, jax.devices()[:1]))
