@@ -107,15 +107,15 @@ def test_assisted_generation_accepts_as_many_drafts(models, tmp_path):
         # Rows of the head that no token has are no ids to us.
         padding = list(range(model.real_vocab, model.vocab_size))
         theirs[-1].generation_config.suppress_tokens = padding
+    drafting = theirs[1].generation_config  # which the draft's own says, of all drafted tokens
+    drafting.num_assistant_tokens, drafting.num_assistant_tokens_schedule = 4, "constant"
+    drafting.assistant_confidence_threshold = 0.0
     passes, accepted, texts = [0, 0], [0, 0], 0
     theirs[0].register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     for prompt in ([5, 9, 30], list(range(40, 60)), [7] * 4):
         ids = theirs[0].generate(
             torch.tensor([prompt]),
             assistant_model=theirs[1],
-            num_assistant_tokens=4,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=0.0,
             do_sample=False,
             max_new_tokens=48,
             eos_token_id=None,
