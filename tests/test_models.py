@@ -15,6 +15,7 @@ import pytest
 import scipy.special
 import transformers
 from flax import nnx
+from quick import cases
 from transformers.modeling_rope_utils import RopeParameters
 
 from kdjax.device import sharding
@@ -23,9 +24,11 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.models import attention, fields, weights
 from kdjax.models.arch import ACTIVATIONS, rope_frequencies, spec_from_table
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
 from kdjax.models.families import FAMILIES
 from kdjax.models.loading import load_params
+from kdjax.models.model import load_model
 from scripts.bench.synthetic import GEMMA3_SHAPES, write_random_gguf
 from scripts.checks import make_goldens
 
@@ -190,6 +193,15 @@ def test_a_window_ends_what_a_query_sees(monkeypatch, local):
     last = jnp.full((2, 1), length - 1, jnp.int32)
     got = attention.attend_cached(jnp.asarray(q[:, -1:]), *cache, last, flag, **how)
     np.testing.assert_allclose(got[0, 0], wanted[0, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), cases((1, 1, 2), slow=[(2, 1, 1), (1, 2, 1)]))
+def test_local_layers_are_the_same_on_several_devices(data, fsdp, tensor):
+    expected = np.load(GOLDENS / "gemma3" / "expected.npz")
+    placement = Placement.on(sharding.make_mesh(data, fsdp, tensor, jax.devices()[:2]))
+    checkpoint = open_checkpoint(GOLDENS / "gemma3")
+    model = load_model(checkpoint, placement=placement, dtype="float32")
+    assert relative(model.logits(expected["tokens"]), expected["logits"]) < 1e-5
 
 
 def test_packed_layout_counts_padding_as_a_segment():
