@@ -63,8 +63,8 @@ def parser() -> Parser:
     text = "held-out text of one domain: folders, globs, files, joined by commas"
     add("--data", action="append", default=[], metavar="[NAME=]PATHS", help=text)
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
-    draft = "also what the target saves as a draft for --teacher, on the teacher's continuations"
-    add("--draft", action="store_true", help=draft + " of --rows prompts, by --max-tokens")
+    draft = "instead, what the target saves as a draft for --teacher: of --rows prompts of --data,"
+    add("--draft", action="store_true", help=draft + " which the teacher continues")
     ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
     add("--cost-ratio", type=float, metavar="C", help=ratio)
     add("--rows", type=int, default=64, help="rows of each domain, at most")
@@ -213,7 +213,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
         _add_findings(document, examine.of_files(target.checkpoint))
     mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
     _run_model(document, request, target, mesh)
-    if request.domains:
+    if request.domains and not args.draft:
         document |= {"teacher": args.teacher, "held_out": None}
         with _model_at_work("held-out text"):
             document["held_out"] = heldout.measure(
@@ -227,6 +227,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 parse_special=args.parse_special,
             )
     if args.draft and teacher is not None:
+        document |= {"teacher": args.teacher, "draft": None}
         warn_if_refused(teacher, target)
         with _model_at_work("drafting"):
             document["draft"] = drafting.measure(
