@@ -8,9 +8,12 @@ import threading
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from kdjax.device import cluster, sharding
 from kdjax.device.cluster import Member, SharedFlag, find_member
@@ -95,6 +98,24 @@ def test_a_first_process_that_does_not_answer_is_named(monkeypatch):
 def test_of_one_process_the_flag_is_its_own():
     flag = SharedFlag(sharding.make_mesh(-1, 1, 1))
     assert [flag.any(word) for word in (False, True, False)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "processes", "splits"),
+    [
+        (("9.0", "9.0"), (0, 0), True),
+        (("8.9", "8.9"), (0, 0), False),
+        (("9.0", "9.0"), (0, 1), False),
+        (("9.0",), (0,), False),
+        (("9.0",) * 4, (0,) * 4, False),
+    ],
+)
+def test_two_gpus_of_a_process_keep_half_of_the_masters_each(kinds, processes, splits):
+    devices = np.empty(len(kinds), object)
+    for i, (kind, process) in enumerate(zip(kinds, processes, strict=True)):
+        devices[i] = types.SimpleNamespace(compute_capability=kind, process_index=process)
+    mesh = mock.Mock(spec=Mesh, devices=devices, size=len(kinds), shape={"data": len(kinds)})
+    assert sharding.splits_state(mesh) == splits
 
 
 class Store:

@@ -104,11 +104,14 @@ def splits_state(mesh: Mesh) -> bool:
 
     Each gathers the other's half in the compute dtype and updates its own: of gradients and
     weights 3 bytes of 4 travel that one sum of gradients would move, and copy engines move them
-    beside the products. Measured on two devices; several more keep all, and add gradients up once.
+    beside the products. Measured on two H200s: more devices, and GPUs that may have no way to each
+    other's memory, keep all and add gradients up once.
     """
-    devices = mesh.devices.flatten()
-    here = {device.process_index for device in devices} == {jax.process_index()}
-    return devices[0].platform == "gpu" and here and mesh.shape["data"] == mesh.size == 2
+    if not mesh.shape["data"] == mesh.size == 2:
+        return False
+    kinds = {getattr(device, "compute_capability", "") for device in mesh.devices.flat}
+    here = {device.process_index for device in mesh.devices.flat} == {jax.process_index()}
+    return here and all(kind in ("9.0", "10.0", "10.3") for kind in kinds)  # Hopper and Blackwell
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
