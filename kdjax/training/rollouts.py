@@ -47,6 +47,7 @@ from kdjax.training.saving import checksums
 _log = logging.getLogger("kdjax")
 
 PROBES, SHOWN = 8, 3  # prompts that every round answers to be compared, and to be shown
+_PROBE_NUMBERS = 2**31 - 1 - PROBES  # by which they draw: no answer of a round has these
 _SURPLUS = 1.05  # of the answers that are expected to fill a round: a second turn costs more
 _COMPARED_TEMPLATES = 64  # prompts
 
@@ -90,7 +91,8 @@ class Author:
         student = self.student.replace(params=cast_params(self.student, params))
         drawn: list[Answer] = []
         kept: list[int] = []  # those of `drawn` that train
-        probes = self._answer_probes(student)
+        asked = PROBES if self.teacher is not None else 0  # the same in every round, same draws
+        probes: list[Answer] = []
         mean = np.mean(
             [len(p.ids) for p in map(self.prompts.__getitem__, range(first, first + 64))]
         )
@@ -99,7 +101,13 @@ class Author:
             missing = room.rows * room.row_length - sum(len(drawn[i].ids) for i in kept)
             count = max(int(_SURPLUS * missing / mean), 1)
             start = first * settings.answers + len(drawn)
-            drawn += self._answer(student, range(start, start + count))
+            numbers = range(start, start + count)
+            prompts = [self.prompts[n // settings.answers] for n in numbers]
+            if not drawn:  # together with the first: a call of their own would take as long
+                prompts += [self.prompts[n] for n in range(asked)]
+                numbers = [*numbers, *range(_PROBE_NUMBERS, _PROBE_NUMBERS + asked)]
+            written = self._complete(student, prompts, numbers)
+            drawn, probes = drawn + written[:count], probes or written[count:]
             kept = [i for i, a in enumerate(drawn) if settings.train_cut or not a.cut]
             if not kept:
                 raise UserError(
@@ -116,7 +124,7 @@ class Author:
         figures |= {"tokens": float(rows.mask.sum())}
         compared, shown = self._compare(student, probes)
         seconds = time.perf_counter() - begun
-        written = sum(len(a.log_probs) for a in drawn)
+        tokens = sum(len(a.log_probs) for a in drawn)
         _log.info(
             "round %d: %d answers of %.0f tokens on average, %.0f%% cut off, %.1f%% padding; "
             "%.1f s, %.0f tokens/s",
@@ -126,22 +134,10 @@ class Author:
             100 * figures["cut_off"],
             100 * figures["padding"],
             seconds,
-            written / seconds,
+            tokens / seconds,
         )
         following = first + -(-len(used) // settings.answers)
         return rows, {"next": following, "figures": figures | compared, "samples": shown}
-
-    def _answer(self, student: Model, numbers: Sequence[int]) -> list[Answer]:
-        """The answers of these numbers, each with draws of its own whatever is beside it."""
-        prompts = [self.prompts[n // self.config.rollout.answers] for n in numbers]
-        return self._complete(student, prompts, numbers)
-
-    def _answer_probes(self, student: Model) -> list[Answer]:
-        """Answers to the same prompts in every round, with the same draws."""
-        if self.teacher is None:
-            return []
-        prompts = [self.prompts[n] for n in range(PROBES)]
-        return self._complete(student, prompts, range(2**31 - 1 - PROBES, 2**31 - 1))
 
     def _complete(
         self, student: Model, prompts: Sequence[Any], numbers: Sequence[int]
