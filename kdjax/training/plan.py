@@ -90,7 +90,9 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     shapes = functional(pair.student.spec, Compute())[1]
     split = config.student.remat != "full" and config.train.reduce_dtype == "float32"
     masters = sharding.tree_bytes(shapes, mesh)
-    if split and sharding.splits_state(mesh):  # all but norms and biases, which are few
+    if (
+        split and kind.runs and sharding.splits_state(mesh)
+    ):  # all but norms and biases, which are few
         masters /= mesh.size
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
     moments = _count_bytes(jax.eval_shape(tx.init, shapes)) * masters / _count_bytes(shapes)
