@@ -85,7 +85,7 @@ def test_a_baseline_differs_in_nothing_but_the_loss_and_its_rates():
     for shipped, random in (("", "random"), ("baseline", "random_baseline")):
         assert "student.init" in differing(shipped, random)
         assert flat[shipped]["student.init"] == "checkpoint"
-    with pytest.raises(UserError, match="no such kind; expected one of 'baseline', 'random', "):
+    with pytest.raises(UserError, match="no such kind; expected one of 'baseline', 'onpolicy', "):
         configured("best")
 
 

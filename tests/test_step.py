@@ -306,7 +306,8 @@ def test_evaluation_ignores_rows_without_weight():
 def test_products_on_a_gpu_are_left_to_cublas():
     """A name that this XLA knows: an unknown one would end every run on a GPU."""
     assert sharding.compiler_options(mesh_of()) is None
-    gpu = mock.Mock(spec=jax.sharding.Mesh, devices=np.array([mock.Mock(platform="gpu")]))
+    devices = np.array([mock.Mock(platform="gpu")])
+    gpu = mock.Mock(spec=jax.sharding.Mesh, devices=devices, shape={"data": 1}, size=1)
     options = sharding.compiler_options(gpu)
     assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):

@@ -75,8 +75,9 @@ def read_prompts(
             if 0 < len(ids) <= longest:
                 prompts.append(Prompt(ids, tokenizer.eos_id))
             continue
-        for ids in _cut_at_lines(text, tokenizer, longest, parse_special=parse_special):
-            prompts.append(Prompt(ids, tokenizer.end_of_text_id))
+        most = longest - (tokenizer.opening_id is not None)
+        for ids in _cut_at_lines(text, tokenizer, most, parse_special=parse_special):
+            prompts.append(Prompt(tokenizer.open_text(ids), tokenizer.end_of_text_id))
     if not prompts:
         raise UserError(
             f"{patterns}: found {too_long} prompts of more than {longest} tokens and no other. "

@@ -71,15 +71,23 @@ class Piece(NamedTuple):
     start: int
     count: int
 
-    def copy(self, values: Mapping[str, np.ndarray], row: Mapping[str, np.ndarray]) -> None:
+    def copy(
+        self,
+        values: Mapping[str, np.ndarray],
+        row: Mapping[str, np.ndarray],
+        opening_id: int | None = None,
+    ) -> None:
         """Copies this part of a document's values `[n]` into the columns `[row_length]` of a row.
 
-        The row's `segments` get the number of the segment.
+        The row's `segments` get the number of the segment. A part that goes on begins with
+        `opening_id`, if given, in place of the last id before it.
         """
         place = slice(self.at, self.at + self.count)
         row["segments"][place] = self.segment
         for name, column in values.items():
             row[name][place] = column[self.start : self.start + self.count]
+        if opening_id is not None and self.start:
+            row["tokens"][self.at] = opening_id
 
 
 class Packer:
@@ -140,8 +148,11 @@ def place_whole(lengths: Sequence[int], row_length: int, max_segments: int) -> l
 class _SideWriter:
     """Packs the documents of one side, and appends each full row to the side's column files."""
 
-    def __init__(self, folder: Path, row_length: int, max_segments: int):
+    def __init__(
+        self, folder: Path, row_length: int, max_segments: int, opening_id: int | None = None
+    ):
         folder.mkdir()
+        self._opening_id = opening_id
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
         self._packer = Packer(row_length, max_segments)
         self._row = {name: np.zeros(row_length, dtype) for name, dtype in COLUMNS.items()}
@@ -165,7 +176,7 @@ class _SideWriter:
         for piece in pieces:
             if piece.row > self.counts["rows"]:
                 self._write_row()
-            piece.copy({"tokens": ids, "mask": mask}, self._row)
+            piece.copy({"tokens": ids, "mask": mask}, self._row, self._opening_id)
 
     def finish(self) -> None:
         """Writes the last row and the files out to the disk."""
@@ -196,7 +207,7 @@ def tokenize_documents(
         plain = iter(tokenizer.encode_batch(whole, parse_special=parse_special))
         for document in batch:
             if document.trained is None:
-                ids = next(plain)
+                ids = tokenizer.open_text(next(plain))
                 mask = [True] * len(ids)
             else:
                 ids, offsets = tokenizer.encode_with_offsets(document.text)
@@ -313,7 +324,8 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
         with _make_aside(cache_dir) as aside, contextlib.ExitStack() as writing_files:
             writers = []
             for side in _SIDES:
-                writer = _SideWriter(aside / side, row_length, settings.max_segments)
+                limits = row_length, settings.max_segments, settings.tokenizer.opening_id
+                writer = _SideWriter(aside / side, *limits)
                 writing_files.callback(writer.close)
                 writers.append(writer)
             apart = _pack_sides(writers, settings, files)

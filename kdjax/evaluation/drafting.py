@@ -109,7 +109,7 @@ def _begin(text: str, chat: bool, tokenizer: Tokenizer) -> list[int]:
     if chat:
         return tokenizer.encode(text)
     ids = tokenizer.encode(text[: 64 * PROMPT_TOKENS], parse_special=False)
-    return ids[: min(PROMPT_TOKENS, len(ids) // 2)]
+    return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
 
 
 def _pack(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Rows:

@@ -103,7 +103,8 @@ def read_text(
         values = _describe_tokens(document, tokenizer, parse_special=parse_special)
         for piece in pieces:
             if piece.row in at:
-                piece.copy(values, {name: c[at[piece.row]] for name, c in columns.items()})
+                row = {name: c[at[piece.row]] for name, c in columns.items()}
+                piece.copy(values, row, tokenizer.opening_id)
     classes, sizes = columns.pop("classes"), columns.pop("bytes")
     return Text(Rows(**columns), classes, sizes)
 
@@ -114,6 +115,8 @@ def _describe_tokens(
     """Ids, loss mask, classes and bytes of a document's tokens, its end included."""
     parse = parse_special or document.trained is not None
     ids, offsets = tokenizer.encode_with_offsets(document.text, parse_special=parse)
+    if document.trained is None and (whole := tokenizer.open_text(ids)) is not ids:
+        ids, offsets = whole, [(0, 0), *offsets]
     if document.open:
         ids, offsets = [*ids, tokenizer.end_of_text_id], [*offsets, (0, 0)]
     return {

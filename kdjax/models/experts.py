@@ -134,7 +134,8 @@ def _mix_backward(interpret: bool, residuals: Any, gradient: Array) -> tuple[Any
     rows, (experts, weights), *matrices = residuals
 
     def define(rows: Array, weights: Array, *matrices: Array) -> Array:
-        return mix_experts(rows, Choice(experts, weights), *matrices, jax.nn.silu)
+        gate, up, down = matrices
+        return mix_experts(rows, Choice(experts, weights), gate, up, down, jax.nn.silu)
 
     to_rows, to_weights, *to_matrices = jax.vjp(define, rows, weights, *matrices)[1](gradient)
     return to_rows, Choice(None, to_weights), *to_matrices  # type: ignore[arg-type]

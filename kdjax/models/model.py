@@ -270,7 +270,7 @@ class Model:
             return prompt
         if self.tokenizer is None:
             raise UserError(f"{self}: has no tokenizer for {prompt!r}; give token ids.")
-        return self.tokenizer.encode(prompt)
+        return self.tokenizer.open_text(self.tokenizer.encode(prompt))
 
 
 def _fill_columns(tokens: Array, segment_ids: Any, positions: Any) -> tuple[Array, Array, Array]:

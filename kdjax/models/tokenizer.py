@@ -62,6 +62,7 @@ class Tokenizer:
     eos_id: int
     chat_template: str | None
     bos_id: int | None = None
+    opening_id: int | None = None  # BOS, where the model's file puts it before every text
 
     @property
     def vocab_size(self) -> int:
@@ -89,10 +90,18 @@ class Tokenizer:
         """Ids of tokens that text is searched for before it is cut: special and other ones."""
         return frozenset(self.encoder.get_added_tokens_decoder())
 
+    def open_text(self, ids: list[int]) -> list[int]:
+        """Ids of the beginning of a text, behind BOS where the model's file asks for it."""
+        if self.opening_id is None or ids[:1] == [self.opening_id]:
+            return ids
+        return [self.opening_id, *ids]
+
     @functools.cached_property
     def content_hash(self) -> str:
-        """SHA-256 of all that decides ids: the serialised encoder, and the template."""
+        """SHA-256 of all that decides ids: the serialised encoder, the template, and BOS."""
         said = [sorted(self.special_ids), self.chat_template]
+        if self.opening_id is not None:
+            said.append(self.opening_id)
         if "bos_token" in (self.chat_template or ""):
             said.append(self._named_tokens)
         whole = self.encoder.to_str() + json.dumps(said)
@@ -290,6 +299,7 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             f"{source}: found the end token {eos!r}; expected an id below {len(rows)}. {_ANOTHER}"
         )
     bos = metadata.get("tokenizer.ggml.bos_token_id")
+    bos = bos if type(bos) is int and 0 <= bos < len(tokens) else None
     return Tokenizer(
         encoder=encoder,
         tokens=spell(encoder, tokens),
@@ -297,7 +307,8 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         special_ids=frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN)),
         eos_id=eos,
         chat_template=template if isinstance(template, str) else None,
-        bos_id=bos if type(bos) is int and 0 <= bos < len(tokens) else None,
+        bos_id=bos,
+        opening_id=bos if opens_with_bos(metadata) else None,
     )
 
 
@@ -335,6 +346,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     fast = AutoTokenizer.from_pretrained(folder)
+    bos, first = fast.bos_token_id, fast("a")["input_ids"][:1]
     encoder = fast.backend_tokenizer
     encoder.no_truncation()
     encoder.no_padding()
@@ -355,5 +367,6 @@ def _from_folder(folder: Path) -> Tokenizer:
         special_ids=frozenset(i for i, token in added.items() if token.special),
         eos_id=int(fast.eos_token_id if fast.eos_token_id is not None else size - 1),
         chat_template=fast.chat_template if isinstance(fast.chat_template, str) else None,
-        bos_id=fast.bos_token_id,
+        bos_id=bos,
+        opening_id=bos if first == [bos] else None,
     )

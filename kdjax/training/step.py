@@ -399,15 +399,13 @@ def make_step(
 
 
 def _splits(spec: StepSpec, placement: Placement) -> bool:
-    """Not where layers in a loop would wait, where a sum in bfloat16 was asked for, and from a
-    cache: there XLA (jax 0.11.2) aborted once for want of a buffer, the cause not found."""
+    """Not where layers in a loop would wait, and where a sum in bfloat16 was asked for."""
     student = spec.student
     return (
         splits_state(placement.mesh)
         and isinstance(student, DecoderFunctions)
         and not student.compute.scan
         and spec.reduce_dtype == "float32"
-        and spec.kind.runs
     )
 
 
