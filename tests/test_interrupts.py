@@ -21,6 +21,7 @@ def finish(process, timeout=60):
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tmp_path):
     """The printed line, run as it stands, goes on; once more, there is nothing to do."""
     tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 60, 0, 0

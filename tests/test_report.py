@@ -458,6 +458,7 @@ def test_matplotlib_waits_for_the_first_drawing():
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
+@pytest.mark.slow
 def test_it_renders_in_a_browser(whole, tmp_path, drawing):
     """Headless, at both widths, light and dark: no error, no request, nothing wider than it."""
     if check_report.browser() is None:
