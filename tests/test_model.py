@@ -27,8 +27,18 @@ def test_a_header_is_parsed_once_and_the_decoder_traced_once(models, monkeypatch
     monkeypatch.setattr(loading, "functional", lambda *a: (traced.append(a), functional(*a))[1])
     loading._shapes.cache_clear()
     checkpoint = open_checkpoint(models / "student.gguf")
-    first = checkpoint.names, checkpoint.tokenizer.tokens, checkpoint.spec, checkpoint.bos
-    again = checkpoint.names, checkpoint.tokenizer.tokens, checkpoint.spec, checkpoint.bos
+    first = (
+        checkpoint.names,
+        checkpoint.tokenizer.tokens,
+        checkpoint.spec,
+        checkpoint.tokenizer.opening_id,
+    )
+    again = (
+        checkpoint.names,
+        checkpoint.tokenizer.tokens,
+        checkpoint.spec,
+        checkpoint.tokenizer.opening_id,
+    )
     assert first == again and len(opened) == len(traced) == 1
 
 

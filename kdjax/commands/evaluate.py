@@ -297,7 +297,6 @@ def _settings(request: Request, form: str, checkpoint: Checkpoint | None) -> pas
         samples=args.samples,
         ks=request.ks,
         batch_size=args.batch_size,
-        bos=checkpoint.bos if checkpoint else None,
         room=checkpoint.spec.max_positions - args.max_tokens if checkpoint else None,
         limits=dataclasses.replace(sandbox.DEFAULT, wall_seconds=args.timeout),
         allow_unsandboxed=args.allow_unsandboxed,

@@ -99,15 +99,16 @@ def tree_bytes(abstract: Any, mesh: Mesh) -> float:
     )
 
 
-def splits_state(mesh: Mesh) -> bool:
+def splits_state(mesh: Mesh, *, loops: bool = False, reduce_dtype: str = "float32") -> bool:
     """Whether two GPUs of one process each keep half of masters and moments.
 
     Each gathers the other's half in the compute dtype and updates its own: of gradients and
     weights 3 bytes of 4 travel that one sum of gradients would move, and copy engines move them
     beside the products. Measured on two H200s: more devices, and GPUs that may have no way to each
-    other's memory, keep all and add gradients up once.
+    other's memory, keep all and add gradients up once. So do those whose layers run in a loop
+    (`loops`), where each would wait, and those that are to add up in another type.
     """
-    if not mesh.shape["data"] == mesh.size == 2:
+    if loops or reduce_dtype != "float32" or not mesh.shape["data"] == mesh.size == 2:
         return False
     kinds = {getattr(device, "compute_capability", "") for device in mesh.devices.flat}
     here = {device.process_index for device in mesh.devices.flat} == {jax.process_index()}

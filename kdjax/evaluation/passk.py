@@ -46,7 +46,6 @@ class Settings:
     samples: int = 1
     ks: tuple[int, ...] = (1,)
     batch_size: int = 16
-    bos: int | None = None  # put before a base prompt, where the model's file asks for it
     room: int | None = None  # ids that a prompt may have: the model's positions less the answer's
     limits: sandbox.Limits = sandbox.DEFAULT
     allow_unsandboxed: bool = False  # run programs where this machine cannot confine them
@@ -89,8 +88,8 @@ def _ask(
 
 def _encode(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[int]:
     ids = tokenizer.encode(bench.prompt_text(problem, settings.form, tokenizer))
-    if settings.form == "base" and settings.bos is not None:
-        ids = [settings.bos, *ids]
+    if settings.form == "base":
+        ids = tokenizer.open_text(ids)
     if settings.room is not None and len(ids) > settings.room:
         raise UserError(
             f"{problem.task}: a prompt of {len(ids)} ids, with room for {settings.room}"

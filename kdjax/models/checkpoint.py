@@ -25,7 +25,7 @@ from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.loading import tensor_names
 from kdjax.models.names import renumber
-from kdjax.models.tokenizer import Tokenizer, load_tokenizer, opens_with_bos
+from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 # How commands name the kinds of weights of `model.load_model`.
 FORMS = {"dequant": "dense", "q4k": "packed", "fp8": "float8", "fp8_precise": "float8_precise"}
@@ -143,13 +143,6 @@ class Checkpoint:
     def sha256(self) -> str:
         """Of the files' bytes, in hex; reads all of them when first asked for."""
         return content_hash(self.table)
-
-    @property
-    def bos(self) -> int | None:
-        """The id that its file asks to put before every text, if any."""
-        metadata = self.header.metadata
-        bos = metadata.get("tokenizer.ggml.bos_token_id")
-        return int(bos) if opens_with_bos(metadata) and bos is not None else None
 
     def describe(self) -> str:
         """One line for a log."""

@@ -88,12 +88,10 @@ class Plan:
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
     """The plan of one kind of teacher and of a `student.remat` by name; allocates nothing."""
     shapes = functional(pair.student.spec, Compute())[1]
-    split = config.student.remat != "full" and config.train.reduce_dtype == "float32"
     masters = sharding.tree_bytes(shapes, mesh)
-    if (
-        split and kind.runs and sharding.splits_state(mesh)
-    ):  # all but norms and biases, which are few
-        masters /= mesh.size
+    loops, reduce_dtype = config.student.remat == "full", config.train.reduce_dtype
+    if sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
+        masters /= mesh.size  # all but norms and biases, which are few
     tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
     moments = _count_bytes(jax.eval_shape(tx.init, shapes)) * masters / _count_bytes(shapes)
     resident: dict[str, Size] = {}

@@ -399,13 +399,10 @@ def make_step(
 
 
 def _splits(spec: StepSpec, placement: Placement) -> bool:
-    """Not where layers in a loop would wait, and where a sum in bfloat16 was asked for."""
+    """Of a `Decoder` only: a module of one's own does not gather its masters."""
     student = spec.student
-    return (
-        splits_state(placement.mesh)
-        and isinstance(student, DecoderFunctions)
-        and not student.compute.scan
-        and spec.reduce_dtype == "float32"
+    return isinstance(student, DecoderFunctions) and splits_state(
+        placement.mesh, loops=student.compute.scan, reduce_dtype=spec.reduce_dtype
     )
 
 

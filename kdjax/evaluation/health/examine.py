@@ -172,18 +172,17 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
         return findings, facts
 
 
-def probe_prompts(tokenizer: Tokenizer, bos: int | None = None) -> list[list[int]]:
+def probe_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """Questions through the chat template, or beginnings to go on with where there is none."""
     if tokenizer.chat_template:
         turns = [[{"role": "user", "content": question}] for question in probes.QUESTIONS]
         return [tokenizer.encode(tokenizer.render(t, answer_next=True)) for t in turns]
-    start = [] if bos is None else [bos]
-    return [start + tokenizer.encode(text) for text in probes.BEGINNINGS]
+    return [tokenizer.open_text(tokenizer.encode(text)) for text in probes.BEGINNINGS]
 
 
 def of_answers(checkpoint: Checkpoint, say: Say) -> tuple[list[Finding], list[str]]:
     """What it says shows, and what it said. Raises what generating raises."""
-    outputs = say(probe_prompts(checkpoint.tokenizer, checkpoint.bos))
+    outputs = say(probe_prompts(checkpoint.tokenizer))
     findings = ask(
         (detectors.repetition, outputs), (detectors.non_text, outputs), (detectors.silence, outputs)
     )
