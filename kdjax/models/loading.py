@@ -4,11 +4,12 @@ Packed blocks travel to the device as they are, to become numbers there or to st
 holds more than one tensor, and the device never more than the model and one tensor.
 """
 
+import dataclasses
 import functools
 import math
 import mmap
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,12 @@ from jaxtyping import Array
 from kdjax.device.sharding import named_leaves, parameter_spec, replicated
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
-from kdjax.formats.blocks import decode, split
+from kdjax.formats.blocks import decode, row_bytes, split
 from kdjax.formats.saved import SavedTable
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
-from kdjax.models.kernels import FP8
-from kdjax.models.weights import Mixed, Packed, Scaled, quantize_rows
+from kdjax.models.weights import Mixed, Packed, Scaled, Weight, quantize_rows
 
 # Two quantizations of one matrix differ by a few percent; unrelated matrices by about 140%.
 SAME_MATRIX = 0.2
@@ -129,55 +129,47 @@ def _unpermute(rows: Array, heads: int) -> Array:
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _decode(raw: Array, *, dtype: str, out_dtype: Any, heads: int, offset: float = 0.0) -> Array:
-    if offset:  # of a norm; in float32, or 1 + weight would have lost what the weight has
-        return (decode(raw, dtype, jnp.float32) - offset).astype(out_dtype)
-    if raw.ndim == 1:  # a bias: its rows are numbers, which are several bytes each
-        return _unpermute(decode(raw, dtype, out_dtype), heads)
-    return decode(_unpermute(raw, heads), dtype, out_dtype)
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """How a tensor's bytes become a weight; hashable, so that it can be static."""
 
-
-def _scale(raw: Array, *, dtype: str, heads: int) -> Scaled:
-    return Scaled(*quantize_rows(_decode(raw, dtype=dtype, out_dtype=jnp.float32, heads=heads)))
-
-
-def _split(raw: Array, *, dtype: str, heads: int) -> tuple[Array, ...]:
-    return split(_unpermute(raw, heads), dtype)
-
-
-class _Reading(NamedTuple):
-    """How a tensor's bytes become a weight on the mesh; hashable, so that it can be static."""
-
-    read: Callable[..., Any]  # `_decode`, `_scale` or `_split`
-    place: Any  # `NamedSharding`s, as the weight has arrays
-    dtype: str  # of the bytes: a key of `blocks.BLOCKS`
+    form: str  # "dense", "packed" or "float8"
+    block: str  # of the bytes: a key of `blocks.BLOCKS`
     heads: int  # whose rotary rows llama.cpp interleaved; 0: none
-    out_dtype: Any = None
-    offset: float = 0.0  # of what the file holds beyond the parameter
+    dtype: Any  # of the numbers, or of those that packed blocks stand for
+    offset: float  # of what the file holds beyond the parameter
 
-    def __call__(self, raw: Array) -> Any:
-        options: dict[str, Any] = {}
-        if self.out_dtype is not None:
-            options = {"out_dtype": self.out_dtype, "offset": self.offset}
-        return self.read(raw, dtype=self.dtype, heads=self.heads, **options)
+    def __call__(self, raw: Array) -> Array | Packed | Scaled:
+        if self.form == "packed":
+            return Packed(split(_unpermute(raw, self.heads), self.block), self.block, self.dtype)
+        if self.form == "float8":
+            return Scaled(*quantize_rows(self._decode(raw, jnp.float32)))
+        if self.offset:  # of a norm; in float32, or 1 + weight would have lost what the weight has
+            return (self._decode(raw, jnp.float32) - self.offset).astype(self.dtype)
+        return self._decode(raw, self.dtype)
+
+    def _decode(self, raw: Array, dtype: Any) -> Array:
+        if raw.ndim == 1:  # a bias: its rows are numbers, which are several bytes each
+            return _unpermute(decode(raw, self.block, dtype), self.heads)
+        return decode(_unpermute(raw, self.heads), self.block, dtype)
 
 
-@functools.partial(jax.jit, static_argnames="reading")
-def _read(raw: Array, reading: _Reading) -> Any:
-    return jax.lax.with_sharding_constraint(reading(raw), reading.place)
+@functools.partial(jax.jit, static_argnames=("reading", "place"))
+def _read(raw: Array, reading: _Reading, place: Any) -> Any:
+    return jax.lax.with_sharding_constraint(reading(raw), place)
 
 
-@functools.partial(jax.jit, static_argnames="reading", donate_argnames="stack")
-def _store(stack: Any, raw: Array, place: Array, reading: _Reading) -> Any:
+@functools.partial(jax.jit, static_argnames=("reading", "place"), donate_argnames="stack")
+def _store(stack: Any, raw: Array, number: Array, reading: _Reading, place: Any) -> Any:
     """Writes what a tensor becomes where it belongs in its stack; tensors count in order."""
 
     def write(buffer: Array, value: Array) -> Array:
         lead = buffer.shape[: buffer.ndim - value.ndim]  # layers; or layers and experts
-        at = (*jnp.unravel_index(place, lead), *(jnp.zeros((), jnp.int32),) * value.ndim)
+        at = (*jnp.unravel_index(number, lead), *(jnp.zeros((), jnp.int32),) * value.ndim)
         return jax.lax.dynamic_update_slice(buffer, value[(None,) * len(lead)], at)
 
     stack = jax.tree.map(write, stack, reading(raw))
-    return jax.lax.with_sharding_constraint(stack, reading.place)
+    return jax.lax.with_sharding_constraint(stack, place)
 
 
 def load_params(
@@ -198,14 +190,19 @@ def load_params(
     sources = tensor_names(table, spec)
     params = {}
     for path, leaf in named_leaves(abstract):
-        heads = names.head_count(names.name_of(path, spec), spec) if is_gguf(table) else 0
-        load = _load_dense
-        if is_gguf(table) and (offset := names.gguf_offset(path, spec)):
-            load = functools.partial(_load_dense, offset=offset)
+        heads, offset, form = 0, 0.0, "dense"
+        if is_gguf(table):
+            heads = names.head_count(names.name_of(path, spec), spec)
+            offset = names.gguf_offset(path, spec)
         if len(leaf.shape) - (path[0] == "blocks") >= 2 and "router" not in path:
-            scaled = _load_dense if path[0] == "embed" else _load_scaled  # ids look embeddings up
-            load = {"dense": load, "packed": _load_packed, "float8": scaled}[matrices]
-        params[path] = load(table, sources[path], path, leaf, mesh, heads)
+            # Ids look embeddings up.
+            form = "dense" if path[0] == "embed" and matrices == "float8" else matrices
+        dtype = jnp.dtype(leaf.dtype)
+        readings = {
+            name: _Reading(form, table.info(name).dtype, heads, dtype, offset)
+            for name in sources[path]
+        }
+        params[path] = _load(table, readings, path, leaf, mesh)
     return unflatten_dict(params)
 
 
@@ -216,127 +213,73 @@ def _stacked(table: TensorTable, path: tuple[str, ...]) -> int:
     return 2 if path in names.APART and not is_gguf(table) else 1
 
 
-def _fill(
+def _load(
     table: TensorTable,
-    tensors: list[str],
-    stack: Any,
-    mesh: Mesh,
-    reading: Callable[[str], _Reading],
-) -> Any:
-    """The weight that tensors become: a stack, filled in order, or one tensor if it is None.
-
-    `reading` gives each tensor's `_Reading` by its name.
-    """
-    if stack is None:
-        how = reading(tensors[0])
-        return _read(_to_device(table, tensors[0], mesh, how), how)
-    for place, name in enumerate(tensors):
-        how = reading(name)
-        stack = _store(stack, _to_device(table, name, mesh, how), jnp.int32(place), how)
-    return stack
-
-
-def _load_dense(
-    table: TensorTable,
-    sources: list[str],
+    readings: Mapping[str, _Reading],
     path: tuple[str, ...],
-    leaf: Any,
+    leaf: jax.ShapeDtypeStruct,
     mesh: Mesh,
-    heads: int,
-    offset: float = 0.0,
-) -> Array:
-    place = NamedSharding(mesh, parameter_spec(path, leaf.shape, mesh))
-
-    def reading(name: str) -> _Reading:
-        dtype = table.info(name).dtype
-        return _Reading(_decode, place, dtype, heads, jnp.dtype(leaf.dtype), offset)
-
-    stack = None
-    if _stacked(table, path):
-        stack = jnp.zeros(leaf.shape, leaf.dtype, device=place)
-    return _fill(table, sources, stack, mesh, reading)
-
-
-def _load_scaled(
-    table: TensorTable,
-    sources: list[str],
-    path: tuple[str, ...],
-    leaf: Any,
-    mesh: Mesh,
-    heads: int,
-) -> Scaled:
-    spec = parameter_spec(path, leaf.shape, mesh)
-    place = Scaled(NamedSharding(mesh, spec), NamedSharding(mesh, P(*spec[:-1])))
-
-    def reading(name: str) -> _Reading:
-        return _Reading(_scale, place, table.info(name).dtype, heads)
-
-    stack = None
-    if _stacked(table, path):
-        stack = Scaled(
-            jnp.zeros(leaf.shape, FP8, device=place.values),
-            jnp.zeros(leaf.shape[:-1], jnp.float32, device=place.scale),
-        )
-    return _fill(table, sources, stack, mesh, reading)
-
-
-def _load_packed(
-    table: TensorTable,
-    sources: list[str],
-    path: tuple[str, ...],
-    leaf: Any,
-    mesh: Mesh,
-    heads: int,
-) -> Packed | Mixed:
-    def stack(block: str, members: list[str]) -> Packed:
-        split = functools.partial(_split, dtype=block, heads=heads)
-        first = jax.eval_shape(split, table.raw(members[0]))
-        experts = leaf.shape[1 : _stacked(table, path)]
-        lead = (len(members) // math.prod(experts), *experts) if _stacked(table, path) else ()
-        shapes = [(*lead, *field.shape) for field in first]
-        place = tuple(_field_sharding(path, shape, len(leaf.shape), mesh) for shape in shapes)
-        reading = _Reading(_split, place, block, heads)
-        fields = None
-        if lead:
-            fields = tuple(
-                jnp.zeros(shape, field.dtype, device=p)
-                for shape, field, p in zip(shapes, first, place, strict=True)
-            )
-        fields = _fill(table, members, fields, mesh, lambda _: reading)
-        return Packed(fields, block, leaf.dtype)
-
-    types = [table.info(name).dtype for name in sources]
+) -> Weight:
+    """The weight that tensors become; of blocks of several types one stack a type."""
+    types = [reading.block for reading in readings.values()]
     kinds = sorted(set(types))
-    stacks = tuple(
-        stack(kind, [n for n, t in zip(sources, types, strict=True) if t == kind]) for kind in kinds
-    )
-    if len(stacks) == 1:
-        return stacks[0]
+    if len(kinds) == 1 or not all(reading.form == "packed" for reading in readings.values()):
+        return _fill(table, readings, path, leaf, mesh)
     if len(types) > leaf.shape[0]:
         raise UserError(
             f"{table.paths[0]} stores the experts of {'/'.join(path)} in several types: "
             f"{', '.join(kinds)}; expected one. Load it dense."
         )
+    stacks = tuple(
+        _fill(table, {n: r for n, r in readings.items() if r.block == kind}, path, leaf, mesh)
+        for kind in kinds
+    )
     which = [kinds.index(kind) for kind in types]
     slot = [types[:layer].count(kind) for layer, kind in enumerate(types)]
     index = functools.partial(jnp.asarray, dtype=jnp.int32, device=replicated(mesh))
     return Mixed(stacks, index(which), index(slot))
 
 
-def _field_sharding(
-    path: tuple[str, ...], shape: tuple[int, ...], axes: int, mesh: Mesh
-) -> NamedSharding:
-    """As the weight itself of so many axes, its inputs counted in blocks; a block stays whole."""
-    return NamedSharding(mesh, parameter_spec(path, shape[:axes], mesh))
+def _fill(
+    table: TensorTable,
+    readings: Mapping[str, _Reading],
+    path: tuple[str, ...],
+    leaf: jax.ShapeDtypeStruct,
+    mesh: Mesh,
+) -> Weight:
+    """The weight that tensors become, on the mesh: a stack, filled in order, or one tensor."""
+    name, reading = next(iter(readings.items()))
+    info, stacked = table.info(name), _stacked(table, path)
+    size = row_bytes(info.dtype, info.shape[-1])
+    one = jax.eval_shape(reading, jax.ShapeDtypeStruct((*info.shape[:-1], size), jnp.uint8))
+    experts = leaf.shape[1:stacked]
+    lead = (len(readings) // math.prod(experts), *experts) if stacked else ()
+
+    def place_array(array: jax.ShapeDtypeStruct) -> NamedSharding:
+        # As the weight itself, its inputs counted in blocks, which stay whole; scales as its rows.
+        shape = (*lead, *array.shape)
+        whole = (*shape, 1)[: len(leaf.shape)]
+        return NamedSharding(mesh, P(*parameter_spec(path, whole, mesh)[: len(shape)]))
+
+    place = jax.tree.map(place_array, one)
+    if not stacked:
+        return _read(_to_device(table, name, mesh, reading, place), reading, place)
+    stack = jax.tree.map(
+        lambda array, at: jnp.zeros((*lead, *array.shape), array.dtype, device=at), one, place
+    )
+    for number, (name, reading) in enumerate(readings.items()):
+        raw = _to_device(table, name, mesh, reading, place)
+        stack = _store(stack, raw, jnp.int32(number), reading, place)
+    return stack
 
 
-def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading) -> Array:
+def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, places: Any) -> Array:
     """The tensor's bytes: on each device the rows that it is to hold, where `fsdp` splits them.
 
     A process reads what its own devices take, and a host each page of the file once.
     """
     view = table.raw(name)
-    spec = jax.tree.leaves(reading.place)[0].spec
+    spec = jax.tree.leaves(places)[0].spec
     split = len(spec) > 1 and spec[-2] == "fsdp" and not reading.heads and view.ndim >= 2
     rows = P(*(None,) * (view.ndim - 2), "fsdp")
     place = NamedSharding(mesh, rows if split else P())
