@@ -6,7 +6,7 @@ import pytest
 
 from kdjax.evaluation.problems import load_humaneval
 from scripts.corpus.conversations import functions
-from scripts.onpolicy import prompts, table
+from scripts.onpolicy import cost, prompts, table
 
 MODULE = '''"""A module of nothing but examples, as long as one that people wrote."""
 
@@ -113,3 +113,19 @@ def test_every_setting_is_a_config_that_can_run(tmp_path):
             config = table.make_config(args, changes)
             assert config.optim.beta2 == 0.99
             assert bool(config.rollout.prompts) == any("rollout" in name for name in changes)
+
+
+@pytest.mark.slow
+def test_the_cost_of_own_answers_is_of_whole_rounds(models, tmp_path):
+    found = tmp_path / "found.json"
+    flags = ["--rows=8", "--length=64", "--dtype=float32", "--every=1", "--slots=8", "--steps=1"]
+    flags += [f"--teacher={models}/teacher.gguf", f"--student={models}/student.gguf"]
+    flags += ["--prompt-tokens=8:8", "--answer-tokens=5:5", f"--json={found}"]
+    assert cost.main([*flags, f"--folder={tmp_path}"]) == 0
+    text, own = json.loads(found.read_text())
+    assert text["tokens"] == 512
+    # 5 of 13 ids in each row of 65; of a small vocabulary some end before.
+    assert own["answers"] == 40 and 4 < own["length"] <= 5 and 0 < own["rounds_share"] < 1
+    assert 160 < own["tokens"] <= 200
+    over = own["over_text_at_equal_tokens"] / own["over_text_at_equal_positions"]
+    assert over == pytest.approx(512 / own["tokens"])

@@ -86,6 +86,8 @@ def test_prompts_are_conversations_with_the_turn_opened_and_texts_cut_at_lines(
     assert read_prompts(str(tmp_path), chat, 29, 0).key != prompts.key
     with pytest.raises(UserError, match="found 3 prompts of more than 2 tokens and no other"):
         read_prompts(f"{tmp_path}/p.jsonl", chat, 2, 0)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "no line end"}))
+    assert chat.decode(read_prompts(f"{tmp_path}/one.jsonl", chat, 30, 0)[0].ids) == "no line end"
 
 
 def test_answers_are_packed_whole_and_leave_little_room(rng):

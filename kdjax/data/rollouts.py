@@ -95,7 +95,7 @@ def _cut_at_lines(
     ids, offsets = tokenizer.encode_with_offsets(text, parse_special=parse_special)
     ends = [i for i, (_, end) in enumerate(offsets, 1) if text[end - 1 : end] == "\n"]
     start = 0
-    for end, after in zip(ends, [*ends[1:], len(ids)], strict=True):
+    for end, after in zip(ends, [*ends[1:], len(ids)], strict=False):  # no end, no cut
         if after - start > longest or end == ends[-1]:
             if 0 < end - start <= longest:
                 yield ids[start:end]

@@ -273,8 +273,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{name} {x:,.2f}" if x < 1e3 else f"{name} {x:,.0f}" for name, x in found.items()
         )
         print(f"{who}, {args.shape}, {slots} slots: {figures}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if args.json:  # now, so that a command that is cut short keeps what it measured
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 
