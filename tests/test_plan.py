@@ -21,7 +21,7 @@ from kdjax.config import TEACHER_BACKENDS, Config
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
-from kdjax.formats import TensorInfo, open_table
+from kdjax.formats import TensorInfo, TensorTable, open_table
 from kdjax.formats.blocks import row_bytes
 from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.gguf_writer import write_gguf
@@ -57,23 +57,15 @@ def on(gigabytes, platform="gpu"):
     return Devices(platform, "test", 1, int(gigabytes * 1e9), None)
 
 
-class Header(dict):
+class Header(TensorTable):
     """A checkpoint's tensors as their infos alone: nothing can be read."""
 
     def __init__(self, shape):
-        super().__init__()
+        self._tensors = {}
         self.paths, self.metadata = (Path("none.gguf"),), _metadata(shape, RECIPES["q4_k_m"])
         for name, dtype, dims in tensor_plan(shape, RECIPES["q4_k_m"]):
             nbytes = int(np.prod(dims[:-1])) * row_bytes(dtype, dims[-1])
-            self[name] = TensorInfo(name, dims, dtype, nbytes)
-
-    def info(self, name):
-        return self[name]
-
-    cut = None
-
-    def holds(self, name):
-        return True
+            self._tensors[name] = (TensorInfo(name, dims, dtype, nbytes),)
 
     def raw(self, name):
         raise AssertionError("a plan must not read tensors")

@@ -4,10 +4,10 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. No count or l
 believed before it is compared with the bytes that are left in the file.
 """
 
+import collections
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.blocks import BLOCKS
 from kdjax.formats.files import DOWNLOAD, Cursor, bad, cut_short, map_file, tensor_bytes
-from kdjax.formats.table import NamedTensors, TensorInfo
+from kdjax.formats.table import TensorInfo, TensorTable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # equal but for the big-endian files that 3 allows
@@ -90,16 +90,17 @@ class _Cursor(Cursor):
         return np.frombuffer(data, dtype)
 
 
-class _Metadata(Mapping[str, Any]):
+class _Metadata(collections.UserDict[str, Any]):
     """Key-values of a header; arrays of strings become lists when first asked for."""
 
     def __init__(self, values: dict[str, Any], cursor: _Cursor):
-        self._values, self._cursor = values, cursor
+        super().__init__()
+        self.data, self._cursor = values, cursor
 
     def __getitem__(self, key: str) -> Any:
-        value = self._values[key]
+        value = self.data[key]
         if isinstance(value, _Strings):
-            value = self._values[key] = self._decode(value, key)
+            value = self.data[key] = self._decode(value, key)
         return value
 
     def _decode(self, strings: _Strings, key: str) -> list[str]:
@@ -113,15 +114,6 @@ class _Metadata(Mapping[str, Any]):
         except UnicodeDecodeError:
             self._cursor.text(data[start:at], f"entry {len(decoded)} of {key!r}")
         return decoded
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class _Shard(NamedTuple):
@@ -255,7 +247,7 @@ def _read_shards(path: Path) -> tuple[_Shard, ...]:
     return shards
 
 
-class GGUFTable(NamedTensors):
+class GGUFTable(TensorTable):
     """Tensors of a GGUF file, or of all shards of a split one; see `TensorTable`.
 
     Opening reads the header only. Raises `MissingFileError` for a missing shard and `UserError`

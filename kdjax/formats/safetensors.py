@@ -13,7 +13,7 @@ import numpy as np
 
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.files import DOWNLOAD, bad, cut_short, load_json, map_file, tensor_bytes
-from kdjax.formats.table import NamedTensors, TensorInfo
+from kdjax.formats.table import TensorInfo, TensorTable
 
 _MAX_DIMS = 8
 _DTYPES = ("F32", "F16", "BF16")
@@ -123,7 +123,7 @@ def _read_folder(folder: Path, *, whole: bool) -> _Opened:
     )
 
 
-class ShapesTable(NamedTensors):
+class ShapesTable(TensorTable):
     """A `config.json` without weights: what a model would be, for one that starts at random."""
 
     def __init__(self, config: Path):
@@ -132,7 +132,7 @@ class ShapesTable(NamedTensors):
         self._tensors = {}
 
 
-class SafetensorsTable(NamedTensors):
+class SafetensorsTable(TensorTable):
     """Tensors of a Hugging Face folder, or of one file with its `config.json`; see `TensorTable`.
 
     Opening reads headers only. Raises `MissingFileError` for a missing `config.json` or shard and

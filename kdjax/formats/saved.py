@@ -21,7 +21,7 @@ from flax.traverse_util import unflatten_dict
 
 from kdjax.errors import CheckError
 from kdjax.formats.checksums import checksum
-from kdjax.formats.table import NamedTensors, TensorInfo
+from kdjax.formats.table import TensorInfo, TensorTable
 
 RECEIPT = "receipt.json"
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays, and of all else in `run`
@@ -188,7 +188,7 @@ def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
     return ((name, table.array(name)) for name in table)
 
 
-class SavedTable(NamedTensors):
+class SavedTable(TensorTable):
     """The parameters of a saved step, layers stacked as in the tree; see `TensorTable`."""
 
     def __init__(self, workdir: Path, step: int):

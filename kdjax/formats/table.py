@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,53 +19,16 @@ class TensorInfo(NamedTuple):
     nbytes: int  # of the tensor's data in the file
 
 
-@runtime_checkable  # tests check annotations with isinstance
-class TensorTable(Protocol):
+class TensorTable:
     """Tensors of a checkpoint, by name; opening one reads headers only.
 
-    `raw` is a zero-copy view into the memory-mapped file: uint8, shape `shape[:-1] + (row_bytes,)`,
-    which `formats.blocks.decode` turns into numbers.
+    A subclass fills the fields in when it opens its file: of each tensor its `TensorInfo` and a
+    flat view of its bytes.
     """
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that hold the data, in order; their bytes identify the checkpoint."""
-        ...
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Header entries: GGUF key-values, or the Hugging Face `config.json`."""
-        ...
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def __len__(self) -> int: ...
-
-    def info(self, name: str) -> TensorInfo:
-        """Raises `KeyError` for a name the checkpoint does not hold."""
-        ...
-
-    @property
-    def cut(self) -> UserError | None:
-        """What opening the file as a whole one would raise, for one opened by its header alone."""
-        ...
-
-    def holds(self, name: str) -> bool:
-        """Whether the tensor's bytes are there, which a file that was cut may lack."""
-        ...
-
-    def raw(self, name: str) -> np.ndarray:
-        """uint8 `shape[:-1] + (row_bytes,)`; a 0-d tensor comes as shape `(itemsize,)`."""
-        ...
-
-
-class NamedTensors:
-    """What the tables share: a dict of a `TensorInfo` and a flat view of its bytes a tensor."""
-
-    paths: tuple[Path, ...]
-    metadata: Mapping[str, Any]
+    paths: tuple[Path, ...]  # that hold the data, in order; their bytes identify the checkpoint
+    metadata: Mapping[str, Any]  # GGUF key-values, or the Hugging Face `config.json`
+    # What opening the file as a whole one would raise, for one opened by its header alone.
     cut: UserError | None = None
     _tensors: Mapping[str, tuple[Any, ...]]
 
@@ -88,9 +51,10 @@ class NamedTensors:
         return not data or data[0].size == info.nbytes
 
     def raw(self, name: str) -> np.ndarray:
-        """Read-only uint8 view `shape[:-1] + (row_bytes,)`; 0-d: `(itemsize,)`.
+        """Read-only uint8 `shape[:-1] + (row_bytes,)`, which `blocks.decode` turns into numbers.
 
-        Raises `UserError` for a tensor that a file opened by its header does not hold.
+        A zero-copy view into the memory-mapped file; of a 0-d tensor `(itemsize,)`. Raises
+        `UserError` for a tensor that a file opened by its header does not hold.
         """
         info, data = self._tensors[name]
         if self.cut and not self.holds(name):

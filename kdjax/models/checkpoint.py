@@ -20,7 +20,6 @@ from kdjax.formats.saved import (
     saved_run,
     saved_steps,
 )
-from kdjax.formats.table import NamedTensors
 from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.loading import tensor_names
@@ -183,7 +182,7 @@ def open_checkpoint(
     return Checkpoint(table, spec_from_table(table), tokenizer)
 
 
-class _LayersOf(NamedTensors):
+class _LayersOf(TensorTable):
     """Some layers of a table, numbered anew; all else is as it was."""
 
     def __init__(self, table: TensorTable, layers: Sequence[int]):

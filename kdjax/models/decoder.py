@@ -9,7 +9,7 @@ Letters: B rows, T positions, D hidden width, L layers, V vocabulary rows.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -534,6 +534,8 @@ class Decoder(nnx.Module):
 
 
 Layers = tuple[Params, ...]  # one a layer
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class Cache(NamedTuple):
@@ -586,6 +588,18 @@ class ModuleFunctions:
         return self.head(params)
 
 
+def _of_params(
+    method: Callable[Concatenate[Any, _Arguments], _Result],
+) -> Callable[Concatenate[Any, Params, _Arguments], _Result]:
+    """A method of `Decoder` as one of `DecoderFunctions`, which takes the parameters first."""
+
+    def call(functions, params, *args, **kwargs):
+        return method(functions._merge(params), *args, **kwargs)
+
+    call.__doc__ = method.__doc__
+    return call
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderFunctions(ModuleFunctions):
     """A `Decoder` as pure functions of its parameters; made once by `functional`."""
@@ -593,7 +607,7 @@ class DecoderFunctions(ModuleFunctions):
     spec: ArchSpec
     compute: Compute
 
-    def _merge(self, params: Params) -> Any:
+    def _merge(self, params: Params) -> Decoder:
         """Layers gather their own shards, in turn."""
         others = {name: gather_shards(x) for name, x in params.items() if name != "blocks"}
         return nnx.merge(self.graph, params | others)
@@ -602,37 +616,10 @@ class DecoderFunctions(ModuleFunctions):
         """See `Decoder.stored_head`."""
         return self._merge(params).stored_head()
 
-    def hidden_in_parts(
-        self, params: Params, tokens: Array, segment_ids: Array, positions: Array, parts: int
-    ) -> Float[Array, "B T D"]:
-        """See `Decoder.hidden_in_parts`."""
-        return self._merge(params).hidden_in_parts(tokens, segment_ids, positions, parts)
-
-    def prefill(
-        self,
-        params: Params,
-        tokens: Array,
-        lengths: Array,
-        capacity: int,
-        layers: Layers | None = None,
-    ) -> tuple[Array, Cache]:
-        """See `Decoder.prefill`."""
-        return self._merge(params).prefill(tokens, lengths, capacity, layers)
-
-    def extend(
-        self,
-        params: Params,
-        tokens: Array,
-        positions: Array,
-        cache: Cache,
-        layers: Layers | None = None,
-    ) -> tuple[Array, Cache]:
-        """See `Decoder.extend`."""
-        return self._merge(params).extend(tokens, positions, cache, layers)
-
-    def unstack(self, params: Params) -> Layers:
-        """See `Decoder.unstack`."""
-        return self._merge(params).unstack()
+    hidden_in_parts = _of_params(Decoder.hidden_in_parts)
+    prefill = _of_params(Decoder.prefill)
+    extend = _of_params(Decoder.extend)
+    unstack = _of_params(Decoder.unstack)
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:

@@ -325,15 +325,8 @@ def _sum_blocks(width: int, temperature: float, real: int, logits, *refs):
     plgpu.store(soft.at[row, block], jnp.sum(weights))
 
 
-class Decoding(NamedTuple):
-    """How `attend_and_keep` runs."""
-
-    slots: int = 64  # of the cache at a time
-    warps: int = 4
-    stages: int = 3
-
-
-_DECODING = Decoding()
+# Of `attend_and_keep`: slots of the cache at a time, warps, stages.
+_SLOTS, _DECODING_WARPS, _DECODING_STAGES = 64, 4, 3
 
 
 def attend_and_keep(
@@ -347,7 +340,6 @@ def attend_and_keep(
     seen: Int[Array, ""],
     *,
     scale: float,
-    settings: Decoding = _DECODING,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """As `attention.attend_and_keep`, of T new positions a row; in one reading, and in place.
@@ -360,13 +352,15 @@ def attend_and_keep(
     new, slots = k.shape[2], keys.shape[3]
     at = jnp.stack([layer, seen]).astype(jnp.int32), positions.astype(jnp.int32)
     # A block that reaches beyond the cache is masked; none does where blocks divide it.
-    size = min(settings.slots, pl.next_power_of_2(slots))
+    size = min(_SLOTS, pl.next_power_of_2(slots))
     return pl.pallas_call(
         functools.partial(_attend_and_keep, rows, new, slots, size, scale),
         grid=(batch, heads),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values)),
         input_output_aliases={5: 1, 6: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=settings.warps, num_stages=settings.stages),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=_DECODING_WARPS, num_stages=_DECODING_STAGES
+        ),
         interpret=interpret,
     )(*at, q, k, v, keys, values)
 
@@ -457,38 +451,7 @@ def widen_tiles(
     Rows are gathered as they are read: to write them in order first takes .4 ms of 1.6. Places of
     tiles without an expert stay unwritten.
     """
-    _, size, width = gate.shape
-    columns, depth, warps, stages = _WIDEN
-    across = size // columns
-    return pl.pallas_call(
-        functools.partial(_widen, gate.shape[0], width, columns, depth, across),
-        grid=(tiles.experts.shape[0] * across,),
-        out_shape=jax.ShapeDtypeStruct((tiles.rows.shape[0], size), rows.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=interpret,
-    )(tiles.experts, tiles.rows, rows, gate, up)
-
-
-def _widen(count, width, columns, depth, across, experts, rows, x, gate, up, out):
-    tile, part = pl.program_id(0) // across, pl.program_id(0) % across
-    expert = plgpu.load(experts.at[tile])
-
-    @pl.when(expert < count)
-    def _():
-        place = tile * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
-        row = plgpu.load(rows.at[place])[:, None]
-        column = (part * columns + jnp.arange(columns, dtype=jnp.int32))[:, None]
-
-        def add(step, sums):
-            inner = (step * depth + jnp.arange(depth, dtype=jnp.int32))[None, :]
-            a = plgpu.load(x.at[row, inner])
-            b, c = (plgpu.load(weight.at[expert, column, inner]) for weight in (gate, up))
-            return sums[0] + plgpu.dot(a, b, trans_b=True), sums[1] + plgpu.dot(a, c, trans_b=True)
-
-        zero = jnp.zeros((TILE_ROWS, columns), jnp.float32)
-        g, u = jax.lax.fori_loop(0, width // depth, add, (zero, zero))
-        y = (g * jax.nn.sigmoid(g) * u).astype(out.dtype)
-        plgpu.store(out.at[place[:, None], column.reshape(1, -1)], y)
+    return _multiply_tiles(tiles, (tiles.rows, rows), (gate, up), _WIDEN, interpret)
 
 
 def narrow_tiles(
@@ -499,36 +462,53 @@ def narrow_tiles(
     interpret: bool = False,
 ) -> Float[Array, "P D"]:
     """x down^T for the row x at each place, by its tile's expert; as `widen_tiles` otherwise."""
-    _, width, size = down.shape
-    columns, depth, warps, stages = _NARROW
-    across = width // columns
+    return _multiply_tiles(tiles, (hidden,), (down,), _NARROW, interpret)
+
+
+def _multiply_tiles(
+    tiles: Tiles,
+    rows: tuple[Array, ...],
+    weights: tuple[Array, ...],
+    settings: tuple[int, int, int, int],
+    interpret: bool,
+) -> Array:
+    """`rows` are those of the places; or which row stands at each place, then all rows."""
+    count, size, width = weights[0].shape
+    columns, depth, warps, stages = settings
+    across = size // columns
     return pl.pallas_call(
-        functools.partial(_narrow, down.shape[0], size, columns, depth, across),
+        functools.partial(_multiply, len(rows) > 1, count, width, columns, depth, across),
         grid=(tiles.experts.shape[0] * across,),
-        out_shape=jax.ShapeDtypeStruct((tiles.rows.shape[0], width), hidden.dtype),
+        out_shape=jax.ShapeDtypeStruct((tiles.rows.shape[0], size), rows[-1].dtype),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
-    )(tiles.experts, hidden, down)
+    )(tiles.experts, *rows, *weights)
 
 
-def _narrow(count, size, columns, depth, across, experts, x, down, out):
+def _multiply(gathered, count, width, columns, depth, across, experts, *refs):
+    """One tile's columns; refs: which rows if `gathered`, rows, one weight or two, the result."""
+    chosen, (x, *weights, out) = refs[:gathered], refs[gathered:]
     tile, part = pl.program_id(0) // across, pl.program_id(0) % across
     expert = plgpu.load(experts.at[tile])
 
     @pl.when(expert < count)
     def _():
-        place = (tile * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32))[:, None]
+        place = tile * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
+        row = (plgpu.load(chosen[0].at[place]) if gathered else place)[:, None]
         column = (part * columns + jnp.arange(columns, dtype=jnp.int32))[:, None]
 
-        def add(step, total):
+        def add(step, sums):
             inner = (step * depth + jnp.arange(depth, dtype=jnp.int32))[None, :]
-            a = plgpu.load(x.at[place, inner])
-            b = plgpu.load(down.at[expert, column, inner])
-            return total + plgpu.dot(a, b, trans_b=True)
+            a = plgpu.load(x.at[row, inner])
+            pieces = [plgpu.load(weight.at[expert, column, inner]) for weight in weights]
+            products = (plgpu.dot(a, piece, trans_b=True) for piece in pieces)
+            return tuple(total + y for total, y in zip(sums, products, strict=True))
 
         zero = jnp.zeros((TILE_ROWS, columns), jnp.float32)
-        total = jax.lax.fori_loop(0, size // depth, add, zero)
-        plgpu.store(out.at[place, column.reshape(1, -1)], total.astype(out.dtype))
+        y, *up = jax.lax.fori_loop(0, width // depth, add, (zero,) * len(weights))
+        if up:
+            y = y * jax.nn.sigmoid(y) * up[0]
+        plgpu.store(out.at[place[:, None], column.reshape(1, -1)], y.astype(out.dtype))
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:

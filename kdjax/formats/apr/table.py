@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from kdjax.formats import files
 from kdjax.formats.apr.metadata import as_config
 from kdjax.formats.files import DOWNLOAD, Cursor, Data, bad
-from kdjax.formats.table import NamedTensors, TensorInfo
+from kdjax.formats.table import TensorInfo, TensorTable
 
 MAGIC, _OLD_MAGIC = b"APR\0", b"APRN"
 ALIGNMENT = 64
@@ -163,7 +163,7 @@ def _read_index(path: Path, data: memoryview, header: _Header) -> dict[str, tupl
     return tensors
 
 
-class AprTable(NamedTensors):
+class AprTable(TensorTable):
     """Tensors of an `.apr` file; see `TensorTable`.
 
     Opening reads header, metadata and index only, not the footer: see `verify_footer`. Raises
