@@ -1,27 +1,33 @@
 """Which objective, text and layers make the best draft: trains several alike, and judges each.
 
     python -m scripts.bench.drafts BIG.gguf --draft=SMALL.gguf --prompts=train.jsonl \
-        --heldout=heldout.jsonl --text=python:jax,flax --steps=200 \
-        --variants='text:forward_kl;teacher:total_variation;teacher:forward_kl@0,5,11,17,23'
+        --heldout=chat=heldout.jsonl --text=python:jax,flax --passages=4000 --seconds=40 \
+        --variants='text:forward_kl;teacher:total_variation;teacher:forward_kl@0,5,11,23|0,1,2,23'
 
 A variant is SOURCE:DIVERGENCE, then nothing or @LAYERS of the draft. SOURCE is `text` (files), or
-what the `teacher` or the draft itself (`own`) writes to `--prompts` at T = 1, once, for at most
-`--write-seconds`. All train the same number of steps over rows of the same size from the same
-weights, so that they cost the same GPU seconds but for writing, and are judged on the teacher's
-continuations of `--heldout`: `kdjax.evaluation.drafting` says what is counted. With `--save` each
-is exported as GGUF. Prints a line of JSON a figure. Exit status: 0 done, 2 bad input.
+what the `teacher` or the draft itself (`own`) writes to `--prompts` and to `--passages` of the
+files at T = 1. Of sets of layers joined by | each trains for `--try-seconds`, and the one that
+keeps the largest share at T = 1 trains whole. The teacher's hidden states are computed once for
+each text, and each variant trains for `--seconds` of the device, compilation not counted: the rate
+follows the clock. Judged on the teacher's continuations of `--heldout`:
+`kdjax.evaluation.drafting` says what is counted. With `--save` each is exported. No variant begins
+that `--limit` leaves no time for. Prints a line of JSON a figure. Exit status: 0 done, 2 bad input.
 """
 
 import argparse
 import functools
+import itertools
 import json
+import math
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -29,20 +35,28 @@ from kdjax import make_step
 from kdjax.config import split_layers
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Packer, Rows
+from kdjax.data.text import documents, find_files
 from kdjax.device import runtime
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import drafting
 from kdjax.evaluation.heldout import position_values
-from kdjax.export import export_gguf
+from kdjax.export import export_gguf, export_hf
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.checkpoint import cut_layers, open_checkpoint
 from kdjax.models.model import Model, load_model
+from kdjax.models.weights import to_bits
 from kdjax.training.pair import share_vocabulary
+from kdjax.training.step import Step
+from kdjax.training.teachers import CachedHidden
 
-_AT_ONCE, _SLOTS = 1024, 256  # prompts between two looks at the clock; rows that grow at once
+_AT_ONCE = 4  # prompts a slot between two looks at the clock
+_AFTER = 30.0  # seconds that judging a variant takes
+_LOOK = 8  # steps between two looks at the clock
+
+Text = tuple[list[int], int]  # ids, and how many of them are the prompt
 
 
 def say(**figures: Any) -> None:
@@ -51,8 +65,8 @@ def say(**figures: Any) -> None:
     print(json.dumps(short), flush=True)
 
 
-def pack(texts: Sequence[tuple[list[int], int]], length: int) -> Rows:
-    """Rows of texts, ids and where their targets begin, one behind the other."""
+def pack(texts: Sequence[Text], length: int) -> Rows:
+    """Rows of texts, one behind the other; prompts are no targets."""
     packer = Packer(length + 1)
     placed = [(text, packer.place(len(text[0]))) for text in texts]
     rows = Rows(**{n: np.zeros((packer.rows, length + 1), d) for n, d in COLUMNS.items()})
@@ -65,51 +79,66 @@ def pack(texts: Sequence[tuple[list[int], int]], length: int) -> Rows:
 
 
 def write(
-    model: Model, prompts: list[list[int]], args: argparse.Namespace, temperature: float
-) -> list[tuple[list[int], int]]:
+    model: Model,
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    *,
+    temperature: float = 1.0,
+    seconds: float = math.inf,
+) -> list[Text]:
     """Prompts with the model's continuations, as many as the seconds allow."""
     assert model.tokenizer is not None
-    how = dict(max_tokens=args.max_tokens, temperature=temperature)
-    how |= dict(
-        stop_ids=model.tokenizer.stop_ids, seed=args.seed, batch_size=min(_SLOTS, len(prompts))
-    )
+    slots = min(args.slots, len(prompts))
+    how = dict(max_tokens=args.max_tokens, temperature=temperature, seed=args.seed)
+    how |= dict(stop_ids=model.tokenizer.stop_ids, batch_size=slots)
     texts, begun, tokens = [], time.monotonic(), 0
-    for start in range(0, len(prompts), _AT_ONCE):
-        if time.monotonic() - begun > args.write_seconds:
+    for start in range(0, len(prompts), _AT_ONCE * slots):
+        if time.monotonic() - begun > seconds:
             break
-        part = prompts[start : start + _AT_ONCE]
+        part = prompts[start : start + _AT_ONCE * slots]
         answers = model.generate(part, **how)  # type: ignore[arg-type]
-        texts += [([*p, *a.ids], len(p)) for p, a in zip(part, answers, strict=True) if a.ids]
+        texts += [([*p, *a.ids], len(p)) for p, a in zip(part, answers, strict=True)]
         tokens += sum(len(a.ids) for a in answers)
-    seconds = time.monotonic() - begun
-    say(wrote=model.source, temperature=temperature, tokens=tokens, seconds=seconds)
+    spent = time.monotonic() - begun
+    say(wrote=model.source, temperature=temperature, tokens=tokens, write_seconds=spent)
     return texts
 
 
-def read_text(patterns: str, model: Model, args: argparse.Namespace) -> list[tuple[list[int], int]]:
-    """Pieces of files, as many as the rows of all steps hold."""
-    from kdjax.data.text import documents, find_files
-
+def read_files(args: argparse.Namespace, model: Model) -> Iterator[str]:
+    """The files of `--text`, in an order of the seed."""
     assert model.tokenizer is not None
-    rng, texts, tokens = np.random.default_rng(args.seed), [], 0
-    files = find_files(patterns)
-    for place in rng.permutation(len(files)):
+    files = find_files(args.text)
+    for place in np.random.default_rng(args.seed).permutation(len(files)):
         for document in documents([files[place]], model.tokenizer):
-            ids = model.tokenizer.encode(document.text[: 8 * args.seq_len], parse_special=False)
-            texts.append((ids[: args.seq_len], 1))
-            tokens += len(texts[-1][0])
-        if tokens > args.steps * args.batch_size * args.seq_len:
+            yield document.text
+
+
+def read_pieces(model: Model, args: argparse.Namespace) -> list[Text]:
+    """Pieces of files of a row's length, at most `--tokens`."""
+    assert model.tokenizer is not None
+    texts, tokens = [], 0
+    for text in read_files(args, model):
+        ids = model.tokenizer.encode(text[: 8 * args.seq_len], parse_special=False)
+        texts.append((ids[: args.seq_len], 1))
+        tokens += len(texts[-1][0])
+        if tokens > args.tokens:
             break
     return texts
 
 
-def batches(rows: Rows, args: argparse.Namespace) -> Iterator[dict[str, np.ndarray]]:
-    """Shuffled, for all steps."""
-    source = pipeline.TextSource(rows, batch_size=args.batch_size, seed=args.seed)
-    for _ in range(args.steps):
-        batch = source.next()
-        batch.pop("row_ids")
-        yield batch
+def read_passages(model: Model, args: argparse.Namespace) -> list[list[int]]:
+    """Prompts from files: their beginnings, as those of held-out files are, and lines within."""
+    assert model.tokenizer is not None
+    rng, prompts, most = np.random.default_rng(args.seed), [], drafting.PROMPT_TOKENS
+    for text in read_files(args, model) if args.passages else []:
+        lines = [0, *(i + 1 for i, c in enumerate(text) if c == "\n" and i < len(text) // 2)]
+        starts = rng.choice(lines, min(len(lines), len(text) // (8 * most), 4), replace=False)
+        for start in {0, *starts.tolist()}:
+            ids = model.tokenizer.encode(text[start : start + 8 * most], parse_special=False)
+            prompts.append(ids[: min(most, len(ids) // 2)])
+        if len(prompts) >= args.passages:
+            break
+    return [prompt for prompt in prompts[: args.passages] if prompt]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -125,20 +154,24 @@ class Judge:
     ):
         self._teacher, self._domains = teacher, list(prompts)
         self._batches = {}
+        flat = [prompt for part in prompts.values() for prompt in part]
         for temperature in (0.0, 1.0):
+            texts = iter(write(teacher, flat, args, temperature=temperature))
             for name, part in prompts.items():
-                texts = write(teacher, part, args, temperature)
-                rows = drafting._pack([ids[:n] for ids, n in texts], [ids[n:] for ids, n in texts])
-                found = list(pipeline.eval_batches(rows, batch_size=8, limit=None))
+                mine = [
+                    text for text in itertools.islice(texts, len(part)) if len(text[0]) > text[1]
+                ]
+                rows = drafting._pack([ids[:n] for ids, n in mine], [ids[n:] for ids, n in mine])
+                found = list(pipeline.eval_batches(rows, batch_size=16, limit=None))
                 self._batches[name, temperature] = found
         self._one, several = (drafting.time_pass(teacher, n) for n in (1, 9))
         self._more = (several - self._one) / self._one / 8
         say(pass_of=teacher.source, ms=1e3 * self._one, each_token_more=self._more)
 
-    def judge(self, draft: Model, **named: Any) -> None:
-        """Prints a line for each rule."""
+    def judge(self, draft: Model, **named: Any) -> float:
+        """Prints a line for each rule; returns the mean share kept at T = 1."""
         own = share_vocabulary(draft, self._teacher)
-        spec = HeadSpec(KDLoss(), own.width, own.real, chunk_tokens=256)
+        spec = HeadSpec(KDLoss(), own.width, own.real, chunk_tokens=1024)
         compute = functools.partial(_compare, spec)
         seconds = drafting.time_pass(draft, 1)
         costs = drafting.Costs(seconds / self._one, max(self._more, 0.0))
@@ -151,12 +184,13 @@ class Judge:
                 for ours, theirs, batch in zip(*states, found, strict=True)
             ]
             read[key] = drafting._unpack(iter(values), found)
-        pairs = [(name, rule) for name in self._domains for rule in drafting.RULES]
-        for name, rule in pairs:
+        kept = []
+        for name, rule in itertools.product(self._domains, drafting.RULES):
             temperature, chance = drafting.RULES[rule]
             figures = drafting._figures(read[name, temperature], chance, costs)
             at_5 = figures["blocks"][5]
             best = figures["blocks"][figures["best"]]
+            kept += [figures["kept"]] if rule == "sampled" else []
             say(
                 **named,
                 domain=name,
@@ -171,76 +205,199 @@ class Judge:
                 best=figures["best"],
                 speed_up=best["speed_up"],
             )
+        return float(np.mean(kept))
 
 
-def run(args: argparse.Namespace) -> None:
-    """Trains and judges all variants."""
-    placement = Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+class Lesson(NamedTuple):
+    """Rows to train on, and the teacher's hidden states there."""
 
-    def open_model(path: str, layers: str = "", dtype: str = "bfloat16") -> Model:
+    columns: dict[str, np.ndarray]  # [N, T] each
+    hidden: jax.Array  # bits [N, T, D]
+
+    def batch(self, rows: np.ndarray) -> dict[str, Any]:
+        """Those rows."""
+        columns = {name: x[rows] for name, x in self.columns.items()}
+        return columns | {"teacher_hidden": _take(self.hidden, rows)}
+
+
+@jax.jit
+def _take(hidden: jax.Array, rows: jax.Array) -> jax.Array:
+    return hidden[rows]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(hidden: jax.Array, part: jax.Array, at: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(hidden, to_bits(part), at, 0)
+
+
+def make_lesson(teacher: Model, rows: Rows, size: int) -> Lesson:
+    """Computes the hidden states, `size` rows at a time."""
+    begun = time.monotonic()
+    batches = list(pipeline.eval_batches(rows, batch_size=size, limit=None))
+    hidden: Any = None
+    for number, states in enumerate(teacher.hidden_states(batches)):
+        if hidden is None:
+            shape = len(batches) * size, *states.shape[1:]
+            hidden = jnp.zeros(shape, jax.eval_shape(to_bits, states).dtype)
+        hidden = _put(hidden, states, number * size)
+    columns = {
+        name: np.concatenate([batch[name] for batch in batches])[: len(rows)]
+        for name in batches[0]
+        if name != "row_ids"
+    }
+    jax.block_until_ready(hidden)
+    tokens = int(columns["weights"].sum())
+    seconds = time.monotonic() - begun
+    say(rows=len(rows), targets=tokens, hidden_seconds=seconds, gigabytes=hidden.nbytes / 1e9)
+    return Lesson(columns, hidden)
+
+
+def make_optimizer() -> optax.GradientTransformation:
+    """AdamW whose rate is set before each step."""
+
+    def make(learning_rate: Any) -> optax.GradientTransformation:
+        adamw = optax.adamw(learning_rate, b2=0.95, weight_decay=0.01)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    return optax.inject_hyperparams(make)(learning_rate=0.0)
+
+
+def teach(
+    step: Step, start: Any, teacher: Model, lesson: Lesson, args: argparse.Namespace, **plan: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Parameters after the seconds of the plan, and how it went.
+
+    The rate rises over the first steps, and falls as a cosine to nothing at the last second.
+    """
+    state = step.init(start, donate=True)
+    rng, order = np.random.default_rng(args.seed), np.zeros(0, int)
+    begun, spent, losses, done = 0.0, 0.0, [], 0
+    for done in itertools.count(1):
+        if len(order) < args.batch_size:
+            order = np.concatenate([order, rng.permutation(len(lesson.columns["tokens"]))])
+        rows, order = order[: args.batch_size], order[args.batch_size :]
+        rate = plan["rate"] * min(done / args.warmup, 1.0)
+        rate *= 0.5 + 0.5 * math.cos(math.pi * min(spent / plan["seconds"], 1.0))
+        state.opt_state.hyperparams["learning_rate"] = jnp.float32(rate)  # type: ignore[attr-defined]
+        state, metrics = step(state, teacher.params, lesson.batch(rows))
+        if done == 2:  # the first compiled
+            jax.block_until_ready(metrics)
+            begun = time.monotonic()
+        elif done > 2 and done % _LOOK == 0:
+            loss = metrics.means()["loss"]
+            spent = time.monotonic() - begun
+            losses += [round(loss, 4)] if done % (8 * _LOOK) == 0 else []
+            if spent >= plan["seconds"]:
+                break
+    positions = done * args.batch_size * args.seq_len
+    rate = (done - 2) * args.batch_size * args.seq_len / spent
+    passes = done * args.batch_size / len(lesson.columns["tokens"])
+    figures = dict(train_seconds=spent, steps=done, positions=positions, each_text=passes)
+    return state.params, figures | dict(positions_a_second=rate, losses=losses)
+
+
+class Course:
+    """The teacher, what is written for a text, and the drafts that learn from it."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._args, self._ends = args, time.monotonic() + args.limit
+        self._placement = Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+        self._teacher = self._open(args.big, dtype=args.dtype)
+        assert self._teacher.tokenizer is not None
+        domains = [text.rpartition("=")[::2] for text in args.heldout]
+        heldout = {name: self._choose(paths, args.heldout_prompts) for name, paths in domains}
+        self._judge = Judge(self._teacher, heldout, args)
+        self._judge.judge(self._open(args.draft, dtype=args.dtype), variant="as published")
+        self._prompts = [*self._choose(args.prompts, 10**6), *read_passages(self._teacher, args)]
+        random.Random(args.seed).shuffle(self._prompts)
+        say(prompts=len(self._prompts), seconds_left=self._left())
+        self._lesson: tuple[str, Lesson] | None = None
+
+    def _left(self) -> float:
+        return self._ends - time.monotonic()
+
+    def _open(self, path: str, layers: str = "", dtype: str = "bfloat16") -> Model:
         checkpoint = cut_layers(open_checkpoint(path), split_layers(layers))
-        return load_model(
-            checkpoint,
-            placement=placement,
-            dtype=dtype,
-            compute_dtype=args.dtype,
-            max_segments=32,
-        )
+        how = dict(placement=self._placement, dtype=dtype, compute_dtype=self._args.dtype)
+        return load_model(checkpoint, max_segments=32, **how)  # type: ignore[arg-type]
 
-    def choose(patterns: str, count: int) -> list[list[int]]:
-        assert teacher.tokenizer is not None
-        most = min(args.seq_len - args.max_tokens, args.prompt_tokens)
-        return drafting.choose_prompts(patterns, teacher.tokenizer, count=count, most=most)
+    def _choose(self, patterns: str, count: int) -> list[list[int]]:
+        tokenizer = self._teacher.tokenizer
+        assert tokenizer is not None
+        most = min(self._args.seq_len - self._args.max_tokens, self._args.prompt_tokens)
+        return drafting.choose_prompts(patterns, tokenizer, count=count, most=most)
 
-    teacher = open_model(args.big, dtype=args.dtype)
-    domains = [text.rpartition("=")[::2] for text in args.heldout]
-    heldout = {name: choose(paths, args.heldout_prompts) for name, paths in domains}
-    judge = Judge(teacher, heldout, args)
-    judge.judge(open_model(args.draft, dtype=args.dtype), variant="as published")
-    prompts = choose(args.prompts, 10**6)
-    np.random.default_rng(args.seed).shuffle(prompts)
-    rows: dict[str, Rows] = {}
-    for number, variant in enumerate(args.variants.split(";")):
-        recipe, _, layers = variant.partition("@")
+    def _texts(self, source: str) -> list[Text]:
+        if source == "text":
+            return read_pieces(self._teacher, self._args)
+        own = source == "own"
+        writer = self._open(self._args.draft, dtype=self._args.dtype) if own else self._teacher
+        found = write(writer, self._prompts, self._args, seconds=self._args.write_seconds)
+        return [text for text in found if len(text[0]) > text[1]]
+
+    def _prepare(self, source: str) -> Lesson:
+        if self._lesson is None or self._lesson[0] != source:
+            self._lesson = None  # frees its memory before the next takes its own
+            rows = pack(self._texts(source), self._args.seq_len)
+            self._lesson = source, make_lesson(self._teacher, rows, self._args.batch_size)
+        return self._lesson[1]
+
+    def hold(self, number: int, variant: str) -> None:
+        """Trains and judges one variant, or says why not."""
+        args = self._args
+        recipe, _, choices = variant.partition("@")
         source, _, divergence = recipe.partition(":")
+        sets = choices.split("|")
         if source not in ("text", "teacher", "own"):
             raise UserError(f"--variants: found {variant!r}; expected text:, teacher: or own:")
-        student = open_model(args.draft, layers, "float32")
-        if source not in rows:
-            texts = (
-                read_text(args.text, teacher, args)
-                if source == "text"
-                else write(teacher if source == "teacher" else student, prompts, args, 1.0)
-            )
-            rows[source] = pack(texts, args.seq_len)
-        rate = args.cut_learning_rate if layers else args.learning_rate
-        warmup = min(20, args.steps // 4)
-        schedule = optax.warmup_cosine_decay_schedule(0, rate, warmup, args.steps, rate / 10)
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.01)
-        )
-        step = make_step(student, teacher, KDLoss(divergence), optimizer, chunk_tokens=args.chunk)
-        state, begun, losses = step.init(student.params, donate=True), 0.0, []
-        for i, batch in enumerate(batches(rows[source], args)):
-            state, metrics = step(state, teacher.params, batch)
-            if i == 1:  # the first compiled
-                jax.block_until_ready(metrics)
-                begun = time.monotonic()
-            if i % 50 == 49 or i == args.steps - 1:
-                losses.append(round(float(metrics.means()["loss"]), 4))
-        seconds = (time.monotonic() - begun) * args.steps / max(args.steps - 2, 1)
-        say(variant=variant, rows=len(rows[source]), train_seconds=seconds, losses=losses)
-        trained = student.replace(params=state.params)
-        del state, step
-        half = trained.replace(params=jax.tree.map(lambda x: x.astype(args.dtype), trained.params))
-        judge.judge(half, variant=variant)
+        if len({len(split_layers(layers)) for layers in sets}) > 1:
+            raise UserError(f"--variants: {variant!r} has sets of different numbers of layers")
+        if self._left() < 2 * _AFTER:
+            say(variant=variant, left_out=f"{self._left():.0f} s are left")
+            return
+        lesson = self._prepare(source)
+        step: Step | None = None
+        rate = args.cut_learning_rate if choices else args.learning_rate
+
+        def learn(layers: str, seconds: float, **named: Any) -> tuple[Model, float]:
+            nonlocal step
+            student = self._open(args.draft, layers, "float32")
+            if step is None:  # sets of as many layers share it
+                how = dict(chunk_tokens=args.chunk, kind=CachedHidden())
+                loss = KDLoss(divergence)
+                step = make_step(student, self._teacher, loss, make_optimizer(), **how)
+            plan = dict(rate=rate, seconds=seconds)
+            params, figures = teach(step, student.params, self._teacher, lesson, args, **plan)
+            say(**named, rate=f"{rate:g}", **figures)
+            half = jax.tree.map(lambda x: x.astype(args.dtype), params)
+            kept = self._judge.judge(student.replace(params=half), **named)
+            return student.replace(params=params), kept
+
+        best, most = sets[0], -1.0
+        for layers in sets if len(sets) > 1 else []:
+            if self._left() > args.try_seconds + 2 * _AFTER:
+                _, kept = learn(layers, args.try_seconds, variant=f"{recipe}@{layers}", tried=True)
+                best, most = max((best, most), (layers, kept), key=lambda pair: pair[1])
+        name = f"{recipe}@{best}" if best else recipe
+        seconds = min(args.seconds, self._left() - _AFTER)
+        if seconds < args.seconds / 4:
+            say(variant=name, left_out=f"{self._left():.0f} s are left")
+            return
+        trained, _ = learn(best, seconds, variant=name)
         if args.save:
-            args.save.mkdir(parents=True, exist_ok=True)
-            for kind in args.types.split(","):
-                path = args.save / f"variant{number}-{kind}.gguf"
-                export_gguf(trained, path, dtype=kind, overwrite=True)
-                say(variant=variant, saved=str(path), bytes=path.stat().st_size)
-        del trained, half, student
+            save(trained, args.save / f"variant{number}", args.types.split(","), variant=name)
+        say(variant=name, seconds_left=self._left())
+
+
+def save(model: Model, path: Path, kinds: Sequence[str], **named: Any) -> None:
+    """A folder in bfloat16 of the name, or GGUF files beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for kind in kinds:
+        if kind == "hf":
+            export_hf(model, path, overwrite=True)
+        else:
+            export_gguf(model, Path(f"{path}-{kind}.gguf"), dtype=kind, overwrite=True)
+        say(**named, saved=str(path), kind=kind)
 
 
 @reporting
@@ -254,26 +411,34 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument(
         "--heldout", required=True, action="append", metavar="[NAME=]PATHS", help=judged
     )
-    flags.add_argument("--text", default="", help="of the source `text`")
-    flags.add_argument("--variants", required=True, metavar="SOURCE:DIVERGENCE[@LAYERS];...")
-    flags.add_argument("--steps", type=int, default=200)
+    flags.add_argument("--text", default="", help="files of the source `text`, and for passages")
+    flags.add_argument("--passages", type=int, default=0, help="of these files, as more prompts")
+    flags.add_argument("--variants", required=True, metavar="SOURCE:DIVERGENCE[@LAYERS|...];...")
+    flags.add_argument("--seconds", type=float, default=40.0, help="of training, for a variant")
+    flags.add_argument("--try-seconds", type=float, default=15.0, help="for a set of layers")
+    flags.add_argument("--limit", type=float, default=math.inf, help="seconds of the whole run")
     flags.add_argument("--batch-size", type=int, default=16)
     flags.add_argument("--seq-len", type=int, default=1024)
     flags.add_argument("--prompt-tokens", type=int, default=320, help="longer ones are left out")
     flags.add_argument("--max-tokens", type=int, default=256, help="of a continuation")
     flags.add_argument("--heldout-prompts", type=int, default=128)
     flags.add_argument("--write-seconds", type=float, default=45.0)
+    flags.add_argument("--tokens", type=int, default=3_000_000, help="of the source `text`")
+    flags.add_argument("--slots", type=int, default=1024, help="rows that are written at once")
     flags.add_argument("--learning-rate", type=float, default=1e-5)
     flags.add_argument("--cut-learning-rate", type=float, default=2e-4, help="with fewer layers")
+    flags.add_argument("--warmup", type=int, default=20, help="steps")
     flags.add_argument("--chunk", type=int, default=4096, help="positions with logits at a time")
     flags.add_argument("--dtype", default="bfloat16", help="that both compute in")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--save", type=Path, help="folder for GGUF files")
-    flags.add_argument("--types", default="q4_k_m", help="of these files")
+    flags.add_argument("--save", type=Path, help="folder for what is exported")
+    flags.add_argument("--types", default="q4_k_m", help="GGUF types, and hf for a folder")
     args = flags.parse_args(argv)
     runtime.configure()
     print(runtime.device_summary(), file=sys.stderr)
-    run(args)
+    course = Course(args)
+    for number, variant in enumerate(args.variants.split(";")):
+        course.hold(number, variant)
     return 0
 
 
