@@ -5,8 +5,9 @@ import json
 import pytest
 
 from kdjax.evaluation.problems import load_humaneval
+from kdjax.models.decoding import Completion
 from scripts.corpus.conversations import functions
-from scripts.onpolicy import cost, prompts, table
+from scripts.onpolicy import cost, invent, prompts, table
 
 MODULE = '''"""A module of nothing but examples, as long as one that people wrote."""
 
@@ -82,7 +83,7 @@ def test_a_function_gives_four_kinds_of_prompt_and_its_bug_is_one_change():
 
 def test_problems_run_and_neither_they_nor_copies_nor_benchmarks_are_in_a_prompt(text):
     benchmark = [("add_two_numbers", "def add_two_numbers(a, b):\n    return a + b\n")]
-    made, problems, counts = prompts.make(text, benchmark, development=1, seed=0, workers=1)
+    made, problems, _, counts = prompts.make(text, benchmark, development=1, seed=0, workers=1)
     assert len(problems) == 1 and problems[0]["entry_point"].startswith("spread")
     assert counts["functions with examples that tell"] == 2  # `wrong` fails its own
     asked = [prompt["messages"][0]["content"] for prompt in made]
@@ -100,12 +101,66 @@ def test_the_files_are_what_the_table_and_evaluate_read(text, tmp_path, capsys):
     assert len(kept) == 3 and {prompt["kind"] for prompt in kept} <= {"test", "complete"}
 
 
+def test_a_script_asks_as_evaluate_does_and_a_task_shows_what_is_asked_of_it():
+    made = dict(prompts.make_prompts(next(functions(MODULE))))
+    assert '"""Gives every value' in made["script"] and "out.extend" not in made["script"]
+    assert "assert spread([1, 2], 2) == [1, 1, 2, 2]" in made["task"]
+    assert "def spread" not in made["task"]
+
+
+class Inventor:
+    """Answers each request with the next of these."""
+
+    def __init__(self, *answers):
+        self.answers = answers
+
+    def generate(self, asked, sampling, batch_size):
+        assert len(asked) == len(self.answers)
+        return [Completion([], answer, "stop", []) for answer in self.answers]
+
+
+class Words:
+    stop_ids = (0,)
+
+    def render(self, messages, *, answer_next):
+        return messages[0]["content"]
+
+    def encode(self, text):
+        return [1]
+
+
+EXERCISE = '{name}(values: List[int]) -> int:\n    """{says}\n\n    >>> f([1])\n    1\n    """'
+
+
+def test_what_a_model_invents_is_kept_if_it_is_an_exercise_and_new():
+    says = "Return how often the largest value of the list is in it, 0 for none."
+    good = EXERCISE.format(name="largest_count", says=says)
+    answers = (
+        good,
+        good + "\n    return max(values)",  # the same, with its body
+        "no code at all",
+        EXERCISE.format(name="brief", says="Too few words."),
+        EXERCISE.format(name="add", says=says + " Another."),
+    )
+    model, words, benchmark = Inventor(*answers), Words(), [("add", "def add(a, b):")]
+    made, counts = invent.invent(model, words, len(answers), benchmark)  # type: ignore[arg-type]
+    assert counts == {
+        "left out: is there already": 1,
+        "left out: no exercise": 2,
+        "left out: has an entry point's name": 1,
+        "prompts": 1,
+    }
+    (turn,) = made[0]["messages"]
+    assert "from typing import List\n\n\ndef largest_count" in turn["content"]
+    assert "return max" not in turn["content"] and made[0]["opening"].endswith("```python\n")
+
+
 def test_every_setting_is_a_config_that_can_run(tmp_path):
     import argparse
 
     args = argparse.Namespace(
         teacher="t.gguf", student="s.gguf", train="t", heldout="h", seq_len=1024, out=tmp_path,
-        batch_size=32, seed=0, max_tokens=320, rows=512, prompts="p", set=["optim.beta2=0.99"],
+        batch_size=32, rows=512, prompts="p", invented="i", set=["optim.beta2=0.99"],
     )  # fmt: skip
     for name, phases in table.SETTINGS.items():
         assert sum(share for _, share in phases) == (1.0 if phases else 0), name

@@ -115,16 +115,17 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[tuple[str,
     """What a model is to go on from, for every non-empty record of the files, in order.
 
     Of `messages` the conversation up to the assistant's next turn, which is opened: an answer that
-    ends them is left out. Of anything else its text, as it is. With each, whether it is the former.
-    Raises as `documents`.
+    ends them is left out. A record's `opening` stands at the beginning of that turn. Of anything
+    else its text, as it is. With each, whether it is the former. Raises as `documents`.
     """
     for source, record in _read_records(files):
         if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
             messages = record["messages"]
             if messages and isinstance(messages[-1], Mapping):
                 messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+            opening = record.get("opening") or ""
             try:
-                yield tokenizer.render(messages, answer_next=True), True
+                yield f"{tokenizer.render(messages, answer_next=True)}{opening}", True
             except UserError as error:
                 raise UserError(f"{source}: {error}") from error
         elif (text := _make_document(record, source, tokenizer).text).strip():

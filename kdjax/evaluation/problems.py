@@ -23,11 +23,11 @@ HUMANEVAL_STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
 # MBPP's answer may begin with imports or helpers, so that a second `def` is no end.
 MBPP_STOPS = ("\nclass ", "\nassert", '\n"""', "\nprint", "\nif ", "\n```")
 INSTRUCT_STOPS = ("\n```\n",)
-_ASK = (
+ASK = (
     "Please provide a self-contained Python script that solves the following problem in a "
     "markdown code block:\n```\n{}\n```\n"
 )
-_ANSWER = (
+OPENING = (
     "Below is a Python script with a self-contained function that solves the problem and passes "
     "corresponding tests:\n```python\n"
 )
@@ -151,9 +151,9 @@ def prompt_text(problem: Problem, form: str, tokenizer: Tokenizer) -> str:
     """What the model is given. Raises `UserError` for `instruct` without a chat template."""
     if form == "base":
         return problem.prompt
-    asked = [{"role": "user", "content": _ASK.format(problem.prompt.strip())}]
+    asked = [{"role": "user", "content": ASK.format(problem.prompt.strip())}]
     # The answer is opened up to its code block: models that would talk first do not.
-    return tokenizer.render(asked, answer_next=True) + _ANSWER
+    return tokenizer.render(asked, answer_next=True) + OPENING
 
 
 def stop_strings(problem: Problem, form: str) -> tuple[str, ...]:

@@ -4,11 +4,14 @@
         --benchmark=HumanEval.jsonl.gz --benchmark=mbpp.jsonl
 
 From documented functions of the text that --read names (as `data.train` does). Each becomes a
-conversation whose answer is not given, of one of four kinds: complete it, write it from its
-description, find the bug in it, write tests for it. Functions whose own examples can be run become
+conversation whose answer is not given, of one of these kinds: complete it, write it from its
+description, find the bug in it, write tests for it; complete it in a script, or write a script that
+does what its first sentence and examples say, in the words and with the opened answer that
+`kdjax evaluate` has for instruct models. Functions whose own examples can be run become
 problems, in HumanEval's format, if the function passes them: OUT/development.jsonl. No prompt holds
 a problem of --benchmark or of the development set, a near copy of one, or a function of its name.
-Writes OUT/prompts.jsonl, OUT/development.jsonl and OUT/prompts.json, which counts.
+Writes OUT/prompts.jsonl, OUT/development.jsonl, OUT/prompts.json, which counts, and for runs that
+read answers of people OUT/conversations.jsonl: the same functions, completed and described.
 Exit status: 0 done, 2 bad input.
 """
 
@@ -24,16 +27,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdjax.data.text import find_files
 from kdjax.errors import UserError, reporting
-from kdjax.evaluation.problems import load_humaneval, load_mbpp
+from kdjax.evaluation.problems import ASK, OPENING, load_humaneval, load_mbpp
 from kdjax.formats.files import replacing
 from scripts.corpus.conversations import Function, conversations, functions
 from scripts.corpus.filters import Benchmark, why_not
 
-KINDS = ("complete", "describe", "fix", "test")
+KINDS = ("complete", "describe", "fix", "test", "script", "task")
+OPENED = ("script", "task")  # whose answer is opened up to its code
 _SECONDS = 5  # of a function's own examples
 _RUNS_ANYWHERE = frozenset((*sys.stdlib_module_names, "numpy"))
 _LONGEST = 2400  # characters of a prompt: about 700 tokens
@@ -132,29 +136,46 @@ def make_prompts(function: Function) -> Iterator[tuple[str, str]]:
         yield "fix", draw.choice(_FIX).format(code=code)
     code = f"```python\n{function.after_context(function.source)}\n```"
     yield "test", draw.choice(_TEST).format(code=code, name=function.name)
+    yield "script", ASK.format(function.after_context(function.opening))
+    shown = [f"assert {e.source} == {e.want}" for e in _read_examples(function) or () if e.tells]
+    if shown:
+        said = "\n".join([function.says, *shown[:3]])
+        yield "task", ASK.format(f'"""\n{said}\n"""')
+
+
+class _Example(NamedTuple):
+    """A line of an example, and what it prints; "" for nothing."""
+
+    source: str
+    want: str
+    tells: bool  # whether it shows what the function gives
+
+
+def _read_examples(function: Function) -> list[_Example] | None:
+    """The function's examples; None if what they print cannot be compared."""
+    found = []
+    try:
+        for example in doctest.DocTestParser().get_examples(function.examples):
+            source, want = example.source.strip(), example.want.rstrip()
+            if "doctest:" in source or example.exc_msg or "..." in want:
+                return None
+            ast.parse(source, mode="eval" if want else "exec")
+            found.append(_Example(source, want, bool(want) and function.name in source))
+    except (SyntaxError, ValueError):
+        return None
+    return found
 
 
 def make_problem(function: Function, task: str) -> dict[str, str] | None:
     """The function as a problem whose tests are its own examples; None unless they all tell."""
     if not function.examples or not _imports(function.context) <= _RUNS_ANYWHERE:
         return None
-    lines, checks = [], 0
-    try:
-        for example in doctest.DocTestParser().get_examples(function.examples):
-            source = example.source.strip()
-            if "doctest:" in source or example.exc_msg or "..." in example.want:
-                return None
-            if not example.want:
-                ast.parse(source)
-                lines.append(source)
-                continue
-            ast.parse(source, mode="eval")
-            lines.append(f"assert repr({source}) == {example.want.rstrip()!r}")
-            checks += function.name in source
-    except (SyntaxError, ValueError):
+    examples = _read_examples(function)
+    if examples is None or sum(example.tells for example in examples) < 2:
         return None
-    if checks < 2 or not function.source.startswith(function.opening):
+    if not function.source.startswith(function.opening):
         return None
+    lines = [f"assert repr({e.source}) == {e.want!r}" if e.want else e.source for e in examples]
     body = "".join(f"    {line}\n" for part in lines for line in part.split("\n"))
     return {
         "task_id": task,
@@ -203,8 +224,8 @@ def read_functions(patterns: str) -> dict[str, Function]:
 
 def make(
     patterns: str, benchmark: Sequence[tuple[str, str]], development: int, seed: int, workers: int
-) -> tuple[list[dict[str, Any]], list[dict[str, str]], dict[str, Any]]:
-    """Prompts, problems, and their counts."""
+) -> tuple[list[dict[str, Any]], list[dict[str, str]], list[dict[str, Any]], dict[str, Any]]:
+    """Prompts, problems, conversations of the prompts' functions, and the counts of all."""
     known, found = Benchmark(benchmark), read_functions(patterns)
     counts: Counter[str] = Counter({"functions": len(found)})
     order = sorted(found)
@@ -230,20 +251,25 @@ def make(
     problems = problems[:development]
     held = Benchmark([(f.name, f.after_context(f.source)) for f, _ in problems])
     prompts: list[dict[str, Any]] = []
+    answered: list[dict[str, Any]] = []
     for function in clean:
         if held.why(function.after_context(function.source)) or function.name in held.entries:
             counts["left out: development set"] += 1
             continue
+        answered += [{"messages": turns} for turns in conversations(function)]
         for kind, question in make_prompts(function):
             if len(question) <= _LONGEST:
                 counts[kind] += 1
-                turn = {"role": "user", "content": question}
-                prompts.append({"kind": kind, "messages": [turn]})
+                prompt = {"kind": kind, "messages": [{"role": "user", "content": question}]}
+                if kind in OPENED:
+                    prompt["opening"] = OPENING
+                prompts.append(prompt)
     random.Random(seed).shuffle(prompts)
-    return prompts, [problem for _, problem in problems], dict(sorted(counts.items()))
+    tests = [problem for _, problem in problems]
+    return prompts, tests, answered, dict(sorted(counts.items()))
 
 
-def _read_benchmark(path: Path) -> Iterator[tuple[str, str]]:
+def read_benchmark(path: Path) -> Iterator[tuple[str, str]]:
     load = load_mbpp if "mbpp" in path.name else load_humaneval
     for problem in load(path):
         entry = problem.names[0] if problem.names else ""
@@ -266,12 +292,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = args.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         raise UserError(f"found --kinds={args.kinds}; {unknown} are none of {', '.join(KINDS)}.")
-    benchmark = [entry for path in args.benchmark for entry in _read_benchmark(path)]
-    prompts, problems, counts = make(
+    benchmark = [entry for path in args.benchmark for entry in read_benchmark(path)]
+    prompts, problems, answered, counts = make(
         args.read, benchmark, args.development, args.seed, args.workers
     )
     prompts = [prompt for prompt in prompts if prompt["kind"] in kinds][: args.most or None]
     files = {"prompts.jsonl": prompts, "development.jsonl": problems}
+    files["conversations.jsonl"] = answered
     for name, records in files.items():
         with replacing(args.out / name) as file:
             file.write("".join(json.dumps(record) + "\n" for record in records).encode())

@@ -1,36 +1,44 @@
 """Trains one student by several settings for the same seconds, and compares what each has learned.
 
     python -m scripts.onpolicy.table --models=DIR --prompts=prompts.jsonl \
-        --development=development.jsonl --seconds=100 --settings=offline,reverse --out=OUT
+        --development=development.jsonl --seconds=100 --settings=offline,own --out=OUT
 
-One process, one pair on the devices, setting after setting from the same start. What counts as a
-setting's time are the seconds of its steps and of its rounds of answers, from the first step behind
-the compiling ones; the rate is constant after the warmup, so that no schedule needs to know when
-the time is over. `before` trains nothing. Prints a line and writes OUT/table.json after each
-setting: held-out KL, agreement, pass@1 on the development set, and what every round measured.
+One process, one pair on the devices, setting after setting from the same start; `own:3` is the
+setting `own` with seed 3. What counts as a setting's time are the seconds of its steps and of its
+rounds of answers, from the first step behind the compiling ones. The rate warms up over 10 steps
+and then falls by a cosine of the time to a tenth, so that no schedule needs to know how many steps
+there will be. `before` trains nothing. Prints a line and writes OUT/table.json after each setting:
+held-out KL, agreement, pass@1 on the development set, and what every round measured.
 Exit status: 0 done, 2 bad input.
 """
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import gc
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
 from kdjax.config import Config, validate
+from kdjax.data.rollouts import Answer
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk
 from kdjax.evaluation.problems import choose_format, load_humaneval, load_mbpp
 from kdjax.formats.files import replacing
+from kdjax.models.decoder import Params
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model, cast_params
 from kdjax.training.heldout import held_out
@@ -38,31 +46,60 @@ from kdjax.training.hooks import Action, CollapseGuard, Hook, NonFiniteGuard, St
 from kdjax.training.job import Job, build_step, make_source, prepare_all, survey
 from kdjax.training.loop import train
 from kdjax.training.plan import replace_settings
+from kdjax.training.rollouts import AnswerSource, Author
+from kdjax.training.step import Step
+from scripts.onpolicy.invent import invent
+from scripts.onpolicy.prompts import read_benchmark
 
 Fields = Mapping[str, Any]
 
-OWN: Fields = {"rollout.share": 1.0, "loss.divergence": "reverse_kl"}
-MIXED: Fields = OWN | {"loss.divergence": "0.5*forward_kl+0.5*reverse_kl"}
+OWN: Fields = {
+    "rollout.share": 1.0,
+    "rollout.every": 16,
+    "rollout.max_tokens": 192,
+    "rollout.prompt_tokens": 384,
+    "optim.learning_rate": 2e-5,
+    "loss.divergence": "forward_kl",
+}
+BOTH: Fields = OWN | {"loss.divergence": "0.5*forward_kl+0.5*reverse_kl"}
+BESIDE: Fields = OWN | {"rollout.share": 0.5}
+TEXT: Fields = {"optim.learning_rate": 2e-5}
+INVENTED: Fields = OWN | {"rollout.prompts": "invented"}  # stands for --invented
+TAUGHT = "taught"  # settings of this name learn from answers that the teacher writes
 # A setting is its phases: what each changes of the config, and its share of the seconds.
 SETTINGS: dict[str, tuple[tuple[Fields, float], ...]] = {
     "before": (),
-    "offline": (({}, 1.0),),
-    "ce": (({"loss.alpha": 1.0}, 1.0),),
-    "reverse": ((OWN, 1.0),),
-    "forward": ((OWN | {"loss.divergence": "forward_kl"}, 1.0),),
-    "mixed": ((MIXED, 1.0),),
+    "offline": ((TEXT, 1.0),),
+    "offline_slow": ((TEXT | {"optim.learning_rate": 1e-5}, 1.0),),
+    "offline_fast": ((TEXT | {"optim.learning_rate": 4e-5}, 1.0),),
+    "ce": ((TEXT | {"loss.alpha": 1.0}, 1.0),),
+    "own": ((OWN, 1.0),),
+    "own_slow": ((OWN | {"optim.learning_rate": 1e-5}, 1.0),),
+    "own_fast": ((OWN | {"optim.learning_rate": 4e-5}, 1.0),),
+    "own_long": ((OWN | {"rollout.max_tokens": 384}, 1.0),),
+    "own_four": ((OWN | {"rollout.answers": 4}, 1.0),),
+    "own_rare": ((OWN | {"rollout.every": 64}, 1.0),),
+    "own_ce": ((OWN | {"loss.alpha": 1.0}, 1.0),),
+    "both": ((BOTH, 1.0),),
+    "both_fast": ((BOTH | {"optim.learning_rate": 4e-5}, 1.0),),
+    "reverse": ((OWN | {"loss.divergence": "reverse_kl"}, 1.0),),
     "jsd": ((OWN | {"loss.divergence": "jsd"}, 1.0),),
     "tvd": ((OWN | {"loss.divergence": "total_variation"}, 1.0),),
-    "fast": ((MIXED | {"optim.learning_rate": 2e-5}, 1.0),),
-    "short": ((MIXED | {"rollout.max_tokens": 128}, 1.0),),
-    "long": ((MIXED | {"rollout.max_tokens": 512}, 1.0),),
-    "four": ((MIXED | {"rollout.answers": 4}, 1.0),),
-    "beside": ((MIXED | {"rollout.share": 0.5}, 1.0),),
-    "rare": ((MIXED | {"rollout.every": 32}, 1.0),),
-    "fixed": ((MIXED | {"rollout.rounds": 1, "rollout.every": 48}, 1.0),),
-    "own_ce": ((OWN | {"loss.alpha": 1.0}, 1.0),),
-    "then_reverse": (({}, 0.5), (OWN, 0.5)),
-    "then_mixed": (({}, 0.5), (MIXED, 0.5)),
+    "beside": ((BESIDE, 1.0),),
+    "beside_both": ((BOTH | {"rollout.share": 0.5}, 1.0),),
+    "beside_fast": ((BESIDE | {"optim.learning_rate": 4e-5}, 1.0),),
+    "then_own": ((TEXT, 0.4), (OWN, 0.6)),
+    "then_both": ((TEXT, 0.4), (BOTH, 0.6)),
+    "invented": ((INVENTED, 1.0),),
+    "invented_slow": ((INVENTED | {"optim.learning_rate": 1e-5}, 1.0),),
+    "invented_fast": ((INVENTED | {"optim.learning_rate": 4e-5}, 1.0),),
+    "invented_both": ((INVENTED | BOTH, 1.0),),
+    "invented_four": ((INVENTED | {"rollout.answers": 4}, 1.0),),
+    "invented_beside": ((INVENTED | {"rollout.share": 0.5}, 1.0),),
+    "then_invented": ((TEXT, 0.4), (INVENTED, 0.6)),
+    "fixed": ((OWN | {"rollout.rounds": 1, "rollout.every": 128}, 1.0),),
+    TAUGHT: ((OWN, 1.0),),
+    f"{TAUGHT}_ce": ((OWN | {"loss.alpha": 1.0}, 1.0),),
 }
 
 
@@ -73,19 +110,17 @@ def make_config(args: argparse.Namespace, changes: Fields) -> Config:
     config.data.train, config.data.heldout = args.train, args.heldout
     config.data.seq_len, config.data.cache_dir = args.seq_len, str(args.out / "rows")
     config.loss.temperature, config.loss.alpha = 1.0, 0.0
-    config.optim.learning_rate, config.optim.warmup_steps = 1e-5, 10
     config.train.steps, config.train.batch_size = 10**6, args.batch_size
-    config.train.seed = args.seed
     config.eval.every = config.checkpoint.every = config.eval.samples = 0
-    config.rollout.max_tokens, config.rollout.batch_size = args.max_tokens, args.rows
+    config.rollout.batch_size = args.rows
     if any(name.startswith("rollout.") for name in changes):
         config.rollout.prompts = args.prompts
     overrides = [part.split("=", 1) for part in args.set]
     for name, value in [*overrides, *changes.items()]:
         section, field = name.split(".")
+        value = str(args.invented) if value == "invented" else value
         known = getattr(getattr(config, section), field)
         setattr(getattr(config, section), field, type(known)(value))
-    config.optim.final_learning_rate = config.optim.learning_rate
     validate(config)
     return config
 
@@ -94,12 +129,20 @@ class Clock(Hook):
     """Counts a phase's seconds and stops it when they are over; keeps the figures of rounds."""
 
     _COMPILING = 2  # steps at the beginning that are not counted
+    _WARMUP, _LEAST = 10, 0.1  # steps; share of the rate that is left at the end
 
-    def __init__(self, seconds: float):
-        self._seconds, self.spent, self.steps, self.tokens = seconds, 0.0, 0, 0.0
-        self._seen = 0
+    def __init__(self, seconds: float, peak: float):
+        self._seconds, self._peak = seconds, peak
+        self.spent, self.steps, self.tokens = 0.0, 0, 0.0
         self.rounds: list[dict[str, float]] = []
         self.losses: list[float] = []
+
+    @property
+    def rate(self) -> float:
+        """Of the next step."""
+        cosine = 0.5 * (1 + math.cos(math.pi * min(self.spent / self._seconds, 1.0)))
+        warm = min((self.steps + 1) / (self._WARMUP + 1), 1.0)
+        return self._peak * warm * (self._LEAST + (1 - self._LEAST) * cosine)
 
     def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
         if self.rounds:  # the first compiles; its time is taken to be that of the second
@@ -107,13 +150,55 @@ class Clock(Hook):
         self.rounds.append({"step": step, **figures})
 
     def step_end(self, record: StepRecord) -> Action:
-        self._seen += 1
-        if self._seen > self._COMPILING:
-            # Those that compiled did work, too.
-            self.spent += record.seconds * (3 if self._seen == self._COMPILING + 1 else 1)
         self.steps, self.tokens = record.step, self.tokens + record.figures["tokens"]
+        if self.steps > self._COMPILING:
+            # Those that compiled did work, too.
+            self.spent += record.seconds * (3 if self.steps == self._COMPILING + 1 else 1)
         self.losses.append(record.figures["loss"])
         return Action.STOP if self.spent >= self._seconds else Action.CONTINUE
+
+
+class Paced(NamedTuple):
+    """State of an optimizer whose rate is an array, so that one program serves all rates."""
+
+    inner: Any
+    rate: Any
+
+
+def pace(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` times `Paced.rate`."""
+
+    def init(params: Any) -> Paced:
+        return Paced(tx.init(params), jnp.zeros((), jnp.float32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Paced]:
+        updates, inner = tx.update(updates, state.inner, params)
+        updates = jax.tree.map(lambda x: x * state.rate, updates)
+        return updates, Paced(inner, state.rate)
+
+    return optax.GradientTransformation(init, update)
+
+
+def follow(step: Step, clock: Clock) -> Step:
+    """The step at the clock's rate."""
+
+    def run(state: Any, teacher: Params, batch: Any) -> Any:
+        shardings: Any = step.shardings.opt_state
+        rate, held = jax.device_put(np.float32(clock.rate), shardings.rate), state.opt_state
+        paced = dataclasses.replace(state, opt_state=held._replace(rate=rate))
+        return step.train(paced, teacher, batch)
+
+    followed = copy.copy(step)
+    followed.train = run  # type: ignore[assignment]
+    return followed
+
+
+class TeachersAnswers(Author):
+    """Writes what the teacher answers, where `Author` has the student's answers."""
+
+    def _complete(self, student: Model, prompts: Any, numbers: Any) -> list[Answer]:
+        assert self.teacher is not None
+        return super()._complete(self.teacher, prompts, numbers)
 
 
 class Echo(Hook):
@@ -140,16 +225,6 @@ class Keeper:
         """Nothing fails."""
 
 
-@dataclasses.dataclass
-class Started(Job):
-    """A job that begins with these parameters."""
-
-    params: Any = None
-
-    def make_state(self) -> Any:
-        return super().make_state() if self.params is None else self.step.init(self.params)
-
-
 class Bench:
     """A pair on the devices, and problems to judge a student by."""
 
@@ -157,43 +232,71 @@ class Bench:
         self._args = args
         self._placement, self._pair, self._plan = survey(make_config(args, {}))
         self._teacher: Model | None = None
-        self.problems = {"development": load_humaneval(args.development)[: args.limit or None]}
-        if args.humaneval:
-            self.problems["humaneval"] = load_humaneval(args.humaneval)[: args.limit or None]
-        if args.mbpp:
-            self.problems["mbpp"] = load_mbpp(args.mbpp)[: args.limit or None]
+        self._steps: dict[tuple[str, float], Step] = {}  # by divergence and alpha
+        if args.final:
+            sets = {"humaneval": load_humaneval(args.humaneval), "mbpp": load_mbpp(args.mbpp)}
+        else:
+            sets = {"development": load_humaneval(args.development)}
+        self.problems = {name: found[: args.limit or None] for name, found in sets.items()}
 
-    def make_job(self, changes: Fields, params: Any, folder: Path) -> Started:
-        """A job of one phase, with the teacher that the others had."""
+    def make_job(self, name: str, seed: int, changes: Fields, folder: Path) -> Job:
+        """A job of one phase, with the teacher and the programs that the others had."""
         config = make_config(self._args, changes)
+        config.train.seed = seed
         config = replace_settings(config, self._plan.remat, self._plan.chunk_tokens)
         kind, pair = self._plan.kind, self._pair
         rows = prepare_all(config, pair, self._placement)
-        teacher, step, schedule = build_step(config, pair, self._placement, kind, self._teacher)
-        self._teacher = teacher
+        loss = config.loss.divergence, config.loss.alpha
+        if loss not in self._steps:
+            whole = copy.deepcopy(config)
+            whole.optim.learning_rate = whole.optim.final_learning_rate = 1.0  # times the clock's
+            whole.optim.warmup_steps = 0
+            teacher, step, _ = build_step(whole, pair, self._placement, kind, self._teacher)
+            assert teacher is not None
+            spec = dataclasses.replace(step.spec, tx=pace(step.spec.tx))
+            shapes = step.abstract.params
+            self._steps[loss] = Step(spec, shapes, self._placement, teacher.params)
+            self._teacher = teacher
+        step, teacher = self._steps[loss], self._teacher
         source = make_source(config, folder, pair, rows, None, step, teacher)
-        return Started(
-            config, folder, pair, rows, teacher, step, kind, schedule, source, {}, params=params
+        if name.startswith(TAUGHT) and isinstance(source, AnswerSource):
+            fields = {f.name: getattr(source._author, f.name) for f in dataclasses.fields(Author)}
+            source._author = TeachersAnswers(**fields)
+        return Job(
+            config, folder, pair, rows, teacher, step, kind, lambda _: jnp.ones(()), source, {}
         )
 
-    def run(self, name: str) -> dict[str, Any]:
-        """Trains and judges one setting."""
+    def invent(self) -> None:
+        """Has the teacher write the prompts of `--invented`."""
         args, begun = self._args, time.perf_counter()
+        teacher = self.make_job("offline", 0, {}, args.out).teacher
+        assert teacher is not None
+        sets = (args.development, args.humaneval, args.mbpp)
+        known = [entry for path in sets if path for entry in read_benchmark(path)]
+        prompts, counts = invent(teacher, self._pair.tokenizer, args.invent, known)
+        with replacing(args.invented) as file:
+            file.write("".join(json.dumps(prompt) + "\n" for prompt in prompts).encode())
+        print(f"invented: {counts} {time.perf_counter() - begun:.1f} s", flush=True)
+
+    def run(self, setting: str) -> dict[str, Any]:
+        """Trains and judges one setting, `name` or `name:seed`."""
+        args, begun = self._args, time.perf_counter()
+        name, _, seed = setting.partition(":")
         params: Any = None
-        figures: dict[str, Any] = {"setting": name, "phases": []}
+        figures: dict[str, Any] = {"setting": name, "seed": int(seed or 0), "phases": []}
         for number, (changes, share) in enumerate(SETTINGS[name]):
-            folder = args.out / name / str(number)
+            folder = args.out / setting.replace(":", "-") / str(number)
             folder.mkdir(parents=True, exist_ok=True)
-            job = self.make_job(changes, params, folder)
-            clock, keeper = Clock(share * args.seconds), Keeper()
-            rollout = job.config.rollout
+            job = self.make_job(name, int(seed or 0), changes, folder)
+            clock = Clock(share * args.seconds, job.config.optim.learning_rate)
+            keeper, rollout, step = Keeper(), job.config.rollout, job.step
+            if params is not None:
+                start = params
+                job.make_state = lambda step=step, start=start: step.init(start)
+            job.step = follow(step, clock)
             guard = CollapseGuard(folder, rollout.every, rollout.stop_growth)
             hooks = [NonFiniteGuard(folder), clock, Echo(), guard]
-            try:
-                train(job, keeper, hooks, None)  # type: ignore[arg-type]
-            except Exception as error:  # one setting's end is a figure, not that of the table
-                figures["error"] = f"{type(error).__name__}: {error}"[:600]
-                return figures
+            train(job, keeper, hooks, None)  # type: ignore[arg-type]
             params = keeper.params
             figures["phases"].append(
                 {
@@ -206,17 +309,13 @@ class Bench:
                 }
             )
         trained = time.perf_counter()
-        job = self.make_job({}, params, args.out)
+        job = self.make_job("offline", 0, {}, args.out)
         if params is None:
             params = job.make_state().params
-        figures["heldout"] = held_out(
-            job.step.evaluate,
-            params,
-            job.teacher_params,
-            job.eval_batches(),
-            job.step.spec.head.loss,
-            0,
-        )
+        loss = job.step.spec.head.loss
+        batches = job.eval_batches()
+        found = held_out(job.step.evaluate, params, job.teacher_params, batches, loss, 0)
+        figures["heldout"] = found
         figures |= self._judge(job, params)
         now = time.perf_counter()
         return figures | {"training_wall": trained - begun, "judging_wall": now - trained}
@@ -236,7 +335,7 @@ class Bench:
         settings = passk.Settings(
             form=choose_format("auto", tokenizer),
             samples=args.samples,
-            batch_size=args.rows,
+            batch_size=10**6,  # all in one call: the engine fills its slots by itself
             allow_unsandboxed=args.allow_unsandboxed,
         )
 
@@ -269,7 +368,7 @@ def _line(figures: Mapping[str, Any]) -> str:
         return f"{figures['setting']:<14} {figures['error']}"
     phases, heldout = figures["phases"], figures["heldout"]
     parts = [
-        f"{figures['setting']:<14}",
+        f"{figures['setting'] + ':' + str(figures['seed']):<14}",
         f"{sum(p['seconds'] for p in phases):6.1f} s",
         f"{sum(p['steps'] for p in phases):5} steps",
         f"{sum(p['tokens'] for p in phases) / 1e6:6.2f} M",
@@ -296,32 +395,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--train", default="python:stdlib,jax,flax,transformers", help="text of the offline runs")
     add("--heldout", default="python:optax,orbax")
     add("--prompts", required=True)
+    add("--invented", type=Path, help="prompts of the settings that are named after it")
+    add("--invent", type=int, default=0, help="requests to the teacher that make --invented first")
     add("--development", type=Path, required=True)
-    add("--humaneval", type=Path, help="at the end, once")
-    add("--mbpp", type=Path, help="at the end, once")
-    add("--settings", default="before,offline,reverse")
+    add("--humaneval", type=Path, help="no prompt is like its problems; see --final")
+    add("--mbpp", type=Path, help="as --humaneval")
+    add("--final", action="store_true", help="judges on these two in place of --development")
+    add("--settings", default="before,offline,own")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="of every setting")
     add("--seconds", type=float, default=100.0, help="of steps and rounds, a setting")
     add("--limit-seconds", type=float, default=1e9, help="no setting begins after so many")
     add("--seq-len", type=int, default=1024)
-    add("--batch-size", type=int, default=32)
-    add("--max-tokens", type=int, default=320, help="of an own answer")
-    add("--rows", type=int, default=512, help="answers written at a time")
+    add("--batch-size", type=int, default=16)
+    add("--rows", type=int, default=1024, help="answers written at a time")
     add("--answer-tokens", type=int, default=512, help="of an answer that is judged")
     add("--samples", type=int, default=5)
     add("--temperature", type=float, default=0.2)
     add("--limit", type=int, default=0, help="problems of each set; 0: all")
-    add("--seed", type=int, default=0)
     add("--allow-unsandboxed", action="store_true")
     add("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    if unknown := set(args.settings.split(",")) - set(SETTINGS):
+    if unknown := {x.partition(":")[0] for x in args.settings.split(",")} - set(SETTINGS):
         raise UserError(f"{', '.join(unknown)}: no setting; known are {', '.join(SETTINGS)}.")
     if args.models:
         args.teacher, args.student = (str(args.models / x) for x in (args.teacher, args.student))
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     runtime.open_devices(runtime.configure(), suits_cpu=True)
     begun, bench = time.perf_counter(), Bench(args)
+    if args.invent:
+        try:
+            bench.invent()
+        except Exception:  # the other settings go without
+            logging.exception("nothing was invented")
     table: list[dict[str, Any]] = []
     for name in args.settings.split(","):
         if time.perf_counter() - begun > args.limit_seconds:
@@ -329,7 +434,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         with contextlib.ExitStack() as after:
             after.callback(gc.collect)
-            table.append(bench.run(name))
+            try:
+                table.append(bench.run(name))
+            except Exception as error:  # one setting's end is a figure, not that of the table
+                logging.exception("%s ended", name)
+                why = f"{type(error).__name__}: {error}"[:600]
+                table.append({"setting": name, "error": why})
         print(_line(table[-1]), flush=True)
         with replacing(args.out / "table.json") as file:
             file.write(json.dumps(table, indent=1).encode())
