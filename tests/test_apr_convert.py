@@ -12,8 +12,7 @@ from exporting import assert_same, load
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.apr.table import AprTable, verify_footer, write_apr
-from kdjax.formats.gguf import GGUFTable
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.names import gguf_name, hf_name
 from kdjax.models.tokenizer import load_tokenizer

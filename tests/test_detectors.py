@@ -21,7 +21,7 @@ from kdjax.evaluation.target import open_target
 from kdjax.export.weights import interleave
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional, initialise

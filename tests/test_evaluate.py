@@ -26,7 +26,7 @@ from kdjax.evaluation.classes import CLASSES, class_ids, token_bytes
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.formats.saved import saved_params
 from kdjax.losses.chunked import EvalSums
 from kdjax.losses.kd import KDLoss

@@ -15,7 +15,7 @@ from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.models import decoder
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint

@@ -29,7 +29,7 @@ from kdjax.export import (
     weights,
 )
 from kdjax.formats import open_table
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.formats.recipes import RECIPES, tensor_type
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint

@@ -10,8 +10,7 @@ import pytest
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import content_hash, open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes
-from kdjax.formats.gguf import GGUFTable
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import GGUFTable, write_gguf
 from scripts.bench.synthetic import random_blocks
 
 METADATA = {

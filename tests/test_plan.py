@@ -23,8 +23,7 @@ from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
 from kdjax.formats import TensorInfo, TensorTable, open_table
 from kdjax.formats.blocks import row_bytes
-from kdjax.formats.gguf import GGUFTable
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.tokenizer import load_tokenizer

@@ -348,7 +348,7 @@ def test_teacher_smaller_than_student(tiny_config, tmp_path):
 
 
 def test_tokenizer_mismatch_names_the_first_id(tiny_config, tmp_path):
-    from kdjax.formats.gguf_writer import write_gguf
+    from kdjax.formats.gguf import write_gguf
 
     table = open_table(tiny_config.teacher.path)
     tokens = list(table.metadata["tokenizer.ggml.tokens"])
@@ -364,7 +364,7 @@ def test_tokenizer_mismatch_names_the_first_id(tiny_config, tmp_path):
 
 
 def test_missing_misshapen_and_unknown_tensors_are_listed_together(tiny_config, tmp_path):
-    from kdjax.formats.gguf_writer import write_gguf
+    from kdjax.formats.gguf import write_gguf
 
     table = open_table(tiny_config.student.path)
     tensors = []

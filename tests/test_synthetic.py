@@ -13,7 +13,7 @@ import tokenizers
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from scripts.bench import random_gguf
 from scripts.bench.synthetic import (
     QWEN25_SHAPES,

@@ -25,7 +25,7 @@ from kdjax.errors import UserError
 from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, decode_fields, split
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.losses.chunked import HeadSpec, head_evaluation
 from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table

@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 from kdjax.errors import UserError
 from kdjax.evaluation.health.detectors import tokenizer_order, tokenizer_round_trip
 from kdjax.export import vocabulary
-from kdjax.export.vocabulary import Special, TokenizerFiles, compare_tokenizers
+from kdjax.export.vocabulary import TokenizerFiles, compare_tokenizers
 from kdjax.models.encoders import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, rank_by_score
 from kdjax.models.pretokenizers import PRE_TOKENIZERS, name_of
 from kdjax.models.tokenizer import from_gguf, load_tokenizer, opens_with_bos
@@ -177,12 +177,12 @@ def test_sentencepiece_survives_a_folder_and_a_file(tmp_path, prefix):
     """GGUF to tokenizer.json to GGUF: the same ids, text, merges and names."""
     values = sentencepiece(add_space_prefix=prefix)
     source = from_gguf(values, "x")
-    files = TokenizerFiles(Special(2, 1, 0, True), None, values)
+    files = TokenizerFiles(None, values)
     vocabulary.write_hf(source, files, tmp_path, 64)
     folder = load_tokenizer(tmp_path)
     assert compare_tokenizers(source, folder) == []
     assert folder.merges == source.merges and folder.stop_ids == source.stop_ids
-    again = TokenizerFiles(Special(2, 1, 0, True), tmp_path, {})
+    again = TokenizerFiles(tmp_path, {})
     written = vocabulary.gguf_values(folder, again, source.vocab_size + 3)
     back = from_gguf(written, "y")
     assert compare_tokenizers(source, back) == [] and back.merges == source.merges

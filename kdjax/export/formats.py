@@ -14,10 +14,10 @@ from kdjax.export.staging import stage, write_json
 from kdjax.export.vocabulary import TokenizerFiles
 from kdjax.export.weights import Tensor, list_tensors
 from kdjax.formats.apr.table import DTYPES, write_apr
-from kdjax.formats.files import Data
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.files import TensorToWrite
+from kdjax.formats.gguf import write_gguf
 from kdjax.formats.recipes import RECIPES, tensor_type
-from kdjax.formats.safetensors_writer import SHARD_BYTES, write_folder
+from kdjax.formats.safetensors import SHARD_BYTES, write_folder
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec
 from kdjax.models.families import FAMILIES
@@ -40,7 +40,7 @@ class _Source(NamedTuple):
     tokenizer: Tokenizer
     files: TokenizerFiles
 
-    def encode(self, kind: str, *, gguf: bool) -> list[tuple[str, str, tuple[int, ...], Data]]:
+    def encode(self, kind: str, *, gguf: bool) -> list[TensorToWrite]:
         """Name, type, shape and data of each tensor, of the types that `llama-quantize` chooses.
 
         Names and order of rotary rows are those of `gguf` or of Hugging Face.
@@ -104,7 +104,7 @@ def export_hf(
     spec, tensors, header, tokenizer, files = _open_source(model, gguf=False)
     stored = dtype.upper()
     rows = [(t.hf, stored, t.shape, t.stream(stored)) for t in tensors]
-    config = headers.hf_config(spec, header, stored, vocabulary.ids_for_config(files.special))
+    config = headers.hf_config(spec, header, stored, vocabulary.special_ids(tokenizer, files))
     with stage(Path(out), folder=True, overwrite=overwrite) as aside:
         aside.mkdir()
         write_folder(aside, rows, shard_bytes)

@@ -30,7 +30,7 @@ from kdjax.models.encoders import (
     score_by_rank,
 )
 from kdjax.models.pretokenizers import PRE_TOKENIZERS, name_of
-from kdjax.models.tokenizer import BYTE_TOKEN, Tokenizer, default_pre_tokenizer, opens_with_bos
+from kdjax.models.tokenizer import BYTE_TOKEN, Tokenizer, default_pre_tokenizer
 
 # Tokens that a text must survive, whatever the vocabulary.
 _SAMPLES = (
@@ -43,61 +43,36 @@ _SAMPLES = (
 )
 
 
-class Special(NamedTuple):
-    """Ids of special tokens, None where there is none, and whether BOS opens every text."""
-
-    bos: int | None
-    eos: int | None
-    pad: int | None
-    add_bos: bool
-
-
 class TokenizerFiles(NamedTuple):
     """Where a tokenizer is stored: in a folder's files or in the key-values of a GGUF header."""
 
-    special: Special
     folder: Path | None  # with tokenizer.json; None if key-values hold the tokenizer
     values: dict[str, Any]  # those key-values
 
 
 def find_tokenizer_files(checkpoint: Checkpoint) -> TokenizerFiles:
-    """How a checkpoint stores its tokenizer; raises `UserError` if it is missing or broken."""
-    tokenizer, table = checkpoint.tokenizer, checkpoint.header
+    """How a checkpoint stores its tokenizer."""
+    table = checkpoint.header
     place = Path(checkpoint.tokenizer_path or table.paths[0])
     if place.is_dir():
-        return TokenizerFiles(_special_of_folder(place, tokenizer), place, {})
+        return TokenizerFiles(place, {})
     metadata = open_table(place).metadata if checkpoint.tokenizer_path else table.metadata
     values = {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" in values:
         values.setdefault("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
-        return TokenizerFiles(_special_of_gguf(values, tokenizer), None, values)
-    return TokenizerFiles(_special_of_folder(place.parent, tokenizer), place.parent, {})
+        return TokenizerFiles(None, values)
+    return TokenizerFiles(place.parent, {})
 
 
-def _special_of_gguf(values: dict[str, Any], tokenizer: Tokenizer) -> Special:
-    def find_id(name: str) -> int | None:
-        value = values.get(f"tokenizer.ggml.{name}_token_id")
-        return int(value) if value is not None and int(value) < tokenizer.vocab_size else None
-
-    bos = find_id("bos")
-    add_bos = bos is not None and opens_with_bos(values)
-    return Special(bos, find_id("eos"), find_id("padding"), add_bos)
-
-
-def _special_of_folder(folder: Path, tokenizer: Tokenizer) -> Special:
-    from transformers import AutoTokenizer
-
-    fast = AutoTokenizer.from_pretrained(folder)
-    bos, pad = fast.bos_token_id, fast.pad_token_id
-    pad = tokenizer.end_of_text_id if pad is None else pad
-    add_bos = bos is not None and fast("a")["input_ids"][:1] == [bos]
-    return Special(bos, fast.eos_token_id, pad, add_bos)
-
-
-def ids_for_config(special: Special) -> dict[str, Any]:
-    """The special tokens' ids by the names of config.json."""
-    named = {"bos_token_id": special.bos, "eos_token_id": special.eos, "pad_token_id": special.pad}
-    return {key: value for key, value in named.items() if value is not None}
+def special_ids(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, int]:
+    """The special tokens' ids by the names of config.json; without those that there are not."""
+    eos, pad = tokenizer.eos_id if tokenizer.names_eos else None, tokenizer.pad_id
+    if eos is not None and eos >= tokenizer.vocab_size:
+        eos = None
+    if pad is None and files.folder is not None:
+        pad = tokenizer.end_of_text_id
+    named = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": pad}
+    return {name: i for name, i in named.items() if i is not None}
 
 
 def generation_config(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, Any]:
@@ -107,9 +82,9 @@ def generation_config(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
     """
     if files.folder is not None and (path := files.folder / "generation_config.json").is_file():
         return json.loads(path.read_text())
-    eos, end_of_text = files.special.eos, tokenizer.end_of_text_id
-    stops = [end_of_text] if eos in (None, end_of_text) else [eos, end_of_text]
-    return {**ids_for_config(files.special), "eos_token_id": stops}
+    ids, end_of_text = special_ids(tokenizer, files), tokenizer.end_of_text_id
+    eos = ids.get("eos_token_id", end_of_text)
+    return ids | {"eos_token_id": [eos] if eos == end_of_text else [eos, end_of_text]}
 
 
 def _encoder_json(encoder: Encoder) -> dict[str, Any]:
@@ -155,18 +130,17 @@ def is_empty(value: Any) -> bool:
 
 
 def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, Any]:
-    special, described = files.special, _encoder_json(tokenizer.encoder)
+    ids, described = special_ids(tokenizer, files), _encoder_json(tokenizer.encoder)
     types = [NORMAL] * tokenizer.vocab_size
     for added in described["added_tokens"]:
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
-    bos = tokenizer.end_of_text_id if special.bos is None else special.bos
     values: dict[str, Any] = {
         "tokenizer.ggml.tokens": list(tokenizer.tokens),
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_id if special.eos is None else special.eos,
-        "tokenizer.ggml.padding_token_id": special.pad,
-        "tokenizer.ggml.bos_token_id": bos,
-        "tokenizer.ggml.add_bos_token": special.add_bos,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_id,
+        "tokenizer.ggml.padding_token_id": ids["pad_token_id"],
+        "tokenizer.ggml.bos_token_id": ids.get("bos_token_id", tokenizer.end_of_text_id),
+        "tokenizer.ggml.add_bos_token": tokenizer.opening_id is not None,
     }
     if is_sentencepiece(tokenizer.encoder):
         tokens, unknown = values["tokenizer.ggml.tokens"], described["model"].get("unk_token")
@@ -202,16 +176,18 @@ def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context:
                 shutil.copyfile(path, folder / name)
         return
     described = _encoder_json(tokenizer.encoder)
-    special, tokens = files.special, tokenizer.tokens
-    if special.add_bos and special.bos is not None:
-        bos = tokens[special.bos]
+    ids, tokens = special_ids(tokenizer, files), tokenizer.tokens
+    if tokenizer.opening_id is not None:
+        bos = tokens[tokenizer.opening_id]
         encoder = Encoder.from_str(json.dumps(described))
         encoder.post_processor = TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, special.bos)]
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos}:1 $B:1",
+            special_tokens=[(bos, tokenizer.opening_id)],
         )
         described = _encoder_json(encoder)
     write_json(folder / "tokenizer.json", described)
-    named = {"bos_token": special.bos, "eos_token": special.eos, "pad_token": special.pad}
+    named = {name: ids.get(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
     flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is

@@ -21,6 +21,7 @@ DOWNLOAD = "Download the file again."
 # A tensor to write: its bytes, as an array of any type and shape, or a function that returns them
 # or their successive chunks.
 Data = np.ndarray | Callable[[], np.ndarray | Iterable[np.ndarray]]
+TensorToWrite = tuple[str, str, tuple[int, ...], Data]  # name, block type, row-major shape, data
 
 
 def bad(path: Path, found: str, expected: str, remedy: str) -> UserError:

@@ -1,4 +1,4 @@
-"""GGUF files: a lazy, memory-mapped table of their tensors; `gguf_writer` writes them.
+"""GGUF files: a lazy, memory-mapped table of their tensors, and a streaming writer.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. No count or length in a header is
 believed before it is compared with the bytes that are left in the file.
@@ -8,6 +8,7 @@ import collections
 import os
 import re
 import struct
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +16,28 @@ import numpy as np
 
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.blocks import BLOCKS
-from kdjax.formats.files import DOWNLOAD, Cursor, bad, cut_short, map_file, tensor_bytes
+from kdjax.formats.files import (
+    DOWNLOAD,
+    Cursor,
+    TensorToWrite,
+    bad,
+    checked_chunks,
+    cut_short,
+    map_file,
+    replacing,
+    tensor_bytes,
+)
 from kdjax.formats.table import TensorInfo, TensorTable
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # equal but for the big-endian files that 3 allows
-DEFAULT_ALIGNMENT = 32
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)  # equal but for the big-endian files that 3 allows
+_DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4  # GGML_MAX_DIMS
-STRING, ARRAY = 8, 9
+_STRING, _ARRAY = 8, 9
 # `enum gguf_type`: number -> little-endian NumPy type of the fixed-size ones.
 _SCALAR_TYPES = "<u1 <i1 <u2 <i2 <u4 <i4 <f4 |b1 <u8 <i8 <f8"
-SCALARS = dict(zip((*range(8), 10, 11, 12), _SCALAR_TYPES.split(), strict=True))
+_SCALARS = dict(zip((*range(8), 10, 11, 12), _SCALAR_TYPES.split(), strict=True))
+_SCALAR_NUMBERS = {np.dtype(name): number for number, name in _SCALARS.items()}
 _BLOCK_NAMES = {block.ggml: name for name, block in BLOCKS.items()}
 # `enum ggml_type` from 0 on, - where a number is free: an error can name what `blocks` lacks.
 _GGML_TYPES = """
@@ -68,24 +80,24 @@ class _Cursor(Cursor):
     def value(self, key: str) -> Any:
         """One metadata value; arrays of strings come undecoded, of numbers as views."""
         kind = self.number("<I", f"the type of {key!r}")
-        if kind == STRING:
+        if kind == _STRING:
             return self.string(f"the value of {key!r}")
-        if kind in SCALARS:
+        if kind in _SCALARS:
             return self.array(kind, 1, key)[0].item()
-        if kind != ARRAY:
+        if kind != _ARRAY:
             found = f"value type {kind} for {key!r}"
             raise bad(self.path, found, "one of the types 0 to 12 of GGUF", DOWNLOAD)
         kind = self.number("<I", f"the element type of {key!r}")
         count = self.number("<Q", f"the length of {key!r}")
-        if kind == STRING:
+        if kind == _STRING:
             return self.strings(count, key)
-        if kind in SCALARS:
+        if kind in _SCALARS:
             return self.array(kind, count, key)
         found = f"an array {key!r} with elements of type {kind}"
         raise bad(self.path, found, "strings or numbers", "Write the file without this key.")
 
     def array(self, kind: int, count: int, key: str) -> np.ndarray:
-        dtype = np.dtype(SCALARS[kind])
+        dtype = np.dtype(_SCALARS[kind])
         data = self.bytes(count * dtype.itemsize, f"{count} values of {key!r}")
         return np.frombuffer(data, dtype)
 
@@ -129,15 +141,15 @@ class _Shard(NamedTuple):
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
     """Numbers of tensors and of key-values."""
     path, magic = cursor.path, bytes(cursor.data[:4])
-    if magic != MAGIC:
+    if magic != _MAGIC:
         found = f"a file that starts with {magic!r}"
         if bytes(cursor.data[:12]) == b"version http":
             found += ", a Git LFS pointer in place of the model"
         remedy = "Pass a GGUF model, or a Hugging Face folder with its config.json."
-        raise bad(path, found, f"{MAGIC!r}", remedy)
+        raise bad(path, found, f"{_MAGIC!r}", remedy)
     cursor.at = 4
     version = cursor.number("<I", "the version")
-    if version not in VERSIONS:
+    if version not in _VERSIONS:
         found, remedy = f"GGUF version {version}", "Convert the model again with today's llama.cpp."
         if version & 0xFFFF == 0 and version:
             found = "a big-endian GGUF file"
@@ -188,7 +200,7 @@ def _read_shard(path: Path) -> _Shard:
     size, cursor = data.size, _Cursor(path, data.data)
     tensor_count, pair_count = _read_preamble(cursor)
     metadata = _read_metadata(cursor, pair_count)
-    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         found = f"general.alignment = {alignment!r}"
         raise bad(path, found, "a power of two", "Write the file again with an alignment of 32.")
@@ -275,3 +287,76 @@ class GGUFTable(TensorTable):
     def start(self, name: str) -> int:
         """Where the tensor's data starts, in bytes from the start of the file that holds it."""
         return self._starts[name]
+
+
+def _pack_string(text: str) -> bytes:
+    data = text.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _as_array(value: Any) -> np.ndarray:
+    """Numbers in the type they are written with; NumPy arrays keep their own."""
+    array = np.asarray(value)
+    if isinstance(value, np.ndarray) or array.dtype.kind not in "iuf":
+        return array
+    if array.dtype.kind == "f":
+        return array.astype("<f4")
+    # llama.cpp reads counts and ids as uint32, but lists (of token types) as int32.
+    kinds = ("<i4", "<i8", "<u8") if array.ndim else ("<u4", "<u8", "<i4", "<i8")
+    for info in map(np.iinfo, kinds):
+        if array.size and info.min <= array.min() and array.max() <= info.max:
+            return array.astype(info.dtype)
+    return array
+
+
+def _pack_value(key: str, value: Any) -> bytes:
+    """Type number and bytes of one metadata value."""
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _pack_string(value)
+    if isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
+        head = struct.pack("<IIQ", _ARRAY, _STRING, len(value))
+        return head + b"".join(map(_pack_string, value))
+    array = _as_array(value)
+    number = _SCALAR_NUMBERS.get(array.dtype)
+    if number is None or array.ndim > 1 or not array.size:
+        raise UserError(
+            f"found metadata {key!r} = {str(value)[:80]!r} of type {type(value).__name__}; "
+            "expected a str, bool, int, float or a list of one of them, not empty. "
+            "Leave the key out."
+        )
+    kind = struct.pack("<I", number)
+    if array.ndim:
+        kind = struct.pack("<IIQ", _ARRAY, number, len(array))
+    return kind + array.tobytes()
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, Any],
+    tensors: Iterable[TensorToWrite],
+) -> None:
+    """Writes a GGUF v3 file; nothing appears under `path` before all of it is on the disk.
+
+    `tensors` are (name, block type, row-major shape, data): the uint8 bytes in any shape, or a
+    function that returns them or their successive chunks, called when its turn comes, so that no
+    more than one need exist. Raises `UserError` for a value GGUF cannot hold and for data of
+    another size than its shape has.
+    """
+    path, tensors = Path(path), list(tensors)
+    alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+    pairs = [_pack_string(key) + _pack_value(key, value) for key, value in metadata.items()]
+    header = [_MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(tensors), len(pairs)), *pairs]
+    sizes, offset = [], 0
+    for name, dtype, shape, _ in tensors:
+        nbytes = tensor_bytes(path, name, dtype, shape)
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        kind = struct.pack("<IQ", BLOCKS[dtype].ggml, offset)
+        header += [_pack_string(name), dims, kind]
+        sizes.append(nbytes)
+        offset += -(-nbytes // alignment) * alignment
+    with replacing(path) as file:
+        file.write(b"".join(header))
+        for (name, *_, data), nbytes in zip(tensors, sizes, strict=True):
+            file.write(bytes(-file.tell() % alignment))
+            file.writelines(checked_chunks(path, name, data, nbytes))
+        file.write(bytes(-file.tell() % alignment))

@@ -1,23 +1,41 @@
-"""Hugging Face checkpoints: a lazy, memory-mapped table of safetensors files.
+"""Hugging Face checkpoints: a lazy, memory-mapped table of safetensors files, and a writer.
 
-Format: https://github.com/huggingface/safetensors#format. The header is read here and not by the
-library, whose NumPy views have no bfloat16.
+Format: https://github.com/huggingface/safetensors#format; names of shards and index as Transformers
+writes and reads them. The library's NumPy views have no bfloat16, and it writes a file from arrays
+that are all in memory: headers are read and written here.
 """
 
+import json
+import math
 import os
 import re
+import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from kdjax.errors import MissingFileError, UserError
-from kdjax.formats.files import DOWNLOAD, bad, cut_short, load_json, map_file, tensor_bytes
+from kdjax.formats.blocks import BLOCKS
+from kdjax.formats.files import (
+    DOWNLOAD,
+    TensorToWrite,
+    bad,
+    checked_chunks,
+    cut_short,
+    load_json,
+    map_file,
+    replacing,
+    tensor_bytes,
+)
 from kdjax.formats.table import TensorInfo, TensorTable
 
 _MAX_DIMS = 8
 _DTYPES = ("F32", "F16", "BF16")
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SHARD_BYTES = 5_000_000_000  # as `save_pretrained` had it for years
+_ALIGNMENT = 8  # of the data, from the start of the file
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -157,3 +175,63 @@ class SafetensorsTable(TensorTable):
                 "Copy it from the model's page, or download the whole folder."
             )
         self.metadata = load_json(config, "a file")
+
+
+def _nbytes(tensor: TensorToWrite) -> int:
+    _, dtype, shape, _ = tensor
+    return math.prod(shape) * BLOCKS[dtype].nbytes
+
+
+def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
+    """Writes one file; nothing appears under `path` before all of it is on the disk.
+
+    `tensors` as `gguf.write_gguf` takes them, of types F32, F16 and BF16. Raises `UserError`
+    for data of another size than its shape has.
+    """
+    tensors, offset = list(tensors), 0
+    # Readers of PyTorch weights ask for this entry.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for tensor in tensors:
+        name, dtype, shape, _ = tensor
+        end = offset + _nbytes(tensor)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            name, _, _, data = tensor
+            file.writelines(checked_chunks(path, name, data, _nbytes(tensor)))
+
+
+def _shards(tensors: Iterable[TensorToWrite], most: int) -> list[list[TensorToWrite]]:
+    shards: list[list[TensorToWrite]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = _nbytes(tensor)
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    return shards
+
+
+def write_folder(
+    folder: Path, tensors: Iterable[TensorToWrite], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes `model.safetensors`, or numbered shards of at most `shard_bytes` and their index."""
+    shards = _shards(tensors, shard_bytes)
+    if len(shards) == 1:
+        write_file(folder / _SINGLE, shards[0])
+        return
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    weight_map: dict[str, str] = {}
+    for name, shard in zip(names, shards, strict=True):
+        write_file(folder / name, shard)
+        weight_map |= {tensor[0]: name for tensor in shard}
+    total = sum(_nbytes(tensor) for shard in shards for tensor in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    with replacing(folder / _INDEX) as file:
+        file.write(json.dumps(index, indent=2).encode() + b"\n")

@@ -61,7 +61,9 @@ class Tokenizer:
     special_ids: frozenset[int]
     eos_id: int
     chat_template: str | None
+    names_eos: bool = True  # its file does; without one `eos_id` is the last id
     bos_id: int | None = None
+    pad_id: int | None = None
     opening_id: int | None = None  # BOS, where the model's file puts it before every text
 
     @property
@@ -298,8 +300,8 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         raise UserError(
             f"{source}: found the end token {eos!r}; expected an id below {len(rows)}. {_ANOTHER}"
         )
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    bos = bos if type(bos) is int and 0 <= bos < len(tokens) else None
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding"))
+    bos, pad = (i if type(i) is int and 0 <= i < len(tokens) else None for i in named)
     return Tokenizer(
         encoder=encoder,
         tokens=spell(encoder, tokens),
@@ -307,7 +309,9 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         special_ids=frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN)),
         eos_id=eos,
         chat_template=template if isinstance(template, str) else None,
+        names_eos="tokenizer.ggml.eos_token_id" in metadata,
         bos_id=bos,
+        pad_id=pad,
         opening_id=bos if opens_with_bos(metadata) else None,
     )
 
@@ -367,6 +371,8 @@ def _from_folder(folder: Path) -> Tokenizer:
         special_ids=frozenset(i for i, token in added.items() if token.special),
         eos_id=int(fast.eos_token_id if fast.eos_token_id is not None else size - 1),
         chat_template=fast.chat_template if isinstance(fast.chat_template, str) else None,
+        names_eos=fast.eos_token_id is not None,
         bos_id=bos,
+        pad_id=fast.pad_token_id,
         opening_id=bos if first == [bos] else None,
     )

@@ -22,8 +22,7 @@ from kdjax.export.headers import apr_architecture, as_json, gguf_shape, rope_par
 from kdjax.formats.apr.metadata import GGUF_KEY, TOKENIZER
 from kdjax.formats.apr.table import DTYPES, AprTable, verify_footer, write_apr
 from kdjax.formats.files import bad, map_file, replacing
-from kdjax.formats.gguf import GGUFTable
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.families import FAMILIES
 from kdjax.models.names import gguf_name, hf_name

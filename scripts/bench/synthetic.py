@@ -14,7 +14,7 @@ import numpy as np
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, encode, row_bytes
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.formats.recipes import RECIPES, Recipe, fitting, gets_more_bits
 
 # Bytes of blocks drawn at a time: bounds memory, and is part of what a seed means.

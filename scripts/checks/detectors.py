@@ -24,7 +24,7 @@ from kdjax.evaluation.health import examine
 from kdjax.evaluation.target import open_target
 from kdjax.formats import TensorTable, open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.decoding import Sampling
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from kdjax.formats import TensorTable, open_table
 from kdjax.formats.blocks import decode, encode
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.formats.kquants import fit_affine
 
 # Bits a number and numbers a group.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from kdjax.formats import files
 from kdjax.formats.apr.metadata import as_config
-from kdjax.formats.files import DOWNLOAD, Cursor, Data, bad
+from kdjax.formats.files import DOWNLOAD, Cursor, Data, TensorToWrite, bad
 from kdjax.formats.table import TensorInfo, TensorTable
 
 MAGIC, _OLD_MAGIC = b"APR\0", b"APRN"
@@ -226,7 +226,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _place(path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...], Data]]) -> list[_Plan]:
+def _place(path: Path, tensors: Iterable[TensorToWrite]) -> list[_Plan]:
     """Tensors in the order given, one behind the other."""
     plans, names, offset = [], set(), 0
     for name, dtype, shape, data in tensors:
@@ -270,11 +270,11 @@ def _front(path: Path, metadata: Mapping[str, Any], plans: list[_Plan]) -> bytes
 def write_apr(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Any],
-    tensors: Iterable[tuple[str, str, tuple[int, ...], Data]],
+    tensors: Iterable[TensorToWrite],
 ) -> None:
     """Writes an `.apr` file; nothing appears under `path` before all of it is on the disk.
 
-    `metadata` is anything that JSON holds, `tensors` as `gguf_writer.write_gguf` takes them; data
+    `metadata` is anything that JSON holds, `tensors` as `gguf.write_gguf` takes them; data
     are written in the order given. Raises `UserError` for a type outside `DTYPES`, metadata above
     16 MiB, and data of another size than its shape has.
     """
