@@ -26,7 +26,7 @@ from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
-from kdjax.formats.gguf_writer import write_gguf
+from kdjax.formats.gguf import write_gguf
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model, load
 from scripts.checks.llama_draft import SKIPPED, has_server
