@@ -106,12 +106,10 @@ def test_a_signal_is_answered_while_xla_computes(computing):
 
 
 def test_a_second_interrupt_ends_a_process_that_computes(computing):
-    began = time.monotonic()
     computing.send_signal(signal.SIGINT)
     computing.stderr.readline(), computing.stderr.readline()  # the first is heard on its own
     computing.send_signal(signal.SIGINT)
-    assert computing.wait(timeout=20) == QUIT
-    assert time.monotonic() - began < 10
+    assert computing.wait(timeout=8) == QUIT
     assert "quitting at once" in computing.stderr.read()
 
 

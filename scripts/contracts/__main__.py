@@ -9,6 +9,7 @@ Run it in the repository. Exit status: 0 all is well, 1 something is not.
 """
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -61,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("results", nargs="*", type=Path, metavar="RESULTS.xml")
     command = commands.add_parser("mutate")
     command.add_argument("--only", nargs="+", default=[], metavar="ID", help="these mutants")
-    command.add_argument("--jobs", type=int, default=2, help="scratch copies at work at a time")
+    jobs = (os.cpu_count() or 1) + 1  # tests also wait: for a disk, for a signal that a fault loses
+    command.add_argument("--jobs", type=int, default=jobs, help="scratch copies at work at a time")
     args = parser.parse_args(argv)
     try:
         if args.command == "validate":
