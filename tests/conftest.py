@@ -1,6 +1,7 @@
 """Test session: 8 emulated CPU devices, strict ranks, full matmul precision."""
 
 import dataclasses
+import gc
 import os
 from pathlib import Path
 
@@ -40,6 +41,12 @@ for _name, _value in _COMPILING.items():
     os.environ[_name.upper()] = str(_value)  # for the processes that tests start
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
+
+
+def pytest_collection_finish():
+    """Collects garbage seldom, and not among what was imported: a sixth of a tracing test's time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture

@@ -190,13 +190,13 @@ def wait_for_step(workdir: Path, step: int, started: list[subprocess.Popen]) -> 
 @pytest.mark.slow
 def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, tmp_path):
     """8 devices as one process, then as two: one dies, one gets SIGTERM, one goes on alone."""
-    flags = "--config.train.steps=40", "--config.checkpoint.every=4", "--config.eval.every=20"
+    flags = "--config.train.steps=20", "--config.checkpoint.every=4", "--config.eval.every=10"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ((status, output),) = end(tiny.start(config, whole, 1, 8, *flags))
     assert status == FINISHED, output
 
     started = tiny.start(config, parts, 2, 4, *flags)
-    wait_for_step(parts, 8, started)
+    wait_for_step(parts, 4, started)
     started[1].kill()
     killed = time.monotonic()
     (first, said), _ = end(started)
@@ -204,7 +204,7 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     assert "process 1, on 127.0.0.1, has died" in said
 
     started = tiny.start(config, parts, 2, 4, *flags)
-    wait_for_step(parts, 16, started)
+    wait_for_step(parts, 12, started)
     started[1].send_signal(signal.SIGTERM)
     ends = end(started)
     assert [status for status, _ in ends] == [INTERRUPTED, INTERRUPTED], ends

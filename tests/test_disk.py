@@ -173,10 +173,10 @@ def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
 @pytest.mark.slow
 def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_config, tmp_path):
     """A status of its own and no traceback; `scripts.checks.faults` compares the curves."""
-    tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 30, 5, 0
+    tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 15, 3, 0
     workdir = tmp_path / "full"
     process = start(tiny_config, workdir)
-    wait_for(lambda: "10" in _steps(workdir), process)
+    wait_for(lambda: "6" in _steps(workdir), process)
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (30_000, hard))
     output, _ = process.communicate(timeout=60)
@@ -187,7 +187,7 @@ def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_c
     assert receipt["exit"]["status"] == NOT_WRITTEN and receipt["status"] == "failed"
     code, output = run_command(tiny_config, workdir)
     assert code == 0, output
-    assert curve(workdir)[-1]["step"] == 30 and not _saving(workdir)
+    assert curve(workdir)[-1]["step"] == 15 and not _saving(workdir)
 
 
 # --- what a run writes beside its checkpoints ---------------------------------------------------

@@ -24,7 +24,7 @@ def finish(process, timeout=60):
 @pytest.mark.slow
 def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tmp_path):
     """The printed line, run as it stands, goes on; once more, there is nothing to do."""
-    tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 60, 0, 0
+    tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 24, 0, 0
     tiny_config.eval.samples = 0
     workdir = tmp_path / "a run"  # which a shell must be told to keep together
     process = start(tiny_config, workdir)
@@ -37,7 +37,7 @@ def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tm
     command = line.removeprefix("saved; resume with: ")
     assert shlex.split(command) == [str(arg) for arg in process.args]
     stopped = curve(workdir)[-1]["step"]
-    assert 7 <= stopped < 60 and (workdir / "checkpoints" / str(stopped)).is_dir()
+    assert 7 <= stopped < 24 and (workdir / "checkpoints" / str(stopped)).is_dir()
     assert not (workdir / "report.html").exists()
 
     def again():
@@ -46,11 +46,11 @@ def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tm
 
     resumed = again()
     assert resumed.returncode == 0, resumed.stderr
-    assert f"step {stopped + 1:>6}/60" in resumed.stderr
-    for part in ("tok/s", "ETA", "held-out at step 60"):
+    assert f"step {stopped + 1:>6}/24" in resumed.stderr
+    for part in ("tok/s", "ETA", "held-out at step 24"):
         assert part in resumed.stderr
     assert re.search(rf"^report +{re.escape(str(workdir))}/report.html$", resumed.stdout, re.M)
-    assert "student after 60 steps" in (workdir / "report.html").read_text()
+    assert "student after 24 steps" in (workdir / "report.html").read_text()
     before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
     finished = again()
     assert finished.returncode == 0 and "nothing to do" in finished.stderr
