@@ -44,7 +44,7 @@ flags.FLAGS.mark_as_parsed()
 
 
 def pytest_collection_finish():
-    """Collects garbage seldom, and not among what was imported: a sixth of a tracing test's time."""
+    """Collects garbage seldom, and not in what was imported: a sixth of a tracing test's time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
