@@ -164,6 +164,9 @@ class Judge:
                 rows = drafting._pack([ids[:n] for ids, n in mine], [ids[n:] for ids, n in mine])
                 found = list(pipeline.eval_batches(rows, batch_size=16, limit=None))
                 self._batches[name, temperature] = found
+        self._states = {
+            key: list(teacher.hidden_states(found)) for key, found in self._batches.items()
+        }
         self._one, several = (drafting.time_pass(teacher, n) for n in (1, 9))
         self._more = (several - self._one) / self._one / 8
         say(pass_of=teacher.source, ms=1e3 * self._one, each_token_more=self._more)
@@ -178,7 +181,7 @@ class Judge:
         heads = [jax.jit(model.functions.head)(model.params) for model in (draft, self._teacher)]
         read = {}
         for key, found in self._batches.items():
-            states = [model.hidden_states(found) for model in (draft, self._teacher)]
+            states = draft.hidden_states(found), self._states[key]
             values = [
                 jax.device_get(compute(ours, heads[0], batch["labels"], theirs, heads[1]))
                 for ours, theirs, batch in zip(*states, found, strict=True)
