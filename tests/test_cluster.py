@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from kdjax.data.rollouts import FOLDER, read_round, round_path
 from kdjax.device import cluster, sharding
 from kdjax.device.cluster import Member, SharedFlag, find_member
 from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, PEER_LOST, UserError
@@ -214,6 +215,34 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     )
     assert status == FINISHED, output
     assert tiny.largest_difference(whole, parts) < 1e-6
+
+
+@pytest.mark.slow
+def test_processes_write_the_rounds_that_one_writes_and_go_on_after_a_kill(config, tmp_path):
+    """The student's own answers on 1 x 4 and 2 x 2 devices, one killed, then on one device."""
+    quick = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    rollout = dict(share=0.25, every=4, max_tokens=8, prompt_tokens=12, batch_size=16)
+    rollout |= {"prompts": config.parent / "text"}
+    flags = [f"--config.rollout.{name}={value}" for name, value in rollout.items()]
+    flags += ["--config.eval.samples=0", "--config.checkpoint.every=2", "--config.train.steps=10"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ((status, output),) = end(tiny.start(config, whole, 1, 4, *flags, **quick))
+    assert status == FINISHED, output
+
+    started = tiny.start(config, parts, 2, 2, *flags, **quick)
+    wait_for_step(parts, 6, started)
+    started[1].kill()
+    (status, said), _ = end(started)
+    assert status == PEER_LOST, said
+    written = read_files(parts / FOLDER)
+    assert len(written) >= 2
+    assert written.items() <= read_files(whole / FOLDER).items()  # to the last bit
+
+    ((status, output),) = end(tiny.start(config, parts, 1, 1, *flags, **quick))
+    assert status == FINISHED, output
+    assert tiny.largest_difference(whole, parts) < 1e-6
+    rows = [read_round(round_path(run / FOLDER, 2)).sha256 for run in (whole, parts)]
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from kdjax.models import decoding, kernels
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, pick
 from kdjax.models.model import load
+from kdjax.models.weights import Spread
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -378,3 +379,15 @@ def test_the_command(models, monkeypatch, capsys):
     assert said.out == want[0].text.rstrip("�") + "\n" and "accepted a pass" in said.err
     assert command.main([arguments[0], "--prompt=x", "--top-p=2"]) == 2
     assert "top_p=2.0: must be" in capsys.readouterr().err
+
+
+def test_processes_agree_on_whether_the_layers_fit_a_second_time(models, monkeypatch):
+    """Each asks its own host; with two answers they would run two programs."""
+    model = opened(f"{models}/teacher.gguf@dequant:float32")
+    mesh = mock.Mock(is_multi_process=True, shape={"fsdp": 1}, local_devices=jax.devices())
+    spread = mock.Mock(spec=Spread)
+    spread.placement = mock.Mock(mesh=mesh)
+    for others, agreed in ((True, True), (False, False)):
+        gather = mock.Mock(side_effect=lambda mine, others=others: np.asarray([mine, others]))
+        monkeypatch.setattr(decoding.multihost_utils, "process_allgather", gather)
+        assert decoding._has_room(model.functions, spread) == agreed

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from test_run import Recorder, go, saved
 
 from kdjax import config as config_module
 from kdjax.config import validate
-from kdjax.data.pipeline import example
+from kdjax.data.pipeline import TextSource, example
 from kdjax.data.rollouts import (
     FOLDER,
     Answer,
@@ -42,7 +43,7 @@ from kdjax.training.caching import cache_teacher
 from kdjax.training.hooks import CollapseError, CollapseGuard, Hook
 from kdjax.training.job import assemble, make_source
 from kdjax.training.judging import TOP, compare
-from kdjax.training.rollouts import Author, check_templates, open_prompts
+from kdjax.training.rollouts import AnswerSource, Author, check_templates, open_prompts
 from kdjax.training.teachers import CachedHidden
 
 CHAT = (
@@ -282,6 +283,20 @@ def test_a_fresh_source_goes_on_at_every_batch(job, tmp_path):
         fresh = begin(job, tmp_path / "run").source
         fresh.set_state(state)
         chex.assert_trees_all_equal(fresh.next(params), batch)
+
+
+def test_each_process_has_rows_of_the_batch_that_follow_each_other(job, tmp_path):
+    params, whole = job.make_state().params, begin(job, tmp_path / "run").source
+    text = functools.partial(TextSource, job.rows.train, batch_size=6, seed=job.config.train.seed)
+    batches = [whole.next(params) for _ in range(2)]
+    shares = []
+    for index in range(2):
+        place = dict(process_index=index, process_count=2)
+        source = AnswerSource(whole._author, text(), tmp_path / "run", **place)
+        shares.append([source.next(params) for _ in range(2)])
+    for first, second, batch in zip(*shares, batches, strict=True):
+        together = {name: np.concatenate([first[name], second[name]]) for name in batch}
+        chex.assert_trees_all_equal(together, batch)
 
 
 def test_a_round_that_is_gone_or_changed_is_not_resumed_from(job, tmp_path):

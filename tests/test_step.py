@@ -151,6 +151,13 @@ def test_devices_that_keep_parts_of_the_masters_take_the_same_step():
         assert gate.addressable_shards[0].data.size * 4 == gate.size
 
 
+def test_a_state_of_parts_begins_with_whole_arrays_without_a_warning():
+    """pytest makes an error of JAX's warning that arrays could not be donated."""
+    whole, parts = build(mesh_of(data=4)), build(mesh_of(data=4), split=True)
+    state = parts.step.init(whole.state.params, donate=True)
+    chex.assert_trees_all_equal(state.params, parts.state.params)
+
+
 def test_gradients_may_travel_in_bfloat16():
     """Each device's are rounded to 8 bits: 2^-9 of a number at most, and not less than 2^-12."""
     exact, rounded = (

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -237,7 +238,10 @@ def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
         free = stats["bytes_limit"] - stats["bytes_in_use"]
     else:
         free = mem_available()
-    return free is None or 1.5 * needed < free
+    room = free is None or 1.5 * needed < free
+    if spread and spread.placement.mesh.is_multi_process:  # all run the same program
+        room = bool(np.all(multihost_utils.process_allgather(np.asarray(room))))
+    return room
 
 
 def prepare_weights(

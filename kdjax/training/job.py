@@ -420,19 +420,17 @@ def make_source(
     if not config.rollout.prompts or config.rollout.rounds == 1:
         return text_source(config, rows, cache)
     others = config.train.batch_size - count_own_rows(config)
-    text = text_source(config, rows, cache, others) if others else None
+    text = others and TextSource(rows.train, batch_size=others, seed=config.train.seed)
     functions, rows_of_head = step.spec.student, pair.student.spec.vocab_size
     student = Model(functions, step.abstract.params, rows_of_head, placement=step.placement)
-    return answer_source(config, workdir, pair, student, teacher, text)
+    return answer_source(config, workdir, pair, student, teacher, text or None)
 
 
-def text_source(
-    config: Config, rows: RowSet, cache: TeacherCache | None, batch_size: int = 0
-) -> TextSource:
-    """Training batches of the rows, this process's share; by default whole batches."""
+def text_source(config: Config, rows: RowSet, cache: TeacherCache | None) -> TextSource:
+    """Training batches of the rows, this process's share."""
     return TextSource(
         rows.train,
-        batch_size=batch_size or config.train.batch_size,
+        batch_size=config.train.batch_size,
         seed=config.train.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),

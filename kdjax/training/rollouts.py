@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from kdjax.config import Config, count_own_rows
 from kdjax.data.pipeline import TextSource, example
@@ -25,6 +24,7 @@ from kdjax.data.rollouts import (
     Prompts,
     Room,
     Round,
+    hash_columns,
     measure_answers,
     read_prompts,
     read_round,
@@ -33,6 +33,7 @@ from kdjax.data.rollouts import (
 )
 from kdjax.data.rows import Rows, RowSet
 from kdjax.data.text import find_files, openings
+from kdjax.device.cluster import exchange, first_before_others
 from kdjax.device.placement import Placement
 from kdjax.errors import CheckError, UserError
 from kdjax.losses.kd import KDLoss
@@ -222,13 +223,14 @@ class AnswerSource:
     """Batches of the student's own answers beside batches of text; a `BatchSource`.
 
     The own rows come first in a batch. A round lasts `rollout.every` batches; after the last round
-    its rows go on in other orders.
+    its rows go on in other orders. Of several processes each makes the whole batch and has rows of
+    it that follow each other, so that a device has the same ones however devices are split.
     """
 
     def __init__(
         self,
         author: Author,
-        text: TextSource | None,
+        text: TextSource | None,  # of whole batches
         workdir: Path,
         *,
         process_index: int = 0,
@@ -266,14 +268,15 @@ class AnswerSource:
         order = np.arange(len(held.rows.tokens))
         if again:
             order = np.random.default_rng([settings.train.seed, number, again]).permutation(order)
-        mine = order[at * own : (at + 1) * own][self._index :: self._count]
-        parts = [example(held.rows, int(row)) for row in mine]
+        parts = [example(held.rows, int(row)) for row in order[at * own : (at + 1) * own]]
         batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
         if self._text is not None:
             others = self._text.next()
             batch = {name: np.concatenate([x, others[name]]) for name, x in batch.items()}
         self._batches += 1
-        return batch
+        share = settings.train.batch_size // self._count
+        mine = slice(self._index * share, (self._index + 1) * share)
+        return {name: x[mine] for name, x in batch.items()}
 
     def _begin_round(self, number: int, params: Any) -> Round:
         """The round that this student writes: the one on the disk if it is of the same student."""
@@ -282,13 +285,13 @@ class AnswerSource:
         sums = json.dumps(checksums(params), sort_keys=True).encode()
         made_of = self._author.describe(number, hashlib.sha256(sums).hexdigest(), self._first)
         written = _read_same(path, made_of)
-        if written is None:
+        if not _all_have(f"round {number}", written):
             rows, record = self._author.write(params, number, self._first)
-            if self._index == 0:
-                written = write_round(path, rows, made_of | record)
-            if self._count > 1:  # nobody trains on what is not on the disk
-                multihost_utils.sync_global_devices(f"round {number} is written")
-                written = written or read_round(path)
+            with first_before_others(f"round {number}"):  # nobody trains on what is not there
+                if self._index == 0:
+                    written = write_round(path, rows, made_of | record)
+                else:
+                    written = read_round(path)
         assert written is not None
         self._news = {"round": float(number), **written.record["figures"]}
         self._news["seconds"] = time.perf_counter() - begun  # no part of the file: it differs
@@ -345,6 +348,12 @@ def _read_same(path: Path, made_of: dict[str, Any]) -> Round | None:
             _log.warning("%s It is written again.", error)
         return None
     return found if made_of.items() <= found.record.items() else None
+
+
+def _all_have(name: str, found: Round | None) -> bool:
+    """Whether all processes found the same; where one did not, all write."""
+    hashes = set(exchange(name, found and found.sha256))
+    return len(hashes) == 1 and None not in hashes
 
 
 def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
@@ -410,19 +419,13 @@ def fix_answers(config: Config, pair: Pair, placement: Placement, rows: RowSet) 
     """The rows with those of training replaced by answers of the start model, of one round.
 
     The rows of text that `rollout.share` leaves stand behind them. Written once, to
-    `data.cache_dir`. Raises `UserError` as `Author.write`.
+    `data.cache_dir`, by all processes together. Raises `UserError` as `Author.write`.
     """
     prompts = open_prompts(config, pair.tokenizer)
     key = answers_key(config, rows.key, pair.student.sha256, prompts)
     path = Path(config.data.cache_dir).expanduser() / "answers" / f"{key}.npz"
-    try:
-        fixed = read_round(path)
-    except CheckError:
-        if jax.process_count() > 1:
-            raise UserError(
-                f"{path}: found no answers, and {jax.process_count()} processes; expected one "
-                "process to write them. Run `kdjax cache` or the training with one first."
-            ) from None
+    fixed = _read_same(path, {})  # its name says what it is made of
+    if not _all_have("answers", fixed):
         student = load_model(
             pair.student,
             placement=placement,
@@ -431,7 +434,12 @@ def fix_answers(config: Config, pair: Pair, placement: Placement, rows: RowSet) 
         )
         author = Author(config, student, prompts, pair.tokenizer, pair.vocabulary.real)
         own, record = author.write(student.params, 0, 0)
-        fixed = write_round(path, own, author.describe(0, str(pair.student.sha256), 0) | record)
+        record |= author.describe(0, str(pair.student.sha256), 0)
+        with first_before_others("answers"):  # who shares the first one's disk finds them there
+            fixed = _read_same(path, {"sha256": hash_columns(own)}) or write_round(
+                path, own, record
+            )
+    assert fixed is not None
     text = (config.train.batch_size - count_own_rows(config)) * config.rollout.every
     order = np.random.default_rng([config.train.seed, 1]).permutation(len(rows.train))
     beside = np.resize(order, text)
@@ -450,12 +458,6 @@ def answer_source(
     text: TextSource | None,
 ) -> AnswerSource:
     """The source of a run whose student answers anew each round."""
-    own, count = count_own_rows(config), jax.process_count()
-    if own % count:
-        raise UserError(
-            f"rollout.share={config.rollout.share} makes {own} own rows of a batch, which cannot "
-            f"be split over {count} processes. Make it a multiple of {count}."
-        )
     reads = teacher is not None and isinstance(teacher.functions, DecoderFunctions)
     author = Author(
         config,
@@ -466,6 +468,5 @@ def answer_source(
         teacher if reads else None,
     )
     _log.info("prompts: %d, at most %d tokens", len(author.prompts), _longest_prompt(config))
-    return AnswerSource(
-        author, text, workdir, process_index=jax.process_index(), process_count=count
-    )
+    place = dict(process_index=jax.process_index(), process_count=jax.process_count())
+    return AnswerSource(author, text, workdir, **place)

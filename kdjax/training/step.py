@@ -306,7 +306,13 @@ class Step:
                 params = jax.tree.map(jnp.copy, params)
             return init_state(params, self.spec.tx)
 
-        donated = (0,) if donate else ()
+        # Whole arrays of which a device keeps a part cannot become that part.
+        placed = jax.tree.map(
+            lambda x, place: x.sharding.is_equivalent_to(place, x.ndim),
+            params,
+            self.shardings.params,
+        )
+        donated = (0,) if donate and jax.tree.all(placed) else ()
         return jax.jit(begin, out_shardings=self.shardings, donate_argnums=donated)(params)
 
     def __call__(
