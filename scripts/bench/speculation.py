@@ -29,6 +29,7 @@ from kdjax.device import runtime
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError, reporting
+from kdjax.evaluation.drafting import time_pass
 from kdjax.models import speculation
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Form
@@ -40,17 +41,21 @@ from scripts.bench.synthetic import QWEN25_SHAPES
 
 
 def open_model(text: str, *, kernels: bool) -> Model:
-    """A file in its form, or of `random:7b` random numbers of that shape, drawn on the device."""
+    """A file in its form, or of `random:7b` random numbers of that shape, drawn on the device.
+
+    `random:0.5b/8` has 8 layers.
+    """
     kind, _, name = text.partition(":")
     if kind != "random":
         form = Form.parse(text)
         return load(form.path, weights=form.weights, dtype=form.dtype)
-    shape = QWEN25_SHAPES[name]
+    shape_name, _, layers = name.partition("/")
+    shape = QWEN25_SHAPES[shape_name]
     spec = ArchSpec(
         family="qwen2",
         vocab_size=shape.rows,
         hidden_size=shape.hidden,
-        num_layers=shape.layers,
+        num_layers=int(layers) if layers else shape.layers,
         num_heads=shape.heads,
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_width,
@@ -129,8 +134,21 @@ def first_gap(plain: Completion, other: Completion) -> float | None:
     return None if at is None else abs(plain.log_probs[at] - other.log_probs[at])
 
 
+def measure_passes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each model: milliseconds of passes of one row over so many tokens."""
+    for text in [args.big, *args.draft.split(",")]:
+        model = open_model(text, kernels=not args.plain)
+        counts = map(int, args.passes.split(","))
+        yield {"model": text, "resident": str(model)} | {
+            f"ms over {count}": 1e3 * time_pass(model, count) for count in counts
+        }
+
+
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of every size of batch."""
+    if args.passes:
+        yield from measure_passes(args)
+        return
     big, small = (open_model(text, kernels=not args.plain) for text in (args.big, args.draft))
     prompts = read_prompts(args, big)
     for size in map(int, args.batch_size.split(",")):
@@ -191,6 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--batch-size", default="1", help="rows at once, joined by commas")
     flags.add_argument("--temperature", type=float, default=0.0)
     flags.add_argument("--impose", default="", help="rates of acceptance, joined by commas")
+    passes = "only times passes over so many tokens, joined by commas; --draft names several models"
+    flags.add_argument("--passes", default="", help=passes)
     flags.add_argument("--plain", action="store_true", help="random shapes without our kernels")
     flags.add_argument("--repeats", type=int, default=3)
     args = flags.parse_args(argv)
