@@ -116,7 +116,7 @@ def make_config(args: argparse.Namespace, changes: Fields) -> Config:
     if any(name.startswith("rollout.") for name in changes):
         config.rollout.prompts = args.prompts
     overrides = [part.split("=", 1) for part in args.set]
-    for name, value in [*overrides, *changes.items()]:
+    for name, value in [*changes.items(), *overrides]:
         section, field = name.split(".")
         value = str(args.invented) if value == "invented" else value
         known = getattr(getattr(config, section), field)
