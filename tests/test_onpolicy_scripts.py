@@ -7,7 +7,7 @@ import pytest
 from kdjax.evaluation.problems import load_humaneval
 from kdjax.models.decoding import Completion
 from scripts.corpus.conversations import functions
-from scripts.onpolicy import cost, invent, prompts, table
+from scripts.onpolicy import cost, interval, invent, prompts, table
 
 MODULE = '''"""A module of nothing but examples, as long as one that people wrote."""
 
@@ -184,3 +184,21 @@ def test_the_cost_of_own_answers_is_of_whole_rounds(models, tmp_path):
     assert 160 < own["tokens"] <= 200
     over = own["over_text_at_equal_tokens"] / own["over_text_at_equal_positions"]
     assert over == pytest.approx(512 / own["tokens"])
+
+
+def test_the_interval_pairs_problems_and_puts_seeds_together(tmp_path, capsys):
+    def row(setting, seed, passed):
+        judged = {"problems": 4, "passed": passed}
+        return {"setting": setting, "seed": seed, "humaneval": judged}
+
+    # Problems differ much, the settings in one of eight samples of each problem or none.
+    rows = [row("own", 1, "11111100"), row("own", 0, "11111100")]
+    rows += [row("offline", 0, "11101000"), {"setting": "before", "error": "out of memory"}]
+    found = interval.compare(rows, "own", "offline", "humaneval")
+    assert found.mean == pytest.approx(0.25) and found.of == [0.75, 0.75]
+    assert 0 <= found.low < 0.25 < found.high <= 0.5
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    assert interval.main([str(tmp_path / "t.json"), "--of=own"]) == 0
+    assert "own 0.7500 0.7500, offline 0.5000: +25.0 points" in capsys.readouterr().out
+    assert interval.main([str(tmp_path / "t.json"), "--of=none"]) == 2
+    assert "the tables hold before, offline, own" in capsys.readouterr().err

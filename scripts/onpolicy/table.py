@@ -334,7 +334,6 @@ class Bench:
         tokenizer = pair.tokenizer
         settings = passk.Settings(
             form=choose_format("auto", tokenizer),
-            samples=args.samples,
             batch_size=10**6,  # all in one call: the engine fills its slots by itself
             allow_unsandboxed=args.allow_unsandboxed,
         )
@@ -342,7 +341,7 @@ class Bench:
         def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
             sampling = Sampling(
                 args.answer_tokens,
-                args.temperature if args.samples > 1 else 0.0,
+                args.temperature,
                 stop_ids=tokenizer.stop_ids,
                 stop_strings=stops,
             )
@@ -351,7 +350,9 @@ class Bench:
 
         found = {}
         for name, problems in self.problems.items():
-            result = passk.run_benchmark(problems, tokenizer, generate, settings)
+            samples = 1 if name == "mbpp" else args.samples
+            asked = dataclasses.replace(settings, samples=samples)
+            result = passk.run_benchmark(problems, tokenizer, generate, asked)
             passed = "".join("01"[r["reason"] == "passed"] for r in result["results"])
             found[name] = {
                 "pass_at_1": result["pass_at_k"]["1"],
@@ -409,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batch-size", type=int, default=16)
     add("--rows", type=int, default=1024, help="answers written at a time")
     add("--answer-tokens", type=int, default=512, help="of an answer that is judged")
-    add("--samples", type=int, default=5)
+    add("--samples", type=int, default=5, help="of MBPP's problems, of which there are more, 1")
     add("--temperature", type=float, default=0.2)
     add("--limit", type=int, default=0, help="problems of each set; 0: all")
     add("--allow-unsandboxed", action="store_true")
