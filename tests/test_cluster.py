@@ -127,6 +127,7 @@ class Store:
 
     def key_value_set_bytes(self, key, value):
         with self._changed:
+            assert key not in self._values
             self._values[key] = value
             self._changed.notify_all()
 
@@ -148,6 +149,7 @@ def test_what_processes_do_together_comes_back_in_order(monkeypatch, items):
         place.index = index
         mine = cluster.share(range(items))
         done.extend(mine)
+        cluster.collect("squares", list(mine))  # a name may be used again
         return cluster.collect("squares", [x * x for x in mine])
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:

@@ -5,6 +5,7 @@ every process and tells each its place by variables. Ray Train initialises JAX i
 """
 
 import atexit
+import collections
 import contextlib
 import functools
 import json
@@ -260,7 +261,7 @@ def _state() -> Any:
 
 
 def check_agreement(name: str, mine: Mapping[str, Any], timeout: int = JOIN_TIMEOUT) -> None:
-    """Proves that all processes have the same values; `name` is used once a run.
+    """Proves that all processes have the same values; see `exchange` for `name`.
 
     Raises `UserError`, in every process, naming each field that differs and who has which value.
     """
@@ -286,13 +287,25 @@ def _find_differences(field: str, found: Sequence[Mapping[str, str]]) -> list[in
 
 
 def exchange(name: str, mine: Any, timeout: int = _DAY) -> list[Any]:
-    """What each process gives, in their order, to all of them; JSON-able. `name` is used once."""
+    """What each process gives, in their order, to all of them; JSON-able.
+
+    All processes call it equally often with the same `name`.
+    """
     if jax.process_count() == 1:
         return [mine]
-    client, folder = _state().client, f"kdjax/{name}/"
+    client, folder = _state().client, f"kdjax/{_number(name)}/"
     client.key_value_set_bytes(f"{folder}{jax.process_index()}", json.dumps(mine).encode())
     keys = [f"{folder}{process}" for process in range(jax.process_count())]
     return [json.loads(client.blocking_key_value_get_bytes(k, timeout * 1000)) for k in keys]
+
+
+_uses: collections.Counter[tuple[int, str]] = collections.Counter()
+
+
+def _number(name: str) -> str:
+    """The name with how often this process has used it: a program may call `distill` again."""
+    _uses[jax.process_index(), name] += 1
+    return f"{name}/{_uses[jax.process_index(), name]}"
 
 
 def share(items: Sequence[Any]) -> Sequence[Any]:
@@ -319,7 +332,8 @@ def first_before_others(name: str, timeout: int = _DAY) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    barrier = functools.partial(_state().client.wait_at_barrier, f"kdjax-{name}", timeout * 1000)
+    key = f"kdjax-{_number(name)}"
+    barrier = functools.partial(_state().client.wait_at_barrier, key, timeout * 1000)
     if jax.process_index() != 0:
         barrier()
         yield
