@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import platform
 import signal
 import subprocess
 import threading
@@ -156,6 +157,23 @@ def test_what_processes_do_together_comes_back_in_order(monkeypatch, items):
         found = list(pool.map(work, range(3)))
     assert found == [[x * x for x in range(items)]] * 3
     assert sorted(done) == list(range(items))
+
+
+def test_one_process_of_a_host_reads_for_all_of_it(monkeypatch):
+    state, place = types.SimpleNamespace(client=Store()), threading.local()
+    monkeypatch.setattr(cluster, "_state", lambda: state)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "process_index", lambda: place.index)
+    monkeypatch.setattr(platform, "node", lambda: "ab"[place.index // 2])
+    read = []
+
+    def work(index):
+        place.index = index
+        return cluster.once_a_host("file", lambda: read.append(index) or f"by {index}")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == ["by 0", "by 0", "by 2", "by 2"]
+    assert sorted(read) == [0, 2]
 
 
 # --- processes ----------------------------------------------------------------------------------

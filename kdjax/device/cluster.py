@@ -319,6 +319,12 @@ def collect(name: str, results: Sequence[Any]) -> list[Any]:
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
 
+def once_a_host(name: str, make: Callable[[], Any]) -> Any:
+    """What the first process of this host makes, for all of the host; JSON-able."""
+    first = exchange(f"{name} by host", platform.node()).index(platform.node())
+    return exchange(name, make() if first == jax.process_index() else None)[first]
+
+
 @functools.cache
 def cores() -> int:
     """Processors for each process of this host, if they divide them evenly."""

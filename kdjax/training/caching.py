@@ -22,7 +22,7 @@ from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.model import Model
-from kdjax.training.job import describe_cache, load_teacher, prepare_all, survey
+from kdjax.training.job import describe_cache, hash_models, load_teacher, prepare_all, survey
 from kdjax.training.teachers import CachedHidden, CachedTopK, RunningTeacher
 
 _log = logging.getLogger("kdjax")
@@ -48,8 +48,8 @@ def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) ->
     if isinstance(kind, CachedTopK) and not 0 < kind.k <= real:
         raise UserError(f"found --k={kind.k}; expected 1 to {real:,}, the ids of the vocabulary.")
     rows = prepare_all(config, pair, placement)
-    assert pair.teacher is not None  # its path is there
-    spec = describe_cache(config, pair, rows, kind, pair.teacher.sha256)
+    teacher_hash = str(hash_models(pair)["teacher.sha256"])
+    spec = describe_cache(config, pair, rows, kind, teacher_hash)
     cluster.check_agreement("cache-spec", dataclasses.asdict(spec))
     loss = KDLoss(temperature=config.loss.temperature)
     head = HeadSpec(loss, *spec.vocabulary, plan.chunk_tokens, placement.kernels)

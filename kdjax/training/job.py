@@ -27,8 +27,7 @@ from kdjax.data.rows import (
     warn_of_marks,
 )
 from kdjax.data.teacher_cache import CacheSpec, TeacherCache, hash_index, open_cache, read_index
-from kdjax.device import sharding
-from kdjax.device.cluster import first_before_others
+from kdjax.device import cluster, sharding
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import MissingFileError, UserError
@@ -296,7 +295,7 @@ def prepare_all(config: Config, pair: Pair, placement: Placement) -> RowSet:
 def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
     """Packed rows of the configured text, from the cache if they are there."""
     folder = Path(config.data.cache_dir).expanduser()
-    with first_before_others("rows"):
+    with cluster.first_before_others("rows"):
         rows = prepare_rows(row_settings(config, tokenizer), folder)
     _log.info("rows: %s", rows.info)
     for side in ("train", "heldout"):
@@ -337,11 +336,11 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare_all(config, pair, placement)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
-        hashed = pool.submit(_hash_models, pair)
+        hashed = pool.submit(hash_models, pair)
         cache = None
         if isinstance(plan.kind, CachedHidden | CachedTopK):
-            assert pair.teacher is not None  # as `validate` asks
-            spec = describe_cache(config, pair, rows, plan.kind, pair.teacher.sha256)
+            teacher_hash = str(hashed.result()["teacher.sha256"])
+            spec = describe_cache(config, pair, rows, plan.kind, teacher_hash)
             cache = open_cache(Path(config.teacher.cache), spec)
             _log.info("%s", cache)
         teacher, step, schedule = build_step(config, pair, placement, plan.kind)
@@ -365,9 +364,13 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
     )
 
 
-def _hash_models(pair: Pair) -> dict[str, str | None]:
+def hash_models(pair: Pair) -> dict[str, str | None]:
+    """SHA-256s of the models' files, which one process of a host reads for that."""
     sides = ("teacher", pair.teacher), ("student", pair.student)
-    return {f"{side}.sha256": checkpoint and checkpoint.sha256 for side, checkpoint in sides}
+    return cluster.once_a_host(
+        "models",
+        lambda: {f"{side}.sha256": opened and opened.sha256 for side, opened in sides},
+    )
 
 
 def check_finished(config: Config, workdir: Path) -> None:
@@ -404,7 +407,7 @@ def _hash_inputs(config: Config) -> dict[str, Any]:
             made_of["rollout.prompts"] = prompts.key
     if config.teacher.cache:
         made_of["teacher.cache"] = hash_index(read_index(Path(config.teacher.cache))[1])
-    return made_of | _hash_models(pair)
+    return made_of | hash_models(pair)
 
 
 def make_source(
