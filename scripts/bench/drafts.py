@@ -2,16 +2,17 @@
 
     python -m scripts.bench.drafts BIG.gguf --draft=SMALL.gguf --prompts=train.jsonl \
         --heldout=chat=heldout.jsonl --text=python:jax,flax --passages=4000 --seconds=40 \
-        --variants='text:forward_kl;teacher:total_variation;teacher:forward_kl@0,5,11,23|0,1,2,23'
+        --variants='text:forward_kl;teacher:total_variation;teacher:forward_kl@0,11,23|0,1,23#90>cut'
 
-A variant is SOURCE:DIVERGENCE, then nothing or @LAYERS of the draft. SOURCE is `text` (files), or
+A variant is SOURCE:DIVERGENCE, then, if wanted, @LAYERS of the draft, #SECONDS, and >NAME under
+which `--save` exports it. SOURCE is `text` (files), or
 what the `teacher` or the draft itself (`own`) writes to `--prompts` and to `--passages` of the
 files at T = 1. Of sets of layers joined by | each trains for `--try-seconds`, and the one that
 keeps the largest share at T = 1 trains whole. The teacher's hidden states are computed once for
 each text, and each variant trains for `--seconds` of the device, compilation not counted: the rate
 follows the clock. Judged on the teacher's continuations of `--heldout`:
-`kdjax.evaluation.drafting` says what is counted. With `--save` each is exported. No variant begins
-that `--limit` leaves no time for. Prints a line of JSON a figure. Exit status: 0 done, 2 bad input.
+`kdjax.evaluation.drafting` says what is counted. No variant begins that `--limit` leaves no time
+for. Prints a line of JSON a figure. Exit status: 0 done, 2 bad input.
 """
 
 import argparse
@@ -53,7 +54,7 @@ from kdjax.training.step import Step
 from kdjax.training.teachers import CachedHidden
 
 _AT_ONCE = 4  # prompts a slot between two looks at the clock
-_AFTER = 30.0  # seconds that judging a variant takes
+_AFTER = 20.0  # seconds that judging a variant takes
 _LOOK = 8  # steps between two looks at the clock
 
 Text = tuple[list[int], int]  # ids, and how many of them are the prompt
@@ -153,7 +154,7 @@ class Judge:
         self, teacher: Model, prompts: dict[str, list[list[int]]], args: argparse.Namespace
     ):
         self._teacher, self._domains = teacher, list(prompts)
-        self._batches = {}
+        self._batches, self._seconds = {}, {}
         flat = [prompt for part in prompts.values() for prompt in part]
         for temperature in (0.0, 1.0):
             texts = iter(write(teacher, flat, args, temperature=temperature))
@@ -174,9 +175,12 @@ class Judge:
     def judge(self, draft: Model, **named: Any) -> float:
         """Prints a line for each rule; returns the mean share kept at T = 1."""
         own = share_vocabulary(draft, self._teacher)
+        size = draft.spec.num_layers if draft.spec else 0
+        if size not in self._seconds:
+            self._seconds[size] = drafting.time_pass(draft, 1)
+        seconds = self._seconds[size]
         spec = HeadSpec(KDLoss(), own.width, own.real, chunk_tokens=1024)
         compute = functools.partial(_compare, spec)
-        seconds = drafting.time_pass(draft, 1)
         costs = drafting.Costs(seconds / self._one, max(self._more, 0.0))
         heads = [jax.jit(model.functions.head)(model.params) for model in (draft, self._teacher)]
         read = {}
@@ -272,7 +276,7 @@ def teach(
 
     The rate rises over the first steps, and falls as a cosine to nothing at the last second.
     """
-    state = step.init(start, donate=True)
+    state = step.init(start)
     rng, order = np.random.default_rng(args.seed), np.zeros(0, int)
     begun, spent, losses, done = 0.0, 0.0, [], 0
     for done in itertools.count(1):
@@ -315,11 +319,12 @@ class Course:
         random.Random(args.seed).shuffle(self._prompts)
         say(prompts=len(self._prompts), seconds_left=self._left())
         self._lesson: tuple[str, Lesson] | None = None
+        self._draft = self._open(args.draft, dtype="float32")
 
     def _left(self) -> float:
         return self._ends - time.monotonic()
 
-    def _open(self, path: str, layers: str = "", dtype: str = "bfloat16") -> Model:
+    def _open(self, path: str, layers: str = "", *, dtype: str) -> Model:
         checkpoint = cut_layers(open_checkpoint(path), split_layers(layers))
         how = dict(placement=self._placement, dtype=dtype, compute_dtype=self._args.dtype)
         return load_model(checkpoint, max_segments=32, **how)  # type: ignore[arg-type]
@@ -345,9 +350,12 @@ class Course:
             self._lesson = source, make_lesson(self._teacher, rows, self._args.batch_size)
         return self._lesson[1]
 
-    def hold(self, number: int, variant: str) -> None:
+    def hold(self, variant: str) -> None:
         """Trains and judges one variant, or says why not."""
         args = self._args
+        variant, _, name_out = variant.partition(">")
+        variant, _, spent = variant.partition("#")
+        wanted = float(spent or args.seconds)
         recipe, _, choices = variant.partition("@")
         source, _, divergence = recipe.partition(":")
         sets = choices.split("|")
@@ -364,7 +372,9 @@ class Course:
 
         def learn(layers: str, seconds: float, **named: Any) -> tuple[Model, float]:
             nonlocal step
-            student = self._open(args.draft, layers, "float32")
+            student = self._draft
+            if layers:
+                student = self._open(args.draft, layers, dtype="float32")
             if step is None:  # sets of as many layers share it
                 how = dict(chunk_tokens=args.chunk, kind=CachedHidden())
                 loss = KDLoss(divergence)
@@ -382,13 +392,13 @@ class Course:
                 _, kept = learn(layers, args.try_seconds, variant=f"{recipe}@{layers}", tried=True)
                 best, most = max((best, most), (layers, kept), key=lambda pair: pair[1])
         name = f"{recipe}@{best}" if best else recipe
-        seconds = min(args.seconds, self._left() - _AFTER)
-        if seconds < args.seconds / 4:
+        seconds = min(wanted, self._left() - _AFTER)
+        if seconds < wanted / 2:
             say(variant=name, left_out=f"{self._left():.0f} s are left")
             return
         trained, _ = learn(best, seconds, variant=name)
-        if args.save:
-            save(trained, args.save / f"variant{number}", args.types.split(","), variant=name)
+        if args.save and name_out:
+            save(trained, args.save / name_out, args.types.split(","), variant=name)
         say(variant=name, seconds_left=self._left())
 
 
@@ -416,7 +426,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     flags.add_argument("--text", default="", help="files of the source `text`, and for passages")
     flags.add_argument("--passages", type=int, default=0, help="of these files, as more prompts")
-    flags.add_argument("--variants", required=True, metavar="SOURCE:DIVERGENCE[@LAYERS|...];...")
+    flags.add_argument(
+        "--variants", required=True, metavar="SOURCE:DIVERGENCE[@LAYERS|...][#SECONDS][>NAME];..."
+    )
     flags.add_argument("--seconds", type=float, default=40.0, help="of training, for a variant")
     flags.add_argument("--try-seconds", type=float, default=15.0, help="for a set of layers")
     flags.add_argument("--limit", type=float, default=math.inf, help="seconds of the whole run")
@@ -440,8 +452,8 @@ def main(argv: list[str] | None = None) -> int:
     runtime.configure()
     print(runtime.device_summary(), file=sys.stderr)
     course = Course(args)
-    for number, variant in enumerate(args.variants.split(";")):
-        course.hold(number, variant)
+    for variant in args.variants.split(";"):
+        course.hold(variant)
     return 0
 
 

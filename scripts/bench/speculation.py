@@ -114,8 +114,8 @@ def imposing(rate: float | None) -> Iterator[None]:
 
 
 def timed(model: Model, prompts: Any, repeats: int, **how: Any) -> tuple[list[Completion], float]:
-    """Completions, and the median seconds of `repeats` runs after one that compiles."""
-    model.generate(prompts, **how)
+    """Completions, and the median seconds of `repeats` runs after a batch that compiles."""
+    model.generate(prompts[: how["batch_size"]], **how)
     seconds, answers = [], []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -149,34 +149,43 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.passes:
         yield from measure_passes(args)
         return
-    big, small = (open_model(text, kernels=not args.plain) for text in (args.big, args.draft))
-    prompts = read_prompts(args, big)
+    models = [open_model(x, kernels=not args.plain) for x in (args.big, *args.draft.split(","))]
+    prompts = read_prompts(args, models[0])
     for size in map(int, args.batch_size.split(",")):
-        for row in measure_pair(big, small, prompts, size, args):
-            yield {"batch": size} | row
+        how: dict[str, Any] = dict(batch_size=size)
+        how |= dict(sampling=Sampling(args.max_tokens, args.temperature, seed=1))
+        alone = []
+        for model in models:
+            answers, seconds = timed(model, prompts, args.repeats, **how)
+            alone.append((answers, seconds))
+            count = sum(len(a.ids) for a in answers)
+            yield {"batch": size, "alone": str(model), "tokens/s": count / seconds} | {
+                "ms a step": 1e3 * seconds / args.max_tokens / -(-len(prompts) // size)
+            }
+        for small in models[1:]:
+            for row in measure_pair(models[0], small, prompts, alone[0], args, **how):
+                yield {"batch": size, "draft": str(small)} | row
 
 
 def measure_pair(
-    big: Model, small: Model, prompts: list[list[int]], size: int, args: argparse.Namespace
+    big: Model,
+    small: Model,
+    prompts: list[list[int]],
+    alone: tuple[list[Completion], float],
+    args: argparse.Namespace,
+    *,
+    sampling: Sampling,
+    batch_size: int,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each model alone, then one for each imposed rate and number of drafts."""
-    sampling = Sampling(args.max_tokens, args.temperature, seed=1)
-    how = dict(sampling=sampling, batch_size=size)
-    alone: dict[str, tuple[list[Completion], float]] = {}
-    for name, model in (("big", big), ("draft", small)):
-        alone[name] = answers, seconds = timed(model, prompts, args.repeats, **how)
-        count = sum(len(a.ids) for a in answers)
-        yield {"alone": name, "model": str(model), "tokens/s": count / seconds} | {
-            "ms a step": 1e3 * seconds / args.max_tokens / -(-len(prompts) // size)
-        }
-    plain, plain_seconds = alone["big"]
+    """A row for each imposed rate and number of drafts."""
+    plain, plain_seconds = alone
     rates = [float(x) for x in args.impose.split(",")] if args.impose else [None]
     for rate in rates:
         with imposing(rate):
             for count in map(int, args.draft_tokens.split(",")):
                 # The seed is part of the program: each rate is compiled for itself.
                 drawn = dataclasses.replace(sampling, seed=1 + round(1000 * (rate or 0)))
-                more = dict(draft=small, draft_tokens=count, sampling=drawn, batch_size=size)
+                more = dict(draft=small, draft_tokens=count, sampling=drawn, batch_size=batch_size)
                 got, seconds = timed(big, prompts, args.repeats, **more)
                 passes = sum(c.drafted.passes for c in got if c.drafted)
                 accepted = sum(c.drafted.accepted for c in got if c.drafted)
@@ -200,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     flags.add_argument("big", help="PATH[@dequant|q4k[:bfloat16|float32]], or random:7b")
-    flags.add_argument("--draft", required=True, help="likewise")
+    flags.add_argument("--draft", required=True, help="likewise; several joined by commas")
     flags.add_argument("--draft-tokens", default="3,5,8", help="of each pass, joined by commas")
     flags.add_argument("--text", default="", help="files whose beginnings are prompts")
     flags.add_argument("--prompts", type=int, default=20)
@@ -209,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--batch-size", default="1", help="rows at once, joined by commas")
     flags.add_argument("--temperature", type=float, default=0.0)
     flags.add_argument("--impose", default="", help="rates of acceptance, joined by commas")
-    passes = "only times passes over so many tokens, joined by commas; --draft names several models"
+    passes = "only times passes over so many tokens, joined by commas"
     flags.add_argument("--passes", default="", help=passes)
     flags.add_argument("--plain", action="store_true", help="random shapes without our kernels")
     flags.add_argument("--repeats", type=int, default=3)
