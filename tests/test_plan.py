@@ -1,6 +1,8 @@
 """The plan: resident bytes exact, peaks near what an H200 used, and the backend that auto takes."""
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -24,8 +26,10 @@ from kdjax.errors import UserError
 from kdjax.formats import TensorInfo, TensorTable, open_table
 from kdjax.formats.blocks import row_bytes
 from kdjax.formats.gguf import GGUFTable, write_gguf
+from kdjax.models import decoding
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
+from kdjax.models.decoder import Compute, functional
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import plan, teachers
 from kdjax.training.job import ask_kinds, assemble, survey
@@ -286,6 +290,52 @@ def test_a_divergence_without_kernels_is_planned_with_an_intermediate(pairs):
     ]
     kernels, without = (x["logits of a chunk"] for x in loss)
     assert without - kernels == 4 * 4096 * 151_936
+
+
+def test_own_answers_are_planned_with_all_that_writes_them(pairs):
+    config = config_of(8, 2048, remat="none")
+    without = plan.make_plan(config, pairs["7b"], one_device(), H200, KINDS["dequant"])
+    name = "own answers are written"
+    assert name not in without.phases
+    config.rollout.prompts, config.rollout.prompt_tokens = "p.jsonl", 200
+    config.rollout.max_tokens = 512
+    writing = plan.make_plan(config, pairs["7b"], one_device(), H200, KINDS["dequant"]).phases[name]
+    # 712 ids take 768 places of 24 layers' two heads of 64, keys and values, two bytes each.
+    assert writing["keys and values"] == 1024 * 768 * 24 * 2 * 2 * 64 * 2
+    assert writing["a call's own"] == 4 * 1024 * 151_936
+    assert writing["its head"] == 2 * 896 * 151_936
+    # Those of little memory write with the layers as they are, and the advice is fewer at a time.
+    small = plan.make_plan(config, pairs["7b"], one_device(), on(33.5), KINDS["dequant"])
+    assert "its layers apart" in writing and "its layers apart" not in small.phases[name]
+    config.train.batch_size, config.student.remat = 1, "auto"
+    with pytest.raises(UserError, match=r"It would fit with .*--config.rollout.batch_size=256"):
+        plan.choose_plan(config, pairs["7b"], one_device(), on(18), AUTO)
+    config.rollout.rounds, config.student.remat = 1, "none"  # written before a teacher is loaded
+    once = plan.make_plan(config, pairs["7b"], one_device(), H200, KINDS["dequant"])
+    assert name not in once.phases
+
+
+@pytest.mark.parametrize(("vocab", "room"), [(32000, 128), (4096, 512)])
+def test_an_engine_holds_what_is_counted(vocab, room):
+    """By XLA's account of a compiled call: where logits are most of it, and where the cache is."""
+    spec = spec_from_table(open_table(Path(__file__).parent / "goldens" / "qwen2_tied"))
+    sizes = dict(vocab_size=vocab, hidden_size=128, mlp_size=256, num_layers=2, head_dim=32)
+    spec = dataclasses.replace(spec, **sizes, max_positions=4096)
+    functions, params = functional(spec, Compute())
+    static = dict(functions=functions, spread=None)
+    apart = functools.partial(decoding._prepare, **static, unstack=True)
+    layers, head = jax.eval_shape(apart, params)
+    opened = functools.partial(decoding._open, **static, slots=64, capacity=room)
+    of, slots = jax.ShapeDtypeStruct, jax.eval_shape(opened, params)
+    counted = decoding.count_slots(spec, 4, 64, room // 4, 3 * room // 4, kernel=False)
+    weights = decoding.count_layers(spec, 4, 1, None)
+    drawn = dict(real=vocab, sampling=decoding.Sampling(1, temperature=1.0), steps=2)
+    state = layers, head, slots, of((), jnp.uint32), of((64,), bool)
+    used = decoding._advance.lower(params, *state, **static, **drawn).compile().memory_analysis()
+    embedding = 4 * spec.vocab_size * spec.hidden_size
+    found = used.argument_size_in_bytes + used.temp_size_in_bytes - embedding
+    want = weights + embedding + sum(counted.values())
+    assert found == pytest.approx(want, rel=0.03)
 
 
 def test_auto_leaves_a_cpus_memory_to_others(pairs):

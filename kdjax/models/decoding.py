@@ -22,6 +22,7 @@ from kdjax.device.runtime import mem_available
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models import kernels
+from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Cache, DecoderFunctions, Layers, Params
 from kdjax.models.kernels import EXCLUDED, BlockSums
 from kdjax.models.tokenizer import Tokenizer
@@ -223,25 +224,62 @@ def find_stops(ids: Array, sampling: Sampling) -> Array:
 
 
 def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
-    """Whether the layers may lie in memory a second time, as numbers of the compute dtype.
-
-    Experts stay as they are stored: of few rows each multiplies few. Shards stay shards.
-    """
-    spec, itemsize = functions.spec, jnp.dtype(functions.compute.dtype).itemsize
-    if spec.experts or (spread and spread.placement.mesh.shape["fsdp"] > 1):
-        return False
-    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    needed = spec.num_layers * spec.hidden_size * (attention + 3 * spec.mlp_size) * itemsize
+    """Whether the layers may lie in memory a second time, as numbers of the compute dtype."""
+    itemsize = jnp.dtype(functions.compute.dtype).itemsize
+    shards = spread.placement.mesh.shape["fsdp"] if spread else 1
     device = spread.placement.mesh.local_devices[0] if spread else jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats["bytes_in_use"]
     else:
         free = mem_available()
-    room = free is None or 1.5 * needed < free
+    room = count_layers(functions.spec, itemsize, shards, free) > 0
     if spread and spread.placement.mesh.is_multi_process:  # all run the same program
         room = bool(np.all(multihost_utils.process_allgather(np.asarray(room))))
     return room
+
+
+def count_layers(spec: ArchSpec, itemsize: int, shards: int, free: int | float | None) -> int:
+    """Bytes of the layers apart where so many bytes are free (None: unknown); 0: they stay stacked.
+
+    Experts stay as they are stored: of few rows each multiplies few. Shards stay shards.
+    """
+    if spec.experts or shards > 1:
+        return 0
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    needed = spec.num_layers * spec.hidden_size * (attention + 3 * spec.mlp_size) * itemsize
+    return needed if free is None or 1.5 * needed < free else 0
+
+
+def count_slots(
+    spec: ArchSpec, itemsize: int, slots: int, prompt: int, answer: int, *, kernel: bool
+) -> dict[str, int]:
+    """Bytes of so many slots for such lengths on one device, by part, beside the weights.
+
+    A call holds its logits, or what the reading of prompts keeps, or, without the kernel of
+    attention, a layer's keys and values once more.
+    """
+    pair = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
+    cache = slots * _room_for(prompt + answer) * pair
+    positions = _prompts_at_once(slots) * -(-prompt // _BUCKET) * _BUCKET
+    # Keys and values as layers give them, stacked and turned; a layer's activations.
+    read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
+    return {
+        "keys and values": cache,
+        "a call's own": max(
+            4 * slots * spec.vocab_size, positions * read, (not kernel) * cache // spec.num_layers
+        ),
+    }
+
+
+def _room_for(ids: int) -> int:
+    """Positions of a cache for so many ids."""
+    return -(-ids // _ROOM) * _ROOM
+
+
+def _prompts_at_once(slots: int) -> int:
+    """How many prompts a device of so many slots reads in a call."""
+    return min(max(slots // 8, 1), 32)
 
 
 def prepare_weights(
@@ -558,10 +596,9 @@ class _Engine:
         self._ended = np.zeros(slots, bool)  # by the host, since the last call
         self._asked = np.zeros(slots, int)  # ids that the calls so far can have drawn
         self._shards, self._local = shards, slots // shards
-        self._at_once = min(max(self._local // 8, 1), 32)  # prompts a device reads
+        self._at_once = _prompts_at_once(self._local)
         longest = max(len(row.prompt) for row in rows) + sampling.max_tokens
-        capacity = -(-longest // _ROOM) * _ROOM
-        self._slots = _open(params, **programs, slots=slots, capacity=capacity)
+        self._slots = _open(params, **programs, slots=slots, capacity=_room_for(longest))
         self._layers, self._head = prepare_weights(params, **programs)
         # What only the host looks at is no part of a program: other values compile nothing anew.
         on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)

@@ -21,6 +21,7 @@ from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
 from kdjax.losses.divergences import forward_kl, parse_divergence
+from kdjax.models import decoding
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional
 from kdjax.training import optim
@@ -107,7 +108,8 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     limit = devices.memory_bytes
     if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
-    temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, gradients=masters)
+    free = limit - sum(resident.values()) if limit else None
+    temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, masters, free)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
     return Plan(
         kind=kind,
@@ -152,6 +154,7 @@ class _Temporaries:
     platform: str
     kind: TeacherKind
     gradients: Size
+    free: Size | None  # what is resident leaves of the device; None if unknown
 
     @property
     def _size(self) -> int:
@@ -181,10 +184,30 @@ class _Temporaries:
         """Parts of each phase by name, in the order of a step and an evaluation."""
         on_cpu = self.platform == "cpu"
         factor, overhead = (_CPU_FACTOR, {}) if on_cpu else (1.0, {"workspace": _GPU_OVERHEAD})
-        return {
+        phases = {
             name: {part: size * factor for part, size in parts.items() if size} | overhead
             for name, parts in self._phases()
         }
+        rollout = self.config.rollout
+        if rollout.prompts and rollout.rounds != 1:  # one round is written before all this
+            writing = self._writing()
+            phases["own answers are written"] = {k: v for k, v in writing.items() if v} | overhead
+        return phases
+
+    def _writing(self) -> dict[str, Size]:
+        """Between steps: the student in the compute dtype, and the engine of its answers."""
+        rollout, spec, size = self.config.rollout, self.pair.student.spec, self._size
+        shards = self.mesh.shape["fsdp"]
+        prompt = rollout.prompt_tokens or self.config.data.seq_len - rollout.max_tokens
+        slots = -(-rollout.batch_size // sharding.row_shards(self.mesh))
+        sizes = slots, prompt, rollout.max_tokens
+        parts: dict[str, Size] = {
+            "the student as it writes": spec.parameters() * size / shards if size < 4 else 0.0,
+            "its head": spec.vocab_size * spec.hidden_size * size,
+            **decoding.count_slots(spec, size, *sizes, kernel=self.platform == "gpu"),
+        }
+        free = None if self.free is None else self.free - sum(parts.values())
+        return parts | {"its layers apart": decoding.count_layers(spec, size, shards, free)}
 
     def _phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
         config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
@@ -355,13 +378,18 @@ def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Pl
     parts = [n for n in range(asked[0], rows + 1) if rows % n == 0]
     chunks = [c for c in (asked[1], 512, 256, 128) if c <= asked[1]]
     evals = sorted({asked[2], shards}, reverse=True)
-    for part, chunk, held_out in itertools.product(parts, chunks, evals):
+    free = plan.limit - sum(plan.resident.values()) if plan.limit else None
+    rollout = config.rollout
+    slots_to_try = {max(rollout.batch_size // n, shards) for n in (1, 4, 16)}
+    answers = sorted(slots_to_try, reverse=True) if rollout.prompts else [rollout.batch_size]
+    for part, chunk, held_out, slots in itertools.product(parts, chunks, evals, answers):
         trial = dataclasses.replace(
             replace_settings(config, "full", chunk),
             train=dataclasses.replace(config.train, microbatches=part),
             eval=dataclasses.replace(config.eval, batch_size=held_out),
+            rollout=dataclasses.replace(rollout, batch_size=slots),
         )
-        temporaries = _Temporaries(trial, pair, mesh, platform, plan.kind, plan.gradients)
+        temporaries = _Temporaries(trial, pair, mesh, platform, plan.kind, plan.gradients, free)
         least = dataclasses.replace(plan, phases=temporaries.plan_phases())
         before, after = flatten(config), flatten(trial)
         flags = " ".join(f"--config.{k}={v}" for k, v in after.items() if before[k] != v)
