@@ -13,7 +13,7 @@ Exit status: 0 done, 2 bad input.
 """
 
 import argparse
-import contextlib
+import concurrent.futures
 import copy
 import dataclasses
 import gc
@@ -21,8 +21,9 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,11 +233,12 @@ class Bench:
         self._args = args
         self._placement, self._pair, self._plan = survey(make_config(args, {}))
         self._teacher: Model | None = None
+        self._judges = concurrent.futures.ThreadPoolExecutor(8)
         self._steps: dict[tuple[str, float], Step] = {}  # by divergence and alpha
+        sets = {"development": load_humaneval(args.development)}
         if args.final:
-            sets = {"humaneval": load_humaneval(args.humaneval), "mbpp": load_mbpp(args.mbpp)}
-        else:
-            sets = {"development": load_humaneval(args.development)}
+            sets = {"humaneval": load_humaneval(args.humaneval)}
+            sets |= {"mbpp": load_mbpp(args.mbpp)} if args.mbpp else {}
         self.problems = {name: found[: args.limit or None] for name, found in sets.items()}
 
     def make_job(self, name: str, seed: int, changes: Fields, folder: Path) -> Job:
@@ -278,8 +280,8 @@ class Bench:
             file.write("".join(json.dumps(prompt) + "\n" for prompt in prompts).encode())
         print(f"invented: {counts} {time.perf_counter() - begun:.1f} s", flush=True)
 
-    def run(self, setting: str) -> dict[str, Any]:
-        """Trains and judges one setting, `name` or `name:seed`."""
+    def run(self, setting: str) -> Callable[[], dict[str, Any]]:
+        """Trains one setting, `name` or `name:seed`; gives its figures once it is judged."""
         args, begun = self._args, time.perf_counter()
         name, _, seed = setting.partition(":")
         params: Any = None
@@ -316,12 +318,16 @@ class Bench:
         batches = job.eval_batches()
         found = held_out(job.step.evaluate, params, job.teacher_params, batches, loss, 0)
         figures["heldout"] = found
-        figures |= self._judge(job, params)
-        now = time.perf_counter()
-        return figures | {"training_wall": trained - begun, "judging_wall": now - trained}
+        judged = self._judge(job, params)
+        walls = {"training_wall": trained - begun, "judging_wall": time.perf_counter() - trained}
+        return lambda: figures | walls | {name: judge.result() for name, judge in judged.items()}
 
-    def _judge(self, job: Job, params: Any) -> dict[str, Any]:
-        """pass@1 of each set of problems, and which samples passed, in order."""
+    def _judge(self, job: Job, params: Any) -> dict[str, concurrent.futures.Future[dict[str, Any]]]:
+        """pass@1 of each set of problems, and which samples passed, in order.
+
+        The answers are written when this returns; their programs, one of which may take 15 seconds,
+        run on.
+        """
         args, pair, step = self._args, self._pair, job.step
         student = Model(
             step.spec.student,
@@ -331,37 +337,46 @@ class Bench:
             own_tokenizer=pair.tokenizer,
         )
         student = student.replace(params=cast_params(student, params))
-        tokenizer = pair.tokenizer
-        settings = passk.Settings(
-            form=choose_format("auto", tokenizer),
-            batch_size=10**6,  # all in one call: the engine fills its slots by itself
-            allow_unsandboxed=args.allow_unsandboxed,
-        )
+        tokenizer, turn = pair.tokenizer, threading.Lock()
 
-        def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
-            sampling = Sampling(
-                args.answer_tokens,
-                args.temperature,
-                stop_ids=tokenizer.stop_ids,
-                stop_strings=stops,
+        def judge(name: str, written: threading.Event) -> dict[str, Any]:
+            problems = self.problems[name]
+
+            def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
+                sampling = Sampling(
+                    args.answer_tokens,
+                    args.temperature,
+                    stop_ids=tokenizer.stop_ids,
+                    stop_strings=stops,
+                )
+                try:
+                    with turn:
+                        completions = student.generate(prompts, sampling, batch_size=args.rows)
+                finally:
+                    written.set()
+                return [(c.text, c.reason) for c in completions]
+
+            settings = passk.Settings(
+                form=choose_format("auto", tokenizer),
+                samples=1 if name == "mbpp" else args.samples,
+                batch_size=10**6,  # all in one call: the engine fills its slots by itself
+                allow_unsandboxed=args.allow_unsandboxed,
             )
-            completions = student.generate(prompts, sampling, batch_size=args.rows)
-            return [(c.text, c.reason) for c in completions]
-
-        found = {}
-        for name, problems in self.problems.items():
-            samples = 1 if name == "mbpp" else args.samples
-            asked = dataclasses.replace(settings, samples=samples)
-            result = passk.run_benchmark(problems, tokenizer, generate, asked)
-            passed = "".join("01"[r["reason"] == "passed"] for r in result["results"])
-            found[name] = {
+            result = passk.run_benchmark(problems, tokenizer, generate, settings)
+            return {
                 "pass_at_1": result["pass_at_k"]["1"],
                 "problems": len(problems),
                 "cut_off": result["cut_off"],
                 "reasons": result["reasons"],
-                "passed": passed,
+                "passed": "".join("01"[r["reason"] == "passed"] for r in result["results"]),
             }
-        return found
+
+        events = {name: threading.Event() for name in self.problems}
+        judged = {name: self._judges.submit(judge, name, event) for name, event in events.items()}
+        for name, event in events.items():
+            while not event.wait(0.2) and not judged[name].done():
+                pass
+        return judged
 
 
 def _line(figures: Mapping[str, Any]) -> str:
@@ -429,21 +444,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:  # the other settings go without
             logging.exception("nothing was invented")
     table: list[dict[str, Any]] = []
-    for name in args.settings.split(","):
-        if time.perf_counter() - begun > args.limit_seconds:
-            print(f"{name}: not begun, {args.limit_seconds:.0f} s are over", flush=True)
-            continue
-        with contextlib.ExitStack() as after:
-            after.callback(gc.collect)
-            try:
-                table.append(bench.run(name))
-            except Exception as error:  # one setting's end is a figure, not that of the table
-                logging.exception("%s ended", name)
-                why = f"{type(error).__name__}: {error}"[:600]
-                table.append({"setting": name, "error": why})
+
+    def note(name: str, figures: Callable[[], dict[str, Any]]) -> None:
+        """Writes a setting down when it is judged."""
+        try:
+            table.append(figures())
+        except Exception as error:  # one setting's end is a figure, not that of the table
+            logging.exception("%s ended", name)
+            why = f"{type(error).__name__}: {error}"[:600]
+            table.append({"setting": name, "error": why})
         print(_line(table[-1]), flush=True)
         with replacing(args.out / "table.json") as file:
             file.write(json.dumps(table, indent=1).encode())
+
+    with concurrent.futures.ThreadPoolExecutor(1) as clerk:
+        for name in args.settings.split(","):
+            if time.perf_counter() - begun > args.limit_seconds:
+                print(f"{name}: not begun, {args.limit_seconds:.0f} s are over", flush=True)
+                continue
+            trained: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            try:
+                trained.set_result(bench.run(name))
+            except Exception as error:
+                trained.set_exception(error)
+            gc.collect()
+            clerk.submit(note, name, lambda trained=trained: trained.result()())
     print(f"device: {jax.devices()[0].device_kind}")
     return 0
 
