@@ -114,8 +114,11 @@ def imposing(rate: float | None) -> Iterator[None]:
 
 
 def timed(model: Model, prompts: Any, repeats: int, **how: Any) -> tuple[list[Completion], float]:
-    """Completions, and the median seconds of `repeats` runs after a batch that compiles."""
-    model.generate(prompts[: how["batch_size"]], **how)
+    """Completions, and the median seconds of `repeats` runs after one that compiles.
+
+    It has more prompts than a batch: the program that refills slots is another than the first.
+    """
+    model.generate(prompts[: 2 * how["batch_size"] + 1], **how)
     seconds, answers = [], []
     for _ in range(repeats):
         begun = time.perf_counter()
