@@ -129,7 +129,7 @@ class Words:
         return [1]
 
 
-EXERCISE = '{name}(values: List[int]) -> int:\n    """{says}\n\n    >>> f([1])\n    1\n    """'
+EXERCISE = ' {name}(values: List[int]) -> int:\n    """{says}\n\n    >>> f([1])\n    1\n    """'
 
 
 def test_what_a_model_invents_is_kept_if_it_is_an_exercise_and_new():

@@ -163,7 +163,7 @@ def invent(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Prompts from `count` requests, and what was left out."""
     draw, known = random.Random(seed), Benchmark(benchmark)
-    opened = "```python\ndef "
+    opened = "```python\ndef"  # without a space: the name's first token has it
     asked = [
         tokenizer.encode(
             tokenizer.render([{"role": "user", "content": ask(draw)}], answer_next=True) + opened
@@ -181,7 +181,7 @@ def invent(
     prompts: dict[str, dict[str, Any]] = {}
     counts: Counter[str] = Counter()
     for completion in completions:
-        read = read_exercise("def " + completion.text)
+        read = read_exercise("def" + completion.text)
         if read is None:
             counts["left out: no exercise"] += 1
             continue
