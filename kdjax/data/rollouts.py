@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kdjax.data.rows import COLUMNS, Rows, place_whole
 from kdjax.data.text import find_files, openings
@@ -113,7 +114,7 @@ class Answer(NamedTuple):
     log_probs: np.ndarray  # float32, nats, of each id of the answer without its end
 
     @classmethod
-    def of(cls, prompt: Prompt, ids: Sequence[int], log_probs: Any, *, cut: bool) -> "Answer":
+    def of(cls, prompt: Prompt, ids: Sequence[int], log_probs: ArrayLike, *, cut: bool) -> "Answer":
         """The answer `ids`, with the prompt before it and the end behind it."""
         whole = np.asarray([*prompt.ids, *ids, *([] if cut else [prompt.end])], np.uint32)
         return cls(whole, len(prompt.ids), cut, np.asarray(log_probs, np.float32))

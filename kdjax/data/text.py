@@ -132,7 +132,7 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[tuple[str,
             yield text, False
 
 
-def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
+def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
     """Every record of the files with its place, "file" or "file:line"; a text file is one."""
     for path in files:
         suffix = path.suffix.lower()
@@ -156,7 +156,7 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_json_lines(path: Path) -> Iterator[tuple[str, object]]:
     # Split on newlines only: str.splitlines would cut inside strings at U+2028.
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():
@@ -170,7 +170,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             ) from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -195,7 +195,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
 
 
-def _make_document(record: Any, source: str, tokenizer: Tokenizer) -> Document:
+def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Document:
     if isinstance(record, Mapping) and isinstance(record.get("text"), str):
         return Document(record["text"], source)
     if isinstance(record, Mapping) and isinstance(record.get("messages"), list):

@@ -115,7 +115,7 @@ def _list_figures(held_out: Mapping[str, Any], step: int | None) -> list[str]:
     return rows
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     return f"{value:,.6g}" if isinstance(value, int | float) else "not measured"
 
 

@@ -4,9 +4,8 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -127,7 +126,7 @@ def _check_folder(folder: Path) -> list[str]:
 
 
 @functools.cache
-def _decoder(dtype: str) -> Any:
+def _decoder(dtype: str) -> Callable[[np.ndarray], jax.Array]:
     return jax.jit(functools.partial(decode, dtype_name=dtype))
 
 

@@ -124,7 +124,7 @@ def gguf_values(tokenizer: Tokenizer, files: TokenizerFiles, rows: int) -> dict[
     return {key: value for key, value in values.items() if not is_empty(value)}
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
     """Whether the value is a list without elements, which have no type for GGUF to name."""
     return isinstance(value, list | np.ndarray) and not len(value)
 

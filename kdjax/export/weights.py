@@ -25,7 +25,7 @@ class Tensor:
 
     path: tuple[str, ...]
     layer: int | None
-    leaf: Any  # an array of numbers, or of bf16 bits as uint16
+    leaf: np.ndarray | jax.Array  # an array of numbers, or of bf16 bits as uint16
     name: names.Name
     heads: int  # whose rotary rows GGUF interleaves; 0 for none
     offset: float  # what GGUF files hold beyond it

@@ -294,7 +294,7 @@ def _pack_string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _as_array(value: Any) -> np.ndarray:
+def _as_array(value: object) -> np.ndarray:
     """Numbers in the type they are written with; NumPy arrays keep their own."""
     array = np.asarray(value)
     if isinstance(value, np.ndarray) or array.dtype.kind not in "iuf":
@@ -309,7 +309,7 @@ def _as_array(value: Any) -> np.ndarray:
     return array
 
 
-def _pack_value(key: str, value: Any) -> bytes:
+def _pack_value(key: str, value: object) -> bytes:
     """Type number and bytes of one metadata value."""
     if isinstance(value, str):
         return struct.pack("<I", _STRING) + _pack_string(value)

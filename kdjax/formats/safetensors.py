@@ -43,14 +43,14 @@ _Tensors = dict[str, tuple[TensorInfo, np.ndarray]]  # bytes as uint8, flat
 _Opened = tuple[tuple[Path, ...], _Tensors, UserError | None]  # the last of a file that was cut
 
 
-def _are_counts(value: Any) -> TypeGuard[list[int]]:
+def _are_counts(value: object) -> TypeGuard[list[int]]:
     """A few numbers of 63 bits: Python would multiply any others, and refuse to print them."""
     if not isinstance(value, list) or len(value) > _MAX_DIMS:
         return False
     return all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _read_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
+def _read_entry(path: Path, name: str, entry: object) -> tuple[TensorInfo, int]:
     """One tensor and its offset in the data section."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     shape, offsets = fields.get("shape"), fields.get("data_offsets")

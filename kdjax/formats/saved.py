@@ -106,7 +106,7 @@ def find_damage(workdir: Path, step: int) -> str:
     return ""
 
 
-def _open(folder: Path, name: str) -> Any:
+def _open(folder: Path, name: str) -> ts.TensorStore:
     """One array of the state, as Orbax stores it: its shape and type, nothing read.
 
     By TensorStore: Orbax opens all arrays at once, and if some cannot be read, each of the others

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, r
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.device.placement import Placement
@@ -56,12 +57,11 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 class Compute:
     """How a decoder computes, apart from what it computes."""
 
-    dtype: Any = jnp.float32  # of activations and of weights when multiplied
-    param_dtype: Any = jnp.float32  # of weights as stored
+    dtype: DTypeLike = jnp.float32  # of activations and of weights when multiplied
+    param_dtype: DTypeLike = jnp.float32  # of weights as stored
     remat: str = "none"  # a key of REMAT_POLICIES
     # Layers in a loop are compiled once. Written out, the activations kept of them are not copied.
     scan: bool = True
-    attention: str = "auto"  # "xla", "cudnn", or "auto": cuDNN for half precision placed on a GPU
     max_segments: int = 1
     placement: Placement | None = None  # None: plain JAX, on whatever device
 
@@ -69,7 +69,7 @@ class Compute:
 class Linear(nnx.Module):
     """y = x W^T (+ b), W `[out, in]`."""
 
-    def __init__(self, inner: int, outer: int, bias: bool, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, inner: int, outer: int, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = nnx.Param(
             jax.random.normal(rngs.params(), (outer, inner), dtype) * jnp.asarray(0.02, dtype)
         )
@@ -94,7 +94,7 @@ class RMSNorm(nnx.Module):
         self,
         width: int,
         eps: float,
-        dtype: Any,
+        dtype: DTypeLike,
         placement: Placement | None = None,
         offset: bool = False,
     ):
@@ -108,7 +108,7 @@ class RMSNorm(nnx.Module):
         factor = self._factor(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return ((x32 * scale).astype(factor.dtype) * factor).astype(x.dtype)
 
-    def _factor(self, dtype: Any) -> Array:
+    def _factor(self, dtype: DTypeLike) -> Array:
         weight = from_bits(self.weight[...])
         return 1 + weight.astype(jnp.float32) if self.offset else weight.astype(dtype)
 
@@ -391,11 +391,9 @@ class Decoder(nnx.Module):
         """Whether each device of `tensor` has whole heads of queries, keys and values."""
         return self.spec.num_kv_heads % placement.mesh.shape["tensor"] == 0
 
-    def _attention(self, dtype: Any) -> str:
-        """ "cudnn" or "xla"."""
-        asked, placement = self.compute.attention, self.compute.placement
-        if asked != "auto":
-            return asked
+    def _attention(self, dtype: DTypeLike) -> str:
+        """ "cudnn" for half precision placed on a GPU, else "xla"."""
+        placement = self.compute.placement
         half = dtype in (jnp.bfloat16, jnp.float16) and self.spec.head_dim % 8 == 0
         able = placement and placement.platform == "gpu" and self._splits_heads(placement)
         return "cudnn" if half and able else "xla"
@@ -488,7 +486,7 @@ class Decoder(nnx.Module):
         x, cache = carry
         return self.norm(x), cache
 
-    def _has_kernel(self, dtype: Any) -> bool:
+    def _has_kernel(self, dtype: DTypeLike) -> bool:
         """Whether `kernels.attend_and_keep` attends: half precision, heads of 16, 32, 64, ..."""
         placement, width = self.compute.placement, self.spec.head_dim
         half = dtype in (jnp.bfloat16, jnp.float16) and width >= 16 and width & (width - 1) == 0

@@ -100,7 +100,7 @@ GGUF_NEUTRAL: dict[str, Any] = {
 # fmt: on
 
 
-def _means_nothing(value: Any, neutral: Any) -> bool:
+def _means_nothing(value: object, neutral: object) -> bool:
     value = np.asarray(value, object)
     return all(item is None or item == neutral for item in value.ravel().tolist())
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 try:
@@ -431,7 +432,7 @@ TILE_ROWS = 128
 _WIDEN, _NARROW = (128, 64, 8, 3), (256, 64, 8, 3)
 
 
-def tiles_fit(gate: tuple[int, ...], dtype: Any) -> bool:
+def tiles_fit(gate: tuple[int, ...], dtype: DTypeLike) -> bool:
     """Whether the kernels of experts take weights `[E, F, D]` of this shape."""
     _, size, width = gate
     half = dtype in (jnp.bfloat16, jnp.float16)

@@ -17,6 +17,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kdjax.device.sharding import named_leaves, parameter_spec, replicated
@@ -136,7 +137,7 @@ class _Reading:
     form: str  # "dense", "packed" or "float8"
     block: str  # of the bytes: a key of `blocks.BLOCKS`
     heads: int  # whose rotary rows llama.cpp interleaved; 0: none
-    dtype: Any  # of the numbers, or of those that packed blocks stand for
+    dtype: DTypeLike  # of the numbers, or of those that packed blocks stand for
     offset: float  # of what the file holds beyond the parameter
 
     def __call__(self, raw: Array) -> Array | Packed | Scaled:
@@ -148,19 +149,19 @@ class _Reading:
             return (self._decode(raw, jnp.float32) - self.offset).astype(self.dtype)
         return self._decode(raw, self.dtype)
 
-    def _decode(self, raw: Array, dtype: Any) -> Array:
+    def _decode(self, raw: Array, dtype: DTypeLike) -> Array:
         if raw.ndim == 1:  # a bias: its rows are numbers, which are several bytes each
             return _unpermute(decode(raw, self.block, dtype), self.heads)
         return decode(_unpermute(raw, self.heads), self.block, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("reading", "place"))
-def _read(raw: Array, reading: _Reading, place: Any) -> Any:
+def _read(raw: Array, reading: _Reading, place: Any) -> Weight:
     return jax.lax.with_sharding_constraint(reading(raw), place)
 
 
 @functools.partial(jax.jit, static_argnames=("reading", "place"), donate_argnames="stack")
-def _store(stack: Any, raw: Array, number: Array, reading: _Reading, place: Any) -> Any:
+def _store(stack: Weight, raw: Array, number: Array, reading: _Reading, place: Any) -> Weight:
     """Writes what a tensor becomes where it belongs in its stack; tensors count in order."""
 
     def write(buffer: Array, value: Array) -> Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from kdjax.device import sharding
@@ -225,19 +226,13 @@ class Model:
                 settings = {"stop_ids": tokenizer.stop_ids} | settings
             sampling = Sampling(**settings)
         batch_size = batch_size or min(len(ids), 32)
+        texts: dict[str, Any] = dict(tokenizer=tokenizer, numbers=numbers, on_text=on_text)
         if draft is not None:
             check_same_ids(tokenizer, draft._known_tokenizer())
+            sides = self._as_side(), draft._as_side()
             with self.precision():
                 return speculate(
-                    self._as_side(),
-                    draft._as_side(),
-                    ids,
-                    sampling,
-                    drafts=draft_tokens,
-                    tokenizer=tokenizer,
-                    numbers=numbers,
-                    batch_size=batch_size,
-                    on_text=on_text,
+                    *sides, ids, sampling, drafts=draft_tokens, batch_size=batch_size, **texts
                 )
         with self.precision():
             return complete(
@@ -247,11 +242,9 @@ class Model:
                 sampling,
                 spread=self.spread,
                 real=self.real_vocab,
-                tokenizer=tokenizer,
-                numbers=numbers,
                 limits=limits,
                 batch_size=batch_size,
-                on_text=on_text,
+                **texts,
             )
 
     def _as_side(self) -> Side:
@@ -330,8 +323,8 @@ def load_model(
     *,
     placement: Placement,
     weights: str = "dense",
-    dtype: Any = "bfloat16",
-    compute_dtype: Any = None,
+    dtype: DTypeLike = "bfloat16",
+    compute_dtype: DTypeLike | None = None,
     max_segments: int = 1,
 ) -> Model:
     """Reads the weights onto the placement's mesh.
@@ -408,7 +401,7 @@ def cast_params(model: Model, params: Params) -> Params:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _cast(params: Params, dtype: Any, as_bits: bool) -> Params:
+def _cast(params: Params, dtype: DTypeLike, as_bits: bool) -> Params:
     cast = jax.tree.map(lambda x: x.astype(dtype), params)
     return jax.tree.map(to_bits, cast) if as_bits else cast
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.device.placement import Placement
@@ -63,7 +64,7 @@ class Packed:
 
     fields: tuple[Any, ...]  # arrays [..., out, blocks] or [..., out, blocks, size]
     block: str = dataclasses.field(metadata=dict(static=True))  # a key of `blocks.BLOCKS`
-    dtype: Any = dataclasses.field(metadata=dict(static=True))  # of the numbers it stands for
+    dtype: DTypeLike = dataclasses.field(metadata=dict(static=True))  # of the numbers it stands for
 
     def __getitem__(self, index: Any) -> "Packed":
         """Layers or rows: `index` applies to the leading axes, never within a row."""
@@ -116,7 +117,7 @@ class Scaled:
     def __getitem__(self, index: Any) -> "Scaled":
         return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
 
-    def project(self, x: "Array | Rounded", out: Any = None) -> Float[Array, "N F"]:
+    def project(self, x: "Array | Rounded", out: DTypeLike | None = None) -> Float[Array, "N F"]:
         """x W^T, x `[N, D]` rounded to float8 with a scale a row if it is not yet.
 
         In x's dtype, or in `out`. Both scales go on the output: cuBLASLt takes scales of whole
@@ -134,7 +135,7 @@ class Scaled:
         round_rows = kernels.round_rows if self.kernels else quantize_rows
         return Rounded(*round_rows(x), x.dtype)
 
-    def unscaled(self, x: "Rounded", out: Any = None) -> Float[Array, "N F"]:
+    def unscaled(self, x: "Rounded", out: DTypeLike | None = None) -> Float[Array, "N F"]:
         """The product of the float8 numbers alone."""
         return jax.lax.dot_general(
             x.values,
@@ -157,7 +158,7 @@ class Joined:
     sizes: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # rows of each
 
 
-def join(weights: Sequence[Array]) -> list[Any]:
+def join(weights: Sequence[Array]) -> list[Array | Joined]:
     """What takes the places of several matrices of numbers for `project_all`."""
     none = jnp.zeros((0, weights[0].shape[1]), weights[0].dtype)
     whole = Joined(jnp.concatenate(weights), tuple(w.shape[0] for w in weights))
@@ -170,7 +171,7 @@ class Rounded:
 
     values: Float[Array, "N D"]  # float8_e4m3fn
     scale: Float32[Array, " N"]
-    dtype: Any  # of the numbers that were rounded, and of what is made of them
+    dtype: DTypeLike  # of the numbers that were rounded, and of what is made of them
 
 
 Weight = (
@@ -297,7 +298,7 @@ class Shard:
     axis: int = dataclasses.field(metadata=dict(static=True))  # counted from the last, below 0
     over: str = dataclasses.field(metadata=dict(static=True))  # "fsdp" or "data", of the mesh
     # In which float32 numbers travel, as what multiplies them takes them; None: as they are.
-    dtype: Any = dataclasses.field(default=None, metadata=dict(static=True))
+    dtype: DTypeLike | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def __getitem__(self, index: Any) -> "Shard":
         """Layers: `index` applies to axes before the split one."""
@@ -315,7 +316,7 @@ class Shard:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather_as(part: Array, axis: int, over: str, dtype: Any) -> Array:
+def _gather_as(part: Array, axis: int, over: str, dtype: DTypeLike) -> Array:
     """The float32 array of which devices hold parts, rounded to `dtype`; its gradient is not."""
     sent, count = part.astype(dtype), jax.lax.axis_size(over)
     if over == "fsdp":
@@ -326,7 +327,7 @@ def _gather_as(part: Array, axis: int, over: str, dtype: Any) -> Array:
     return jnp.concatenate(ordered, axis).astype(part.dtype)
 
 
-def _scatter(axis: int, over: str, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
+def _scatter(axis: int, over: str, dtype: DTypeLike, _: None, gradient: Array) -> tuple[Array]:
     if over == "fsdp":
         return (jax.lax.psum_scatter(gradient, over, scatter_dimension=axis, tiled=True),)
     count, me = jax.lax.axis_size(over), jax.lax.axis_index(over)
@@ -364,10 +365,10 @@ class Spread:
 
     placement: Placement
     specs: tuple[P, ...]  # of each array, in the order of the parameters' leaves, without `tensor`
-    dtype: Any = None  # in which parts of float32 matrices travel; None: as they are
+    dtype: DTypeLike | None = None  # in which parts of float32 matrices travel; None: as they are
 
     @classmethod
-    def of(cls, arrays: Any, placement: Placement, dtype: Any = None) -> "Spread":
+    def of(cls, arrays: Any, placement: Placement, dtype: DTypeLike | None = None) -> "Spread":
         """Of parameters, or of their shardings."""
         ours = [axis for axis in ROW_AXES if placement.mesh.shape[axis] > 1]
 
@@ -425,7 +426,7 @@ def gather_rows(tree: Any, spread: Spread | None) -> Any:
     return jax.lax.with_sharding_constraint(tree, replicated(spread.placement.mesh))
 
 
-def sum_rows(sums: Any, dtype: Any = None, *, ordered: bool = False) -> Any:
+def sum_rows(sums: Any, dtype: DTypeLike | None = None, *, ordered: bool = False) -> Any:
     """Of each device's sums those of all rows, within `map_rows`; shards stay where they are.
 
     A shard's gradient has been summed over its axis when it was scattered. Matrices travel in

@@ -7,7 +7,7 @@ tokenizer in those of GGUF, which has the same parts.
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kdjax.formats.files import bad, load_json
 from kdjax.formats.table import TensorInfo
@@ -46,11 +46,11 @@ ROPE_TYPE = "apr.rope_type"  # an entry beside those of config.json: the file's 
 _REMEDY = "Put the model's config.json beside the file."
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return _is_integer(value) and value > 0
 
 
@@ -59,11 +59,11 @@ def _is_real(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < 1e300 and math.isfinite(value)
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: object) -> bool:
     return type(value) is bool
 
 
-def _is_rope(value: Any) -> bool:
+def _is_rope(value: object) -> bool:
     return isinstance(value, dict) and all(
         isinstance(item, str)
         if key in ("rope_type", "type")
@@ -72,11 +72,11 @@ def _is_rope(value: Any) -> bool:
     )
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_integer, value))
 
 
-def _are_strings(value: Any) -> bool:
+def _are_strings(value: object) -> TypeGuard[list[str]]:
     if not isinstance(value, list) or not all(type(item) is str for item in value):
         return False
     # JSON can spell halves of surrogate pairs, which are no text.
@@ -86,15 +86,15 @@ def _are_strings(value: Any) -> bool:
         return False
 
 
-def _are_pairs(value: Any) -> bool:
+def _are_pairs(value: object) -> bool:
     return _are_strings(value) and all(merge.count(" ") == 1 for merge in value)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return _are_strings([value])
 
 
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(INTEGERS, (_is_positive, "a whole number above 0")),
     **dict.fromkeys(_REALS, (_is_real, "a number above 0")),
     **dict.fromkeys(("architecture", "model_type", "hidden_act", *TOKENIZER), (_is_text, "a text")),
