@@ -109,6 +109,11 @@ def test_the_figures_are_those_of_the_teachers_own_text(models, found):
                 one = count_blocks(chance[None], np.asarray([len(ids)]), drafts)
                 totals[drafts] += one
         assert domain[rule]["tokens"] == len(kept)
+        places = domain[rule]["places"]
+        assert [places[x]["tokens"] for x in ("0-15", "16-63", "64-255")] == [30, len(kept) - 30, 0]
+        assert sum(x["kept"] for x in places.values()) == pytest.approx(
+            sum(kept), rel=1e-3, abs=1e-6
+        )
         assert domain[rule]["kept"] == pytest.approx(np.mean(kept), rel=1e-3, abs=1e-6)
         for drafts, figures in domain[rule]["blocks"].items():
             want = totals[int(drafts), 0] / totals[int(drafts), 1]

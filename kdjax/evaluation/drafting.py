@@ -20,7 +20,7 @@ from kdjax.data.rows import Rows
 from kdjax.data.text import find_files, openings
 from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
-from kdjax.evaluation.heldout import Values, compare, shared_spec
+from kdjax.evaluation.heldout import POSITIONS, Values, compare, shared_spec
 from kdjax.evaluation.target import Target
 from kdjax.models.decoder import DecoderFunctions
 from kdjax.models.decoding import prepare_weights
@@ -265,6 +265,14 @@ def _figures(
     # The first token comes with the prompt; drafts begin behind it.
     tokens = int(np.sum(np.maximum(lengths - 1, 0)))
     share = float(np.sum(chances[:, 1:])) / max(tokens, 1)
+    bounds = [*POSITIONS.values(), max(inside.shape[1], max(POSITIONS.values()) + 1)]
+    places = {
+        name: {
+            "kept": float(chances[:, begin:end].sum()),
+            "tokens": int(inside[:, begin:end].sum()),
+        }
+        for name, begin, end in zip(POSITIONS, [1, *bounds[1:]], bounds[1:], strict=False)
+    }
     blocks = {}
     for drafts in range(1, MOST_DRAFTS + 1):
         accepted, passes = count_blocks(chances, lengths, drafts)
@@ -277,4 +285,4 @@ def _figures(
             "speed_up": speed_up(accepted / passes, drafts, costs),
         }
     best = max(blocks, key=lambda k: blocks[k]["speed_up"], default=None)
-    return {"tokens": tokens, "kept": share, "best": best, "blocks": blocks}
+    return {"tokens": tokens, "kept": share, "places": places, "best": best, "blocks": blocks}

@@ -106,6 +106,12 @@ def _drafts(found: dict[str, Any]) -> list[str]:
                 f"{figures['tokens']:,} tokens of the teacher's",
                 *_align([[name, *cells] for name, cells in rows.items()]),
             ]
+            shares = [
+                f"{x['kept'] / x['tokens']:.4f} of {x['tokens']:,} at {name}"
+                for name, x in figures["places"].items()
+                if x["tokens"]
+            ]
+            lines.append("kept by place in the answer: " + ", ".join(shares))
             if best := figures["best"]:
                 gain = figures["blocks"][best]["speed_up"]
                 advice = f"best with {best} a pass" if gain > 1 else "drafting does not pay"
