@@ -15,7 +15,7 @@ from tokenizers import normalizers
 import kdjax
 from kdjax.device import sharding
 from kdjax.evaluation.health import detectors, examine
-from kdjax.evaluation.health.detectors import LogitStats, Output
+from kdjax.evaluation.health.detectors import LogitStats
 from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.evaluation.target import open_target
 from kdjax.export.weights import interleave
@@ -25,6 +25,7 @@ from kdjax.formats.gguf import write_gguf
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional, initialise
+from kdjax.models.decoding import Completion
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.saving import changed_tensors
@@ -404,7 +405,7 @@ def test_weight_figures_against_numpy(bigram):
 
 
 def answers(*texts, reason="length"):
-    return [Output([ord(c) for c in text], text, reason) for text in texts]
+    return [Completion([ord(c) for c in text], text, reason, []) for text in texts]
 
 
 PROSE = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep."

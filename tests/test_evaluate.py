@@ -33,6 +33,7 @@ from kdjax.losses.kd import KDLoss
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.decoding import Completion
 from kdjax.models.loading import load_params
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.heldout import held_out_figures
@@ -338,6 +339,10 @@ def test_files_that_are_no_benchmark_are_refused(tmp_path, content, message):
         problems.load_humaneval(tmp_path / "h.jsonl")
 
 
+def said(text):
+    return Completion([], text, "stop", [])
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -349,14 +354,14 @@ def test_files_that_are_no_benchmark_are_refused(tmp_path, content, message):
 )
 def test_code_is_found_in_the_answers_of_instruct_models(tmp_path, answer):
     problem = problems.load_humaneval(humaneval(tmp_path))[1]
-    sample = passk._run((problem, (answer, "stop")), passk.Settings(form="instruct"))
+    sample = passk._run((problem, said(answer)), passk.Settings(form="instruct"))
     assert sample.reason == "passed", sample
 
 
 def test_base_answers_end_at_stop_strings(tmp_path):
     problem = problems.load_humaneval(humaneval(tmp_path))[1]
     answer = "    return a + 1\n\ndef add1(a):\n    return 0\n"
-    assert passk._run((problem, (answer, "length")), passk.Settings()).reason == "passed"
+    assert passk._run((problem, said(answer)), passk.Settings()).reason == "passed"
     for stop in problems.HUMANEVAL_STOPS:
         assert problems.cut(f"x{stop}y", problems.HUMANEVAL_STOPS) == "x"
 
@@ -381,7 +386,7 @@ def answering(answers):
         for answer in found:
             if isinstance(answer, Exception):
                 raise answer
-        return [(answer, "stop") for answer in found]
+        return [said(answer) for answer in found]
 
     return generate
 

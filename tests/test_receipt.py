@@ -20,7 +20,7 @@ from kdjax import __version__
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.formats.saved import saved_params, saved_run
-from kdjax.training.hooks import Action, Hook, NonFiniteError, exit_status
+from kdjax.training.hooks import Hook, NonFiniteError, exit_status
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
@@ -43,10 +43,10 @@ class Probe(Hook):
 
     def step_end(self, record):
         if record.step != self._stop_at:
-            return Action.CONTINUE
+            return False
         if self._error:
             raise self._error
-        return Action.STOP
+        return True
 
     def save_begin(self, step):
         self._look(step)

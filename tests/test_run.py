@@ -32,7 +32,7 @@ from kdjax.formats import open_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import functional
 from kdjax.training import step
-from kdjax.training.hooks import Action, Hook, NonFiniteError, NonFiniteGuard
+from kdjax.training.hooks import Hook, NonFiniteError, NonFiniteGuard
 from kdjax.training.job import assemble
 from kdjax.training.loop import _Delivery, train
 from kdjax.training.pair import _refuse_degenerate
@@ -53,7 +53,7 @@ class Recorder(Hook):
 
     def step_end(self, record):
         self.calls.append(("step", record.step, dict(record.figures)))
-        return Action.STOP if record.step == self.stop_at else Action.CONTINUE
+        return record.step == self.stop_at
 
     def eval_end(self, step, figures):
         self.calls.append(("eval", step, dict(figures)))
@@ -420,7 +420,7 @@ class Listener(Hook):
 
     def step_end(self, record):
         self.steps.append(record.step)
-        return Action.STOP if record.step == self.stop_at else Action.CONTINUE
+        return record.step == self.stop_at
 
 
 ONE = np.float32(1), np.float32(1)

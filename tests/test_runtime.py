@@ -544,7 +544,7 @@ def test_a_run_asks_whether_gpus_stay_idle(plugins, monkeypatch, tmp_path):
     monkeypatch.setenv(runtime.PREALLOCATE, "false")
     with pytest.raises(UserError, match="JAX does not use them"):
         distill(Config(), tmp_path / "run")
-    with pytest.raises(UserError, match="JAX does not use them"), parsing.start_lean():
+    with pytest.raises(UserError, match="JAX does not use them"), parsing.started(lean=True):
         pass
     assert not (tmp_path / "run").exists()
     assert [parsing.load_config(name)[3] for name in ("demo", "qwen7b_0p5b")] == [True, False]

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from kdjax.errors import UserError
-from kdjax.training.hooks import Action, NonFiniteError, NonFiniteGuard, Run, StepRecord
+from kdjax.training.hooks import NonFiniteError, NonFiniteGuard, Run, StepRecord
 from kdjax.watch import writers
 
 FIGURES = dict(loss=1.5, ce=2.0, divergence=0.5, grad_norm=3.0, learning_rate=1e-5, tokens=60.0)
@@ -38,7 +38,7 @@ def play(hook, workdir):
     hook.train_begin(a_run(workdir))
     hook.eval_end(0, HELD_OUT)
     for step in range(1, 5):
-        assert hook.step_end(record(step)) is Action.CONTINUE
+        assert not hook.step_end(record(step))
     hook.save_begin(4)
     hook.train_end("finished", None)
 
@@ -114,7 +114,7 @@ def test_wandb_is_asked_for_and_used(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_the_guard_names_what_is_not_finite(tmp_path, bad):
     guard = NonFiniteGuard(tmp_path)
-    assert guard.step_end(record(1)) is Action.CONTINUE
+    assert not guard.step_end(record(1))
     with pytest.raises(NonFiniteError, match=r"step 2: grad_norm not finite"):
         guard.step_end(record(2, grad_norm=bad))
     assert (tmp_path / "nonfinite_step_2.npz").exists()

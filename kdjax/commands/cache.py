@@ -17,7 +17,7 @@ from kdjax.commands.parsing import (
     parse_run,
     require_files,
     run_parser,
-    start_lean,
+    started,
 )
 from kdjax.data import teacher_cache
 from kdjax.errors import FINISHED, PEER_LOST, reporting
@@ -38,6 +38,6 @@ def main(argv: list[str] | None = None) -> int:
     log_to_terminal()
     config = require_files(run)
     kind = CachedTopK(run.options.k) if run.options.kind == "topk" else CachedHidden()
-    with start_lean(run.options):
+    with started(run.options, lean=True):
         cache_teacher(config, run.options.out, kind)
     return FINISHED

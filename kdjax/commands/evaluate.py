@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,12 @@ from kdjax.errors import (
 )
 from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
-from kdjax.evaluation.health.detectors import Finding, Output
+from kdjax.evaluation.health.detectors import Finding
 from kdjax.evaluation.target import Target, open_target, warn_if_refused
 from kdjax.formats.files import make_folder
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import Sampling
-from kdjax.models.model import Model
+from kdjax.models.decoding import Completion, Sampling
 
 _BENCHMARKS = {"humaneval": problems.load_humaneval, "mbpp": problems.load_mbpp}
 
@@ -146,19 +145,6 @@ def check(args: argparse.Namespace) -> Request:
     if args.json:
         make_folder(args.json.parent)
     return Request(args, domains, benchmarks, ks, sampling)
-
-
-def make_speaker(model: Model, sampling: Sampling, batch_size: int) -> Callable[..., list[Output]]:
-    """The function from prompts (ids), and stop strings, to what the model says to each."""
-    assert model.tokenizer is not None
-    stop_ids = model.tokenizer.stop_ids
-
-    def say(prompts: list[list[int]], stops: tuple[str, ...] = ()) -> list[Output]:
-        settings = dataclasses.replace(sampling, stop_ids=stop_ids, stop_strings=stops)
-        completions = model.generate(prompts, settings, batch_size=batch_size)
-        return [Output(c.ids, c.text, c.reason) for c in completions]
-
-    return say
 
 
 class _ModelFailedError(Exception):
@@ -274,17 +260,16 @@ def _run_model(document: dict[str, Any], request: Request, target: Target, mesh:
     with _model_at_work("running it"):
         findings, document["probe"] = examine.of_logits(model)
     _add_findings(document, findings)
-    short = Sampling(max_tokens=examine.probes.ANSWER_TOKENS)
-    say = make_speaker(model, short, len(examine.probes.QUESTIONS))
     with _model_at_work("generating"):
-        findings, document["probe"]["answers"] = examine.of_answers(target.checkpoint, say)
+        findings, document["probe"]["answers"] = examine.of_answers(model)
     _add_findings(document, findings)
-    answer = make_speaker(model, request.sampling, request.args.batch_size)
     form = problems.choose_format(request.args.prompt, tokenizer)
     settings = _settings(request, form, target.checkpoint)
 
-    def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
-        return [(output.text, output.reason) for output in answer(prompts, stops)]
+    def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
+        ends = dict(stop_ids=tokenizer.stop_ids, stop_strings=stops)
+        sampling = dataclasses.replace(request.sampling, **ends)
+        return model.generate(prompts, sampling, batch_size=request.args.batch_size)
 
     for name, benchmark in request.benchmarks.items():
         document[name] = passk.run_benchmark(benchmark, tokenizer, generate, settings)

@@ -289,19 +289,17 @@ def require_files(run: Run, *, headers: Path | None = None) -> Config:
     return hub.fetch_files(config, headers=headers)
 
 
-def start_lean(
-    options: argparse.Namespace | None = None,
+def started(
+    options: argparse.Namespace | None = None, *, lean: bool = False
 ) -> contextlib.AbstractContextManager[Devices]:
     """`cluster.started` by the flags of `add_cluster_flags`, or alone.
 
-    JAX claims no memory ahead of its use.
+    With `lean` JAX claims no memory ahead of its use.
     """
-    os.environ.setdefault(runtime.PREALLOCATE, "false")
-    return started(options) if options else cluster.started("off")
-
-
-def started(options: argparse.Namespace) -> contextlib.AbstractContextManager[Devices]:
-    """`cluster.started` by the flags of `add_cluster_flags`."""
+    if lean:
+        os.environ.setdefault(runtime.PREALLOCATE, "false")
+    if options is None:
+        return cluster.started("off")
     return cluster.started(options.distributed, options.join_timeout)
 
 

@@ -17,7 +17,7 @@ from kdjax.commands.parsing import (
     parse_run,
     require_files,
     run_parser,
-    start_lean,
+    started,
 )
 from kdjax.config import Config
 from kdjax.errors import BAD_INPUT, FINISHED, reporting
@@ -27,7 +27,7 @@ def show_plan(config: Config) -> bool:
     """Prints the plan of a run, allocating nothing; returns whether it fits."""
     from kdjax.training.job import survey
 
-    with start_lean():
+    with started(lean=True):
         plan = survey(config, whole=False)[2]
     print("\n".join(plan.lines()))
     return not plan.missing

@@ -16,13 +16,13 @@ from kdjax.errors import UserError
 from kdjax.evaluation import problems as bench
 from kdjax.evaluation import sandbox
 from kdjax.evaluation.problems import Problem
+from kdjax.models.decoding import Completion
 from kdjax.models.tokenizer import Tokenizer
 
 INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
-Answer = tuple[str, str]  # its text, and why it ended: "stop" or "length"
 # Answers prompts (ids), each up to one of the stop strings, in order. If it raises, the samples of
 # that call count as failures.
-Generate = Callable[[list[list[int]], tuple[str, ...]], Sequence[Answer]]
+Generate = Callable[[list[list[int]], tuple[str, ...]], Sequence[Completion]]
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -64,9 +64,9 @@ class Sample:
 
 def _ask(
     problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate, settings: Settings
-) -> list[tuple[Problem, Answer | Exception]]:
+) -> list[tuple[Problem, Completion | Exception]]:
     """An answer, or what was raised instead of it, for every sample of problems asked at once."""
-    asked: list[tuple[Problem, Answer | Exception]] = []
+    asked: list[tuple[Problem, Completion | Exception]] = []
     batch, prompts = [], []
     for problem in problems:
         try:
@@ -97,14 +97,13 @@ def _encode(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[
     return ids
 
 
-def _run(asked: tuple[Problem, Answer | Exception], settings: Settings) -> Sample:
+def _run(asked: tuple[Problem, Completion | Exception], settings: Settings) -> Sample:
     problem, answer = asked
     if isinstance(answer, Exception):
         return Sample(problem.task, INFERENCE_FAILED, _say(answer), "", "")
-    text, ended = answer
     try:
         outcome = sandbox.run(
-            bench.program(problem, settings.form, text),
+            bench.program(problem, settings.form, answer.text),
             settings.limits,
             tests=problem.checks,
             names=problem.names,
@@ -112,7 +111,7 @@ def _run(asked: tuple[Problem, Answer | Exception], settings: Settings) -> Sampl
         )
     except Exception as error:  # the harness itself: out of memory, of descriptors, of disk
         outcome = sandbox.Outcome("infrastructure", _say(error))
-    return Sample(problem.task, outcome.reason, outcome.error, ended, text)
+    return Sample(problem.task, outcome.reason, outcome.error, answer.reason, answer.text)
 
 
 def _say(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """What may watch a run and stop it: the loop calls these in order and knows none by name."""
 
 import dataclasses
-import enum
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,13 +20,6 @@ from kdjax.errors import (
 )
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import saved_steps, step_folder
-
-
-class Action(enum.Enum):
-    """What a hook wants of the loop after a step."""
-
-    CONTINUE = "continue"
-    STOP = "stop"  # save, evaluate nothing more, end as interrupted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +63,8 @@ class Hook:
     def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
         """Before `step`, the first that trains on a new round of the student's own answers."""
 
-    def step_end(self, record: StepRecord) -> Action:
-        """After each step, in order."""
-        return Action.CONTINUE
+    def step_end(self, record: StepRecord) -> bool | None:
+        """After each step, in order. True stops: saved, no more evaluated, "interrupted"."""
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """After each held-out evaluation; step 0 is before training."""
@@ -176,11 +167,11 @@ class NonFiniteGuard(Hook):
         self._workdir = workdir
         self._part = f"_process_{process}" if process else ""  # each process has rows of its own
 
-    def step_end(self, record: StepRecord) -> Action:
+    def step_end(self, record: StepRecord) -> None:
         """Raises `NonFiniteError` before anything of the step can be saved."""
         bad = [name for name, value in record.figures.items() if not math.isfinite(value)]
         if not bad:
-            return Action.CONTINUE
+            return
         path = self._workdir / f"nonfinite_step_{record.step}{self._part}.npz"
         columns: dict[str, Any] = dict(record.batch)
         kept = f"The step's batch is in {path}"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Spread, gather_rows, map_rows, mask_padding, unembed
+from kdjax.models.weights import Spread, gather_rows, map_rows, unembed
 
 _BUCKET = 64  # a model reads a multiple of so many positions
 TOP = 10  # likeliest ids whose overlap is counted
@@ -42,8 +42,9 @@ def judge(
     a shorter one has figures of no meaning behind its end.
     """
     columns = _lay_out(prompts, continuations, teacher)
-    judged = _judge(teacher.functions, teacher.spread, real, teacher.params, *columns)
-    return Judged(*(x[: len(prompts)] for x in jax.device_get(judged)))
+    states = _read_states(teacher.functions, teacher.spread, teacher.params, *columns)
+    judged = jax.device_get(_judge_states(real, *states, columns[-1]))
+    return Judged(*(x[: len(prompts)] for x in judged))
 
 
 def _lay_out(
@@ -63,34 +64,6 @@ def _lay_out(
     more = -len(tokens) % row_shards(model.placement.mesh) if model.placement is not None else 0
     columns = tokens, segments, starts, new
     return [np.concatenate([x, *[x[-1:]] * more]) for x in columns]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _judge(
-    apply: ModelFunctions, spread: Spread | None, real: int, params: Params, *columns: Array
-) -> Judged:
-    judge_rows = map_rows(functools.partial(_judge_rows, apply=apply, real=real), spread)
-    return gather_rows(judge_rows(params, *columns), spread)
-
-
-def _judge_rows(
-    params: Params,
-    tokens: Array,
-    segments: Array,
-    starts: Array,
-    new: Array,
-    *,
-    apply: ModelFunctions,
-    real: int,
-) -> Judged:
-    hidden, head = _read_rows(params, tokens, segments, starts, new, apply=apply)
-    log_probs = log_softmax(mask_padding(unembed(hidden, head), real), 1.0)
-    top = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
-
-    def probability(ids: Array) -> Array:
-        return jnp.exp(jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0])
-
-    return Judged(top, probability(top), probability(new))
 
 
 def _read_rows(
@@ -149,40 +122,46 @@ def _read_states(
     return gather_rows(hidden, spread), head
 
 
+# Both go row after row: two models' logits of 512 positions of 152k ids are 0.6 GB. Ids beyond the
+# first `real`, which one of the models may have alone, are neither's, as in training.
+@functools.partial(jax.jit, static_argnums=0)
+def _judge_states(real: int, hidden: Array, head: Array, new: Array) -> Judged:
+    def judge_row(row: tuple[Array, Array]) -> Judged:
+        log_probs = log_softmax(unembed(row[0][None], head[:real])[0], 1.0)
+        top = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
+        return Judged(top, _look_up(log_probs, top), _look_up(log_probs, row[1]))
+
+    return jax.lax.map(judge_row, (hidden, new))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _compare_states(real: int, loss: KDLoss, teacher: Any, student: Any, new: Array) -> Compared:
+def _compare_states(
+    real: int, loss: KDLoss, teacher: tuple[Array, Array], student: tuple[Array, Array], new: Array
+) -> Compared:
     def compare_row(row: tuple[Array, Array, Array]) -> Compared:
-        theirs, ours, ids = row
-
-        def log_probs(hidden: Array, head: Array, temperature: float) -> Array:
-            # Ids that only one of the models has are neither's, as in training.
-            logits = unembed(hidden[None], head[:real])[0]
-            return log_softmax(logits, temperature)
-
-        their_log_probs = log_probs(theirs, teacher[1], 1.0)
-        our_log_probs = log_probs(ours, student[1], 1.0)
-        at_temperature = (
-            log_probs(theirs, teacher[1], loss.temperature),
-            log_probs(ours, student[1], loss.temperature),
-        )
-        values, likeliest = jax.lax.top_k(their_log_probs, min(TOP, real))
-        mine = jax.lax.top_k(our_log_probs, min(TOP, real))[1]
+        *hidden, ids = row
+        heads = teacher[1], student[1]
+        logits = [unembed(h[None], head[:real])[0] for h, head in zip(hidden, heads, strict=True)]
+        theirs, ours = (log_softmax(z, 1.0) for z in logits)
+        softened = [log_softmax(z, loss.temperature) for z in logits]
+        values, likeliest = jax.lax.top_k(theirs, min(TOP, real))
+        mine = jax.lax.top_k(ours, min(TOP, real))[1]
         shared = jnp.any(likeliest[:, :, None] == mine[:, None, :], axis=-1)
-
-        def probability(log_probs: Array) -> Array:
-            return jnp.exp(jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0])
-
         return Compared(
             likeliest[:, 0],
             jnp.exp(values[:, 0]),
-            probability(their_log_probs),
-            probability(our_log_probs),
-            loss.divergence(*at_temperature),
+            _look_up(theirs, ids),
+            _look_up(ours, ids),
+            loss.divergence(*softened),
             jnp.mean(shared, axis=-1, dtype=jnp.float32),
         )
 
-    # Row after row: two models' logits of 512 positions of 152k ids are 0.6 GB.
     return jax.lax.map(compare_row, (teacher[0], student[0], new))
+
+
+def _look_up(log_probs: Float[Array, "N V"], ids: Int[Array, " N"]) -> Float[Array, " N"]:
+    """The probability of each id."""
+    return jnp.exp(jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0])
 
 
 def split_text(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

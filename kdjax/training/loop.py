@@ -13,7 +13,7 @@ from kdjax.config import last_step
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import WriteError
 from kdjax.training.heldout import held_out
-from kdjax.training.hooks import Action, Hook, Run, StepRecord
+from kdjax.training.hooks import Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
 from kdjax.training.rollouts import AnswerSource
@@ -47,7 +47,7 @@ class _Delivery:
         record = StepRecord(step, figures, now - self._last, batch)
         self._last = now
         for hook in self._hooks:
-            self.stop |= hook.step_end(record) is Action.STOP
+            self.stop |= bool(hook.step_end(record))
 
     def restart_clock(self) -> None:
         """Leaves the pause that just ended out of the next step's time."""

@@ -47,7 +47,6 @@ from kdjax.training.step import TrainState
 
 _log = logging.getLogger("kdjax")
 
-_GROUP_BYTES = 1 << 28  # parameters loaded together; alone those that are larger
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore says it
 _REDRAWN = 1e-5  # random numbers are the same on other hardware but for their last bits
 
@@ -295,32 +294,19 @@ def changed_tensors(
 def _params_before_training(
     table: TensorTable, spec: ArchSpec, init: str, seed: int
 ) -> Callable[[str], np.ndarray]:
-    """The student's parameters before the first step, by name, group by group as asked for."""
+    """The student's parameters before the first step, by name, each loaded when asked for."""
     if init == "random":
         draw = functools.partial(initialise, spec, Compute(), seed)
         drawn = flatten_dict(jax.jit(draw)(), sep="/")
         return lambda name: np.asarray(drawn[name])
     mesh = make_mesh(1, 1, 1, jax.local_devices()[:1])
-    groups: list[dict[str, Any]] = [{}]
-    size = 0
-    for name, leaf in sorted(flatten_dict(functional(spec, Compute())[1], sep="/").items()):
-        nbytes = leaf.size * leaf.dtype.itemsize
-        if groups[-1] and size + nbytes > _GROUP_BYTES:
-            groups.append({})
-            size = 0
-        groups[-1][name] = leaf
-        size += nbytes
-    loaded: dict[str, Any] = {}
+    shapes = flatten_dict(functional(spec, Compute())[1], sep="/")
 
     def load(name: str) -> np.ndarray:
-        if name not in loaded:
-            loaded.clear()
-            group = next((group for group in groups if name in group), None)
-            if group is None:
-                raise UserError(f"{name} is no parameter of the student")
-            tree = load_params(table, spec, unflatten_dict(group, sep="/"), mesh)
-            loaded.update(flatten_dict(tree, sep="/"))
-        return np.asarray(loaded[name])
+        if name not in shapes:
+            raise UserError(f"{name} is no parameter of the student")
+        tree = load_params(table, spec, unflatten_dict({name: shapes[name]}, sep="/"), mesh)
+        return np.asarray(flatten_dict(tree, sep="/")[name])
 
     return load
 

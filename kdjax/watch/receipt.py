@@ -27,7 +27,7 @@ from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import RECEIPT, saved_params
 from kdjax.hub import origin
-from kdjax.training.hooks import Action, Hook, Run, StepRecord, exit_status
+from kdjax.training.hooks import Hook, Run, StepRecord, exit_status
 from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints
 from kdjax.watch.provenance import FORMAT, config_hash, params_hash, read, source_revision
@@ -104,12 +104,11 @@ class Receipt(Hook):
         self._record["sessions"] = [*sessions, session | made_by]
         self._write("running")
 
-    def step_end(self, record: StepRecord) -> Action:
+    def step_end(self, record: StepRecord) -> None:
         self._record["steps"] = record.step
         self._record["positions"] = record.step * self._per_step
         if self._record["tokens"] is not None:
             self._record["tokens"] += record.figures["tokens"]
-        return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the first and the latest held-out figures."""

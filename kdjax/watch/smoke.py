@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdjax.config import Config, LossConfig
-from kdjax.training.hooks import Action, Hook, NonFiniteError, Run, StepRecord, kl_names
+from kdjax.training.hooks import Hook, NonFiniteError, Run, StepRecord, kl_names
 from kdjax.watch.writers import format_seconds
 
 GATE = "F-DISTILL-SMOKE-001"
@@ -29,9 +29,8 @@ class Verdict(Hook):
     def train_begin(self, run: Run) -> None:
         self._positions = run.tokens_per_step
 
-    def step_end(self, record: StepRecord) -> Action:
+    def step_end(self, record: StepRecord) -> None:
         self._seconds.append(record.seconds)
-        return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         self._held_out[step] = dict(figures)

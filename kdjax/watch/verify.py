@@ -35,8 +35,8 @@ def verify(workdir: Path) -> list[str]:
 
     Rehashes the config, both models, the packed rows, the text behind them and the checkpoint's
     parameters, and compares these with the student's file as it is loaded: every tensor must have
-    changed. A file that is gone fails its check. Uses the CPU, and host memory for 256 MiB of
-    parameters or the largest one.
+    changed. A file that is gone fails its check. Uses the CPU, and host memory for the
+    largest parameter.
     """
     run = _Recheck(workdir)
     _stay_on_the_cpu()

@@ -10,7 +10,7 @@ from typing import Any
 
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing, writing
-from kdjax.training.hooks import Action, Hook, Run, StepRecord, kl_names
+from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
 
 METRICS = "metrics.jsonl"
 
@@ -47,10 +47,9 @@ class JsonLines(Hook):
         with writing(self._path):
             self._file.write(json.dumps({"kind": kind, "step": step, **known}) + "\n")
 
-    def step_end(self, record: StepRecord) -> Action:
+    def step_end(self, record: StepRecord) -> None:
         speed = self._tokens_per_step / record.seconds
         self._write("train", record.step, {**record.figures, "tokens_per_second": speed})
-        return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         self._write("eval", step, figures)
@@ -71,10 +70,9 @@ class _Scalars(Hook):
     def train_begin(self, run: Run) -> None:
         self._every = run.log_every
 
-    def step_end(self, record: StepRecord) -> Action:
+    def step_end(self, record: StepRecord) -> None:
         if record.step % self._every == 0:
             self._log({f"train/{k}": v for k, v in record.figures.items()}, record.step)
-        return Action.CONTINUE
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         self._log({f"eval/{k}": v for k, v in figures.items()}, step)
@@ -193,7 +191,7 @@ class Terminal(Hook):
         else:
             print(line, file=self._stream, flush=True)
 
-    def step_end(self, record: StepRecord) -> Action:
+    def step_end(self, record: StepRecord) -> None:
         """Prints every `log.every` steps, the first and the last."""
         run = self._run
         first = record.step == run.start_step + 1
@@ -204,7 +202,6 @@ class Terminal(Hook):
             self._bar.update(self._task, completed=record.step, description=line)
         if record.step % run.log_every == 0 or first or record.step == run.total_steps:
             self._print(f"step {record.step:>6}/{run.total_steps}  {line}")
-        return Action.CONTINUE
 
     def _line(self, record: StepRecord) -> str:
         run, f = self._run, record.figures

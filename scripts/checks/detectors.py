@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kdjax.commands.evaluate import make_speaker
 from kdjax.device import runtime, sharding
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.target import open_target
@@ -26,7 +25,6 @@ from kdjax.formats import TensorTable, open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode
 from kdjax.formats.gguf import write_gguf
 from kdjax.models.arch import spec_from_table
-from kdjax.models.decoding import Sampling
 
 HEALTHY = ("F16", "BF16", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "Q4_0")
 _CHUNK = 1 << 24  # numbers decoded at a time
@@ -198,8 +196,7 @@ def look(path: Path, dtype: str, until: str | None) -> tuple[list[str], dict, li
         model = target.load(mesh)
         more, figures = examine.of_logits(model)
     if until == "":
-        say = make_speaker(model, Sampling(max_tokens=examine.probes.ANSWER_TOKENS), 4)
-        last, answers = examine.of_answers(target.checkpoint, say)
+        last, answers = examine.of_answers(model)
         more += last
     lines = [f"{f.detector}: {f.evidence}" for f in found + more]
     return lines, figures, answers

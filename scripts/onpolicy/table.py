@@ -40,10 +40,10 @@ from kdjax.evaluation import passk
 from kdjax.evaluation.problems import choose_format, load_humaneval, load_mbpp
 from kdjax.formats.files import replacing
 from kdjax.models.decoder import Params
-from kdjax.models.decoding import Sampling
+from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model, cast_params
 from kdjax.training.heldout import held_out
-from kdjax.training.hooks import Action, CollapseGuard, Hook, NonFiniteGuard, StepRecord
+from kdjax.training.hooks import CollapseGuard, Hook, NonFiniteGuard, StepRecord
 from kdjax.training.job import Job, build_step, make_source, prepare_all, survey
 from kdjax.training.loop import train
 from kdjax.training.plan import replace_settings
@@ -150,13 +150,13 @@ class Clock(Hook):
             self.spent += figures["seconds"] * (2 if len(self.rounds) == 1 else 1)
         self.rounds.append({"step": step, **figures})
 
-    def step_end(self, record: StepRecord) -> Action:
+    def step_end(self, record: StepRecord) -> bool:
         self.steps, self.tokens = record.step, self.tokens + record.figures["tokens"]
         if self.steps > self._COMPILING:
             # Those that compiled did work, too.
             self.spent += record.seconds * (3 if self.steps == self._COMPILING + 1 else 1)
         self.losses.append(record.figures["loss"])
-        return Action.STOP if self.spent >= self._seconds else Action.CONTINUE
+        return self.spent >= self._seconds
 
 
 class Paced(NamedTuple):
@@ -342,7 +342,7 @@ class Bench:
         def judge(name: str, written: threading.Event) -> dict[str, Any]:
             problems = self.problems[name]
 
-            def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[passk.Answer]:
+            def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
                 sampling = Sampling(
                     args.answer_tokens,
                     args.temperature,
@@ -351,10 +351,9 @@ class Bench:
                 )
                 try:
                     with turn:
-                        completions = student.generate(prompts, sampling, batch_size=args.rows)
+                        return student.generate(prompts, sampling, batch_size=args.rows)
                 finally:
                     written.set()
-                return [(c.text, c.reason) for c in completions]
 
             settings = passk.Settings(
                 form=choose_format("auto", tokenizer),

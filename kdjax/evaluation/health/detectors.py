@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kdjax.models.arch import ArchSpec
+from kdjax.models.decoding import Completion
 from kdjax.models.families import FAMILIES
 from kdjax.models.tokenizer import Tokenizer
 
@@ -362,15 +363,6 @@ def special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> str | N
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """What a model said to one probe prompt."""
-
-    ids: Sequence[int]
-    text: str
-    reason: str  # "stop" or "length"
-
-
 def loop_share(ids: Sequence[int]) -> float:
     """The part of the ids, from the end, that only repeats a piece of up to 32 ids."""
     best, n = 0, len(ids)
@@ -383,7 +375,7 @@ def loop_share(ids: Sequence[int]) -> float:
     return best / n if n else 0.0
 
 
-def repetition(outputs: Sequence[Output]) -> str | None:
+def repetition(outputs: Sequence[Completion]) -> str | None:
     """Most answers run to their limit in a loop. One may: weak models do, at temperature 0."""
     long = [o for o in outputs if len(o.ids) >= LOOP_IDS and o.reason == "length"]
     looping = [o for o in long if loop_share(o.ids) > LOOP_SHARE]
@@ -393,7 +385,7 @@ def repetition(outputs: Sequence[Output]) -> str | None:
     return f"{len(looping)} of {len(outputs)} answers end in a loop, such as {example}"
 
 
-def non_text(outputs: Sequence[Output]) -> str | None:
+def non_text(outputs: Sequence[Completion]) -> str | None:
     """Most answers hold broken UTF-8, control characters, or scripts that nobody asked for."""
     odd = [o for o in outputs if o.text and _odd_share(o.text) > ODD_SHARE]
     if not odd or 2 * len(odd) <= len(outputs):
@@ -413,7 +405,7 @@ def _odd_share(text: str) -> float:
     return 1.0 if len(text) >= 16 and foreign > 0.6 * len(text) else odd / len(text)
 
 
-def silence(outputs: Sequence[Output]) -> str | None:
+def silence(outputs: Sequence[Completion]) -> str | None:
     """Not one answer has a character to be seen."""
     if not outputs or any(output.text.strip() for output in outputs):
         return None

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,21 +11,19 @@ import numpy as np
 from jaxtyping import Array
 
 from kdjax.evaluation.health import detectors, probes
-from kdjax.evaluation.health.detectors import Finding, LogitStats, Output, ask
+from kdjax.evaluation.health.detectors import Finding, LogitStats, ask
 from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.formats.saved import saved_params
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params, functional
+from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.saving import changed_tensors
 
 PROBE_TOKENS = 512
 _CHUNK = 32  # positions whose logits exist at once
-
-# Answers to prompts (ids), at temperature 0 and with the model's own stop ids.
-Say = Callable[[list[list[int]]], Sequence[Output]]
 
 
 def of_files(checkpoint: Checkpoint) -> list[Finding]:
@@ -180,9 +178,12 @@ def probe_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.open_text(tokenizer.encode(text)) for text in probes.BEGINNINGS]
 
 
-def of_answers(checkpoint: Checkpoint, say: Say) -> tuple[list[Finding], list[str]]:
-    """What it says shows, and what it said. Raises what generating raises."""
-    outputs = say(probe_prompts(checkpoint.tokenizer))
+def of_answers(model: Model) -> tuple[list[Finding], list[str]]:
+    """What it says at temperature 0 shows, and what it said. Raises what generating raises."""
+    assert model.tokenizer is not None
+    sampling = Sampling(probes.ANSWER_TOKENS, stop_ids=model.tokenizer.stop_ids)
+    prompts = probe_prompts(model.tokenizer)
+    outputs = model.generate(prompts, sampling, batch_size=len(prompts))
     findings = ask(
         (detectors.repetition, outputs), (detectors.non_text, outputs), (detectors.silence, outputs)
     )
