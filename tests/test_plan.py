@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -31,7 +32,7 @@ from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.tokenizer import load_tokenizer
-from kdjax.training import plan, teachers
+from kdjax.training import job, plan, teachers
 from kdjax.training.job import ask_kinds, assemble, survey
 from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
 from scripts.apr.convert import convert
@@ -167,6 +168,42 @@ def test_the_plan_is_within_5_percent_of_what_two_h200_used(pairs, axes, backend
     mesh = sharding.make_mesh(*axes, jax.devices()[:2])
     made = plan.make_plan(config_of(**settings), pairs["7b"], mesh, H200, KINDS[backend])
     assert made.peak / 1e9 == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "peak"),
+    [
+        ("dequant", TWO, 38.35),
+        ("fp8", TWO, 31.05),
+        ("topk", dict(TWO, chunk=16384), 35.48),
+        ("q4k", TWO, 29.00),
+    ],
+)
+def test_so_it_is_where_each_keeps_half_of_the_masters(pairs, backend, settings, peak, monkeypatch):
+    monkeypatch.setattr(sharding, "splits_state", lambda *_, **__: True)
+    mesh = sharding.make_mesh(2, 1, 1, jax.devices()[:2])
+    made = plan.make_plan(config_of(**settings), pairs["7b"], mesh, H200, KINDS[backend])
+    assert made.peak / 1e9 == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "fsdp", "why"),
+    [
+        (135, 1, "each device holds all"),
+        (20, 2, "fsdp=1 does not fit"),
+        (13, 4, "fsdp=1 does not fit, fsdp=2 does not fit"),
+    ],
+)
+def test_auto_splits_over_as_few_devices_as_fit_and_says_why(
+    pairs, gigabytes, fsdp, why, monkeypatch, caplog
+):
+    monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(gigabytes))
+    config = config_of(64, 2048)
+    meshes = [sharding.make_mesh(-1, n, 1) for n in (1, 2, 4, 8)]
+    with caplog.at_level(logging.INFO, "kdjax"):
+        mesh, made = job._choose_mesh(config, pairs["7b"], meshes, [KINDS["dequant"]])
+    assert (mesh.shape["fsdp"], made.missing) == (fsdp, 0)
+    assert f"mesh: data={8 // fsdp}, fsdp={fsdp}, tensor=1: {why}" in caplog.text
 
 
 def test_the_plan_names_every_byte_of_the_7b_pair(pairs):
