@@ -14,10 +14,9 @@ from kdjax.formats import open_table
 from kdjax.formats.apr.table import AprTable, verify_footer, write_apr
 from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models.arch import spec_from_table
-from kdjax.models.names import gguf_name, hf_name
 from kdjax.models.tokenizer import load_tokenizer
 from scripts.apr import convert as script
-from scripts.apr.convert import convert
+from scripts.apr.convert import convert, gguf_name, hf_name
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
 # ---- tokenizers

@@ -1,7 +1,7 @@
 """One table from tree paths to checkpoint names, used by loading and by export."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kdjax.models.arch import ArchSpec
@@ -65,12 +65,11 @@ _POST_NORMS = tuple(
 # Tensors a checkpoint may hold that are not parameters: derived or metadata.
 IGNORED = ("rope_freqs.weight", "rotary_emb.inv_freq")
 
-_LAYER_OF = re.compile(r"(blk|model\.layers)\.(?P<i>0|[1-9]\d{0,8})\.(?P<rest>.+)")
+LAYER_OF = re.compile(r"(blk|model\.layers)\.(?P<i>0|[1-9]\d{0,8})\.(?P<rest>.+)")
+NAMES = (*_TOP, *_LAYER)
 # Parameters whose experts have a tensor each in Hugging Face's files.
 APART = frozenset(name.path for name in _LAYER if "{e}" in name.hf)
-_HF_OF = {name.gguf: name.hf for name in (*_TOP, *_LAYER) if name.path not in APART}
-_GGUF_OF = {hf: gguf for gguf, hf in _HF_OF.items()}
-_BY_PATH = {name.path: name for name in (*_TOP, *_LAYER)}
+_BY_PATH = {name.path: name for name in NAMES}
 _BY_PATH_POST = _BY_PATH | {name.path: name for name in _POST_NORMS}
 
 
@@ -82,32 +81,14 @@ def name_of(path: tuple[str, ...], spec: ArchSpec | None = None) -> Name:
     return (_BY_PATH_POST if spec is not None and spec.post_norms else _BY_PATH)[path]
 
 
-def _rename(name: str, names: Mapping[str, str]) -> str | None:
-    match = _LAYER_OF.fullmatch(name)
-    if match is None:
-        return names.get(name)
-    other = names.get(f"{match[1]}.{{i}}.{match['rest']}")
-    return other and other.format(i=match["i"])
-
-
 def renumber(name: str, layers: Sequence[int]) -> str | None:
     """A tensor's name where its model has only these layers; None for one of another layer."""
-    match = _LAYER_OF.fullmatch(name)
+    match = LAYER_OF.fullmatch(name)
     if match is None:
         return name
     if (layer := int(match["i"])) not in layers:
         return None
     return f"{match[1]}.{layers.index(layer)}.{match['rest']}"
-
-
-def hf_name(gguf: str) -> str | None:
-    """Hugging Face's name of the tensor; None for one that is no parameter of the table."""
-    return _rename(gguf, _HF_OF)
-
-
-def gguf_name(hf: str) -> str | None:
-    """llama.cpp's name of the tensor; None for one that is no parameter of the table."""
-    return _rename(hf, _GGUF_OF)
 
 
 def head_count(name: Name, spec: ArchSpec) -> int:

@@ -25,7 +25,7 @@ from kdjax.formats.files import bad, map_file, replacing
 from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models.arch import ArchSpec, spec_from_table
 from kdjax.models.families import FAMILIES
-from kdjax.models.names import gguf_name, hf_name
+from kdjax.models.names import APART, LAYER_OF, NAMES
 
 # GGUF files of the others interleave the rows of queries and keys, .apr files do not.
 _CONVERTIBLE = [
@@ -33,6 +33,8 @@ _CONVERTIBLE = [
     for name, family in FAMILIES.items()
     if family.apr and not (family.interleaved or family.experts)
 ]
+_HF_OF = {name.gguf: name.hf for name in NAMES if name.path not in APART}
+_GGUF_OF = {hf: gguf for gguf, hf in _HF_OF.items()}
 _USE_GGUF = "Use the GGUF file: kdjax reads it as it is."
 _AGAIN = "Convert the GGUF file again."
 
@@ -54,6 +56,24 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
             f"found {source.name} to convert to {target.name}; expected .gguf to .apr or .apr to "
             ".gguf. Give both files one of these suffixes."
         )
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str | None:
+    match = LAYER_OF.fullmatch(name)
+    if match is None:
+        return names.get(name)
+    other = names.get(f"{match[1]}.{{i}}.{match['rest']}")
+    return other and other.format(i=match["i"])
+
+
+def hf_name(gguf: str) -> str | None:
+    """Hugging Face's name of the tensor; None for one that is no parameter of the table."""
+    return _rename(gguf, _HF_OF)
+
+
+def gguf_name(hf: str) -> str | None:
+    """llama.cpp's name of the tensor; None for one that is no parameter of the table."""
+    return _rename(hf, _GGUF_OF)
 
 
 def _check_convertible(path: Path, table: GGUFTable, spec: ArchSpec) -> None:
