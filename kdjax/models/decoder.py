@@ -292,26 +292,20 @@ class Decoder(nnx.Module):
 
         Its weights are decoded, or gathered, once, and its activations are those of a part.
         """
-        graph, stacked = nnx.split(self.blocks)
-        slices, read = slice_layers(stacked)
         x, *about = (
             y.reshape(parts, -1, *y.shape[1:])
             for y in (self._embed_tokens(tokens), segment_ids, positions)
         )
 
-        def layer(x: Array, xs: Any) -> tuple[Array, None]:
-            weights, local = xs
-            weights = read(weights)
-
+        def layer(x: Array, block: Block, local: Array | None) -> tuple[Array, None]:
             def part(rows: tuple[Array, Array, Array]) -> Array:
                 x, segment_ids, positions = rows
                 mix = functools.partial(self._mix, segment_ids, local)
-                turn = self._turn(self._angles(positions), local)
-                return nnx.merge(graph, weights)(x, turn, mix)[0]
+                return block(x, self._turn(self._angles(positions), local), mix)[0]
 
             return jax.lax.map(part, (x, *about)), None
 
-        x, _ = jax.lax.scan(layer, x, (slices, self._local()))
+        x, _ = self._run_layers(layer, x)
         return self.norm(x.reshape(*tokens.shape, -1))
 
     def hidden_and_layers(
@@ -336,6 +330,30 @@ class Decoder(nnx.Module):
         layers = slices, self._local()
         x, outputs = jax.lax.scan(layer, self._embed_tokens(tokens), layers, unroll=not loop)
         return self.norm(x), outputs
+
+    def _run_layers(
+        self, layer: Callable, carry: Any, *more: Array, layers: "Layers | None" = None
+    ) -> tuple[Any, Any]:
+        """`layer(carry, block, local, *more)` for each layer; what it gives is as of a scan.
+
+        In a loop; or, of `layers` as `unstack` gives them, one after the other.
+        """
+        graph, stacked = nnx.split(self.blocks)
+        inputs = self._local(), *more
+        if layers is None:
+            slices, read = slice_layers(stacked)
+
+            def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+                weights, *rest = xs
+                return layer(carry, nnx.merge(graph, read(weights)), *rest)
+
+            return jax.lax.scan(step, carry, (slices, *inputs))
+        outputs = []
+        for index, weights in enumerate(layers):
+            rest = [None if x is None else x[index] for x in inputs]
+            carry, output = layer(carry, nnx.merge(graph, weights), *rest)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
 
     def _embed_tokens(self, tokens: Array) -> Array:
         x = decode_weight(self.embed.get_value()[tokens]).astype(self.compute.dtype)
@@ -412,26 +430,14 @@ class Decoder(nnx.Module):
         """
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         angles = self._angles(jnp.broadcast_to(at, tokens.shape))
-        graph, stacked = nnx.split(self.blocks)
-        slices, read = slice_layers(stacked)
         real = (at < lengths[:, None]).astype(jnp.int32)
 
-        def layer(x: Array, xs: Any) -> tuple[Array, Any]:
-            weights, local = xs
-            weights = read(weights) if layers is None else weights
+        def layer(x: Array, block: Block, local: Array | None) -> tuple[Array, Any]:
             mix = functools.partial(self._mix, real, local)
-            return nnx.merge(graph, weights)(x, self._turn(angles, local), mix)
+            return block(x, self._turn(angles, local), mix)
 
-        x, kinds = self._embed_tokens(tokens), self._local()
-        if layers is None:
-            x, (k, v) = jax.lax.scan(layer, x, (slices, kinds))
-        else:
-            kept = []
-            for index, weights in enumerate(layers):
-                x, pair = layer(x, (weights, None if kinds is None else kinds[index]))
-                kept.append(pair)
-            k, v = (jnp.stack(half) for half in zip(*kept, strict=True))
-        k, v = (x.swapaxes(2, 3) for x in (k, v))
+        x, kept = self._run_layers(layer, self._embed_tokens(tokens), layers=layers)
+        k, v = (x.swapaxes(2, 3) for x in kept)
         room = ((0, 0), (0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0))
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return self.norm(last)[:, 0], Cache(jnp.pad(k, room), jnp.pad(v, room))
@@ -450,11 +456,11 @@ class Decoder(nnx.Module):
         """
         at = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         angles = self._angles(at)
-        graph, stacked = nnx.split(self.blocks)
-        slices, read = slice_layers(stacked)
 
-        def layer(carry: tuple[Array, Cache], xs: Any) -> tuple[tuple[Array, Cache], None]:
-            (x, cache), (index, weights, local) = carry, xs
+        def layer(
+            carry: tuple[Array, Cache], block: Block, local: Array | None, index: Array
+        ) -> tuple[tuple[Array, Cache], None]:
+            x, cache = carry
 
             def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
                 # In the carry, so that a step writes its positions and copies nothing.
@@ -472,18 +478,11 @@ class Decoder(nnx.Module):
                 )
                 return out, Cache(*kept)
 
-            weights = read(weights) if layers is None else weights
-            return nnx.merge(graph, weights)(x, self._turn(angles, local), mix), None
+            return block(x, self._turn(angles, local), mix), None
 
-        carry, places = self._embed_tokens(tokens), jnp.arange(self.spec.num_layers)
-        carry, places, local = (carry, cache), places.astype(jnp.int32), self._local()
-        if layers is None:
-            carry, _ = jax.lax.scan(layer, carry, (places, slices, local))
-        else:
-            for index, weights in enumerate(layers):
-                kind = None if local is None else local[index]
-                carry, _ = layer(carry, (places[index], weights, kind))
-        x, cache = carry
+        places = jnp.arange(self.spec.num_layers, dtype=jnp.int32)
+        start = self._embed_tokens(tokens), cache
+        (x, cache), _ = self._run_layers(layer, start, places, layers=layers)
         return self.norm(x), cache
 
     def _has_kernel(self, dtype: DTypeLike) -> bool:
