@@ -465,8 +465,10 @@ def test_questions_lose_their_answers(tmp_path):
     path = tmp_path / "a.jsonl"
     turns = [dict(role="user", content="7"), dict(role="assistant", content="a ```b```")]
     path.write_text(json.dumps({"messages": turns}) + "\n")
-    assert list(answers.read(path, Lengths())) == [(turns[:1], [1] * 7, True)]
-    for bad in ('{"messages": []}', '{"text": "a"}', "[", json.dumps({"messages": turns[:1]})):
+    assert list(answers.read(path, Lengths())) == [(turns[:1], [1] * 7, True, "")]
+    path.write_text(json.dumps({"messages": turns[:1]}) + "\n")
+    assert list(answers.read(path, Lengths())) == [(turns[:1], [1] * 7, False, "")]
+    for bad in ('{"messages": []}', '{"text": " "}', "[", json.dumps({"messages": turns[1:]})):
         path.write_text(f"{json.dumps({'messages': turns})}\n{bad}\n")
         with pytest.raises(UserError, match=r"a.jsonl:2: found no"):
             list(answers.read(path, Lengths()))
@@ -502,3 +504,10 @@ def test_the_answers(models, tmp_path, monkeypatch, capsys):
     assert "is there already" in capsys.readouterr().err
     assert answers.main([*command, "--overwrite", "--seconds=0"]) == 0
     assert rows_of(tmp_path / "a.jsonl") == got
+    asked = [dict(messages=questions[:1]), dict(text="def f(x):\n    return x")]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(m) + "\n" for m in asked))
+    assert answers.main([*command, "--overwrite", "--all"]) == 0
+    both = {tuple(row): row for row in rows_of(tmp_path / "a.jsonl")}
+    assert [turn["role"] for turn in both[("messages",)]["messages"]] == ["user", "assistant"]
+    # Half of the tokens are the prompt.
+    assert both[("text",)]["text"].startswith("def f(x):") and len(both) == 2

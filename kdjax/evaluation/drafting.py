@@ -95,7 +95,10 @@ def choose_prompts(
     """
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
-    prompts = [_begin(text, chat, tokenizer) for text, chat in (every[at] for at in places)]
+    prompts = [
+        tokenizer.encode(text) if chat else begin_text(text, tokenizer)
+        for text, chat in (every[at] for at in places)
+    ]
     fitting = [ids for ids in prompts if 0 < len(ids) <= most]
     if not fitting:
         raise UserError(
@@ -106,9 +109,8 @@ def choose_prompts(
     return [fitting[place] for place in chosen]
 
 
-def _begin(text: str, chat: bool, tokenizer: Tokenizer) -> list[int]:
-    if chat:
-        return tokenizer.encode(text)
+def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Half of a plain text or 128 tokens, to go on from."""
     ids = tokenizer.encode(text[: 64 * PROMPT_TOKENS], parse_special=False)
     return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
 

@@ -3,10 +3,12 @@
     python -m scripts.corpus.answers teacher.gguf --read=instruct.jsonl --out=answers.jsonl \
         --seconds=300
 
-The last turn of each conversation is replaced by the teacher's own. Kept are answers that ended by
-themselves and whose Python blocks all parse; a question that was answered in code must be answered
-in code. Prompts are shuffled, then grouped by length, so that a batch has one of few shapes. After
-every batch OUT holds all that was kept so far. No batch begins after --seconds.
+The last turn of each conversation is replaced by the teacher's own, or added behind a user's; of a
+line with `text` the teacher continues the beginning. Kept are answers that ended by themselves and
+whose Python blocks all parse; a question that was answered in code must be answered in code. With
+`--all` every answer is kept, also one that did not end, as a draft wants: it is to know all that
+the teacher says. Prompts are shuffled, then grouped by length, so that a batch has one of few
+shapes. After every batch OUT holds all that was kept so far. No batch begins after --seconds.
 Exit status: 0 done, 2 bad input.
 """
 
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 
 from kdjax.device import runtime
 from kdjax.errors import MissingFileError, UserError, reporting
+from kdjax.evaluation.drafting import begin_text
 from kdjax.models.checkpoint import Form, open_checkpoint
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import load
@@ -38,6 +41,14 @@ class Question(NamedTuple):
     messages: list[dict[str, Any]]
     ids: list[int]
     code: bool
+    text: str = ""  # instead, of a plain text the beginning
+
+    def answered(self, text: str) -> dict[str, Any]:
+        """The record with this answer."""
+        if self.text:
+            return {"text": self.text + text}
+        said = {"role": "assistant", "content": text.strip()}
+        return {"messages": [*self.messages, said]}
 
 
 def read(path: Path, tokenizer: Tokenizer) -> Iterator[Question]:
@@ -48,18 +59,25 @@ def read(path: Path, tokenizer: Tokenizer) -> Iterator[Question]:
         if not line.strip():
             continue
         try:
-            *asked, last = json.loads(line)["messages"]
-            code = last["role"] == "assistant" and "```" in last["content"]
-            fits = asked[-1]["role"] == "user"
-        except (ValueError, TypeError, KeyError, IndexError):
-            fits = code = False
-            asked, last = [], {"role": ""}
-        if not fits or last["role"] != "assistant":
+            record = json.loads(line)
+            plain = str(record.get("text", ""))
+            asked, code = list(record.get("messages", [])), False
+            if asked and asked[-1]["role"] == "assistant":
+                code = "```" in asked.pop()["content"]
+            fits = bool(plain.strip()) or asked[-1]["role"] == "user"
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            asked, code, plain, fits = [], False, "", False
+        if not fits:
             raise UserError(
-                f'{path}:{number}: found no {{"messages": [...]}} that ends with a user\'s and an '
-                "assistant's turn. Give conversations of that form."
+                f'{path}:{number}: found no {{"messages": [...]}} that ends with a user\'s turn '
+                "or an assistant's behind one, and no text. Give lines of that form."
             )
-        yield Question(asked, tokenizer.encode(tokenizer.render(asked, answer_next=True)), code)
+        if asked:
+            ids = tokenizer.encode(tokenizer.render(asked, answer_next=True))
+            yield Question(asked, ids, code)
+        else:
+            ids = begin_text(plain, tokenizer)
+            yield Question([], ids, False, tokenizer.decode(ids))
 
 
 def batches(questions: Sequence[Question], size: int, seed: int) -> Iterator[list[Question]]:
@@ -118,11 +136,11 @@ def run(args: argparse.Namespace) -> None:
             prompts = [q.ids for q in batch]
             answers = model.generate(prompts, sampling, batch_size=args.batch_size)
             for question, answer in zip(batch, answers, strict=True):
-                if why := why_not(answer, question.code):
+                why = why_not(answer, question.code)
+                if why and not (args.all and answer.text.strip()):
                     dropped[why] = dropped.get(why, 0) + 1
                 else:
-                    said = {"role": "assistant", "content": answer.text.strip()}
-                    kept.append(json.dumps({"messages": [*question.messages, said]}) + "\n")
+                    kept.append(json.dumps(question.answered(answer.text)) + "\n")
             part.write_text("".join(kept))
             part.rename(out)
             tried += len(batch)
@@ -139,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     flags.add_argument("model", help="PATH[@dequant|q4k[:bfloat16|float32]]")
-    flags.add_argument("--read", required=True, help="conversations, JSON lines")
+    flags.add_argument("--read", required=True, help="conversations or texts, JSON lines")
     flags.add_argument("--out", required=True)
     flags.add_argument("--seconds", type=float, default=300.0, help="no batch begins after that")
     flags.add_argument("--batch-size", type=int, default=384)
@@ -147,6 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--temperature", type=float, default=0.0)
     flags.add_argument("--top-p", type=float, default=1.0)
     flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--all", action="store_true", help="keep every answer, for a draft")
     flags.add_argument("--overwrite", action="store_true")
     args = flags.parse_args(argv)
     runtime.configure()
