@@ -10,11 +10,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kdjax.config import OptimConfig
 from kdjax.device import sharding
 from kdjax.training import optim
 
-SPEC = optim.OptimSpec(
-    learning_rate=1e-3, final_learning_rate=0.0, warmup_steps=0, total_steps=100,
+SPEC = OptimConfig(
+    learning_rate=1e-3, final_learning_rate=0.0, warmup_steps=0,
     weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, clip_norm=0.0,
 )  # fmt: skip
 NUMBERS = [1.0, 1.003, -0.7, 3.1e-5, -1.23e-20, 2.0**-126, 1e38, 0.0, -1.9999999, 65535.0]
@@ -96,7 +97,7 @@ def params(rng):
 
 
 def steps(spec, start, gradients, place=lambda x: x):
-    tx = optim.optimizer(spec)
+    tx = optim.optimizer(spec, 100)
     state, now = place(tx.init(start)), start
     update = jax.jit(tx.update)
     for g in gradients:
@@ -109,7 +110,7 @@ def test_float32_is_optax_adamw_bit_for_bit(rng):
     start, gradients = params(rng), [params(rng) for _ in range(3)]
     ours, state = steps(SPEC, start, gradients)
     options = dict(eps=SPEC.eps, weight_decay=SPEC.weight_decay, mask=optim.decay_mask)
-    tx = optax.chain(optax.adamw(optim.schedule(SPEC), b1=0.9, b2=0.999, **options))
+    tx = optax.chain(optax.adamw(optim.schedule(SPEC, 100), b1=0.9, b2=0.999, **options))
     theirs, want = start, tx.init(start)
     for g in gradients:
         updates, want = jax.jit(tx.update)(g, want, theirs)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from kdjax.config import OptimConfig
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
@@ -28,8 +29,8 @@ from kdjax.training.teachers import Dense
 
 GOLDENS = Path(__file__).parent / "goldens"
 ROWS, LENGTH = 8, 12
-OPTIM = optim.OptimSpec(
-    learning_rate=1e-3, final_learning_rate=0.0, warmup_steps=0, total_steps=100,
+OPTIM = OptimConfig(
+    learning_rate=1e-3, final_learning_rate=0.0, warmup_steps=0,
     weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, clip_norm=0.0,
 )  # fmt: skip
 
@@ -61,7 +62,8 @@ def build(
     mesh=None,
     *,
     microbatches=1,
-    optim_spec=OPTIM,
+    clip_norm=0.0,
+    learning_rate=1e-3,
     student="qwen2_tied",
     alpha=0.3,
     reduce_dtype="float32",
@@ -72,7 +74,9 @@ def build(
     teacher_functions, _, teacher = model("qwen2_untied", mesh)
     loss = KDLoss(forward_kl, temperature=2.0, alpha=alpha)
     head = HeadSpec(loss, width=160, real_vocab=157, chunk_tokens=40)
-    tx = optim.optimizer(optim_spec)
+    tx = optim.optimizer(
+        dataclasses.replace(OPTIM, clip_norm=clip_norm, learning_rate=learning_rate), 100
+    )
     spec = step.StepSpec(
         functions, teacher_functions, Dense(), head, tx, microbatches, reduce_dtype
     )
@@ -199,7 +203,7 @@ def test_batch_without_trained_positions_changes_nothing_but_the_counter():
 
 
 def first_delta(learning_rate):
-    built = build(optim_spec=dataclasses.replace(OPTIM, learning_rate=learning_rate))
+    built = build(learning_rate=learning_rate)
     before, after, _ = step_once(built)
     return jax.tree.map(lambda a, b: np.asarray(a) - b, after.params, before)
 
@@ -268,19 +272,17 @@ def test_one_trace_and_a_falling_loss_over_steps():
 @pytest.mark.slow
 def test_clipping_divides_after_the_count():
     """The clipped norm is of the averaged gradient, so it does not depend on microbatches."""
-    clipped = dataclasses.replace(OPTIM, clip_norm=0.1)
     updates = []
     for microbatches in (1, 4):
-        before, after, metrics = step_once(build(microbatches=microbatches, optim_spec=clipped))
+        before, after, metrics = step_once(build(microbatches=microbatches, clip_norm=0.1))
         assert metrics["grad_norm"] > 0.1  # the figure reported is before clipping
         updates.append(np.asarray(after.params["embed"]) - before["embed"])
     np.testing.assert_allclose(*updates, rtol=1e-3, atol=1e-7)
 
 
 def test_schedule():
-    spec = dataclasses.replace(OPTIM, learning_rate=1.5e-5, final_learning_rate=5e-7,
-                               warmup_steps=4, total_steps=20)  # fmt: skip
-    rate = optim.schedule(spec)
+    rates = dict(learning_rate=1.5e-5, final_learning_rate=5e-7, warmup_steps=4)
+    rate = optim.schedule(dataclasses.replace(OPTIM, **rates), 20)
     np.testing.assert_allclose([rate(s) for s in range(4)], 1.5e-5 * np.arange(1, 5) / 5, rtol=1e-6)
     np.testing.assert_allclose(rate(4), 1.5e-5, rtol=1e-6)
     np.testing.assert_allclose(rate(12), (1.5e-5 + 5e-7) / 2, rtol=1e-5)

@@ -477,16 +477,15 @@ def build_step(
         placement=placement,
     )
     functions, shapes = functional(pair.student.spec, compute)
-    settings = optim.OptimSpec(total_steps=config.train.steps, **dataclasses.asdict(config.optim))
     step = make_step(
         Model(functions, shapes, pair.student.spec.vocab_size, placement=placement),
         teacher,
         KDLoss(config.loss.divergence, config.loss.temperature, config.loss.alpha),
-        optim.optimizer(settings),
+        optim.optimizer(config.optim, config.train.steps),
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
         reduce_dtype=config.train.reduce_dtype,
         kind=kind,
         vocabulary=pair.vocabulary,
     )
-    return teacher, step, optim.schedule(settings)
+    return teacher, step, optim.schedule(config.optim, config.train.steps)

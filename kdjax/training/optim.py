@@ -1,6 +1,5 @@
 """Schedule, decay mask, the optax chain, and moments kept in bfloat16."""
 
-import dataclasses
 from typing import Any, cast
 
 import jax
@@ -9,37 +8,22 @@ import numpy as np
 import optax
 from jaxtyping import Array, BFloat16, Float, UInt16, UInt32
 
-
-@dataclasses.dataclass(frozen=True)
-class OptimSpec:
-    """AdamW with linear warmup and cosine decay; steps are optimizer steps."""
-
-    learning_rate: float
-    final_learning_rate: float
-    warmup_steps: int
-    total_steps: int
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    clip_norm: float  # global gradient norm; 0 turns clipping off
-    moment_dtype: str = "float32"  # of both moments as stored: float32 | bfloat16
+from kdjax.config import OptimConfig
 
 
-def schedule(spec: OptimSpec) -> optax.Schedule:
-    """Learning rate by step: linear from 0 over the warmup, then cosine to the final rate.
+def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    """Learning rate by optimizer step: linear from 0 over the warmup, then cosine to the final one.
 
     The first step already moves: step 0 uses learning_rate / (warmup_steps + 1).
     """
-    decay = max(spec.total_steps - spec.warmup_steps, 1)
+    warmup, peak, final = config.warmup_steps, config.learning_rate, config.final_learning_rate
+    decay = max(steps - warmup, 1)
 
-    def rate(step: Any) -> Any:
+    def rate(step: jax.typing.ArrayLike) -> Array:
         step = jnp.asarray(step, jnp.float32)
-        warm = (step + 1) / (spec.warmup_steps + 1)
-        progress = jnp.clip((step - spec.warmup_steps) / decay, 0.0, 1.0)
-        span = spec.learning_rate - spec.final_learning_rate
-        cosine = spec.final_learning_rate + span * 0.5 * (1 + jnp.cos(jnp.pi * progress))
-        return jnp.where(step < spec.warmup_steps, spec.learning_rate * warm, cosine)
+        progress = jnp.clip((step - warmup) / decay, 0.0, 1.0)
+        cosine = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        return jnp.where(step < warmup, peak * ((step + 1) / (warmup + 1)), cosine)
 
     return rate
 
@@ -54,14 +38,14 @@ def decay_mask(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(matrix, params)
 
 
-def optimizer(spec: OptimSpec) -> optax.GradientTransformation:
+def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
     """Global-norm clipping, then AdamW with decoupled, masked decay, computed in float32."""
-    chain = [optax.clip_by_global_norm(spec.clip_norm)] if spec.clip_norm else []
-    adam = optax.scale_by_adam(b1=spec.beta1, b2=spec.beta2, eps=spec.eps)
+    chain = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
     adamw = optax.chain(  # the parts of optax.adamw, so that the first can be wrapped
-        adam if spec.moment_dtype == "float32" else bfloat16_moments(adam),
-        optax.add_decayed_weights(spec.weight_decay, decay_mask),
-        optax.scale_by_learning_rate(schedule(spec)),
+        adam if config.moment_dtype == "float32" else bfloat16_moments(adam),
+        optax.add_decayed_weights(config.weight_decay, decay_mask),
+        optax.scale_by_learning_rate(schedule(config, steps)),
     )
     return optax.chain(*chain, adamw)
 

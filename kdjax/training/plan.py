@@ -93,7 +93,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     loops, reduce_dtype = config.student.remat == "full", config.train.reduce_dtype
     if sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
         masters /= mesh.size  # all but norms and biases, which are few
-    tx = optim.optimizer(optim.OptimSpec(total_steps=2, **dataclasses.asdict(config.optim)))
+    tx = optim.optimizer(config.optim, config.train.steps)
     moments = _count_bytes(jax.eval_shape(tx.init, shapes)) * masters / _count_bytes(shapes)
     resident: dict[str, Size] = {}
     if pair.teacher is not None:

@@ -56,19 +56,10 @@ def distill(
     """
     workdir = Path(workdir)
     validate(config)
-    with cluster.started(distributed, join_timeout, suits_cpu=suits_cpu) as devices:
-        return _distill(config, workdir, batches, verdict, devices)
-
-
-def _distill(
-    config: Config,
-    workdir: Path,
-    batches: BatchSource | None,
-    verdict: Verdict | None,
-    devices: runtime.Devices,
-) -> str:
-    config = fetch_files(config)
     with contextlib.ExitStack() as held:
+        joined = cluster.started(distributed, join_timeout, suits_cpu=suits_cpu)
+        devices = held.enter_context(joined)
+        config = fetch_files(config)
         held.enter_context(_naming_checkpoint(workdir))
         if jax.process_index() == 0:  # of several processes the first holds the workdir for all
             with writing(workdir / LOCK):
