@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import chex
 import jax
@@ -425,3 +426,17 @@ def test_unknown_family_is_named():
     table.metadata["model_type"] = "mamba"  # type: ignore[index]
     with pytest.raises(UserError, match=r"'mamba'.*qwen2, qwen3, qwen3_moe, llama"):
         spec_from_table(table)
+
+
+@pytest.mark.parametrize(("rows", "width", "count"), [(1000, 3000, 3), (5, 64, 1), (64, 48, 65)])
+def test_products_with_bits_are_those_with_their_numbers(rng, rows, width, count):
+    """In parts, of which the last begins earlier; of many rows at once as well."""
+    weight = jnp.asarray(rng.normal(size=(rows, width)), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(count, width)), jnp.bfloat16)
+    want = x.astype(jnp.float32) @ weight.astype(jnp.float32).T
+    with mock.patch.object(weights, "_WIDENED", 2**18):
+        got = weights.project(x, weights.to_bits(weight))
+        logits = weights.unembed(x[None], weights.to_bits(weight))[0]
+    assert got.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-3)
+    np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-4)

@@ -35,6 +35,7 @@ from kdjax.models.weights import (
     project_all,
     round_for,
     slice_layers,
+    to_bits,
     unembed,
 )
 
@@ -495,10 +496,15 @@ class Decoder(nnx.Module):
         """The weights of each layer as one id a row multiplies them best.
 
         Numbers of the compute dtype, an array a layer, those that multiply the same rows joined;
-        float8 stays so.
+        float8 stays so, and on a CPU bf16 is its bits.
         """
         slices, read = slice_layers(nnx.state(self.blocks))
-        dtype = self.compute.dtype
+        placement = self.compute.placement
+        on_cpu = placement is not None and placement.platform == "cpu"
+
+        def numbers(stored: Array) -> Array:
+            found = from_bits(stored).astype(self.compute.dtype)
+            return to_bits(found) if on_cpu else found
 
         def one(index: int) -> Params:
             weights = nnx.to_pure_dict(read(jax.tree.map(lambda x: x[index], slices)))
@@ -506,12 +512,12 @@ class Decoder(nnx.Module):
                 linears = [weights[part][name] for name in names]
                 found = [linear["weight"] for linear in linears]
                 if not isinstance(found[0], Scaled):
-                    found = join([from_bits(x).astype(dtype) for x in found])
+                    found = join([numbers(x) for x in found])
                 for linear, weight in zip(linears, found, strict=True):
                     linear["weight"] = weight
             for linear in (weights["attn"]["o"], weights["mlp"]["down"]):
                 if not isinstance(linear["weight"], Scaled):
-                    linear["weight"] = from_bits(linear["weight"]).astype(dtype)
+                    linear["weight"] = numbers(linear["weight"])
             return weights
 
         return tuple(map(one, range(self.spec.num_layers)))

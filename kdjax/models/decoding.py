@@ -26,7 +26,14 @@ from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Cache, DecoderFunctions, Layers, Params
 from kdjax.models.kernels import EXCLUDED, BlockSums
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Spread, gather_rows, map_rows, mask_padding
+from kdjax.models.weights import (
+    Spread,
+    gather_rows,
+    map_rows,
+    mask_padding,
+    to_bits,
+    unembed,
+)
 
 _STEPS = 8  # on the device between two looks of the host
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
@@ -295,7 +302,10 @@ def _prepare(
     params: Params, *, functions: DecoderFunctions, spread: Spread | None, unstack: bool
 ) -> tuple[Layers | None, Array]:
     def prepare(params: Params) -> tuple[Layers | None, Array]:
-        head = functions.head(params).astype(functions.compute.dtype)
+        head, placement = functions.head(params), functions.compute.placement
+        head = head.astype(functions.compute.dtype)
+        if placement is not None and placement.platform == "cpu":
+            head = to_bits(head)
         return functions.unstack(params) if unstack else None, head
 
     return map_rows(prepare, spread, outs=P())(params)
@@ -406,7 +416,7 @@ def _advance(
             hidden, cache = functions.extend(
                 params, slots.last[:, None], positions, slots.cache, layers
             )
-            logits = jnp.einsum("BD,VD->BV", hidden[:, 0], head, preferred_element_type=jnp.float32)
+            logits = unembed(hidden, head)[:, 0]
             draw = functools.partial(pick, kernel=spread is not None and spread.placement.kernels)
             at = jax.vmap(jax.random.fold_in)(keys, slots.drawn)
             ids, log_probs = draw(logits, at, sampling, real)

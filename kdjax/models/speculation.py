@@ -22,7 +22,7 @@ from kdjax.errors import UserError
 from kdjax.models.decoder import Cache, DecoderFunctions, Params
 from kdjax.models.decoding import Completion, Drafted, Row, Sampling, find_stops, prepare_weights
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Spread, mask_padding
+from kdjax.models.weights import Spread, mask_padding, unembed
 
 _BUCKET, _ROOM = 64, 128  # prompts and caches are padded to a multiple: few programs are compiled
 _ROUNDS = 8  # on the device between two looks at the text
@@ -85,8 +85,7 @@ class _Programs:
 
     def logits(self, hidden: Array, head: Array, real: int) -> Float[Array, "B N V"]:
         """Over the ids of the big model, -inf where there is none."""
-        logits = jnp.einsum("BND,VD->BNV", hidden, head, preferred_element_type=jnp.float32)
-        logits = mask_padding(logits[..., : self.real], real, -jnp.inf)
+        logits = mask_padding(unembed(hidden, head)[..., : self.real], real, -jnp.inf)
         room = self.real - logits.shape[-1]
         return jnp.pad(logits, ((0, 0), (0, 0), (0, room)), constant_values=-jnp.inf)
 
