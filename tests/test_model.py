@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import gguf
 from kdjax.models import loading
 from kdjax.models.checkpoint import Form, open_checkpoint, run_sources
-from kdjax.models.model import Model, load
+from kdjax.models.model import Model, load, load_model
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,33 @@ def test_a_header_is_parsed_once_and_the_decoder_traced_once(models, monkeypatch
         checkpoint.tokenizer.opening_id,
     )
     assert first == again and len(opened) == len(traced) == 1
+
+
+def test_rows_that_fsdp_splits_are_read_once_and_only_for_the_devices_that_hold_them(
+    models, monkeypatch
+):
+    taken: dict[str, list[int]] = {}
+
+    class Read(np.ndarray):
+        def __getitem__(self, at):
+            found = np.asarray(self).__getitem__(at)
+            taken[self.name].append(found.nbytes)
+            return found
+
+    def raw(table, name, whole=gguf.GGUFTable.raw):
+        view = whole(table, name).view(Read)
+        view.name, taken[name] = name, []
+        return view
+
+    monkeypatch.setattr(gguf.GGUFTable, "raw", raw)
+    mesh = make_mesh(2, 2, 1, jax.devices()[:4])
+    checkpoint = open_checkpoint(models / "teacher.gguf")
+    load_model(checkpoint, placement=Placement(mesh), weights="packed")
+    table = checkpoint.table
+    matrices = [name for name in taken if len(table.info(name).shape) > 1]
+    assert len(matrices) > 7
+    for name in matrices:
+        assert taken[name] == [table.info(name).nbytes // 2] * 2, name
 
 
 def test_logits_of_lists_are_those_of_arrays(student):

@@ -287,7 +287,14 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, pla
     if jax.process_count() == 1 and not split:
         moved = jax.device_put(view, place, may_alias=False)
     else:  # device_put would compare what all processes give
-        moved = jax.make_array_from_callback(view.shape, place, lambda at: np.array(view[at]))
+        copies: dict[str, np.ndarray] = {}  # several devices may hold the same rows
+
+        def copy(at: tuple[slice, ...]) -> np.ndarray:
+            if str(at) not in copies:
+                copies[str(at)] = np.array(view[at])
+            return copies[str(at)]
+
+        moved = jax.make_array_from_callback(view.shape, place, copy)
     jax.block_until_ready(moved)
     _forget_pages(view)
     return moved
