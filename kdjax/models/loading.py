@@ -289,7 +289,7 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, pla
     else:  # device_put would compare what all processes give
         copies: dict[str, np.ndarray] = {}  # several devices may hold the same rows
 
-        def copy(at: tuple[slice, ...]) -> np.ndarray:
+        def copy(at: Any) -> np.ndarray:
             if str(at) not in copies:
                 copies[str(at)] = np.array(view[at])
             return copies[str(at)]
