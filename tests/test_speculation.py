@@ -10,7 +10,7 @@ from quick import cases
 from test_generate import opened, prompts_of
 
 from kdjax.errors import UserError
-from kdjax.models import speculation
+from kdjax.models import decoding, speculation, weights
 from kdjax.models.decoding import Sampling
 from kdjax.models.drafts import check_same_ids, why_refused
 from kdjax.models.speculation import judge
@@ -112,6 +112,20 @@ def test_speculative_sampling_draws_from_the_big_models_distribution(how):
             rate = (accepted[alive] > place).mean()
             assert abs(rate - kept) < 5 * np.sqrt(0.25 / alive.sum())
             alive &= accepted > place
+
+
+@pytest.mark.parametrize("how", [dict(top_k=3), dict(top_p=0.7), dict(top_k=6, top_p=0.8), {}])
+def test_plain_and_speculative_drawing_keep_the_same_ids(how):
+    """Those equal to the last that is kept as well; a row of the head that is no id never."""
+    logits = jnp.asarray([1, 3, 3, 0, 2, 2, 2, -1, 1, 9], jnp.float32)
+    sampling = Sampling(temperature=0.9, **how)
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    drawn, _ = decoding.pick(jnp.broadcast_to(logits[None], (len(keys), 10)), keys, sampling, 9)
+    masked = weights.mask_padding(logits[None, None], 9, -jnp.inf)
+    log_probs = speculation._log_probs(masked, sampling)[0, 0]
+    found = np.bincount(np.asarray(drawn), minlength=10) / len(keys)
+    np.testing.assert_allclose(found, np.exp(log_probs), atol=0.02)
+    assert np.isfinite(log_probs).sum() == (found > 0).sum() == (5 if how else 9)
 
 
 @pytest.mark.slow

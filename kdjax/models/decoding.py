@@ -118,7 +118,7 @@ def pick(
     """
     real = logits.shape[1] if real is None else real
     width, temperature = -(-logits.shape[1] // _BLOCKS), sampling.temperature or 1.0
-    least = _least_kept(mask_padding(logits, real), sampling)
+    least = find_least(mask_padding(logits, real), sampling)
     run = kernels.sum_blocks if kernel else sum_blocks
     sums = run(logits, least, _BLOCKS, temperature, real)
     peak = jnp.max(sums.peaks, axis=-1, keepdims=True)
@@ -172,8 +172,8 @@ def _invert(weights: Float[Array, "B N"], uniform: Float[Array, " B"]) -> Int[Ar
     return jnp.argmax(sums > uniform[:, None] * whole, axis=-1).astype(jnp.int32)
 
 
-def _least_kept(logits: Array, sampling: Sampling) -> Array | None:
-    """The least logit `[B, 1]` of top-k and top-p, None for all; those equal to it stay as well.
+def find_least(logits: Float[Array, "*B V"], sampling: Sampling) -> Float[Array, "*B 1"] | None:
+    """The least logit that top-k and top-p keep, None for all; those equal to it stay as well.
 
     Found without sorting.
     """
@@ -192,24 +192,24 @@ def _least_kept(logits: Array, sampling: Sampling) -> Array | None:
     return least
 
 
-def _cut(logits: Array, enough: Callable[[Array], Array]) -> Array:
-    """The largest number `[B, 1]` at which the logits from it on are enough.
+def _cut(logits: Float[Array, "*B V"], enough: Callable[[Array], Array]) -> Float[Array, "*B 1"]:
+    """The largest number at which the logits from it on are enough.
 
     Found by cutting the range of all float32 numbers in eight, again and again.
     """
-    low, high = (jnp.full(logits.shape[:1], _rank(x)) for x in (-jnp.inf, jnp.inf))
+    low, high = (jnp.full(logits.shape[:-1], _rank(x)) for x in (-jnp.inf, jnp.inf))
 
     def cut(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         part = (high - low + 7) // 8
         for times in range(1, 8):  # reductions of one array, which XLA does in one reading
             at = jnp.minimum(ends[0] + times * part, ends[1])
-            good = enough(logits >= _number(at)[:, None]) & (at < ends[1])
+            good = enough(logits >= _number(at)[..., None]) & (at < ends[1])
             low, high = jnp.where(good, at, low), jnp.where(good, high, jnp.minimum(high, at))
         return low, high
 
     low, _ = jax.lax.fori_loop(0, 12, cut, (low, high))
-    return _number(low)[:, None]
+    return _number(low)[..., None]
 
 
 def _rank(x: Any) -> Array:

@@ -20,7 +20,15 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.errors import UserError
 from kdjax.models.decoder import Cache, DecoderFunctions, Params
-from kdjax.models.decoding import Completion, Drafted, Row, Sampling, find_stops, prepare_weights
+from kdjax.models.decoding import (
+    Completion,
+    Drafted,
+    Row,
+    Sampling,
+    find_least,
+    find_stops,
+    prepare_weights,
+)
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Spread, mask_padding, unembed
 
@@ -92,18 +100,9 @@ class _Programs:
 
 def _log_probs(logits: Array, sampling: Sampling) -> Array:
     """Of what is drawn from, `[B, N, V]`: at the temperature, outside top-k and top-p -inf."""
-    logits = logits / sampling.temperature
-    if sampling.top_k or sampling.top_p < 1:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        if sampling.top_k:
-            least = ordered[..., min(sampling.top_k, logits.shape[-1]) - 1, None]
-            logits = jnp.where(logits >= least, logits, -jnp.inf)
-            ordered = jnp.where(ordered >= least, ordered, -jnp.inf)
-        p = jax.nn.softmax(ordered, axis=-1)
-        inside = jnp.cumsum(p, axis=-1) - p < sampling.top_p  # what comes before is not enough
-        least = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
-    return jax.nn.log_softmax(logits, axis=-1)
+    least = find_least(logits, sampling)
+    kept = logits if least is None else jnp.where(logits >= least, logits, -jnp.inf)
+    return jax.nn.log_softmax(kept / sampling.temperature, axis=-1)
 
 
 def _draw(log_probs: Array, keys: Any, purpose: int) -> Array:

@@ -14,6 +14,7 @@ one length, which spares it the padding and the waiting.
 # pyright: reportMissingImports=false
 
 import argparse
+import dataclasses
 import functools
 import json
 import time
@@ -83,7 +84,8 @@ def sustained(model: Model, args: argparse.Namespace, slots: int) -> dict[str, A
     limits = drawn(args.answer_tokens, args.prompts, rng)
     generate = functools.partial(model.generate, sampling=sampling_of(args), batch_size=slots)
     few = [*prompts[:: max(1, len(prompts) // slots)], max(prompts, key=len)]
-    generate(few, limits=[1] * len(few))  # compiles what the run will need
+    # Compiles what the run will need: also fewer slots, once all rows but one have ended.
+    generate(few, limits=[1] * (len(few) - 1) + [max(limits)])
     start = time.perf_counter()
     answers = generate(prompts, limits=limits)
     seconds = time.perf_counter() - start
@@ -219,8 +221,7 @@ def peer(args: argparse.Namespace, rows: int, device: str = "cuda") -> dict[str,
     import torch
 
     spec = spec_of(model_file(args.shape, args.folder))
-    shape = {name: getattr(spec, name) for name in _PEER_FIELDS}
-    model = build(shape, torch.bfloat16, device).eval()
+    model = build(dataclasses.asdict(spec), torch.bfloat16, device).eval()
     prompts = torch.randint(0, spec.vocab_size, (rows, 128), device=device)
 
     def generate() -> None:
@@ -238,19 +239,6 @@ def peer(args: argparse.Namespace, rows: int, device: str = "cuda") -> dict[str,
 
     seconds = timed(generate, calls=1)
     return dict(tokens=128 * rows, seconds=seconds, tokens_per_s=128 * rows / seconds)
-
-
-_PEER_FIELDS = (
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "mlp_size",
-    "vocab_size",
-    "tied",
-    "max_positions",
-    "rope_theta",
-)
 
 
 def main(argv: list[str] | None = None) -> int:
