@@ -97,6 +97,20 @@ def test_a_first_process_that_does_not_answer_is_named(monkeypatch):
         pass
 
 
+def test_a_second_run_joins_nobody_anew_and_watches_the_others_again(monkeypatch):
+    for name, value in KUBEFLOW.items():
+        monkeypatch.setenv(name, value)
+    initialize, peers = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(cluster, "_joined", [])
+    monkeypatch.setattr(cluster, "_initialize", initialize)
+    monkeypatch.setattr(cluster, "_Peers", peers)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: initialize.called)
+    for _ in range(2):
+        with cluster.joined():
+            pass
+    assert (initialize.call_count, peers.call_count) == (1, 2)
+
+
 def test_of_one_process_the_flag_is_its_own():
     flag = SharedFlag(sharding.make_mesh(-1, 1, 1))
     assert [flag.any(word) for word in (False, True, False)] == [False, True, False]

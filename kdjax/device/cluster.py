@@ -113,22 +113,28 @@ def started(
         yield runtime.open_devices(chosen, suits_cpu=suits_cpu)
 
 
+_joined: list[Member] = []  # this process, once it has joined
+
+
 @contextlib.contextmanager
 def joined(distributed: str = "auto", timeout: int = JOIN_TIMEOUT) -> Iterator[None]:
     """Joins the processes that an engine started, before JAX asks for devices; once a process.
 
-    "auto" joins where an engine's variables are; "off" never. JAX that is initialised already, by
-    Ray or by the caller, is left as it is. A process that dies ends the others with `PEER_LOST`,
-    at once or, if its host is lost, in 12 seconds; one that fails, in `GRACE` seconds. Raises
-    `UserError` if the others do not come within `timeout` seconds.
+    "auto" joins where an engine's variables are; "off" never. JAX that Ray or the caller has
+    initialised is left as it is. Called again, processes that joined here watch each other anew. A
+    process that dies ends the others with `PEER_LOST`, at once or, if its host is lost, in 12
+    seconds; one that fails, in `GRACE` seconds. Raises `UserError` if the others do not come within
+    `timeout` seconds.
     """
     if distributed not in ("auto", "off"):
         raise UserError(f"found --distributed={distributed}; expected auto or off.")
     member = find_member(os.environ) if distributed == "auto" else None
-    if member is None or jax.distributed.is_initialized():
+    if member is None or (jax.distributed.is_initialized() and not _joined):
         yield
         return
-    _initialize(member, timeout)
+    if not _joined:
+        _initialize(member, timeout)
+        _joined.append(member)
     peers = _Peers(member)
     try:
         yield
@@ -201,14 +207,15 @@ class _Peers:
     def __init__(self, member: Member):
         self._connections: list[socket.socket] = []
         self._told = False
+        key = f"kdjax/{_number('peers', member.index)}"
         host = _state().coordinator_address.rpartition(":")[0]
         if member.index == 0:
             listener = socket.create_server(("", 0))
             port = listener.getsockname()[1]
-            _state().client.key_value_set("kdjax/peers", str(port))
+            _state().client.key_value_set(key, str(port))
             self._start(self._accept, listener, member.count - 1)
         else:
-            port = int(_state().client.blocking_key_value_get("kdjax/peers", 60_000))
+            port = int(_state().client.blocking_key_value_get(key, 60_000))
             connection = socket.create_connection((host.strip("[]"), port), timeout=60)
             connection.sendall(member.index.to_bytes(4))
             self._start(self._listen, connection, "the first process, or one that it watched,")
@@ -293,7 +300,7 @@ def exchange(name: str, mine: Any, timeout: int = _DAY) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [mine]
-    client, folder = _state().client, f"kdjax/{_number(name)}/"
+    client, folder = _state().client, f"kdjax/{_number(name, jax.process_index())}/"
     client.key_value_set_bytes(f"{folder}{jax.process_index()}", json.dumps(mine).encode())
     keys = [f"{folder}{process}" for process in range(jax.process_count())]
     return [json.loads(client.blocking_key_value_get_bytes(k, timeout * 1000)) for k in keys]
@@ -302,10 +309,10 @@ def exchange(name: str, mine: Any, timeout: int = _DAY) -> list[Any]:
 _uses: collections.Counter[tuple[int, str]] = collections.Counter()
 
 
-def _number(name: str) -> str:
+def _number(name: str, process: int) -> str:
     """The name with how often this process has used it: a program may call `distill` again."""
-    _uses[jax.process_index(), name] += 1
-    return f"{name}/{_uses[jax.process_index(), name]}"
+    _uses[process, name] += 1
+    return f"{name}/{_uses[process, name]}"
 
 
 def share(items: Sequence[Any]) -> Sequence[Any]:
@@ -338,7 +345,7 @@ def first_before_others(name: str, timeout: int = _DAY) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    key = f"kdjax-{_number(name)}"
+    key = f"kdjax-{_number(name, jax.process_index())}"
     barrier = functools.partial(_state().client.wait_at_barrier, key, timeout * 1000)
     if jax.process_index() != 0:
         barrier()
