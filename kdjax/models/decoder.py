@@ -314,30 +314,27 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, Array | None]:
         """As `hidden`; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
         angles = self._angles(positions)
-        graph, stacked = nnx.split(self.blocks)
-        slices, read = slice_layers(stacked)
 
-        def layer(x: Array, xs: Any) -> tuple[Array, Array | None]:
-            weights, local = xs
+        def layer(x: Array, block: Block, local: Array | None) -> tuple[Array, Array | None]:
             mix = functools.partial(self._mix, segment_ids, local)
-            x, _ = nnx.merge(graph, read(weights))(x, self._turn(angles, local), mix)
+            x, _ = block(x, self._turn(angles, local), mix)
             return x, (x if keep_layers else None)
 
-        policy = REMAT_POLICIES[self.compute.remat]
-        if policy is not None:
-            # A loop by itself keeps XLA from merging the recomputation away.
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.compute.scan)
-        loop = self.compute.scan
-        layers = slices, self._local()
-        x, outputs = jax.lax.scan(layer, self._embed_tokens(tokens), layers, unroll=not loop)
+        x, outputs = self._run_layers(layer, self._embed_tokens(tokens), trained=True)
         return self.norm(x), outputs
 
     def _run_layers(
-        self, layer: Callable, carry: Any, *more: Array, layers: "Layers | None" = None
+        self,
+        layer: Callable,
+        carry: Any,
+        *more: Array,
+        layers: "Layers | None" = None,
+        trained: bool = False,
     ) -> tuple[Any, Any]:
         """`layer(carry, block, local, *more)` for each layer; what it gives is as of a scan.
 
-        In a loop; or, of `layers` as `unstack` gives them, one after the other.
+        In a loop; or, of `layers` as `unstack` gives them, one after the other. Where it may be
+        `trained`, `compute` says what is kept for the backward pass, and whether there is a loop.
         """
         graph, stacked = nnx.split(self.blocks)
         inputs = self._local(), *more
@@ -348,7 +345,11 @@ class Decoder(nnx.Module):
                 weights, *rest = xs
                 return layer(carry, nnx.merge(graph, read(weights)), *rest)
 
-            return jax.lax.scan(step, carry, (slices, *inputs))
+            loop = self.compute.scan or not trained
+            if trained and (policy := REMAT_POLICIES[self.compute.remat]) is not None:
+                # A loop by itself keeps XLA from merging the recomputation away.
+                step = jax.checkpoint(step, policy=policy, prevent_cse=not loop)
+            return jax.lax.scan(step, carry, (slices, *inputs), unroll=not loop)
         outputs = []
         for index, weights in enumerate(layers):
             rest = [None if x is None else x[index] for x in inputs]
