@@ -34,7 +34,7 @@ from kdjax.formats.table import TensorInfo, TensorTable
 _MAX_DIMS = 8
 _DTYPES = ("F32", "F16", "BF16")
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-SHARD_BYTES = 5_000_000_000  # as `save_pretrained` had it for years
+SHARD_BYTES = 5_000_000_000  # as `save_pretrained` had it for years; a larger tensor has its own
 _ALIGNMENT = 8  # of the data, from the start of the file
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
@@ -205,33 +205,23 @@ def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
             file.writelines(checked_chunks(path, name, data, _nbytes(tensor)))
 
 
-def _shards(tensors: Iterable[TensorToWrite], most: int) -> list[list[TensorToWrite]]:
-    shards: list[list[TensorToWrite]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        size = _nbytes(tensor)
-        if shards[-1] and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += size
-    return shards
-
-
 def write_folder(
     folder: Path, tensors: Iterable[TensorToWrite], shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Writes `model.safetensors`, or numbered shards of at most `shard_bytes` and their index."""
-    shards = _shards(tensors, shard_bytes)
-    if len(shards) == 1:
-        write_file(folder / _SINGLE, shards[0])
-        return
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    weight_map: dict[str, str] = {}
-    for name, shard in zip(names, shards, strict=True):
-        write_file(folder / name, shard)
-        weight_map |= {tensor[0]: name for tensor in shard}
-    total = sum(_nbytes(tensor) for shard in shards for tensor in shard)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    with replacing(folder / _INDEX) as file:
-        file.write(json.dumps(index, indent=2).encode() + b"\n")
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    by_name = {tensor[0]: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=_nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        write_file(folder / file_name, [by_name[name] for name in names])
+    if split.is_sharded:
+        weight_map = dict(sorted(split.tensor_to_filename.items()))
+        index = {"metadata": split.metadata, "weight_map": weight_map}
+        with replacing(folder / _INDEX) as file:
+            file.write(json.dumps(index, indent=2).encode() + b"\n")
