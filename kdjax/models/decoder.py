@@ -35,7 +35,6 @@ from kdjax.models.weights import (
     project_all,
     round_for,
     slice_layers,
-    to_bits,
     unembed,
 )
 
@@ -65,6 +64,16 @@ class Compute:
     scan: bool = True
     max_segments: int = 1
     placement: Placement | None = None  # None: plain JAX, on whatever device
+
+    @property
+    def product_dtype(self) -> Any:
+        """Of weights that lie ready for products of few rows.
+
+        XLA's CPU backend widens bf16 one number after another at each product, which takes twenty
+        times as long as one row's: there they lie wide.
+        """
+        on_cpu = self.placement is not None and self.placement.platform == "cpu"
+        return jnp.dtype(jnp.float32 if on_cpu else self.dtype)
 
 
 class Linear(nnx.Module):
@@ -496,29 +505,21 @@ class Decoder(nnx.Module):
     def unstack(self) -> "Layers":
         """The weights of each layer as one id a row multiplies them best.
 
-        Numbers of the compute dtype, an array a layer, those that multiply the same rows joined;
-        float8 stays so, and on a CPU bf16 is its bits.
+        Numbers of `product_dtype`, an array a layer, those that multiply the same rows joined;
+        float8 stays so.
         """
         slices, read = slice_layers(nnx.state(self.blocks))
-        placement = self.compute.placement
-        on_cpu = placement is not None and placement.platform == "cpu"
-
-        def numbers(stored: Array) -> Array:
-            found = from_bits(stored).astype(self.compute.dtype)
-            return to_bits(found) if on_cpu else found
+        groups = [("attn", "qkv"), ("attn", "o"), ("mlp", ("gate", "up")), ("mlp", ("down",))]
 
         def one(index: int) -> Params:
             weights = nnx.to_pure_dict(read(jax.tree.map(lambda x: x[index], slices)))
-            for part, names in (("attn", "qkv"), ("mlp", ("gate", "up"))):
+            for part, names in groups:
                 linears = [weights[part][name] for name in names]
                 found = [linear["weight"] for linear in linears]
                 if not isinstance(found[0], Scaled):
-                    found = join([numbers(x) for x in found])
+                    found = join([from_bits(x).astype(self.compute.product_dtype) for x in found])
                 for linear, weight in zip(linears, found, strict=True):
                     linear["weight"] = weight
-            for linear in (weights["attn"]["o"], weights["mlp"]["down"]):
-                if not isinstance(linear["weight"], Scaled):
-                    linear["weight"] = numbers(linear["weight"])
             return weights
 
         return tuple(map(one, range(self.spec.num_layers)))

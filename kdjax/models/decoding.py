@@ -31,7 +31,6 @@ from kdjax.models.weights import (
     gather_rows,
     map_rows,
     mask_padding,
-    to_bits,
     unembed,
 )
 
@@ -231,8 +230,8 @@ def find_stops(ids: Array, sampling: Sampling) -> Array:
 
 
 def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
-    """Whether the layers may lie in memory a second time, as numbers of the compute dtype."""
-    itemsize = jnp.dtype(functions.compute.dtype).itemsize
+    """Whether the layers may lie in memory a second time, ready for products."""
+    itemsize = functions.compute.product_dtype.itemsize
     shards = spread.placement.mesh.shape["fsdp"] if spread else 1
     device = spread.placement.mesh.local_devices[0] if spread else jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -292,7 +291,7 @@ def _prompts_at_once(slots: int) -> int:
 def prepare_weights(
     params: Params, *, functions: DecoderFunctions, spread: Spread | None
 ) -> tuple[Layers | None, Array]:
-    """What each id multiplies, in the compute dtype: the layers, if there is room, and the head."""
+    """What each id multiplies, ready for products: the layers, if there is room, and the head."""
     unstack = _has_room(functions, spread)
     return _prepare(params, functions=functions, spread=spread, unstack=unstack)
 
@@ -302,10 +301,7 @@ def _prepare(
     params: Params, *, functions: DecoderFunctions, spread: Spread | None, unstack: bool
 ) -> tuple[Layers | None, Array]:
     def prepare(params: Params) -> tuple[Layers | None, Array]:
-        head, placement = functions.head(params), functions.compute.placement
-        head = head.astype(functions.compute.dtype)
-        if placement is not None and placement.platform == "cpu":
-            head = to_bits(head)
+        head = functions.head(params).astype(functions.compute.product_dtype)
         return functions.unstack(params) if unstack else None, head
 
     return map_rows(prepare, spread, outs=P())(params)

@@ -197,17 +197,18 @@ class _Temporaries:
     def _writing(self) -> dict[str, Size]:
         """Between steps: the student in the compute dtype, and the engine of its answers."""
         rollout, spec, size = self.config.rollout, self.pair.student.spec, self._size
+        ready = size if self.platform == "gpu" else 4  # of weights ready for products
         shards = self.mesh.shape["fsdp"]
         prompt = rollout.prompt_tokens or self.config.data.seq_len - rollout.max_tokens
         slots = -(-rollout.batch_size // sharding.row_shards(self.mesh))
         sizes = slots, prompt, rollout.max_tokens
         parts: dict[str, Size] = {
             "the student as it writes": spec.parameters() * size / shards if size < 4 else 0.0,
-            "its head": spec.vocab_size * spec.hidden_size * size,
+            "its head": spec.vocab_size * spec.hidden_size * ready,
             **decoding.count_slots(spec, size, *sizes, kernel=self.platform == "gpu"),
         }
         free = None if self.free is None else self.free - sum(parts.values())
-        return parts | {"its layers apart": decoding.count_layers(spec, size, shards, free)}
+        return parts | {"its layers apart": decoding.count_layers(spec, ready, shards, free)}
 
     def _phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
         config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
