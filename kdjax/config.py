@@ -227,7 +227,10 @@ def last_step(config: Config) -> int:
     return config.smoke.steps or config.train.steps
 
 
-def _choice(*options: str) -> tuple[Any, str]:
+_Rule = tuple[Callable[[Any], object], str]  # is the value good?; what must it be?
+
+
+def _choice(*options: str) -> _Rule:
     return (lambda v: v in options), "one of " + ", ".join(options)
 
 
@@ -333,7 +336,7 @@ _FRACTION = (lambda v: 0 <= v <= 1), "between 0 and 1"
 _BETA = (lambda v: 0 <= v < 1), "at least 0 and below 1"
 _PRESENT = bool, "set: a GGUF file, a Hugging Face folder or hf:ORG/REPO/FILE"
 
-_RULES: dict[str, tuple[Any, str]] = {
+_RULES: dict[str, _Rule] = {
     "teacher.backend": _choice(*TEACHER_BACKENDS),
     "teacher.param_dtype": _choice("bfloat16", "float32"),
     "teacher.compute": _choice("train", *FP8_COMPUTES),

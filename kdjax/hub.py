@@ -147,7 +147,7 @@ def fetch_files(config: Config, *, headers: Path | None = None) -> Config:
     """
     config = copy.deepcopy(config)
     student = TOKENIZER if config.student.init == "random" else MODEL
-    fields: list[tuple[Any, str, tuple[str, ...]]] = [
+    fields: list[tuple[object, str, tuple[str, ...]]] = [
         (config.teacher, "path", MODEL),
         (config.student, "path", student),
         (config.data, "tokenizer", TOKENIZER),

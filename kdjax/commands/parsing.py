@@ -10,7 +10,7 @@ import runpy
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from absl import flags
 from absl import logging as absl_logging
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         """Raises `UserError`, which the command reports as any other."""
         stop = "" if message.endswith("?") else "."
         raise UserError(f"{message}{stop} `{self.prog} --help` lists the flags.")

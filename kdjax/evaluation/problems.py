@@ -127,7 +127,7 @@ def load_mbpp(path: Path) -> list[Problem]:
     return problems
 
 
-def _definitions(path: Path, task: Any, code: str) -> tuple[str, ...]:
+def _definitions(path: Path, task: int | str, code: str) -> tuple[str, ...]:
     """Functions and classes of a reference solution: tests may use these, and nothing else."""
     try:
         body = ast.parse(code).body

@@ -181,7 +181,7 @@ def _bubblewrap(scratch: str, size: int, paths: Sequence[str]) -> list[str]:
     return [program, *flags.split(), *binds, *tmpfs, *closed]
 
 
-def _wait(process: Any, job: bytes, seconds: float) -> tuple[str, bool]:
+def _wait(process: subprocess.Popen[bytes], job: bytes, seconds: float) -> tuple[str, bool]:
     """What the launcher complained of, and whether its time ran out; nothing of it is left."""
     complaint, timed_out = b"", False
     try:

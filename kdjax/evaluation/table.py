@@ -41,7 +41,7 @@ _GROUPED = {
 }
 
 
-def _cell(value: Any, form: str) -> str:
+def _cell(value: int | float | str | None, form: str) -> str:
     return "-" if value is None else value if isinstance(value, str) else format(value, form)
 
 

@@ -20,6 +20,7 @@ from kdjax.errors import (
 )
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import saved_steps, step_folder
+from kdjax.models.decoder import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Hook:
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """After each held-out evaluation; step 0 is before training."""
 
-    def student(self, step: int, params: Mapping[str, Any]) -> None:
+    def student(self, step: int, params: Params) -> None:
         """After `eval_end`: the parameters that were evaluated; the next step donates them."""
 
     def save_begin(self, step: int) -> None:

@@ -8,12 +8,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from kdjax.config import Config, count_own_rows, flatten, identity
@@ -84,7 +85,7 @@ class Job:
     teacher: Model | None  # None: trains on the text alone
     step: Step
     kind: TeacherKind
-    schedule: Callable[[Any], Any]  # learning rate by optimizer step
+    schedule: optax.Schedule  # learning rate by optimizer step
     source: BatchSource  # of training batches
     identity: dict[str, Any]  # what must not change when the run resumes
     plan: Plan | None = None  # None where nothing was planned: a benchmark
@@ -464,7 +465,7 @@ def build_step(
     placement: Placement,
     kind: TeacherKind,
     teacher: Model | None = None,
-) -> tuple[Model | None, Step, Callable[[Any], Any]]:
+) -> tuple[Model | None, Step, optax.Schedule]:
     """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing."""
     teacher = teacher or load_teacher(config, pair, kind, placement)
     compute = Compute(

@@ -2,12 +2,12 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from kdjax.config import last_step
 from kdjax.device.cluster import SharedFlag
@@ -24,7 +24,7 @@ from kdjax.training.step import StepMetrics, TrainState
 class _Delivery:
     """Hands each step's figures to the hooks one step late, when the device has them anyway."""
 
-    def __init__(self, hooks: Sequence[Hook], schedule: Callable[[Any], Any]):
+    def __init__(self, hooks: Sequence[Hook], schedule: optax.Schedule):
         self._hooks, self._schedule = hooks, jax.jit(schedule)
         self._pending: tuple[int, StepMetrics, jax.Array, Mapping[str, np.ndarray]] | None = None
         self._last = time.perf_counter()

@@ -28,7 +28,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     return rate
 
 
-def decay_mask(params: Any) -> Any:
+def decay_mask(params: optax.Params) -> optax.Params:
     """True for matrices, False for norms and biases; by name, for stacked ones are all 2-d."""
 
     def matrix(path: tuple[Any, ...], _: Any) -> bool:
@@ -59,13 +59,15 @@ def bfloat16_moments(adam: optax.GradientTransformation) -> optax.GradientTransf
     alone: a resumed run and any mesh round alike.
     """
 
-    def init(params: Any) -> optax.OptState:
+    def init(params: optax.Params) -> optax.OptState:
         state = cast(optax.ScaleByAdamState, adam.init(params))
         return state._replace(
             mu=optax.tree.cast(state.mu, jnp.bfloat16), nu=optax.tree.cast(state.nu, jnp.bfloat16)
         )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.OptState]:
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         full = state._replace(
             mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32)
         )
@@ -97,7 +99,7 @@ def stochastic_bfloat16(
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
-def noise(shape: tuple[int, ...], seed: Any) -> UInt16[Array, "..."]:
+def noise(shape: tuple[int, ...], seed: jax.typing.ArrayLike) -> UInt16[Array, "..."]:
     """Uniform 16 bits by position and seed: a hash, which fuses into whatever uses it.
 
     `jax.random` has a kernel of its own on GPUs, whose counters and bits would take 16 bytes a

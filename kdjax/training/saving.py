@@ -41,7 +41,7 @@ from kdjax.formats.saved import (
     step_folder,
 )
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Compute, functional, initialise
+from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.training.step import TrainState
 
@@ -125,7 +125,7 @@ class Checkpoints:
         Raises `DamagedError` if it cannot be read.
         """
 
-        def place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        def place(x: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         abstract = jax.tree.map(place, shapes, shardings)
@@ -208,7 +208,7 @@ def _quiet_threads() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def checksums(state: Any) -> dict[str, int]:
+def checksums(state: Params | TrainState) -> dict[str, int]:
     """Of every array of a tree, by name; those on devices are added up there."""
     arrays = {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
     placed = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}

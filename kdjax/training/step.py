@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from flax import struct
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kdjax.device.placement import Placement
@@ -101,7 +102,7 @@ class Layout:
 
     student: Spread
     teacher: Spread
-    reduce_dtype: Any = None  # in which gradients travel between devices; None: their own
+    reduce_dtype: DTypeLike | None = None  # of gradients between devices; None: their own
 
     @property
     def _ordered(self) -> bool:
@@ -246,7 +247,7 @@ def state_shardings(
     return TrainState(everywhere, params, opt_state)  # type: ignore[arg-type]
 
 
-def _compute_dtype(student: ModelFunctions) -> Any:
+def _compute_dtype(student: ModelFunctions) -> DTypeLike | None:
     """Of a decoder, whose every product casts its masters; None for a module of one's own."""
     return student.compute.dtype if isinstance(student, DecoderFunctions) else None
 

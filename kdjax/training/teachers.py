@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kdjax.device import sharding
@@ -82,7 +83,7 @@ class TeacherKind:
     def check(self, placement: Placement) -> None:
         """Raises `UserError` for devices that cannot run it."""
 
-    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         """On each device, with the head cut to `width` rows."""
         raise NotImplementedError
 
@@ -135,7 +136,7 @@ class Dense(TeacherKind):
 
     name: ClassVar[str] = "dequant"
 
-    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         return sharding.tree_bytes(_narrow_shapes(teacher, width, dtype), mesh)
 
 
@@ -161,7 +162,7 @@ class Packed(TeacherKind):
         hidden = to_bits(teacher.hidden_in_parts(batch, parts))
         return CachedHidden(), batch | {"teacher_hidden": hidden}
 
-    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         spec, total = teacher.spec, 0.0
         head = ("embed",) if spec.tied else ("head",)
         for path, names in teacher.names.items():
@@ -194,7 +195,7 @@ class Float8(TeacherKind):
     def check(self, placement: Placement) -> None:
         check_fp8(placement.mesh.devices.flat[0])
 
-    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         total: Size = 0
         for path, leaf in sharding.named_leaves(_narrow_shapes(teacher, width, dtype)):
             itemsize = leaf.dtype.itemsize
@@ -213,7 +214,7 @@ class CachedHidden(TeacherKind):
     runs: ClassVar[bool] = False
     resident: ClassVar[str] = "its head"
 
-    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         head = width * teacher.spec.hidden_size * jnp.dtype(dtype).itemsize
         return head / mesh.shape["tensor"]
 
@@ -246,7 +247,7 @@ class CachedTopK(TeacherKind):
     evaluation: ClassVar[Callable[..., Any]] = staticmethod(cached_head_evaluation)
     k: int = 0  # ids a position
 
-    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: Any, mesh: Mesh) -> Size:
+    def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         return 0
 
     def flops(self, teacher: Checkpoint, width: int, seq_len: int) -> float:
@@ -280,7 +281,7 @@ class NoTeacher(TeacherKind):
         return None, None
 
 
-def _narrow_shapes(teacher: Checkpoint, width: int, dtype: Any) -> Params:
+def _narrow_shapes(teacher: Checkpoint, width: int, dtype: DTypeLike) -> Params:
     """Shapes of a dense teacher with its head cut to `width` rows."""
     compute = Compute(param_dtype=jnp.dtype(dtype))
     shapes = functional(teacher.spec, compute)[1]

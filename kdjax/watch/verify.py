@@ -67,7 +67,7 @@ def _stay_on_the_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _expect(what: str, found: Any, recorded: Any) -> None:
+def _expect(what: str, found: object, recorded: object) -> None:
     if found != recorded:
         raise _Failed(f"found {what} {found}, the receipt says {recorded}")
 

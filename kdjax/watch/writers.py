@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing, writing
@@ -23,7 +23,7 @@ class JsonLines(Hook):
 
     def __init__(self, workdir: Path):
         self._path = workdir / METRICS
-        self._file: Any = None
+        self._file: TextIO
         self._tokens_per_step = 0
 
     def train_begin(self, run: Run) -> None:

@@ -109,7 +109,7 @@ def _name_worst(counts: Mapping[MatrixStats, int], most: float, verb: str) -> st
     return f"{worst.name}: {counts[worst]:,} of {worst.rows:,} rows {verb}{_count_others(bad)}"
 
 
-def _count_others(bad: Sequence[Any]) -> str:
+def _count_others(bad: Sequence[object]) -> str:
     return f", and {len(bad) - 1} tensors more" if len(bad) > 1 else ""
 
 

@@ -126,7 +126,7 @@ def _template() -> jinja2.Template:
     return environment.get_template("template.html")
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     """A setting or a fact as text."""
     match value:
         case None | "":
