@@ -175,6 +175,14 @@ def test_a_free_slot_takes_the_next_prompt(models):
         run(models, limits=[1, 2, 3, 21])
 
 
+def test_each_program_is_compiled_once(models):
+    """Whether the slots are fresh or a call made them."""
+    model = load(f"{models}/teacher.gguf", dtype="float32")
+    before = decoding._fill._cache_size()
+    model.generate([[i, 5] for i in range(3)], max_tokens=4, batch_size=1, stop_ids=())
+    assert decoding._fill._cache_size() == before + 1
+
+
 @pytest.mark.slow
 def test_another_seed_draws_others(models):
     one, other = (run(models, temperature=1.0, top_p=0.9, seed=seed) for seed in (5, 6))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -325,6 +326,18 @@ def _open(
     return map_rows(make, spread, outs=_SPECS)(params)
 
 
+def _lay_beside(params: Params, slots: _Slots) -> _Slots:
+    """The slots where every later call leaves them: each program is compiled once.
+
+    Of one device they come out of `_open` as nobody's in particular, and `_fill` would be compiled
+    for these and then for those that a call made.
+    """
+    place = jax.tree.leaves(params)[0].sharding
+    if isinstance(place, NamedSharding) and place.mesh.size == 1:
+        return jax.device_put(slots, NamedSharding(place.mesh, P()))
+    return slots
+
+
 @functools.partial(jax.jit, static_argnames="spread")
 def _pack(params: Params, slots: _Slots, keep: Array, *, spread: Spread | None) -> _Slots:
     """The slots `keep`, counted on each device, and no others."""
@@ -604,7 +617,8 @@ class _Engine:
         self._shards, self._local = shards, slots // shards
         self._at_once = _prompts_at_once(self._local)
         longest = max(len(row.prompt) for row in rows) + sampling.max_tokens
-        self._slots = _open(params, **programs, slots=slots, capacity=_room_for(longest))
+        opened = _open(params, **programs, slots=slots, capacity=_room_for(longest))
+        self._slots = _lay_beside(params, opened)
         self._layers, self._head = prepare_weights(params, **programs)
         # What only the host looks at is no part of a program: other values compile nothing anew.
         on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)

@@ -87,16 +87,19 @@ def write(
     temperature: float = 1.0,
     seconds: float = math.inf,
 ) -> list[Text]:
-    """Prompts with the model's continuations, as many as the seconds allow."""
+    """Prompts with the model's continuations, up to `--tokens`, or as many as the seconds allow.
+
+    The number of slots is always the same: programs that the judge's few prompts compile serve the
+    many of a text.
+    """
     assert model.tokenizer is not None
-    slots = min(args.slots, len(prompts))
     how = dict(max_tokens=args.max_tokens, temperature=temperature, seed=args.seed)
-    how |= dict(stop_ids=model.tokenizer.stop_ids, batch_size=slots)
+    how |= dict(stop_ids=model.tokenizer.stop_ids, batch_size=args.slots)
     texts, begun, tokens = [], time.monotonic(), 0
-    for start in range(0, len(prompts), _AT_ONCE * slots):
-        if time.monotonic() - begun > seconds:
+    for start in range(0, len(prompts), _AT_ONCE * args.slots):
+        if time.monotonic() - begun > seconds or tokens >= args.tokens:
             break
-        part = prompts[start : start + _AT_ONCE * slots]
+        part = prompts[start : start + _AT_ONCE * args.slots]
         answers = model.generate(part, **how)  # type: ignore[arg-type]
         texts += [([*p, *a.ids], len(p)) for p, a in zip(part, answers, strict=True)]
         tokens += sum(len(a.ids) for a in answers)
@@ -437,8 +440,8 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--prompt-tokens", type=int, default=320, help="longer ones are left out")
     flags.add_argument("--max-tokens", type=int, default=256, help="of a continuation")
     flags.add_argument("--heldout-prompts", type=int, default=128)
-    flags.add_argument("--write-seconds", type=float, default=45.0)
-    flags.add_argument("--tokens", type=int, default=3_000_000, help="of the source `text`")
+    flags.add_argument("--write-seconds", type=float, default=90.0, help="compilation counted")
+    flags.add_argument("--tokens", type=int, default=3_000_000, help="of a text, at most")
     flags.add_argument("--slots", type=int, default=1024, help="rows that are written at once")
     flags.add_argument("--learning-rate", type=float, default=1e-5)
     flags.add_argument("--cut-learning-rate", type=float, default=2e-4, help="with fewer layers")
