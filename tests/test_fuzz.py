@@ -253,7 +253,7 @@ def check(path, data):
     path.unlink(missing_ok=True)  # a new file: an earlier case's may still be mapped
     path.write_bytes(data)
     tracemalloc.reset_peak()
-    before, started = tracemalloc.get_traced_memory()[0], time.perf_counter()
+    before, started = tracemalloc.get_traced_memory()[0], time.process_time()
     table = values = None
     try:
         table = open_table(path)
@@ -262,7 +262,7 @@ def check(path, data):
         message = str(error)
         assert message.startswith(f"{path}: ") and len(message) < 2000
         assert "found" in message and "expected" in message
-    seconds, peak = time.perf_counter() - started, tracemalloc.get_traced_memory()[1] - before
+    seconds, peak = time.process_time() - started, tracemalloc.get_traced_memory()[1] - before
     assert seconds < SECONDS
     assert peak < len(data) + SLACK
     if table is not None:

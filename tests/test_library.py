@@ -133,9 +133,9 @@ def test_a_divergence_of_ones_own(models, chunk_tokens, devices, microbatches):
 def test_importing_starts_no_device_and_little_else():
     code = """
 import time, jax
-start = time.perf_counter()
+start = time.process_time()
 import kdjax
-assert time.perf_counter() - start < 0.5
+assert time.process_time() - start < 0.5
 from jax._src import xla_bridge
 names = dir(kdjax)
 assert "load" in names and "make_step" in names and kdjax.__version__
