@@ -281,20 +281,21 @@ def test_too_late_warns_and_sets_nothing(warnings_logged):
     assert len(warnings_logged) == 1
 
 
-def test_compilation_cache_precedence(tmp_path, not_started):
-    def cache(environ, cache_dir=None):
-        run_environ = {"HOME": str(tmp_path)} | environ
-        return configure(environ=run_environ, probe=lambda _: Probe(), cache_dir=cache_dir).cache
+def test_compilation_cache_precedence(tmp_path, not_started, monkeypatch):
+    def cache(environ, chosen=None):
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        return configure(environ=dict(environ), probe=lambda _: Probe()).cache
 
-    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
-    assert cache({}, mine) == mine == jax.config.jax_compilation_cache_dir
-    assert (tmp_path / "mine").stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine, theirs = str(tmp_path / ".cache" / "kdjax" / "xla"), str(tmp_path / "theirs")
+    assert cache({}) == mine == jax.config.jax_compilation_cache_dir
+    assert os.stat(mine).st_mode & 0o077 == 0
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 1.0
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    assert cache({}) == mine  # chosen through jax.config before, and so is what goes with it
+    assert cache({}, theirs) == theirs  # through jax.config, and so is what goes with it
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.5
     slow = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "9"}
-    assert cache(slow, mine) == mine
+    assert cache(slow) == mine
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.5
     assert cache({"JAX_COMPILATION_CACHE_DIR": theirs}, mine) == theirs
     assert jax.config.jax_compilation_cache_dir == theirs
@@ -302,9 +303,11 @@ def test_compilation_cache_precedence(tmp_path, not_started):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_unwritable_cache_is_off_with_a_reason(tmp_path, not_started):
+def test_unwritable_cache_is_off_with_a_reason(tmp_path, not_started, monkeypatch):
     (tmp_path / "file").write_text("")
-    result = configure(environ={}, probe=lambda _: Probe(), cache_dir=tmp_path / "file" / "x")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    result = configure(environ={}, probe=lambda _: Probe())
     assert result.cache.startswith("off (") and "file" in result.cache
 
 

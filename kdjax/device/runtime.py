@@ -205,16 +205,15 @@ class Runtime:
 
 def configure(
     *,
-    cache_dir: str | Path | None = None,
     environ: MutableMapping[str, str] | None = None,
     probe: Callable[[Mapping[str, str]], Probe] = probe_devices,
     mem_available: Callable[[], int | None] = mem_available,
 ) -> Runtime:
     """Decides and applies everything; call it once, before the first use of a JAX device.
 
-    `cache_dir` is where compiled programs are kept (default ~/.cache/kdjax/xla; a
-    JAX_COMPILATION_CACHE_DIR wins). Warns, naming the settings, if JAX already started and can no
-    longer see them. Raises `UserError` for settings that cannot work. The rest is for tests:
+    Compiled programs are kept in ~/.cache/kdjax/xla, unless JAX_COMPILATION_CACHE_DIR or
+    jax.config names another folder. Warns, naming the settings, if JAX already started and can no
+    longer see them. Raises `UserError` for settings that cannot work. The arguments are for tests:
     `environ` is os.environ if left out.
     """
     from jax._src import xla_bridge  # there is no public way to ask
@@ -241,7 +240,7 @@ def configure(
     if kind is DeviceMemory.NONE:
         _keep_freed_memory(environ)
     gpus = sum(device.total_bytes is not None for device in probed.devices)
-    return Runtime(kind, settings, reasons, _compilation_cache(environ, cache_dir), gpus)
+    return Runtime(kind, settings, reasons, _compilation_cache(environ), gpus)
 
 
 def _keep_freed_memory(environ: Mapping[str, str]) -> None:
@@ -264,16 +263,15 @@ def _wants_gpu(environ: Mapping[str, str]) -> bool:
     return platforms == [""] or not {"cuda", "gpu"}.isdisjoint(platforms)
 
 
-def _compilation_cache(environ: Mapping[str, str], cache_dir: str | Path | None) -> str:
+def _compilation_cache(environ: Mapping[str, str]) -> str:
     if CACHE_DIR in environ:
         # JAX reads its own variables once, when imported: too early for one set since.
         jax.config.update("jax_compilation_cache_dir", environ[CACHE_DIR] or None)
         return environ[CACHE_DIR] or f"off ({CACHE_DIR} is empty)"
-    chosen = jax.config.values["jax_compilation_cache_dir"]
-    if chosen and cache_dir is None:
+    if chosen := jax.config.values["jax_compilation_cache_dir"]:
         return str(chosen)  # by the program that called us
     try:
-        folder = Path(cache_dir or "~/.cache/kdjax/xla").expanduser()
+        folder = Path("~/.cache/kdjax/xla").expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs what it finds in there
     except OSError as error:
         return f"off ({error})"
