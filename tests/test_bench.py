@@ -10,6 +10,7 @@ import pytest
 
 from kdjax.errors import UserError
 from kdjax.losses.kd import KDLoss, kd_loss
+from kdjax.models.loading import count_parameters
 from kdjax.training import step as training_step
 from scripts.bench import peer, program, rollouts, rows, step
 
@@ -61,7 +62,7 @@ def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args,
     assert saved > 0.5 * teachers["dequant"]
     # Rows are split over the devices, weights are not: the teacher's bytes are the difference.
     assert arguments["dequant"] - arguments["q4k"] == pytest.approx(saved, rel=0.01)
-    student = 4 * step.spec_from_table(step.open_table(args.student)).parameters()
+    student = 4 * count_parameters(step.spec_from_table(step.open_table(args.student)))
     less = arguments["q4k"] - arguments["q4k-bf16moments"]
     assert less == pytest.approx(student, rel=0.01)  # half of two moments of the student's size
     assert all(np.isfinite(row["loss"]) for row in found.values())

@@ -34,6 +34,7 @@ from kdjax.formats.recipes import RECIPES, tensor_type
 from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.loading import count_parameters
 from kdjax.models.tokenizer import from_gguf
 from scripts.bench.synthetic import byte_alphabet
 
@@ -290,7 +291,7 @@ def test_shards_and_their_index_read_back(student, tmp_path):
     shards = [n for n in left_in(tmp_path / "hf") if n.endswith(".safetensors")]
     assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 4 * student.spec.parameters()
+    assert index["metadata"]["total_size"] == 4 * count_parameters(student.spec)
     assert_same(load(tmp_path / "hf").params, student.params)
 
 

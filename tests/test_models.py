@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 from unittest import mock
@@ -28,7 +29,7 @@ from kdjax.models.arch import ACTIVATIONS, rope_frequencies, spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
 from kdjax.models.families import FAMILIES
-from kdjax.models.loading import load_params
+from kdjax.models.loading import count_parameters, load_params
 from kdjax.models.model import load_model
 from scripts.bench.synthetic import GEMMA3_SHAPES, write_random_gguf
 from scripts.checks import make_goldens
@@ -212,11 +213,11 @@ def test_packed_layout_counts_padding_as_a_segment():
     np.testing.assert_array_equal(starts, [[0, 3, -1, 5, -1], [0, 1, 3, -1, -1]])
 
 
-def test_parameter_count_is_the_tree():
+def test_parameters_are_as_many_as_the_file_holds():
     for case in CASES:
-        spec = spec_from_table(open_table(GOLDENS / case))
-        leaves = jax.tree.leaves(functional(spec, Compute())[1])
-        assert spec.parameters() == sum(leaf.size for leaf in leaves), case
+        table = open_table(GOLDENS / case)
+        held = sum(math.prod(table.info(name).shape) for name in table)
+        assert count_parameters(spec_from_table(table)) == held, case
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 from kdjax import __version__
 from kdjax.config import flatten
 from kdjax.models.arch import ArchSpec
+from kdjax.models.loading import count_parameters
 
 _FRONT = """---
 library_name: transformers
@@ -78,8 +79,8 @@ def model_card(
 
 def _opening(spec: ArchSpec, step: int | None, trained: bool) -> str:
     model = (
-        f"A {spec.family} model of {spec.num_layers} layers, {spec.parameters():,} parameters, "
-        f"{'tied' if spec.tied else 'untied'} head"
+        f"A {spec.family} model of {spec.num_layers} layers, {count_parameters(spec):,} "
+        f"parameters, {'tied' if spec.tied else 'untied'} head"
     )
     if not trained and step is None:
         return f"{model}, exported by kdjax {__version__}."

@@ -26,7 +26,7 @@ from kdjax.models.arch import (
     yarn_attention_factor,
 )
 from kdjax.models.families import FAMILIES, Family
-from kdjax.models.loading import is_gguf
+from kdjax.models.loading import count_parameters, is_gguf
 
 TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Of the source's GGUF header what holds for its weights or its files only.
@@ -271,7 +271,7 @@ def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[st
         "name": name,
         "original_format": original_format,
         "architecture": spec.family,
-        "param_count": spec.parameters(),
+        "param_count": count_parameters(spec),
         **{key: shape[name] for key, name in INTEGERS.items()},
         "rope_theta": spec.rope_theta,
         "rope_type": NEOX,

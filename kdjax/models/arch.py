@@ -110,18 +110,6 @@ class ArchSpec:
         """Units that a token passes through in a layer, of all experts used."""
         return self.experts_used * self.expert_size if self.experts else self.mlp_size
 
-    def parameters(self) -> int:
-        """Number of weights, the head counted once if tied."""
-        d, hd = self.hidden_size, self.head_dim
-        qo, kv = self.num_heads * hd, self.num_kv_heads * hd
-        layer = 2 * d * qo + 2 * d * kv + (4 if self.post_norms else 2) * d
-        if self.experts:
-            layer += self.experts * d * (3 * self.expert_size + 1)
-        else:
-            layer += 3 * d * self.mlp_size
-        layer += (qo + 2 * kv) * self.qkv_bias + d * self.o_bias + 2 * hd * self.qk_norm
-        return self.num_layers * layer + self.vocab_size * d * (1 if self.tied else 2) + d
-
     def forward_flops(self, seq_len: int) -> float:
         """FLOP a token of one forward pass, causal attention and head included.
 

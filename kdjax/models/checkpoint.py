@@ -22,7 +22,7 @@ from kdjax.formats.saved import (
 )
 from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
 from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.loading import tensor_names
+from kdjax.models.loading import count_parameters, tensor_names
 from kdjax.models.names import renumber
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -149,7 +149,8 @@ class Checkpoint:
         cut = ", of which not all is here" if self.table.cut else ""
         return (
             f"{self}: {spec.family}, {spec.num_layers} layers, width {spec.hidden_size}, "
-            f"{spec.vocab_size:,} rows, {head}, {spec.parameters() / 1e9:.3f} B parameters{cut}"
+            f"{spec.vocab_size:,} rows, {head}, {count_parameters(spec) / 1e9:.3f} B parameters"
+            f"{cut}"
         )
 
 

@@ -85,6 +85,11 @@ def _shapes(spec: ArchSpec) -> Mapping[tuple[str, ...], tuple[int, ...]]:
     return {path: leaf.shape for path, leaf in named_leaves(functional(spec, Compute())[1])}
 
 
+def count_parameters(spec: ArchSpec) -> int:
+    """Number of weights, the head counted once if tied."""
+    return sum(map(math.prod, _shapes(spec).values()))
+
+
 def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], list[str]]:
     """The tensors of each parameter: tree path to one name, to one a layer, or to one an expert.
 

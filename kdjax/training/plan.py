@@ -24,6 +24,7 @@ from kdjax.losses.divergences import forward_kl, parse_divergence
 from kdjax.models import decoding
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.loading import count_parameters
 from kdjax.training import optim
 from kdjax.training.pair import Pair
 from kdjax.training.teachers import NoTeacher, Size, TeacherKind
@@ -203,7 +204,7 @@ class _Temporaries:
         slots = -(-rollout.batch_size // sharding.row_shards(self.mesh))
         sizes = slots, prompt, rollout.max_tokens
         parts: dict[str, Size] = {
-            "the student as it writes": spec.parameters() * size / shards if size < 4 else 0.0,
+            "the student as it writes": count_parameters(spec) * size / shards if size < 4 else 0.0,
             "its head": spec.vocab_size * spec.hidden_size * ready,
             **decoding.count_slots(spec, size, *sizes, kernel=self.platform == "gpu"),
         }
@@ -217,7 +218,7 @@ class _Temporaries:
         kept = positions * _keep_a_position(student, config.student.remat, self._size, self._tensor)
         if config.student.remat == "none":
             # And weights as cast for the products.
-            kept += self._size * student.parameters() / self._tensor
+            kept += self._size * count_parameters(student) / self._tensor
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
@@ -253,7 +254,7 @@ class _Temporaries:
         # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
         position = self._size * (2 * mlp + 5 * teacher.hidden_size)
         position += self.kind.extra_bytes * mlp
-        weights = teacher.parameters() - 2 * teacher.vocab_size * teacher.hidden_size
+        weights = count_parameters(teacher) - 2 * teacher.vocab_size * teacher.hidden_size
         layer = weights / (teacher.num_layers * self._tensor)
         gathered = layer + teacher.vocab_size * teacher.hidden_size / self._tensor
         return {
