@@ -16,6 +16,7 @@ for. Prints a line of JSON a figure. Exit status: 0 done, 2 bad input.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import itertools
 import json
@@ -315,11 +316,12 @@ class Course:
         self._teacher = self._open(args.big, dtype=args.dtype)
         assert self._teacher.tokenizer is not None
         domains = [text.rpartition("=")[::2] for text in args.heldout]
-        heldout = {name: self._choose(paths, args.heldout_prompts) for name, paths in domains}
-        self._judge = Judge(self._teacher, heldout, args)
-        self._judge.judge(self._open(args.draft, dtype=args.dtype), variant="as published")
-        self._prompts = [*self._choose(args.prompts, 10**6), *read_passages(self._teacher, args)]
-        random.Random(args.seed).shuffle(self._prompts)
+        with concurrent.futures.ThreadPoolExecutor(1) as reader:
+            prompts = reader.submit(self._read_prompts)  # while XLA compiles what the judge needs
+            heldout = {name: self._choose(paths, args.heldout_prompts) for name, paths in domains}
+            self._judge = Judge(self._teacher, heldout, args)
+            self._judge.judge(self._open(args.draft, dtype=args.dtype), variant="as published")
+            self._prompts = prompts.result()
         say(prompts=len(self._prompts), seconds_left=self._left())
         self._lesson: tuple[str, Lesson] | None = None
         self._draft = self._open(args.draft, dtype="float32")
@@ -331,6 +333,12 @@ class Course:
         checkpoint = cut_layers(open_checkpoint(path), split_layers(layers))
         how = dict(placement=self._placement, dtype=dtype, compute_dtype=self._args.dtype)
         return load_model(checkpoint, max_segments=32, **how)  # type: ignore[arg-type]
+
+    def _read_prompts(self) -> list[list[int]]:
+        args = self._args
+        prompts = [*self._choose(args.prompts, 10**6), *read_passages(self._teacher, args)]
+        random.Random(args.seed).shuffle(prompts)
+        return prompts
 
     def _choose(self, patterns: str, count: int) -> list[list[int]]:
         tokenizer = self._teacher.tokenizer
