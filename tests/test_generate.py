@@ -85,6 +85,17 @@ def test_packed_generates_the_same(models):
     assert len({tuple(c.ids) for c in one}) > 1
 
 
+def test_bf16_on_a_cpu_writes_the_same_with_room_for_wide_weights_and_without(models, monkeypatch):
+    """Layers lie apart in float32, or their bits are widened a part at a time."""
+    how = dict(form="teacher.gguf@dequant:bfloat16", prompts=prompts_of(3), max_tokens=2)
+    roomy = run(models, **how)
+    monkeypatch.setattr(decoding, "_has_room", lambda *_: False)
+    cramped = run(models, **how)
+    assert [c.ids[0] for c in cramped] == [c.ids[0] for c in roomy]
+    first = [[c.log_probs[0] for c in rows] for rows in (roomy, cramped)]
+    np.testing.assert_allclose(*first, atol=0.03)
+
+
 def test_a_row_does_not_depend_on_its_batch(models):
     how = dict(temperature=1.0, top_p=0.9, seed=5)
     prompts = prompts_of(5)
