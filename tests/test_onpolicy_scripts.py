@@ -73,7 +73,7 @@ def text(tmp_path):
 
 def test_a_function_gives_four_kinds_of_prompt_and_its_bug_is_one_change():
     first = next(functions(MODULE))
-    made = dict(prompts.make_prompts(first))
+    made = {kind: question for kind, question, _ in prompts.make_prompts(first)}
     assert set(made) <= set(prompts.KINDS) and {"complete", "describe", "test"} <= set(made)
     assert "out.extend" not in made["complete"] and "out.extend" in made["test"]
     assert prompts.break_function(first, prompts.random.Random(0)) != first.source
@@ -102,10 +102,29 @@ def test_the_files_are_what_the_table_and_evaluate_read(text, tmp_path, capsys):
 
 
 def test_a_script_asks_as_evaluate_does_and_a_task_shows_what_is_asked_of_it():
-    made = dict(prompts.make_prompts(next(functions(MODULE))))
+    function = next(functions(MODULE))
+    made = {kind: question for kind, question, _ in prompts.make_prompts(function)}
+    opened = {kind: opening for kind, _, opening in prompts.make_prompts(function)}
+    assert (
+        opened["script"].endswith('    """\n') and "def spread(values, width)" in opened["script"]
+    )
+    assert opened["task"].endswith("```python\n") and not opened["complete"]
     assert '"""Gives every value' in made["script"] and "out.extend" not in made["script"]
     assert "assert spread([1, 2], 2) == [1, 1, 2, 2]" in made["task"]
     assert "def spread" not in made["task"]
+
+
+def test_a_problem_is_one_that_can_be_solved_where_answers_are_judged():
+    record = {
+        "task_id": "Development/0",
+        "prompt": 'def call(function, x):\n    """Gives what the function gives of x."""\n',
+        "entry_point": "call",
+        "canonical_solution": "    return function(x)\n",
+        "test": "def check(candidate):\n    assert call(len, [1]) == 1\n",
+    }
+    assert not prompts.passes(record)  # a program in another process cannot be handed `len`
+    literal = {"test": "def check(candidate):\n    assert call(1, [2]) == [2]\n"}
+    assert prompts.passes(record | literal | {"canonical_solution": "    return x\n"})
 
 
 class Inventor:
@@ -152,7 +171,7 @@ def test_what_a_model_invents_is_kept_if_it_is_an_exercise_and_new():
     }
     (turn,) = made[0]["messages"]
     assert "from typing import List\n\n\ndef largest_count" in turn["content"]
-    assert "return max" not in turn["content"] and made[0]["opening"].endswith("```python\n")
+    assert "return max" not in turn["content"] and made[0]["opening"].endswith('    """\n')
 
 
 def test_every_setting_is_a_config_that_can_run(tmp_path):
@@ -202,3 +221,35 @@ def test_the_interval_pairs_problems_and_puts_seeds_together(tmp_path, capsys):
     assert "own 0.7500 0.7500, offline 0.5000: +25.0 points" in capsys.readouterr().out
     assert interval.main([str(tmp_path / "t.json"), "--of=none"]) == 2
     assert "the tables hold before, offline, own" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_table_trains_and_judges_settings_from_one_start(models, text, tmp_path, capsys):
+    assert prompts.main([str(tmp_path / "made"), "--read", text]) == 0
+    (tmp_path / "prompts.jsonl").write_text('{"text": "def f(x):\\n    return x\\n"}\n' * 9)
+    (tmp_path / "held.py").write_text("".join(f"held_{i} = {i}\n" for i in range(60)))
+    sides = [f"--{side}={models}/{side}.gguf" for side in ("teacher", "student")]
+    small = ("rollout.max_tokens=4", "rollout.every=2", "rollout.prompt_tokens=20")
+    asked = [
+        *sides,
+        f"--train={text}",
+        f"--heldout={tmp_path}/held.py",
+        f"--prompts={tmp_path}/prompts.jsonl",
+        f"--development={tmp_path}/made/development.jsonl",
+        "--settings=before,own:1,taught",
+        "--seconds=0.2",
+        *(f"--set={field}" for field in (*small, "train.compute_dtype=float32")),
+        *("--seq-len=64", "--batch-size=8", "--rows=8", "--answer-tokens=2", "--samples=2"),
+        "--allow-unsandboxed",
+        f"--out={tmp_path}/out",
+    ]
+    assert table.main(asked) == 0
+    before, own, taught = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert [row["setting"] for row in (before, own, taught)] == ["before", "own", "taught"]
+    assert own["seed"] == 1 and before["phases"] == []
+    assert own["heldout"]["kl"] != before["heldout"]["kl"] != taught["heldout"]["kl"]
+    (phase,) = own["phases"]
+    assert phase["seconds"] >= 0.2 and phase["rounds"][0]["answers"] > 0
+    assert own["development"]["passed"] == "00" * own["development"]["problems"]
+    printed = capsys.readouterr().out
+    assert "compiled after" in printed and "own:1" in printed

@@ -86,23 +86,22 @@ def _fields(path: Path, record: dict[str, Any], names: tuple[str, ...]) -> list[
 
 def load_humaneval(path: Path) -> list[Problem]:
     """HumanEval's JSON lines, plain or gzip. Raises `UserError` for another file."""
-    problems = []
-    for record in _records(path):
-        names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
-        task, prompt, entry, solution, test = _fields(path, record, names)
-        before = re.split(rf"^def {re.escape(entry)}\b", prompt, flags=re.MULTILINE)[0]
-        problems.append(
-            Problem(
-                task=task,
-                prompt=prompt,
-                header=before,
-                tests=f"{test}\ncheck({entry})\n",
-                names=(entry,),
-                reference=solution,
-                stops=HUMANEVAL_STOPS,
-            )
-        )
-    return problems
+    names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+    return [humaneval_problem(*_fields(path, record, names)) for record in _records(path)]
+
+
+def humaneval_problem(task: str, prompt: str, entry: str, solution: str, test: str) -> Problem:
+    """A problem of HumanEval's form from the fields of its record."""
+    before = re.split(rf"^def {re.escape(entry)}\b", prompt, flags=re.MULTILINE)[0]
+    return Problem(
+        task=task,
+        prompt=prompt,
+        header=before,
+        tests=f"{test}\ncheck({entry})\n",
+        names=(entry,),
+        reference=solution,
+        stops=HUMANEVAL_STOPS,
+    )
 
 
 def load_mbpp(path: Path) -> list[Problem]:

@@ -23,13 +23,12 @@ from typing import Any
 
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
-from kdjax.evaluation.problems import ASK, OPENING
 from kdjax.formats.files import replacing
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model, load
 from kdjax.models.tokenizer import Tokenizer
 from scripts.corpus.filters import Benchmark
-from scripts.onpolicy.prompts import read_benchmark
+from scripts.onpolicy.prompts import as_script, read_benchmark
 
 _THINGS = (
     "a list of integers",
@@ -191,8 +190,9 @@ def invent(
         if why is not None:
             counts[f"left out: {why}"] += 1
             continue
-        turn = {"role": "user", "content": ASK.format(opening)}
-        prompts[opening] = {"kind": "invented", "messages": [turn], "opening": OPENING}
+        question, begun = as_script(opening)
+        turn = {"role": "user", "content": question}
+        prompts[opening] = {"kind": "invented", "messages": [turn], "opening": begun}
     counts["prompts"] = len(prompts)
     return list(prompts.values()), dict(counts)
 

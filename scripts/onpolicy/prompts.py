@@ -7,9 +7,11 @@ From documented functions of the text that --read names (as `data.train` does). 
 conversation whose answer is not given, of one of these kinds: complete it, write it from its
 description, find the bug in it, write tests for it; complete it in a script, or write a script that
 does what its first sentence and examples say, in the words and with the opened answer that
-`kdjax evaluate` has for instruct models. Functions whose own examples can be run become
-problems, in HumanEval's format, if the function passes them: OUT/development.jsonl. No prompt holds
-a problem of --benchmark or of the development set, a near copy of one, or a function of its name.
+`kdjax evaluate` has for instruct models. An answer to complete in a script is opened up to the end
+of the docstring: students copy it before they write anything of their own. Functions whose own
+examples can be run become problems, in HumanEval's format, if the function passes them:
+OUT/development.jsonl. No prompt holds a problem of --benchmark or of the development set, a near
+copy of one, or a function of its name.
 Writes OUT/prompts.jsonl, OUT/development.jsonl, OUT/prompts.json, which counts, and for runs that
 read answers of people OUT/conversations.jsonl: the same functions, completed and described.
 Exit status: 0 done, 2 bad input.
@@ -22,7 +24,6 @@ import copy
 import doctest
 import json
 import random
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,14 +32,21 @@ from typing import Any, NamedTuple
 
 from kdjax.data.text import find_files
 from kdjax.errors import UserError, reporting
-from kdjax.evaluation.problems import ASK, OPENING, load_humaneval, load_mbpp
+from kdjax.evaluation import sandbox
+from kdjax.evaluation.problems import (
+    ASK,
+    OPENING,
+    humaneval_problem,
+    load_humaneval,
+    load_mbpp,
+    program,
+)
 from kdjax.formats.files import replacing
 from scripts.corpus.conversations import Function, conversations, functions
 from scripts.corpus.filters import Benchmark, why_not
 
 KINDS = ("complete", "describe", "fix", "test", "script", "task")
-OPENED = ("script", "task")  # whose answer is opened up to its code
-_SECONDS = 5  # of a function's own examples
+_LIMITS = sandbox.Limits(wall_seconds=5.0)  # of a function's own examples
 _RUNS_ANYWHERE = frozenset((*sys.stdlib_module_names, "numpy"))
 _LONGEST = 2400  # characters of a prompt: about 700 tokens
 _FIX = (
@@ -124,23 +132,28 @@ def break_function(function: Function, draw: random.Random) -> str | None:
     return ast.unparse(ast.fix_missing_locations(node))
 
 
-def make_prompts(function: Function) -> Iterator[tuple[str, str]]:
-    """Kind and question of each prompt that the function gives; its text decides the words."""
+def as_script(code: str) -> tuple[str, str]:
+    """The question of a script whose function begins with `code`, and how the answer begins."""
+    return ASK.format(code), f"{OPENING}{code}\n"
+
+
+def make_prompts(function: Function) -> Iterator[tuple[str, str, str]]:
+    """Kind, question and opening ("" for none) of each prompt; the function decides the words."""
     draw = random.Random(function.source + "on-policy")
     complete, describe = (turns[0]["content"] for turns in conversations(function))
-    yield "complete", complete
-    yield "describe", describe
+    yield "complete", complete, ""
+    yield "describe", describe, ""
     broken = break_function(function, draw)
     if broken is not None:
         code = f"```python\n{function.after_context(broken)}\n```"
-        yield "fix", draw.choice(_FIX).format(code=code)
+        yield "fix", draw.choice(_FIX).format(code=code), ""
     code = f"```python\n{function.after_context(function.source)}\n```"
-    yield "test", draw.choice(_TEST).format(code=code, name=function.name)
-    yield "script", ASK.format(function.after_context(function.opening))
+    yield "test", draw.choice(_TEST).format(code=code, name=function.name), ""
+    yield "script", *as_script(function.after_context(function.opening))
     shown = [f"assert {e.source} == {e.want}" for e in _read_examples(function) or () if e.tells]
     if shown:
         said = "\n".join([function.says, *shown[:3]])
-        yield "task", ASK.format(f'"""\n{said}\n"""')
+        yield "task", ASK.format(f'"""\n{said}\n"""'), OPENING
 
 
 class _Example(NamedTuple):
@@ -194,21 +207,20 @@ def _imports(code: str) -> set[str]:
     return {name.split(".")[0] for name in named}
 
 
-def passes(problem: dict[str, str]) -> bool:
-    """Whether the function itself passes, and an empty one of its name does not."""
+def passes(record: dict[str, str]) -> bool:
+    """Whether the function itself passes where answers are judged, and an empty one does not.
+
+    What a test hands to a function or has from it must be a literal there.
+    """
+    fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+    problem = humaneval_problem(*(record[name] for name in fields))
 
     def run(solution: str) -> bool:
-        program = "\n".join(
-            [problem["prompt"] + solution, problem["test"], f"check({problem['entry_point']})"]
-        )
-        command = [sys.executable, "-I", "-c", program]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+        whole = program(problem, "instruct", record["prompt"] + solution)
+        checks = {"tests": problem.checks, "names": problem.names}
+        return sandbox.run(whole, _LIMITS, **checks, allow_unsandboxed=True).passed
 
-    return run(problem["canonical_solution"]) and not run("    return None\n")
+    return run(record["canonical_solution"]) and not run("    return None\n")
 
 
 def read_functions(patterns: str) -> dict[str, Function]:
@@ -257,13 +269,11 @@ def make(
             counts["left out: development set"] += 1
             continue
         answered += [{"messages": turns} for turns in conversations(function)]
-        for kind, question in make_prompts(function):
+        for kind, question, opening in make_prompts(function):
             if len(question) <= _LONGEST:
                 counts[kind] += 1
-                prompt = {"kind": kind, "messages": [{"role": "user", "content": question}]}
-                if kind in OPENED:
-                    prompt["opening"] = OPENING
-                prompts.append(prompt)
+                turn = {"role": "user", "content": question}
+                prompts.append({"kind": kind, "messages": [turn], "opening": opening})
     random.Random(seed).shuffle(prompts)
     tests = [problem for _, problem in problems]
     return prompts, tests, answered, dict(sorted(counts.items()))

@@ -16,6 +16,7 @@ import argparse
 import concurrent.futures
 import copy
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -37,67 +38,79 @@ from kdjax.data.rollouts import Answer
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk
-from kdjax.evaluation.problems import choose_format, load_humaneval, load_mbpp
+from kdjax.evaluation.problems import choose_format, load_humaneval, load_mbpp, prompt_text
 from kdjax.formats.files import replacing
 from kdjax.models.decoder import Params
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model, cast_params
 from kdjax.training.heldout import held_out
 from kdjax.training.hooks import CollapseGuard, Hook, NonFiniteGuard, StepRecord
-from kdjax.training.job import Job, build_step, make_source, prepare_all, survey
+from kdjax.training.job import (
+    Job,
+    build_step,
+    make_source,
+    prepare_all,
+    survey,
+    text_source,
+)
 from kdjax.training.loop import train
 from kdjax.training.plan import replace_settings
 from kdjax.training.rollouts import AnswerSource, Author
+from kdjax.training.saving import Checkpoints
 from kdjax.training.step import Step
 from scripts.onpolicy.invent import invent
 from scripts.onpolicy.prompts import read_benchmark
 
 Fields = Mapping[str, Any]
 
+TEXT: Fields = {"optim.learning_rate": 2e-5}
 OWN: Fields = {
     "rollout.share": 1.0,
     "rollout.every": 16,
-    "rollout.max_tokens": 192,
-    "rollout.prompt_tokens": 384,
-    "optim.learning_rate": 2e-5,
+    "rollout.max_tokens": 384,
+    "rollout.prompt_tokens": 512,
+    "optim.learning_rate": 1e-5,
     "loss.divergence": "forward_kl",
 }
-BOTH: Fields = OWN | {"loss.divergence": "0.5*forward_kl+0.5*reverse_kl"}
-BESIDE: Fields = OWN | {"rollout.share": 0.5}
-TEXT: Fields = {"optim.learning_rate": 2e-5}
-INVENTED: Fields = OWN | {"rollout.prompts": "invented"}  # stands for --invented
+REVERSE: Fields = {"loss.divergence": "reverse_kl"}
+BOTH: Fields = {"loss.divergence": "0.5*forward_kl+0.5*reverse_kl"}
+BESIDE: Fields = {"rollout.share": 0.5}
+# Prompts of --invented, whose answers begin at the function's body.
+INVENTED: Fields = OWN | {"rollout.prompts": "invented", "rollout.max_tokens": 192}
+SLOW: Fields = {"optim.learning_rate": 5e-6}
+FAST: Fields = {"optim.learning_rate": 2e-5}
+FASTER: Fields = {"optim.learning_rate": 4e-5}
+WIDE: Fields = {"train.batch_size": 64, "rollout.every": 4}
 TAUGHT = "taught"  # settings of this name learn from answers that the teacher writes
 # A setting is its phases: what each changes of the config, and its share of the seconds.
 SETTINGS: dict[str, tuple[tuple[Fields, float], ...]] = {
     "before": (),
     "offline": ((TEXT, 1.0),),
     "offline_slow": ((TEXT | {"optim.learning_rate": 1e-5}, 1.0),),
-    "offline_fast": ((TEXT | {"optim.learning_rate": 4e-5}, 1.0),),
+    "offline_fast": ((TEXT | FASTER, 1.0),),
     "ce": ((TEXT | {"loss.alpha": 1.0}, 1.0),),
     "own": ((OWN, 1.0),),
-    "own_slow": ((OWN | {"optim.learning_rate": 1e-5}, 1.0),),
-    "own_fast": ((OWN | {"optim.learning_rate": 4e-5}, 1.0),),
-    "own_long": ((OWN | {"rollout.max_tokens": 384}, 1.0),),
+    "own_slow": ((OWN | SLOW, 1.0),),
+    "own_fast": ((OWN | FAST, 1.0),),
+    "own_wide": ((OWN | WIDE, 1.0),),
+    "own_wide_fast": ((OWN | WIDE | FAST, 1.0),),
+    "own_reverse": ((OWN | REVERSE, 1.0),),
+    "own_both": ((OWN | BOTH, 1.0),),
+    "own_jsd": ((OWN | {"loss.divergence": "jsd"}, 1.0),),
+    "own_tvd": ((OWN | {"loss.divergence": "total_variation"}, 1.0),),
+    "own_short": ((OWN | {"rollout.max_tokens": 128}, 1.0),),
     "own_four": ((OWN | {"rollout.answers": 4}, 1.0),),
     "own_rare": ((OWN | {"rollout.every": 64}, 1.0),),
     "own_ce": ((OWN | {"loss.alpha": 1.0}, 1.0),),
-    "both": ((BOTH, 1.0),),
-    "both_fast": ((BOTH | {"optim.learning_rate": 4e-5}, 1.0),),
-    "reverse": ((OWN | {"loss.divergence": "reverse_kl"}, 1.0),),
-    "jsd": ((OWN | {"loss.divergence": "jsd"}, 1.0),),
-    "tvd": ((OWN | {"loss.divergence": "total_variation"}, 1.0),),
-    "beside": ((BESIDE, 1.0),),
-    "beside_both": ((BOTH | {"rollout.share": 0.5}, 1.0),),
-    "beside_fast": ((BESIDE | {"optim.learning_rate": 4e-5}, 1.0),),
-    "then_own": ((TEXT, 0.4), (OWN, 0.6)),
-    "then_both": ((TEXT, 0.4), (BOTH, 0.6)),
+    "beside": ((OWN | BESIDE | FAST, 1.0),),
+    "beside_both": ((OWN | BESIDE | BOTH | FAST, 1.0),),
+    "beside_invented": ((INVENTED | BESIDE | FAST, 1.0),),
     "invented": ((INVENTED, 1.0),),
-    "invented_slow": ((INVENTED | {"optim.learning_rate": 1e-5}, 1.0),),
-    "invented_fast": ((INVENTED | {"optim.learning_rate": 4e-5}, 1.0),),
+    "invented_slow": ((INVENTED | SLOW, 1.0),),
     "invented_both": ((INVENTED | BOTH, 1.0),),
-    "invented_four": ((INVENTED | {"rollout.answers": 4}, 1.0),),
-    "invented_beside": ((INVENTED | {"rollout.share": 0.5}, 1.0),),
-    "then_invented": ((TEXT, 0.4), (INVENTED, 0.6)),
+    "then_own": ((TEXT, 0.5), (OWN, 0.5)),
+    "then_reverse": ((TEXT, 0.5), (OWN | REVERSE, 0.5)),
+    "then_invented": ((TEXT, 0.5), (INVENTED | SLOW, 0.5)),
     "fixed": ((OWN | {"rollout.rounds": 1, "rollout.every": 128}, 1.0),),
     TAUGHT: ((OWN, 1.0),),
     f"{TAUGHT}_ce": ((OWN | {"loss.alpha": 1.0}, 1.0),),
@@ -211,10 +224,11 @@ class Echo(Hook):
         )
 
 
-class Keeper:
+class Keeper(Checkpoints):
     """In place of checkpoints: holds the last parameters and writes nothing."""
 
-    params: Any = None
+    def __init__(self) -> None:
+        self.params: Any = None
 
     def latest(self) -> None:
         return None
@@ -280,6 +294,33 @@ class Bench:
             file.write("".join(json.dumps(prompt) + "\n" for prompt in prompts).encode())
         print(f"invented: {counts} {time.perf_counter() - begun:.1f} s", flush=True)
 
+    def warm(self, settings: Sequence[str]) -> None:
+        """Compiles what these settings will run, side by side: one after another takes minutes."""
+        names = dict.fromkeys(setting.partition(":")[0] for setting in settings)
+        phases = [(name, changes) for name in names for changes, _ in SETTINGS[name]]
+        folder = self._args.out / "warm"
+        folder.mkdir(parents=True, exist_ok=True)
+        base = self.make_job("offline", 0, {}, folder)
+        params = base.make_state().params
+        loads: dict[Any, Callable[[], Any]] = {"judge": lambda: self._answer(base, params, least=1)}
+        for name, changes in phases:
+            job = self.make_job(name, 0, changes, folder)
+            config, source = job.config, job.source
+            loss = config.loss.divergence, config.loss.alpha, config.train.batch_size
+            loads[loss] = functools.partial(self._step_once, job)
+            if isinstance(source, AnswerSource):
+                author, rollout = source._author, config.rollout
+                writer = type(author), rollout.max_tokens, rollout.prompts
+                loads[writer] = functools.partial(author.write, params, 0, 0)
+        with concurrent.futures.ThreadPoolExecutor(len(loads)) as pool:
+            for load in [pool.submit(load) for load in loads.values()]:
+                load.result()
+
+    def _step_once(self, job: Job) -> None:
+        """One step on text, from a state of its own."""
+        batch = text_source(job.config, job.rows, None).next()
+        jax.block_until_ready(job.step(job.make_state(), job.teacher_params, batch))
+
     def run(self, setting: str) -> Callable[[], dict[str, Any]]:
         """Trains one setting, `name` or `name:seed`; gives its figures once it is judged."""
         args, begun = self._args, time.perf_counter()
@@ -296,9 +337,12 @@ class Bench:
                 start = params
                 job.make_state = lambda step=step, start=start: step.init(start)
             job.step = follow(step, clock)
+            job.config.eval.rows = (
+                1  # the loop's own figures before the first step: nobody reads them
+            )
             guard = CollapseGuard(folder, rollout.every, rollout.stop_growth)
             hooks = [NonFiniteGuard(folder), clock, Echo(), guard]
-            train(job, keeper, hooks, None)  # type: ignore[arg-type]
+            train(job, keeper, hooks, None)
             params = keeper.params
             figures["phases"].append(
                 {
@@ -322,12 +366,16 @@ class Bench:
         walls = {"training_wall": trained - begun, "judging_wall": time.perf_counter() - trained}
         return lambda: figures | walls | {name: judge.result() for name, judge in judged.items()}
 
-    def _judge(self, job: Job, params: Any) -> dict[str, concurrent.futures.Future[dict[str, Any]]]:
-        """pass@1 of each set of problems, and which samples passed, in order.
-
-        The answers are written when this returns; their programs, one of which may take 15 seconds,
-        run on.
-        """
+    def _answer(
+        self,
+        job: Job,
+        params: Any,
+        prompts: Sequence[Sequence[int]] = (),
+        stops: tuple[str, ...] = (),
+        *,
+        least: int = 0,
+    ) -> list[Completion]:
+        """The student's answers, to be judged; with `least`, ids of all problems, and no more."""
         args, pair, step = self._args, self._pair, job.step
         student = Model(
             step.spec.student,
@@ -337,21 +385,35 @@ class Bench:
             own_tokenizer=pair.tokenizer,
         )
         student = student.replace(params=cast_params(student, params))
-        tokenizer, turn = pair.tokenizer, threading.Lock()
+        sampling = Sampling(
+            args.answer_tokens,
+            args.temperature,
+            stop_ids=pair.tokenizer.stop_ids,
+            stop_strings=stops,
+        )
+        if least:
+            form = choose_format("auto", pair.tokenizer)
+            found = [problem for problems in self.problems.values() for problem in problems]
+            texts = [prompt_text(problem, form, pair.tokenizer) for problem in found]
+            prompts = [pair.tokenizer.encode(text) for text in texts] * args.samples
+        limits = [least] * len(prompts) if least else None
+        return student.generate(list(prompts), sampling, batch_size=args.rows, limits=limits)
+
+    def _judge(self, job: Job, params: Any) -> dict[str, concurrent.futures.Future[dict[str, Any]]]:
+        """pass@1 of each set of problems, and which samples passed, in order.
+
+        The answers are written when this returns; their programs, one of which may take 15 seconds,
+        run on.
+        """
+        args, tokenizer, turn = self._args, self._pair.tokenizer, threading.Lock()
 
         def judge(name: str, written: threading.Event) -> dict[str, Any]:
             problems = self.problems[name]
 
             def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
-                sampling = Sampling(
-                    args.answer_tokens,
-                    args.temperature,
-                    stop_ids=tokenizer.stop_ids,
-                    stop_strings=stops,
-                )
                 try:
                     with turn:
-                        return student.generate(prompts, sampling, batch_size=args.rows)
+                        return self._answer(job, params, prompts, stops)
                 finally:
                     written.set()
 
@@ -430,7 +492,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--allow-unsandboxed", action="store_true")
     add("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    if unknown := {x.partition(":")[0] for x in args.settings.split(",")} - set(SETTINGS):
+    settings = args.settings.split(",")
+    if unknown := {x.partition(":")[0] for x in settings} - set(SETTINGS):
         raise UserError(f"{', '.join(unknown)}: no setting; known are {', '.join(SETTINGS)}.")
     if args.models:
         args.teacher, args.student = (str(args.models / x) for x in (args.teacher, args.student))
@@ -456,8 +519,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with replacing(args.out / "table.json") as file:
             file.write(json.dumps(table, indent=1).encode())
 
+    print(f"loaded after {time.perf_counter() - begun:.0f} s", flush=True)
+    bench.warm(settings)
+    print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
     with concurrent.futures.ThreadPoolExecutor(1) as clerk:
-        for name in args.settings.split(","):
+        for name in settings:
             if time.perf_counter() - begun > args.limit_seconds:
                 print(f"{name}: not begun, {args.limit_seconds:.0f} s are over", flush=True)
                 continue
