@@ -90,14 +90,19 @@ def test_the_figures_are_those_of_the_teachers_own_text(models, found):
     prompts = drafting.choose_prompts(f"{folder}/text.jsonl", big.tokenizer, count=2, most=999)
     assert len(prompts) == 2 and prompts[0] != prompts[1]
     real = small.real_vocab
-    for rule, temperature in (("greedy", 0.0), ("sampled", 1.0), ("matched", 1.0)):
+    written, longest = {}, 24 + max(map(len, prompts))
+    for temperature in (0.0, 1.0):
         how = dict(max_tokens=24, temperature=temperature, stop_ids=big.tokenizer.stop_ids)
         answers = [c.ids for c in big.generate(prompts, **how)]
+        texts = [[*prompt, *ids] for prompt, ids in zip(prompts, answers, strict=True)]
+        padded = [text + [0] * (longest - len(text)) for text in texts]
+        logits = (np.asarray(m.logits(padded), np.float64) for m in (big, small))
+        written[temperature] = answers, *logits
+    for rule, temperature in (("greedy", 0.0), ("sampled", 1.0), ("matched", 1.0)):
         kept, totals = [], np.zeros((17, 2))
-        for prompt, ids in zip(prompts, answers, strict=True):
-            text = [*prompt, *ids]
-            at = np.arange(len(prompt) - 1, len(text) - 1)
-            p, q = (np.asarray(m.logits([text]), np.float64)[0, at, :real] for m in (big, small))
+        for prompt, ids, *logits in zip(prompts, *written[temperature], strict=True):
+            at = np.arange(len(ids)) + len(prompt) - 1
+            p, q = (z[at, :real] for z in logits)
             p, q = (np.exp(x - x.max(-1, keepdims=True)) for x in (p, q))
             p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
             row = np.arange(len(ids))
