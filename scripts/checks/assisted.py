@@ -48,8 +48,8 @@ def load_theirs(path: Path, model: Model, args: argparse.Namespace) -> Any:
     import transformers
 
     dtype = getattr(torch, args.dtype)
-    found = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    config: Any = found.generation_config
+    found: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    config = found.generation_config
     # Rows of the head that no token has are no ids to us.
     config.suppress_tokens = list(range(model.real_vocab, model.vocab_size))
     config.num_assistant_tokens, config.assistant_confidence_threshold = args.draft_tokens, 0.0
