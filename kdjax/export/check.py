@@ -76,14 +76,15 @@ def check_export(
         written = load_tokenizer(path)
     except (UserError, OSError, ValueError) as error:
         raise SelfCheckError(f"the file just written cannot be read: {error}") from error
-    gguf = is_gguf(table)
-    problems = _compare_specs(spec, written_spec, gguf) + compare_tokenizers(tokenizer, written)
+    problems = _compare_specs(spec, written_spec, is_gguf(table)) + compare_tokenizers(
+        tokenizer, written
+    )
     if path.is_dir():
         problems += _check_folder(path)
     infos, lost, total = [], 0.0, 0.0
     for tensor in tensors:
-        infos.append(table.info(tensor.gguf if gguf else tensor.hf))
-        problem, squared_error, squared = _compare(table, infos[-1], tensor.read(gguf=gguf))
+        infos.append(table.info(tensor.name))
+        problem, squared_error, squared = _compare(table, infos[-1], tensor.read())
         problems += [problem] if problem else []
         lost, total = lost + squared_error, total + squared
     if problems:

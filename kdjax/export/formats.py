@@ -40,11 +40,8 @@ class _Source(NamedTuple):
     tokenizer: Tokenizer
     files: TokenizerFiles
 
-    def encode(self, kind: str, *, gguf: bool) -> list[TensorToWrite]:
-        """Name, type, shape and data of each tensor, of the types that `llama-quantize` chooses.
-
-        Names and order of rotary rows are those of `gguf` or of Hugging Face.
-        """
+    def encode(self, kind: str) -> list[TensorToWrite]:
+        """Every tensor, of the types that `llama-quantize` chooses."""
         model = {
             "layers": self.spec.num_layers,
             "groups": self.spec.num_heads // self.spec.num_kv_heads,
@@ -54,8 +51,7 @@ class _Source(NamedTuple):
         for tensor in self.tensors:
             layer, width = tensor.layer or 0, tensor.shape[-1]
             dtype = tensor_type(RECIPES[kind], tensor.path, layer, width, **model)
-            name = tensor.gguf if gguf else tensor.hf
-            rows.append((name, dtype, tensor.shape, tensor.stream(dtype, gguf=gguf)))
+            rows.append((tensor.name, dtype, tensor.shape, tensor.stream(dtype)))
         return rows
 
 
@@ -103,7 +99,7 @@ def export_hf(
     _check_type(dtype, HF_TYPES, "a Hugging Face folder")
     spec, tensors, header, tokenizer, files = _open_source(model, gguf=False)
     stored = dtype.upper()
-    rows = [(t.hf, stored, t.shape, t.stream(stored)) for t in tensors]
+    rows = [(t.name, stored, t.shape, t.stream(stored)) for t in tensors]
     config = headers.hf_config(spec, header, stored, vocabulary.special_ids(tokenizer, files))
     with stage(Path(out), folder=True, overwrite=overwrite) as aside:
         aside.mkdir()
@@ -130,7 +126,7 @@ def export_gguf(
     spec, tensors, header, tokenizer, files = source
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)
     metadata = headers.gguf_metadata(spec, header, RECIPES[dtype].file_type, values)
-    rows = source.encode(dtype, gguf=True)
+    rows = source.encode(dtype)
     divisors = headers.rope_divisors(spec)
     if divisors is not None:
         rows.append(("rope_freqs.weight", "F32", divisors.shape, divisors.view(np.uint8)))
@@ -162,7 +158,7 @@ def export_apr(
             f"found a {spec.family} model; expected one that .apr can describe, without windows "
             "and norms of 1 + weight. Export --format=gguf or --format=hf."
         )
-    rows = source.encode(dtype, gguf=False)
+    rows = source.encode(dtype)
     misfits = [
         f"{name} ({shape[-1]} columns)" for name, kind, shape, _ in rows if kind not in DTYPES
     ]

@@ -23,13 +23,13 @@ _ELEMENTS = 1 << 24
 class Tensor:
     """One tensor of a checkpoint, and the leaf of the tree (or layer of it) that it is."""
 
+    name: str  # in the file
     path: tuple[str, ...]
     layer: int | None
+    expert: int | None  # of the layer's; None: a tensor of all
     leaf: np.ndarray | jax.Array  # an array of numbers, or of bf16 bits as uint16
-    name: names.Name
-    heads: int  # whose rotary rows GGUF interleaves; 0 for none
-    offset: float  # what GGUF files hold beyond it
-    expert: int | None = None  # of the layer's; None: a tensor of all
+    heads: int  # whose rotary rows the file interleaves; 0 for none
+    offset: float  # what the file holds beyond it
 
     @property
     def _place(self) -> tuple[int, ...]:
@@ -40,21 +40,8 @@ class Tensor:
         """As in files, row-major."""
         return tuple(self.leaf.shape[len(self._place) :])
 
-    @property
-    def gguf(self) -> str:
-        """llama.cpp's name."""
-        return self.name.gguf.format(i=self.layer)
-
-    @property
-    def hf(self) -> str:
-        """Hugging Face's name."""
-        return self.name.hf.format(i=self.layer, e=self.expert)
-
-    def read(self, *, gguf: bool = False) -> np.ndarray:
-        """float32 numbers in Hugging Face's order, or as GGUF files hold them.
-
-        Raises `UserError` if a number is not finite.
-        """
+    def read(self) -> np.ndarray:
+        """float32 numbers as the file holds them; raises `UserError` if one is not finite."""
         array = np.asarray(self.leaf[self._place] if self._place else self.leaf)
         if array.dtype == np.uint16:
             array = (array.astype(np.uint32) << 16).view(np.float32)
@@ -63,24 +50,22 @@ class Tensor:
         if not np.isfinite(max(array.max(), -array.min())):
             count = array.size - np.count_nonzero(np.isfinite(array))
             raise UserError(
-                f"found {count} numbers of {array.size} in {self.hf} that are not finite; expected "
-                "none. The run broke: export an earlier step with --step, or train again."
+                f"found {count} numbers of {array.size} in {self.name} that are not finite; "
+                "expected none. The run broke: export an earlier step with --step, or train again."
             )
-        if not gguf:
-            return array
         return array + np.float32(self.offset) if self.offset else interleave(array, self.heads)
 
-    def stream(self, dtype: str, *, gguf: bool = False) -> Data:
+    def stream(self, dtype: str) -> Data:
         """What the writers take: a function that yields the encoded rows, a part at a time."""
 
         def parts() -> Iterator[np.ndarray]:
-            rows = self.read(gguf=gguf).reshape(-1, self.shape[-1])
+            rows = self.read().reshape(-1, self.shape[-1])
             step = max(1, _ELEMENTS // self.shape[-1])
             for start in range(0, len(rows), step):
                 try:
                     yield encode(rows[start : start + step], dtype)
                 except UserError as error:
-                    raise UserError(f"{self.hf}: {error}") from error
+                    raise UserError(f"{self.name}: {error}") from error
 
         return parts
 
@@ -96,7 +81,8 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
 def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:
     """Every tensor of the model, layer by layer; a tied head is the embedding.
 
-    In GGUF files a layer's experts are one tensor, elsewhere one each.
+    Names and order of rotary rows are those of `gguf` files, where a layer's experts are one
+    tensor, or of Hugging Face's, where each is one.
 
     Raises `UserError` if `params` are not of `spec`, or are blocks or float8 in place of numbers.
     """
@@ -124,13 +110,15 @@ def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:
         )
     tensors = []
     for path in known:
-        name, offset = names.name_of(path, spec), names.gguf_offset(path, spec)
-        heads = names.head_count(name, spec)
-        apart = not gguf and "{e}" in name.hf
+        row, heads, offset = names.name_of(path, spec), 0, 0.0
+        name = row.hf
+        if gguf:
+            name, heads = row.gguf, names.head_count(row, spec)
+            offset = names.gguf_offset(path, spec)
         tensors += [
-            Tensor(path, layer, leaves[path], name, heads, offset, expert)
-            for layer in (range(spec.num_layers) if path[0] == "blocks" else (None,))
-            for expert in (range(spec.experts) if apart else (None,))
+            Tensor(name.format(i=i, e=e), path, i, e, leaves[path], heads, offset)
+            for i in (range(spec.num_layers) if "{i}" in name else (None,))
+            for e in (range(spec.experts) if "{e}" in name else (None,))
         ]
     # Embedding, layers, norm, head.
     order = {"embed": -1, "norm": spec.num_layers, "head": spec.num_layers + 1}
