@@ -121,6 +121,7 @@ MEASURED = [
     ("7b", "topk", dict(ONE, remat="none", chunk=4096), 27.23),
     ("7b", "topk", dict(ONE, remat="none", chunk=16384), 37.87),
     ("7b", "hidden", dict(ONE, remat="none"), 26.37),
+    ("7b", "hidden", dict(ONE, remat="none", chunk=4096), 31.03),
     ("7b", "q4k", dict(rows=1, length=32768, segments=1), 16.47),
     ("7b", "q4k", dict(rows=1, length=32768, segments=1, remat="none"), 47.12),
     ("7b", "dequant", dict(rows=8, length=8192, segments=1, remat="none"), 88.90),
@@ -177,6 +178,7 @@ def test_the_plan_is_within_5_percent_of_what_two_h200_used(pairs, axes, backend
         ("fp8", TWO, 31.05),
         ("topk", dict(TWO, chunk=16384), 35.48),
         ("q4k", TWO, 29.00),
+        ("hidden", dict(TWO, chunk=4096), 28.61),
     ],
 )
 def test_so_it_is_where_each_keeps_half_of_the_masters(pairs, backend, settings, peak, monkeypatch):
