@@ -35,7 +35,7 @@ from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import count_parameters
-from kdjax.models.tokenizer import from_gguf
+from kdjax.models.tokenizer import from_gguf, load_tokenizer
 from scripts.bench.synthetic import byte_alphabet
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -284,6 +284,15 @@ def test_what_gguf_cannot_tell_is_exported_otherwise_or_not_at_all(small_tokeniz
             EXPORTS["gguf"](model, tmp_path / "a.gguf")
         EXPORTS["apr"](model, tmp_path / f"{case}.apr")
         assert spec_from_table(open_table(tmp_path / f"{case}.apr")) == model.spec
+
+
+def test_a_tokenizer_of_the_hub_is_written(student, exported, tmp_path, monkeypatch):
+    """By the path that a user gave, of which a folder in `models` stands for the download."""
+    shutil.copytree(exported("hf")[0], tmp_path / "models" / "words")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = dataclasses.replace(student.checkpoint, tokenizer_path="hf:some/words")
+    export_gguf(student.replace(checkpoint=checkpoint), tmp_path / "a.gguf")
+    assert load_tokenizer(tmp_path / "a.gguf").tokens == checkpoint.tokenizer.tokens
 
 
 def test_shards_and_their_index_read_back(student, tmp_path):

@@ -76,9 +76,8 @@ def check_export(
         written = load_tokenizer(path)
     except (UserError, OSError, ValueError) as error:
         raise SelfCheckError(f"the file just written cannot be read: {error}") from error
-    problems = _compare_specs(spec, written_spec, is_gguf(table)) + compare_tokenizers(
-        tokenizer, written
-    )
+    problems = _compare_specs(spec, written_spec, is_gguf(table))
+    problems += compare_tokenizers(tokenizer, written)
     if path.is_dir():
         problems += _check_folder(path)
     infos, lost, total = [], 0.0, 0.0

@@ -53,7 +53,7 @@ class TokenizerFiles(NamedTuple):
 def find_tokenizer_files(checkpoint: Checkpoint) -> TokenizerFiles:
     """How a checkpoint stores its tokenizer."""
     table = checkpoint.header
-    place = Path(checkpoint.tokenizer_path or table.paths[0])
+    place = Path(hub.fetch_path(checkpoint.tokenizer_path or table.paths[0], hub.TOKENIZER))
     if place.is_dir():
         return TokenizerFiles(place, {})
     metadata = open_table(place).metadata if checkpoint.tokenizer_path else table.metadata
