@@ -105,7 +105,7 @@ class RolloutConfig:
     prompt_tokens: int = 0  # the longest prompt; 0: what data.seq_len leaves
     train_cut: bool = True  # whether answers cut off at max_tokens are trained on
     batch_size: int = 1024  # answers written at a time, over all devices
-    stop_growth: float = 2.0  # times round 0's length or repetition that stops a run; 0: none does
+    stop_growth: float = 2.0  # times round 0's length, repetition or divergence that stops; 0: none
     allow_other_template: bool = False  # accept a teacher whose chat template renders otherwise
 
 

@@ -415,7 +415,7 @@ def assemble_text_key(config):
 
 def round_figures(number, **changes):
     figures = {"round": float(number), "length": 40.0, "repeated": 0.1, "cut_off": 0.2}
-    return figures | changes
+    return figures | {"divergence": 0.03} | changes
 
 
 @pytest.mark.parametrize(
@@ -424,6 +424,7 @@ def round_figures(number, **changes):
         ({"length": 81.0}, "length: 40 in round 0, now 81; the limit is 80"),
         ({"repeated": 0.25}, "repeated: 0.1 in round 0, now 0.25"),
         ({"cut_off": 0.6}, "cut_off: 0.2 in round 0, now 0.6"),
+        ({"divergence": 0.09}, "divergence: 0.03 in round 0, now 0.09; the limit is 0.06"),
     ],
 )
 def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, changes, found):
@@ -433,7 +434,7 @@ def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, c
         (folder / "_CHECKPOINT_METADATA").touch()
     guard = CollapseGuard(tmp_path, every=8, growth=2.0)
     guard.round_begin(1, round_figures(0))
-    guard.round_begin(9, round_figures(1, length=79.0))
+    guard.round_begin(9, round_figures(1, length=79.0, divergence=0.05))
     with pytest.raises(CollapseError) as caught:
         guard.round_begin(25, round_figures(3, **changes))
     message = str(caught.value)

@@ -105,13 +105,15 @@ class CollapseError(KdjaxError):
 
 class CollapseGuard(Hook):
     """Stops a run before a round of answers that are `growth` times as long, or repeat themselves
-    as much, as those of round 0.
+    as much, as those of round 0, or are as far from what the teacher would say.
 
     Answers end at the longest allowed: where round 0 leaves no room to double, a share of cut-off
-    answers that does, to half or more, counts as length.
+    answers that does, to half or more, counts as length. The divergence is that of the prompts that
+    every round answers, where a student that is taught well comes nearer to its teacher.
     """
 
-    _LEAST = 0.05  # share of repeated ids below which round 0 counts as this: noise doubles
+    # What round 0 counts as at least, since noise doubles less: a share of ids, and nats.
+    _LEAST_REPEATED, _LEAST_DIVERGENCE = 0.05, 0.02
 
     def __init__(self, workdir: Path, every: int, growth: float):
         self._workdir, self._every, self._growth = workdir, every, growth
@@ -129,10 +131,13 @@ class CollapseGuard(Hook):
         first = self._first
         limits = {
             "length": self._growth * max(first["length"], 1.0),
-            "repeated": self._growth * max(first["repeated"], self._LEAST),
+            "repeated": self._growth * max(first["repeated"], self._LEAST_REPEATED),
         }
         if first["cut_off"] < 0.5:
             limits["cut_off"] = max(self._growth * first["cut_off"], 0.5)
+        if "divergence" in first:  # with a teacher that can read
+            least = max(first["divergence"], self._LEAST_DIVERGENCE)
+            limits["divergence"] = self._growth * least
         over = [name for name, limit in limits.items() if figures[name] >= limit]
         if not over:
             return

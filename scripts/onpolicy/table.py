@@ -44,7 +44,7 @@ from kdjax.models.decoder import Params
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model, cast_params
 from kdjax.training.heldout import held_out
-from kdjax.training.hooks import CollapseGuard, Hook, NonFiniteGuard, StepRecord
+from kdjax.training.hooks import Hook, NonFiniteGuard, StepRecord
 from kdjax.training.job import (
     Job,
     build_step,
@@ -332,7 +332,7 @@ class Bench:
             folder.mkdir(parents=True, exist_ok=True)
             job = self.make_job(name, int(seed or 0), changes, folder)
             clock = Clock(share * args.seconds, job.config.optim.learning_rate)
-            keeper, rollout, step = Keeper(), job.config.rollout, job.step
+            keeper, step = Keeper(), job.step
             if params is not None:
                 start = params
                 job.make_state = lambda step=step, start=start: step.init(start)
@@ -340,8 +340,7 @@ class Bench:
             job.config.eval.rows = (
                 1  # the loop's own figures before the first step: nobody reads them
             )
-            guard = CollapseGuard(folder, rollout.every, rollout.stop_growth)
-            hooks = [NonFiniteGuard(folder), clock, Echo(), guard]
+            hooks = [NonFiniteGuard(folder), clock, Echo()]  # a collapse is a result, too
             train(job, keeper, hooks, None)
             params = keeper.params
             figures["phases"].append(
