@@ -41,7 +41,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import Model, load_model
 from kdjax.training.caching import cache_teacher
 from kdjax.training.hooks import CollapseError, CollapseGuard, Hook
-from kdjax.training.job import assemble, make_source
+from kdjax.training.job import assemble, build_step, make_source
 from kdjax.training.judging import TOP, compare
 from kdjax.training.rollouts import AnswerSource, Author, check_templates, open_prompts
 from kdjax.training.teachers import CachedHidden
@@ -273,6 +273,18 @@ def test_train_10_is_train_killed_anywhere_resumed_bit_for_bit(
     (a, one), (b, two) = (saved(job, path) for path in (workdir, straight[0]))
     assert a == b == 10
     chex.assert_trees_all_equal(one, two)
+
+
+def test_the_student_writes_by_a_loop_of_layers_and_without_packing(job, tmp_path):
+    """Written out for its gradients, it would take many times as long to compile."""
+    student = dataclasses.replace(job.config.student, remat="none")
+    data = dataclasses.replace(job.config.data, max_segments=4)
+    config = dataclasses.replace(job.config, student=student, data=data)
+    step = build_step(config, job.pair, job.step.placement, job.kind, job.teacher)[1]
+    source = make_source(config, tmp_path, job.pair, job.rows, None, step, job.teacher)
+    trains, writes = (x.compute for x in (step.spec.student, source._author.student.functions))
+    assert (trains.scan, trains.max_segments) == (False, 4)
+    assert (writes.scan, writes.max_segments) == (True, 1) and writes.dtype == trains.dtype
 
 
 def test_a_fresh_source_goes_on_at_every_batch(job, tmp_path):

@@ -145,15 +145,14 @@ def measure(kind: str, args: argparse.Namespace, folder: Path) -> Iterator[dict[
         "ready_s": time.perf_counter() - begun - seconds,
     } | offline
 
-    def source(every: int) -> Any:
-        config = configured(settings | {"rollout.every": every})
-        given = folder / f"{kind}-{every}"
-        return make_source(config, given, job.pair, job.rows, None, job.step, job.teacher)
+    def source(name: str) -> Any:
+        given = folder / f"{kind}-{name}"
+        return make_source(job.config, given, job.pair, job.rows, None, job.step, job.teacher)
 
     with imposing(ends(args.answer_tokens)):
-        steps.run(source(1), 2, every=1)
+        steps.run(source("compiles"), 1, every=1)  # a whole round: prompts of all lengths
         count = args.every * args.rounds
-        seconds, tokens, rounds = steps.run(source(args.every), count, every=args.every)
+        seconds, tokens, rounds = steps.run(source("timed"), count, every=args.every)
     step, tokens = seconds / count, tokens / count
     writing = sum(news["seconds"] for news in rounds)
     yield {
