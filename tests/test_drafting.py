@@ -24,6 +24,7 @@ from kdjax.export import export_gguf
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import load, load_model
 from kdjax.training.pair import open_pair, open_student
+from scripts.bench import drafts as bench
 
 
 def walk(accepts, drafts):
@@ -195,3 +196,30 @@ def test_a_run_of_some_layers_resumes_evaluates_and_exports(models, tiny_config,
     tiny_config.student.layers = "0"
     with pytest.raises(UserError, match=r"student\.layers"):
         kdjax.distill(tiny_config, work)
+
+
+@pytest.mark.slow
+def test_the_bench_trains_chooses_and_exports(models, tmp_path, monkeypatch, capsys):
+    """A second on the teacher's text raises what is kept; of two layers the better is exported."""
+    monkeypatch.setattr(runtime, "configure", lambda: None)
+    text = "def f(x):\n    return x + 1\n\n" * 4
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text[i:]}) + "\n" for i in range(16))
+    )
+    sizes = ["--seq-len=128", "--max-tokens=24", "--prompt-tokens=64", "--batch-size=4"]
+    sizes += ["--slots=16", "--chunk=256", "--heldout-prompts=8", "--dtype=float32", "--warmup=2"]
+    data = [f"--{name}={tmp_path}/text.jsonl" for name in ("prompts", "heldout", "text")]
+    variants = "--variants=teacher:total_variation@0|1#1>cut;text:forward_kl#1"
+    out = [f"--save={tmp_path}/out", "--types=q8_0", "--try-seconds=0.5"]
+    files = [f"{models}/teacher.gguf", f"--draft={models}/student.gguf"]
+    assert bench.main([*files, *data, *sizes, variants, *out]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    kept = {row["variant"]: row["kept"] for row in rows if row.get("rule") == "sampled"}
+    names = [f"teacher:total_variation@{i}" for i in (0, 1)]
+    assert set(kept) == {"as published", *names, "text:forward_kl"}
+    assert max(kept[name] for name in names) > kept["as published"] + 0.02
+    tried = {r["variant"]: r["kept"] for r in rows if r.get("tried") and r.get("rule") == "sampled"}
+    assert tried.keys() == set(names)
+    (saved,) = (row for row in rows if "saved" in row)
+    assert saved["variant"] == max(tried, key=lambda name: tried[name])
+    assert load(tmp_path / "out" / "cut-q8_0.gguf", dtype="float32").spec.num_layers == 1

@@ -85,16 +85,16 @@ def theirs(
 def ours(
     models: Sequence[Model], prompts: list[list[int]], temperature: float, args: argparse.Namespace
 ) -> Iterator[tuple[list[int], int]]:
-    """Each text, and the passes over drafts, with that which reads the prompt.
+    """Each text but its first id, which comes with the prompt, and the passes that it took.
 
-    Theirs drafts before it has read the prompt.
+    Theirs drafts before it has read the prompt: its first id comes with a pass over drafts.
     """
     big, small = models
     how: dict[str, Any] = dict(max_tokens=args.max_tokens, temperature=temperature, stop_ids=())
     more: dict[str, Any] = dict(draft=small, draft_tokens=args.draft_tokens, batch_size=1)
     for got in big.generate(prompts, **how, **more):
         assert got.drafted is not None
-        yield got.ids, got.drafted.passes + 1
+        yield got.ids[1:], got.drafted.passes
 
 
 def run(args: argparse.Namespace) -> None:
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
                 row["texts"], row["seconds"] = len(found), round(time.monotonic() - begun, 1)
                 if name == "kdjax" and temperature == 0:
                     same = zip(texts["transformers"], texts["kdjax"], strict=True)
-                    row["the same text"] = sum(a == b for a, b in same)
+                    row["the same text"] = sum(a[1:] == b for a, b in same)
                 print(json.dumps(row), flush=True)
 
 
