@@ -531,6 +531,20 @@ def test_the_overlap_and_the_divergence_are_those_of_the_logits(job):
         np.testing.assert_allclose(compared.students[row], np.exp(chosen[:, 0]), rtol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"backend": "q4k"}, {"compute": "fp8"}])
+def test_own_answers_are_read_by_every_kind_of_teacher(tiny_config, settings, tmp_path):
+    config = tiny_config
+    config.teacher = dataclasses.replace(config.teacher, **settings)
+    config.rollout = config_module.RolloutConfig(prompts=config.data.train, every=2, max_tokens=8)
+    config.rollout.prompt_tokens, config.rollout.batch_size = 12, 16
+    config.train.steps, config.eval.every, config.checkpoint.every = 3, 0, 0
+    recorder = Rounds()
+    assert go(config, tmp_path / "run", recorder) == "finished"
+    seen = recorder.last()
+    assert seen["round", 1]["divergence"] > 0 and seen["step", 3]["loss"] > 0
+
+
 def test_an_endless_sequence_of_few_prompts():
     prompts = Prompts([Prompt([i], 0) for i in range(3)], seed=1)
     assert {prompts[i].ids[0] for i in range(30, 33)} == {0, 1, 2}
