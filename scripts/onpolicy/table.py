@@ -80,7 +80,7 @@ INVENTED: Fields = OWN | {"rollout.prompts": "invented", "rollout.max_tokens": 1
 SLOW: Fields = {"optim.learning_rate": 5e-6}
 FAST: Fields = {"optim.learning_rate": 2e-5}
 FASTER: Fields = {"optim.learning_rate": 4e-5}
-WIDE: Fields = {"train.batch_size": 64, "rollout.every": 4}
+WIDE: Fields = {"train.batch_size": 64, "train.microbatches": 4, "rollout.every": 4}
 TAUGHT = "taught"  # settings of this name learn from answers that the teacher writes
 # A setting is its phases: what each changes of the config, and its share of the seconds.
 SETTINGS: dict[str, tuple[tuple[Fields, float], ...]] = {
@@ -248,7 +248,7 @@ class Bench:
         self._placement, self._pair, self._plan = survey(make_config(args, {}))
         self._teacher: Model | None = None
         self._judges = concurrent.futures.ThreadPoolExecutor(8)
-        self._steps: dict[tuple[str, float], Step] = {}  # by divergence and alpha
+        self._steps: dict[tuple[str, float, int], Step] = {}  # by divergence, alpha, microbatches
         sets = {"development": load_humaneval(args.development)}
         if args.final:
             sets = {"humaneval": load_humaneval(args.humaneval)}
@@ -262,7 +262,7 @@ class Bench:
         config = replace_settings(config, self._plan.remat, self._plan.chunk_tokens)
         kind, pair = self._plan.kind, self._pair
         rows = prepare_all(config, pair, self._placement)
-        loss = config.loss.divergence, config.loss.alpha
+        loss = config.loss.divergence, config.loss.alpha, config.train.microbatches
         if loss not in self._steps:
             whole = copy.deepcopy(config)
             whole.optim.learning_rate = whole.optim.final_learning_rate = 1.0  # times the clock's
@@ -301,13 +301,14 @@ class Bench:
         folder = self._args.out / "warm"
         folder.mkdir(parents=True, exist_ok=True)
         base = self.make_job("offline", 0, {}, folder)
-        params = base.make_state().params
+        state = base.make_state()
+        params = state.params
         loads: dict[Any, Callable[[], Any]] = {"judge": lambda: self._answer(base, params, least=1)}
         for name, changes in phases:
             job = self.make_job(name, 0, changes, folder)
             config, source = job.config, job.source
             loss = config.loss.divergence, config.loss.alpha, config.train.batch_size
-            loads[loss] = functools.partial(self._step_once, job)
+            loads[loss] = functools.partial(self._compile_step, job, state)
             if isinstance(source, AnswerSource):
                 author, rollout = source._author, config.rollout
                 writer = type(author), rollout.max_tokens, rollout.prompts
@@ -316,10 +317,10 @@ class Bench:
             for load in [pool.submit(load) for load in loads.values()]:
                 load.result()
 
-    def _step_once(self, job: Job) -> None:
-        """One step on text, from a state of its own."""
-        batch = text_source(job.config, job.rows, None).next()
-        jax.block_until_ready(job.step(job.make_state(), job.teacher_params, batch))
+    def _compile_step(self, job: Job, state: Any) -> None:
+        """For the compilation cache; nothing runs, since two steps at once need not fit."""
+        batch = job.step.put(text_source(job.config, job.rows, None).next())
+        job.step.train.lower(state, job.teacher_params, batch).compile()
 
     def run(self, setting: str) -> Callable[[], dict[str, Any]]:
         """Trains one setting, `name` or `name:seed`; gives its figures once it is judged."""
