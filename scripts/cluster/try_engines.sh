@@ -19,7 +19,7 @@ start_slurm() {
   chown munge /run/munge
   [ -f /etc/munge/munge.key ] || dd if=/dev/urandom of=/etc/munge/munge.key bs=1024 count=1 status=none
   chown munge /etc/munge/munge.key && chmod 400 /etc/munge/munge.key
-  pgrep munged >/dev/null || runuser -u munge -- munged --force
+  pgrep munged >/dev/null || { runuser -u munge -- munged --force && munge_file=/run/munge/munged.pid; }
   cat >"$folder/slurm/slurm.conf" <<CONF
 ClusterName=one
 SlurmctldHost=$(hostname -s)
@@ -45,6 +45,7 @@ CONF
 
 stop_slurm() {
   scontrol shutdown >/dev/null 2>&1 || true
+  [ -z "${munge_file:-}" ] || kill "$(cat "$munge_file")"
 }
 
 # launch ENGINE COUNT WORKDIR FLAG...: as the engine's users start it; all processes together have four devices.
