@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from kdjax.errors import UserError
+from kdjax.formats import open_table
+from kdjax.formats.blocks import decode
 from kdjax.losses.kd import KDLoss, kd_loss
 from kdjax.models.loading import count_parameters
 from kdjax.training import step as training_step
-from scripts.bench import peer, program, rollouts, rows, step
+from scripts.bench import llama, peer, program, rollouts, rows, step
 
 
 @pytest.fixture
@@ -228,3 +230,15 @@ def test_generation_is_timed(tmp_path):
     assert row["tokens"] >= 6 and row["slots"] == 4
     assert row["full_tokens_per_s"] == pytest.approx(4e3 / row["step_ms"])
     assert min(row["head_ms"], row["read_1_prompts_of_64_ms"]) > 0
+
+
+def test_llama_cpp_is_given_the_same_numbers(models, tmp_path, capsys):
+    source, path = models / "student.gguf", tmp_path / "x.gguf"
+    llama.write_as(source, path, "F32", 0)
+    ours, theirs = open_table(source), open_table(path)
+    assert list(ours) == list(theirs) and theirs.metadata["general.file_type"] == 0
+    for name in ours:
+        numbers = (decode(t.raw(name), t.info(name).dtype) for t in (ours, theirs))
+        np.testing.assert_array_equal(*numbers)
+    assert llama.main([str(source), "--python=false"]) == llama.SKIPPED
+    assert "has no xllamacpp" in capsys.readouterr().out
