@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,8 @@ def test_a_failed_save_is_heard_of_before_the_next_one(tmp_path, rng):
                 store.raise_failed()  # as the loop asks after every step
                 time.sleep(0.01)
         pytest.fail("10 s without an error")
+    # A thread of TensorStore may end after the store: that its event loop is gone is no news.
+    sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError("Event loop is closed")))
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(

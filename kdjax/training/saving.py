@@ -68,6 +68,7 @@ class Checkpoints:
         self._workdir = workdir
         self._folder = (workdir / "checkpoints").resolve()
         self._in_flight = False
+        self._quiet = contextlib.ExitStack()
         with self._writing():
             self._remove_unfinished()
             if jax.process_index() == 0:
@@ -82,8 +83,7 @@ class Checkpoints:
                 item_names=("state", "run"),
                 item_handlers={"state": handler, "run": ocp.JsonCheckpointHandler()},
             )
-        self._quiet = contextlib.ExitStack()
-        self._quiet.enter_context(_quiet_threads())
+        self._quiet.callback(_quiet_threads())
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -169,6 +169,7 @@ class Checkpoints:
                         raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
                     raise
         except WriteError:
+            self._quiet.pop_all()  # for good: TensorStore's threads end after the error
             with contextlib.suppress(OSError):
                 self._remove_unfinished()  # the receipt needs room, too
             raise
@@ -183,9 +184,10 @@ class Checkpoints:
                 shutil.rmtree(leftover)
 
 
-@contextlib.contextmanager
-def _quiet_threads() -> Iterator[None]:
+def _quiet_threads() -> Callable[[], None]:
     """Silences what saving threads print of an error that `save` or `wait` raises as well.
+
+    Returns what ends the silence.
 
     Orbax logs it in each of its threads. TensorStore's threads call the hook for what they can no
     longer tell an event loop that the first error has closed.
@@ -199,13 +201,13 @@ def _quiet_threads() -> Iterator[None]:
         if str(raised.exc_value) != "Event loop is closed":
             hook(raised)
 
-    log.addFilter(is_news)
-    sys.unraisablehook = print_news
-    try:
-        yield
-    finally:
+    def restore() -> None:
         log.removeFilter(is_news)
         sys.unraisablehook = hook
+
+    log.addFilter(is_news)
+    sys.unraisablehook = print_news
+    return restore
 
 
 def checksums(state: Params | TrainState) -> dict[str, int]:
