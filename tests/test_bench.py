@@ -232,6 +232,7 @@ def test_generation_is_timed(tmp_path):
     assert min(row["head_ms"], row["read_1_prompts_of_64_ms"]) > 0
 
 
+@pytest.mark.slow
 def test_llama_cpp_is_given_the_same_numbers(models, tmp_path, capsys):
     source, path = models / "student.gguf", tmp_path / "x.gguf"
     llama.write_as(source, path, "F32", 0)

@@ -85,6 +85,7 @@ def test_packed_generates_the_same(models):
     assert len({tuple(c.ids) for c in one}) > 1
 
 
+@pytest.mark.slow
 def test_bf16_on_a_cpu_writes_the_same_with_room_for_wide_weights_and_without(models, monkeypatch):
     """Layers lie apart in float32, or their bits are widened a part at a time."""
     how = dict(form="teacher.gguf@dequant:bfloat16", prompts=prompts_of(3), max_tokens=2)

@@ -106,8 +106,10 @@ def test_fields_are_the_same_bytes_and_numbers(name, rng):
     "kind",
     [
         "mixed",
-        "dynamic",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("BF16", "llama", "tied", "Q5_0")),
+        *(
+            pytest.param(k, marks=pytest.mark.slow)
+            for k in ("dynamic", "BF16", "llama", "tied", "Q5_0")
+        ),
     ],
 )
 def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_path, kind):
