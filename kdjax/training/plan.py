@@ -55,6 +55,11 @@ class Plan:
     choice: str = ""  # the kind of teacher and why
 
     @property
+    def free(self) -> Size | None:
+        """Bytes that what is resident leaves of the device; None if unknown."""
+        return self.limit - sum(self.resident.values()) if self.limit else None
+
+    @property
     def peak_phase(self) -> str:
         """The phase that needs most."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
@@ -109,19 +114,19 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     limit = devices.memory_bytes
     if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
-    free = limit - sum(resident.values()) if limit else None
-    temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, masters, free)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
-    return Plan(
+    plan = Plan(
         kind=kind,
         remat=config.student.remat,
         chunk_tokens=config.loss.chunk_tokens,
         resident=resident,
         gradients=masters,
-        phases=temporaries.plan_phases(),
+        phases={},
         limit=limit,
         tokens_per_s=devices.peak_flops / flops if devices.peak_flops else None,
     )
+    temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, masters, plan.free)
+    return dataclasses.replace(plan, phases=temporaries.plan_phases())
 
 
 def count_step_flops(
@@ -380,7 +385,6 @@ def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Pl
     parts = [n for n in range(asked[0], rows + 1) if rows % n == 0]
     chunks = [c for c in (asked[1], 512, 256, 128) if c <= asked[1]]
     evals = sorted({asked[2], shards}, reverse=True)
-    free = plan.limit - sum(plan.resident.values()) if plan.limit else None
     rollout = config.rollout
     slots_to_try = {max(rollout.batch_size // n, shards) for n in (1, 4, 16)}
     answers = sorted(slots_to_try, reverse=True) if rollout.prompts else [rollout.batch_size]
@@ -391,7 +395,9 @@ def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Pl
             eval=dataclasses.replace(config.eval, batch_size=held_out),
             rollout=dataclasses.replace(rollout, batch_size=slots),
         )
-        temporaries = _Temporaries(trial, pair, mesh, platform, plan.kind, plan.gradients, free)
+        temporaries = _Temporaries(
+            trial, pair, mesh, platform, plan.kind, plan.gradients, plan.free
+        )
         least = dataclasses.replace(plan, phases=temporaries.plan_phases())
         before, after = flatten(config), flatten(trial)
         flags = " ".join(f"--config.{k}={v}" for k, v in after.items() if before[k] != v)

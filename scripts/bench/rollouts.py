@@ -53,9 +53,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def ends(text: str) -> tuple[int, int]:
+    """The two ends of a range of lengths."""
+    least, most = map(int, text.split(":"))
+    return least, most
+
+
 def drawn(text: str, count: int, rng: np.random.Generator) -> list[int]:
     """Lengths between two, both included."""
-    least, most = map(int, text.split(":"))
+    least, most = ends(text)
     return rng.integers(least, most + 1, count).tolist()
 
 
@@ -71,7 +77,7 @@ def timed(call: Callable[[], Any], calls: int = _CALLS) -> float:
 
 
 def sampling_of(args: argparse.Namespace) -> decoding.Sampling:
-    longest = int(args.answer_tokens.split(":")[1])
+    longest = ends(args.answer_tokens)[1]
     return decoding.Sampling(longest, args.temperature, args.top_p)
 
 

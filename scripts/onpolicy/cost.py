@@ -28,6 +28,7 @@ from kdjax.errors import reporting
 from kdjax.training import rollouts
 from kdjax.training.job import Job, make_source
 from scripts.bench.program import Request, configured, make_job
+from scripts.bench.rollouts import ends
 from scripts.bench.step import model_file
 
 _WARMUP = 3  # steps before a clock starts
@@ -52,12 +53,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=12, help="on text")
     add("--json", type=Path, help="where to write the figures")
     return parser.parse_args(argv)
-
-
-def ends(text: str) -> tuple[int, int]:
-    """The two ends of a range of lengths."""
-    least, most = map(int, text.split(":"))
-    return least, most
 
 
 def write_prompts(path: Path, lengths: tuple[int, int], count: int = 4096) -> None:
