@@ -196,8 +196,9 @@ def test_the_cost_of_own_answers_is_of_whole_rounds(models, tmp_path):
     flags += [f"--teacher={models}/teacher.gguf", f"--student={models}/student.gguf"]
     flags += ["--prompt-tokens=8:8", "--answer-tokens=5:5", f"--json={found}"]
     assert cost.main([*flags, f"--folder={tmp_path}"]) == 0
-    text, own = json.loads(found.read_text())
-    assert text["tokens"] == 512
+    text, own, rows = json.loads(found.read_text())
+    assert text["tokens"] == 512 and rows["tokens"] == own["tokens"]  # a round of one batch
+    assert own["compiled_s"] == 0 and rows["own_answers_over_this"] > 0
     # 5 of 13 ids in each row of 65; of a small vocabulary some end before.
     assert own["answers"] == 40 and 4 < own["length"] <= 5 and 0 < own["rounds_share"] < 1
     assert 160 < own["tokens"] <= 200

@@ -5,8 +5,13 @@
 Models are random files of known shapes, as in `scripts.bench.step`, or files of one's own. A random
 student never ends an answer: each answer's length is drawn from `--answer-tokens` and imposed.
 On-policy seconds are those of whole rounds, from the first prompt's reading to the last step, with
-all that `AnswerSource` does between them. Two ratios to the offline step are printed: at equal
-positions, and at equal trained tokens, where the prompts in the rows count against the rounds.
+all that `AnswerSource` does between them. A round of the same prompts and lengths comes before, so
+that nothing is compiled while the clock runs; `compiled_s` says whether something was.
+
+Ratios to steps on text are printed at equal positions and at equal trained tokens, where the
+prompts in the rows count against the rounds. Then the round's own rows are trained on as a file of
+conversations would be, whose text was there before: positions and trained tokens are equal, and
+the ratio to that is the round's price alone.
 """
 
 import argparse
@@ -23,6 +28,8 @@ from unittest import mock
 import jax
 import numpy as np
 
+from kdjax.data.pipeline import TextSource
+from kdjax.data.rollouts import FOLDER, read_round, round_path
 from kdjax.device import runtime
 from kdjax.errors import reporting
 from kdjax.training import rollouts
@@ -46,11 +53,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=2048)
     add("--dtype", default="bfloat16")
     add("--every", type=int, default=32, help="steps a round")
-    add("--rounds", type=int, default=1, help="timed, after a short one that compiles")
+    add("--rounds", type=int, default=1, help="timed, after one that compiles")
     add("--slots", type=int, default=1024, help="answers written at a time")
     add("--prompt-tokens", default="100:200")
     add("--answer-tokens", default="16:512")
-    add("--steps", type=int, default=12, help="on text")
+    add("--steps", type=int, default=24, help="on text, and on a round's rows once more")
     add("--json", type=Path, help="where to write the figures")
     return parser.parse_args(argv)
 
@@ -103,6 +110,12 @@ class Steps:
 
     def __init__(self, job: Job):
         self._job, self._state = job, job.make_state()
+        self.compiled = 0.0  # seconds, until now
+        jax.monitoring.register_event_duration_secs_listener(self._add_compiled)
+
+    def _add_compiled(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            self.compiled += duration_secs
 
     def run(
         self, source: Any, count: int, every: int = 0
@@ -145,9 +158,11 @@ def measure(kind: str, args: argparse.Namespace, folder: Path) -> Iterator[dict[
         return make_source(job.config, given, job.pair, job.rows, None, job.step, job.teacher)
 
     with imposing(ends(args.answer_tokens)):
-        steps.run(source("compiles"), 1, every=1)  # a whole round: prompts of all lengths
+        steps.run(source("compiles"), 1, every=1)  # a whole round
         count = args.every * args.rounds
+        compiled = steps.compiled
         seconds, tokens, rounds = steps.run(source("timed"), count, every=args.every)
+        compiled = steps.compiled - compiled
     step, tokens = seconds / count, tokens / count
     writing = sum(news["seconds"] for news in rounds)
     yield {
@@ -157,11 +172,23 @@ def measure(kind: str, args: argparse.Namespace, folder: Path) -> Iterator[dict[
         "tokens": tokens,
         "round_s": writing / len(rounds),
         "rounds_share": writing / seconds,
+        "compiled_s": compiled,
         "answers": rounds[-1]["answers"],
         "length": rounds[-1]["length"],
         "padding": rounds[-1]["padding"],
         "over_text_at_equal_positions": step / offline["step_s"],
         "over_text_at_equal_tokens": step / tokens * offline["tokens"] / offline["step_s"],
+    }
+    own = read_round(round_path(folder / f"{kind}-timed" / FOLDER, 0)).rows
+    again = TextSource(own, batch_size=args.rows, seed=0)
+    steps.run(again, _WARMUP)
+    seconds, tokens, _ = steps.run(again, args.steps)
+    yield {
+        "teacher": kind,
+        "on": "the same rows as text",
+        "step_s": seconds / args.steps,
+        "tokens": tokens / args.steps,
+        "own_answers_over_this": step * args.steps / seconds,
     }
 
 
