@@ -223,3 +223,14 @@ def test_the_bench_trains_chooses_and_exports(models, tmp_path, monkeypatch, cap
     (saved,) = (row for row in rows if "saved" in row)
     assert saved["variant"] == max(tried, key=lambda name: tried[name])
     assert load(tmp_path / "out" / "cut-q8_0.gguf", dtype="float32").spec.num_layers == 1
+    # Another run reads what was written; a variant that fails takes no other along.
+    for name in ("write", "save"):
+        monkeypatch.setattr(bench, name, lambda *_, name=name, **__: 1 / 0)
+    variants = "--variants=teacher:forward_kl#0.5>full;teacher:forward_kl@1#0.5"
+    assert bench.main([*files, *data, *sizes, variants, *out]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    again = {row["variant"]: row["kept"] for row in rows if row.get("rule") == "sampled"}
+    assert again["as published"] == kept["as published"]
+    assert "teacher:forward_kl@1" in again
+    (failed,) = (row for row in rows if "failed" in row)
+    assert failed["variant"] == "teacher:forward_kl#0.5>full" and "Zero" in failed["failed"]

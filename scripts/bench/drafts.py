@@ -12,11 +12,13 @@ keeps the largest share at T = 1 trains whole. The teacher's hidden states are c
 each text, and each variant trains for `--seconds` of the device, compilation not counted: the rate
 follows the clock. Judged on the teacher's continuations of `--heldout`:
 `kdjax.evaluation.drafting` says what is counted. No variant begins that `--limit` leaves no time
-for. Prints a line of JSON a figure. Exit status: 0 done, 2 bad input.
+for, and one that fails is told and passed over. What is written stays under `--save`, and a later
+run reads it there. Prints a line of JSON a figure. Exit status: 0 done, 2 bad input.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import json
@@ -24,7 +26,8 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,13 +51,14 @@ from kdjax.export import export_gguf, export_hf
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.checkpoint import cut_layers, open_checkpoint
+from kdjax.models.decoder import DecoderFunctions, functional
 from kdjax.models.model import Model, load_model
 from kdjax.models.weights import to_bits
 from kdjax.training.pair import share_vocabulary
 from kdjax.training.step import Step
 from kdjax.training.teachers import CachedHidden
 
-_AT_ONCE = 4  # prompts a slot between two looks at the clock
+_AT_ONCE = 8  # prompts a slot between two looks at the clock
 _AFTER = 20.0  # seconds that judging a variant takes
 _LOOK = 8  # steps between two looks at the clock
 
@@ -87,11 +91,12 @@ def write(
     *,
     temperature: float = 1.0,
     seconds: float = math.inf,
+    most: int = 0,
 ) -> list[Text]:
     """Prompts with the model's continuations, up to `--tokens`, or as many as the seconds allow.
 
-    The number of slots is always the same: programs that the judge's few prompts compile serve the
-    many of a text.
+    Each ends at `most` ids, if given. The numbers of slots and of their places are always the same:
+    programs that the judge's few prompts compile serve the many of a text.
     """
     assert model.tokenizer is not None
     how = dict(max_tokens=args.max_tokens, temperature=temperature, seed=args.seed)
@@ -101,11 +106,27 @@ def write(
         if time.monotonic() - begun > seconds or tokens >= args.tokens:
             break
         part = prompts[start : start + _AT_ONCE * args.slots]
-        answers = model.generate(part, **how)  # type: ignore[arg-type]
+        limits = [most or args.max_tokens] * len(part)
+        answers = model.generate(part, limits=limits, **how)  # type: ignore[arg-type]
         texts += [([*p, *a.ids], len(p)) for p, a in zip(part, answers, strict=True)]
         tokens += sum(len(a.ids) for a in answers)
     spent = time.monotonic() - begun
     say(wrote=model.source, temperature=temperature, tokens=tokens, write_seconds=spent)
+    return texts
+
+
+def keep(path: Path | None, make: Callable[[], list[Text]]) -> list[Text]:
+    """The texts of a file, which are made first if it is not there."""
+    if path is not None and path.exists():
+        with np.load(path) as kept:
+            ids = np.split(kept["ids"], np.cumsum(kept["lengths"])[:-1])
+            return [(x.tolist(), int(n)) for x, n in zip(ids, kept["prompts"], strict=True)]
+    texts = make()
+    if path is not None and texts:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lengths, prompts = [len(ids) for ids, _ in texts], [n for _, n in texts]
+        flat = np.concatenate([np.asarray(ids, np.int32) for ids, _ in texts])
+        np.savez(path, ids=flat, lengths=lengths, prompts=prompts)
     return texts
 
 
@@ -161,7 +182,9 @@ class Judge:
         self._batches, self._seconds = {}, {}
         flat = [prompt for part in prompts.values() for prompt in part]
         for temperature in (0.0, 1.0):
-            texts = iter(write(teacher, flat, args, temperature=temperature))
+            how = dict(temperature=temperature, most=args.heldout_tokens)
+            run = functools.partial(write, teacher, flat, args, **how)
+            texts = iter(keep(args.save and args.save / f"heldout-{temperature:g}.npz", run))
             for name, part in prompts.items():
                 mine = [
                     text for text in itertools.islice(texts, len(part)) if len(text[0]) > text[1]
@@ -324,6 +347,7 @@ class Course:
             self._prompts = prompts.result()
         say(prompts=len(self._prompts), seconds_left=self._left())
         self._lesson: tuple[str, Lesson] | None = None
+        self._steps: dict[tuple[str, int], Step] = {}
         self._draft = self._open(args.draft, dtype="float32")
 
     def _left(self) -> float:
@@ -349,10 +373,13 @@ class Course:
     def _texts(self, source: str) -> list[Text]:
         if source == "text":
             return read_pieces(self._teacher, self._args)
-        own = source == "own"
-        writer = self._open(self._args.draft, dtype=self._args.dtype) if own else self._teacher
-        found = write(writer, self._prompts, self._args, seconds=self._args.write_seconds)
-        return [text for text in found if len(text[0]) > text[1]]
+        args, own = self._args, source == "own"
+        writer = self._open(args.draft, dtype=args.dtype) if own else self._teacher
+        run = functools.partial(write, writer, self._prompts, args, seconds=args.write_seconds)
+        found = keep(args.save and args.save / f"{source}.npz", run)
+        ends = np.cumsum([len(ids) - begin for ids, begin in found])
+        count = int(np.searchsorted(ends, args.tokens)) + 1
+        return [text for text in found[:count] if len(text[0]) > text[1]]
 
     def _prepare(self, source: str) -> Lesson:
         if self._lesson is None or self._lesson[0] != source:
@@ -360,6 +387,31 @@ class Course:
             rows = pack(self._texts(source), self._args.seq_len)
             self._lesson = source, make_lesson(self._teacher, rows, self._args.batch_size)
         return self._lesson[1]
+
+    def _make_step(self, student: Model, divergence: str) -> Step:
+        """The step of a loss and a number of layers, made once.
+
+        Its layers are written out: a loop would copy what it keeps of each.
+        """
+        assert student.spec is not None and isinstance(student.functions, DecoderFunctions)
+        key = divergence, student.spec.num_layers
+        if key not in self._steps:
+            compute = dataclasses.replace(student.functions.compute, scan=False)
+            trained = student.replace(functions=functional(student.spec, compute)[0])
+            how: dict[str, Any] = dict(chunk_tokens=self._args.chunk, kind=CachedHidden())
+            loss = KDLoss(divergence)
+            self._steps[key] = make_step(trained, self._teacher, loss, make_optimizer(), **how)
+        return self._steps[key]
+
+    def try_to_hold(self, variant: str) -> None:
+        """Trains and judges a variant; an error of one leaves the others their time."""
+        try:
+            self.hold(variant)
+        except UserError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            say(variant=variant, failed=f"{type(error).__name__}: {error}"[:300])
 
     def hold(self, variant: str) -> None:
         """Trains and judges one variant, or says why not."""
@@ -378,18 +430,13 @@ class Course:
             say(variant=variant, left_out=f"{self._left():.0f} s are left")
             return
         lesson = self._prepare(source)
-        step: Step | None = None
         rate = args.cut_learning_rate if choices else args.learning_rate
 
         def learn(layers: str, seconds: float, **named: Any) -> tuple[Model, float]:
-            nonlocal step
             student = self._draft
             if layers:
                 student = self._open(args.draft, layers, dtype="float32")
-            if step is None:  # sets of as many layers share it
-                how = dict(chunk_tokens=args.chunk, kind=CachedHidden())
-                loss = KDLoss(divergence)
-                step = make_step(student, self._teacher, loss, make_optimizer(), **how)
+            step = self._make_step(student, divergence)
             plan = dict(rate=rate, seconds=seconds)
             params, figures = teach(step, student.params, self._teacher, lesson, args, **plan)
             say(**named, rate=f"{rate:g}", **figures)
@@ -447,6 +494,8 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--seq-len", type=int, default=1024)
     flags.add_argument("--prompt-tokens", type=int, default=320, help="longer ones are left out")
     flags.add_argument("--max-tokens", type=int, default=256, help="of a continuation")
+    fewer = "of a continuation that is judged, if fewer"
+    flags.add_argument("--heldout-tokens", type=int, default=0, help=fewer)
     flags.add_argument("--heldout-prompts", type=int, default=128)
     flags.add_argument("--write-seconds", type=float, default=90.0, help="compilation counted")
     flags.add_argument("--tokens", type=int, default=3_000_000, help="of a text, at most")
@@ -457,14 +506,14 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--chunk", type=int, default=4096, help="positions with logits at a time")
     flags.add_argument("--dtype", default="bfloat16", help="that both compute in")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--save", type=Path, help="folder for what is exported")
+    flags.add_argument("--save", type=Path, help="folder for texts and drafts")
     flags.add_argument("--types", default="q4_k_m", help="GGUF types, and hf for a folder")
     args = flags.parse_args(argv)
     runtime.configure()
     print(runtime.device_summary(), file=sys.stderr)
     course = Course(args)
     for variant in args.variants.split(";"):
-        course.hold(variant)
+        course.try_to_hold(variant)
     return 0
 
 
