@@ -18,7 +18,7 @@ from kdjax.commands.generate import Stream
 from kdjax.errors import UserError
 from kdjax.models import decoding, kernels
 from kdjax.models.checkpoint import Form
-from kdjax.models.decoding import Sampling, pick
+from kdjax.models.decoding import Sampling, complete, pick
 from kdjax.models.model import load
 from kdjax.models.weights import Spread
 
@@ -193,6 +193,18 @@ def test_each_program_is_compiled_once(models):
     before = decoding._fill._cache_size()
     model.generate([[i, 5] for i in range(3)], max_tokens=4, batch_size=1, stop_ids=())
     assert decoding._fill._cache_size() == before + 1
+
+
+def test_calls_of_one_room_share_their_programs(models):
+    model = load(f"{models}/teacher.gguf", dtype="float32")
+    fixed = dict(real=model.real_vocab, spread=model.spread, batch_size=3)
+    sampling, long = Sampling(max_tokens=4), [7] * 140
+    before = decoding._advance._cache_size()
+    (short,) = complete(model.functions, model.params, [[1, 5]], sampling, room=200, **fixed)
+    complete(model.functions, model.params, [long], sampling, room=200, **fixed)
+    assert decoding._advance._cache_size() == before + 1
+    (alone,) = complete(model.functions, model.params, [[1, 5]], sampling, **fixed)
+    assert decoding._advance._cache_size() == before + 2 and alone.ids == short.ids
 
 
 @pytest.mark.slow

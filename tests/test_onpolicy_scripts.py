@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kdjax.errors import UserError
 from kdjax.evaluation.problems import load_humaneval
 from kdjax.models.decoding import Completion
 from scripts.corpus.conversations import functions
@@ -179,7 +180,7 @@ def test_every_setting_is_a_config_that_can_run(tmp_path):
 
     args = argparse.Namespace(
         teacher="t.gguf", student="s.gguf", train="t", heldout="h", seq_len=1024, out=tmp_path,
-        batch_size=32, rows=512, prompts="p", invented="i", set=["optim.beta2=0.99"],
+        batch_size=32, rows=512, prompts="p", invented="i", set=["optim.beta2=0.99"], cache=None,
     )  # fmt: skip
     for name, phases in table.SETTINGS.items():
         assert sum(share for _, share in phases) == (1.0 if phases else 0), name
@@ -187,6 +188,38 @@ def test_every_setting_is_a_config_that_can_run(tmp_path):
             config = table.make_config(args, changes)
             assert config.optim.beta2 == 0.99
             assert bool(config.rollout.prompts) == any("rollout" in name for name in changes)
+
+
+def test_an_exercise_is_asked_for_in_words():
+    says = "Return how often the largest value of the list is in it, 0 for none. Examples:"
+    asked = invent.ask_plainly("def" + EXERCISE.format(name="largest_count", says=says))
+    assert "largest_count" in asked and "in it, 0 for none." in asked and "Examples" not in asked
+    assert "\n>>> f([1])\n1\n" in asked and '"""' not in asked
+
+
+def test_a_setting_is_read_with_the_fields_that_differ():
+    line = "then_own+optim.learning_rate=3e-6+rollout.every=4:2 90 humaneval,mbpp"
+    setting = table.Setting.read(line, 60.0, ["development"])
+    assert setting[1:] == (2, 90.0, ("humaneval", "mbpp"))
+    (text, _), (own, share) = setting.phases()
+    assert text == table.TEXT and share == 0.5
+    assert own == table.OWN | {"optim.learning_rate": "3e-6", "rollout.every": "4"}
+    assert table.Setting.read("offline", 60.0, ["mbpp"]) == ("offline", 0, 60.0, ("mbpp",))
+    for wrong in ("nothing", "own+optim.beta2", "own:x", "own soon"):
+        with pytest.raises(UserError, match=r"expected NAME\[\+FIELD=VALUE\]"):
+            table.Setting.read(wrong, 60.0, ["development"])
+
+
+def test_a_file_of_settings_is_followed_as_it_grows(tmp_path):
+    import argparse
+
+    file = tmp_path / "settings"
+    file.write_text("# these\nbefore\nunknown\nown:1 30\noffl")
+    args = argparse.Namespace(follow=file, settings="", seconds=60.0, sets="development")
+    queue = iter(table.Queue(args))
+    assert next(queue).label == "before:0" and next(queue).label == "own:1"
+    file.write_text(file.read_text() + "ine\nend\n")
+    assert [setting.label for setting in queue] == ["offline:0"]
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """The student's own answers: prompts, rows, rounds on the disk, exact resume, the stop rule."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
 import logging
 import os
+import time
 
 import chex
 import jax
@@ -355,6 +357,26 @@ def test_a_round_that_the_disk_refuses_ends_the_run(job, tmp_path):
     ):
         source.next(job.make_state().params)
     assert not list((tmp_path / "run" / FOLDER).iterdir())
+
+
+def test_a_round_is_no_part_of_the_time_of_a_step(job, tmp_path, monkeypatch):
+    taken = []
+
+    class Clock(Hook):
+        def step_end(self, record):
+            taken.append(record.seconds)
+
+    write = Author.write
+
+    def slowly(*args):
+        time.sleep(1)
+        return write(*args)
+
+    monkeypatch.setattr(Author, "write", slowly)
+    config = dataclasses.replace(job.config, train=copy.deepcopy(job.config.train))
+    config.train.steps = 5  # the second round is written behind step 4
+    go(config, tmp_path / "run", Clock(), job=begin(job, tmp_path / "run", train=config.train))
+    assert len(taken) == 5 and taken[3] < 1
 
 
 @pytest.mark.slow

@@ -463,14 +463,17 @@ def complete(
     numbers: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
     batch_size: int = 32,
+    room: int = 0,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
     """Continues every prompt (token ids below `real`), in order, with ids below `real`.
 
     `batch_size` rows grow at once; one that ends makes room for the next prompt. A row draws by the
     seed, its number (default: its place in `prompts`) and its step, whatever the batches. `limits`
-    are most ids a prompt, `sampling.max_tokens` by default. `on_text` is called with a prompt's
-    place and all its text so far, a few steps at a time. Without a tokenizer there is no text.
+    are most ids a prompt, `sampling.max_tokens` by default. `room` are positions that a slot has at
+    least: calls whose prompts' lengths differ then share their programs. `on_text` is called with a
+    prompt's place and all its text so far, a few steps at a time. Without a tokenizer there is no
+    text.
 
     Raises `UserError` for an empty prompt, an id that no token has, more positions than the model
     has, numbers or limits that are not one a prompt, and impossible sampling.
@@ -490,7 +493,7 @@ def complete(
         Row(np.asarray(prompt, np.int32), int(limit), int(number), sampling, tokenizer)
         for prompt, limit, number in zip(prompts, most, draw_by, strict=True)
     ]
-    engine = _Engine(programs, params, rows, sampling, real, slots, shards)
+    engine = _Engine(programs, params, rows, sampling, real, slots, shards, room)
     for row in engine.run():
         if on_text is not None:
             on_text(row, rows[row].read())
@@ -606,6 +609,7 @@ class _Engine:
         real: int,
         slots: int,
         shards: int,
+        room: int,
     ):
         self._programs, self._params, self._rows = programs, params, rows
         # Prompts of like lengths are read together, so that few are padded far.
@@ -617,7 +621,8 @@ class _Engine:
         self._shards, self._local = shards, slots // shards
         self._at_once = _prompts_at_once(self._local)
         longest = max(len(row.prompt) for row in rows) + sampling.max_tokens
-        opened = _open(params, **programs, slots=slots, capacity=_room_for(longest))
+        capacity = _room_for(max(longest, room))
+        opened = _open(params, **programs, slots=slots, capacity=capacity)
         self._slots = _lay_beside(params, opened)
         self._layers, self._head = prepare_weights(params, **programs)
         # What only the host looks at is no part of a program: other values compile nothing anew.

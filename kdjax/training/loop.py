@@ -141,9 +141,10 @@ def _run_steps(
     # The order is a contract: the batch is drawn after the save that recorded the position before
     # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
     for step in range(start + 1, last + 1):
+        if isinstance(job.source, AnswerSource) and job.source.round_is_over:
+            delivery.flush()  # a round is no part of the time of the step before it
         batch = job.source.next(state.params)
         if isinstance(job.source, AnswerSource) and (news := job.source.take_news()):
-            delivery.flush()
             for hook in hooks:
                 hook.round_begin(step, news)
             delivery.restart_clock()

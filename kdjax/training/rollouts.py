@@ -160,6 +160,7 @@ class Author:
                 real=self.real,
                 spread=student.spread,
                 batch_size=settings.batch_size,
+                room=_longest_prompt(self.config) + settings.max_tokens,  # as any round's
                 numbers=numbers,
             )
         return [
@@ -256,13 +257,19 @@ class AnswerSource:
         again, at = divmod(self._batches - number * settings.every, settings.every)
         return number, again, at
 
+    @property
+    def round_is_over(self) -> bool:
+        """Whether the next batch is of another round than the last one."""
+        return self._round is None or self._round.record["round"] != self._place()[0]
+
     def next(self, params: Any) -> dict[str, np.ndarray]:
         """The next batch; writes a round with the student `params` if the one before is over."""
         number, again, at = self._place()
+        if self.round_is_over:
+            self._round = self._begin_round(number, params)
+            self._first = self._round.record["next"]
         held = self._round
-        if held is None or held.record["round"] != number:
-            self._round = held = self._begin_round(number, params)
-            self._first = held.record["next"]
+        assert held is not None
         settings = self._author.config
         own = count_own_rows(settings)
         order = np.arange(len(held.rows.tokens))

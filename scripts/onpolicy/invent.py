@@ -6,7 +6,8 @@
 Each is asked for by what it works on, what it does and what it is about, drawn by the seed. Kept
 is what parses, has a docstring of a sentence and arguments, is not there yet, and is no problem of
 --benchmark (HumanEval's form, or MBPP's in a file of that name), no near copy of one, and has no
-entry point's name. The prompts are of the kind `script` of scripts.onpolicy.prompts.
+entry point's name. The prompts are of the kind `script` of scripts.onpolicy.prompts; with --plain
+they are of the kind `describe`: the function is asked for in words, and nothing is opened.
 Exit status: 0 done, 2 bad input.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import ast
 import json
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -27,6 +29,7 @@ from kdjax.formats.files import replacing
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model, load
 from kdjax.models.tokenizer import Tokenizer
+from scripts.corpus.conversations import Function, conversations
 from scripts.corpus.filters import Benchmark
 from scripts.onpolicy.prompts import as_script, read_benchmark
 
@@ -150,6 +153,19 @@ def read_exercise(answer: str) -> tuple[str, str] | None:
     return None
 
 
+def ask_plainly(opening: str) -> str:
+    """A request for the function of an opening, in words."""
+    tree = ast.parse(opening)
+    node = next(n for n in tree.body if isinstance(n, ast.FunctionDef))
+    told, sign, shown = (ast.get_docstring(node) or "").partition(">>>")
+    says = re.sub(r"\s*\bExamples?\W*$", "", " ".join(told.split()))
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    signature = f"{node.name}({ast.unparse(node.args)}){returns}"
+    function = Function(node.name, "", opening, opening, signature, says, f"{sign}{shown}".strip())
+    _, described = conversations(function)
+    return described[0]["content"]
+
+
 def invent(
     model: Model,
     tokenizer: Tokenizer,
@@ -159,6 +175,7 @@ def invent(
     seed: int = 0,
     batch_size: int = 1024,
     max_tokens: int = 224,
+    plain: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Prompts from `count` requests, and what was left out."""
     draw, known = random.Random(seed), Benchmark(benchmark)
@@ -191,6 +208,8 @@ def invent(
             counts[f"left out: {why}"] += 1
             continue
         question, begun = as_script(opening)
+        if plain:
+            question, begun = ask_plainly(opening), ""
         turn = {"role": "user", "content": question}
         prompts[opening] = {"kind": "invented", "messages": [turn], "opening": begun}
     counts["prompts"] = len(prompts)
@@ -208,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--benchmark", type=Path, action="append", default=[])
     add("--batch-size", type=int, default=1024)
     add("--max-tokens", type=int, default=224)
+    add("--plain", action="store_true", help="asks in words, and opens no answer")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     runtime.open_devices(runtime.configure(), suits_cpu=True)
@@ -223,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=args.seed,
         batch_size=args.batch_size,
         max_tokens=args.max_tokens,
+        plain=args.plain,
     )
     with replacing(args.out) as file:
         file.write("".join(json.dumps(prompt) + "\n" for prompt in prompts).encode())

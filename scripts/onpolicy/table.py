@@ -3,12 +3,15 @@
     python -m scripts.onpolicy.table --models=DIR --prompts=prompts.jsonl \
         --development=development.jsonl --seconds=100 --settings=offline,own --out=OUT
 
-One process, one pair on the devices, setting after setting from the same start; `own:3` is the
-setting `own` with seed 3. What counts as a setting's time are the seconds of its steps and of its
-rounds of answers, from the first step behind the compiling ones. The rate warms up over 10 steps
-and then falls by a cosine of the time to a tenth, so that no schedule needs to know how many steps
-there will be. `before` trains nothing. Prints a line and writes OUT/table.json after each setting:
-held-out KL, agreement, pass@1 on the development set, and what every round measured.
+One process, one pair on the devices, setting after setting from the same start. A setting is a name
+of `SETTINGS`, the fields of its last phase that differ, and the seed: `own+optim.beta2=0.99:3`.
+What counts as a setting's time are the seconds of its steps and of its rounds of answers, from the
+first step behind the compiling ones. The rate warms up over 10 steps and then falls by a cosine of
+the time to a tenth, so that no schedule needs to know how many steps there will be. `before` trains
+nothing. --follow=FILE reads settings from a file that may grow meanwhile, one a line, with its own
+seconds and sets of problems if need be (`own:3 120 humaneval,mbpp`), up to a line `end`.
+Prints a line and writes OUT/table.json after each setting: held-out KL, agreement, pass@1 on the
+sets of problems, and what every round measured. What the table holds already is not run again.
 Exit status: 0 done, 2 bad input.
 """
 
@@ -24,7 +27,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,15 +36,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kdjax.config import Config, validate
+from kdjax.config import Config, flatten, validate
 from kdjax.data.rollouts import Answer
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk
 from kdjax.evaluation.problems import choose_format, load_humaneval, load_mbpp, prompt_text
 from kdjax.formats.files import replacing
-from kdjax.models.decoder import Params
-from kdjax.models.decoding import Completion, Sampling
+from kdjax.models.decoder import DecoderFunctions, Params
+from kdjax.models.decoding import Completion, Sampling, complete
 from kdjax.models.model import Model, cast_params
 from kdjax.training.heldout import held_out
 from kdjax.training.hooks import Hook, NonFiniteGuard, StepRecord
@@ -61,60 +64,84 @@ from kdjax.training.step import Step
 from scripts.onpolicy.invent import invent
 from scripts.onpolicy.prompts import read_benchmark
 
-Fields = Mapping[str, Any]
+Fields = dict[str, Any]
 
 TEXT: Fields = {"optim.learning_rate": 2e-5}
 OWN: Fields = {
     "rollout.share": 1.0,
-    "rollout.every": 16,
-    "rollout.max_tokens": 384,
-    "rollout.prompt_tokens": 512,
+    "rollout.every": 20,  # with 16 rows about 1,000 answers, as many as there are slots
+    "rollout.max_tokens": 320,
+    "rollout.prompt_tokens": 256,
     "optim.learning_rate": 1e-5,
-    "loss.divergence": "forward_kl",
+    "loss.divergence": "reverse_kl",
 }
-REVERSE: Fields = {"loss.divergence": "reverse_kl"}
-BOTH: Fields = {"loss.divergence": "0.5*forward_kl+0.5*reverse_kl"}
-BESIDE: Fields = {"rollout.share": 0.5}
+WIDE: Fields = {"train.batch_size": 48, "train.microbatches": 3, "rollout.every": 7}
 # Prompts of --invented, whose answers begin at the function's body.
-INVENTED: Fields = OWN | {"rollout.prompts": "invented", "rollout.max_tokens": 192}
-SLOW: Fields = {"optim.learning_rate": 5e-6}
-FAST: Fields = {"optim.learning_rate": 2e-5}
-FASTER: Fields = {"optim.learning_rate": 4e-5}
-WIDE: Fields = {"train.batch_size": 64, "train.microbatches": 4, "rollout.every": 4}
+INVENTED: Fields = {
+    "rollout.prompts": "invented",
+    "rollout.max_tokens": 192,
+    "rollout.prompt_tokens": 384,
+    "rollout.every": 32,
+}
+BESIDE: Fields = {"rollout.share": 0.5, "rollout.every": 40, "optim.learning_rate": 2e-5}
+_SLOTS = 256  # of a call that judges a multiple
 TAUGHT = "taught"  # settings of this name learn from answers that the teacher writes
 # A setting is its phases: what each changes of the config, and its share of the seconds.
 SETTINGS: dict[str, tuple[tuple[Fields, float], ...]] = {
     "before": (),
     "offline": ((TEXT, 1.0),),
-    "offline_slow": ((TEXT | {"optim.learning_rate": 1e-5}, 1.0),),
-    "offline_fast": ((TEXT | FASTER, 1.0),),
     "ce": ((TEXT | {"loss.alpha": 1.0}, 1.0),),
     "own": ((OWN, 1.0),),
-    "own_slow": ((OWN | SLOW, 1.0),),
-    "own_fast": ((OWN | FAST, 1.0),),
     "own_wide": ((OWN | WIDE, 1.0),),
-    "own_wide_fast": ((OWN | WIDE | FAST, 1.0),),
-    "own_reverse": ((OWN | REVERSE, 1.0),),
-    "own_both": ((OWN | BOTH, 1.0),),
-    "own_jsd": ((OWN | {"loss.divergence": "jsd"}, 1.0),),
-    "own_tvd": ((OWN | {"loss.divergence": "total_variation"}, 1.0),),
-    "own_short": ((OWN | {"rollout.max_tokens": 128}, 1.0),),
-    "own_four": ((OWN | {"rollout.answers": 4}, 1.0),),
-    "own_rare": ((OWN | {"rollout.every": 64}, 1.0),),
     "own_ce": ((OWN | {"loss.alpha": 1.0}, 1.0),),
-    "beside": ((OWN | BESIDE | FAST, 1.0),),
-    "beside_both": ((OWN | BESIDE | BOTH | FAST, 1.0),),
-    "beside_invented": ((INVENTED | BESIDE | FAST, 1.0),),
-    "invented": ((INVENTED, 1.0),),
-    "invented_slow": ((INVENTED | SLOW, 1.0),),
-    "invented_both": ((INVENTED | BOTH, 1.0),),
+    "beside": ((OWN | BESIDE, 1.0),),
+    "invented": ((OWN | INVENTED, 1.0),),
     "then_own": ((TEXT, 0.5), (OWN, 0.5)),
-    "then_reverse": ((TEXT, 0.5), (OWN | REVERSE, 0.5)),
-    "then_invented": ((TEXT, 0.5), (INVENTED | SLOW, 0.5)),
-    "fixed": ((OWN | {"rollout.rounds": 1, "rollout.every": 128}, 1.0),),
+    "late_own": ((TEXT, 0.7), (OWN, 0.3)),
+    "then_invented": ((TEXT, 0.5), (OWN | INVENTED, 0.5)),
     TAUGHT: ((OWN, 1.0),),
     f"{TAUGHT}_ce": ((OWN | {"loss.alpha": 1.0}, 1.0),),
 }
+
+
+class Setting(NamedTuple):
+    """One line of the table to come."""
+
+    name: str  # with the fields that differ
+    seed: int
+    seconds: float
+    sets: tuple[str, ...]  # of problems
+
+    @classmethod
+    def read(cls, line: str, seconds: float, sets: Sequence[str]) -> "Setting":
+        """Of `NAME[+FIELD=VALUE ...][:SEED] [SECONDS [SETS]]`; raises `UserError` for another."""
+        try:
+            asked, *more = line.split()
+            name, _, seed = asked.partition(":")
+            setting = cls(
+                name,
+                int(seed or 0),
+                float(more[0]) if more else seconds,
+                tuple(more[1].split(",")) if more[1:] else tuple(sets),
+            )
+            setting.phases()
+        except (ValueError, KeyError) as error:
+            raise UserError(
+                f"{line!r}: found no setting ({error}); expected NAME[+FIELD=VALUE][:SEED] "
+                f"[SECONDS [SETS]] with a name of {', '.join(SETTINGS)}."
+            ) from None
+        return setting
+
+    def phases(self) -> list[tuple[Fields, float]]:
+        """What each phase changes of the config, and its share of the seconds."""
+        base, *others = self.name.split("+")
+        phases = list(SETTINGS[base])
+        changes: Fields = dict(part.split("=", 1) for part in others)
+        return [*phases[:-1], *((fields | changes, share) for fields, share in phases[-1:])]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}:{self.seed}"
 
 
 def make_config(args: argparse.Namespace, changes: Fields) -> Config:
@@ -122,7 +149,7 @@ def make_config(args: argparse.Namespace, changes: Fields) -> Config:
     config = Config()
     config.teacher.path, config.student.path = args.teacher, args.student
     config.data.train, config.data.heldout = args.train, args.heldout
-    config.data.seq_len, config.data.cache_dir = args.seq_len, str(args.out / "rows")
+    config.data.seq_len, config.data.cache_dir = args.seq_len, str(args.cache or args.out / "rows")
     config.loss.temperature, config.loss.alpha = 1.0, 0.0
     config.train.steps, config.train.batch_size = 10**6, args.batch_size
     config.eval.every = config.checkpoint.every = config.eval.samples = 0
@@ -133,8 +160,9 @@ def make_config(args: argparse.Namespace, changes: Fields) -> Config:
     for name, value in [*changes.items(), *overrides]:
         section, field = name.split(".")
         value = str(args.invented) if value == "invented" else value
-        known = getattr(getattr(config, section), field)
-        setattr(getattr(config, section), field, type(known)(value))
+        known = type(getattr(getattr(config, section), field))
+        whole = known in (int, float) and isinstance(value, str)
+        setattr(getattr(config, section), field, known(float(value) if whole else value))
     validate(config)
     return config
 
@@ -193,8 +221,8 @@ def pace(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def follow(step: Step, clock: Clock) -> Step:
-    """The step at the clock's rate."""
+def follow(step: Step, clock: Clock, evaluate: Any) -> Step:
+    """The step at the clock's rate; it evaluates by a program that is compiled."""
 
     def run(state: Any, teacher: Params, batch: Any) -> Any:
         shardings: Any = step.shardings.opt_state
@@ -203,7 +231,7 @@ def follow(step: Step, clock: Clock) -> Step:
         return step.train(paced, teacher, batch)
 
     followed = copy.copy(step)
-    followed.train = run  # type: ignore[assignment]
+    followed.train, followed.evaluate = run, evaluate  # type: ignore[assignment]
     return followed
 
 
@@ -248,12 +276,14 @@ class Bench:
         self._placement, self._pair, self._plan = survey(make_config(args, {}))
         self._teacher: Model | None = None
         self._judges = concurrent.futures.ThreadPoolExecutor(8)
-        self._steps: dict[tuple[str, float, int], Step] = {}  # by divergence, alpha, microbatches
-        sets = {"development": load_humaneval(args.development)}
-        if args.final:
-            sets = {"humaneval": load_humaneval(args.humaneval)}
-            sets |= {"mbpp": load_mbpp(args.mbpp)} if args.mbpp else {}
-        self.problems = {name: found[: args.limit or None] for name, found in sets.items()}
+        self._steps: dict[tuple[Any, ...], Step] = {}  # by the fields that decide the program
+        loads = {"development": load_humaneval, "humaneval": load_humaneval, "mbpp": load_mbpp}
+        paths = {name: getattr(args, name) for name in loads}
+        self.problems = {
+            name: load(paths[name])[: args.limit or None]
+            for name, load in loads.items()
+            if paths[name]
+        }
 
     def make_job(self, name: str, seed: int, changes: Fields, folder: Path) -> Job:
         """A job of one phase, with the teacher and the programs that the others had."""
@@ -262,8 +292,8 @@ class Bench:
         config = replace_settings(config, self._plan.remat, self._plan.chunk_tokens)
         kind, pair = self._plan.kind, self._pair
         rows = prepare_all(config, pair, self._placement)
-        loss = config.loss.divergence, config.loss.alpha, config.train.microbatches
-        if loss not in self._steps:
+        fields = _program_fields(config)
+        if fields not in self._steps:
             whole = copy.deepcopy(config)
             whole.optim.learning_rate = whole.optim.final_learning_rate = 1.0  # times the clock's
             whole.optim.warmup_steps = 0
@@ -271,9 +301,9 @@ class Bench:
             assert teacher is not None
             spec = dataclasses.replace(step.spec, tx=pace(step.spec.tx))
             shapes = step.abstract.params
-            self._steps[loss] = Step(spec, shapes, self._placement, teacher.params)
+            self._steps[fields] = Step(spec, shapes, self._placement, teacher.params)
             self._teacher = teacher
-        step, teacher = self._steps[loss], self._teacher
+        step, teacher = self._steps[fields], self._teacher
         source = make_source(config, folder, pair, rows, None, step, teacher)
         if name.startswith(TAUGHT) and isinstance(source, AnswerSource):
             fields = {f.name: getattr(source._author, f.name) for f in dataclasses.fields(Author)}
@@ -287,60 +317,74 @@ class Bench:
         args, begun = self._args, time.perf_counter()
         teacher = self.make_job("offline", 0, {}, args.out).teacher
         assert teacher is not None
-        sets = (args.development, args.humaneval, args.mbpp)
+        sets = (args.development, args.humaneval, args.mbpp)  # no exercise is like one of theirs
         known = [entry for path in sets if path for entry in read_benchmark(path)]
         prompts, counts = invent(teacher, self._pair.tokenizer, args.invent, known)
         with replacing(args.invented) as file:
             file.write("".join(json.dumps(prompt) + "\n" for prompt in prompts).encode())
         print(f"invented: {counts} {time.perf_counter() - begun:.1f} s", flush=True)
 
-    def warm(self, settings: Sequence[str]) -> None:
+    def warm(self, settings: Sequence[Setting]) -> None:
         """Compiles what these settings will run, side by side: one after another takes minutes."""
-        names = dict.fromkeys(setting.partition(":")[0] for setting in settings)
-        phases = [(name, changes) for name in names for changes, _ in SETTINGS[name]]
         folder = self._args.out / "warm"
         folder.mkdir(parents=True, exist_ok=True)
         base = self.make_job("offline", 0, {}, folder)
         state = base.make_state()
         params = state.params
-        loads: dict[Any, Callable[[], Any]] = {"judge": lambda: self._answer(base, params, least=1)}
-        for name, changes in phases:
-            job = self.make_job(name, 0, changes, folder)
-            config, source = job.config, job.source
-            loss = config.loss.divergence, config.loss.alpha, config.train.batch_size
-            loads[loss] = functools.partial(self._compile_step, job, state)
-            if isinstance(source, AnswerSource):
-                author, rollout = source._author, config.rollout
-                writer = type(author), rollout.max_tokens, rollout.prompts
-                loads[writer] = functools.partial(author.write, params, 0, 0)
+        loads: dict[Any, Callable[[], Any]] = {
+            name: functools.partial(self._answer, base, params, name) for name in self.problems
+        }
+        loads["held-out"] = functools.partial(self._look, base, params)
+        for setting in settings:
+            for changes, _ in setting.phases():
+                try:
+                    job = self.make_job(setting.name, 0, changes, folder)
+                except Exception:  # the setting will say so itself
+                    logging.exception("%s was not compiled", setting.name)
+                    continue
+                config, source = job.config, job.source
+                loads[_program_fields(config)] = functools.partial(self._compile_step, job, state)
+                if isinstance(source, AnswerSource):
+                    author, rollout = source._author, config.rollout
+                    room = rollout.max_tokens, rollout.prompt_tokens, rollout.temperature
+                    writer = type(author), room, rollout.prompts, config.loss.divergence
+                    loads[writer] = functools.partial(author.write, params, 0, 0)
         with concurrent.futures.ThreadPoolExecutor(len(loads)) as pool:
-            for load in [pool.submit(load) for load in loads.values()]:
-                load.result()
+            begun = time.perf_counter()
+            for name, load in [(name, pool.submit(load)) for name, load in loads.items()]:
+                try:
+                    load.result()
+                except Exception:  # the setting will say so itself
+                    logging.exception("%s was not compiled", name)
+                print(f"  after {time.perf_counter() - begun:.0f} s: {name}", flush=True)
+
+    def _look(self, job: Job, params: Any) -> dict[str, float]:
+        """The held-out figures."""
+        batches, loss = job.eval_batches(), job.step.spec.head.loss
+        return held_out(job.step.evaluate, params, job.teacher_params, batches, loss, 0)
 
     def _compile_step(self, job: Job, state: Any) -> None:
         """For the compilation cache; nothing runs, since two steps at once need not fit."""
         batch = job.step.put(text_source(job.config, job.rows, None).next())
         job.step.train.lower(state, job.teacher_params, batch).compile()
 
-    def run(self, setting: str) -> Callable[[], dict[str, Any]]:
-        """Trains one setting, `name` or `name:seed`; gives its figures once it is judged."""
+    def run(self, setting: Setting) -> Callable[[], dict[str, Any]]:
+        """Trains one setting; gives its figures once it is judged."""
         args, begun = self._args, time.perf_counter()
-        name, _, seed = setting.partition(":")
         params: Any = None
-        figures: dict[str, Any] = {"setting": name, "seed": int(seed or 0), "phases": []}
-        for number, (changes, share) in enumerate(SETTINGS[name]):
-            folder = args.out / setting.replace(":", "-") / str(number)
+        figures: dict[str, Any] = {"setting": setting.name, "seed": setting.seed, "phases": []}
+        base = self.make_job("offline", 0, {}, args.out)
+        for number, (changes, share) in enumerate(setting.phases()):
+            folder = args.out / setting.label.replace("/", "_") / str(number)
             folder.mkdir(parents=True, exist_ok=True)
-            job = self.make_job(name, int(seed or 0), changes, folder)
-            clock = Clock(share * args.seconds, job.config.optim.learning_rate)
+            job = self.make_job(setting.name, setting.seed, changes, folder)
+            clock = Clock(share * setting.seconds, job.config.optim.learning_rate)
             keeper, step = Keeper(), job.step
             if params is not None:
                 start = params
                 job.make_state = lambda step=step, start=start: step.init(start)
-            job.step = follow(step, clock)
-            job.config.eval.rows = (
-                1  # the loop's own figures before the first step: nobody reads them
-            )
+            job.step = follow(step, clock, base.step.evaluate)
+            job.config.eval.rows = 1  # the figures before the first step: nobody reads them
             hooks = [NonFiniteGuard(folder), clock, Echo()]  # a collapse is a result, too
             train(job, keeper, hooks, None)
             params = keeper.params
@@ -350,19 +394,15 @@ class Bench:
                     "seconds": clock.spent,
                     "steps": clock.steps,
                     "tokens": clock.tokens,
-                    "loss": [clock.losses[0], clock.losses[-1]],
+                    "loss": _tenths(clock.losses),
                     "rounds": clock.rounds,
                 }
             )
         trained = time.perf_counter()
-        job = self.make_job("offline", 0, {}, args.out)
         if params is None:
-            params = job.make_state().params
-        loss = job.step.spec.head.loss
-        batches = job.eval_batches()
-        found = held_out(job.step.evaluate, params, job.teacher_params, batches, loss, 0)
-        figures["heldout"] = found
-        judged = self._judge(job, params)
+            params = base.make_state().params
+        figures["heldout"] = self._look(base, params)
+        judged = self._judge(base, params, setting.sets)
         walls = {"training_wall": trained - begun, "judging_wall": time.perf_counter() - trained}
         return lambda: figures | walls | {name: judge.result() for name, judge in judged.items()}
 
@@ -370,12 +410,11 @@ class Bench:
         self,
         job: Job,
         params: Any,
+        name: str,
         prompts: Sequence[Sequence[int]] = (),
         stops: tuple[str, ...] = (),
-        *,
-        least: int = 0,
     ) -> list[Completion]:
-        """The student's answers, to be judged; with `least`, ids of all problems, and no more."""
+        """The student's answers to problems `name`; without prompts, a few ids of each program."""
         args, pair, step = self._args, self._pair, job.step
         student = Model(
             step.spec.student,
@@ -385,21 +424,51 @@ class Bench:
             own_tokenizer=pair.tokenizer,
         )
         student = student.replace(params=cast_params(student, params))
+        assert isinstance(student.functions, DecoderFunctions)
         sampling = Sampling(
             args.answer_tokens,
             args.temperature,
             stop_ids=pair.tokenizer.stop_ids,
             stop_strings=stops,
         )
-        if least:
-            form = choose_format("auto", pair.tokenizer)
-            found = [problem for problems in self.problems.values() for problem in problems]
-            texts = [prompt_text(problem, form, pair.tokenizer) for problem in found]
-            prompts = [pair.tokenizer.encode(text) for text in texts] * args.samples
-        limits = [least] * len(prompts) if least else None
-        return student.generate(list(prompts), sampling, batch_size=args.rows, limits=limits)
+        limits = None
+        if not prompts:
+            prompts = self._prompts[name] * self._samples(name)
+            # Some rows last until the slots are fewer.
+            limits = [min(args.answer_tokens, 40 if i < 8 else 1) for i in range(len(prompts))]
+        # Sets share their programs, but for one with a prompt that is longer than a row.
+        lengths = [len(prompt) for found in self._prompts.values() for prompt in found]
+        longest = max((n for n in lengths if n <= args.seq_len), default=0)
+        with student.precision():
+            return complete(
+                student.functions,
+                student.params,
+                prompts,
+                sampling,
+                real=student.real_vocab,
+                spread=student.spread,
+                tokenizer=pair.tokenizer,
+                limits=limits,
+                batch_size=min(args.rows, -(-len(prompts) // _SLOTS) * _SLOTS),
+                room=longest + args.answer_tokens,
+            )
 
-    def _judge(self, job: Job, params: Any) -> dict[str, concurrent.futures.Future[dict[str, Any]]]:
+    def _samples(self, name: str) -> int:
+        return 1 if name == "mbpp" else self._args.samples
+
+    @functools.cached_property
+    def _prompts(self) -> dict[str, list[list[int]]]:
+        """The prompts of each set of problems."""
+        tokenizer = self._pair.tokenizer
+        form = choose_format("auto", tokenizer)
+        return {
+            name: [tokenizer.encode(prompt_text(problem, form, tokenizer)) for problem in found]
+            for name, found in self.problems.items()
+        }
+
+    def _judge(
+        self, job: Job, params: Any, sets: Sequence[str]
+    ) -> dict[str, concurrent.futures.Future[dict[str, Any]]]:
         """pass@1 of each set of problems, and which samples passed, in order.
 
         The answers are written when this returns; their programs, one of which may take 15 seconds,
@@ -413,13 +482,13 @@ class Bench:
             def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
                 try:
                     with turn:
-                        return self._answer(job, params, prompts, stops)
+                        return self._answer(job, params, name, prompts, stops)
                 finally:
                     written.set()
 
             settings = passk.Settings(
                 form=choose_format("auto", tokenizer),
-                samples=1 if name == "mbpp" else args.samples,
+                samples=self._samples(name),
                 batch_size=10**6,  # all in one call: the engine fills its slots by itself
                 allow_unsandboxed=args.allow_unsandboxed,
             )
@@ -432,7 +501,7 @@ class Bench:
                 "passed": "".join("01"[r["reason"] == "passed"] for r in result["results"]),
             }
 
-        events = {name: threading.Event() for name in self.problems}
+        events = {name: threading.Event() for name in sets}
         judged = {name: self._judges.submit(judge, name, event) for name, event in events.items()}
         for name, event in events.items():
             while not event.wait(0.2) and not judged[name].done():
@@ -440,12 +509,26 @@ class Bench:
         return judged
 
 
+def _program_fields(config: Config) -> tuple[Any, ...]:
+    """What two configs have in common whose steps are one program."""
+    fields = flatten(config)
+    rates = ("optim.learning_rate", "optim.final_learning_rate", "optim.warmup_steps")
+    kept = [n for n in fields if n.startswith(("loss.", "optim.")) and n not in rates]
+    shape = config.train.batch_size, config.train.microbatches, config.data.seq_len
+    return *shape, *(fields[name] for name in kept)
+
+
+def _tenths(losses: Sequence[float]) -> list[float]:
+    """Means of the losses over each tenth of the steps."""
+    return [float(np.mean(part)) for part in np.array_split(losses, 10) if len(part)]
+
+
 def _line(figures: Mapping[str, Any]) -> str:
     if "error" in figures:
-        return f"{figures['setting']:<14} {figures['error']}"
+        return f"{figures['setting']}:{figures['seed']}  {figures['error']}"
     phases, heldout = figures["phases"], figures["heldout"]
     parts = [
-        f"{figures['setting'] + ':' + str(figures['seed']):<14}",
+        f"{figures['setting']}:{figures['seed']}",
         f"{sum(p['seconds'] for p in phases):6.1f} s",
         f"{sum(p['steps'] for p in phases):5} steps",
         f"{sum(p['tokens'] for p in phases) / 1e6:6.2f} M",
@@ -459,6 +542,50 @@ def _line(figures: Mapping[str, Any]) -> str:
         first, last = rounds[0], rounds[-1]
         parts += [f"{k} {first[k]:.3g}>{last[k]:.3g}" for k in ("divergence", "length", "padding")]
     return "  ".join([*parts, f"wall {figures['training_wall']:.0f}+{figures['judging_wall']:.0f}"])
+
+
+class Queue:
+    """The settings that are asked for, in order; those of a file as it grows."""
+
+    _END = "end"
+
+    def __init__(self, args: argparse.Namespace):
+        self._file, self._asked = args.follow, args.settings.split(",")
+        self._defaults = args.seconds, args.sets.split(",")
+
+    def _lines(self) -> list[str]:
+        if not self._file:
+            return [*self._asked, self._END]
+        whole = self._file.read_text().split("\n")[:-1]  # the last line may be under way
+        return [line.strip() for line in whole if line.strip() and not line.startswith("#")]
+
+    def _read(self, line: str) -> Setting | None:
+        try:
+            return Setting.read(line, *self._defaults)
+        except UserError as error:
+            if not self._file:
+                raise
+            print(error, flush=True)  # others may follow
+            return None
+
+    def read(self) -> list[Setting]:
+        """What is asked for so far."""
+        found = [self._read(line) for line in self._lines() if line != self._END]
+        return [setting for setting in found if setting]
+
+    def __iter__(self) -> Iterator[Setting]:
+        place = 0
+        while True:
+            lines = self._lines()[place:]
+            if not lines:
+                time.sleep(0.5)
+            elif lines[0] == self._END:
+                return
+            else:
+                place += 1
+                setting = self._read(lines[0])
+                if setting:
+                    yield setting
 
 
 @reporting
@@ -475,10 +602,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--invented", type=Path, help="prompts of the settings that are named after it")
     add("--invent", type=int, default=0, help="requests to the teacher that make --invented first")
     add("--development", type=Path, required=True)
-    add("--humaneval", type=Path, help="no prompt is like its problems; see --final")
+    add("--humaneval", type=Path, help="no prompt is like its problems; see --sets")
     add("--mbpp", type=Path, help="as --humaneval")
-    add("--final", action="store_true", help="judges on these two in place of --development")
+    add("--sets", default="development", help="development, humaneval, mbpp: what judges")
     add("--settings", default="before,offline,own")
+    add("--follow", type=Path, help="a file of settings, in place of --settings")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="of every setting")
     add("--seconds", type=float, default=100.0, help="of steps and rounds, a setting")
     add("--limit-seconds", type=float, default=1e9, help="no setting begins after so many")
@@ -490,11 +618,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--temperature", type=float, default=0.2)
     add("--limit", type=int, default=0, help="problems of each set; 0: all")
     add("--allow-unsandboxed", action="store_true")
+    add("--cache", type=Path, help="of rows; default: in --out")
     add("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    settings = args.settings.split(",")
-    if unknown := {x.partition(":")[0] for x in settings} - set(SETTINGS):
-        raise UserError(f"{', '.join(unknown)}: no setting; known are {', '.join(SETTINGS)}.")
+    queue = Queue(args)
+    queue.read()
     if args.models:
         args.teacher, args.student = (str(args.models / x) for x in (args.teacher, args.student))
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
@@ -505,35 +633,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.invent()
         except Exception:  # the other settings go without
             logging.exception("nothing was invented")
-    table: list[dict[str, Any]] = []
+    book = args.out / "table.json"
+    table: list[dict[str, Any]] = json.loads(book.read_text()) if book.exists() else []
+    held = {f"{row['setting']}:{row['seed']}" for row in table if "error" not in row}
 
-    def note(name: str, figures: Callable[[], dict[str, Any]]) -> None:
+    def note(setting: Setting, figures: Callable[[], dict[str, Any]]) -> None:
         """Writes a setting down when it is judged."""
         try:
             table.append(figures())
         except Exception as error:  # one setting's end is a figure, not that of the table
-            logging.exception("%s ended", name)
+            logging.exception("%s ended", setting.label)
             why = f"{type(error).__name__}: {error}"[:600]
-            table.append({"setting": name, "error": why})
+            table.append({"setting": setting.name, "seed": setting.seed, "error": why})
         print(_line(table[-1]), flush=True)
-        with replacing(args.out / "table.json") as file:
+        with replacing(book) as file:
             file.write(json.dumps(table, indent=1).encode())
 
     print(f"loaded after {time.perf_counter() - begun:.0f} s", flush=True)
-    bench.warm(settings)
+    bench.warm([setting for setting in queue.read() if setting.label not in held])
     print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
     with concurrent.futures.ThreadPoolExecutor(1) as clerk:
-        for name in settings:
-            if time.perf_counter() - begun > args.limit_seconds:
-                print(f"{name}: not begun, {args.limit_seconds:.0f} s are over", flush=True)
+        for setting in queue:
+            if setting.label in held:
                 continue
+            if time.perf_counter() - begun > args.limit_seconds:
+                print(f"{setting.label}: not begun, its time is over", flush=True)
+                break
+            print(f"{setting.label} after {time.perf_counter() - begun:.0f} s", flush=True)
             trained: concurrent.futures.Future[Any] = concurrent.futures.Future()
             try:
-                trained.set_result(bench.run(name))
+                trained.set_result(bench.run(setting))
             except Exception as error:
                 trained.set_exception(error)
             gc.collect()
-            clerk.submit(note, name, lambda trained=trained: trained.result()())
+            clerk.submit(note, setting, lambda trained=trained: trained.result()())
     print(f"device: {jax.devices()[0].device_kind}")
     return 0
 
