@@ -169,10 +169,25 @@ def test_rounds_give_the_median_and_a_failed_round_is_left_out():
 
 
 def test_idle_share_counts_long_gaps_between_overlapping_events():
-    events = [(0, 10), (2, 4), (11, 20), (50, 100)]  # gaps of 1 and 30
+    spans = [(0, 10), (2, 4), (11, 20), (50, 100)]  # gaps of 1 and 30
+    events = [(*span, "fusion") for span in spans]
     assert program.idle_share(events[::-1], 5) == pytest.approx(0.30)
     assert program.idle_share(events, 1) == pytest.approx(0.31)
     assert program.idle_share([], 5) is None
+
+
+def test_what_devices_exchange_is_told_apart_from_what_they_compute():
+    ms = 1_000_000
+    events = [
+        (0, 10 * ms, "fusion"),
+        (8 * ms, 14 * ms, "ncclDevKernel_AllReduce"),
+        (12 * ms, 15 * ms, "MemcpyP2P"),
+        (16 * ms, 20 * ms, "nvjet"),
+    ]
+    want = dict(idle_ms=1, sums_ms=6, sums_alone_ms=2, copies_ms=3, copies_alone_ms=1)
+    found = program.split_time(events, steps=2)
+    assert found == {name: pytest.approx(time / 2) for name, time in want.items()}
+    assert program.split_time([], 1) == {}
 
 
 def test_copies_to_and_from_the_host_are_no_work_of_the_device(tmp_path, monkeypatch):
@@ -186,7 +201,7 @@ def test_copies_to_and_from_the_host_are_no_work_of_the_device(tmp_path, monkeyp
     profile = named(from_file=lambda path: named(planes=planes))
     monkeypatch.setattr(jax.profiler, "ProfileData", profile)
     (tmp_path / "a.xplane.pb").touch()
-    assert program.device_events(tmp_path) == [(1, 6), (2, 7)]
+    assert program.device_events(tmp_path) == [(1, 6, "MemcpyD2D"), (2, 7, "fusion")]
 
 
 def test_made_rows_hold_documents_of_the_lengths_asked_for():

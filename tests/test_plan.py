@@ -188,6 +188,16 @@ def test_so_it_is_where_each_keeps_half_of_the_masters(pairs, backend, settings,
     assert made.peak / 1e9 == pytest.approx(peak, rel=0.02)
 
 
+def test_of_microbatches_each_of_two_adds_up_whole_gradients(pairs, monkeypatch):
+    monkeypatch.setattr(sharding, "splits_state", lambda *_, **__: True)
+    mesh = sharding.make_mesh(2, 1, 1, jax.devices()[:2])
+    config = config_of(64, 2048, remat="none", parts=4)
+    made = plan.make_plan(config, pairs["7b"], mesh, H200, KINDS["topk"])
+    backward = made.phases["the student runs backward"]
+    masters = made.resident["student, float32 masters"]
+    assert backward["gradients"] == backward["gradients, accumulated"] == 2 * masters
+
+
 @pytest.mark.parametrize(
     ("gigabytes", "fsdp", "why"),
     [

@@ -48,7 +48,7 @@ class Plan:
     remat: str
     chunk_tokens: int
     resident: dict[str, Size]
-    gradients: Size  # as many as float32 masters
+    gradients: Size  # float32, as many as masters; whole where microbatches' are added up
     phases: dict[str, dict[str, Size]]
     limit: Size | None  # what one device offers; None if unknown
     tokens_per_s: float | None  # bound by arithmetic at the data sheet's rate, all devices
@@ -97,8 +97,11 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     shapes = functional(pair.student.spec, Compute())[1]
     masters = sharding.tree_bytes(shapes, mesh)
     loops, reduce_dtype = config.student.remat == "full", config.train.reduce_dtype
+    gradients = masters
     if sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
         masters /= mesh.size  # all but norms and biases, which are few
+        # Of several microbatches whole ones are added up, and travel once.
+        gradients = gradients if config.train.microbatches > 1 else masters
     tx = optim.optimizer(config.optim, config.train.steps)
     moments = _count_bytes(jax.eval_shape(tx.init, shapes)) * masters / _count_bytes(shapes)
     resident: dict[str, Size] = {}
@@ -120,12 +123,12 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         remat=config.student.remat,
         chunk_tokens=config.loss.chunk_tokens,
         resident=resident,
-        gradients=masters,
+        gradients=gradients,
         phases={},
         limit=limit,
         tokens_per_s=devices.peak_flops / flops if devices.peak_flops else None,
     )
-    temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, masters, plan.free)
+    temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, gradients, plan.free)
     return dataclasses.replace(plan, phases=temporaries.plan_phases())
 
 

@@ -252,8 +252,8 @@ def pipeline_rows_per_s(job: Any, seconds: float = 2.0) -> float:
     return count * job.config.train.batch_size / passed
 
 
-def device_events(folder: Path) -> list[tuple[float, float]]:
-    """(start, end) in ns of all that the first GPU of a profile computed; none on a CPU."""
+def device_events(folder: Path) -> list[tuple[float, float, str]]:
+    """(start, end, name), in ns, of all that the first GPU of a profile did; none on a CPU."""
     import jax
 
     found = []
@@ -264,25 +264,50 @@ def device_events(folder: Path) -> list[tuple[float, float]]:
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     found += [
-                        (event.start_ns, event.end_ns)
+                        (event.start_ns, event.end_ns, event.name)
                         for event in line.events
                         if not event.name.startswith(HOST_COPIES)
                     ]
     return found
 
 
-def idle_share(events: Iterable[tuple[float, float]], least_gap: float) -> float | None:
+def idle_share(events: Iterable[tuple[float, float, str]], least_gap: float) -> float | None:
     """The share of the time from first to last event in gaps of at least `least_gap`."""
     events = sorted(events)
     if not events:
         return None
-    begin, busy_until = events[0]
+    begin, busy_until = events[0][:2]
     idle = 0.0
-    for start, end in events:
+    for start, end, _ in events:
         if start - busy_until >= least_gap:
             idle += start - busy_until
         busy_until = max(busy_until, end)
     return idle / (busy_until - begin)
+
+
+def split_time(events: list[tuple[float, float, str]], steps: int) -> dict[str, float]:
+    """Milliseconds a step of sums by NCCL, of copies, those of both with nothing beside, and idle.
+
+    Empty without events.
+    """
+
+    def busy(chosen: Iterable[tuple[float, float, str]]) -> float:
+        total, until = 0.0, 0.0
+        for start, end, _ in sorted(chosen):
+            total += max(end - max(start, until), 0.0)
+            until = max(until, end)
+        return total / steps / 1e6
+
+    if not events:
+        return {}
+    span = max(end for _, end, _ in events) - min(start for start, *_ in events)
+    whole = busy(events)
+    found = {"idle_ms": span / steps / 1e6 - whole}
+    for kind, prefix in (("sums", "nccl"), ("copies", "Memcpy")):
+        ours = [event for event in events if event[2].startswith(prefix)]
+        others = [event for event in events if not event[2].startswith(prefix)]
+        found |= {f"{kind}_ms": busy(ours), f"{kind}_alone_ms": whole - busy(others)}
+    return found
 
 
 def matmul_rate(size: int, dtype: str) -> dict[str, Any]:
