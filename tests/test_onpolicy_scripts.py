@@ -198,12 +198,13 @@ def test_an_exercise_is_asked_for_in_words():
 
 
 def test_a_setting_is_read_with_the_fields_that_differ():
-    line = "then_own+optim.learning_rate=3e-6+rollout.every=4:2 90 humaneval,mbpp"
+    mixed = "jsd:beta=0.3+0.5*reverse_kl"
+    line = f"then_own+loss.divergence={mixed}+rollout.every=4:2 90 humaneval,mbpp"
     setting = table.Setting.read(line, 60.0, ["development"])
     assert setting[1:] == (2, 90.0, ("humaneval", "mbpp"))
     (text, _), (own, share) = setting.phases()
     assert text == table.TEXT and share == 0.5
-    assert own == table.OWN | {"optim.learning_rate": "3e-6", "rollout.every": "4"}
+    assert own == table.OWN | {"loss.divergence": mixed, "rollout.every": "4"}
     assert table.Setting.read("offline", 60.0, ["mbpp"]) == ("offline", 0, 60.0, ("mbpp",))
     for wrong in ("nothing", "own+optim.beta2", "own:x", "own soon"):
         with pytest.raises(UserError, match=r"expected NAME\[\+FIELD=VALUE\]"):

@@ -24,6 +24,7 @@ import gc
 import json
 import logging
 import math
+import re
 import sys
 import threading
 import time
@@ -99,7 +100,7 @@ SETTINGS: dict[str, tuple[tuple[Fields, float], ...]] = {
     "then_own": ((TEXT, 0.5), (OWN, 0.5)),
     "late_own": ((TEXT, 0.7), (OWN, 0.3)),
     "then_invented": ((TEXT, 0.5), (OWN | INVENTED, 0.5)),
-    TAUGHT: ((OWN, 1.0),),
+    TAUGHT: ((OWN | {"loss.divergence": "forward_kl"}, 1.0),),
     f"{TAUGHT}_ce": ((OWN | {"loss.alpha": 1.0}, 1.0),),
 }
 
@@ -117,10 +118,11 @@ class Setting(NamedTuple):
         """Of `NAME[+FIELD=VALUE ...][:SEED] [SECONDS [SETS]]`; raises `UserError` for another."""
         try:
             asked, *more = line.split()
-            name, _, seed = asked.partition(":")
+            found = re.fullmatch(r"(.+?)(?::(\d+))?", asked)
+            assert found is not None
             setting = cls(
-                name,
-                int(seed or 0),
+                found[1],
+                int(found[2] or 0),
                 float(more[0]) if more else seconds,
                 tuple(more[1].split(",")) if more[1:] else tuple(sets),
             )
@@ -134,7 +136,7 @@ class Setting(NamedTuple):
 
     def phases(self) -> list[tuple[Fields, float]]:
         """What each phase changes of the config, and its share of the seconds."""
-        base, *others = self.name.split("+")
+        base, *others = re.split(r"\+(?=\w+\.\w+=)", self.name)  # a mixture has a plus, too
         phases = list(SETTINGS[base])
         changes: Fields = dict(part.split("=", 1) for part in others)
         return [*phases[:-1], *((fields | changes, share) for fields, share in phases[-1:])]
@@ -332,7 +334,8 @@ class Bench:
         state = base.make_state()
         params = state.params
         loads: dict[Any, Callable[[], Any]] = {
-            name: functools.partial(self._answer, base, params, name) for name in self.problems
+            name: functools.partial(self._answer, base, params, name)
+            for name in dict.fromkeys(name for setting in settings for name in setting.sets)
         }
         loads["held-out"] = functools.partial(self._look, base, params)
         for setting in settings:
@@ -347,8 +350,7 @@ class Bench:
                 if isinstance(source, AnswerSource):
                     author, rollout = source._author, config.rollout
                     room = rollout.max_tokens, rollout.prompt_tokens, rollout.temperature
-                    writer = type(author), room, rollout.prompts, config.loss.divergence
-                    loads[writer] = functools.partial(author.write, params, 0, 0)
+                    loads[type(author), *room] = functools.partial(author.write, params, 0, 0)
         with concurrent.futures.ThreadPoolExecutor(len(loads)) as pool:
             begun = time.perf_counter()
             for name, load in [(name, pool.submit(load)) for name, load in loads.items()]:
