@@ -359,6 +359,24 @@ def test_a_round_that_the_disk_refuses_ends_the_run(job, tmp_path):
     assert not list((tmp_path / "run" / FOLDER).iterdir())
 
 
+def test_a_round_asks_for_no_more_answers_than_the_last_one_tells(job, tmp_path, monkeypatch):
+    asked, complete = [], Author._complete
+
+    def note(self, student, prompts, numbers):
+        asked.append(len(prompts))
+        return complete(self, student, prompts, numbers)
+
+    monkeypatch.setattr(Author, "_complete", note)
+    author = begin(job, tmp_path / "run").source._author
+    params = job.make_state().params
+    rows, record = author.write(params, 0, 0)
+    assert record["figures"]["length"] > 6  # of at most 8: nearly all are cut off
+    again, same = author.write(params, 0, 0, record["figures"]["length"])
+    assert len(asked) == 2 and asked[1] < asked[0]  # in one call each
+    np.testing.assert_array_equal(rows.tokens, again.tokens)
+    assert same["next"] == record["next"]
+
+
 def test_a_round_is_no_part_of_the_time_of_a_step(job, tmp_path, monkeypatch):
     taken = []
 

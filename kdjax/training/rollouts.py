@@ -49,6 +49,7 @@ _log = logging.getLogger("kdjax")
 
 PROBES, SHOWN = 8, 3  # prompts that every round answers to be compared, and to be shown
 _PROBE_NUMBERS = 2**31 - 1 - PROBES  # by which they draw: no answer of a round has these
+_MEASURED = 256  # prompts whose mean length tells how many answers fill a round
 _SURPLUS = 1.05  # of the answers that are expected to fill a round: a second turn costs more
 _COMPARED_TEMPLATES = 64  # prompts
 
@@ -82,9 +83,13 @@ class Author:
             "settings": _settings(self.config),
         }
 
-    def write(self, params: Params, number: int, first: int) -> tuple[Rows, dict[str, Any]]:
+    def write(
+        self, params: Params, number: int, first: int, expected: float | None = None
+    ) -> tuple[Rows, dict[str, Any]]:
         """The rows of round `number`, from prompt `first` on, and what is to be recorded of them.
 
+        `expected` is how long the answers may be on average (default: half of the longest): how
+        many are asked for at once depends on it, the rows do not.
         Raises `UserError` if no answer can be trained on.
         """
         begun = time.perf_counter()
@@ -94,10 +99,9 @@ class Author:
         kept: list[int] = []  # those of `drawn` that train
         asked = PROBES if self.teacher is not None else 0  # the same in every round, same draws
         probes: list[Answer] = []
-        mean = np.mean(
-            [len(p.ids) for p in map(self.prompts.__getitem__, range(first, first + 64))]
-        )
-        mean += settings.max_tokens / 2
+        following = map(self.prompts.__getitem__, range(first, first + _MEASURED))
+        mean = np.mean([len(prompt.ids) for prompt in following])
+        mean += expected or settings.max_tokens / 2
         while not room.is_filled([drawn[i] for i in kept]):
             missing = room.rows * room.row_length - sum(len(drawn[i].ids) for i in kept)
             count = max(int(_SURPLUS * missing / mean), 1)
@@ -293,7 +297,8 @@ class AnswerSource:
         made_of = self._author.describe(number, hashlib.sha256(sums).hexdigest(), self._first)
         written = _read_same(path, made_of)
         if not _all_have(f"round {number}", written):
-            rows, record = self._author.write(params, number, self._first)
+            before = self._round.record["figures"]["length"] if self._round else None
+            rows, record = self._author.write(params, number, self._first, before)
             with first_before_others(f"round {number}"):  # nobody trains on what is not there
                 if self._index == 0:
                     written = write_round(path, rows, made_of | record)

@@ -76,13 +76,13 @@ OWN: Fields = {
     "optim.learning_rate": 1e-5,
     "loss.divergence": "reverse_kl",
 }
-WIDE: Fields = {"train.batch_size": 48, "train.microbatches": 3, "rollout.every": 7}
+WIDE: Fields = {"train.batch_size": 48, "train.microbatches": 3, "rollout.every": 6}
 # Prompts of --invented, whose answers begin at the function's body.
 INVENTED: Fields = {
     "rollout.prompts": "invented",
     "rollout.max_tokens": 192,
     "rollout.prompt_tokens": 384,
-    "rollout.every": 32,
+    "rollout.every": 24,
 }
 BESIDE: Fields = {"rollout.share": 0.5, "rollout.every": 40, "optim.learning_rate": 2e-5}
 _SLOTS = 256  # of a call that judges a multiple
