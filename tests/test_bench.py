@@ -3,6 +3,7 @@
 import json
 import types
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -155,8 +156,69 @@ def test_a_benchmark_that_is_cut_short_keeps_what_it_measured(args, monkeypatch,
     ]
     with pytest.raises(KeyboardInterrupt):
         step.main(command)
-    kept = json.loads((tmp_path / "found.json").read_text())
+    (kept,) = json.loads((tmp_path / "found.json").read_text())
     assert [r["tokens_per_s"] for r in kept["rows"]] == [100.0] and kept["matmul_flops"] == 2e9
+
+
+@pytest.fixture
+def scaling(monkeypatch, tmp_path):
+    """Runs `--scaling` without processes; returns (variant, count, first) of groups, and JSON."""
+    groups = []
+
+    def measure(variant, args):
+        groups[-1].append((variant, args.count, args.first))
+        speed = 100.0 * args.count * (1 if args.count == 1 else 0.9)
+        losses = [1.0, 2.0 + args.count / 1e6] if args.losses else []
+        return [row(variant, 64, speed, devices=args.count, losses=losses)]
+
+    def one_after_the_other(group, args, original=step.measure_group):
+        groups.append([])
+        return original(group, args)
+
+    monkeypatch.setattr(step, "measure", measure)
+    monkeypatch.setattr(step, "measure_group", one_after_the_other)
+    monkeypatch.setattr(step, "run", lambda *_: [{"matmul_flops": 2e9, "devices": "x"}])
+
+    def run(*flags):
+        groups.clear()
+        sizes = "--teacher=tiny-teacher", "--student=tiny-student", f"--folder={tmp_path}"
+        where = f"--json={tmp_path / 'found.json'}"
+        assert step.main(["--scaling", "--devices=1,2,4,8", *sizes, where, *flags]) == 0
+        return list(groups), json.loads((tmp_path / "found.json").read_text())
+
+    return run
+
+
+def test_the_tables_of_several_devices_come_in_order_side_by_side_and_once(scaling, capsys):
+    groups, found = scaling()
+    first = [[("dequant-fast", 1, 0), ("dequant-fast", 2, 1), ("dequant-fast", 4, 3)]]
+    assert [sorted(group, key=lambda case: case[1]) for group in groups[:1]] == first
+    assert groups[1] == [("dequant-fast", 8, 0)] and groups[2][0][0] == "fp8-fast"
+    assert all(sum(count for _, count, _ in group) <= 8 for group in groups)
+    assert [group[0][0] for group in groups if "fsdp" in group[0][0]] == 2 * [mock.ANY]
+    titles = [document["title"] for document in found]
+    assert "8 x 2048 a device" in titles[0] and "64 x 2048 together" in titles[-1]
+    eight = [r["of_linear"] for r in found[0]["rows"] if r["devices"] == 8 and "of_linear" in r]
+    assert eight == [pytest.approx(0.9)] * 6
+    spread = [r["loss_off"] for r in found[-1]["rows"] if "loss_off" in r]
+    assert spread == pytest.approx([0, 0, 1e-6, 3e-6, 7e-6])
+    assert "off the first row's" in capsys.readouterr().out
+    again, same = scaling()
+    assert not again and same == found  # an earlier command measured all
+
+
+def test_strong_scaling_computes_the_same_rows_at_a_time_on_any_number(args):
+    asked = step.arguments([f"--folder={args.folder}"], strong=64)
+    asked.teacher, asked.student = args.teacher, args.student
+    for asked.count, parts in ((1, 8), (2, 4), (8, 1)):
+        settings = step.settings_of("dequant", asked)
+        assert (settings["train.batch_size"], settings["train.microbatches"]) == (64, parts)
+
+
+def test_nothing_is_begun_that_its_limit_would_cut(scaling, tmp_path, capsys):
+    (tmp_path / "found.json").write_text("[]")
+    groups, found = scaling("--limit=20")
+    assert groups == found == [] and "s are left: stopped before" in capsys.readouterr().out
 
 
 def test_rounds_give_the_median_and_a_failed_round_is_left_out():

@@ -132,6 +132,8 @@ def test_two_gpus_of_a_process_keep_half_of_the_masters_each(kinds, processes, s
         devices[i] = types.SimpleNamespace(compute_capability=kind, process_index=process)
     mesh = mock.Mock(spec=Mesh, devices=devices, size=len(kinds), shape={"data": len(kinds)})
     assert sharding.splits_state(mesh) == splits
+    with mock.patch.object(sharding, "MOST_SPLIT", 4):
+        assert sharding.splits_state(mesh) == (splits or len(kinds) == 4)
 
 
 class Store:

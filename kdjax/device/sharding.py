@@ -99,6 +99,9 @@ def tree_bytes(abstract: Any, mesh: Mesh) -> float:
     )
 
 
+MOST_SPLIT = 2  # GPUs that keep parts of masters and moments: more have not been measured
+
+
 def splits_state(mesh: Mesh, *, loops: bool = False, reduce_dtype: str = "float32") -> bool:
     """Whether two GPUs of one process each keep half of masters and moments.
 
@@ -108,7 +111,9 @@ def splits_state(mesh: Mesh, *, loops: bool = False, reduce_dtype: str = "float3
     other's memory, keep all and add gradients up once. So do those whose layers run in a loop
     (`loops`), where each would wait, and those that are to add up in another type.
     """
-    if loops or reduce_dtype != "float32" or not mesh.shape["data"] == mesh.size == 2:
+    if loops or reduce_dtype != "float32" or mesh.shape["data"] != mesh.size:
+        return False
+    if not 2 <= mesh.size <= MOST_SPLIT:
         return False
     kinds = {getattr(device, "compute_capability", "") for device in mesh.devices.flat}
     here = {device.process_index for device in mesh.devices.flat} == {jax.process_index()}

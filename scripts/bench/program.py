@@ -39,6 +39,10 @@ class Request:
     matmul: int = 0  # instead of a step: a product of this size
     teacher_cache: str = ""  # "topk" or "hidden": random records of that kind, and no teacher
     k: int = 64  # ids a position, of "topk"
+    devices: int = 0  # how many there must be; 0: any number
+    split: int = 2  # most devices of which each keeps a part of the masters
+    losses: int = 0  # also those of so many first steps, each of rows of its own
+    profile: bool = False  # also where the first device's time went
 
 
 def configured(settings: dict[str, Any]) -> Config:
@@ -70,7 +74,11 @@ def make_job(request: Request, config: Config) -> Any:
     from kdjax.training.pair import Vocabulary, open_pair
     from kdjax.training.teachers import CachedHidden, CachedTopK
 
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp or 1, config.mesh.tensor)
+    sharding.MOST_SPLIT = request.split
+    data, fsdp, tensor = config.mesh.data, config.mesh.fsdp or 1, config.mesh.tensor
+    mesh = sharding.make_mesh(data, fsdp, tensor)
+    if request.devices not in (0, mesh.size):
+        raise UserError(f"found {mesh.size} devices, expected {request.devices}.")
     pair = open_pair(config)
     width = pair.vocabulary.width
     if pair.vocabulary.real < width - 1000:  # a random file's tokenizer knows few ids
@@ -159,6 +167,11 @@ def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any]
         state, metrics = compiled(state, job.teacher_params, batch)
         return metrics.loss[0] / metrics.loss[1]
 
+    losses = []
+    for _ in range(request.losses):
+        rows = job.step.put(job.source.next({}))
+        state, metrics = compiled(state, job.teacher_params, rows)
+        losses.append(float(metrics.loss[0] / metrics.loss[1]))
     clock = timed_steps(step, float, request.steps)
     mesh, devices = job.step.placement.mesh, runtime.device_summary()
     tokens = job.config.train.batch_size * job.config.data.seq_len
@@ -175,7 +188,15 @@ def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any]
         "compile_s": compile_s,
         "first_step_s": compile_s + clock.first,
         "loss": clock.value,
+        "losses": losses,
     }
+    if request.profile:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(2):
+                    value = step()
+                float(value)
+            figures |= split_time(device_events(Path(folder)), 2)
     if request.host:
         host, state = measure_host(job, compiled, state, batch, clock.median, request.steps)
         figures |= host

@@ -4,6 +4,7 @@
     python -m scripts.bench.step --variants=dequant --sweep-length=512,2048,8192
     python -m scripts.bench.step --variants=dequant --document-tokens=50:2000
     python -m scripts.bench.step --variants=fp8-fast,torch-compile --devices=1,2 --rounds=3
+    python -m scripts.bench.step --scaling --devices=1,2,4,8 --limit=590 --json=/tmp/m/scaling.json
     python -m scripts.bench.step --teacher=demo-teacher --student=demo-student --rows=2 \\
         --length=128 --dtype=float32 --variants=dequant-fast,torch-compile --rounds=3
 
@@ -13,6 +14,9 @@ others. A variant is a name of VARIANTS or TORCH; fields may follow, as in
 made in the folder if they are not there, or GGUF files of one's own. Rates of arithmetic count
 teacher forward (not of a cached one), student forward and backward once, and stand beside the rate
 of a plain product in the same run.
+
+`--scaling` runs the tables of SCALING, the most important first, small numbers of devices side by
+side. What `--json` holds already is not run again: the same command goes on after its limit.
 """
 
 import argparse
@@ -21,12 +25,15 @@ import functools
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdjax.errors import UserError
 from kdjax.formats import open_table
@@ -72,10 +79,23 @@ DEMO_SHAPES = {
     "demo-student": ModelShape("demo-student", 4, 192, 6, 2, 512, 4096, tied=True),
 }
 SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | DEMO_SHAPES
+# Of several devices: what each table changes in the defaults of the command.
+_TOPK = "cached-topk:loss.chunk_tokens=16384"
+SCALING: list[dict[str, Any]] = [
+    {
+        "variants": f"dequant-fast,fp8-fast,{_TOPK},torch-compile,q4k-fast,"
+        "cached-hidden:loss.chunk_tokens=4096"
+    },
+    {"variants": f"{_TOPK},dequant-fast", "split": 8},
+    {"variants": "q4k:mesh.fsdp={devices}", "teacher": "32b", "student": "7b"},
+    {"variants": _TOPK, "strong": 64, "losses": 20, "steps": 8},
+    {"variants": "dequant-fast", "strong": 64, "steps": 4},
+]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: list[str] | None = None, **defaults: Any) -> argparse.Namespace:
+    """The command's; `defaults` come before its own, behind what it says."""
     parser = argparse.ArgumentParser(description="Times the training step.")
     add = parser.add_argument
     add("--folder", type=Path, default=Path("runs/bench"), help="for model files and logs")
@@ -95,10 +115,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--startup", action="store_true", help="also with the programs compiled before")
     add("--matmul", type=int, default=8192, help="size of the product for the chip's rate")
     add("--devices", default="", metavar="1,2,4", help="also on so many devices, rows a device")
-    add("--strong", action="store_true", help="the same rows over all devices together")
+    add("--strong", type=int, default=0, help="rows of all devices together, by --rows at a time")
+    add("--losses", type=int, default=0, help="also those of so many first steps")
+    add("--split", type=int, default=2, help="most devices of which each keeps a part of masters")
+    add("--scaling", action="store_true", help="the tables of several devices, with profiles")
+    add("--limit", type=int, default=0, help="seconds in which --scaling ends; 0: none")
     add("--timeout", type=int, default=900, help="seconds for one process")
     add("--json", type=Path, help="where to write the figures")
-    parser.set_defaults(count=0)  # of devices that a process may see; 0: all
+    # Of devices that a process may see, 0: all; and which is the first.
+    parser.set_defaults(count=0, first=0, **defaults)
     return parser.parse_args(argv)
 
 
@@ -115,6 +140,7 @@ def model_file(shape: str, folder: Path) -> Path:
 def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     """A kdjax variant's config fields by name, defaults of the command below its own."""
     name, *own = variant.split(":")
+    rows = batch_rows(args)
     settings: dict[str, Any] = {
         "teacher.path": str(model_file(args.teacher, args.folder)),
         "student.path": str(model_file(args.student, args.folder)),
@@ -122,15 +148,16 @@ def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
         "student.remat": "full",
         "teacher.param_dtype": args.dtype,
         "train.compute_dtype": args.dtype,
-        "train.batch_size": args.rows * rows_factor(args),
+        "train.batch_size": rows,
+        "train.microbatches": max(rows // (args.rows * max(args.count, 1)), 1),
         "data.max_segments": args.segments,
     }
     return settings | VARIANTS[name] | dict(pair.split("=", 1) for pair in [*args.set, *own])
 
 
-def rows_factor(args: argparse.Namespace) -> int:
-    """How often `--rows` the global batch is: once a device, or once."""
-    return 1 if args.strong else max(args.count, 1)
+def batch_rows(args: argparse.Namespace) -> int:
+    """Rows of a batch: `--rows` a device, or as many as `--strong` says over all together."""
+    return args.strong or args.rows * max(args.count, 1)
 
 
 def kdjax_request(variant: str, args: argparse.Namespace, **changes: Any) -> dict[str, Any]:
@@ -143,6 +170,10 @@ def kdjax_request(variant: str, args: argparse.Namespace, **changes: Any) -> dic
         args.steps,
         args.host,
         teacher_cache=kind,
+        devices=args.count,
+        split=args.split,
+        losses=args.losses,
+        profile=args.scaling,
     )
     return dataclasses.asdict(request) | changes
 
@@ -159,7 +190,7 @@ def torch_request(variant: str, args: argparse.Namespace) -> dict[str, Any]:
         for part, shape in (("teacher", args.teacher), ("student", args.student))
     }
     vocab = ids_of(specs["student"]["vocab_size"])
-    made = dict(vocab=vocab, rows=args.rows * rows_factor(args), lengths=lengths(args))
+    made = dict(vocab=vocab, rows=batch_rows(args), lengths=lengths(args))
     of = configured(settings_of("dequant", args)).loss
     loss = dict(temperature=of.temperature, alpha=of.alpha, chunk_tokens=2048)
     return specs | made | loss | dict(mode=TORCH[variant], dtype=args.dtype, steps=args.steps)
@@ -176,11 +207,12 @@ def run(
     script: str, request: dict[str, Any], name: str, args: argparse.Namespace, cache: str = ""
 ) -> list[dict[str, Any]]:
     """Rows that `scripts.bench.<script>` gave in a process of its own, or one with `error`."""
-    log = args.folder / f"{name.replace('/', '_')}.log"
+    count = f" on {args.count}" if args.count else ""
+    log = args.folder / f"{name.replace('/', '_')}{count}.log"
     inherited = {k: v for k, v in os.environ.items() if k != "KDJAX_TEACHER_BACKEND"}
     environment = (
         inherited
-        | visible(args.count)
+        | visible(args.count, args.first)
         | {
             "JAX_COMPILATION_CACHE_DIR": cache,  # empty: every compile time is a cold one
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")])),
@@ -194,12 +226,17 @@ def run(
             launch += ["-m", "torch.distributed.run", "--standalone"]
             launch += [f"--nproc_per_node={args.count}"]
         command = [*launch, "-m", f"scripts.bench.{script}", str(asked), str(answer)]
-        try:
-            code = subprocess.run(
-                command, stdout=output, stderr=output, timeout=args.timeout, env=environment
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"none after {args.timeout} s"
+        # A session of its own, of which none is left: what torchrun starts outlives torchrun.
+        with subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        ) as process:
+            try:
+                code = process.wait(args.timeout)
+            except subprocess.TimeoutExpired:
+                code = f"none after {args.timeout} s"
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
         if code == 0 and answer.exists():
             about = {"program": name} | ({"devices": args.count} if args.count else {})
             return [row | about for row in json.loads(answer.read_text())]
@@ -207,19 +244,25 @@ def run(
     return [{"program": name, "error": f"status {code}, {said[-1][:300]} ({log})"}]
 
 
-def visible(count: int) -> dict[str, str]:
-    """Variables that show a process the first `count` devices; 0: all."""
+def visible(count: int, first: int = 0) -> dict[str, str]:
+    """Variables that show a process `count` devices, from the `first` of the host's; 0: all."""
     if not count:
         return {}
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + count)))}
+
+
+@functools.cache
+def ask_torch() -> subprocess.CompletedProcess[str]:
+    """A process that imports PyTorch and says whether it finds a GPU."""
+    look = "import torch, transformers; print(torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", look], capture_output=True, text=True)
 
 
 def why_not(variant: str, args: argparse.Namespace) -> str:
     """Why PyTorch's variants cannot run here; empty if they can."""
-    look = "import torch, transformers; print(torch.cuda.is_available())"
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True)
+    done = ask_torch()
     if done.returncode:
         return f"{variant}: skipped, {done.stderr.strip().splitlines()[-1]}"
     if "True" not in done.stdout and SHAPES.get(args.teacher, SHAPES["7b"]).hidden > 512:
@@ -267,6 +310,7 @@ def middle(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def add_rates(rows: list[dict[str, Any]], matmul: float | None, args: argparse.Namespace) -> None:
     """FLOP/s of every row, its share of the plain product's, and the speed over the best peer's."""
     specs = [spec_of(model_file(s, args.folder)) for s in (args.teacher, args.student)]
+    first = next((row["losses"] for row in rows if row.get("losses")), [])
     for row in rows:
         if "error" in row:
             continue
@@ -293,6 +337,9 @@ def add_rates(rows: list[dict[str, Any]], matmul: float | None, args: argparse.N
         ]
         if alone and "devices" in row:
             row["of_linear"] = row["tokens_per_s"] / (row["devices"] * alone[0])
+        if row.get("losses"):
+            row["last_loss"] = row["losses"][-1]
+            row["loss_off"] = max(abs(a - b) for a, b in zip(row["losses"], first, strict=True))
 
 
 # Heading, figure and its form; a table has the columns that a row of it fills.
@@ -315,6 +362,19 @@ STEP_TABLE = [
     ("compile, s", "compile_s", ".1f"),
     ("first step, s", "first_step_s", ".1f"),
     ("x best peer", "over_peer", ".2f"),
+    ("last of the first losses", "last_loss", ".5f"),
+    ("off the first row's, at most", "loss_off", ".1e"),
+]
+# Of two steps under the profiler, on the first device, a step; "alone": with nothing beside.
+PROFILE_TABLE = [
+    ("program", "program", ""),
+    ("devices", "devices", "d"),
+    ("step, ms", "step_ms", ",.1f"),
+    ("sums by NCCL, ms", "sums_ms", ".1f"),
+    ("alone", "sums_alone_ms", ".1f"),
+    ("copies, ms", "copies_ms", ".1f"),
+    ("alone", "copies_alone_ms", ".1f"),
+    ("idle, ms", "idle_ms", ".1f"),
 ]
 HOST_TABLE = [
     ("program", "program", ""),
@@ -341,7 +401,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     """All tables that the rows fill, as Markdown, and what failed."""
     good = [row for row in rows if "error" not in row]
     hosts = [row for row in good if "host_share" in row]
-    tables = [(STEP_TABLE, good), (HOST_TABLE, hosts)]
+    profiled = [row for row in good if "idle_ms" in row]
+    tables = [(STEP_TABLE, good), (HOST_TABLE, hosts), (PROFILE_TABLE, profiled)]
     parts = [table(columns, filled) for columns, filled in tables if filled]
     return "\n\n".join(parts + [f"{r['program']}: {r['error']}" for r in rows if "error" in r])
 
@@ -356,45 +417,153 @@ def check(args: argparse.Namespace) -> list[str]:
     return variants
 
 
-def main(argv: list[str] | None = None) -> int:
+class Case(NamedTuple):
+    """A variant on a number of devices."""
+
+    variant: str
+    count: int  # 0: all that there are
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """What one table measures, in this order. Raises `UserError` as `check` does."""
+    counts = [int(part) for part in args.devices.split(",")] if args.devices else [0]
+    cases = [
+        Case(variant.replace("{devices}", str(count)), count)
+        for variant, count in itertools.product(check(args), counts)
+        if count > 1 or "{devices}" not in variant  # one device has nothing to split
+    ]
+    if args.losses:  # in smaller parts: how far another order of sums moves a loss
+        parts = 2 * args.strong // args.rows
+        cases.insert(0, Case(f"{args.variants}:train.microbatches={parts}", 1))
+    return cases
+
+
+def groups_of(cases: list[Case], side_by_side: bool) -> Iterator[list[Case]]:
+    """Neighbours that together need no more devices than the largest case run at once."""
+    most, group = max((case.count for case in cases), default=0), []
+    for case in cases:
+        if group and not (side_by_side and sum(c.count for c in [*group, case]) <= most):
+            yield group
+            group = []
+        group.append(case)
+    if group:
+        yield group
+
+
+def measure_group(group: list[Case], args: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    """Rows of each case, each on devices of its own."""
+    firsts = itertools.accumulate((case.count for case in group), initial=0)
+    asked = [
+        argparse.Namespace(**vars(args) | {"count": case.count, "first": first})
+        for case, first in zip(group, firsts, strict=False)
+    ]
+    with ThreadPoolExecutor(len(group)) as pool:
+        return list(pool.map(measure, (case.variant for case in group), asked))
+
+
+def tables_of(argv: list[str] | None) -> list[tuple[str, argparse.Namespace, list[Case]]]:
+    """Title, arguments and cases of each table. Raises `UserError` for what cannot be measured."""
     args = arguments(argv)
+    if not args.scaling:
+        return [("", args, cases_of(args))]
+    if not args.devices:
+        raise UserError("--scaling needs the numbers of devices, such as --devices=1,2,4,8.")
+    tables = []
+    for changes in SCALING:
+        args = arguments(argv, **changes)
+        rows = (
+            f"{args.strong} x {args.length} together"
+            if args.strong
+            else f"{args.rows} x {args.length} a device"
+        )
+        title = f"{args.teacher} to {args.student}, {rows}"
+        title += f", masters split over up to {args.split}" if args.split > 2 else ""
+        tables.append((title, args, cases_of(args)))
+    return tables
+
+
+def measure_table(
+    args: argparse.Namespace,
+    cases: list[Case],
+    rows: list[dict[str, Any]],
+    deadline: float,
+) -> Iterator[list[dict[str, Any]]]:
+    """All rows there are after each group of cases, `rows` being those of an earlier command."""
+    done = {(row["program"], row.get("devices", 0)) for row in rows}
+    rounds = {case: [] for case in cases if case not in done}
+    longest = 0.0
+    for _ in range(args.rounds):
+        for group in groups_of(list(rounds), args.scaling):
+            start = time.perf_counter()
+            left = deadline - start
+            if left < max(longest, 30.0):
+                print(f"{left:.0f} s are left: stopped before {group[0]}", flush=True)
+                return
+            args.timeout = min(args.timeout, left - 5)
+            found = measure_group(group, args)
+            took = time.perf_counter() - start
+            longest = max(longest, took)
+            for case, measured in zip(group, found, strict=True):
+                rounds[case].append(measured)
+                for row in measured:
+                    speed = row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s"
+                    where = f" on {case.count}" if case.count else ""
+                    print(f"{row['program']}{where}: {speed} ({took:.0f} s)", flush=True)
+            yield rows + [row for made in rounds.values() if made for row in middle(made)]
+
+
+def main(argv: list[str] | None = None) -> int:
     try:
-        variants = check(args)
+        tables = tables_of(argv)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    args.folder.mkdir(parents=True, exist_ok=True)
+    first = tables[0][1]
+    deadline = time.perf_counter() + (first.limit or float("inf"))
+    first.folder.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = {}
+    if first.scaling and first.json and first.json.exists():
+        kept = {document["title"]: document for document in json.loads(first.json.read_text())}
+    with ThreadPoolExecutor(1) as pool:  # a large model's file is written while others are timed
+        made = [pool.submit(make_files, args) for _, args, _ in tables]
+        made[0].result()
+        asked = dataclasses.asdict(
+            Request({"train.compute_dtype": first.dtype}, [], matmul=first.matmul)
+        )
+        (rate,) = run("program", asked, "matmul", first)
+        product = rate.get("matmul_flops")
+        print(rate.get("devices", rate.get("error")))
+        if product:
+            print(
+                f"a {first.matmul}^3 {first.dtype} product: {product / 1e12:.4g} TFLOP/s",
+                flush=True,
+            )
+        for (title, args, cases), files in zip(tables, made, strict=True):
+            files.result()
+            before = [r for r in kept.get(title, {}).get("rows", []) if "error" not in r]
+            for rows in measure_table(args, cases, before, deadline):
+                add_rates(rows, product, args)
+                settings = {k: str(v) for k, v in vars(args).items()}
+                kept[title] = dict(
+                    title=title,
+                    devices=rate.get("devices"),
+                    matmul_flops=product,
+                    settings=settings,
+                    rows=rows,
+                )
+                if args.json:  # now, so that a command that is cut short keeps what it measured
+                    args.json.write_text(json.dumps(list(kept.values()), indent=1))
+    found = [row for document in kept.values() for row in document["rows"]]
+    for title, document in kept.items():
+        print(
+            f"\n{title}\n\n{report(document['rows'])}" if title else f"\n{report(document['rows'])}"
+        )
+    return 1 if any("error" in row and row["program"] not in TORCH for row in found) else 0
+
+
+def make_files(args: argparse.Namespace) -> None:
     for shape in (args.teacher, args.student):
         model_file(shape, args.folder)
-    asked = dataclasses.asdict(Request({"train.compute_dtype": args.dtype}, [], matmul=args.matmul))
-    (rate,) = run("program", asked, "matmul", args)
-    product = rate.get("matmul_flops")
-    print(rate.get("devices", rate.get("error")))
-    if product:
-        print(f"a {args.matmul}^3 {args.dtype} product: {product / 1e12:.4g} TFLOP/s", flush=True)
-    counts = [int(part) for part in args.devices.split(",")] if args.devices else [0]
-    cases = list(itertools.product(variants, counts))
-    rounds: dict[tuple[str, int], list[list[dict[str, Any]]]] = {case: [] for case in cases}
-    rows: list[dict[str, Any]] = []
-    for _ in range(args.rounds):
-        for variant, args.count in cases:
-            start = time.perf_counter()
-            rounds[variant, args.count].append(measure(variant, args))
-            took = time.perf_counter() - start
-            for row in rounds[variant, args.count][-1]:
-                speed = row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s"
-                where = f" on {args.count}" if args.count else ""
-                print(f"{row['program']}{where}: {speed} ({took:.0f} s)", flush=True)
-            rows = [row for found in rounds.values() if found for row in middle(found)]
-            add_rates(rows, product, args)
-            if args.json:  # now, so that a command that is cut short keeps what it measured
-                settings = {k: str(v) for k, v in vars(args).items()}
-                document = dict(
-                    devices=rate.get("devices"), matmul_flops=product, settings=settings, rows=rows
-                )
-                args.json.write_text(json.dumps(document, indent=1))
-    print("\n" + report(rows))
-    return 1 if any("error" in row and row["program"] not in TORCH for row in rows) else 0
 
 
 if __name__ == "__main__":
