@@ -110,7 +110,7 @@ def full_engine(model: Model, args: argparse.Namespace, slots: int) -> Any:
         for i, n in enumerate(lengths)
     ]
     programs = dict(functions=model.functions, spread=model.spread)
-    engine = decoding._Engine(programs, model.params, rows, sampling, model.real_vocab, slots, 1)
+    engine = decoding._Engine(programs, model.params, rows, sampling, model.real_vocab, slots, 1, 0)
     # Of a row in flight, half of an answer is written on average, and long ones are met more often.
     limits = np.asarray(drawn(args.answer_tokens, 16 * slots, rng))
     met = rng.choice(limits, slots, p=limits / limits.sum())
