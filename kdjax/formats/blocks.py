@@ -23,17 +23,32 @@ from kdjax.formats.kquants import SEARCHED, encode_k
 _ENCODE_ELEMENTS = 1 << 20
 
 
+class Whole(NamedTuple):
+    """Numbers as whole ones, in groups that share a factor and a minimum: factor * q - minimum."""
+
+    q: Array  # int8 or uint8 [..., n]
+    factors: Array  # float32 [..., groups]
+    minimums: Array | None = None  # likewise; None: 0
+
+    def numbers(self) -> Array:
+        """float32 `[..., n]`."""
+        q = _shape(self.q, self.factors.shape[-1], -1).astype(jnp.float32)
+        x = self.factors[..., None] * q
+        x = x if self.minimums is None else x - self.minimums[..., None]
+        return x.reshape(self.q.shape)
+
+
 class BlockType(NamedTuple):
     """One storage type: what a block holds, in order, and what that means.
 
     A field of 2 bytes is one word, uint16 `[...]`; any other is uint8 `[..., size]`. `decode` maps
-    the fields of a block to its numbers, float32 `[..., elements]`.
+    the fields of a block to its numbers, `Whole` or float32 `[..., elements]`.
     """
 
     elements: int
     fields: tuple[int, ...]  # sizes in bytes
     ggml: int  # its number in GGUF files, `enum ggml_type` in ggml.h
-    decode: Callable[..., Array]
+    decode: Callable[..., Array | Whole]
 
     @property
     def nbytes(self) -> int:
@@ -103,74 +118,63 @@ def _bf16(word: Array) -> Array:
     return lax.bitcast_convert_type(word, jnp.float32)[..., None]
 
 
-def _q4_0(d: Array, low: Array) -> Array:
-    q = _nibbles(low, 16).astype(jnp.int8) - 8
-    return _f16(d) * q.astype(jnp.float32)
+def _q4_0(d: Array, low: Array) -> Whole:
+    return Whole(_nibbles(low, 16).astype(jnp.int8) - 8, _f16(d))
 
 
-def _q4_1(d: Array, minimum: Array, low: Array) -> Array:
-    q = _nibbles(low, 16).astype(jnp.float32)
-    return _f16(d) * q + _f16(minimum)
+def _q4_1(d: Array, minimum: Array, low: Array) -> Whole:
+    return Whole(_nibbles(low, 16), _f16(d), -_f16(minimum))
 
 
-def _q5_0(d: Array, high: Array, low: Array) -> Array:
-    q = (_nibbles(low, 16) | _fifth_bits(high)).astype(jnp.int8) - 16
-    return _f16(d) * q.astype(jnp.float32)
+def _q5_0(d: Array, high: Array, low: Array) -> Whole:
+    return Whole((_nibbles(low, 16) | _fifth_bits(high)).astype(jnp.int8) - 16, _f16(d))
 
 
-def _q5_1(d: Array, minimum: Array, high: Array, low: Array) -> Array:
-    q = (_nibbles(low, 16) | _fifth_bits(high)).astype(jnp.float32)
-    return _f16(d) * q + _f16(minimum)
+def _q5_1(d: Array, minimum: Array, high: Array, low: Array) -> Whole:
+    return Whole(_nibbles(low, 16) | _fifth_bits(high), _f16(d), -_f16(minimum))
 
 
-def _q8_0(d: Array, q: Array) -> Array:
-    q = lax.bitcast_convert_type(q, jnp.int8)
-    return _f16(d) * q.astype(jnp.float32)
+def _q8_0(d: Array, q: Array) -> Whole:
+    return Whole(lax.bitcast_convert_type(q, jnp.int8), _f16(d))
 
 
-def _scale_and_minimum(d: Array, dmin: Array, scales: Array, q: Array) -> Array:
+def _scale_and_minimum(d: Array, dmin: Array, scales: Array, q: Array) -> Whole:
     """`d * scale * q - dmin * minimum` for eight groups of 32, as Q4_K and Q5_K share it."""
     # Exact on every backend, fused multiply-add or not: d has 11 significant bits, a scale 6 and
     # q at most 5, so both products fit the 24 of float32 and only the subtraction rounds.
     factors, minimums = _six_bit_scales(scales)
-    factors, minimums = _f16(d) * factors, _f16(dmin) * minimums
-    x = factors[..., None] * _shape(q, 8, 32).astype(jnp.float32) - minimums[..., None]
-    return x.reshape(q.shape)
+    return Whole(q, _f16(d) * factors, _f16(dmin) * minimums)
 
 
-def _q4_k(d: Array, dmin: Array, scales: Array, low: Array) -> Array:
+def _q4_k(d: Array, dmin: Array, scales: Array, low: Array) -> Whole:
     return _scale_and_minimum(d, dmin, scales, _nibbles(low, 32))
 
 
-def _q5_k(d: Array, dmin: Array, scales: Array, high: Array, low: Array) -> Array:
+def _q5_k(d: Array, dmin: Array, scales: Array, high: Array, low: Array) -> Whole:
     fifth = _fields(high, tuple(range(8)), 1)
     q = _nibbles(low, 32)
     return _scale_and_minimum(d, dmin, scales, q | (fifth.reshape(q.shape) << 4))
 
 
-def _q6_k(low: Array, high: Array, scales: Array, d: Array) -> Array:
+def _q6_k(low: Array, high: Array, scales: Array, d: Array) -> Whole:
     low = _nibbles(low, 64)
     high = _fields(_shape(high, 2, 32), (0, 2, 4, 6), 3)
     q = (low | (high.reshape(low.shape) << 4)).astype(jnp.int8) - 32
     factors = lax.bitcast_convert_type(scales, jnp.int8).astype(jnp.float32)
-    factors = _f16(d) * factors
-    return (factors[..., None] * _shape(q, 16, 16).astype(jnp.float32)).reshape(q.shape)
+    return Whole(q, _f16(d) * factors)
 
 
-def _q2_k(scales: Array, low: Array, d: Array, dmin: Array) -> Array:
-    q = _quarters(low)
+def _q2_k(scales: Array, low: Array, d: Array, dmin: Array) -> Whole:
     factors, minimums = _f16(d) * (scales & 15).astype(jnp.float32), _f16(dmin) * (scales >> 4)
-    x = factors[..., None] * _shape(q, 16, 16).astype(jnp.float32) - minimums[..., None]
-    return x.reshape(q.shape)
+    return Whole(_quarters(low), factors, minimums)
 
 
-def _q3_k(high: Array, low: Array, scales: Array, d: Array) -> Array:
+def _q3_k(high: Array, low: Array, scales: Array, d: Array) -> Whole:
     q = _quarters(low).astype(jnp.int8)
     third = _fields(high, tuple(range(8)), 1).reshape(q.shape)  # 0 means four less
     q = q + (third << 2).astype(jnp.int8) - 4
     factors = _nibbles(scales[..., :8], 8) | (_quarters(scales[..., 8:], 4) << 4)
-    factors = _f16(d) * (factors.astype(jnp.int8) - 32).astype(jnp.float32)
-    return (factors[..., None] * _shape(q, 16, 16).astype(jnp.float32)).reshape(q.shape)
+    return Whole(q, _f16(d) * (factors.astype(jnp.int8) - 32).astype(jnp.float32))
 
 
 def _trits(data: Array, count: int) -> Array:
@@ -322,8 +326,18 @@ def decode_fields(
     Computed in float32 as `dequantize_row_*` in ggml-quants.c does, bit for bit, then cast to
     `out_dtype`.
     """
-    values = block_type(dtype_name).decode(*fields)
+    found = block_type(dtype_name).decode(*fields)
+    values = found.numbers() if isinstance(found, Whole) else found
     return values.reshape(*values.shape[:-2], -1).astype(out_dtype)
+
+
+def read_whole(fields: Sequence[Array], dtype_name: str) -> Whole | None:
+    """What `split` gave as whole numbers, of blocks joined to rows; None for types of others."""
+    found = block_type(dtype_name).decode(*fields)
+    if not isinstance(found, Whole):
+        return None
+    parts = (x if x is None else x.reshape(*x.shape[:-2], -1) for x in found)
+    return Whole(*parts)
 
 
 def decode(

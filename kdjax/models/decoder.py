@@ -23,6 +23,7 @@ from kdjax.models.arch import ACTIVATIONS, ArchSpec, local_rope, rope_frequencie
 from kdjax.models.attention import attend, attend_and_keep
 from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles
 from kdjax.models.weights import (
+    Joined,
     Rounded,
     Scaled,
     Weight,
@@ -31,6 +32,7 @@ from kdjax.models.weights import (
     gate_rows,
     gather_shards,
     join,
+    make_ready,
     project,
     project_all,
     round_for,
@@ -72,8 +74,12 @@ class Compute:
         XLA's CPU backend widens bf16 one number after another at each product, which takes twenty
         times as long as one row's: there they lie wide.
         """
-        on_cpu = self.placement is not None and self.placement.platform == "cpu"
-        return jnp.dtype(jnp.float32 if on_cpu else self.dtype)
+        return jnp.dtype(jnp.float32 if self.on_cpu else self.dtype)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is placed on a CPU."""
+        return self.placement is not None and self.placement.platform == "cpu"
 
 
 class Linear(nnx.Module):
@@ -502,13 +508,13 @@ class Decoder(nnx.Module):
         half = dtype in (jnp.bfloat16, jnp.float16) and width >= 16 and width & (width - 1) == 0
         return half and placement is not None and placement.kernels
 
-    def unstack(self) -> "Layers":
+    def unstack(self, *, narrow: bool = False) -> "Layers":
         """The weights of each layer as one id a row multiplies them best.
 
-        Numbers of `product_dtype`, an array a layer, those that multiply the same rows joined;
-        float8 stays so.
+        Numbers of `product_dtype`, or, for one row on a CPU, `narrow` ones; an array a layer, those
+        that multiply the same rows joined; float8 stays so.
         """
-        slices, read = slice_layers(nnx.state(self.blocks))
+        slices, read = slice_layers(nnx.state(self.blocks), narrow=narrow)
         groups = [("attn", "qkv"), ("attn", "o"), ("mlp", ("gate", "up")), ("mlp", ("down",))]
 
         def one(index: int) -> Params:
@@ -517,12 +523,21 @@ class Decoder(nnx.Module):
                 linears = [weights[part][name] for name in names]
                 found = [linear["weight"] for linear in linears]
                 if not isinstance(found[0], Scaled):
-                    found = join([from_bits(x).astype(self.compute.product_dtype) for x in found])
+                    found = join([self._make_ready(x, narrow=narrow) for x in found])
                 for linear, weight in zip(linears, found, strict=True):
                     linear["weight"] = weight
             return weights
 
         return tuple(map(one, range(self.spec.num_layers)))
+
+    def _make_ready(self, weight: Any, *, narrow: bool) -> Any:
+        return make_ready(weight, self.compute.product_dtype, narrow=narrow)
+
+    def ready_head(self, *, narrow: bool) -> Array | Joined:
+        """The unembedding as `unstack` makes the layers; numbers unless `narrow`."""
+        weight = (self.embed if self.head is None else self.head).get_value()
+        ready = self._make_ready(weight, narrow=narrow)
+        return join([ready])[0] if narrow else ready
 
     def head_weight(self) -> Float[Array, "V D"]:
         """The unembedding, `[V, D]`, as numbers; the embedding itself if tied."""
@@ -625,6 +640,7 @@ class DecoderFunctions(ModuleFunctions):
     prefill = _of_params(Decoder.prefill)
     extend = _of_params(Decoder.extend)
     unstack = _of_params(Decoder.unstack)
+    ready_head = _of_params(Decoder.ready_head)
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:

@@ -290,20 +290,30 @@ def _prompts_at_once(slots: int) -> int:
 
 
 def prepare_weights(
-    params: Params, *, functions: DecoderFunctions, spread: Spread | None
-) -> tuple[Layers | None, Array]:
-    """What each id multiplies, ready for products: the layers, if there is room, and the head."""
-    unstack = _has_room(functions, spread)
-    return _prepare(params, functions=functions, spread=spread, unstack=unstack)
+    params: Params, *, functions: DecoderFunctions, spread: Spread | None, rows: int | None = None
+) -> tuple[Layers | None, Any]:
+    """What each id multiplies, ready for products: the layers, if there is room, and the head.
+
+    On a CPU one row is multiplied with weights as narrow as they are stored: it takes as long as
+    their bytes.
+    """
+    narrow = rows == 1 and functions.compute.on_cpu
+    static = dict(functions=functions, spread=spread, unstack=_has_room(functions, spread))
+    return _prepare(params, **static, narrow=narrow)
 
 
-@functools.partial(jax.jit, static_argnames=("functions", "spread", "unstack"))
+@functools.partial(jax.jit, static_argnames=("functions", "spread", "unstack", "narrow"))
 def _prepare(
-    params: Params, *, functions: DecoderFunctions, spread: Spread | None, unstack: bool
-) -> tuple[Layers | None, Array]:
-    def prepare(params: Params) -> tuple[Layers | None, Array]:
-        head = functions.head(params).astype(functions.compute.product_dtype)
-        return functions.unstack(params) if unstack else None, head
+    params: Params,
+    *,
+    functions: DecoderFunctions,
+    spread: Spread | None,
+    unstack: bool,
+    narrow: bool = False,
+) -> tuple[Layers | None, Any]:
+    def prepare(params: Params) -> tuple[Layers | None, Any]:
+        layers = functions.unstack(params, narrow=narrow) if unstack else None
+        return layers, functions.ready_head(params, narrow=narrow)
 
     return map_rows(prepare, spread, outs=P())(params)
 
@@ -397,7 +407,7 @@ def _fill(
 def _advance(
     params: Params,
     layers: Layers | None,
-    head: Array,
+    head: Any,
     slots: _Slots,
     seed: Array,
     ended: Array,
@@ -414,7 +424,7 @@ def _advance(
     """
 
     def advance(
-        params: Params, layers: Layers | None, head: Array, slots: _Slots, seed: Array, ended: Array
+        params: Params, layers: Layers | None, head: Any, slots: _Slots, seed: Array, ended: Array
     ) -> Any:
         base = jax.random.key(seed)
         keys = jax.vmap(lambda row: jax.random.fold_in(base, row))(slots.numbers)
@@ -624,7 +634,7 @@ class _Engine:
         capacity = _room_for(max(longest, room))
         opened = _open(params, **programs, slots=slots, capacity=capacity)
         self._slots = _lay_beside(params, opened)
-        self._layers, self._head = prepare_weights(params, **programs)
+        self._layers, self._head = prepare_weights(params, **programs, rows=self._local)
         # What only the host looks at is no part of a program: other values compile nothing anew.
         on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
         self._seed = np.uint32(sampling.seed % 2**32)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import ROW_AXES, ROWS, replicated
-from kdjax.formats.blocks import decode_fields
+from kdjax.formats.blocks import Whole, decode_fields, read_whole
 from kdjax.models import kernels
 from kdjax.models.kernels import EXCLUDED, FP8, fp8_scales
 
@@ -31,6 +31,7 @@ _BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FP8): jnp.uint8}
 _NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in _BITS.items()}
 _FEW = 64  # rows whose product takes no longer than the widening of a matrix
 _WIDENED = 2**20  # numbers of a matrix that are float32 at a time
+_GROUP = 16  # numbers of a `Grouped` row that share a factor: what all block types' groups hold
 
 
 def to_bits(x: Array) -> Array:
@@ -76,6 +77,56 @@ class Packed:
         """The numbers, `[..., out, in]`."""
         return decode_fields(self.fields, self.block, self.dtype)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether `regroup` can make them whole numbers."""
+        exact = jnp.dtype(self.dtype) == jnp.float32  # rounded ones are no longer factor * q
+        return exact and jax.eval_shape(self._read_whole) is not None
+
+    def _read_whole(self) -> Whole | None:
+        return read_whole(self.fields, self.block)
+
+    def regroup(self, *, minimums: bool = False) -> "Grouped":
+        """The matrix `[out, in]` as whole numbers; with `minimums` also where all are 0."""
+        whole = self._read_whole()
+        assert whole is not None
+        q, factors, lowest = whole
+        if minimums and lowest is None:
+            lowest = jnp.zeros_like(factors)
+        repeats = q.shape[1] // factors.shape[1] // _GROUP
+        pieces = q.reshape(q.shape[0], -1, _GROUP).swapaxes(1, 2).reshape(q.shape)
+        shared = (x if x is None else jnp.repeat(x, repeats, axis=1) for x in (factors, lowest))
+        return Grouped(pieces.astype(jnp.int8), *shared)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """A matrix `[out, in]` as whole numbers, laid for the product with one row on a CPU.
+
+    A row's groups of `_GROUP` numbers share a factor and a minimum: factor * q - minimum. First
+    come the first numbers of all groups, then the second ones, and so on.
+    """
+
+    values: Any  # int8 [out, in]
+    factors: Any  # float32 [out, groups]
+    minimums: Any  # float32 [out, groups], or None
+
+    def project(self, x: Float[Array, "N D"]) -> Float32[Array, "N F"]:
+        """x W^T. One row reads a byte a number; of several, numbers are widened first."""
+        groups = x.astype(jnp.float32).reshape(x.shape[0], -1, _GROUP)
+        turned = groups.swapaxes(1, 2).reshape(x.shape)
+        if x.shape[0] == 1:
+            sums = _add_pieces(turned, self.values, self.factors.shape[1], _to_float32)
+            y = _add_columns(sums * self.factors)[None]
+        else:
+            wide = _to_float32(self.values).reshape(self.values.shape[0], _GROUP, -1)
+            wide = (wide * self.factors[:, None]).reshape(self.values.shape)
+            y = jnp.einsum("ND,FD->NF", turned, wide)
+        if self.minimums is None:
+            return y
+        return y - jnp.einsum("NG,FG->NF", jnp.sum(groups, axis=-1), self.minimums)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +141,16 @@ class Mixed:
     which: Any  # int32 [L], index into `stacks`
     slot: Any  # int32 [L], index into that stack
 
-    def decode(self, which: Int[Array, ""], slot: Int[Array, ""]) -> Array:
-        """The numbers of one layer, `[out, in]`; only its own type is decoded."""
+    def decode(
+        self,
+        which: Int[Array, ""],
+        slot: Int[Array, ""],
+        read: Callable[[Packed], Any] = Packed.decode,
+    ) -> Any:
+        """The numbers of one layer, `[out, in]`, or what `read` makes; only its type is decoded."""
 
-        def branch(stack: Packed) -> Callable[[Array], Array]:
-            return lambda slot: gather_shards(stack[slot]).decode()
+        def branch(stack: Packed) -> Callable[[Array], Any]:
+            return lambda slot: read(gather_shards(stack[slot]))
 
         return jax.lax.switch(which, [branch(stack) for stack in self.stacks], slot)
 
@@ -153,17 +209,25 @@ class Scaled:
 class Joined:
     """Matrices that multiply the same rows as one `[out, in]`, at the place of the first.
 
-    The others are matrices of no row. The product is one of their own dtype.
+    The others are matrices of no row. The product is one of their own dtype. For one row on a CPU
+    they may be `Grouped`, or the bits of bf16.
     """
 
     values: Any
     sizes: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # rows of each
 
 
-def join(weights: Sequence[Array]) -> list[Array | Joined]:
-    """What takes the places of several matrices of numbers for `project_all`, or of one."""
-    none = jnp.zeros((0, weights[0].shape[1]), weights[0].dtype)
-    whole = Joined(jnp.concatenate(weights), tuple(w.shape[0] for w in weights))
+def join(weights: Sequence[Array | Grouped]) -> list[Array | Joined]:
+    """What takes the places of several matrices of one kind for `project_all`, or of one.
+
+    Matrices of several kinds stay apart.
+    """
+    if len({jax.tree.structure(w) for w in weights}) > 1:
+        return [one for w in weights for one in join([w])]
+    first = jax.tree.leaves(weights[0])[0]
+    none = jnp.zeros((0, first.shape[1]), first.dtype)
+    sizes = tuple(jax.tree.leaves(w)[0].shape[0] for w in weights)
+    whole = Joined(jax.tree.map(lambda *x: jnp.concatenate(x), *weights), sizes)
     return [whole, *[none] * (len(weights) - 1)]
 
 
@@ -192,11 +256,62 @@ def project(x: Array | Rounded, weight: Array | Scaled | Joined) -> Float[Array,
         return weight.project(x)
     assert not isinstance(x, Rounded)  # float8 is for `Scaled` weights only
     if isinstance(weight, Joined):
-        values = weight.values
-        return jnp.einsum("ND,FD->NF", x.astype(values.dtype), values).astype(x.dtype)
+        return _project_ready(x, weight.values).astype(x.dtype)
     if weight.dtype == jnp.uint16 and x.shape[0] <= _FEW:
         return _project_bits(x, weight).astype(x.dtype)
     return jnp.einsum("ND,FD->NF", x, from_bits(weight).astype(x.dtype))
+
+
+def _project_ready(x: Float[Array, "N D"], weight: Array | Grouped) -> Float[Array, "N F"]:
+    """x W^T for what `make_ready` gave."""
+    if isinstance(weight, Grouped):
+        return weight.project(x)
+    if weight.dtype != jnp.uint16:
+        return jnp.einsum("ND,FD->NF", x.astype(weight.dtype), weight)
+    wide, pieces = x.astype(jnp.float32), _count_pieces(weight.shape[1])
+    if pieces and x.shape[0] == 1:
+        return _add_columns(_add_pieces(wide, weight, weight.shape[1] // pieces, _widen))[None]
+    return jnp.einsum("ND,FD->NF", wide, _widen(weight))
+
+
+def _to_float32(x: Array) -> Array:
+    return x.astype(jnp.float32)
+
+
+def _widen(bits: Array) -> Array:
+    """The bits of bf16 as float32, by a shift, which runs in vectors."""
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
+def _count_pieces(width: int) -> int:
+    """The least number of pieces, 16 or more, of equal widths that are multiples of 16; 0 for none.
+
+    More are slower. Of fewer XLA computes what makes x again for each row of the matrix: it repeats
+    code up to 15 times, whatever barrier there is.
+    """
+    return next((n for n in range(16, width // 16 + 1) if width % (16 * n) == 0), 0)
+
+
+def _add_pieces(
+    x: Float32[Array, "1 D"], weight: Array, width: int, read: Callable[[Array], Array]
+) -> Float32[Array, "F width"]:
+    """The sum over pieces of `width` columns of x times the weight as `read` makes float32 of it.
+
+    XLA's CPU backend converts and multiplies in vectors here; it does not where it converts and
+    reduces at once, which takes four to ten times as long.
+    """
+    # x is written before each row of the matrix reads it. And tied to it the weight is nothing that
+    # a loop over ids could convert once for all of them, four bytes a number.
+    x, weight = jax.lax.optimization_barrier((x, weight))
+    places = range(0, x.shape[1], width)
+    parts = (x[:, i : i + width] * read(weight[:, i : i + width]) for i in places)
+    return functools.reduce(jnp.add, parts)
+
+
+def _add_columns(x: Float32[Array, "F W"]) -> Float32[Array, " F"]:
+    """The sum over the last axis, as a product, which is faster; what is added is written first."""
+    ones = jnp.ones(x.shape[1], jnp.float32)
+    return jnp.einsum("FW,W->F", jax.lax.optimization_barrier(x), ones)
 
 
 def _project_bits(x: Float[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
@@ -210,8 +325,7 @@ def _project_bits(x: Float[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
     wide, starts = x.astype(jnp.float32), range(0, rows, most)
 
     def part(_: None, start: Array) -> tuple[None, Array]:
-        words = jax.lax.dynamic_slice_in_dim(bits, start, most).astype(jnp.uint32) << 16
-        numbers = jax.lax.bitcast_convert_type(words, jnp.float32)
+        numbers = _widen(jax.lax.dynamic_slice_in_dim(bits, start, most))
         return None, jnp.einsum("ND,FD->NF", wide, numbers)
 
     # The last part begins where it has as many rows as the others.
@@ -234,9 +348,11 @@ def project_all(
     joins them without a pass of its own, and the backward pass makes one gradient of x in place of
     a sum of several. Not where `tensor` splits rows: joining would move them between devices.
     """
-    first, single = weights[0], [w for w in weights if not isinstance(w, Joined)]
-    if isinstance(first, Joined):
-        return jnp.split(project(x, first), np.cumsum(first.sizes)[:-1], axis=-1)
+    joined = [w for w in weights if isinstance(w, Joined)]
+    if joined:
+        parts = (jnp.split(project(x, w), np.cumsum(w.sizes)[:-1], axis=-1) for w in joined)
+        return [y for split in parts for y in split]
+    single = [w for w in weights if not isinstance(w, Joined)]
     numbers = [from_bits(w) for w in single if not isinstance(w, Scaled)]
     cast = bool(numbers) and numbers[0].dtype != x.dtype
     if not cast or (placement is not None and placement.mesh.shape["tensor"] > 1):
@@ -265,11 +381,16 @@ def gate_rows(
     return jax.lax.optimization_barrier(product) if isinstance(x, Rounded) else product
 
 
-def unembed(hidden: Float[Array, "B T D"], head: Array | Scaled) -> Float32[Array, "B T V"]:
-    """Logits of hidden states, for a head that is numbers or `Scaled`.
+def unembed(
+    hidden: Float[Array, "B T D"], head: Array | Scaled | Joined
+) -> Float32[Array, "B T V"]:
+    """Logits of hidden states, for a head that is numbers, `Scaled`, or ready for few rows.
 
     float32 out of the product: bf16 logits put an error of 4% on a KL of 3e-3.
     """
+    if isinstance(head, Joined):
+        flat = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
+        return _project_ready(flat, head.values).reshape(*hidden.shape[:-1], -1)
     if isinstance(head, Scaled):
         flat = hidden.reshape(-1, hidden.shape[-1])
         # Rounded by XLA and not by our kernel: after the kernel, XLA schedules the logits earlier
@@ -299,11 +420,24 @@ def decode_weight(weight: Array | Packed | Scaled) -> Array:
     return weight.decode() if isinstance(weight, Packed | Scaled) else from_bits(weight)
 
 
-def slice_layers(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
+def make_ready(
+    weight: Array | Packed | Scaled | Grouped, dtype: DTypeLike, *, narrow: bool
+) -> Array | Grouped:
+    """A weight as products of few rows take it: numbers of `dtype`, or no wider than stored."""
+    if narrow and isinstance(weight, Packed) and weight.is_whole:
+        return weight.regroup()
+    if isinstance(weight, Grouped):
+        return weight
+    bits = to_bits(decode_weight(weight))
+    return bits if narrow and bits.dtype == jnp.uint16 else from_bits(bits).astype(dtype)
+
+
+def slice_layers(stacked: Any, *, narrow: bool = False) -> tuple[Any, Callable[[Any], Any]]:
     """What a scan over layers slices, and the function from a slice to the layer's weights.
 
-    `Packed` and `Mixed` weights come out as numbers, others as they are. The stacks of a `Mixed`
-    weight stay outside the scan's inputs: layers pick from them by index.
+    `Packed` and `Mixed` weights come out as numbers, `Grouped` ones if `narrow`, others as they
+    are. The stacks of a `Mixed` weight stay outside the scan's inputs: layers pick from them by
+    index.
     """
     xs = jax.tree.map(
         lambda w: (w.which, w.slot) if isinstance(w, Mixed) else w, stacked, is_leaf=_is_weight
@@ -312,9 +446,13 @@ def slice_layers(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
     def read(slices: Any) -> Any:
         def one(weight: Any, piece: Any) -> Any:
             if isinstance(weight, Mixed):
+                if narrow and all(stack.is_whole for stack in weight.stacks):
+                    return weight.decode(*piece, functools.partial(Packed.regroup, minimums=True))
                 return weight.decode(*piece)
             piece = gather_shards(piece)
-            return piece.decode() if isinstance(weight, Packed) else piece
+            if not isinstance(weight, Packed):
+                return piece
+            return piece.regroup() if narrow and piece.is_whole else piece.decode()
 
         return jax.tree.map(one, stacked, slices, is_leaf=_is_weight)
 

@@ -27,7 +27,7 @@ from kdjax.errors import UserError, reporting
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
 from kdjax.formats.gguf import write_gguf
-from kdjax.models.decoding import Sampling
+from kdjax.models import decoding
 from kdjax.models.model import Model, load
 from scripts.checks.llama_draft import SKIPPED, has_server
 
@@ -37,7 +37,6 @@ FORMS = {
     "BF16": ("dense", "bfloat16", 32),
     "packed": ("packed", "float32", -1),
 }
-_BEFORE = 8  # ids written before the clock starts, by a run of their own
 
 # Runs in the interpreter that has xllamacpp: a line of JSON asks, one behind a mark answers.
 _WORKER = r"""
@@ -111,14 +110,15 @@ def write_as(source: Path, path: Path, dtype: str, file_type: int) -> None:
 
 
 def our_rate(model: Model, ids: list[int], count: int) -> float:
-    """Tokens a second of `count` ids, behind the prompt and a few more."""
-    seconds = []
-    for most in (_BEFORE, _BEFORE + count):
-        start = time.perf_counter()
-        (answer,) = model.generate([ids], Sampling(most))
-        seconds.append(time.perf_counter() - start)
-        assert len(answer.ids) == most
-    return count / (seconds[1] - seconds[0])
+    """Tokens a second of about `count` ids, behind the prompt and a few more."""
+    calls, times = -(-count // decoding._STEPS), list[float]()
+    model.generate(
+        [ids],
+        decoding.Sampling((1 + calls) * decoding._STEPS),
+        on_text=lambda *_: times.append(time.perf_counter()),  # behind each call of the device
+    )
+    assert len(times) == 1 + calls
+    return calls * decoding._STEPS / (times[-1] - times[0])
 
 
 def compare(form: str, args: argparse.Namespace) -> dict[str, Any]:
