@@ -85,6 +85,25 @@ def test_packed_generates_the_same(models):
     assert len({tuple(c.ids) for c in one}) > 1
 
 
+@pytest.mark.parametrize(("form", "share"), [("q4k:float32", 0.45), ("dequant:bfloat16", 0.51)])
+def test_one_row_on_a_cpu_reads_few_bytes(models, form, share):
+    """And writes what two rows do, which are multiplied with float32."""
+    form = f"teacher.gguf@{form}"
+    model = opened(f"{models}/{form}")
+
+    def size(rows):
+        static = dict(functions=model.functions, spread=model.spread, rows=rows)
+        prepare = functools.partial(decoding.prepare_weights, **static)
+        found = jax.tree.leaves(jax.eval_shape(prepare, model.params))
+        return sum(x.size * x.dtype.itemsize for x in found)
+
+    assert size(1) < share * size(2)
+    prompts = prompts_of(1)
+    one, two = (run(models, form, prompts * n, max_tokens=4, batch_size=n)[0] for n in (1, 2))
+    np.testing.assert_allclose(one.log_probs[0], two.log_probs[0], atol=0.03)
+    assert one.ids == two.ids or "bfloat16" in form
+
+
 @pytest.mark.slow
 def test_bf16_on_a_cpu_writes_the_same_with_room_for_wide_weights_and_without(models, monkeypatch):
     """Layers lie apart in float32, or their bits are widened a part at a time."""

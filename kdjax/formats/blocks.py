@@ -336,8 +336,12 @@ def read_whole(fields: Sequence[Array], dtype_name: str) -> Whole | None:
     found = block_type(dtype_name).decode(*fields)
     if not isinstance(found, Whole):
         return None
-    parts = (x if x is None else x.reshape(*x.shape[:-2], -1) for x in found)
-    return Whole(*parts)
+
+    def rows(x: Array) -> Array:
+        return x.reshape(*x.shape[:-2], -1)
+
+    minimums = None if found.minimums is None else rows(found.minimums)
+    return Whole(rows(found.q), rows(found.factors), minimums)
 
 
 def decode(

@@ -634,7 +634,7 @@ class _Engine:
         capacity = _room_for(max(longest, room))
         opened = _open(params, **programs, slots=slots, capacity=capacity)
         self._slots = _lay_beside(params, opened)
-        self._layers, self._head = prepare_weights(params, **programs, rows=self._local)
+        self._layers, self._head = prepare_weights(params, **programs, rows=slots)
         # What only the host looks at is no part of a program: other values compile nothing anew.
         on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
         self._seed = np.uint32(sampling.seed % 2**32)

@@ -222,7 +222,8 @@ def join(weights: Sequence[Array | Grouped]) -> list[Array | Joined]:
 
     Matrices of several kinds stay apart.
     """
-    if len({jax.tree.structure(w) for w in weights}) > 1:
+    kinds = {(jax.tree.structure(w), jax.tree.leaves(w)[0].dtype) for w in weights}
+    if len(kinds) > 1:
         return [one for w in weights for one in join([w])]
     first = jax.tree.leaves(weights[0])[0]
     none = jnp.zeros((0, first.shape[1]), first.dtype)
@@ -447,7 +448,8 @@ def slice_layers(stacked: Any, *, narrow: bool = False) -> tuple[Any, Callable[[
         def one(weight: Any, piece: Any) -> Any:
             if isinstance(weight, Mixed):
                 if narrow and all(stack.is_whole for stack in weight.stacks):
-                    return weight.decode(*piece, functools.partial(Packed.regroup, minimums=True))
+                    read = functools.partial(Packed.regroup, minimums=True)
+                    return weight.decode(*piece, read=read)
                 return weight.decode(*piece)
             piece = gather_shards(piece)
             if not isinstance(weight, Packed):
