@@ -307,6 +307,7 @@ def test_the_command_prints_errors_without_a_traceback(tiny_config, tmp_path):
 def test_held_out_figures_that_are_none_stop_the_run_unsaved(tiny_config, tmp_path, monkeypatch):
     broken = {"kl": float("nan"), "tokens": 8.0}
     monkeypatch.setattr("kdjax.training.loop.held_out", lambda *_: broken)
+    tiny_config.train.steps, tiny_config.optim.warmup_steps = 1, 0
     with pytest.raises(NonFiniteError, match="evaluation at step 0: kl not finite"):
         go(tiny_config, tmp_path / "run", NonFiniteGuard(tmp_path))
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))

@@ -80,6 +80,8 @@ def test_a_lock_outlives_the_removal_of_its_file(tmp_path):
 
 
 def test_a_run_holds_its_workdir(tiny_config, tmp_path):
+    """Before it looks at anything else: its teacher is not there either."""
+    tiny_config.teacher.path = str(tmp_path / "none.gguf")
     with locking(tmp_path / LOCK, ""), pytest.raises(LockedError, match="another --workdir"):
         distill(tiny_config, tmp_path)
     assert list(tmp_path.glob("*")) == [tmp_path / "text"]

@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from py_compile import PycInvalidationMode
 from typing import Any
@@ -113,6 +114,15 @@ def _why_alive(
     return (f"still green: {', '.join(green)}" if green else ""), answer["failed"]
 
 
+def _share_by_file(cases: Iterable[str], jobs: int) -> list[list[str]]:
+    """All cases of a file in one of the shares, so that its fixtures are made once."""
+    shares: list[list[str]] = [[] for _ in range(jobs)]
+    files = [list(group) for _, group in groupby(sorted(cases), lambda case: case.split("::")[0])]
+    for group in sorted(files, key=len, reverse=True):
+        min(shares, key=len).extend(group)
+    return shares
+
+
 def mutate(
     root: Path,
     claims: Sequence[Claim],
@@ -152,7 +162,7 @@ def mutate(
             stack.callback(worker.close)
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         list(pool.map(work, workers))
-        shares = [sorted(red)[i::jobs] for i in range(jobs)]
+        shares = _share_by_file(red, jobs)
         list(pool.map(lambda w, s: s and w.check_green(s, timeout * len(s)), workers, shares))
         say(f"{len(red)} failed cases green without a fault")
     return verdicts
