@@ -327,17 +327,22 @@ class Bench:
         print(f"invented: {counts} {time.perf_counter() - begun:.1f} s", flush=True)
 
     def warm(self, settings: Sequence[Setting]) -> None:
-        """Compiles what these settings will run, side by side: one after another takes minutes."""
-        folder = self._args.out / "warm"
+        """Compiles what these settings will run: the steps side by side, then the rest in turn.
+
+        What runs must not run beside other programs: from several threads at once CUDA graphs were
+        captured wrongly (jax 0.11.2), and one process died.
+        """
+        folder, begun = self._args.out / "warm", time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
         base = self.make_job("offline", 0, {}, folder)
         state = base.make_state()
         params = state.params
-        loads: dict[Any, Callable[[], Any]] = {
+        steps: dict[Any, Callable[[], Any]] = {}
+        runs: dict[Any, Callable[[], Any]] = {
             name: functools.partial(self._answer, base, params, name)
             for name in dict.fromkeys(name for setting in settings for name in setting.sets)
         }
-        loads["held-out"] = functools.partial(self._look, base, params)
+        runs["held-out"] = functools.partial(self._look, base, params)
         for setting in settings:
             for changes, _ in setting.phases():
                 try:
@@ -346,19 +351,23 @@ class Bench:
                     logging.exception("%s was not compiled", setting.name)
                     continue
                 config, source = job.config, job.source
-                loads[_program_fields(config)] = functools.partial(self._compile_step, job, state)
+                steps[_program_fields(config)] = functools.partial(self._compile_step, job, state)
                 if isinstance(source, AnswerSource):
                     author, rollout = source._author, config.rollout
                     room = rollout.max_tokens, rollout.prompt_tokens, rollout.temperature
-                    loads[type(author), *room] = functools.partial(author.write, params, 0, 0)
-        with concurrent.futures.ThreadPoolExecutor(len(loads)) as pool:
-            begun = time.perf_counter()
-            for name, load in [(name, pool.submit(load)) for name, load in loads.items()]:
-                try:
-                    load.result()
-                except Exception:  # the setting will say so itself
-                    logging.exception("%s was not compiled", name)
-                print(f"  after {time.perf_counter() - begun:.0f} s: {name}", flush=True)
+                    runs[type(author), *room] = functools.partial(author.write, params, 0, 0)
+
+        def tell(name: Any, load: Callable[[], Any]) -> None:
+            try:
+                load()
+            except Exception:
+                logging.exception("%s was not compiled", name)
+            print(f"  after {time.perf_counter() - begun:.0f} s: {name}", flush=True)
+
+        with concurrent.futures.ThreadPoolExecutor(len(steps) or 1) as pool:
+            list(pool.map(tell, steps, steps.values()))
+        for name, load in runs.items():
+            tell(name, load)
 
     def _look(self, job: Job, params: Any) -> dict[str, float]:
         """The held-out figures."""
