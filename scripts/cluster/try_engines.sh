@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 export JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$folder/xla
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 "$python" -m scripts.cluster.tiny "$folder"
-steps=(--config.train.steps=20 --config.checkpoint.every=4 --config.eval.every=10)
+steps=(--config.train.steps=20 --config.checkpoint.every=4 --config.eval.every=10 --config.eval.samples=0)
 
 start_slurm() {
   mkdir -p "$folder/slurm/state" "$folder/slurm/spool" /run/munge
