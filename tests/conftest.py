@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import os
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of the emulated devices. With one each (XLA's choice) a program of two collectives that do
@@ -87,6 +88,13 @@ def without_page(hooks):
     from kdjax.watch.samples import Samples
 
     return [hook for hook in hooks if not isinstance(hook, Samples | ReportPage)]
+
+
+@pytest.fixture(scope="module")
+def undrawn():
+    """Finished runs draw no page: two seconds of each, and one for what that imports."""
+    with mock.patch("kdjax.watch.run.ReportPage.train_end"):
+        yield
 
 
 def make_tiny_config(models, folder):

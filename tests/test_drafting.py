@@ -182,6 +182,7 @@ def test_a_draft_that_llama_cpp_refuses_is_named_before_it_trains(tiny_config, c
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_of_some_layers_resumes_evaluates_and_exports(models, tiny_config, tmp_path):
     tiny_config.student.layers, tiny_config.train.steps = "1", 2
     tiny_config.optim.warmup_steps = 1

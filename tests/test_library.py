@@ -72,6 +72,7 @@ def test_a_student_module_of_ones_own(models, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_batches_of_ones_own_are_resumed(models, tmp_path, monkeypatch, tiny_config):
     """Stopped at a save and gone on with, the run draws each batch once and ends the same."""
     tiny_config.train.steps, tiny_config.eval.samples = 4, 0

@@ -90,8 +90,8 @@ def test_a_run_holds_its_workdir(tiny_config, tmp_path):
 # --- a finished run -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def two_steps(models, tmp_path_factory):
+@pytest.fixture(scope="module")
+def two_steps(models, tmp_path_factory, undrawn):
     """The config and workdir of a finished run of two steps, both saved; to be copied."""
     folder = tmp_path_factory.mktemp("two-steps")
     config = make_tiny_config(models, folder)
