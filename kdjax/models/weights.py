@@ -522,13 +522,9 @@ def _is_shard(x: Any) -> bool:
     return isinstance(x, Shard)
 
 
-def gather_shards(tree: Any, over: Sequence[str] = ROW_AXES) -> Any:
-    """The tree with whole arrays in place of shards over these axes."""
-
-    def one(x: Any) -> Any:
-        return x.gather() if _is_shard(x) and x.over in over else x
-
-    return jax.tree.map(one, tree, is_leaf=_is_shard)
+def gather_shards(tree: Any) -> Any:
+    """The tree with whole arrays in place of shards."""
+    return jax.tree.map(lambda x: x.gather() if _is_shard(x) else x, tree, is_leaf=_is_shard)
 
 
 @dataclasses.dataclass(frozen=True)

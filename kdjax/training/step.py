@@ -38,7 +38,7 @@ from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.model import Model
-from kdjax.models.weights import Spread, gather_shards, sum_rows
+from kdjax.models.weights import Spread, sum_rows
 from kdjax.training.pair import Vocabulary, share_vocabulary
 from kdjax.training.teachers import Dense, NoTeacher, RunningTeacher, TeacherKind
 
@@ -175,18 +175,15 @@ def _sum_gradients(
     if spec.microbatches == 1:
         grads, sums = gradient(params, batch)
     else:
-        # What devices of `data` keep parts of travels once in a step, not once in each microbatch.
-        whole, scatter = jax.vjp(functools.partial(gather_shards, over=("data",)), params)
 
         def accumulate(carry: Any, part: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, gradient(whole, part)), None
+            return jax.tree.map(jnp.add, carry, gradient(params, part)), None
 
         parts = _split_batch(batch, spec.microbatches)
         zero = jnp.zeros((), jnp.float32)
         sums = LossSums(zero, zero, None if isinstance(kind, NoTeacher) else zero)
-        start = jax.tree.map(jnp.zeros_like, whole), sums
+        start = jax.tree.map(jnp.zeros_like, params), sums
         (grads, sums), _ = jax.lax.scan(accumulate, start, parts)
-        (grads,) = scatter(grads)
     # Counted in int32: float32 sums of ones stop counting at 2^24.
     return grads, sums, jnp.sum(batch["weights"] != 0, dtype=jnp.int32)
 

@@ -79,6 +79,7 @@ DEMO_SHAPES = {
     "demo-student": ModelShape("demo-student", 4, 192, 6, 2, 512, 4096, tied=True),
 }
 SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | DEMO_SHAPES
+
 # Of several devices: what each table changes in the defaults of the command.
 _TOPK = "cached-topk:loss.chunk_tokens=16384"
 SCALING: list[dict[str, Any]] = [
@@ -555,13 +556,12 @@ def main(argv: list[str] | None = None) -> int:
                     args.json.write_text(json.dumps(list(kept.values()), indent=1))
     found = [row for document in kept.values() for row in document["rows"]]
     for title, document in kept.items():
-        print(
-            f"\n{title}\n\n{report(document['rows'])}" if title else f"\n{report(document['rows'])}"
-        )
+        print(f"\n{title}\n" if title else "", report(document["rows"]), sep="\n")
     return 1 if any("error" in row and row["program"] not in TORCH for row in found) else 0
 
 
 def make_files(args: argparse.Namespace) -> None:
+    """Those of both models, where they are not there."""
     for shape in (args.teacher, args.student):
         model_file(shape, args.folder)
 
