@@ -8,7 +8,7 @@ from kdjax.errors import UserError
 from kdjax.evaluation.problems import load_humaneval
 from kdjax.models.decoding import Completion
 from scripts.corpus.conversations import functions
-from scripts.onpolicy import cost, interval, invent, prompts, table
+from scripts.onpolicy import cost, interval, invent, peer, prompts, table
 
 MODULE = '''"""A module of nothing but examples, as long as one that people wrote."""
 
@@ -221,6 +221,16 @@ def test_a_file_of_settings_is_followed_as_it_grows(tmp_path):
     assert next(queue).label == "before:0" and next(queue).label == "own:1"
     file.write_text(file.read_text() + "ine\nend\n")
     assert [setting.label for setting in queue] == ["offline:0"]
+
+
+def test_the_peer_says_what_it_lacks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(peer, "_PACKAGES", ("json", "no_such_package"))
+    where = [str(tmp_path / name) for name in ("teacher", "student", "prompts.jsonl")]
+    assert peer.main(where) == peer.SKIPPED
+    assert capsys.readouterr().out == "not installed: no_such_package\n"
+    with pytest.raises(SystemExit):
+        peer.main([*where, "--answers=10"])
+    assert "no multiple of --at-once=16" in capsys.readouterr().err
 
 
 @pytest.mark.slow
