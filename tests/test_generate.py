@@ -86,18 +86,22 @@ def test_packed_generates_the_same(models):
 
 
 @pytest.mark.parametrize(("form", "share"), [("q4k:float32", 0.45), ("dequant:bfloat16", 0.51)])
-def test_one_row_on_a_cpu_reads_few_bytes(models, form, share):
-    """And writes what two rows do, which are multiplied with float32."""
+def test_one_row_on_a_cpu_reads_few_bytes(models, form, share, monkeypatch):
+    """And has room where float32 has none, and writes what two rows do, which take float32."""
     form = f"teacher.gguf@{form}"
     model = opened(f"{models}/{form}")
 
-    def size(rows):
+    def prepared(rows):
         static = dict(functions=model.functions, spread=model.spread, rows=rows)
         prepare = functools.partial(decoding.prepare_weights, **static)
-        found = jax.tree.leaves(jax.eval_shape(prepare, model.params))
-        return sum(x.size * x.dtype.itemsize for x in found)
+        return jax.eval_shape(prepare, model.params)
 
-    assert size(1) < share * size(2)
+    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prepared(n))) for n in (1, 2)]
+    assert sizes[0] < share * sizes[1]
+    with monkeypatch.context() as host:
+        free = 3.6 * decoding.count_layers(model.functions.spec, 1, 1, None)
+        host.setattr(decoding, "mem_available", lambda: free)
+        assert [prepared(n)[0] is None for n in (1, 2)] == [False, True]
     prompts = prompts_of(1)
     one, two = (run(models, form, prompts * n, max_tokens=4, batch_size=n)[0] for n in (1, 2))
     np.testing.assert_allclose(one.log_probs[0], two.log_probs[0], atol=0.03)
@@ -441,4 +445,4 @@ def test_processes_agree_on_whether_the_layers_fit_a_second_time(models, monkeyp
     for others, agreed in ((True, True), (False, False)):
         gather = mock.Mock(side_effect=lambda mine, others=others: np.asarray([mine, others]))
         monkeypatch.setattr(decoding.multihost_utils, "process_allgather", gather)
-        assert decoding._has_room(model.functions, spread) == agreed
+        assert decoding._has_room(model.functions, spread, 4) == agreed

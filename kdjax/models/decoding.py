@@ -230,9 +230,8 @@ def find_stops(ids: Array, sampling: Sampling) -> Array:
     return jnp.any(ids[..., None] == stops.reshape((1,) * ids.ndim + (-1,)), axis=-1)
 
 
-def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
-    """Whether the layers may lie in memory a second time, ready for products."""
-    itemsize = functions.compute.product_dtype.itemsize
+def _has_room(functions: DecoderFunctions, spread: Spread | None, itemsize: int | float) -> bool:
+    """Whether the layers may lie in memory a second time, with so many bytes a number."""
     shards = spread.placement.mesh.shape["fsdp"] if spread else 1
     device = spread.placement.mesh.local_devices[0] if spread else jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -246,7 +245,9 @@ def _has_room(functions: DecoderFunctions, spread: Spread | None) -> bool:
     return room
 
 
-def count_layers(spec: ArchSpec, itemsize: int, shards: int, free: int | float | None) -> int:
+def count_layers(
+    spec: ArchSpec, itemsize: int | float, shards: int, free: int | float | None
+) -> int:
     """Bytes of the layers apart where so many bytes are free (None: unknown); 0: they stay stacked.
 
     Experts stay as they are stored: of few rows each multiplies few. Shards stay shards.
@@ -254,7 +255,8 @@ def count_layers(spec: ArchSpec, itemsize: int, shards: int, free: int | float |
     if spec.experts or shards > 1:
         return 0
     attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    needed = spec.num_layers * spec.hidden_size * (attention + 3 * spec.mlp_size) * itemsize
+    numbers = spec.num_layers * spec.hidden_size * (attention + 3 * spec.mlp_size)
+    needed = int(numbers * itemsize)
     return needed if free is None or 1.5 * needed < free else 0
 
 
@@ -298,8 +300,12 @@ def prepare_weights(
     their bytes.
     """
     narrow = rows == 1 and functions.compute.on_cpu
-    static = dict(functions=functions, spread=spread, unstack=_has_room(functions, spread))
-    return _prepare(params, **static, narrow=narrow)
+    prepare: Any = functools.partial(_prepare, functions=functions, spread=spread, narrow=narrow)
+    itemsize = functions.compute.product_dtype.itemsize
+    if narrow and (numbers := count_layers(functions.spec, 1, 1, None)):
+        layers, _ = jax.eval_shape(functools.partial(prepare, unstack=True), params)
+        itemsize = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers)) / numbers
+    return prepare(params, unstack=_has_room(functions, spread, itemsize))
 
 
 @functools.partial(jax.jit, static_argnames=("functions", "spread", "unstack", "narrow"))
