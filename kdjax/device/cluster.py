@@ -267,14 +267,14 @@ def _state() -> Any:
     return distributed.global_state
 
 
-def check_agreement(name: str, mine: Mapping[str, Any], timeout: int = JOIN_TIMEOUT) -> None:
+def check_agreement(name: str, mine: Mapping[str, Any]) -> None:
     """Proves that all processes have the same values; see `exchange` for `name`.
 
     Raises `UserError`, in every process, naming each field that differs and who has which value.
     """
     if jax.process_count() == 1:
         return
-    found = exchange(name, {key: str(value) for key, value in mine.items()}, timeout)
+    found = exchange(name, {key: str(value) for key, value in mine.items()}, JOIN_TIMEOUT)
     lines = [
         f"{field}: " + ", ".join(f"process {i} has {found[i].get(field)}" for i in odd)
         for field in sorted({field for values in found for field in values})
@@ -340,13 +340,13 @@ def cores() -> int:
 
 
 @contextlib.contextmanager
-def first_before_others(name: str, timeout: int = _DAY) -> Iterator[None]:
+def first_before_others(name: str) -> Iterator[None]:
     """The first process does what follows alone, then the others: what it leaves they find."""
     if jax.process_count() == 1:
         yield
         return
     key = f"kdjax-{_number(name, jax.process_index())}"
-    barrier = functools.partial(_state().client.wait_at_barrier, key, timeout * 1000)
+    barrier = functools.partial(_state().client.wait_at_barrier, key, _DAY * 1000)
     if jax.process_index() != 0:
         barrier()
         yield

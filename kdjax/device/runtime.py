@@ -412,9 +412,9 @@ def open_devices(chosen: Runtime, *, suits_cpu: bool = False) -> Devices:
     return devices
 
 
-def _driver_version(path: Path = Path("/sys/module/nvidia/version")) -> str | None:
+def _driver_version() -> str | None:
     try:
-        return path.read_text().strip() or None
+        return Path("/sys/module/nvidia/version").read_text().strip() or None
     except OSError:
         return None
 

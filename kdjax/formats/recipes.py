@@ -23,7 +23,6 @@ class Recipe(NamedTuple):
 
 RECIPES: dict[str, Recipe] = {
     "q4_k_m": Recipe("Q4_K", "Q6_K", "Q6_K", 15),
-    "q5_k_m": Recipe("Q5_K", "Q6_K", "Q6_K", 17),
     "q6_k": Recipe("Q6_K", "Q6_K", "Q6_K", 18),
     "q8_0": Recipe("Q8_0", "Q8_0", "Q8_0", 7),
     "q5_0": Recipe("Q5_0", "Q5_0", "Q6_K", 8),
