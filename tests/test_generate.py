@@ -222,12 +222,12 @@ def test_calls_of_one_room_share_their_programs(models):
     model = load(f"{models}/teacher.gguf", dtype="float32")
     fixed = dict(real=model.real_vocab, spread=model.spread, batch_size=3)
     sampling, long = Sampling(max_tokens=4), [7] * 140
-    before = decoding._advance._cache_size()
+    before = decoding._advance_on_cpu._cache_size()
     (short,) = complete(model.functions, model.params, [[1, 5]], sampling, room=200, **fixed)
     complete(model.functions, model.params, [long], sampling, room=200, **fixed)
-    assert decoding._advance._cache_size() == before + 1
+    assert decoding._advance_on_cpu._cache_size() == before + 1
     (alone,) = complete(model.functions, model.params, [[1, 5]], sampling, **fixed)
-    assert decoding._advance._cache_size() == before + 2 and alone.ids == short.ids
+    assert decoding._advance_on_cpu._cache_size() == before + 2 and alone.ids == short.ids
 
 
 @pytest.mark.slow
