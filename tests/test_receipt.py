@@ -146,19 +146,20 @@ def test_a_running_receipt_grows_with_the_saves(finished):
     assert 0 == seen["begin"]["tokens"] < seen[5]["tokens"] < seen[10]["tokens"]
 
 
-def test_a_write_that_fails_leaves_the_receipt_before(copied, monkeypatch):
-    before = (copied / "receipt.json").read_bytes()
+def test_a_write_that_fails_leaves_the_receipt_before(tmp_path, monkeypatch):
+    before = b'{"format": 1}\n'
+    (tmp_path / "receipt.json").write_bytes(before)
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     hook = receipt.Receipt.__new__(receipt.Receipt)
-    hook._path, hook._record = copied / "receipt.json", {"x": 1}
+    hook._path, hook._record = tmp_path / "receipt.json", {"x": 1}
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         hook._write("running")
-    assert (copied / "receipt.json").read_bytes() == before
-    assert sorted(p.name for p in copied.glob("*receipt*")) == ["receipt.json"]
+    assert (tmp_path / "receipt.json").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.glob("*receipt*")) == ["receipt.json"]
 
 
 def test_verify_accepts_a_finished_run(finished):
