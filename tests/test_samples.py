@@ -20,12 +20,13 @@ from kdjax.device.runtime import device_summary
 from kdjax.models.model import load
 from kdjax.training.hooks import NonFiniteGuard
 from kdjax.training.job import assemble
+from kdjax.training.judging import judge, split_text
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import samples
 from kdjax.watch.report.workdir import SAMPLES
 from kdjax.watch.run import make_hooks
-from kdjax.watch.samples import Samples, choose, judge, split_text
+from kdjax.watch.samples import Samples, choose
 
 
 @functools.cache

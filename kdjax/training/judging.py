@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from kdjax.device.sharding import ROWS, row_shards
 from kdjax.losses.divergences import log_softmax
@@ -162,6 +162,29 @@ def _compare_states(
 def _look_up(log_probs: Float[Array, "N V"], ids: Int[Array, " N"]) -> Float[Array, " N"]:
     """The probability of each id."""
     return jnp.exp(jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0])
+
+
+def describe_tokens(
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    probabilities: Float[ArrayLike, " N"],
+    opinion: Judged | Compared | None,
+    row: int,
+) -> list[dict[str, Any]]:
+    """Each id with its text, the student's probability of it, and the teacher's opinion there."""
+    tokens, shares = [], np.asarray(probabilities).tolist()
+    for at, (id_, text) in enumerate(zip(ids, split_text(tokenizer, ids), strict=True)):
+        token: dict[str, Any] = {"id": id_, "text": text, "probability": shares[at]}
+        if opinion is not None:
+            top = int(opinion.top[row, at])
+            token["teacher"] = {
+                "id": top,
+                "text": tokenizer.decode([top]),
+                "probability": float(opinion.top_probability[row, at]),
+                "of_students_id": float(opinion.probability[row, at]),
+            }
+        tokens.append(token)
+    return tokens
 
 
 def split_text(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

@@ -41,7 +41,7 @@ from kdjax.models.decoder import DecoderFunctions, Params
 from kdjax.models.decoding import Sampling, complete
 from kdjax.models.model import Model, cast_params, load_model
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.training.judging import compare, split_text
+from kdjax.training.judging import compare, describe_tokens
 from kdjax.training.pair import Pair
 from kdjax.training.saving import checksums
 
@@ -191,28 +191,14 @@ class Author:
             "overlap": float(compared.overlap[real].mean()),
             "divergence": float(compared.divergence[real].mean()),
         }
-        decode = self.tokenizer.decode
         shown = []
         for row, (prompt, ids) in enumerate(zip(prompts[:SHOWN], answers, strict=False)):
-            tokens = [
-                {
-                    "id": id_,
-                    "text": text,
-                    "probability": float(compared.students[row, at]),
-                    "divergence": float(compared.divergence[row, at]),
-                    "teacher": {
-                        "id": (top := int(compared.top[row, at])),
-                        "text": decode([top]),
-                        "probability": float(compared.top_probability[row, at]),
-                        "of_students_id": float(compared.probability[row, at]),
-                    },
-                }
-                for at, (id_, text) in enumerate(
-                    zip(ids, split_text(self.tokenizer, ids), strict=True)
-                )
-            ]
+            tokens = describe_tokens(self.tokenizer, ids, compared.students[row], compared, row)
+            for token, divergence in zip(tokens, compared.divergence[row], strict=False):
+                token["divergence"] = float(divergence)
             ended = "length" if probes[row].cut else "stop"
-            shown.append({"prompt": decode(prompt), "ended_by": ended, "tokens": tokens})
+            text = self.tokenizer.decode(prompt)
+            shown.append({"prompt": text, "ended_by": ended, "tokens": tokens})
         return figures, shown
 
 

@@ -20,7 +20,7 @@ from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.hooks import Hook, Run
-from kdjax.training.judging import Judged, judge, split_text
+from kdjax.training.judging import Judged, describe_tokens, judge
 from kdjax.watch.report.workdir import SAMPLES
 
 _log = logging.getLogger("kdjax")
@@ -138,21 +138,13 @@ class Samples(Hook):
         self, prompts: list[list[int]], completions: list[Completion]
     ) -> list[dict[str, Any]]:
         """How each completion ended, and its tokens with the opinions of student and teacher."""
-        judged, decode = self._judge(prompts, completions), self._tokenizer.decode
-        described = []
-        for row, completion in enumerate(completions):
-            tokens: list[dict[str, Any]] = []
-            texts = split_text(self._tokenizer, completion.ids)
-            for at, id_ in enumerate(completion.ids):
-                probability = float(np.exp(completion.log_probs[at]))
-                tokens.append({"id": id_, "text": texts[at], "probability": probability})
-                if judged is not None:
-                    top = int(judged.top[row, at])
-                    tokens[-1]["teacher"] = {
-                        "id": top,
-                        "text": decode([top]),
-                        "probability": float(judged.top_probability[row, at]),
-                        "of_students_id": float(judged.probability[row, at]),
-                    }
-            described.append({"ended_by": completion.reason, "tokens": tokens})
-        return described
+        judged = self._judge(prompts, completions)
+        return [
+            {
+                "ended_by": completion.reason,
+                "tokens": describe_tokens(
+                    self._tokenizer, completion.ids, np.exp(completion.log_probs), judged, row
+                ),
+            }
+            for row, completion in enumerate(completions)
+        ]
