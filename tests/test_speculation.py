@@ -51,6 +51,24 @@ def test_a_row_ends_within_a_block(models):
     assert [(c.ids, c.text) for c in got] == [(c.ids, c.text) for c in want]
 
 
+def test_the_device_stops_with_the_last_row_and_is_looked_at_seldom(models, monkeypatch):
+    """No round runs for nobody; who reads along sees a few rounds at a time."""
+    big, _ = both(models)
+    advance, ran = speculation._advance, []
+
+    def count(*args, **how):
+        state, rounds = advance(*args, **how)
+        ran.append(int(np.any(np.asarray(rounds.ids), axis=(1, 2)).sum()))
+        return state, rounds
+
+    monkeypatch.setattr(speculation, "_advance", count)
+    how = dict(stop_ids=(), batch_size=3, draft=big)  # whose drafts are all accepted: 6 ids a round
+    big.generate(prompts_of(3), max_tokens=20, **how)
+    big.generate(prompts_of(3), max_tokens=50, **how)
+    big.generate(prompts_of(3), max_tokens=50, on_text=lambda row, text: None, **how)
+    assert ran == [4, 9, 8, 1]
+
+
 @pytest.mark.slow
 def test_a_sampled_row_does_not_depend_on_its_batch(models):
     big, small = both(models)

@@ -2,8 +2,8 @@
 
 What comes out is the big model's own: greedily the same ids, at a temperature the same distribution
 (Leviathan, Kalman, Matias 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). Rows accept
-different numbers of drafts, so each goes on at its own position. Some rounds run on the device
-between looks at the text.
+different numbers of drafts, so each goes on at its own position. Rounds run on the device, until
+all rows have ended or the host is to look at the text.
 
 Letters: B rows, K drafts a round, N = K + 1, V vocabulary.
 """
@@ -33,7 +33,8 @@ from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Spread, mask_padding, unembed
 
 _BUCKET, _ROOM = 64, 128  # prompts and caches are padded to a multiple: few programs are compiled
-_ROUNDS = 8  # on the device between two looks at the text
+_ROUNDS = 64  # on the device between two looks at the text, at most;
+_WATCHED = 8  # if somebody reads along, or strings end a row: the host alone knows them
 MOST_DRAFTS = 64
 _DRAFT, _ACCEPT, _REPLACE = range(3)  # what a position's key is split for
 
@@ -153,7 +154,8 @@ def _count_first(accept: Array) -> Array:
 
 def _of_ids(logits: Array, ids: Array) -> Array:
     """Log-probabilities at temperature 1 of ids `[B, N]`."""
-    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids[..., None], axis=-1)[..., 0]
+    of_ids = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+    return of_ids - jax.nn.logsumexp(logits, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("programs", "capacity"))
@@ -226,13 +228,23 @@ def _advance(
     state: _State,
     rows: Array,
     limits: Array,
+    ended: Array,
+    most: Array,
     *,
     programs: _Programs,
 ) -> tuple[_State, _Round]:
-    """`_ROUNDS` rounds. A row ends at a stop id, or when its next position reaches its limit."""
+    """Rounds until all rows have ended, at most `most`; of `_ROUNDS`, those that ran are filled.
+
+    A row ends at a stop id, when its next position reaches its limit, or where the host `ended` it.
+    """
     layers, head = weights[0]
 
-    def advance(state: _State, _: None) -> tuple[_State, _Round]:
+    def is_alive(carry: tuple[Array, _State, _Round]) -> Array:
+        number, state, _ = carry
+        return (number < most) & ~jnp.all(state.done)
+
+    def advance(carry: tuple[Array, _State, _Round]) -> tuple[Array, _State, _Round]:
+        number, state, rounds = carry
         drafts, draft_logits, small_cache = _draft(small, weights[1], state, rows, programs)
         read = jnp.concatenate([state.last[:, None], drafts], axis=1)
         hidden, cache = programs.big.extend(big, read, state.positions, state.big, layers)
@@ -256,9 +268,14 @@ def _advance(
             jnp.where(state.done, old, now) for old, now in zip(state[2:], new[2:], strict=True)
         ]
         done = _Round(ids, _of_ids(logits, ids), jnp.where(state.done, -1, accepted))
-        return _State(cache, small_cache, *kept), done
+        keep = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+        rounds = jax.tree.map(keep, rounds, done)
+        return number + 1, _State(cache, small_cache, *kept), rounds
 
-    return jax.lax.scan(advance, state, None, length=_ROUNDS)
+    blank = jnp.zeros((_ROUNDS, len(rows), programs.drafts + 1), jnp.int32)
+    rounds = _Round(blank, blank.astype(jnp.float32), blank[..., 0] - 1)
+    state = state._replace(done=state.done | ended | (state.positions >= limits))
+    return jax.lax.while_loop(is_alive, advance, (jnp.int32(0), state, rounds))[1:]
 
 
 class _Row(Row):
@@ -319,6 +336,7 @@ def speculate(
         for prompt, number in zip(prompts, draw_by, strict=True)
     ]
     weights = big.prepare(), small.prepare()
+    watched = on_text is not None or sampling.stop_strings
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
         batch = _run(
@@ -329,6 +347,7 @@ def speculate(
             np.pad(draw_by[part], (0, batch_size - len(rows[part])), mode="edge"),
             rows[part],
             sampling.max_tokens,
+            _WATCHED if watched else _ROUNDS,
         )
         for _ in batch:
             if on_text is not None:
@@ -359,27 +378,35 @@ def _run(
     numbers: np.ndarray,
     rows: Sequence[_Row],
     most: int,
+    rounds: int,
 ) -> Iterator[None]:
-    """Completes the rows of a batch; yields after each look."""
+    """Completes the rows of a batch; yields after each look, of so many rounds."""
     tokens, lengths = prompts
     capacity = -(-(tokens.shape[1] + most + 2 * programs.drafts) // _ROOM) * _ROOM
+    limits = lengths + np.int32(most - 1)
+
+    def advance(state: _State) -> tuple[_State, _Round]:
+        ended = np.ones(len(tokens), bool)
+        ended[: len(rows)] = [bool(row.reason) for row in rows]
+        how = numbers, limits, ended, np.int32(rounds)
+        return _advance(*params, weights, state, *how, programs=programs)
+
     begin = weights[0][1], *prompts, numbers
     state, *first = _begin(*params, *begin, programs=programs, capacity=capacity)
+    # While the host looks at the first ids: rows that end there end on the device as well.
+    state, found = advance(state)
     for row, id_, log_prob in zip(
         rows, *map(np.ndarray.tolist, jax.device_get(first)), strict=False
     ):
         row.take([id_], [log_prob])
     yield
-    limits = lengths + np.int32(most - 1)
     while any(not row.reason for row in rows):
-        ended = np.ones(len(tokens), bool)
-        ended[: len(rows)] = [bool(row.reason) for row in rows]
-        state = state._replace(done=state.done | ended)
-        state, rounds = _advance(*params, weights, state, numbers, limits, programs=programs)
-        for ids, log_probs, accepted in zip(*jax.device_get(rounds), strict=True):
+        for ids, log_probs, accepted in zip(*jax.device_get(found), strict=True):
             for i, row in enumerate(rows):
                 if not row.reason:
                     count = int(accepted[i]) + 1
                     row.take(ids[i, :count].tolist(), log_probs[i, :count].tolist())
                     row.passes, row.accepted = row.passes + 1, row.accepted + count - 1
         yield
+        if any(not row.reason for row in rows):
+            state, found = advance(state)
