@@ -8,7 +8,7 @@ from kdjax.errors import UserError
 from kdjax.evaluation.problems import load_humaneval
 from kdjax.models.decoding import Completion
 from scripts.corpus.conversations import functions
-from scripts.onpolicy import cost, interval, invent, peer, prompts, table
+from scripts.onpolicy import cost, exercises, interval, invent, peer, prompts, table
 
 MODULE = '''"""A module of nothing but examples, as long as one that people wrote."""
 
@@ -196,6 +196,46 @@ def test_an_exercise_is_asked_for_in_words():
     asked = invent.ask_plainly("def" + EXERCISE.format(name="largest_count", says=says))
     assert "largest_count" in asked and "in it, 0 for none." in asked and "Examples" not in asked
     assert "\n>>> f([1])\n1\n" in asked and '"""' not in asked
+
+
+def test_exercises_with_examples_on_literals_become_problems_that_no_prompt_is_like(tmp_path):
+    said = "Return how often the {} value of the list is in it, and nothing for an empty one."
+    shown = '\n\n    >>> {0}([3, 3])\n    2\n    >>> {0}(values=[])\n    0\n    """'
+    head = 'def {}(values: list) -> int:\n    """' + said
+
+    def exercise(name: str, word: str, more: str = shown) -> str:
+        return head.format(name, word) + more.format(name)
+
+    problem = exercises.as_problem(exercise("largest", "largest"), "Invented/0")
+    assert problem is not None
+    judged = problem | {"canonical_solution": "    return values.count(3)\n"}
+    assert prompts.passes(judged) and not prompts.passes(problem)
+    other = exercise("of_names", "least", '\n\n    >>> of_names(x)\n    1\n    """')
+    once = exercise("once", "least", '\n\n    >>> once([1])\n    1\n    """')
+    assert exercises.as_problem(other, "") is None and exercises.as_problem(once, "") is None
+
+    words = "Give the list back to front, as a new list, with every second value left out of it."
+    far = f'def turn(values: list) -> list:\n    """{words}"""'
+    files = [exercise("largest", "largest"), exercise("smallest", "largest"), far]
+    asked = [prompts.as_script(text) for text in files]
+    records = [
+        {"messages": [{"role": "user", "content": question}], "opening": opening}
+        for question, opening in asked
+    ]
+    for name in ("invented", "others"):
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    paths = [str(tmp_path / name) for name in ("invented.jsonl", "out", "others.jsonl")]
+    assert exercises.main([*paths, "--count=1"]) == 0
+    made = {path.name: path.read_text().splitlines() for path in (tmp_path / "out").iterdir()}
+    assert {name: len(lines) for name, lines in made.items()} == {
+        "problems.jsonl": 1,
+        "opened.jsonl": 1,
+        "plain.jsonl": 1,
+        "others.jsonl": 1,
+    }
+    assert json.loads(made["opened.jsonl"][0]) == records[2]
+    assert len(load_humaneval(tmp_path / "out" / "problems.jsonl")) == 1
 
 
 def test_a_setting_is_read_with_the_fields_that_differ():
