@@ -1,4 +1,4 @@
-"""K-quant encoders: what they promise of any block, and how near they come on ordinary ones.
+"""Encoders that search: what they promise of any block, and how near they come on ordinary ones.
 
 llama.cpp's own encoder, on real tensors, is the measure of `scripts/checks/llama_cpp.py`.
 """
@@ -18,6 +18,7 @@ from kdjax.formats.blocks import encode, row_bytes
 
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 LIMITS = {"Q4_K": 65504 * 63, "Q5_K": 65504 * 63, "Q6_K": 65504 * 31 * 127}
+SIGNED = {"Q4_0": 8, "Q5_0": 16}  # one scale, and integers from minus this on
 EXAMPLES = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 
 
@@ -72,6 +73,62 @@ def any_blocks(draw):
 def test_any_block_decodes_within_the_bound_of_its_scale(dtype, x):
     error = np.abs(np.float64(x) - there_and_back(x, dtype))
     assert (error <= bound(x, dtype)).all(), (error / bound(x, dtype)).max()
+
+
+def no_worse_than_gguf_py(x, dtype):
+    """Squared errors of blocks of 32 against those of gguf-py's own encoder, in float64."""
+    blocks = x.reshape(-1, 32)
+    with np.errstate(all="ignore"):  # of inverses of blocks that are too small to have one
+        theirs = gguf.quants.quantize(blocks, gguf.GGMLQuantizationType[dtype])
+    lost = [
+        np.square(np.float64(blocks) - decoded(raw, dtype)).sum(axis=1)
+        for raw in (encode(blocks, dtype), theirs)
+    ]
+    # What float32 sums cannot tell apart.
+    return bool((lost[0] <= lost[1] * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("dtype", SIGNED)
+@hypothesis.given(x=any_blocks())
+@EXAMPLES
+def test_no_block_loses_more_than_by_the_reference(dtype, x):
+    assert no_worse_than_gguf_py(x / np.float32(16), dtype)  # the largest have a float16 scale
+
+
+@pytest.mark.parametrize("dtype", SIGNED)
+def test_blocks_of_every_sort_lose_no_more_and_most_less(dtype, rng):
+    half = SIGNED[dtype]
+    x = rng.standard_t(4, (512, 32)).astype(np.float32)
+    x[0], x[1], x[2] = 0, 3e-2, -700  # nothing, and constants
+    x[3] = 0
+    x[3, 7] = 50  # alone
+    x[4:20, 9] = 40  # an outlier
+    x[20:36] *= 1e-7  # scales among float16's subnormals, or 0
+    x[36] = 1e-38
+    x[37:40] *= 0.9999 * half * 65504 / np.abs(x[37:40]).max(axis=1, keepdims=True)
+    assert no_worse_than_gguf_py(x, dtype)
+    ours = relative(x[40:], there_and_back(x[40:], dtype))
+    theirs = gguf.quants.quantize(x[40:], gguf.GGMLQuantizationType[dtype])
+    assert ours < 0.97 * relative(x[40:], decoded(theirs, dtype))
+
+
+@pytest.mark.parametrize("dtype", SIGNED)
+def test_numbers_of_a_file_come_back(dtype, rng):
+    """Of llama.cpp's blocks all, since their largest is at the end of the range; of ours too."""
+    x = rng.standard_normal((64, 1024)).astype(np.float32) * np.float32(0.02)
+    theirs = decoded(gguf.quants.quantize(x, gguf.GGMLQuantizationType[dtype]), dtype)
+    np.testing.assert_array_equal(there_and_back(theirs, dtype), theirs)
+    ours = there_and_back(x, dtype)
+    np.testing.assert_array_equal(there_and_back(ours, dtype), ours)
+
+
+@pytest.mark.parametrize("dtype", SIGNED)
+def test_scales_beyond_float16_are_refused(dtype):
+    x = np.ones((2, 32), np.float32)
+    for value in (1.01 * SIGNED[dtype] * 65504, np.inf, -np.inf, np.nan):
+        x[1, 5] = value
+        with pytest.raises(UserError, match=rf"to store as {dtype}.*65504"):
+            encode(x, dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -177,7 +234,7 @@ def test_the_largest_values_fit_and_larger_ones_are_refused(dtype):
             encode(x, dtype)
 
 
-@pytest.mark.parametrize("dtype", [*TYPES, "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("dtype", [*TYPES, *SIGNED, "IQ4_NL", "IQ4_XS"])
 def test_parts_and_threads_change_no_byte(dtype, rng, monkeypatch):
     x = rng.standard_normal((40, 256)).astype(np.float32)
     whole = encode(x, dtype)

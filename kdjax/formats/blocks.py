@@ -381,25 +381,6 @@ def _encode_q8_0(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([_bytes(d, "<f2"), q.astype(np.int8).view(np.uint8)], axis=-1)
 
 
-def _encode_signed(blocks: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
-    """float16 scale bytes and q in `0 .. 2*half-1`, zero at `half`; the extreme maps to q = 0."""
-    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1, keepdims=True), axis=-1)
-    d = extreme / np.float32(-half)
-    q = np.clip(np.trunc(blocks * _inverse(d) + np.float32(half + 0.5)), 0, 2 * half - 1)
-    return _bytes(d, "<f2"), q.astype(np.uint8)
-
-
-def _encode_q4_0(blocks: np.ndarray) -> np.ndarray:
-    d, q = _encode_signed(blocks, 8)
-    return np.concatenate([d, q[..., :16] | (q[..., 16:] << 4)], axis=-1)
-
-
-def _encode_q5_0(blocks: np.ndarray) -> np.ndarray:
-    d, q = _encode_signed(blocks, 16)
-    fifth = np.packbits(q >> 4, axis=-1, bitorder="little")
-    return np.concatenate([d, fifth, (q[..., :16] & 15) | (q[..., 16:] << 4)], axis=-1)
-
-
 def _encode_q5_1(blocks: np.ndarray) -> np.ndarray:
     low = blocks.min(axis=-1, keepdims=True)
     d = (blocks.max(axis=-1, keepdims=True) - low) / np.float32(31)
@@ -429,9 +410,7 @@ _ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F16": lambda rows: _bytes(rows, "<f2"),
     "BF16": _encode_bf16,
     "Q8_0": _encode_q8_0,
-    "Q5_0": _encode_q5_0,
     "Q5_1": _encode_q5_1,
-    "Q4_0": _encode_q4_0,
     **{name: functools.partial(encode_k, dtype_name=name) for name in SEARCHED},
     "MXFP4": _encode_mxfp4,
 }
@@ -440,8 +419,8 @@ _ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def encode(array: Shaped[np.ndarray, "*lead n"], dtype_name: str) -> UInt8[np.ndarray, "*lead b"]:
     """Numbers `[..., n]` as packed rows, uint8 `[..., row_bytes]`.
 
-    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit; the K types and
-    IQ4 are searched for, see `kquants`.
+    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit; the scales of K
+    types, Q4_0, Q5_0 and IQ4 are searched for, see `kquants`.
 
     Raises `UserError` for a type without an encoder, rows that are no whole blocks, and values
     whose float16 form or scale would overflow.
