@@ -101,8 +101,13 @@ def fit_affine(x: np.ndarray, top: int, steps: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _extremes(x: np.ndarray) -> np.ndarray:
-    """The element of the largest size of each group, float64 `[n]`."""
-    return np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0].astype(np.float64)
+    """The element of the largest size of each group, the first of several, float64 `[n]`."""
+    # A tenth of the time that argmax takes.
+    low, high = x.min(axis=0), x.max(axis=0)
+    extreme = np.where(high > -low, high, low)
+    both = np.flatnonzero(high == -low)
+    extreme[both] = x[np.abs(x[:, both]).argmax(axis=0), both]
+    return extreme.astype(np.float64)
 
 
 def _symmetric(x: np.ndarray, half: int, steps: np.ndarray) -> np.ndarray:
@@ -110,12 +115,11 @@ def _symmetric(x: np.ndarray, half: int, steps: np.ndarray) -> np.ndarray:
 
     The largest element takes the place -step for each step of `steps`.
     """
-    extreme = _extremes(x)
-    sign, size = np.where(extreme > 0, -1.0, 1.0), np.abs(extreme)
-    best, scale = np.full(size.shape, -1.0), np.zeros(size.shape)
+    inverse = _inverse(_extremes(x))
+    best, scale = np.full(inverse.shape, -1.0), np.zeros(inverse.shape)
     q = np.empty_like(x)
     for step in steps:
-        _round(x, sign * _divide(np.full_like(size, step), size), -half, half - 1, q)
+        _round(x, -step * inverse, -half, half - 1, q)
         sum_qq, sum_xq = _sums(q, q), _sums(x, q)
         fit = _divide(sum_xq, sum_qq)
         gain = fit * sum_xq  # the sum of x * x less the squared error
@@ -242,10 +246,9 @@ def _places(x: np.ndarray, inverse: np.ndarray, buffer: np.ndarray) -> np.ndarra
 
 def _fit_levels(x: np.ndarray) -> np.ndarray:
     """Scale, float64 `[n]` of either sign, for x ~ scale * level."""
-    extreme = _extremes(x)
-    best, scale = np.full(extreme.shape, -1.0), np.zeros(extreme.shape)
+    inverse = _inverse(_extremes(x))
+    best, scale = np.full(inverse.shape, -1.0), np.zeros(inverse.shape)
     buffer = np.empty_like(x)
-    inverse = _inverse(extreme)
     for step in _IQ4_STEPS:
         levels = _LEVELS[_places(x, step * inverse, buffer)]
         fit = _divide(_sums(x, levels), _sums(levels, levels))
