@@ -3,12 +3,12 @@
     python -m scripts.checks.llama_draft BIG.gguf --draft=published.gguf,student.gguf \
         --prompts=prompts.jsonl --count=12 --max-tokens=96
 
-For each draft, and each way of sampling, the server answers the same prompts: greedily; at T = 1 as
-it does by default, where the draft's likeliest id must be the one that the big model draws; and at
-T = 1 with the rejection rule of speculative sampling (`probabilistic`). Printed are its own
-counters, its tokens/s with the draft (with `--alone` also without), and why it would refuse one.
-`--p-min` is the least probability of a drafted token, below which it stops drafting: at 0 no draft
-is withheld.
+For each draft, and each of `--ways`, the server answers the same prompts: greedily; at T = 1 as
+it does by default, where the draft's likeliest id must be the one that the big model draws
+(`matched`); and at T = 1 with the rejection rule of speculative sampling (`probabilistic`).
+Printed are its own counters, its tokens/s with the draft (with `--alone` also without), and why it
+would refuse one. `--p-min` is the least probability of a drafted token, below which it stops
+drafting: at 0 no draft is withheld.
 
 Needs `xllamacpp` (PyPI), here or in the interpreter that `--python` names. Exit status: 0 done, 2
 bad input, 77 xllamacpp is missing.
@@ -28,8 +28,8 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.drafts import why_refused
 
 SKIPPED = 77
-# Name, temperature, and whether drafts are accepted by the rejection rule.
-WAYS = (("greedy", 0.0, False), ("T = 1", 1.0, False), ("T = 1, probabilistic", 1.0, True))
+# Temperature, and whether drafts are accepted by the rejection rule.
+WAYS = {"greedy": (0.0, False), "matched": (1.0, False), "probabilistic": (1.0, True)}
 
 # Runs in the interpreter that has xllamacpp: a request on standard input, counters on standard
 # output behind a mark, as the library writes its log there too.
@@ -102,7 +102,10 @@ def run(args: argparse.Namespace) -> None:
             if reason:
                 print(json.dumps({"draft": draft, "refused": reason}), flush=True)
                 continue
-        for way, temperature, probabilistic in WAYS[: 2 if not draft else None]:
+        for way in args.ways:
+            temperature, probabilistic = WAYS[way]
+            if probabilistic and not draft:
+                continue
             how = dict(draft=draft, temperature=temperature, probabilistic=probabilistic)
             found = count(args.python, request | how)
             row: dict[str, Any] = {"draft": draft or "none", "way": way}
@@ -129,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--draft-tokens", type=int, default=5, help="at most so many a pass")
     flags.add_argument("--p-min", type=float, default=0.0)
     flags.add_argument("--threads", type=int, default=2)
+    flags.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     flags.add_argument("--python", default=sys.executable, help="interpreter with xllamacpp")
     args = flags.parse_args(argv)
     if not has_server(args.python):
