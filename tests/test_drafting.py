@@ -25,6 +25,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import load, load_model
 from kdjax.training.pair import open_pair, open_student
 from scripts.bench import drafts as bench
+from scripts.checks import llama_draft
 
 
 def walk(accepts, drafts):
@@ -181,6 +182,31 @@ def test_a_draft_that_llama_cpp_refuses_is_named_before_it_trains(tiny_config, c
     assert "the model has 384 tokens and the draft 320: more than 8 apart" in caplog.text
 
 
+def test_llama_cpps_counters_are_told_with_an_interval_over_prompts(monkeypatch):
+    """Servers share out the prompts, each with its seed; prompts are drawn with both answers."""
+
+    def count(_, request):
+        return [
+            llama_draft.Counted(seed, prompt, 100, 1.0)
+            for seed, prompt in zip(request["seeds"], request["prompts"], strict=True)
+        ]
+
+    monkeypatch.setattr(llama_draft, "count", count)
+    for workers in (1, 3, 9):
+        found = llama_draft.count_beside("", {"prompts": [20, 30, 40, 50]}, workers)
+        assert [x[:2] for x in found] == [(1, 20), (2, 30), (3, 40), (4, 50)]
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(60, 95, 400)
+    before = [llama_draft.Counted(int(x), 100, 0, 0.0) for x in prompts]
+    after = [llama_draft.Counted(100 - round(0.8 * (100 - x)), 100, 0, 0.0) for x in prompts]
+    fewer, low, high = llama_draft.fewer_rejected(before, after)
+    assert fewer == pytest.approx(0.2, abs=0.01) and low <= fewer <= high
+    assert high - low < 0.01  # pairs: each alone would be 0.09 wide
+    apart = llama_draft.fewer_rejected(before, rng.permutation(after).tolist())
+    assert apart[2] - apart[1] > 0.04
+    assert llama_draft.fewer_rejected([llama_draft.Counted(5, 5, 9, 1.0)], before[:1]) == []
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_run_of_some_layers_resumes_evaluates_and_exports(models, tiny_config, tmp_path):
@@ -212,9 +238,12 @@ def test_the_bench_trains_chooses_and_exports(models, tmp_path, monkeypatch, cap
     data = [f"--{name}={tmp_path}/text.jsonl" for name in ("prompts", "heldout", "text")]
     variants = "--variants=teacher:total_variation@0|1#1>cut;text:forward_kl#1"
     out = [f"--save={tmp_path}/out", "--types=q8_0", "--try-seconds=0.5"]
+    out += ["--temperatures", "1", "1", "0"]
     files = [f"{models}/teacher.gguf", f"--draft={models}/student.gguf"]
     assert bench.main([*files, *data, *sizes, variants, *out]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    written = [row["temperature"] for row in rows if "wrote" in row]
+    assert written == [0.0, 1.0, 1.0, 0.0]  # to judge on, and in turns
     kept = {row["variant"]: row["kept"] for row in rows if row.get("rule") == "sampled"}
     names = [f"teacher:total_variation@{i}" for i in (0, 1)]
     assert set(kept) == {"as published", *names, "text:forward_kl"}

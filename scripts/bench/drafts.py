@@ -5,15 +5,15 @@
         --variants='text:forward_kl;teacher:total_variation;teacher:forward_kl@0,11,23|0,1,23#90>cut'
 
 A variant is SOURCE:DIVERGENCE, then, if wanted, @LAYERS of the draft, #SECONDS, and >NAME under
-which `--save` exports it. SOURCE is `text` (files), or
-what the `teacher` or the draft itself (`own`) writes to `--prompts` and to `--passages` of the
-files at T = 1. Of sets of layers joined by | each trains for `--try-seconds`, and the one that
-keeps the largest share at T = 1 trains whole. The teacher's hidden states are computed once for
-each text, and each variant trains for `--seconds` of the device, compilation not counted: the rate
-follows the clock. Judged on the teacher's continuations of `--heldout`:
-`kdjax.evaluation.drafting` says what is counted. No variant begins that `--limit` leaves no time
-for, and one that fails is told and passed over. What is written stays under `--save`, and a later
-run reads it there. Prints a line of JSON a figure. Exit status: 0 done, 2 bad input.
+which `--save` exports it. SOURCE is `text` (files), or what the `teacher` or the draft itself
+(`own`) writes to `--prompts` and to `--passages` of the files, at `--temperatures`. Of sets of
+layers joined by | each trains for `--try-seconds`, and the one that keeps the largest share at
+T = 1 trains whole. The teacher's hidden states are computed once for each text, and each variant
+trains for `--seconds` of the device, compilation not counted: the rate follows the clock. Judged
+on the teacher's continuations of `--heldout`: `kdjax.evaluation.drafting` says what is counted. No
+variant begins that `--limit` leaves no time for, and one that fails is told and passed over. What
+is written stays under `--save`, and a later run reads it there. Prints a line of JSON a figure.
+Exit status: 0 done, 2 bad input.
 """
 
 import argparse
@@ -112,6 +112,17 @@ def write(
         tokens += sum(len(a.ids) for a in answers)
     spent = time.monotonic() - begun
     say(wrote=model.source, temperature=temperature, tokens=tokens, write_seconds=spent)
+    return texts
+
+
+def write_all(model: Model, prompts: list[list[int]], args: argparse.Namespace) -> list[Text]:
+    """Prompts with continuations, each at its turn's temperature, in an order of the seed."""
+    turns, texts = args.temperatures, []
+    for temperature in sorted(set(turns), reverse=True):
+        part = [p for i, p in enumerate(prompts) if turns[i % len(turns)] == temperature]
+        seconds = args.write_seconds * turns.count(temperature) / len(turns)
+        texts += write(model, part, args, temperature=temperature, seconds=seconds)
+    random.Random(args.seed).shuffle(texts)
     return texts
 
 
@@ -375,7 +386,7 @@ class Course:
             return read_pieces(self._teacher, self._args)
         args, own = self._args, source == "own"
         writer = self._open(args.draft, dtype=args.dtype) if own else self._teacher
-        run = functools.partial(write, writer, self._prompts, args, seconds=args.write_seconds)
+        run = functools.partial(write_all, writer, self._prompts, args)
         found = keep(args.save and args.save / f"{source}.npz", run)
         ends = np.cumsum([len(ids) - begin for ids, begin in found])
         count = int(np.searchsorted(ends, args.tokens)) + 1
@@ -498,6 +509,8 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--heldout-tokens", type=int, default=0, help=fewer)
     flags.add_argument("--heldout-prompts", type=int, default=128)
     flags.add_argument("--write-seconds", type=float, default=90.0, help="compilation counted")
+    turns = "of texts that are written, in turn: 1 1 0 writes every third greedily"
+    flags.add_argument("--temperatures", type=float, nargs="+", default=[1.0], help=turns)
     flags.add_argument("--tokens", type=int, default=3_000_000, help="of a text, at most")
     flags.add_argument("--slots", type=int, default=1024, help="rows that are written at once")
     flags.add_argument("--learning-rate", type=float, default=1e-5)
