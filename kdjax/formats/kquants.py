@@ -54,13 +54,13 @@ def _half(value: np.ndarray) -> np.ndarray:
     return half
 
 
-def _round(y: np.ndarray, inverse: np.ndarray, low: int, high: int, out: np.ndarray) -> None:
+def _round(y: np.ndarray, inverse: np.ndarray, low: int, high: int, out: np.ndarray) -> np.ndarray:
     """`out = clip(round(y * inverse), low, high)`, `inverse` float64 `[n]`, one a group."""
     # Groups too small for an inverse in float32 get integers of 0; their scale would be 0 anyway.
     factors = np.where(np.abs(inverse) < 1e37, inverse, 0).astype(np.float32)
     np.multiply(y, factors, out=out)
     np.rint(out, out=out)
-    np.clip(out, np.float32(low), np.float32(high), out=out)
+    return np.clip(out, np.float32(low), np.float32(high), out=out)
 
 
 def _sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -110,23 +110,31 @@ def _extremes(x: np.ndarray) -> np.ndarray:
     return extreme.astype(np.float64)
 
 
-def _symmetric(x: np.ndarray, half: int, steps: np.ndarray) -> np.ndarray:
-    """Scale, float64 `[n]` of either sign, for x ~ scale * q, q from -half to half - 1.
+def _fit_levels(
+    x: np.ndarray, steps: np.ndarray, levels: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Scale, float64 `[n]` of either sign, for x ~ scale * level.
 
-    The largest element takes the place -step for each step of `steps`.
+    `levels` gives those nearest to x times the inverse of a scale; of each of `steps` it is asked
+    what follows if the largest element becomes that.
     """
     inverse = _inverse(_extremes(x))
     best, scale = np.full(inverse.shape, -1.0), np.zeros(inverse.shape)
-    q = np.empty_like(x)
     for step in steps:
-        _round(x, -step * inverse, -half, half - 1, q)
-        sum_qq, sum_xq = _sums(q, q), _sums(x, q)
-        fit = _divide(sum_xq, sum_qq)
+        q = levels(step * inverse)
+        sum_xq = _sums(x, q)
+        fit = _divide(sum_xq, _sums(q, q))
         gain = fit * sum_xq  # the sum of x * x less the squared error
         better = gain > best
         np.copyto(best, gain, where=better)
         np.copyto(scale, fit, where=better)
     return scale
+
+
+def _fit_whole(x: np.ndarray, half: int, steps: np.ndarray) -> np.ndarray:
+    """The same for levels from -half to half - 1."""
+    q = np.empty_like(x)
+    return _fit_levels(x, steps, lambda inverse: _round(x, inverse, -half, half - 1, q))
 
 
 def _groups(blocks: np.ndarray, k: int) -> np.ndarray:
@@ -136,8 +144,7 @@ def _groups(blocks: np.ndarray, k: int) -> np.ndarray:
 
 def _integers(x: np.ndarray, scale: np.ndarray, low: int, high: int, b: int) -> np.ndarray:
     """The final q, uint8 `[b, elements]`, from `low` on, for scales as they will be decoded."""
-    q = np.empty_like(x)
-    _round(x, _inverse(scale), low, high, q)
+    q = _round(x, _inverse(scale), low, high, np.empty_like(x))
     return (q - low).astype(np.uint8).T.reshape(b, -1)
 
 
@@ -197,7 +204,7 @@ def _encode_affine(blocks: np.ndarray, top: int, steps: np.ndarray) -> np.ndarra
 
 def _encode_q6_k(blocks: np.ndarray) -> np.ndarray:
     b, x = len(blocks), _groups(blocks, 16)
-    scale = _symmetric(x, 32, _Q6_STEPS).reshape(b, 16)
+    scale = _fit_whole(x, 32, _Q6_STEPS).reshape(b, 16)
     d, scales, exact = _signed_scales(scale, 128)
     q = _integers(x, exact.ravel(), -32, 31, b)
     high = (q >> 4).reshape(b, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -212,7 +219,7 @@ def _encode_signed(blocks: np.ndarray, half: int) -> np.ndarray:
     # What `quantize_row_*_ref` takes, where the search finds no better: the largest becomes -half.
     d = (_extremes(x) / -half).astype("<f2")
     # Nineteen steps, 0.1 apart, would take 0.05% off the error in twice the time.
-    searched = _symmetric(x, half, half + 0.3 * np.arange(-3, 4))
+    searched = _fit_whole(x, half, -half - 0.3 * np.arange(-3, 4))
     searched = _half(searched.clip(-_HALF_MAX, _HALF_MAX))
     np.copyto(d, searched, where=_lost(x, searched, half) < _lost(x, d, half))
     q = _integers(x, d.astype(np.float64), -half, half - 1, len(blocks))
@@ -224,8 +231,7 @@ def _encode_signed(blocks: np.ndarray, half: int) -> np.ndarray:
 
 def _lost(x: np.ndarray, d: np.ndarray, half: int) -> np.ndarray:
     """Squared errors of the groups, float64 `[n]`, once stored with a scale of d, float16."""
-    q = np.empty_like(x)
-    _round(x, _inverse(d.astype(np.float64)), -half, half - 1, q)
+    q = _round(x, _inverse(d.astype(np.float64)), -half, half - 1, np.empty_like(x))
     q *= d.astype(np.float32)
     q -= x
     return _sums(q, q)
@@ -235,28 +241,18 @@ def _lost(x: np.ndarray, d: np.ndarray, half: int) -> np.ndarray:
 _PLACES = np.abs(np.arange(-128, 128)[:, None] - IQ4).argmin(axis=1).astype(np.uint8)
 _LEVELS = IQ4[_PLACES]
 # What the largest element becomes, of its own sign or the other: the levels end at -127 and 113.
-_IQ4_STEPS = (*range(-134, -119), 113, 120, 127)
+_IQ4_STEPS = np.array((*range(-134, -119), 113, 120, 127), np.float64)
 
 
 def _places(x: np.ndarray, inverse: np.ndarray, buffer: np.ndarray) -> np.ndarray:
     """Where x `[k, n]` times the inverse of its group's scale falls in the table of levels."""
-    _round(x, inverse, -128, 127, buffer)
-    return (buffer + 128).astype(np.uint8)
+    return (_round(x, inverse, -128, 127, buffer) + 128).astype(np.uint8)
 
 
-def _fit_levels(x: np.ndarray) -> np.ndarray:
-    """Scale, float64 `[n]` of either sign, for x ~ scale * level."""
-    inverse = _inverse(_extremes(x))
-    best, scale = np.full(inverse.shape, -1.0), np.zeros(inverse.shape)
+def _fit_iq4(x: np.ndarray) -> np.ndarray:
+    """The same for the levels of IQ4."""
     buffer = np.empty_like(x)
-    for step in _IQ4_STEPS:
-        levels = _LEVELS[_places(x, step * inverse, buffer)]
-        fit = _divide(_sums(x, levels), _sums(levels, levels))
-        gain = fit * _sums(x, levels)
-        better = gain > best
-        np.copyto(best, gain, where=better)
-        np.copyto(scale, fit, where=better)
-    return scale
+    return _fit_levels(x, _IQ4_STEPS, lambda inverse: _LEVELS[_places(x, inverse, buffer)])
 
 
 def _final_places(x: np.ndarray, scale: np.ndarray, width: int) -> np.ndarray:
@@ -267,14 +263,14 @@ def _final_places(x: np.ndarray, scale: np.ndarray, width: int) -> np.ndarray:
 
 def _encode_iq4_nl(blocks: np.ndarray) -> np.ndarray:
     x = _groups(blocks, 32)
-    d = _half(_fit_levels(x))
+    d = _half(_fit_iq4(x))
     q = _final_places(x, d.astype(np.float64), 32)
     return np.concatenate([d.view(np.uint8).reshape(-1, 2), _pack_nibbles(q, 16)], axis=1)
 
 
 def _encode_iq4_xs(blocks: np.ndarray) -> np.ndarray:
     x = _groups(blocks, 32)
-    d, scales, exact = _signed_scales(_fit_levels(x).reshape(-1, 8), 32)
+    d, scales, exact = _signed_scales(_fit_iq4(x).reshape(-1, 8), 32)
     q = _final_places(x, exact.ravel(), _BLOCK)
     scales = (scales + 32).astype(np.uint16)
     upper = (scales >> 4 << np.arange(0, 16, 2, dtype=np.uint16)).sum(axis=1, dtype="<u2")
@@ -283,7 +279,7 @@ def _encode_iq4_xs(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([*parts, _pack_nibbles(q, 16)], axis=1)
 
 
-_Q6_STEPS = 32 + 0.1 * np.arange(-9, 10)
+_Q6_STEPS = -32 - 0.1 * np.arange(-9, 10)
 _encode_q4_k = functools.partial(_encode_affine, top=15, steps=15 + 0.1 * np.arange(-10, 11))
 _encode_q5_k = functools.partial(_encode_affine, top=31, steps=31 + 0.1 * np.arange(-5, 11))
 # Encoder of a type, and the largest value whose scale float16 holds.
