@@ -225,17 +225,18 @@ def _check_windows(spec: ArchSpec, family: Family) -> None:
             f"{scalar or spec.head_dim:g}, which llama.cpp computes for {spec.num_layers} layers. "
             "Export --format=hf."
         )
-    period = family.window_period
-    if spec.window and spec.local != (every_layer_but(period, spec.num_layers) if period else ()):
-        raise UserError(
-            f"found layers with a window other than all but each {period}th; expected what "
-            "llama.cpp computes. Export --format=hf."
-        )
-    if spec.window and not period:
+    if not spec.window:
+        return
+    if not family.window_period:
         raise UserError(
             f"found a {spec.family} model with a window of {spec.window} positions; expected none, "
             "as llama.cpp computes. Export --format=hf, or set sliding_window to null if texts "
             "are never longer."
+        )
+    if spec.local != every_layer_but(family.window_period, spec.num_layers):
+        raise UserError(
+            f"found layers with a window other than all but each {family.window_period}th; "
+            "expected what llama.cpp computes. Export --format=hf."
         )
 
 
