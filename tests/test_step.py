@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from kdjax.config import OptimConfig
 from kdjax.device import sharding
@@ -24,6 +25,7 @@ from kdjax.losses.kd import KDLoss
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import load_params
+from kdjax.models.weights import Shard
 from kdjax.training import optim, step
 from kdjax.training.teachers import Dense
 
@@ -159,6 +161,27 @@ def test_devices_that_keep_parts_of_the_masters_take_the_same_step():
 def test_so_they_do_in_microbatches():
     parts = build(mesh_of(data=2), split=True, microbatches=4)
     assert_equal_gradients(gradients(parts, batch()), gradients(build(), batch()))
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_parts_are_gathered_in_order_and_their_gradients_added(count, rng):
+    """Whole numbers, of which bfloat16 and sums in any order keep every bit."""
+    whole = rng.integers(-200, 200, (3, 16, 5)).astype(np.float32)
+    factors = rng.integers(-200, 200, (count, *whole.shape)).astype(np.float32)
+
+    def one(part, factor):
+        def scaled(part):
+            gathered = Shard(part, -2, "data", jnp.bfloat16).gather()
+            return jnp.sum(gathered * factor[0]), gathered
+
+        gradient, gathered = jax.grad(scaled, has_aux=True)(part)
+        return gathered[None], gradient
+
+    rows, parts = P("data"), P(None, "data")
+    run = Placement(mesh_of(data=count)).map_rows(one, (parts, rows), (rows, parts))
+    gathered, gradient = jax.jit(run)(whole, factors)
+    np.testing.assert_array_equal(gathered, np.broadcast_to(whole, factors.shape))
+    np.testing.assert_array_equal(gradient, factors.sum(axis=0))
 
 
 def test_a_state_of_parts_begins_with_whole_arrays_without_a_warning():

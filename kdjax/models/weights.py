@@ -495,7 +495,7 @@ def _gather_as(part: Array, axis: int, over: str, dtype: DTypeLike) -> Array:
         return jax.lax.all_gather(sent, over, axis=axis, tiled=True).astype(part.dtype)
     me = jax.lax.axis_index(over)
     pieces = [_shift(sent, over, by) for by in range(count)]
-    ordered = [jax.lax.select_n((me - i) % count, *pieces) for i in range(count)]
+    ordered = [_pick(pieces, (me - i) % count, axis) for i in range(count)]
     return jnp.concatenate(ordered, axis).astype(part.dtype)
 
 
@@ -504,8 +504,17 @@ def _scatter(axis: int, over: str, dtype: DTypeLike, _: None, gradient: Array) -
         return (jax.lax.psum_scatter(gradient, over, scatter_dimension=axis, tiled=True),)
     count, me = jax.lax.axis_size(over), jax.lax.axis_index(over)
     parts = jnp.split(gradient, count, axis)
-    sent = [jax.lax.select_n((me + by) % count, *parts) for by in range(count)]
+    sent = [_pick(parts, (me + by) % count, axis) for by in range(count)]
     return (sum(_shift(part, over, by) for by, part in enumerate(sent)),)  # type: ignore
+
+
+def _pick(parts: Sequence[Array], place: Array, axis: int) -> Array:
+    """The part at a place that differs from device to device."""
+    # Of two what was measured, which reads both; of more a slice, which reads one.
+    if len(parts) == 2:
+        return jax.lax.select_n(place, *parts)
+    size = parts[0].shape[axis]
+    return jax.lax.dynamic_slice_in_dim(jnp.concatenate(parts, axis), place * size, size, axis)
 
 
 def _shift(x: Array, over: str, by: int) -> Array:
