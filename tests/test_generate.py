@@ -1,6 +1,7 @@
 """Generation: the cache changes nothing, rows do not see each other, and each ends as it should."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -16,7 +17,7 @@ from toy_teacher import next_id_teacher
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.errors import UserError
-from kdjax.models import decoding, kernels
+from kdjax.models import decoder, decoding, kernels
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, complete, pick
 from kdjax.models.model import load
@@ -416,6 +417,29 @@ def test_text_in_and_text_out(models):
     assert untold.text == "" and len(untold.ids) == 5
     with pytest.raises(UserError, match="no tokenizer for 'def f"):
         bare.generate("def f(")
+
+
+def test_a_prompt_is_read_by_the_attention_that_is_sooner_done(models, monkeypatch):
+    """On a GPU: a short one by XLA's, a long one by cuDNN's, as one segment however many rows have
+    in training."""
+    model, seen = opened(f"{models}/teacher.gguf@dequant:float32"), []
+
+    def attend(q, k, v, segment_ids, *, implementation, max_segments, **_):
+        seen.append((q.shape[1], implementation, max_segments))
+        return q
+
+    monkeypatch.setattr(decoder, "attend", attend)
+    monkeypatch.setattr(decoder.Decoder, "_attention", lambda self, dtype: "cudnn")
+    compute = dataclasses.replace(model.functions.compute, max_segments=32)
+    functions, _ = decoder.functional(model.spec, compute)
+    for length in (128, 192, 256):
+        tokens = jnp.zeros((2, length), jnp.int32)
+        read = functools.partial(functions.prefill, capacity=length)
+        jax.eval_shape(read, model.params, tokens, tokens[:, 0] + 1)
+        jax.eval_shape(functions.hidden, model.params, tokens, tokens, tokens)
+    packed = "cudnn", 32
+    short, long = (128, "xla", 1), (256, "cudnn", 1)
+    assert seen == [short, (128, *packed), (192, *short[1:]), (192, *packed), long, (256, *packed)]
 
 
 def test_the_command(models, monkeypatch, capsys):

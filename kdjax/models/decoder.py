@@ -42,6 +42,8 @@ from kdjax.models.weights import (
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
 
+_SHORT = 192  # positions of a prompt that XLA's attention reads sooner than cuDNN's
+
 # The rotation of queries, or of keys, by their positions.
 Turn = Callable[[Array], Array]
 
@@ -407,12 +409,21 @@ class Decoder(nnx.Module):
         return lambda x: turn(x, angles, local)
 
     def _mix(
-        self, segment_ids: Array, local: Array | None, q: Array, k: Array, v: Array
+        self,
+        segment_ids: Array,
+        local: Array | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        prompt: bool = False,
     ) -> tuple[Array, Any]:
+        """Attention within segments; of a `prompt` a row, which sees nothing of what pads it."""
+        short = prompt and q.shape[1] <= _SHORT
         run = functools.partial(
             attend,
-            implementation=self._attention(q.dtype),
-            max_segments=self.compute.max_segments,
+            implementation="xla" if short else self._attention(q.dtype),
+            max_segments=1 if prompt else self.compute.max_segments,
             scale=self.spec.score_scale,
             window=self.spec.window,
         )
@@ -450,7 +461,7 @@ class Decoder(nnx.Module):
         real = (at < lengths[:, None]).astype(jnp.int32)
 
         def layer(x: Array, block: Block, local: Array | None) -> tuple[Array, Any]:
-            mix = functools.partial(self._mix, real, local)
+            mix = functools.partial(self._mix, real, local, prompt=True)
             return block(x, self._turn(angles, local), mix)
 
         x, kept = self._run_layers(layer, self._embed_tokens(tokens), layers=layers)
