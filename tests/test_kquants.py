@@ -109,7 +109,7 @@ def test_blocks_of_every_sort_lose_no_more_and_most_less(dtype, rng):
     assert no_worse_than_gguf_py(x, dtype)
     ours = relative(x[40:], there_and_back(x[40:], dtype))
     theirs = gguf.quants.quantize(x[40:], gguf.GGMLQuantizationType[dtype])
-    assert ours < 0.97 * relative(x[40:], decoded(theirs, dtype))
+    assert ours < 0.98 * relative(x[40:], decoded(theirs, dtype))
 
 
 @pytest.mark.parametrize("dtype", SIGNED)

@@ -6,8 +6,8 @@ step from a group's largest value alone would waste a tenth of the precision; so
 several steps, fits scale and minimum by least squares to the integers that each gives, and keeps
 the best. The candidates are those of llama.cpp (`make_qkx2_quants`, `make_qx_quants`,
 `quantize_row_iq4_nl_impl` in ggml-quants.c), fewer for Q4_0 and Q5_0, for which it searches with an
-importance matrix only. It weighs errors by the size of the element; here they count alike, so that
-what is minimised is the mean squared error.
+importance matrix only. It weighs errors by the size of the element, and so do these two here. In
+the others they count alike, so that what is minimised is the mean squared error.
 
 Work arrays are float32 `[k, n]`, k elements of each of n groups: sums over a group are then sums of
 whole vectors.
@@ -111,19 +111,23 @@ def _extremes(x: np.ndarray) -> np.ndarray:
 
 
 def _fit_levels(
-    x: np.ndarray, steps: np.ndarray, levels: Callable[[np.ndarray], np.ndarray]
+    x: np.ndarray,
+    steps: np.ndarray,
+    levels: Callable[[np.ndarray], np.ndarray],
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """Scale, float64 `[n]` of either sign, for x ~ scale * level.
 
     `levels` gives those nearest to x times the inverse of a scale; of each of `steps` it is asked
-    what follows if the largest element becomes that.
+    what follows if the largest element becomes that. `weights` `[k, n]` are those of the errors.
     """
+    weighted = x if weights is None else x * weights
     inverse = _inverse(_extremes(x))
     best, scale = np.full(inverse.shape, -1.0), np.zeros(inverse.shape)
     for step in steps:
         q = levels(step * inverse)
-        sum_xq = _sums(x, q)
-        fit = _divide(sum_xq, _sums(q, q))
+        sum_xq = _sums(weighted, q)
+        fit = _divide(sum_xq, _sums(q if weights is None else q * weights, q))
         gain = fit * sum_xq  # the sum of x * x less the squared error
         better = gain > best
         np.copyto(best, gain, where=better)
@@ -131,10 +135,12 @@ def _fit_levels(
     return scale
 
 
-def _fit_whole(x: np.ndarray, half: int, steps: np.ndarray) -> np.ndarray:
+def _fit_whole(
+    x: np.ndarray, half: int, steps: np.ndarray, weights: np.ndarray | None = None
+) -> np.ndarray:
     """The same for levels from -half to half - 1."""
     q = np.empty_like(x)
-    return _fit_levels(x, steps, lambda inverse: _round(x, inverse, -half, half - 1, q))
+    return _fit_levels(x, steps, lambda inverse: _round(x, inverse, -half, half - 1, q), weights)
 
 
 def _groups(blocks: np.ndarray, k: int) -> np.ndarray:
@@ -216,11 +222,14 @@ def _encode_q6_k(blocks: np.ndarray) -> np.ndarray:
 
 def _encode_signed(blocks: np.ndarray, half: int) -> np.ndarray:
     x = _groups(blocks, 32)
-    # What `quantize_row_*_ref` takes, where the search finds no better: the largest becomes -half.
-    d = (_extremes(x) / -half).astype("<f2")
+    # As llama.cpp weighs where all inputs matter alike: of Q4_0 files of a 0.5B, KL 6% less.
+    squares = x * x
+    weights = np.sqrt(squares + squares.mean(axis=0))
     # Nineteen steps, 0.1 apart, would take 0.05% off the error in twice the time.
-    searched = _fit_whole(x, half, -half - 0.3 * np.arange(-3, 4))
+    searched = _fit_whole(x, half, -half - 0.3 * np.arange(-3, 4), weights)
     searched = _half(searched.clip(-_HALF_MAX, _HALF_MAX))
+    # What `quantize_row_*_ref` takes, where the search loses more: the largest becomes -half.
+    d = (_extremes(x) / -half).astype("<f2")
     np.copyto(d, searched, where=_lost(x, searched, half) < _lost(x, d, half))
     q = _integers(x, d.astype(np.float64), -half, half - 1, len(blocks))
     parts = [d.view(np.uint8).reshape(-1, 2)]
