@@ -36,6 +36,7 @@ from kdjax.losses.divergences import (
     total_variation,
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
+from kdjax.losses.topk import top_k
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.tokenizer import Tokenizer
@@ -149,12 +150,12 @@ class Values(NamedTuple):
 def _compare(logits: Array, teacher_logits: Array | None, labels: Array) -> Values:
     """All figures from logits `[B, T, V]`."""
     s = log_softmax(logits, 1.0)
-    top = jax.lax.top_k(s, TOP)[1]
+    top = top_k(s, TOP)[1]
     own = cross_entropy(s, labels), _entropy(s), (top[..., 0] == labels).astype(jnp.float32)
     if teacher_logits is None:
         return Values(*own, *[jnp.zeros_like(own[0])] * (len(Values._fields) - len(own)))
     t = log_softmax(teacher_logits, 1.0)
-    teacher_top = jax.lax.top_k(t, TOP)[1]
+    teacher_top = top_k(t, TOP)[1]
     shared = jnp.any(top[..., :, None] == teacher_top[..., None, :], axis=-1)
     # Ids that do not exist hold -1e30 on both sides.
     x, y = (jnp.where(z == EXCLUDED, 0.0, z) for z in (logits, teacher_logits))

@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from kdjax.device.sharding import ROWS, row_shards
 from kdjax.losses.divergences import log_softmax
 from kdjax.losses.kd import KDLoss
+from kdjax.losses.topk import top_k
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
@@ -144,8 +145,8 @@ def _compare_states(
         logits = [unembed(h[None], head[:real])[0] for h, head in zip(hidden, heads, strict=True)]
         theirs, ours = (log_softmax(z, 1.0) for z in logits)
         softened = [log_softmax(z, loss.temperature) for z in logits]
-        values, likeliest = jax.lax.top_k(theirs, min(TOP, real))
-        mine = jax.lax.top_k(ours, min(TOP, real))[1]
+        values, likeliest = top_k(theirs, min(TOP, real))
+        mine = top_k(ours, min(TOP, real))[1]
         shared = jnp.any(likeliest[:, :, None] == mine[:, None, :], axis=-1)
         return Compared(
             likeliest[:, 0],
