@@ -236,6 +236,8 @@ def test_exercises_with_examples_on_literals_become_problems_that_no_prompt_is_l
     }
     assert json.loads(made["opened.jsonl"][0]) == records[2]
     assert len(load_humaneval(tmp_path / "out" / "problems.jsonl")) == 1
+    (tmp_path / "others.jsonl").write_text('{"text": "no prompt"}\n')
+    assert exercises.main(paths) == 2
 
 
 def test_a_setting_is_read_with_the_fields_that_differ():

@@ -137,7 +137,7 @@ def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
     for path in files:
         suffix = path.suffix.lower()
         if suffix == ".jsonl":
-            yield from _read_json_lines(path)
+            yield from read_json_lines(path)
         elif suffix == ".parquet":
             yield from _read_parquet(path)
         else:
@@ -156,7 +156,8 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _read_json_lines(path: Path) -> Iterator[tuple[str, object]]:
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every record of the file with its place, "file:line". Raises `UserError` for a bad line."""
     # Split on newlines only: str.splitlines would cut inside strings at U+2028.
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():

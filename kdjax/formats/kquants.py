@@ -144,7 +144,7 @@ def _fit_whole(
 
 
 def _groups(blocks: np.ndarray, k: int) -> np.ndarray:
-    """`[b, 256]` to `[k, b * 256 / k]`."""
+    """`[b, elements]` to `[k, b * elements / k]`."""
     return np.ascontiguousarray(blocks.reshape(-1, k).T)
 
 

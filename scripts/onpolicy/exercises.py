@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdjax.data.text import read_json_lines
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation.problems import OPENING
 from kdjax.formats.files import replacing
@@ -85,8 +86,22 @@ def _docstring(exercise: str) -> str:
     return ast.get_docstring(_function(exercise)) or ""
 
 
+def _exercise(prompt: dict[str, Any]) -> str:
+    return prompt.get("opening", "").removeprefix(OPENING).rstrip("\n")
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
+    records = []
+    for place, record in read_json_lines(path):
+        try:
+            record["messages"][0]["content"]
+        except (TypeError, KeyError, IndexError):
+            raise UserError(
+                f'{place}: found no {{"messages": [...]}}; give what scripts.onpolicy.prompts and '
+                "scripts.onpolicy.invent wrote."
+            ) from None
+        records.append(record)
+    return records
 
 
 @reporting
@@ -98,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("prompts", type=Path, nargs="*")
     parser.add_argument("--count", type=int, default=400, help="problems")
     args = parser.parse_args(argv)
-    opened = {p["opening"].removeprefix(OPENING).rstrip("\n"): p for p in _read(args.invented)}
+    opened = {_exercise(prompt): prompt for prompt in _read(args.invented)}
     if "" in opened:
         raise UserError(
             f"{args.invented}: found a prompt that opens no function; give what "
