@@ -3,6 +3,7 @@
 import itertools
 import json
 import zipfile
+from typing import Any
 
 import pytest
 
@@ -470,16 +471,17 @@ def test_answers_that_are_kept(text, reason, code, why):
 
 
 def test_questions_lose_their_answers(tmp_path):
+    tokenizer: Any = Lengths()
     path = tmp_path / "a.jsonl"
     turns = [dict(role="user", content="7"), dict(role="assistant", content="a ```b```")]
     path.write_text(json.dumps({"messages": turns}) + "\n")
-    assert list(answers.read(path, Lengths())) == [(turns[:1], [1] * 7, True, "")]
+    assert list(answers.read(path, tokenizer)) == [(turns[:1], [1] * 7, True, "")]
     path.write_text(json.dumps({"messages": turns[:1]}) + "\n")
-    assert list(answers.read(path, Lengths())) == [(turns[:1], [1] * 7, False, "")]
+    assert list(answers.read(path, tokenizer)) == [(turns[:1], [1] * 7, False, "")]
     for bad in ('{"messages": []}', '{"text": " "}', "[", json.dumps({"messages": turns[1:]})):
         path.write_text(f"{json.dumps({'messages': turns})}\n{bad}\n")
         with pytest.raises(UserError, match=r"a.jsonl:2: found no"):
-            list(answers.read(path, Lengths()))
+            list(answers.read(path, tokenizer))
 
 
 @pytest.mark.slow

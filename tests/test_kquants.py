@@ -4,6 +4,7 @@ llama.cpp's own encoder, on real tensors, is the measure of `scripts/checks/llam
 """
 
 import functools
+from typing import Any
 
 import gguf
 import hypothesis
@@ -196,6 +197,7 @@ def test_levels_that_a_block_has_come_back(dtype, rng):
 def test_the_search_beats_the_plain_step(dtype, rng, monkeypatch):
     x = rng.standard_t(4, (32, 1024)).astype(np.float32)
     searched = relative(x, there_and_back(x, dtype))
+    encoder: Any
     encoder, limit = kquants._TYPES[dtype]
     if dtype == "Q6_K":
         monkeypatch.setattr(kquants, "_Q6_STEPS", kquants._Q6_STEPS[9:10])
