@@ -113,6 +113,5 @@ def test_decoding_copies_no_cache():
         rest = head, slots, of((), jnp.uint32), of((8,), bool)
         lowered = decoding._advance.lower(params, layers, *rest, **static)
         used = lowered.compile().memory_analysis()
-        assert (
-            used is not None and used.temp_size_in_bytes < 2 * slots.cache.k.size
-        )  # bytes of one half
+        assert used is not None
+        assert used.temp_size_in_bytes < 2 * slots.cache.k.size  # bytes of one half
