@@ -256,19 +256,24 @@ def main(argv: list[str] | None = None) -> int:
         if args.peer
         else load(str(model_file(args.shape, args.folder)), weights=args.weights, dtype=args.dtype)
     )
+    who = "Transformers" if args.peer else f"kdjax {args.weights}"
     for slots in map(int, args.slots.split(",")):
-        if model is None:
-            found = peer(args, slots)
-        else:
-            found = sustained(model, args, slots) | full(model, args, slots)
-        who = "Transformers" if args.peer else f"kdjax {args.weights}"
-        rows.append(dict(who=who, shape=args.shape, slots=slots) | found)
-        figures = "; ".join(
-            f"{name} {x:,.2f}" if x < 1e3 else f"{name} {x:,.0f}" for name, x in found.items()
+        row = dict(who=who, shape=args.shape, slots=slots)
+        rows.append(row)
+        measures = (
+            [functools.partial(peer, args, slots)]
+            if model is None
+            else [functools.partial(f, model, args, slots) for f in (sustained, full)]
         )
-        print(f"{who}, {args.shape}, {slots} slots: {figures}", flush=True)
-        if args.json:  # now, so that a command that is cut short keeps what it measured
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        for measure in measures:
+            found = measure()
+            row |= found
+            figures = "; ".join(
+                f"{name} {x:,.2f}" if x < 1e3 else f"{name} {x:,.0f}" for name, x in found.items()
+            )
+            print(f"{who}, {args.shape}, {slots} slots: {figures}", flush=True)
+            if args.json:  # now, so that a command that is cut short keeps what it measured
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 
