@@ -309,6 +309,9 @@ def test_the_interval_pairs_problems_and_puts_seeds_together(tmp_path, capsys):
     assert "own 0.7500 0.7500, offline 0.5000: +25.0 points" in capsys.readouterr().out
     assert interval.main([str(tmp_path / "t.json"), "--of=none"]) == 2
     assert "the tables hold before, offline, own" in capsys.readouterr().err
+    rows.append(rows[0] | {"humaneval": {"problems": 1, "passed": "11"}})
+    with pytest.raises(UserError, match="judged on 1 and 4 problems of humaneval"):
+        interval.compare(rows, "own", "offline", "humaneval")
 
 
 @pytest.mark.slow

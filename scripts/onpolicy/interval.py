@@ -32,8 +32,8 @@ class Difference(NamedTuple):
     against: list[float]
 
 
-def read_shares(rows: Sequence[Mapping[str, Any]], setting: str, name: str) -> np.ndarray:
-    """[seeds, problems]: the share of samples that passed; seeds in order."""
+def read_shares(rows: Sequence[Mapping[str, Any]], setting: str, name: str) -> list[np.ndarray]:
+    """Of each seed, in order, [problems]: the share of samples that passed."""
     found = [row for row in rows if row["setting"] == setting and name in row]
     shares = []
     for row in sorted(found, key=lambda row: row["seed"]):
@@ -42,16 +42,22 @@ def read_shares(rows: Sequence[Mapping[str, Any]], setting: str, name: str) -> n
     if not shares:
         known = ", ".join(sorted({row["setting"] for row in rows}))
         raise UserError(f"no row of {setting} has {name}; the tables hold {known}.")
-    return np.stack(shares)
+    return shares
 
 
 def compare(rows: Sequence[Mapping[str, Any]], of: str, against: str, name: str) -> Difference:
     """The difference on the problems of `name`."""
     mine, others = (read_shares(rows, setting, name) for setting in (of, against))
-    each = mine.mean(axis=0) - others.mean(axis=0)
+    sizes = sorted({len(shares) for shares in [*mine, *others]})
+    if len(sizes) > 1:
+        raise UserError(
+            f"found rows of {of} and {against} judged on {' and '.join(map(str, sizes))} problems "
+            f"of {name}; expected the same ones. Leave out the tables of other problems."
+        )
+    each = np.mean(mine, axis=0) - np.mean(others, axis=0)
     draws = np.random.default_rng(0).integers(0, len(each), (_DRAWS, len(each)))
     low, high = np.quantile(each[draws].mean(axis=1), [0.025, 0.975])
-    means = ([float(x) for x in shares.mean(axis=1)] for shares in (mine, others))
+    means = ([float(x.mean()) for x in shares] for shares in (mine, others))
     return Difference(float(each.mean()), float(low), float(high), *means)
 
 
