@@ -50,7 +50,7 @@ def test_cudnn_attention_equals_the_reference(heads, kv_heads, width, window, lo
     real = segments != 0
     shapes = [(rows, length, h, width) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, cotangent = (rng.normal(0, 1, s).astype(jnp.bfloat16) for s in shapes)
-    # An argument, since XLA computes with what it knows while it compiles, one number at a time.
+    # An argument: as a constant of the programs it makes the test take twice as long.
     cotangent = np.where(real[..., None, None], cotangent, 0).astype(np.float32)
 
     def outputs(implementation, dtype, device):
