@@ -91,7 +91,8 @@ def choose_prompts(
     """Ids of at most `count` beginnings, spread evenly over the documents of `patterns`.
 
     Of a conversation all before an answer of the assistant, of a text half of it or 128 tokens. At
-    most `most` tokens each: longer ones are left out. Raises `UserError` if there are none.
+    most `most` tokens each: longer ones are left out. Of equal ones, as of files under one licence,
+    one is kept. Raises `UserError` if there are none.
     """
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
@@ -99,14 +100,14 @@ def choose_prompts(
         tokenizer.encode(text) if chat else begin_text(text, tokenizer)
         for text, chat in (every[at] for at in places)
     ]
-    fitting = [ids for ids in prompts if 0 < len(ids) <= most]
+    fitting = list(dict.fromkeys(tuple(ids) for ids in prompts if 0 < len(ids) <= most))
     if not fitting:
         raise UserError(
             f"{patterns}: found no beginning of 1 to {most} tokens to continue; expected longer "
             "documents, or conversations with shorter questions."
         )
     chosen = np.linspace(0, len(fitting) - 1, min(count, len(fitting))).astype(int)
-    return [fitting[place] for place in chosen]
+    return [list(fitting[place]) for place in chosen]
 
 
 def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:

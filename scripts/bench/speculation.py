@@ -86,14 +86,16 @@ def read_prompts(args: argparse.Namespace, model: Model) -> list[list[int]]:
     tokenizer = model.tokenizer
     assert tokenizer is not None
     read = (tokenizer.encode(d.text) for d in documents(find_files(args.text), tokenizer))
-    long = (ids for ids in read if len(ids) >= args.prompt_tokens)
-    chosen = [ids[: args.prompt_tokens] for ids, _ in zip(long, range(args.prompts), strict=False)]
-    if len(chosen) < args.prompts:
+    long = (tuple(ids[: args.prompt_tokens]) for ids in read if len(ids) >= args.prompt_tokens)
+    different: dict[tuple[int, ...], None] = {}  # files under one licence begin alike
+    while len(different) < args.prompts and (ids := next(long, None)):
+        different[ids] = None
+    if len(different) < args.prompts:
         raise UserError(
-            f"--text={args.text} has {len(chosen)} documents of {args.prompt_tokens} tokens; "
-            f"expected {args.prompts}. Name more text."
+            f"--text={args.text} has {len(different)} different beginnings of {args.prompt_tokens} "
+            f"tokens; expected {args.prompts}. Name more text."
         )
-    return chosen
+    return [list(ids) for ids in different]
 
 
 @contextlib.contextmanager
