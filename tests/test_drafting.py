@@ -1,5 +1,6 @@
 """What a draft saves: blocks along the teacher's text, beside walks and hand calculation."""
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -182,14 +183,17 @@ def test_a_draft_that_llama_cpp_refuses_is_named_before_it_trains(tiny_config, c
     assert "the model has 384 tokens and the draft 320: more than 8 apart" in caplog.text
 
 
-def test_of_equal_beginnings_one_is_judged(models, tmp_path):
+def test_of_equal_beginnings_one_is_judged_and_one_written_on(models, tmp_path):
     """Files under one licence begin alike, and would count as often as there are files."""
-    tokenizer = load(f"{models}/teacher.gguf").tokenizer
+    model = load(f"{models}/teacher.gguf")
+    tokenizer = model.tokenizer
     texts = ["# One licence for all of them.", *(f"def f{i}(a):\n    b" for i in range(3))]
     for i in range(12):
         (tmp_path / f"{i:02}.py").write_text(texts[max(0, i - 8)])
     found = drafting.choose_prompts(f"{tmp_path}/*.py", tokenizer, count=12, most=99)
     assert sorted(found) == sorted({tuple(ids): ids for ids in found}.values()) and len(found) == 4
+    asked = argparse.Namespace(text=f"{tmp_path}/*.py", seed=0, passages=12)
+    assert sorted(bench.read_passages(model, asked)) == sorted(found)
 
 
 def test_llama_cpps_counters_are_told_with_an_interval_over_prompts(monkeypatch):

@@ -67,11 +67,13 @@ def tokenizer(models):
 def test_prompts_are_conversations_with_the_turn_opened_and_texts_cut_at_lines(
     tokenizer, tmp_path, caplog
 ):
+    """Each once: an answer is no part of it, and files under one licence begin alike."""
     chat = dataclasses.replace(tokenizer, chat_template=CHAT)
     user, answer = {"role": "user", "content": "sort"}, {"role": "assistant", "content": "no"}
     text = "".join(f"line {i}\n" for i in range(9))
     long = {"messages": [{"role": "user", "content": "x" * 99}]}
-    records = [{"messages": [user]}, {"messages": [user, answer]}, {"text": text}, long]
+    records = [{"messages": [user]}, {"messages": [user, answer]}, {"text": text}]
+    records += [{"text": text}, long]
     records.append({"messages": [user], "opening": "def "})
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
     with caplog.at_level(logging.WARNING):
@@ -79,7 +81,7 @@ def test_prompts_are_conversations_with_the_turn_opened_and_texts_cut_at_lines(
     assert "1 prompts of more than 30 tokens are left out" in caplog.text
     once = [prompts[i] for i in range(len(prompts))]
     rendered = [p for p in once if chat.decode(p.ids) == "<user>sort\n<assistant>"]
-    assert len(rendered) == 2 and {p.end for p in rendered} == {chat.eos_id}
+    assert len(rendered) == 1 and {p.end for p in rendered} == {chat.eos_id}
     opened = [p for p in once if chat.decode(p.ids) == "<user>sort\n<assistant>def "]
     assert len(opened) == 1
     pieces = [chat.decode(p.ids) for p in once if p not in rendered + opened]
@@ -374,7 +376,7 @@ def test_a_round_asks_for_no_more_answers_than_the_last_one_tells(job, tmp_path,
     rows, record = author.write(params, 0, 0)
     assert record["figures"]["length"] > 6  # of at most 8: nearly all are cut off
     again, same = author.write(params, 0, 0, record["figures"]["length"])
-    assert len(asked) == 2 and asked[1] < asked[0]  # in one call each
+    assert sum(asked[1:]) < asked[0]
     np.testing.assert_array_equal(rows.tokens, again.tokens)
     assert same["next"] == record["next"]
 

@@ -12,6 +12,7 @@ the first prints.
 import argparse
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kdjax.commands.parsing import Parser, add_cluster_flags, started
+from kdjax.commands.parsing import Parser, add_cluster_flags, log_to_terminal, started
 from kdjax.data.text import find_files
 from kdjax.device import cluster, sharding
 from kdjax.errors import (
@@ -44,6 +45,8 @@ from kdjax.formats.files import make_folder
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import Completion, Sampling
+
+_log = logging.getLogger("kdjax")
 
 _BENCHMARKS = {"humaneval": problems.load_humaneval, "mbpp": problems.load_mbpp}
 
@@ -153,6 +156,7 @@ class _ModelFailedError(Exception):
 
 @contextlib.contextmanager
 def _model_at_work(step: str) -> Iterator[None]:
+    _say(step)
     try:
         yield
     # Out of memory, a missing tensor, an operation XLA refuses: all of them mean no figures.
@@ -195,7 +199,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
         raise _ModelFailedError(str(error)) from error
     document["model"] = str(target)
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
-    with _model_at_work("reading it"):
+    with _model_at_work("reading the model"):
         _add_findings(document, examine.of_files(target.checkpoint))
     mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
     _run_model(document, request, target, mesh)
@@ -228,6 +232,12 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
             )
 
 
+def _say(step: str) -> None:
+    """Says what begins: on a CPU it may take an hour."""
+    if jax.process_index() == 0:
+        _log.info("%s", step)
+
+
 def _add_findings(document: dict[str, Any], findings: Sequence[Finding]) -> None:
     """Adds findings, and prints them at once: benchmarks may take an hour from here."""
     for finding in findings if jax.process_index() == 0 else ():
@@ -255,12 +265,12 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
 def _run_model(document: dict[str, Any], request: Request, target: Target, mesh: Mesh) -> None:
     """Loads the model and adds what it predicts, answers and solves; it is freed on return."""
     tokenizer = target.checkpoint.tokenizer
-    with _model_at_work("loading it"):
+    with _model_at_work("loading the model"):
         model = target.load(mesh)
-    with _model_at_work("running it"):
+    with _model_at_work("looking whether it is broken"):
         findings, document["probe"] = examine.of_logits(model)
     _add_findings(document, findings)
-    with _model_at_work("generating"):
+    with _model_at_work("letting it answer"):
         findings, document["probe"]["answers"] = examine.of_answers(model)
     _add_findings(document, findings)
     form = problems.choose_format(request.args.prompt, tokenizer)
@@ -272,6 +282,7 @@ def _run_model(document: dict[str, Any], request: Request, target: Target, mesh:
         return model.generate(prompts, sampling, batch_size=request.args.batch_size)
 
     for name, benchmark in request.benchmarks.items():
+        _say(f"{name}: {len(benchmark)} problems, {settings.samples} answers to each")
         document[name] = passk.run_benchmark(benchmark, tokenizer, generate, settings)
 
 
@@ -312,8 +323,9 @@ def _json_able(value: Any) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     request = check(parser().parse_args(argv))
+    log_to_terminal()
     with started(request.args) as devices:
-        print(devices, file=sys.stderr)
+        _log.info("%s", devices)
         document, status = evaluate(request)
         document = _json_able({**document, "status": status})
         if jax.process_index() == 0:

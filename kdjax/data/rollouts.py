@@ -61,32 +61,32 @@ class Prompts:
 def read_prompts(
     patterns: str, tokenizer: Tokenizer, longest: int, seed: int, *, parse_special: bool = False
 ) -> Prompts:
-    """The prompts of files as `data.train` names them, of at most `longest` ids.
+    """The prompts of files as `data.train` names them, of at most `longest` ids, each once.
 
     `messages` are rendered with the assistant's turn opened; longer ones are left out, and counted
     in a warning. Any other text is cut at line ends into prompts. Raises `UserError` if none is
     left.
     """
-    prompts: list[Prompt] = []
+    ends: dict[tuple[int, ...], int] = {}  # of each prompt, the id that ends its answer
     too_long = 0
     for text, chat in openings(find_files(patterns), tokenizer):
         if chat:
             ids = tokenizer.encode(text)
             too_long += len(ids) > longest
             if 0 < len(ids) <= longest:
-                prompts.append(Prompt(ids, tokenizer.eos_id))
+                ends[tuple(ids)] = tokenizer.eos_id
             continue
         most = longest - (tokenizer.opening_id is not None)
         for ids in _cut_at_lines(text, tokenizer, most, parse_special=parse_special):
-            prompts.append(Prompt(tokenizer.open_text(ids), tokenizer.end_of_text_id))
-    if not prompts:
+            ends[tuple(tokenizer.open_text(ids))] = tokenizer.end_of_text_id
+    if not ends:
         raise UserError(
             f"{patterns}: found {too_long} prompts of more than {longest} tokens and no other. "
             "Give shorter prompts, a smaller rollout.max_tokens or a larger data.seq_len."
         )
     if too_long:
         _log.warning("%d prompts of more than %d tokens are left out", too_long, longest)
-    return Prompts(prompts, seed)
+    return Prompts([Prompt(list(ids), end) for ids, end in ends.items()], seed)
 
 
 def _cut_at_lines(

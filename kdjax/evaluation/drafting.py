@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kdjax.data import pipeline
-from kdjax.data.rows import Rows
+from kdjax.data.rows import COLUMNS, Rows
 from kdjax.data.text import find_files, openings
 from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
@@ -116,17 +116,33 @@ def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
 
 
-def _pack(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Rows:
-    """A row for each prompt and answer, whose ids alone are targets."""
-    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    shape = len(prompts), -(-longest // _BUCKET) * _BUCKET + 1
-    rows = Rows(np.zeros(shape, np.uint32), np.zeros(shape, np.uint16), np.zeros(shape, np.uint8))
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        rows.tokens[i, :end] = [*prompt, *answer]
-        rows.segments[i, :end] = 1
-        rows.mask[i, len(prompt) : end] = 1
-    return rows
+class Text(NamedTuple):
+    """The teacher's continuations of a domain's prompts at a temperature."""
+
+    domain: str
+    temperature: float
+    batches: list[dict[str, np.ndarray]]  # whose targets are the continuations
+
+    @classmethod
+    def of(
+        cls,
+        domain: str,
+        temperature: float,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        batch_size: int,
+    ) -> "Text":
+        """Ids of prompts, and of the answer to each; a row holds both."""
+        longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+        shape = len(prompts), -(-longest // _BUCKET) * _BUCKET + 1
+        rows = Rows(*(np.zeros(shape, dtype) for dtype in COLUMNS.values()))
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            end = len(prompt) + len(answer)
+            rows.tokens[i, :end] = [*prompt, *answer]
+            rows.segments[i, :end] = 1
+            rows.mask[i, len(prompt) : end] = 1
+        found = pipeline.eval_batches(rows, batch_size=batch_size, limit=None)
+        return cls(domain, temperature, list(found))
 
 
 def time_pass(model: Model, tokens: int) -> float:
@@ -218,36 +234,50 @@ def measure(
     answers, seconds = _continue(teacher, chosen, mesh, new_tokens, timed=cost_ratio is None)
     size = -(-batch_size // row_shards(mesh)) * row_shards(mesh)
     texts = [
-        (temperature, name, list(pipeline.eval_batches(rows, batch_size=size, limit=None)))
+        Text.of(name, temperature, chosen[name], part, size)
         for temperature, parts in answers.items()
         for name, part in parts.items()
-        for rows in [_pack(chosen[name], part)]
     ]
-    flat = [batch for *_, batches in texts for batch in batches]
-    values = iter(compare(draft, teacher, mesh, flat, spec, size))
-    read = {(temperature, name): _unpack(values, batches) for temperature, name, batches in texts}
+    batches = [batch for text in texts for batch in text.batches]
+    values = iter(compare(draft, teacher, mesh, batches, spec, size))
+    read = [[next(values) for _ in text.batches] for text in texts]
     costs = Costs(cost_ratio or 0.0)
     if seconds is not None:
         one, several = seconds
         costs = Costs(time_pass(draft.load(mesh), 1) / one, (several - one) / one / (_SEVERAL - 1))
-    figures = {
-        name: {
-            rule: _figures(read[temperature, name], chance, costs)
-            for rule, (temperature, chance) in RULES.items()
-        }
-        for name in domains
-    }
+    figures = count_saved(texts, read, costs)
     return {"costs": costs._asdict() | {"measured": cost_ratio is None}, "domains": figures}
 
 
-def _unpack(values: Any, batches: Sequence[dict[str, np.ndarray]]) -> tuple[Values, np.ndarray]:
+def count_saved(
+    texts: Sequence[Text], values: Sequence[Sequence[Values]], costs: Costs
+) -> dict[str, dict[str, Any]]:
+    """Figures by domain and rule from both models' values on each text, a batch each; JSON-able.
+
+    Raises `UserError` for a text that ends with its prompts.
+    """
+    read = {
+        (text.domain, text.temperature): _unpack(found, text.batches)
+        for text, found in zip(texts, values, strict=True)
+    }
+    return {
+        domain: {
+            rule: _figures(read[domain, temperature], chance, costs)
+            for rule, (temperature, chance) in RULES.items()
+        }
+        for domain in dict.fromkeys(text.domain for text in texts)
+    }
+
+
+def _unpack(
+    values: Sequence[Values], batches: Sequence[dict[str, np.ndarray]]
+) -> tuple[Values, np.ndarray]:
     """Values `[N, T]` of the answers of each row, their first at 0, and their lengths."""
-    parts = [(next(values), batch["weights"] != 0) for batch in batches]
     rows = [
-        Values(*(np.asarray(column, np.float64)[i][counted[i]] for column in value))
-        for value, counted in parts
-        for i in range(len(counted))
-        if counted[i].any()
+        Values(*(np.asarray(column, np.float64)[i][counted] for column in value))
+        for value, batch in zip(values, batches, strict=True)
+        for i, counted in enumerate(batch["weights"] != 0)
+        if counted.any()
     ]
     lengths = np.asarray([len(row.ce) for row in rows])
     if not len(rows) or not (lengths > 1).any():

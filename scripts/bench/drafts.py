@@ -166,16 +166,17 @@ def read_pieces(model: Model, args: argparse.Namespace) -> list[Text]:
 def read_passages(model: Model, args: argparse.Namespace) -> list[list[int]]:
     """Prompts from files: their beginnings, as those of held-out files are, and lines within."""
     assert model.tokenizer is not None
-    rng, prompts, most = np.random.default_rng(args.seed), [], drafting.PROMPT_TOKENS
+    rng, most = np.random.default_rng(args.seed), drafting.PROMPT_TOKENS
+    prompts: dict[tuple[int, ...], None] = {}  # files under one licence begin alike
     for text in read_files(args, model) if args.passages else []:
         lines = [0, *(i + 1 for i, c in enumerate(text) if c == "\n" and i < len(text) // 2)]
         starts = rng.choice(lines, min(len(lines), len(text) // (8 * most), 4), replace=False)
         for start in {0, *starts.tolist()}:
             ids = model.tokenizer.encode(text[start : start + 8 * most], parse_special=False)
-            prompts.append(ids[: min(most, len(ids) // 2)])
+            prompts[tuple(ids[: min(most, len(ids) // 2)])] = None
         if len(prompts) >= args.passages:
             break
-    return [prompt for prompt in prompts[: args.passages] if prompt]
+    return [list(prompt) for prompt in prompts if prompt][: args.passages]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -189,23 +190,21 @@ class Judge:
     def __init__(
         self, teacher: Model, prompts: dict[str, list[list[int]]], args: argparse.Namespace
     ):
-        self._teacher, self._domains = teacher, list(prompts)
-        self._batches, self._seconds = {}, {}
+        self._teacher = teacher
+        self._texts: list[drafting.Text] = []
+        self._seconds: dict[int, float] = {}  # of a draft's pass, by its layers
         flat = [prompt for part in prompts.values() for prompt in part]
         for temperature in (0.0, 1.0):
             how = dict(temperature=temperature, most=args.heldout_tokens)
             run = functools.partial(write, teacher, flat, args, **how)
-            texts = iter(keep(args.save and args.save / f"heldout-{temperature:g}.npz", run))
+            found = iter(keep(args.save and args.save / f"heldout-{temperature:g}.npz", run))
             for name, part in prompts.items():
                 mine = [
-                    text for text in itertools.islice(texts, len(part)) if len(text[0]) > text[1]
+                    text for text in itertools.islice(found, len(part)) if len(text[0]) > text[1]
                 ]
-                rows = drafting._pack([ids[:n] for ids, n in mine], [ids[n:] for ids, n in mine])
-                found = list(pipeline.eval_batches(rows, batch_size=16, limit=None))
-                self._batches[name, temperature] = found
-        self._states = {
-            key: list(teacher.hidden_states(found)) for key, found in self._batches.items()
-        }
+                halves = [ids[:n] for ids, n in mine], [ids[n:] for ids, n in mine]
+                self._texts.append(drafting.Text.of(name, temperature, *halves, batch_size=16))
+        self._states = [list(teacher.hidden_states(text.batches)) for text in self._texts]
         self._one, several = (drafting.time_pass(teacher, n) for n in (1, 9))
         self._more = (several - self._one) / self._one / 8
         say(pass_of=teacher.source, ms=1e3 * self._one, each_token_more=self._more)
@@ -221,18 +220,19 @@ class Judge:
         compute = functools.partial(_compare, spec)
         costs = drafting.Costs(seconds / self._one, max(self._more, 0.0))
         heads = [jax.jit(model.functions.head)(model.params) for model in (draft, self._teacher)]
-        read = {}
-        for key, found in self._batches.items():
-            states = draft.hidden_states(found), self._states[key]
-            values = [
-                jax.device_get(compute(ours, heads[0], batch["labels"], theirs, heads[1]))
-                for ours, theirs, batch in zip(*states, found, strict=True)
-            ]
-            read[key] = drafting._unpack(iter(values), found)
+        read = []
+        for text, theirs in zip(self._texts, self._states, strict=True):
+            states = zip(draft.hidden_states(text.batches), theirs, text.batches, strict=True)
+            read.append(
+                [
+                    jax.device_get(compute(our, heads[0], batch["labels"], their, heads[1]))
+                    for our, their, batch in states
+                ]
+            )
+        saved = drafting.count_saved(self._texts, read, costs)
         kept = []
-        for name, rule in itertools.product(self._domains, drafting.RULES):
-            temperature, chance = drafting.RULES[rule]
-            figures = drafting._figures(read[name, temperature], chance, costs)
+        for name, rule in itertools.product(saved, drafting.RULES):
+            figures = saved[name][rule]
             at_5 = figures["blocks"][5]
             best = figures["blocks"][figures["best"]]
             kept += [figures["kept"]] if rule == "sampled" else []

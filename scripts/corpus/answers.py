@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kdjax.data.text import read_json_lines
 from kdjax.device import runtime
 from kdjax.errors import MissingFileError, UserError, reporting
 from kdjax.evaluation.drafting import begin_text
@@ -55,21 +56,18 @@ def read(path: Path, tokenizer: Tokenizer) -> Iterator[Question]:
     """Questions of a file of conversations. Raises `UserError` for another file."""
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file. Make it with scripts/corpus/wheels.py.")
-    for number, line in enumerate(path.read_text().split("\n"), 1):
-        if not line.strip():
-            continue
+    for place, record in read_json_lines(path):
         try:
-            record = json.loads(line)
             plain = str(record.get("text", ""))
             asked, code = list(record.get("messages", [])), False
             if asked and asked[-1]["role"] == "assistant":
                 code = "```" in asked.pop()["content"]
             fits = bool(plain.strip()) or asked[-1]["role"] == "user"
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        except (TypeError, KeyError, IndexError, AttributeError):
             asked, code, plain, fits = [], False, "", False
         if not fits:
             raise UserError(
-                f'{path}:{number}: found no {{"messages": [...]}} that ends with a user\'s turn '
+                f'{place}: found no {{"messages": [...]}} that ends with a user\'s turn '
                 "or an assistant's behind one, and no text. Give lines of that form."
             )
         if asked:
