@@ -5,10 +5,10 @@
     python -m kdjax.main --config=configs/onpolicy_1p5b_0p5b.py
 
 Every row is the student's own answers to those prompts, a new round every 6 steps; reverse KL. Its
-250 s of one H200 (scripts.onpolicy.table, `own_wide`, one seed) took HumanEval from 53.8% to 58.7%
-and MBPP from 37.6% to 40.8%, where text for as many seconds had 56.1% and 37.4% (docs/onpolicy.md,
-which has fourteen variations); the held-out KL went from 0.309 to 0.297. `:tiny` is its small
-double on random models, with text for prompts.
+250 s of one H200 (scripts.onpolicy.table, `own_wide`, three seeds) took HumanEval from 53.8% to
+58.2% and MBPP from 37.6% to 40.3%, where text for as many seconds had 55.6% and 38.1%
+(docs/onpolicy.md, which has fourteen variations); the held-out KL went from 0.309 to 0.297. `:tiny`
+is its small double on random models, with text for prompts.
 """
 
 from kdjax.config import Config, tiny

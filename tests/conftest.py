@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import logging
 import os
 from pathlib import Path
 from unittest import mock
@@ -48,6 +49,14 @@ def pytest_collection_finish():
     """Collects garbage seldom, and not in what was imported: a sixth of a tracing test's time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.fixture(autouse=True)
+def _own_log(monkeypatch):
+    """A command that logs to its terminal leaves the log of the next test alone."""
+    log = logging.getLogger("kdjax")
+    monkeypatch.setattr(log, "propagate", log.propagate)
+    monkeypatch.setattr(log, "handlers", log.handlers)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import logging
 import math
 
 import jax
@@ -174,7 +173,6 @@ def test_a_student_of_some_layers_is_those_layers(models, tiny_config):
 
 
 def test_a_draft_that_llama_cpp_refuses_is_named_before_it_trains(tiny_config, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
     monkeypatch.setattr("kdjax.models.drafts._MOST_MORE_TOKENS", 8)
     open_pair(tiny_config)
     assert not caplog.records  # no draft

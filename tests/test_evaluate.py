@@ -512,6 +512,8 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
     assert f"{figures['kl_ts']:.4g}" in printed.out and figures["kl_ts"] > 0
     assert f"{figures['min_cosine']:.6f}" in printed.out
     assert "sandbox: by: " in printed.out
+    said = ("reading the model", "letting it answer", "held-out text", "humaneval: 3 problems")
+    assert all(step in printed.err for step in said)
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,8 @@ def fake(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def said(caplog, monkeypatch):
+def said(caplog):
     """kdjax's own lines, as they are logged."""
-    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
     caplog.set_level(logging.INFO, "kdjax")
     return lambda: "\n".join(r.message for r in caplog.records if r.name == "kdjax")
 

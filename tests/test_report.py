@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import html.parser
 import json
-import logging
 import re
 import xml.etree.ElementTree
 from pathlib import Path
@@ -443,7 +442,6 @@ def test_a_report_that_cannot_be_drawn_fails_no_run(whole, monkeypatch, caplog):
     def broken(_):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
     monkeypatch.setattr(page, "write_page", broken)
     ReportPage(whole).train_end("finished", None)
     assert "no report: RuntimeError: no fonts" in caplog.text

@@ -125,7 +125,6 @@ def test_what_goes_wrong_is_logged_and_harms_no_run(job, tmp_path, monkeypatch, 
     def broken(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
     monkeypatch.setattr(Samples, "_complete", broken)
     run = tmp_path / "run"
     assert go(job, run, hook_for(job, run)) == "finished"
@@ -163,16 +162,14 @@ def test_only_the_first_process_writes(hooks_of, monkeypatch, job, tmp_path):
     assert not (tmp_path / "samples.json").exists()
 
 
-def test_a_teacher_without_a_decoder_has_no_opinion(job, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
+def test_a_teacher_without_a_decoder_has_no_opinion(job, tmp_path, caplog):
     caplog.set_level(logging.INFO, "kdjax")
     hook = hook_for(job, tmp_path, teacher=next_id_teacher(320))
     described = hook._describe([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
     assert "teacher" not in described[0]["tokens"][0] and "has no decoder" in caplog.text
 
 
-def test_without_a_teacher_nobody_judges(job, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("kdjax"), "propagate", True)
+def test_without_a_teacher_nobody_judges(job, tmp_path, caplog):
     hook = hook_for(job, tmp_path)
     hook._teacher = None
     described = hook._describe([[1, 2]], [samples.Completion([5], "x", "length", [0.0])])
