@@ -324,8 +324,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     request = check(parser().parse_args(argv))
     log_to_terminal()
-    with started(request.args) as devices:
-        _log.info("%s", devices)
+    with started(request.args):
         document, status = evaluate(request)
         document = _json_able({**document, "status": status})
         if jax.process_index() == 0:
