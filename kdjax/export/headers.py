@@ -43,7 +43,6 @@ _STALE_HF = (
     "quantization_config",
     "torch_dtype",
     "dtype",
-    "transformers_version",
     "_name_or_path",
     "tokenizer.",
     "apr.",
@@ -121,6 +120,8 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     config = {
         "architectures": [FAMILIES[spec.family].hf_architecture],
         "model_type": spec.family,
+        # Without one, Transformers 4.57.3 and later take the tokenizer for Mistral's, and warn.
+        "transformers_version": "5.0.0",
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
