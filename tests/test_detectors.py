@@ -464,8 +464,7 @@ def test_a_broken_model_ends_with_status_9_and_its_evidence(
 ):
     from kdjax.commands import evaluate
 
-    here = contextlib.nullcontext("a device")
-    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: here)
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
     path = altered(bigram, tmp_path / "x.gguf", nan, "blk.0.ffn_up")
     assert evaluate.main([str(path), f"--json={tmp_path / 'out.json'}"]) == 9
     printed = capsys.readouterr()

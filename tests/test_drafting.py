@@ -74,8 +74,7 @@ def found(models, tmp_path_factory):
     )
     out = folder / "out.json"
     with pytest.MonkeyPatch.context() as patch:
-        here = contextlib.nullcontext(runtime.device_summary())
-        patch.setattr("kdjax.device.cluster.started", lambda *_: here)
+        patch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
         arguments = [f"{models}/student.gguf@dequant:float32", f"--json={out}", "--draft"]
         arguments += [f"--teacher={models}/teacher.gguf@dequant:float32", "--cost-ratio=0.25"]
         arguments += [f"--data={folder}/text.jsonl", "--rows=2", "--max-tokens=24", "--seq-len=64"]

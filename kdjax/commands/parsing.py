@@ -21,7 +21,6 @@ from kdjax.config import TEACHER_BACKENDS, Config, flatten, validate
 from kdjax.data.text import find_files
 from kdjax.device import cluster, runtime
 from kdjax.device.cluster import JOIN_TIMEOUT
-from kdjax.device.runtime import Devices
 from kdjax.errors import (
     BAD_INPUT,
     FINISHED,
@@ -291,7 +290,7 @@ def require_files(run: Run, *, headers: Path | None = None) -> Config:
 
 def started(
     options: argparse.Namespace | None = None, *, lean: bool = False
-) -> contextlib.AbstractContextManager[Devices]:
+) -> contextlib.AbstractContextManager[object]:
     """`cluster.started` by the flags of `add_cluster_flags`, or alone.
 
     With `lean` JAX claims no memory ahead of its use.
