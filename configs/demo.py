@@ -7,11 +7,12 @@ are beside them), the text is this machine's own standard library, and the held-
 it that neither model has seen. After the file name `:baseline` trains the same student on the same
 rows without the teacher, which then runs in evaluations only; `:random` begins with random weights
 instead, and `:random_baseline` does without the teacher. scripts/demo/compare.py runs pairs.
+`:q4_0` trains what a file of Q4_0 blocks holds (docs/quantize.md).
 `:onpolicy` trains on answers of the student's own beside the text (docs/onpolicy.md).
 
 A minute of training on 2 CPU cores. Held-out cross-entropy goes from 4.82 to about 4.56 nats a
 token; the baseline's, in the same time and with twice the text, to 4.72; the teacher has 2.55.
-docs/results.md says what was tried to choose the settings.
+docs/records/2026-11-22-demo.md says what was tried to choose the settings.
 """
 
 import glob
@@ -25,7 +26,7 @@ SUITS_CPU = True  # a GPU that JAX does not use is said, and no error
 
 
 class Kind(NamedTuple):
-    """What differs between the kinds; the rates are the best that were tried for each."""
+    """Settings in which the kinds differ; the rates are the best that were tried for each."""
 
     init: str
     alpha: float
@@ -41,6 +42,7 @@ KINDS = {
     "onpolicy": Kind("checkpoint", 0.0, 2e-3, 1e-4, 240, 4),
     "random": Kind("random", 0.2, 2e-3, 2e-4, 600, 2),
     "random_baseline": Kind("random", 1.0, 1e-3, 2e-4, 600, 2),
+    "q4_0": Kind("checkpoint", 0.0, 2e-3, 1e-4, 350, 4),
 }
 
 
@@ -65,6 +67,8 @@ def get_config(kind: str = "") -> Config:
     config.train.compute_dtype = "float32"
     config.eval.every, config.eval.rows = chosen.steps // 4, 80
     config.checkpoint.every, config.log.every, config.log.tensorboard = 0, 50, False
+    if kind == "q4_0":
+        config.student.quantize = kind
     if kind == "onpolicy":
         library = glob.escape(str(demo.standard_library()))
         config.rollout.prompts = f"{library}/asyncio/*.py,{library}/email/*.py"

@@ -6,7 +6,7 @@ Text, `:tiny` and the comparison with T = 4, alpha = 0.3, 1.5e-5: as in configs/
 One H200 takes 6 minutes. On Python of 745 packages and conversations made from it (24.6 M
 positions) the KL on 14 other packages went from 0.341 to 0.235, top-1 agreement from 0.807 to
 0.843, HumanEval from 52.6% to 59.6%; MBPP stayed within noise. Other temperatures, divergences and
-rates end farther away: docs/results.md.
+rates end farther away: docs/records/2026-11-22-1p5b-run-to-use.md.
 """
 
 from kdjax.config import Config, tiny

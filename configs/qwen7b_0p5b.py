@@ -7,9 +7,10 @@ unless models/ holds files of their names. The text is the Python source of pack
 kdjax; text of one's own: --config.data.train=DIR (folders, globs, .jsonl, .parquet), and
 --config.data.heldout= or other such text.
 
-T = 1, alpha = 0 and 1e-5 are what measures best on the published 1.5B and 0.5B (docs/results.md);
-the 7B pair has not been trained to its end. One H200 runs this shape at 28,950 tokens/s: the 50,000
-steps of 16 x 512 take about 3.9 hours, 500 steps 2 min 36 s.
+T = 1, alpha = 0 and 1e-5 are what measures best on the published 1.5B and 0.5B (docs/records);
+the 7B pair has not been trained to its end. One H200 runs this shape at 31,850 tokens/s: the 50,000
+steps of 16 x 512 take about 3.6 hours; 500 steps took 2 min 53 s, compiling, evaluations and a save
+included (docs/records/2026-11-22-7b-shape-500-steps.md).
 
 `:reference` after the file name is the plan of the earlier system that this one learned from
 (aprender): T = 4, alpha = 0.3, 1.5e-5 to 5e-7. On the published 1.5B and 0.5B that plan moved the

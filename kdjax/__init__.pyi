@@ -2,7 +2,9 @@ from .config import Config as Config
 from .data.pipeline import BatchSource as BatchSource
 from .errors import UserError as UserError
 from .export import export_gguf as export_gguf
+from .export import export_gguf_adapter as export_gguf_adapter
 from .export import export_hf as export_hf
+from .export import export_peft as export_peft
 from .losses.divergences import Divergence as Divergence
 from .losses.divergences import JensenShannon as JensenShannon
 from .losses.divergences import Mixture as Mixture
@@ -12,16 +14,26 @@ from .losses.divergences import forward_kl as forward_kl
 from .losses.divergences import reverse_kl as reverse_kl
 from .losses.divergences import total_variation as total_variation
 from .losses.kd import KDLoss as KDLoss
+from .losses.layers import LayerLoss as LayerLoss
+from .losses.layers import match_hidden as match_hidden
+from .losses.layers import match_relations as match_relations
 from .models.checkpoint import Checkpoint as Checkpoint
 from .models.checkpoint import open_checkpoint as open_checkpoint
 from .models.decoding import Completion as Completion
 from .models.decoding import Sampling as Sampling
+from .models.lora import add_lora as add_lora
+from .models.lora import merge_lora as merge_lora
 from .models.model import Model as Model
 from .models.model import load as load
+from .training.saving import load_state as load_state
+from .training.saving import save_state as save_state
+from .training.several import Teachers as Teachers
 from .training.step import Step as Step
 from .training.step import StepMetrics as StepMetrics
 from .training.step import TrainState as TrainState
 from .training.step import make_step as make_step
+from .training.teachers import TeacherInBatch as TeacherInBatch
+from .training.trained import parameter_names as parameter_names
 from .watch.run import distill as distill
 
 __version__: str

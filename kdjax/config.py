@@ -12,20 +12,81 @@ from typing import Any
 
 from kdjax.errors import UserError
 
-TEACHER_BACKENDS = ("auto", "dequant", "q4k")
-FP8_COMPUTES = ("fp8", "fp8_precise")
+WEIGHTS = ("dense", "packed", "float8", "float8_precise")  # how a model's weights are kept
+# What earlier versions, and the reference system (aprender), called them: read, never written.
+_OLD_WORDS = {
+    "dequant": "dense",
+    "q4k": "packed",
+    "fp8": "float8",
+    "fp8_precise": "float8_precise",
+    "train": "auto",
+    "cudatrainer": "dense",
+    "cublas": "dense",
+    "realizar": "packed",
+    "realizar-q4k": "packed",
+}
+
+
+def read_weights(word: str) -> str:
+    """Today's word for how weights are kept; a word that is not an old one stays as it is."""
+    return _OLD_WORDS.get(word, word)
+
+
+class _OldField:
+    """A field of `TeacherConfig` in earlier versions. To set it sets `weights`; it reads as ""."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, teacher: "TeacherConfig | None", owner: type) -> str:
+        return ""
+
+    def __set__(self, teacher: "TeacherConfig", word: str) -> None:
+        if not word:
+            return
+        old: dict[str, str] = vars(teacher).setdefault("_old", {})
+        old[self._name] = word
+        asked = {read_weights(value) for value in old.values()} - {"auto"}
+        if len(asked) > 1:
+            shown = " beside ".join(f"teacher.{name}={value!r}" for name, value in old.items())
+            raise UserError(
+                f"found {shown}; expected one of them. Set teacher.weights in their place, to one "
+                f"of {', '.join(('auto', *WEIGHTS))}."
+            )
+        teacher.weights = asked.pop() if asked else "auto"
+
+
+OWN = "own:"  # before the name, in loss.divergence, of a function that a run was given as Python
+SELF = "self"  # as teacher.path: the student's own numbers at the start, frozen
 
 
 @dataclasses.dataclass
 class TeacherConfig:
     """The frozen teacher."""
 
-    path: str = ""  # GGUF or .apr file, Hugging Face folder, hf:ORG/REPO/FILE; "": with alpha=1
-    backend: str = "auto"  # auto | dequant | q4k; KDJAX_TEACHER_BACKEND wins over it
-    param_dtype: str = "bfloat16"  # of the weights once dequantized
-    compute: str = "train"  # train: as train.compute_dtype | fp8 | fp8_precise: of its products
-    cache: str = ""  # folder that `kdjax cache` wrote: the teacher is not loaded
+    path: str = ""  # GGUF, .apr, HF folder, hf:ORG/REPO/FILE; self: the student; "": none
+    weights: str = "auto"  # auto | dense | packed | float8 | float8_precise: how they are kept
+    param_dtype: str = "bfloat16"  # of dense weights, and of packed ones once decoded
+    cache: str = ""  # folder that `kdjax cache` wrote, or several, 0.7*a,0.3*b: nothing is loaded
     allow_degenerate: bool = False  # accept a student that already is the teacher
+    # What `weights` was in earlier versions.
+    backend: dataclasses.InitVar[Any] = _OldField()
+    compute: dataclasses.InitVar[Any] = _OldField()
+
+    def __post_init__(self, backend: str, compute: str) -> None:
+        for name, word in (("backend", backend), ("compute", compute)):
+            setattr(self, name, word)
+
+
+@dataclasses.dataclass
+class LoraConfig:
+    """Adapters beside a student that is frozen, in place of training all of it."""
+
+    rank: int = 0  # rows of A, columns of B, such as 16; 0: no adapters, all of it trains
+    alpha: float = 32.0  # what an adapter adds is alpha / rank * B A
+    targets: str = ""  # matrices, as PEFT or GGUF names them: q_proj,attn_v; "": all of the layers
+    weights: str = "packed"  # packed | dense | float8: how the frozen student is kept
+    learning_rate: float = 1.5e-4  # in place of optim.learning_rate, which is for whole students
 
 
 @dataclasses.dataclass
@@ -35,8 +96,12 @@ class StudentConfig:
     path: str = ""  # as the teacher's; with init=random its shapes alone are read
     layers: str = ""  # such as 0,3,7,23: these of its layers alone, for a fast draft; "": all
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
+    quantize: str = ""  # train what a GGUF of this type holds: q4_0, or q4_k_m,embed=Q8_0; "": no
+    quantize_every: int = 1  # optimizer steps between fits of the scales; 0: once; the last 10%: no
+    imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix: errors of fits count by it
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclasses.dataclass
@@ -60,14 +125,18 @@ class LossConfig:
 
     temperature: float = 4.0  # T, of both models' softmax in the divergence
     alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
+    final_temperature: float = 0.0  # T at the last step, on a straight line; 0: as the first
+    final_alpha: float = -1.0  # alpha at the last step, likewise; -1: as the first
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 
 @dataclasses.dataclass
 class OptimConfig:
-    """AdamW, linear warmup, cosine decay."""
+    """AdamW or Muon, linear warmup, cosine decay."""
 
+    name: str = "adamw"  # adamw | muon: Muon for the layers' matrices, AdamW for the rest
+    trainable: str = ""  # names or patterns, such as blocks/*/mlp, by commas; empty: everything
     learning_rate: float = 1.5e-5  # at the end of the warmup
     final_learning_rate: float = 5e-7  # at the last step
     warmup_steps: int = 20  # the rate rises from 0 over these
@@ -84,6 +153,7 @@ class TrainConfig:
     """How long, how much at a time."""
 
     steps: int = 1000  # optimizer steps
+    after: int = 0  # goes on from this last step of a finished run, with a new warmup and decay
     batch_size: int = 16  # rows an optimizer step, over all devices
     microbatches: int = 1  # parts a batch is computed in; saves memory, changes no result
     seed: int = 0  # of the data's order and of random weights
@@ -138,7 +208,7 @@ class MeshConfig:
 
 @dataclasses.dataclass
 class LogConfig:
-    """What is written while training; `metrics.jsonl` always is."""
+    """Logs of a run; `metrics.jsonl` is always written."""
 
     every: int = 10  # steps between plain log lines
     tensorboard: bool = True  # writes tensorboard/ too
@@ -170,32 +240,6 @@ class Config:
     smoke: SmokeConfig = field(default_factory=SmokeConfig)
 
 
-# Fields that may change between a save and its resumption: they alter cost, place or reporting, not
-# the run. Models and text are compared by content instead of by path.
-RESUMABLE = (
-    "teacher.path",
-    "teacher.backend",
-    "teacher.cache",
-    "student.path",
-    "student.remat",
-    "data.train",
-    "data.heldout",
-    "data.tokenizer",
-    "data.cache_dir",
-    "loss.chunk_tokens",
-    "train.microbatches",
-    "rollout.prompts",
-    "rollout.batch_size",
-    "rollout.stop_growth",
-    "rollout.allow_other_template",
-    "eval.",
-    "checkpoint.",
-    "mesh.",
-    "log.",
-    "smoke.",
-)
-
-
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """`{"optim.learning_rate": 1.5e-5, ...}` of a config, or of the nested dict made from one."""
     items = config if isinstance(config, dict) else dataclasses.asdict(config)
@@ -206,20 +250,32 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def identity(config: Config) -> dict[str, Any]:
-    """The flat fields that must not change when a run resumes."""
-    fixed = {k: v for k, v in flatten(config).items() if not k.startswith(RESUMABLE)}
-    if not config.student.layers:
-        del fixed["student.layers"]
-    if config.rollout.prompts:
-        return fixed
-    return {k: v for k, v in fixed.items() if not k.startswith("rollout.")}
+def read_section(default: Any, values: dict[str, Any]) -> Any:
+    """A section, or a whole config, of what `dataclasses.asdict` made of it."""
+    inner = {
+        name: read_section(getattr(default, name), value) if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return type(default)(**inner)
+
+
+def name_numbers(weights: str) -> str:
+    """The weights whose numbers these are: packed ones decode to those of dense ones."""
+    return weights if weights.startswith("float8") else "dense"
 
 
 def count_own_rows(config: Config) -> int:
     """The rows of a batch, over all processes, that are the student's own answers."""
     rollout = config.rollout
     return round(rollout.share * config.train.batch_size) if rollout.prompts else 0
+
+
+def choose_optim(config: Config) -> OptimConfig:
+    """The optimizer's settings of what is trained: adapters have a rate of their own."""
+    lora = config.student.lora
+    if not lora.rank:
+        return config.optim
+    return dataclasses.replace(config.optim, learning_rate=lora.learning_rate)
 
 
 def last_step(config: Config) -> int:
@@ -337,9 +393,8 @@ _BETA = (lambda v: 0 <= v < 1), "at least 0 and below 1"
 _PRESENT = bool, "set: a GGUF file, a Hugging Face folder or hf:ORG/REPO/FILE"
 
 _RULES: dict[str, _Rule] = {
-    "teacher.backend": _choice(*TEACHER_BACKENDS),
+    "teacher.weights": _choice("auto", *WEIGHTS),
     "teacher.param_dtype": _choice("bfloat16", "float32"),
-    "teacher.compute": _choice("train", *FP8_COMPUTES),
     "student.path": _PRESENT,
     "student.layers": (
         _is_read_by(split_layers),
@@ -347,18 +402,26 @@ _RULES: dict[str, _Rule] = {
     ),
     "student.init": _choice("checkpoint", "random"),
     "student.head": _choice("auto", "tied", "untied"),
+    "student.quantize_every": _NON_NEGATIVE,
     "student.remat": _choice("auto", "none", "dots", "full"),
+    "student.lora.rank": _NON_NEGATIVE,
+    "student.lora.alpha": _POSITIVE,
+    "student.lora.weights": _choice("packed", "dense", "float8"),
+    "student.lora.learning_rate": _POSITIVE,
     "data.train": (bool, "set: directories, globs or files, joined by commas, or python:PACKAGES"),
     "data.heldout_fraction": ((lambda v: 0 < v < 1), "above 0 and below 1"),
     "data.seq_len": ((lambda v: v >= 2), "2 or more"),
     "data.max_segments": ((lambda v: 1 <= v <= 4096), "between 1 and 4096"),
     "loss.temperature": _POSITIVE,
     "loss.alpha": _FRACTION,
+    "loss.final_temperature": _NON_NEGATIVE,
+    "loss.final_alpha": ((lambda v: v == -1 or 0 <= v <= 1), "-1, or between 0 and 1"),
     "loss.divergence": (
         _is_read_by(split_divergence),
         f"one of {', '.join(_forms())}, or a mixture such as 0.5*forward_kl+0.5*reverse_kl",
     ),
     "loss.chunk_tokens": _NON_NEGATIVE,
+    "optim.name": _choice("adamw", "muon"),
     "optim.learning_rate": _POSITIVE,
     "optim.final_learning_rate": _NON_NEGATIVE,
     "optim.warmup_steps": _NON_NEGATIVE,
@@ -369,6 +432,7 @@ _RULES: dict[str, _Rule] = {
     "optim.clip_norm": _NON_NEGATIVE,
     "optim.moment_dtype": _choice("float32", "bfloat16"),
     "train.steps": _POSITIVE,
+    "train.after": _NON_NEGATIVE,
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,
     "train.compute_dtype": _choice("bfloat16", "float32"),
@@ -404,11 +468,32 @@ def validate(config: Config) -> None:
         for name, (good, wanted) in _RULES.items()
         if not good(flat[name])
     ]
-    train, optim = config.train, config.optim
-    if not config.teacher.path and (config.loss.alpha != 1 or config.teacher.cache):
+    train, optim = config.train, choose_optim(config)
+    if config.student.lora.rank:
+        if config.student.init == "random":
+            problems.append("student.lora.rank: needs student.init=checkpoint, a base to adapt")
+        if optim.trainable:
+            problems.append(
+                f"optim.trainable={optim.trainable!r}: must be empty with student.lora.rank: name "
+                "the matrices in student.lora.targets"
+            )
+        if config.student.quantize:
+            problems.append(
+                f"student.lora.rank={config.student.lora.rank}: must be 0 with student.quantize="
+                f"{config.student.quantize!r}, which trains all of the student"
+            )
+    if config.teacher.path == SELF and config.student.init == "random":
+        problems.append("teacher.path='self': needs student.init=checkpoint, numbers to keep to")
+    if not (config.teacher.path or config.teacher.cache or config.loss.alpha == 1):
         problems.append(
-            "teacher.path='': must be set: a GGUF file or a Hugging Face folder; or loss.alpha be "
-            f"1 (now {config.loss.alpha}) and teacher.cache empty, to train on the text alone"
+            "teacher.path='': must be set: a GGUF file or a Hugging Face folder; or teacher.cache, "
+            "a cache of a server's answers; or loss.alpha be 1 (now "
+            f"{config.loss.alpha}), to train on the text alone"
+        )
+    if config.loss.alpha == 1 and config.loss.final_alpha not in (-1, 1):
+        problems.append(
+            f"loss.final_alpha={config.loss.final_alpha}: must be -1 with loss.alpha=1, which "
+            "trains without the teacher; begin below 1"
         )
     if train.microbatches > 0 and train.batch_size % train.microbatches:
         problems.append(
@@ -418,11 +503,19 @@ def validate(config: Config) -> None:
     if optim.final_learning_rate > optim.learning_rate:
         problems.append(
             f"optim.final_learning_rate={optim.final_learning_rate}: must not exceed "
-            f"optim.learning_rate={optim.learning_rate}"
+            f"{'student.lora' if config.student.lora.rank else 'optim'}.learning_rate="
+            f"{optim.learning_rate}"
         )
-    if optim.warmup_steps >= train.steps > 0:
+    if train.after >= train.steps > 0:
         problems.append(
-            f"optim.warmup_steps={optim.warmup_steps}: must be less than train.steps={train.steps}"
+            f"train.after={train.after}: must be less than train.steps={train.steps}, the last "
+            "step of the run that goes on"
+        )
+    elif optim.warmup_steps >= train.steps - train.after > 0:
+        after = f" - train.after={train.after}" if train.after else ""
+        problems.append(
+            f"optim.warmup_steps={optim.warmup_steps}: must be less than "
+            f"train.steps={train.steps}{after}"
         )
     if config.smoke.steps > train.steps > 0:
         problems.append(

@@ -7,6 +7,7 @@ mend what a user, a disk or a network has caused: `reporting` prints `error: ...
 import difflib
 import errno
 import functools
+import glob
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -101,6 +102,26 @@ def suggest(wrong: str, names: Iterable[str], prefix: str = "") -> str:
     """` Did you mean X?` of the name nearest to `wrong`, or nothing if none is near."""
     near = difflib.get_close_matches(wrong, list(names), n=1)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
+
+
+def suggest_path(path: str | Path) -> str:
+    """` Did you mean X?` of a path that is there and differs from `path` in one name, or nothing.
+
+    That is the first name that is missing; the path, a file's or a folder's, may be a pattern.
+    """
+    wrong = Path(path)
+    missing = [part for part in (wrong, *wrong.parents) if not os.path.lexists(part)]
+    if not missing or glob.has_magic((first := missing[-1]).name):
+        return ""
+    try:
+        names = [entry.name for entry in first.parent.iterdir()]
+    except OSError:
+        return ""
+    for name in difflib.get_close_matches(first.name, names):
+        near = first.parent / name / wrong.relative_to(first)
+        if any(True for _ in glob.iglob(str(near), recursive=True)):
+            return f" Did you mean {near}?"
+    return ""
 
 
 def status_of(error: BaseException) -> int:

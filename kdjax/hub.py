@@ -4,9 +4,9 @@
     hf:ORG/REPO                  its Transformers folder: config, weights, tokenizer
     hf:datasets/ORG/REPO[/FILES] Parquet and JSON lines; FILES is a file, a folder or a glob
 
-`@REVISION` may follow: a branch, a tag or a commit. `huggingface_hub` has the cache, the token and
-the connection. It resumes a download within one process only (2.4 deletes the part that it has when
-it fails), so `_download` keeps that part beside its blob and goes on from there at the next start.
+`@REVISION` may follow: a branch, a tag or a commit. `huggingface_hub` has the cache, the token, the
+connection and the downloads. Of models it can be asked for headers alone, by range: a plan reads no
+more, and a run reads them before it downloads the rest.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import logging
 import os
 import re
 import shutil
-import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ _log = logging.getLogger("kdjax")
 PREFIX = "hf:"
 LOCAL = Path("models")  # a file of the same name here is used first
 HEADER = 32 << 20  # bytes that hold the header of a model's file; of a Qwen2.5 GGUF it is 6 MB
+HEADERS = Path("~/.cache/kdjax/headers")  # what was read of them
 _NAME = r"[\w.-]+"
 _PATH = re.compile(rf"hf:(datasets/)?({_NAME}/{_NAME})(?:/([^@]+))?(?:@(.+))?")
 _CACHED = re.compile(rf"(model|dataset)s--({_NAME})/snapshots/([0-9a-f]{{40}})(?:/(.+))?$")
@@ -78,7 +79,7 @@ class HubPath(NamedTuple):
         return local if self.kind == "model" and not self.revision and local.exists() else None
 
     def patterns(self, wanted: tuple[str, ...], folder: bool) -> list[str]:
-        """What to take of the repository's files; `folder` says that `file` is one."""
+        """Patterns of the repository's files to take; `folder` says that `file` is one."""
         if not self.file or folder:
             prefix = f"{self.file}/" if self.file else ""
             return [prefix + name for name in wanted]
@@ -97,38 +98,37 @@ class _File:
     commit: str
     size: int
     sha256: str  # "" for a small file that is not in LFS
-    wanted: int  # bytes from its beginning: all of them, or its header
 
     @property
-    def blob(self) -> Path:
-        """Where the cache keeps its bytes."""
-        return _storage(self.path) / "blobs" / self.sha256
+    def rest(self) -> int:
+        """Bytes to download: none of what the cache has from another commit."""
+        blob = _storage(self.path) / "blobs" / self.sha256
+        return 0 if self.sha256 and blob.exists() else self.size
 
     @property
-    def part(self) -> Path:
-        """What has arrived of them."""
-        return self.blob.with_name(f"{self.sha256}.incomplete")
+    def large(self) -> bool:
+        """Whether more is to be downloaded than a header."""
+        return bool(self.sha256) and self.rest > HEADER
 
-    def missing(self) -> int:
-        """Bytes still to come."""
-        if self.sha256 and self.blob.exists():
-            return 0
-        arrived = self.part.stat().st_size if self.sha256 and self.part.exists() else 0
-        return max(0, self.wanted - arrived)
-
-    def here(self) -> Path:
-        """The blob, or its beginning."""
-        return self.blob if self.blob.exists() else self.part
+    @property
+    def header(self) -> Path:
+        """Where its first `HEADER` bytes are kept."""
+        return HEADERS.expanduser() / f"{self.sha256}-{HEADER}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Listing:
-    """What a path stands for: names in a snapshot folder of the cache, some still to download."""
+    """Files of a path: names in a snapshot folder of the cache, some still to download."""
 
     path: HubPath
     names: list[str]
     snapshot: Path
     missing: list[_File]
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether it is a model of which more than headers is to be downloaded."""
+        return self.path.kind == "model" and any(file.large for file in self.missing)
 
     def local(self) -> str:
         """The file or folder of a model; of text its files, as globs joined by commas."""
@@ -137,33 +137,63 @@ class _Listing:
         return ",".join(glob.escape(str(self.snapshot / name)) for name in self.names)
 
 
-def fetch_files(config: Config, *, headers: Path | None = None) -> Config:
+def fetch_files(config: Config, *, check: Callable[[Config], object] | None = None) -> Config:
     """A copy of the config with every `hf:` path replaced by files, downloaded if need be.
 
-    All repositories are asked before the first byte is downloaded. For a plan `headers` is an empty
-    folder, where models that are not in the cache appear as far as their headers, and the text is
-    left alone. Raises `MissingFileError` for what the Hub does not give and `WriteError` for what
-    the disk does not take; both say what to do.
+    All repositories are asked before the first byte is downloaded. `check` is then called with
+    models as far as their headers go, where more is missing: what it raises ends all. Raises
+    `MissingFileError` for what the Hub does not give and `WriteError` for what the disk does not
+    take; both say what to do.
     """
-    config = copy.deepcopy(config)
+    local, listings = _look_up_all(_name_paths(config) | _name_text(config))
+    _check_room(listings)
+    if check and any(listing.incomplete for listing in listings):
+        with tempfile.TemporaryDirectory() as folder:
+            models = [listing for listing in listings if listing.path.kind == "model"]
+            check(_replace_paths(config, local | _link_headers(models, Path(folder))))
+    return _replace_paths(config, local | _download(listings))
+
+
+def fetch_headers(config: Config, folder: Path) -> Config:
+    """A copy of the config with every `hf:` path of a model replaced by files, in `folder`.
+
+    They go as far as their headers where the cache has no more. Raises as `fetch_files`.
+    """
+    local, listings = _look_up_all(_name_paths(config))
+    return _replace_paths(config, local | _link_headers(listings, folder))
+
+
+def _name_paths(config: Config) -> dict[str, tuple[str, ...]]:
+    """The `hf:` paths of a config's models, and what is taken of each."""
     student = TOKENIZER if config.student.init == "random" else MODEL
-    fields: list[tuple[object, str, tuple[str, ...]]] = [
-        (config.teacher, "path", MODEL),
-        (config.student, "path", student),
-        (config.data, "tokenizer", TOKENIZER),
-    ]
-    if headers is None:
-        fields += [(config.data, "train", TEXT), (config.data, "heldout", TEXT)]
     paths: dict[str, tuple[str, ...]] = {}
-    for section, name, wanted in fields:
-        for part in map(str.strip, getattr(section, name).split(",")):
-            if part.startswith(PREFIX):
-                paths.setdefault(part, wanted)
-    files = _fetch(paths, headers)
-    for section, name, _ in fields:
+    for path, wanted in (
+        (config.teacher.path, MODEL),
+        (config.student.path, student),
+        (config.data.tokenizer, TOKENIZER),
+    ):
+        if path.startswith(PREFIX):
+            paths.setdefault(path, wanted)
+    return paths
+
+
+def _name_text(config: Config) -> dict[str, tuple[str, ...]]:
+    parts = f"{config.data.train},{config.data.heldout}".split(",")
+    return {part.strip(): TEXT for part in parts if part.strip().startswith(PREFIX)}
+
+
+def _replace_paths(config: Config, local: Mapping[str, str]) -> Config:
+    config = copy.deepcopy(config)
+    for section, name in (
+        (config.teacher, "path"),
+        (config.student, "path"),
+        (config.data, "tokenizer"),
+        (config.data, "train"),
+        (config.data, "heldout"),
+    ):
         parts: list[str] = [part.strip() for part in getattr(section, name).split(",")]
-        if not files.keys().isdisjoint(parts):
-            setattr(section, name, ",".join(files.get(part, part) for part in parts))
+        if not local.keys().isdisjoint(parts):
+            setattr(section, name, ",".join(local.get(part, part) for part in parts))
     return config
 
 
@@ -187,8 +217,15 @@ def origin(path: str | os.PathLike[str]) -> str | None:
     return f"hf:{'datasets/' if kind == 'dataset' else ''}{name}@{commit}"
 
 
-def _fetch(paths: dict[str, tuple[str, ...]], headers: Path | None = None) -> dict[str, str]:
-    """The local path of each, or globs joined by commas for text; see `fetch_files`."""
+def _fetch(paths: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """The local path of each, or globs joined by commas for text."""
+    local, listings = _look_up_all(paths)
+    _check_room(listings)
+    return local | _download(listings)
+
+
+def _look_up_all(paths: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, str], list[_Listing]]:
+    """Looks up paths: those on this machine by their names, and the Hub's files of the others."""
     listings, local, problems = [], dict[str, str](), list[str]()
     for text, wanted in paths.items():
         path = HubPath.parse(text, wanted)
@@ -197,27 +234,19 @@ def _fetch(paths: dict[str, tuple[str, ...]], headers: Path | None = None) -> di
             local[text] = str(found)
             continue
         try:
-            listings.append(_look_up(path, wanted, HEADER if headers else None))
+            listings.append(_look_up(path, wanted))
         except MissingFileError as error:
             problems.append(str(error))
     if problems:
         raise MissingFileError("\n".join(problems))
-    _download(listings)
-    for listing in listings:
-        listing = _link_parts(listing, headers) if headers else _link(listing)
-        local[listing.path.text] = listing.local()
-        _log.info("%s: commit %s", listing.path.text, listing.snapshot.name)
-    return local
+    return local, listings
 
 
 # --- what there is ------------------------------------------------------------------------------
 
 
-def _look_up(path: HubPath, wanted: tuple[str, ...], most: int | None = None) -> _Listing:
-    """Asks the Hub which files a path stands for, or the cache where the Hub does not answer.
-
-    At most `most` bytes of each are wanted; None: all.
-    """
+def _look_up(path: HubPath, wanted: tuple[str, ...]) -> _Listing:
+    """Asks the Hub which files a path stands for, or the cache where the Hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
@@ -243,7 +272,6 @@ def _look_up(path: HubPath, wanted: tuple[str, ...], most: int | None = None) ->
             commit,
             size=files[name].size or 0,
             sha256=files[name].lfs.sha256 if files[name].lfs else "",
-            wanted=min(files[name].size or 0, most or sys.maxsize),
         )
         for name in names
         if not (snapshot / name).exists()
@@ -318,122 +346,112 @@ def _storage(path: HubPath) -> Path:
 # --- downloads ----------------------------------------------------------------------------------
 
 
-def _download(listings: list[_Listing]) -> None:
-    """Brings the large files that are missing into the cache; says first how much that is.
-
-    Raises `WriteError` if the disk has no room for all of them, before the first byte.
-    """
+def _check_room(listings: list[_Listing]) -> None:
+    """Says how much is to be downloaded; raises `WriteError` if the disk has no room for it."""
     missing = [file for listing in listings for file in listing.missing]
     if not missing:
         return
     names = ", ".join(dict.fromkeys(file.path.text for file in missing))
-    rest, total = sum(file.missing() for file in missing), sum(file.size for file in missing)
-    cache = _storage(missing[0].path).parent
-    _log.info("%s: %s to download, of %s, to %s", names, _show(rest), _show(total), cache)
-    if rest > _free(cache):
-        raise WriteError(_no_room(names, f"{_show(rest)} to download", cache))
-    for file in missing:
-        if file.sha256:
-            with _explaining(file.path):
-                _download_file(file)
+    total, cache = sum(file.rest for file in missing), _storage(missing[0].path).parent
+    _log.info("%s: %s to download, to %s", names, _show(total), cache)
+    if total > _free(cache):
+        raise WriteError(_no_room(names, f"{_show(total)} to download", cache))
 
 
-def _download_file(file: _File) -> None:
-    """Downloads what is wanted of a blob, from where an earlier start was cut.
+def _download(listings: list[_Listing]) -> dict[str, str]:
+    """Has `huggingface_hub` bring what is missing into its cache; the local path of each listing.
 
-    Compares the SHA-256 of a whole one.
+    Compares the SHA-256 of large files with what the Hub says, which `huggingface_hub` does not.
     """
-    from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
-
-    if file.wanted > constants.MAX_HTTP_DOWNLOAD_SIZE:
-        return  # of 50 GB: comes by hf_xet alone, in `_link`
-    storage = _storage(file.path)
-    lock = storage.parent / ".locks" / storage.name / f"{file.sha256}.lock"
-    for folder in (lock.parent, file.blob.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    repository, kind, commit = file.path.repository, file.path.kind, file.commit
-    with WeakFileLock(lock):
-        if file.blob.exists():  # another process was first
-            return
-        headers = build_hf_headers()
-        if file.wanted < file.size:
-            headers["Range"] = f"bytes=0-{file.wanted - 1}"
-        with file.part.open("ab") as part:
-            if part.tell() > file.size:
-                part.truncate(0)
-            if file.wanted < file.size and part.tell() >= file.wanted:
-                return
-            if part.tell():
-                _log.info("%s: goes on from %s", file.name, _show(part.tell()))
-            http_get(
-                hf_hub_url(repository, file.name, repo_type=kind, revision=commit),
-                part,
-                resume_size=part.tell(),
-                headers=headers,
-                expected_size=file.wanted,
-                displayed_filename=file.name,
-            )
-        if file.wanted < file.size:
-            return
-        with file.part.open("rb") as part:
-            sha256 = hashlib.file_digest(part, "sha256").hexdigest()
-        if sha256 != file.sha256:
-            file.part.unlink()
-            raise MissingFileError(
-                f"{file.path.text}: found SHA-256 {sha256} in {file.name} as it arrived; expected "
-                f"{file.sha256}. It was deleted: start again."
-            )
-        file.part.replace(file.blob)
-
-
-def _link(listing: _Listing) -> _Listing:
-    """Has the cache name its blobs after the repository's files, and fetches the small ones."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
 
-    class Silent(tqdm):
-        """No bar: what takes long had one."""
-
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs | {"disable": True})
-
-    if not listing.missing:
-        return listing
-    path = listing.path
-    with _explaining(path):
-        folder = snapshot_download(
-            path.repository,
-            repo_type=path.kind,
-            revision=path.revision or None,  # which the cache then knows without the Hub
-            allow_patterns=[glob.escape(name) for name in listing.names],
-            tqdm_class=Silent,
-        )
-    return dataclasses.replace(listing, snapshot=Path(folder))
-
-
-def _link_parts(listing: _Listing, folder: Path) -> _Listing:
-    """As `_link`, in `folder`, with links to what the cache has of each file."""
-    from huggingface_hub import hf_hub_download
-
-    if not listing.missing:
-        return listing
-    path, missing = listing.path, {file.name: file for file in listing.missing}
-    snapshot = folder / path.repository.replace("/", "--") / listing.snapshot.name
-    for name in listing.names:
-        source = listing.snapshot / name
-        if name in missing and missing[name].sha256:
-            source = missing[name].here()
-        elif name in missing:
+    local = {}
+    for listing in listings:
+        path = listing.path
+        if listing.missing:
             with _explaining(path):
-                revision, kind = missing[name].commit, path.kind
-                source = hf_hub_download(path.repository, name, repo_type=kind, revision=revision)
-        link = snapshot / name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        link.symlink_to(source)
-    return dataclasses.replace(listing, snapshot=snapshot)
+                folder = snapshot_download(
+                    path.repository,
+                    repo_type=path.kind,
+                    revision=path.revision or None,  # which the cache then knows without the Hub
+                    allow_patterns=[glob.escape(name) for name in listing.names],
+                )
+            listing = dataclasses.replace(listing, snapshot=Path(folder))
+            for file in listing.missing:
+                _check_bytes(file, listing.snapshot / file.name)
+        local[path.text] = listing.local()
+        _log.info("%s: commit %s", path.text, listing.snapshot.name)
+    return local
+
+
+def _check_bytes(file: _File, here: Path) -> None:
+    """Deletes a large file, and raises, if it is not what the Hub says."""
+    if not file.sha256:
+        return
+    with here.open("rb") as opened:
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    if sha256 != file.sha256:
+        here.resolve().unlink()
+        here.unlink(missing_ok=True)
+        raise MissingFileError(
+            f"{file.path.text}: found SHA-256 {sha256} in {file.name} as it arrived; expected "
+            f"{file.sha256}. It was deleted: start again."
+        )
+
+
+def _link_headers(listings: list[_Listing], folder: Path) -> dict[str, str]:
+    """The local path of each listing, in `folder` where of a file no more than its header is here.
+
+    Small files are downloaded whole.
+    """
+    local = {}
+    for listing in listings:
+        path = listing.path
+        if listing.missing:
+            snapshot = folder / path.repository.replace("/", "--") / listing.snapshot.name
+            sources = {name: listing.snapshot / name for name in listing.names}
+            with _explaining(path):
+                sources |= {file.name: _fetch_header(file) for file in listing.missing}
+            for name, source in sources.items():
+                link = snapshot / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.unlink(missing_ok=True)
+                link.symlink_to(source)
+            listing = dataclasses.replace(listing, snapshot=snapshot)
+        local[path.text] = listing.local()
+    return local
+
+
+def _fetch_header(file: _File) -> Path:
+    """The file's first `HEADER` bytes, read by range unless they are here; a small file whole."""
+    from huggingface_hub import get_session, hf_hub_download, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    where: Any = dict(repo_type=file.path.kind, revision=file.commit)
+    if not file.large:
+        return Path(hf_hub_download(file.path.repository, file.name, **where))
+    if file.header.exists():
+        return file.header
+    _log.info("%s: %s of %s to read", file.name, _show(HEADER), _show(file.size))
+    url = hf_hub_url(file.path.repository, file.name, **where)
+    headers = build_hf_headers() | {"Range": f"bytes=0-{HEADER - 1}"}
+    file.header.parent.mkdir(parents=True, exist_ok=True)
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        with tempfile.NamedTemporaryFile(dir=file.header.parent, delete=False) as part:
+            aside = Path(part.name)
+            try:
+                for data in response.iter_bytes():  # all of the file, if the server takes no range
+                    part.write(data[: HEADER - part.tell()])
+                    if part.tell() == HEADER:
+                        break
+                if part.tell() < HEADER:
+                    raise OSError(f"it ended after {part.tell():,} of {HEADER:,} bytes")
+                aside.replace(file.header)
+            except BaseException:
+                aside.unlink(missing_ok=True)
+                raise
+    return file.header
 
 
 def _free(folder: Path) -> int:
@@ -454,14 +472,14 @@ class _UnreachableError(MissingFileError):
 def _no_room(name: str, found: str, cache: Path) -> str:
     return (
         f"{name}: found {found} and {_show(_free(cache))} free in {cache}; expected room for it. "
-        "Free some, or set HF_HOME to a folder of another disk. What has arrived is kept: the same "
-        "command goes on from there."
+        "Free some, or set HF_HOME to a folder of another disk. Files that have arrived whole are "
+        "kept: the same command brings the others."
     )
 
 
 @contextlib.contextmanager
 def _explaining(path: HubPath) -> Iterator[None]:
-    """What huggingface_hub raises becomes a `UserError` that says what to do."""
+    """Turns what huggingface_hub raises into a `UserError` that says what to do."""
     from huggingface_hub import constants, errors, get_token
 
     hub, page = constants.ENDPOINT, f"{constants.ENDPOINT}/{path.repository}"
@@ -514,6 +532,6 @@ def _unreachable(path: HubPath, error: BaseException) -> str:
     local = f"put it at {name}, or " if path.kind == "model" and not path.revision else ""
     return (
         f"{path.text}: {constants.ENDPOINT} does not answer as the Hub does ({cause}), and the "
-        "cache has not all of it. What has arrived is kept: with a network, the same command goes "
-        f"on from there. Without one, {local}set the field to files of yours."
+        "cache has not all of it. Files that have arrived whole are kept: with a network, the same "
+        f"command brings the others. Without one, {local}set the field to files of yours."
     )

@@ -1,4 +1,4 @@
-"""`python -m kdjax.main`: the command `kdjax train` by its old name."""
+"""`python -m kdjax.main`: the command `kdjax train` by its first name."""
 
 from kdjax.commands.cli import run
 

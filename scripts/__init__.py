@@ -1,1 +1,1 @@
-"""What a user of the wheel never calls. From the checkout: `python -m scripts.<topic>.<name>`."""
+"""Programs of the checkout, not of the wheel: `python -m scripts.<topic>.<name>`."""

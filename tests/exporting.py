@@ -1,11 +1,17 @@
-"""What tests of exports share: a student to export, and ways to look at what came of it."""
+"""Shared by tests of exports: a student to export, and ways to look at what came of it."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 
 import jax
 import numpy as np
+import pytest
 
 import kdjax
+from kdjax.formats.gguf import write_gguf
+from scripts.bench.synthetic import byte_alphabet
 
 
 def load(path):
@@ -42,10 +48,63 @@ def left_in(folder):
 
 
 def corrupted(encode):
-    def encoded(rows, dtype):
-        raw = encode(rows, dtype).copy()
+    def encoded(rows, *rest):
+        raw = encode(rows, *rest).copy()
         if rows.ndim == 2:
             raw[-1, 1] ^= 1 << 6
         return raw
 
     return encoded
+
+
+def write_small_tokenizer(path):
+    """A file with a tokenizer that fits 160 rows: no byte beyond ASCII has a token."""
+    tokens = [*byte_alphabet()[:140], "<|endoftext|>", "<|im_end|>"]
+    tokens[139] = "!!"
+    values = {
+        "general.architecture": "qwen2",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 140 + [3, 3],
+        "tokenizer.ggml.merges": ["! !"],
+        "tokenizer.ggml.eos_token_id": 141,
+        "tokenizer.ggml.padding_token_id": 140,
+        "tokenizer.ggml.bos_token_id": 140,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    write_gguf(path, values, [("t", "F32", (1,), np.zeros(1, "<f4"))])
+    return path
+
+
+# Runs apart: llama.cpp's server ends with its process. Prints what it gives each id after a prompt.
+_WORKER = r"""
+import json, os, sys
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, prompts, count, adapters = sys.argv[1], *map(json.loads, sys.argv[2:])
+params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path, 1.0) for path in adapters]
+params.n_ctx, params.n_parallel, params.warmup, params.n_gpu_layers = 256, 1, False, 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+server = xllamacpp.Server(params)
+for prompt in prompts:
+    # The id that is drawn must be whole text, or its probabilities are left out.
+    asked = dict(prompt=prompt, n_predict=1, n_probs=count, logit_bias=[[40, 1e3]])
+    (choice,) = server.handle_completions(asked)["choices"]
+    found = choice["logprobs"]["content"][0]["top_logprobs"]
+    print("FOUND" + json.dumps({x["id"]: x["logprob"] for x in found}), flush=True)
+os._exit(0)
+"""
+
+
+def ask_llama_cpp(path, prompts, count=160, adapters=()):
+    """Log-probabilities of the `count` likeliest ids after each prompt of ids, by llama.cpp."""
+    pytest.importorskip("xllamacpp")
+    given = [json.dumps(value) for value in (prompts, count, [str(path) for path in adapters])]
+    command = [sys.executable, "-c", _WORKER, str(path), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    lines = [line[5:] for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert len(lines) == len(prompts), done.stderr[-2000:]
+    return [{int(i): value for i, value in json.loads(line).items()} for line in lines]

@@ -12,7 +12,7 @@ from kdjax.errors import UserError
 from kdjax.formats import content_hash, open_table
 from kdjax.formats.apr.table import AprTable, verify_footer, write_apr
 from kdjax.formats.blocks import decode, encode, row_bytes
-from kdjax.models.arch import spec_from_table
+from kdjax.models.schema import spec_from_table
 from scripts.bench.synthetic import random_blocks
 
 MODEL = {
@@ -234,7 +234,7 @@ BROKEN = {
     "size": (file_of([entry(size=20)]), "20 bytes for tensor 't'; expected 16, as its shape and"),
     "huge shape": (file_of([entry(shape=(LIMIT,) * 8, size=4)]), "found 4 bytes for tensor 't'"),
     "partial block": (file_of([entry(kind=12, shape=(100,))]), "tensor 't': found rows of 100"),
-    "far offset": (file_of([entry(offset=LIMIT)]), "too few for tensor 't'"),
+    "far offset": (file_of([entry(offset=LIMIT)]), "tensor 't' that ends at byte"),
     "past end": (file_of([entry(offset=49)]), "1 too few for tensor 't'"),
     "unsorted": (file_of([entry(b"b"), entry(b"a")]), "tensor 'a' after 'b'; expected an index"),
     "double": (file_of([entry(b"a"), entry(b"a")]), "tensor 'a' after 'a'; expected an index"),
@@ -356,6 +356,7 @@ def test_what_neither_says_is_named(tmp_path, key):
         ("architecture", "\ud800"),
         ("tie_word_embeddings", "no"),
         ("rope_scaling", {"factor": "x"}),
+        ("kdjax.config", {"scale_emb": "x"}),
         ("tokenizer.vocabulary", ["a", 1]),
         ("tokenizer.vocabulary", ["\udfff"]),
         ("tokenizer.merges", ["a b c"]),

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from kdjax.errors import UserError
-from kdjax.formats import open_table
-from kdjax.formats.blocks import decode
 from kdjax.losses.kd import KDLoss, kd_loss
 from kdjax.models.loading import count_parameters
 from kdjax.training import step as training_step
-from scripts.bench import llama, peer, program, rollouts, rows, step
+from scripts.bench import peer, program, rollouts, rows, step
 
 
 @pytest.fixture
@@ -53,20 +51,20 @@ def measured(variant, args, **changes):
 
 @pytest.mark.slow
 def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args, traces):
-    found = {name: measured(name, args)[0] for name in ("dequant", "q4k-bf16moments")}
+    found = {name: measured(name, args)[0] for name in ("dense", "packed-bf16moments")}
     assert traces == [64, 64]
     args.sweep_length = "64,32"
-    short, found["q4k"] = measured("q4k", args, documents="4:40")
-    assert traces == [64, 64, 32, 64] and (short["length"], found["q4k"]["length"]) == (32, 64)
-    assert short["temporaries_gb"] < found["q4k"]["temporaries_gb"]
+    short, found["packed"] = measured("packed", args, documents="4:40")
+    assert traces == [64, 64, 32, 64] and (short["length"], found["packed"]["length"]) == (32, 64)
+    assert short["temporaries_gb"] < found["packed"]["temporaries_gb"]
     arguments = {name: 1e9 * row["arguments_gb"] for name, row in found.items()}
     teachers = {name: 1e9 * row["teacher_gb"] for name, row in found.items()}
-    saved = teachers["dequant"] - teachers["q4k"]
-    assert saved > 0.5 * teachers["dequant"]
+    saved = teachers["dense"] - teachers["packed"]
+    assert saved > 0.5 * teachers["dense"]
     # Rows are split over the devices, weights are not: the teacher's bytes are the difference.
-    assert arguments["dequant"] - arguments["q4k"] == pytest.approx(saved, rel=0.01)
+    assert arguments["dense"] - arguments["packed"] == pytest.approx(saved, rel=0.01)
     student = 4 * count_parameters(step.spec_from_table(step.open_table(args.student)))
-    less = arguments["q4k"] - arguments["q4k-bf16moments"]
+    less = arguments["packed"] - arguments["packed-bf16moments"]
     assert less == pytest.approx(student, rel=0.01)  # half of two moments of the student's size
     assert all(np.isfinite(row["loss"]) for row in found.values())
 
@@ -89,20 +87,20 @@ def test_a_cached_teacher_is_records_and_its_forward_pass_is_not_counted(args, t
 
 def test_unknown_names_say_which_there_are(args, capsys):
     assert step.main(["--variants=q5k"]) == 2
-    assert "dequant" in capsys.readouterr().err
+    assert "dense" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"teacher\.fancy='x': no such field"):
         program.configured({"teacher.fancy": "x"})
     args.set = ["teacher.allow_degenerate=true"]
-    settings = step.settings_of("q4k:loss.temperature=2:student.remat=dots", args)
+    settings = step.settings_of("packed:loss.temperature=2:student.remat=dots", args)
     config = program.configured(settings)
     assert config.loss.temperature == 2.0 and config.student.remat == "dots"
-    assert config.teacher.allow_degenerate is True and config.teacher.backend == "q4k"
+    assert config.teacher.allow_degenerate is True and config.teacher.weights == "packed"
 
 
 def test_the_peer_has_the_same_loss_and_ids(args):
     args.set = ["loss.temperature=1", "loss.alpha=0.2"]
     asked = step.torch_request("torch-compile", args)
-    config = program.configured(step.settings_of("dequant", args))
+    config = program.configured(step.settings_of("dense", args))
     assert (asked["temperature"], asked["alpha"]) == (1.0, 0.2)
     assert (config.loss.temperature, config.loss.alpha) == (1.0, 0.2)
     assert asked["vocab"] == asked["student"]["vocab_size"]
@@ -124,11 +122,11 @@ def row(program, length, speed, **more):
 
 def test_speeds_stand_beside_the_best_peer_of_the_same_length(args):
     rows = [
-        row("q4k", 64, 300.0),
+        row("packed", 64, 300.0),
         row("torch-eager", 64, 100.0),
         row("torch-compile", 64, 200.0),
-        row("q4k", 32, 90.0),
-        {"program": "dequant", "error": "status 1"},
+        row("packed", 32, 90.0),
+        {"program": "dense", "error": "status 1"},
     ]
     step.add_rates(rows, 2e9, args)
     assert [r.get("over_peer") for r in rows] == [1.5, 0.5, 1.0, None, None]
@@ -136,12 +134,12 @@ def test_speeds_stand_beside_the_best_peer_of_the_same_length(args):
     flops = specs[0].forward_flops(64) + 3 * specs[1].forward_flops(64)
     assert rows[0]["of_matmul"] == pytest.approx(300 * flops / 2e9)
     text = step.report(rows)
-    assert "| q4k | 64 | 3.3 | 300 |" in text and "dequant: status 1" in text
+    assert "| packed | 64 | 3.3 | 300 |" in text and "dense: status 1" in text
 
 
 def test_a_benchmark_that_is_cut_short_keeps_what_it_measured(args, monkeypatch, tmp_path):
     def measure(variant, args):
-        if variant == "q4k":
+        if variant == "packed":
             raise KeyboardInterrupt
         return [row(variant, 64, 100.0)]
 
@@ -151,7 +149,7 @@ def test_a_benchmark_that_is_cut_short_keeps_what_it_measured(args, monkeypatch,
         f"--teacher={args.teacher}",
         f"--student={args.student}",
         f"--folder={tmp_path}",
-        "--variants=dequant,q4k",
+        "--variants=dense,packed",
         f"--json={tmp_path / 'found.json'}",
     ]
     with pytest.raises(KeyboardInterrupt):
@@ -191,9 +189,9 @@ def scaling(monkeypatch, tmp_path):
 
 def test_the_tables_of_several_devices_come_in_order_side_by_side_and_once(scaling, capsys):
     groups, found = scaling()
-    first = [[("dequant-fast", 1, 0), ("dequant-fast", 2, 1), ("dequant-fast", 4, 3)]]
+    first = [[("dense-fast", 1, 0), ("dense-fast", 2, 1), ("dense-fast", 4, 3)]]
     assert [sorted(group, key=lambda case: case[1]) for group in groups[:1]] == first
-    assert groups[1] == [("dequant-fast", 8, 0)] and groups[2][0][0] == "fp8-fast"
+    assert groups[1] == [("dense-fast", 8, 0)] and groups[2][0][0] == "float8-fast"
     assert all(sum(count for _, count, _ in group) <= 8 for group in groups)
     assert [group[0][0] for group in groups if "fsdp" in group[0][0]] == 2 * [mock.ANY]
     titles = [document["title"] for document in found]
@@ -211,7 +209,7 @@ def test_strong_scaling_computes_the_same_rows_at_a_time_on_any_number(args):
     asked = step.arguments([f"--folder={args.folder}"], strong=64)
     asked.teacher, asked.student = args.teacher, args.student
     for asked.count, parts in ((1, 8), (2, 4), (8, 1)):
-        settings = step.settings_of("dequant", asked)
+        settings = step.settings_of("dense", asked)
         assert (settings["train.batch_size"], settings["train.microbatches"]) == (64, parts)
 
 
@@ -222,10 +220,10 @@ def test_nothing_is_begun_that_its_limit_would_cut(scaling, tmp_path, capsys):
 
 
 def test_rounds_give_the_median_and_a_failed_round_is_left_out():
-    rounds = [[row("q4k", 64, speed)] for speed in (100.0, 300.0, 200.0)]
+    rounds = [[row("packed", 64, speed)] for speed in (100.0, 300.0, 200.0)]
     (found,) = step.middle(rounds)
     assert found["tokens_per_s"] == 200.0 and len(found["rounds_ms"]) == 3
-    failed = [{"program": "q4k", "error": "x"}]
+    failed = [{"program": "packed", "error": "x"}]
     assert step.middle([failed, *rounds])[0]["tokens_per_s"] == 200.0
     assert step.middle([failed])[0]["error"] == "x"
 
@@ -307,16 +305,3 @@ def test_generation_is_timed(tmp_path):
     assert row["tokens"] >= 6 and row["slots"] == 4
     assert row["full_tokens_per_s"] == pytest.approx(4e3 / row["step_ms"])
     assert min(row["head_ms"], row["read_1_prompts_of_64_ms"]) > 0
-
-
-@pytest.mark.slow
-def test_llama_cpp_is_given_the_same_numbers(models, tmp_path, capsys):
-    source, path = models / "student.gguf", tmp_path / "x.gguf"
-    llama.write_as(source, path, "F32", 0)
-    ours, theirs = open_table(source), open_table(path)
-    assert list(ours) == list(theirs) and theirs.metadata["general.file_type"] == 0
-    for name in ours:
-        numbers = (decode(t.raw(name), t.info(name).dtype) for t in (ours, theirs))
-        np.testing.assert_array_equal(*numbers)
-    assert llama.main([str(source), "--python=false"]) == llama.SKIPPED
-    assert "has no xllamacpp" in capsys.readouterr().out

@@ -184,11 +184,13 @@ def test_iq3_s_by_hand():
 def test_errors_say_what_fits():
     with pytest.raises(UserError, match=r"rows of 896 elements stored as Q4_K.*256.*Q8_0"):
         row_bytes("Q4_K", 896)
-    with pytest.raises(UserError, match=r"'IQ1_S'.*expected one of F32, F16, .*, MXFP4, TQ1_0"):
+    with pytest.raises(
+        UserError, match=r"'IQ1_S'.*expected one of F32, F16, .*, MXFP4, NVFP4, TQ1_0"
+    ):
         row_bytes("IQ1_S", 256)
     with pytest.raises(UserError, match=r"rows of 145 bytes stored as Q4_K.*multiple of 144"):
         decode(np.zeros((2, 145), np.uint8), "Q4_K")
-    with pytest.raises(UserError, match=r"'Q4_1' to write.*F32, F16, BF16, Q8_0, .*, MXFP4"):
+    with pytest.raises(UserError, match=r"'Q4_1' to write.*F32, F16, BF16, .*Q8_0, .*MXFP4"):
         encode(np.zeros((1, 256), np.float32), "Q4_1")
 
 

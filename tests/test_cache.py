@@ -17,6 +17,7 @@ from conftest import make_tiny_config
 from test_run import Recorder, go
 
 from kdjax.data import pipeline, teacher_cache
+from kdjax.data.rows import Rows
 from kdjax.errors import UserError
 from kdjax.formats.locks import LockedError
 from kdjax.training.caching import cache_teacher
@@ -30,7 +31,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 SPEC = teacher_cache.CacheSpec(
-    "topk", 4, 1.0, "a" * 64, "rows", "tokenizer", (50, 47), 6, 8, "float32", "train", (7, 3)
+    "topk", 4, 1.0, "a" * 64, "rows", "tokenizer", (50, 47), 6, 8, "float32", "dense", (7, 3)
 )
 
 
@@ -49,8 +50,8 @@ def records(rows):
 
 
 def produce(rows):
-    for start in range(rows.start, rows.stop, 3):
-        yield records(range(start, min(start + 3, rows.stop)))
+    for start in range(0, len(rows), 3):
+        yield records(rows[start : start + 3])
 
 
 def same_bytes(columns, row):
@@ -79,7 +80,7 @@ def test_a_stopped_writer_continues_and_mends_what_is_damaged(tmp_path, small_sh
     calls = []
 
     def stopped(rows):
-        calls.append(rows.start)
+        calls.append(rows[0])
         if len(calls) == 3:
             yield records(rows)[:1]
             raise KeyboardInterrupt
@@ -95,7 +96,7 @@ def test_a_stopped_writer_continues_and_mends_what_is_damaged(tmp_path, small_sh
     calls.clear()
 
     def counted(rows):
-        calls.append(rows.start)
+        calls.append(rows[0])
         return produce(rows)
 
     teacher_cache.write(tmp_path, SPEC, counted)
@@ -115,7 +116,7 @@ spec = teacher_cache.CacheSpec(**eval(sys.argv[2]))
 teacher_cache.SHARD_BYTES = 4 * spec.record.itemsize
 def produce(rows):
     yield np.zeros(len(rows[:1]), spec.record)
-    time.sleep(60 if rows.start == 8 else 0)
+    time.sleep(60 if rows[0] == 8 else 0)
     yield np.zeros(len(rows[1:]), spec.record)
 teacher_cache.write(Path(sys.argv[1]), spec, produce)
 """
@@ -138,7 +139,7 @@ def test_a_killed_writer_leaves_whole_shards_and_is_continued(tmp_path, small_sh
     starts = []
 
     def rest(rows):
-        starts.append(rows.start)
+        starts.append(rows[0])
         yield np.zeros(len(rows), SPEC.record)
 
     (tmp_path / f".shard-00002.bin.{child.pid}.tmp").touch()  # made, or about to be
@@ -169,7 +170,7 @@ def test_a_shard_that_is_not_as_written_is_refused(tmp_path, small_shards, how):
     ("field", "value"),
     [
         ("teacher", "b" * 64),
-        ("compute", "fp8"),
+        ("weights", "float8"),
         ("rows", "other"),
         ("tokenizer", "other"),
         ("temperature", 2.0),
@@ -185,6 +186,60 @@ def test_a_cache_of_something_else_is_refused_with_both_values(tmp_path, field, 
         teacher_cache.open_cache(tmp_path, other)
     with pytest.raises(UserError, match=rf"holds another cache:\n  {field}: the cache has"):
         teacher_cache.write(tmp_path, other, produce)
+
+
+def test_a_cache_of_an_earlier_version_is_read_and_mended(tmp_path, small_shards):
+    """Its index says `compute`, in old words; the hash by which runs know it stays."""
+    teacher_cache.write(tmp_path, SPEC, produce)
+    path = tmp_path / teacher_cache.INDEX
+    index = json.loads(path.read_text())
+    assert index["about"].pop("weights") == "dense"
+    index["about"]["compute"] = "train"
+    path.write_text(json.dumps(index))
+    sha256 = teacher_cache.open_cache(tmp_path, SPEC).sha256
+    (tmp_path / "shard-00001.bin").unlink()
+    teacher_cache.write(tmp_path, SPEC, produce)
+    assert teacher_cache.open_cache(tmp_path, SPEC).sha256 == sha256
+    index["about"]["compute"] = "fp8"
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"weights: the cache has float8, this run dense"):
+        teacher_cache.open_cache(tmp_path, SPEC)
+
+
+def test_rows_are_added_to_a_cache_that_runs_know_by_its_first_shard(tmp_path, small_shards):
+    """Shards of the rows that are wanted; a damaged one is written again as it was."""
+    teacher_cache.write(tmp_path, SPEC, produce, np.asarray([1, 2, 4, 6, 7, 8, 9]))
+    assert [p.stat().st_size // SPEC.record.itemsize for p in sorted(tmp_path.glob("*.bin"))] == [
+        4,
+        3,
+    ]
+    cache = teacher_cache.open_cache(tmp_path, SPEC, np.asarray([4, 8]))
+    assert "7 of 10 rows" in str(cache)
+    for row in (1, 2, 4, 6):
+        same_bytes(cache.train[row], row)
+    same_bytes(cache.heldout[2], 9)
+    with pytest.raises(UserError, match=r"found 1 of the 3 rows .* --out=\S+`, or --all"):
+        teacher_cache.open_cache(tmp_path, SPEC, np.asarray([0, 1, 3]))
+    with pytest.raises(UserError, match="found 7 of the 10 rows"):
+        teacher_cache.open_cache(tmp_path, SPEC)
+    written = []
+
+    def noted(rows):
+        written.append(list(rows))
+        return produce(rows)
+
+    (tmp_path / "shard-00000.bin").unlink()
+    teacher_cache.write(tmp_path, SPEC, noted, np.asarray([0, 1, 7, 8, 9]))
+    assert written == [[1, 2, 4, 6], [0]]
+    teacher_cache.write(tmp_path, SPEC, noted)
+    assert written[2:] == [[3, 5]]
+    whole = teacher_cache.open_cache(tmp_path, SPEC)
+    assert whole.sha256 == cache.sha256
+    for row in range(7):
+        same_bytes(whole.train[row], row)
+    index = json.loads((tmp_path / teacher_cache.INDEX).read_text())
+    index["shards"]["shard-00000.bin"]["sha256"] = "0" * 64
+    assert teacher_cache.hash_index(index) != cache.sha256
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
@@ -304,6 +359,44 @@ def test_a_changed_run_is_refused(run, tmp_path, changes, says):
     config = with_cache(run[0], make(run, "topk", 8), **changes)
     with pytest.raises(UserError, match=says):
         assemble(config, tmp_path)
+
+
+def test_a_run_finds_just_the_rows_that_it_reads(run, tmp_path, undrawn):
+    """A longer run is refused before its first step; the cache it adds to stays the first one's."""
+    short = dict(train__steps=2, train__batch_size=8, optim__warmup_steps=1)
+    config, out = with_cache(run[0], "", **short), tmp_path / "cache"
+    cache_teacher(config, out, CachedHidden())
+    counts = [s["rows"] for s in json.loads((out / "index.json").read_text())["shards"].values()]
+    held = sum(last - first + 1 for runs in counts for first, last in runs)
+    job = assemble(with_cache(config, out), tmp_path)
+    assert held == 16 + len(job.rows.heldout) < len(job.rows.train)
+    live = curve(with_cache(config, ""), tmp_path / "live")
+    assert curve(with_cache(config, out), tmp_path / "cached") == live
+    longer = with_cache(config, "", train__steps=3)
+    with pytest.raises(UserError, match=f"found {held} of the {held + 8} rows that this run reads"):
+        assemble(with_cache(longer, out), tmp_path)
+    cache_teacher(longer, out, CachedHidden())
+    assert (
+        assemble(with_cache(longer, out), tmp_path).identity["teacher.cache"]
+        == (job.identity["teacher.cache"])
+    )
+    assert (
+        curve(with_cache(longer, out), tmp_path / "longer")[:2]
+        == curve(with_cache(longer, ""), tmp_path / "longer-live")[:2]
+    )
+    cache_teacher(longer, out, CachedHidden(), all_rows=True)
+    assert "of {0:,} of {0:,} rows".format(len(job.rows.train) + len(job.rows.heldout)) in str(
+        assemble(with_cache(longer, out), tmp_path).cache
+    )
+
+
+@pytest.mark.parametrize("batches", [1, 3, 9])
+def test_rows_of_the_first_batches_are_those_that_a_source_gives(batches):
+    rows = Rows(*(np.ones((40, 5), np.uint16) for _ in Rows._fields))
+    source = pipeline.TextSource(rows, batch_size=8, seed=3)
+    read = [source.next()["row_ids"] for _ in range(batches)]
+    listed = pipeline.list_rows(40, batch_size=8, seed=3, batches=batches)
+    np.testing.assert_array_equal(listed, np.unique(np.concatenate(read)))
 
 
 def test_another_teacher_is_refused(run, tmp_path):

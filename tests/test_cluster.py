@@ -137,7 +137,7 @@ def test_two_gpus_of_a_process_keep_half_of_the_masters_each(kinds, processes, s
 
 
 class Store:
-    """What JAX's key-value store does, for threads that play processes."""
+    """Stands for JAX's key-value store, for threads that play processes."""
 
     def __init__(self):
         self._values, self._changed = {}, threading.Condition()

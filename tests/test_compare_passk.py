@@ -2,21 +2,23 @@
 
 import json
 
+import numpy as np
 import pytest
+from scipy.stats import binom
 
 from kdjax.evaluation import passk, problems
 from scripts.checks import compare_passk as compare
 
 
-def benchmark(passes, samples=2, form="instruct"):
+def benchmark(passes, samples=2, wording="instruct"):
     """As evaluated: of each problem, so many of its samples passed."""
     made = [
         passk.Sample(f"T/{i}", "passed" if k < count else "wrong answer", "", "stop", "")
         for i, count in enumerate(passes)
         for k in range(samples)
     ]
-    asked = [problems.Problem(f"T/{i}", "", "", "", (), "", ()) for i in range(len(passes))]
-    return passk.summarise(asked, made, passk.Settings(samples=samples, ks=(1,), form=form))
+    asked = [problems.Problem(f"T/{i}", *[""] * 4, (), "", (), ()) for i in range(len(passes))]
+    return passk.summarise(asked, made, passk.Settings(samples=samples, ks=(1,), wording=wording))
 
 
 @pytest.fixture
@@ -42,10 +44,36 @@ def test_problems_are_paired_and_benchmarks_added(write):
     assert compare.table([first, first])[2].endswith("| 0 | 0 | 1 |")
 
 
+def test_a_gain_counts_over_wordings_problems_and_seeds(write):
+    def asked(*passes):
+        names = ("humaneval", "humaneval request", "humaneval bare")
+        found = [benchmark(ends, 1) for ends in passes]
+        return dict(zip(names, found, strict=True)) | {"humaneval instruct x2": benchmark([0] * 8)}
+
+    none, some = [0] * 8, [0] * 4 + [1] * 4
+    first = write("a.json", **asked(some, some, none))
+    # One seed gains in one wording, the other in none: 4 of 24, and 0, in the mean a twelfth.
+    one, other = (
+        write("b.json", **asked(some, some, some)),
+        write("c.json", **asked(some, some, none)),
+    )
+    (row,) = compare.over_wordings([first, one, other])[2:]
+    assert row.startswith("| HumanEval | 3 | 2 | 33.3 | 41.7 | +8.3 | +0.0 to ")
+    # Only in one of two draws of two seeds are both the same one.
+    of, against = np.array([[0.0] * 8, [1.0] * 8]), np.zeros((1, 8))
+    assert compare.draw_anew(of, against) == (0.0, 1.0)
+    assert compare.draw_anew(of, against, seeds=False) == (0.5, 0.5)
+    # Eight problems of which half are solved: the binomial's quantiles.
+    low, high = compare.draw_anew(np.array([some]), against)
+    assert (low, high) == tuple(binom.ppf([0.025, 0.975], 8, 0.5) / 8)
+    single = write("d.json", humaneval=benchmark(some, 1))
+    assert compare.over_wordings([single, single]) == []
+
+
 @pytest.mark.parametrize(
     ("after", "says"),
     [
-        (dict(humaneval=benchmark([1, 1], form="base")), "instruct prompts there, base prompts"),
+        (dict(humaneval=benchmark([1, 1], wording="base")), "worded instruct there, base here"),
         (dict(humaneval=benchmark([1])), "2 problems and 4 samples there, 1 and 2 here"),
         (dict(humaneval=benchmark([1, 1], samples=1)), "4 samples there, 2 and 2 here"),
         (dict(mbpp=benchmark([1, 1])), "no benchmark that"),

@@ -7,7 +7,7 @@ import pytest
 
 from kdjax.errors import UserError
 from scripts.contracts import __main__ as command
-from scripts.contracts.bind import check_claims, check_mutants, read_mutants, read_results
+from scripts.contracts.bind import check_claims, check_mutants, locate, read_mutants, read_results
 from scripts.contracts.contracts import load_yaml, read_claims, validate
 from scripts.contracts.mutate import mutate
 
@@ -45,7 +45,7 @@ MUTANTS = """\
 mutants:
   - id: minus
     fault: subtracts
-    file: kdjax/x.py
+    in: kdjax.x.add
     find: a + b
     replace: a - b
     kills: [T-1, T-2]
@@ -75,9 +75,15 @@ def write(folder, text, name="x-v1.yaml"):
         ("property is missing", ", property: p", ""),
         ("type is 'guess'", "invariant", "guess"),
         ("proof_obligations: found NoneType", "\n" + PROPERTY, "\n"),
-        ("formal 'q' 2 times", PROPERTY, PROPERTY.replace("p}", "p, formal: q}") * 2),
-        ("fewer than proof_obligations", PROPERTY, PROPERTY * 3),
-        ("id 'T-1' 2 times", "T-2", "T-1"),
+        ("unknown key 'formal'", "property: p", "property: p, formal: q"),
+        ("property 'p' 2 times", PROPERTY, PROPERTY * 2),
+        ("fewer than", PROPERTY, "".join(PROPERTY.replace("y: p", f"y: {p}") for p in "pqr")),
+        ("id 'T-1' is also in", "T-2", "T-1"),
+        ("id 'K-1' is also in", "id: G", "id: K-1"),
+        ("no file docs/none.md here", "[r]", "[docs/none.md]"),
+        ("'r' 2 times", "[r]", "[r, r]"),
+        ("depends_on: y-v1 is no other", "[r]", "[r], depends_on: [y-v1]"),
+        ("depends_on: x-v1 is no other", "[r]", "[r], depends_on: [x-v1]"),
         ("falsification_tests 0: prediction is missing", "prediction: p", 'prediction: ""'),
         ("falsification_tests 0: test is missing", 'test: "tests/test_x.py::test_adds", ', ""),
         ("falsification_tests 0: found str", FIRST, "T-1"),
@@ -129,14 +135,36 @@ def problems(project, results=None):
     return list(check_claims(project, read_claims([project / "contracts"]), results))
 
 
-def test_claims_name_tests_that_exist_once(project):
+def test_links_of_contracts_lead_somewhere(project):
+    links = "[kdjax/x.py, a/b.yaml (aprender), https://x.org/y.pdf], depends_on: [y-v1]"
+    write(project, CONTRACT.replace("[r]", links), "contracts/x-v1.yaml")
+    other = CONTRACT.replace("T-2", "T-3").replace("id: G", "id: H")
+    write(project, other, "contracts/y-v1.yaml")
+    found = [line.split(": ", 1) for line in validate([project / "contracts"])]
+    assert [path.rpartition("/")[2] for path, _ in found] == ["y-v1.yaml"] * 2
+    assert [line.split(" is also in ")[0] for _, line in found] == ["id 'T-1'", "id 'K-1'"]
+
+
+def test_claims_name_tests_that_exist(project):
     assert problems(project) == []
     write(project, CONTRACT.replace("test_adds", "test_gone"), "contracts/x-v1.yaml")
-    write(project, CONTRACT.replace("K-1", "K-2"), "contracts/y-v1.yaml")
-    gone, *doubles = problems(project)
+    (gone,) = problems(project)
     assert "T-1: no test tests/test_x.py::test_gone" in gone
-    assert [line.split(":")[0].rpartition("/")[2] for line in doubles] == ["y-v1.yaml"] * 2
-    assert "T-1 is also in" in doubles[0] and "T-2 is also in" in doubles[1]
+
+
+def test_the_status_lists_each_claim_and_how_its_test_ended(project, capsys):
+    case = '<testcase classname="tests.test_x" name="{}">{}</testcase>'
+    ended = {"test_adds": "", "test_cases[1]": "", "test_cases[2]": "<failure/>"}
+    cases = "".join(case.format(*item) for item in ended.items())
+    write(project, f"<testsuite>{cases}</testsuite>", "results.xml")
+    assert command.main(["status", "results.xml"]) == 0
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "T-1 1 faults tests/test_x.py::test_adds passed",
+        "T-2 1 faults tests/test_x.py::test_cases failed and passed",
+        "K-1 proof tests/test_x.py::test_proof not run",
+        "1 passed, 1 failed and passed, 1 not run",
+    ]
+    assert command.main(["status", "none.xml"]) == 1
 
 
 def test_claims_hold_where_their_tests_ran_and_passed(project):
@@ -167,10 +195,13 @@ def test_claims_hold_where_their_tests_ran_and_passed(project):
         ("T-1, T-2", "T-1, T-2, K-1", None),
         ("T-1, T-2", "T-1", "no mutant kills T-2"),
         ("T-1, T-2", "T-1, T-2, T-9", "kills T-9, which no contract has"),
-        ("a + b", "a", "3 times in kdjax/x.py"),
+        ("find: a + b", "find: b", "2 times in kdjax.x.add"),
+        ("in: kdjax.x.add", "file: kdjax/x.py", None),
+        ("in: kdjax.x.add\n    find: a + b", "file: kdjax/x.py\n    find: a", "3 times in kdjax/x"),
         ("a - b", "a + b", "changes nothing"),
-        ("kdjax/x.py", "tests/test_x.py", "tests/test_x.py is not below kdjax"),
-        ("kdjax/x.py", "kdjax/y.py", "0 times in kdjax/y.py"),
+        ("kdjax.x.add", "tests.test_x", "tests.test_x is not below kdjax"),
+        ("in: kdjax.x.add", "file: kdjax/y.py", "0 times in kdjax/y.py"),
+        ("find: a + b", "find: a * b", "0 times in kdjax.x.add"),
         ("mutants:\n", "mutants:\n" + MUTANTS.split("\n", 1)[1], "minus a second time"),
     ],
 )
@@ -178,6 +209,44 @@ def test_the_list_of_faults_is_checked(project, old, new, problem):
     path = write(project, MUTANTS.replace(old, new, 1), "contracts/mutants.yaml")
     found = list(check_mutants(project, read_claims([project / "contracts"]), read_mutants(path)))
     assert len(found) == bool(problem) and (not problem or problem in found[0])
+
+
+@pytest.mark.parametrize(
+    ("code", "planted"),
+    [
+        ("def add(a, b):\n    return (\n        a  # one\n        + b\n    )\n", "        a - b\n"),
+        ("def add(x, b):\n    return x + b\n", "    return x - b\n"),
+        ("def add(b, a):\n    return b + a\n", None),  # both names are still there
+        ("def add(x, y):\n    return x + x\n", None),
+        ("def add(x, y):\n    return x + x or x + y\n", "    return x + x or x - y\n"),
+        ("def sum_both(a, b):\n    return a + b\n", "    return a - b\n"),
+        ("def sum_both(x, b):\n    return x + b\n", None),
+        (
+            "def _add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return a + b\n",
+            "add(a, b):\n    return a - b",
+        ),
+        ("def one(a, b):\n    return a + b\n\n\ndef two(a, b):\n    return a + b\n", None),
+        ("class Sum:\n    def add(self, a, b):\n        return a + b\n", "        return a - b\n"),
+        ("import os\n", None),
+    ],
+)
+def test_layout_and_renamings_do_not_lose_a_fault(project, code, planted):
+    (mutant,) = read_mutants(project / "contracts" / "mutants.yaml")
+    for name in ("x", "y"):  # the same when the function has moved to another file
+        write(project, code if name == "x" else "", "kdjax/x.py")
+        write(project, code if name == "y" else "", "kdjax/y.py")
+        places = locate(project, mutant)
+        assert len(places) == bool(planted)
+        assert not planted or planted in places[0].plant(mutant.replace)
+
+
+def test_a_fault_of_several_lines_goes_in_as_far_as_its_place(project):
+    write(project, "def add(a, b):\n    if a:\n        return f(a, b,)\n", "kdjax/x.py")
+    entry = {"find": "if a:\n    return f(a, b)", "replace": "if a:\n    b = 1\n    return b"}
+    (mutant,) = read_mutants(project / "contracts" / "mutants.yaml")
+    (place,) = locate(project, mutant._replace(**entry))
+    planted = place.plant(entry["replace"])
+    assert planted == "def add(a, b):\n    if a:\n        b = 1\n        return b\n"
 
 
 def test_a_fault_that_lacks_something_is_refused(project):

@@ -494,7 +494,7 @@ def test_the_answers(models, tmp_path, monkeypatch, capsys):
     ]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(m) + "\n" for m in made))
     command = [
-        f"{models}/teacher.gguf@dequant:float32",
+        f"{models}/teacher.gguf@dense:float32",
         f"--read={tmp_path}/q.jsonl",
         f"--out={tmp_path}/a.jsonl",
         "--batch-size=8",

@@ -16,6 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Encoder
+from tokenizers import models as encoder_models
+from tokenizers import pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kdjax.config import Config, DataConfig
@@ -25,8 +28,9 @@ from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
 from kdjax.evaluation import heldout
 from kdjax.formats import open_table
-from kdjax.models.tokenizer import from_gguf, load_tokenizer
-from kdjax.training import job
+from kdjax.models import pieces, pretokenizers
+from kdjax.models.tokenizer import _find_refused, from_gguf, load_tokenizer
+from kdjax.training import inputs
 from scripts.checks import vocabularies
 
 END = 999  # an id that no text gives
@@ -132,6 +136,147 @@ def test_llama_3_takes_a_piece_that_is_a_token_whole(models):
     assert ids == {"llama-bpe": [4, 5, 3, 2, 0], "gpt-2": [3, 2, 5, 3, 2, 0]}
 
 
+_RULE_NAMES = [names.split()[0] for names in pretokenizers._RULES]
+_PARTS = [
+    *(
+        "the",
+        "def",
+        "don't",
+        "I'LL",
+        "snake_case",
+        "camelCase",
+        "x",
+        "naïve",
+        "e\u0301a",
+        "日本語の",
+        "ไทย",
+    ),
+    *(
+        "1",
+        "1234567",
+        "0x1F",
+        "3.14",
+        "٣٤",
+        "=",
+        "!=",
+        "->",
+        "...",
+        '"""',
+        "#",
+        "<|im_end|>",
+        "🐍👩‍💻",
+    ),
+    *(
+        ";\n",
+        "):\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "  ",
+        "        ",
+        "\n    ",
+        "\u3000",
+        "a/b\n/c",
+        "$",
+        "(",
+        ").",
+    ),
+]
+
+
+def long_text(seed, words):
+    """Words of any kind with one space, or none, between them, on few lines or none."""
+    rng = np.random.default_rng(seed)
+    parts = _PARTS if seed % 2 else [part for part in _PARTS if "\n" not in part]
+    chosen = rng.choice(np.array(parts, object), words)
+    return "".join(p + " " * int(s) for p, s in zip(chosen, rng.random(words) < 0.7, strict=True))
+
+
+def sentencepiece_metadata(prefix):
+    """A vocabulary of letters, bytes and some words with the space that begins them."""
+    words = ["the", "de", "def", "▁", "▁▁", "▁▁▁▁", "▁t", "▁the", "▁d", "▁x", "▁de", "▁def", "no"]
+    letters = sorted(set("".join(_PARTS)) - {" ", "▁"})[:40]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *letters, *words]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    values = {"model": "llama", "tokens": tokens, "token_type": types, "eos_token_id": 2}
+    values |= {"scores": [-float(i) for i in range(len(tokens))], "add_space_prefix": prefix}
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+@pytest.mark.parametrize("pre", [*_RULE_NAMES, "llama prefix", "llama"])
+def test_long_texts_have_the_ids_of_the_whole(models, monkeypatch, caplog, pre):
+    """Every way of cutting text that files name, and SentencePiece, which cuts nothing."""
+    metadata = dict(open_table(models / "student.gguf").metadata) | {"tokenizer.ggml.pre": pre}
+    if pre.startswith("llama") and pre not in pretokenizers.PRE_TOKENIZERS:
+        metadata = sentencepiece_metadata(pre.endswith("prefix"))
+    tokenizer = from_gguf(metadata, "x")
+    if pre in pretokenizers.PRE_TOKENIZERS:  # merges of all that a cut leaves together
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=3_000, initial_alphabet=alphabet, show_progress=False, max_token_length=12
+        )
+        tokenizer.encoder.train_from_iterator([long_text(i, 3_000) for i in (9, 10)], trainer)
+    for name, value in dict(PIECE=300, LONG=600, AROUND=100).items():
+        monkeypatch.setattr(pieces, name, value)
+    for seed in range(4):
+        text = long_text(seed, 3_000)
+        encoded = tokenizer.encoder.encode(text, add_special_tokens=False)
+        parts = list(pieces.encode_pieces(tokenizer.encoder, text))
+        ids, offsets = (np.concatenate(column) for column in zip(*parts, strict=True))
+        np.testing.assert_array_equal(ids, encoded.ids)
+        np.testing.assert_array_equal(offsets, encoded.offsets)
+        assert tokenizer.encode_with_offsets(text) == (encoded.ids, encoded.offsets)
+    assert not caplog.records
+
+
+def test_no_more_than_some_pieces_of_a_text_are_encoded_at_a_time(tokenizer, monkeypatch, caplog):
+    for name, value in dict(PIECE=1_000, LONG=2_000, AROUND=100, _AT_ONCE=4).items():
+        monkeypatch.setattr(pieces, name, value)
+    sizes, encode = [], pieces._encode
+    monkeypatch.setattr(
+        pieces, "_encode", lambda e, t: sizes.append(sum(map(len, t))) or encode(e, t)
+    )
+    text = "a" * 9_000 + " word" * 9_000
+    parts = [ids for ids, _ in pieces.encode_pieces(tokenizer.encoder, text, "x.txt:7")]
+    assert max(sizes) <= 4 * 2_200 and len(parts) > 5
+    assert tokenizer.decode(np.concatenate(parts).tolist()) == text
+    (warning,) = caplog.records
+    said = "x.txt:7: found no safe place to cut 2000 characters from character 0 on"
+    assert warning.getMessage().startswith(said)
+
+
+def test_a_text_is_not_cut_where_ids_depend_on_what_is_far_away(monkeypatch, caplog):
+    """Merges take x's by two, counted from the first: pieces that overlap would not agree."""
+    for name, value in dict(PIECE=300, LONG=600, AROUND=101).items():
+        monkeypatch.setattr(pieces, name, value)
+    tokens = {"x": 0, " ": 1, "y": 2, "x ": 3, "x x ": 4}
+    encoder = Encoder(encoder_models.BPE(tokens, [("x", " "), ("x ", "x ")]))
+    for words, warnings in (("y " * 50 + "x " * 2_000, 1), ("y x " * 1_000, 0)):
+        caplog.clear()
+        ids = np.concatenate([ids for ids, _ in pieces.encode_pieces(encoder, words)])
+        assert "".join(encoder.id_to_token(i) for i in ids) == words
+        assert len(caplog.records) == warnings
+
+
+def test_a_long_document_is_packed_as_a_short_one_and_says_how_far_it_is(
+    tokenizer, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "a.txt").write_text(long_text(1, 2_000))
+    (tmp_path / "b.txt").write_text("a b c")
+    sides = dict(patterns=f"{tmp_path}/a.txt", heldout=f"{tmp_path}/b.txt", parse_special=True)
+    whole = prepare(tmp_path / "whole", tokenizer, **sides)
+    monkeypatch.setattr(rows, "LONG", 1_000)
+    monkeypatch.setattr(rows, "_REPORT_SECONDS", 0.0)
+    for name, value in dict(PIECE=500, LONG=1_000, AROUND=200, _AT_ONCE=4).items():
+        monkeypatch.setattr(pieces, name, value)
+    with caplog.at_level("INFO", logger="kdjax"):
+        long = prepare(tmp_path / "long", tokenizer, **sides)
+    for one, other in zip(whole.train, long.train, strict=True):
+        np.testing.assert_array_equal(one, other)
+    said = [r.getMessage() for r in caplog.records if "million tokens" in r.getMessage()]
+    assert len(said) > 3 and f"{tmp_path}/a.txt: 0.0 million tokens of the text so far" in said
+
+
 @pytest.mark.skipif("LLAMA_CPP_MODELS" not in os.environ, reason="needs llama.cpp's models/")
 def test_ids_of_llama_cpps_vocabularies():
     folder = Path(os.environ["LLAMA_CPP_MODELS"])
@@ -187,6 +332,56 @@ def test_a_hugging_face_folder_gives_the_same_tokenizer(tokenizer, tmp_path):
         load_tokenizer(tmp_path / "..")
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_attention_heads": 5}, r"num_attention_heads=5 of its config.json \(ValueError: "),
+        ({"num_attention_heads": 0}, r"num_attention_heads=0 of its config.json \(ZeroDiv"),
+        ({"rms_norm_eps": "x"}, r"rms_norm_eps='x' of its config.json \(TypeError: Field"),
+        ({"num_attention_heads": "x"}, r"num_attention_heads='x' of its .*expected int, got str"),
+        ({"id2label": "x"}, r"id2label='x' of its config.json \(AttributeError: "),
+        ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters=.*Missing required keys"),
+        ({"model_type": []}, r"refuses its config.json \(TypeError: unhashable"),
+        ({}, r"refuses its tokenizer files \(TypeError: Special token eos_token"),
+    ],
+)
+def test_what_transformers_refuses_is_named_in_one_line(config, message, tokenizer, tmp_path):
+    """Its configs' validators run where a folder's tokenizer is opened, and raise any error."""
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.encoder, eos_token="<|im_end|>"
+    ).save_pretrained(tmp_path)
+    shape = {"model_type": "llama", "hidden_size": 72, "num_attention_heads": 4, "head_dim": 18}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert load_tokenizer(tmp_path).tokens == tokenizer.tokens
+    (tmp_path / "config.json").write_text(json.dumps(shape | config))
+    if not config:
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": 3}')
+    with pytest.raises(UserError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: Transformers refuses ")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
+
+
+@pytest.mark.slow
+def test_of_every_field_that_transformers_refuses_the_name_is_found():
+    """Each field of each golden's config with nine wrong values: of 2,973 refusals all but one."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    refused, named = 0, 0
+    for path in sorted((Path(__file__).parent / "goldens").glob("*/config.json")):
+        config = json.loads(path.read_text())
+        if config["model_type"] not in CONFIG_MAPPING:
+            continue
+        wrongs = ("x", -1, [1], {"a": 1}, None, 0, 1.5, True, 3)
+        for name, wrong in itertools.product(sorted(config.keys() - {"model_type"}), wrongs):
+            try:
+                AutoConfig.for_model(**config | {name: wrong})
+            except Exception as error:
+                found = _find_refused(config | {name: wrong}, str(error.__cause__ or error))
+                refused, named = refused + 1, named + ("=" in found)
+    assert refused > 1000 and named >= 0.99 * refused
+
+
 @pytest.mark.skipif("KDJAX_MODELS" not in os.environ, reason="needs the published files")
 def test_ids_of_the_published_tokenizer():
     real = load_tokenizer(
@@ -214,7 +409,7 @@ def test_marks_in_plain_text_are_text_unless_asked_for(tmp_path, tokenizer, capl
         config.data.parse_special = parse
         for _ in range(2):  # made, and then read from the cache
             caplog.clear()
-            found = job.prepare(config, tokenizer)
+            found = inputs.prepare(config.data, tokenizer)
             # Without a row's first id, which repeats the one before.
             assert np.count_nonzero(found.train.tokens[:, 1:] == end) == ends
             assert np.count_nonzero(found.train.tokens == turn) >= 2
@@ -283,6 +478,31 @@ def test_files_of_patterns(tmp_path):
     assert [p.name for p in text.find_files(str(tmp_path / "skip.bin"))] == ["skip.bin"]
     with pytest.raises(MissingFileError, match=r"nothing/\*\.py: no file found"):
         text.find_files(f"{tmp_path}/nothing/*.py")
+
+
+def test_dead_links_empty_files_and_nul_bytes_are_named(tokenizer, tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("one two\0three\0")
+    (tmp_path / "b.txt").write_text("")
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    (tmp_path / "good.txt").symlink_to(tmp_path / "a.txt")
+    for again, pattern in enumerate((f"{tmp_path}", f"{tmp_path}/*")):
+        caplog.clear()
+        files = text.find_files(pattern)
+        assert [d.source for d in text.documents(files, tokenizer)] == [
+            f"{tmp_path}/a.txt",
+            f"{tmp_path}/good.txt",
+        ]
+        said = [
+            f"{tmp_path}/gone.txt: a link to nothing, left out",  # once a process
+            f"{tmp_path}/b.txt: no text there, left out",
+            f"{tmp_path}/a.txt, {tmp_path}/good.txt: found NUL bytes, which are kept as text",
+        ]
+        assert [record.getMessage() for record in caplog.records] == said[again:]
+    with pytest.raises(
+        MissingFileError, match=r"no file found but links to nothing \(.*gone.txt\)"
+    ):
+        text.find_files(f"{tmp_path}/gone.txt")
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from kdjax.data.rows import RowSettings, prepare_rows
 from kdjax.data.text import find_files
 from kdjax.errors import UserError
 from kdjax.formats import open_shapes, open_table
-from kdjax.models.arch import spec_from_table
 from kdjax.models.loading import count_parameters
+from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.watch.report.page import closing_lines
 from scripts.demo import compare

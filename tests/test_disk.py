@@ -35,11 +35,13 @@ from kdjax.commands import evaluate
 from kdjax.errors import NOT_WRITTEN, WriteError, print_error, status_of
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats.files import replacing, writing
-from kdjax.training.hooks import NonFiniteError, NonFiniteGuard, Run, StepRecord
-from kdjax.training.job import assemble, prepare
+from kdjax.training.hooks import Run, StepRecord
+from kdjax.training.inputs import prepare
+from kdjax.training.job import assemble
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 from kdjax.watch import writers
+from kdjax.watch.guards import NonFiniteError, NonFiniteGuard
 from kdjax.watch.report import page
 from kdjax.watch.run import distill
 
@@ -230,7 +232,7 @@ def test_rows_that_do_not_fit_leave_nothing(tiny_config, tmp_path):
 
     tokenizer = open_checkpoint(tiny_config.student.path).tokenizer
     with no_file_beyond(1000), pytest.raises(WriteError, match=r"rows/\w{64} cannot be written"):
-        prepare(tiny_config, tokenizer)
+        prepare(tiny_config.data, tokenizer)
     assert not list((tmp_path / "rows").iterdir())
 
 

@@ -453,16 +453,22 @@ def test_bad_names_and_hosts(stand_in):
 
 
 def test_a_dry_run_prints_everything_and_runs_nothing(stand_in, tmp_path):
-    said = stand_in.dispatch("dry", DRY_RUN="1", SSH="/bin/false", STEPS="7", SSH_USER="someone")
+    said = stand_in.dispatch("dry", DRY_RUN="1", SSH="/bin/false", STEPS="700", SSH_USER="someone")
     lines = [line for line in said.splitlines() if line.startswith("+ ")]
     assert not stand_in.remote.exists() and not stand_in.evidence.exists()
     assert any("git archive" in line for line in lines)
-    assert "'-l' 'someone'" in said and "--config.train.steps=7" in said
+    assert "'-l' 'someone'" in said and "--config.train.steps=700" in said
     for part in ("mkdir -p", "tar -xf", "models", "start.sh"):
         assert part in said
     del stand_in.environment["PYTHON"]
     said = stand_in.dispatch("dry", DRY_RUN="1", SSH="/bin/false", USER="other")
     assert "pip install" in said and "'-l' 'other'" in said
+    for steps, message in {
+        "foo": r"error: --config\.train\.steps=foo: must be of type int",
+        "7": r"optim\.warmup_steps=50: must be less than train\.steps=7",
+    }.items():
+        said = stand_in.dispatch("dry", DRY_RUN="1", SSH="/bin/false", STEPS=steps, status=2)
+        assert re.search(message, said) and "start.sh" not in said
 
 
 def test_shellcheck():

@@ -1,6 +1,5 @@
-"""What a draft saves: blocks along the teacher's text, beside walks and hand calculation."""
+"""Savings of a draft: blocks along the teacher's text, beside walks and hand calculation."""
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -14,7 +13,6 @@ from flax.traverse_util import flatten_dict
 import kdjax
 from kdjax.commands import evaluate as command
 from kdjax.config import validate
-from kdjax.device import runtime
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
@@ -24,8 +22,6 @@ from kdjax.export import export_gguf
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import load, load_model
 from kdjax.training.pair import open_pair, open_student
-from scripts.bench import drafts as bench
-from scripts.checks import llama_draft
 
 
 def walk(accepts, drafts):
@@ -75,8 +71,8 @@ def found(models, tmp_path_factory):
     out = folder / "out.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
-        arguments = [f"{models}/student.gguf@dequant:float32", f"--json={out}", "--draft"]
-        arguments += [f"--teacher={models}/teacher.gguf@dequant:float32", "--cost-ratio=0.25"]
+        arguments = [f"{models}/student.gguf@dense:float32", f"--json={out}", "--draft"]
+        arguments += [f"--teacher={models}/teacher.gguf@dense:float32", "--cost-ratio=0.25"]
         arguments += [f"--data={folder}/text.jsonl", "--rows=2", "--max-tokens=24", "--seq-len=64"]
         assert command.main(arguments) in (0, 9)  # random weights may be found broken
     return folder, json.loads(out.read_text())
@@ -180,7 +176,7 @@ def test_a_draft_that_llama_cpp_refuses_is_named_before_it_trains(tiny_config, c
     assert "the model has 384 tokens and the draft 320: more than 8 apart" in caplog.text
 
 
-def test_of_equal_beginnings_one_is_judged_and_one_written_on(models, tmp_path):
+def test_of_equal_beginnings_one_is_judged(models, tmp_path):
     """Files under one licence begin alike, and would count as often as there are files."""
     model = load(f"{models}/teacher.gguf")
     tokenizer = model.tokenizer
@@ -189,33 +185,6 @@ def test_of_equal_beginnings_one_is_judged_and_one_written_on(models, tmp_path):
         (tmp_path / f"{i:02}.py").write_text(texts[max(0, i - 8)])
     found = drafting.choose_prompts(f"{tmp_path}/*.py", tokenizer, count=12, most=99)
     assert sorted(found) == sorted({tuple(ids): ids for ids in found}.values()) and len(found) == 4
-    asked = argparse.Namespace(text=f"{tmp_path}/*.py", seed=0, passages=12)
-    assert sorted(bench.read_passages(model, asked)) == sorted(found)
-
-
-def test_llama_cpps_counters_are_told_with_an_interval_over_prompts(monkeypatch):
-    """Servers share out the prompts, each with its seed; prompts are drawn with both answers."""
-
-    def count(_, request):
-        return [
-            llama_draft.Counted(seed, prompt, 100, 1.0)
-            for seed, prompt in zip(request["seeds"], request["prompts"], strict=True)
-        ]
-
-    monkeypatch.setattr(llama_draft, "count", count)
-    for workers in (1, 3, 9):
-        found = llama_draft.count_beside("", {"prompts": [20, 30, 40, 50]}, workers)
-        assert [x[:2] for x in found] == [(1, 20), (2, 30), (3, 40), (4, 50)]
-    rng = np.random.default_rng(1)
-    prompts = rng.integers(60, 95, 400)
-    before = [llama_draft.Counted(int(x), 100, 0, 0.0) for x in prompts]
-    after = [llama_draft.Counted(100 - round(0.8 * (100 - x)), 100, 0, 0.0) for x in prompts]
-    fewer, low, high = llama_draft.fewer_rejected(before, after)
-    assert fewer == pytest.approx(0.2, abs=0.01) and low <= fewer <= high
-    assert high - low < 0.01  # pairs: each alone would be 0.09 wide
-    apart = llama_draft.fewer_rejected(before, rng.permutation(after).tolist())
-    assert apart[2] - apart[1] > 0.04
-    assert llama_draft.fewer_rejected([llama_draft.Counted(5, 5, 9, 1.0)], before[:1]) == []
 
 
 @pytest.mark.slow
@@ -234,44 +203,3 @@ def test_a_run_of_some_layers_resumes_evaluates_and_exports(models, tiny_config,
     tiny_config.student.layers = "0"
     with pytest.raises(UserError, match=r"student\.layers"):
         kdjax.distill(tiny_config, work)
-
-
-@pytest.mark.slow
-def test_the_bench_trains_chooses_and_exports(models, tmp_path, monkeypatch, capsys):
-    """A second on the teacher's text raises what is kept; of two layers the better is exported."""
-    monkeypatch.setattr(runtime, "configure", lambda: None)
-    text = "def f(x):\n    return x + 1\n\n" * 4
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": text[i:]}) + "\n" for i in range(16))
-    )
-    sizes = ["--seq-len=128", "--max-tokens=24", "--prompt-tokens=64", "--batch-size=4"]
-    sizes += ["--slots=16", "--chunk=256", "--heldout-prompts=8", "--dtype=float32", "--warmup=2"]
-    data = [f"--{name}={tmp_path}/text.jsonl" for name in ("prompts", "heldout", "text")]
-    variants = "--variants=teacher:total_variation@0|1#1>cut;text:forward_kl#1"
-    out = [f"--save={tmp_path}/out", "--types=q8_0", "--try-seconds=0.5"]
-    out += ["--temperatures", "1", "1", "0"]
-    files = [f"{models}/teacher.gguf", f"--draft={models}/student.gguf"]
-    assert bench.main([*files, *data, *sizes, variants, *out]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    written = [row["temperature"] for row in rows if "wrote" in row]
-    assert written == [0.0, 1.0, 1.0, 0.0]  # to judge on, and in turns
-    kept = {row["variant"]: row["kept"] for row in rows if row.get("rule") == "sampled"}
-    names = [f"teacher:total_variation@{i}" for i in (0, 1)]
-    assert set(kept) == {"as published", *names, "text:forward_kl"}
-    assert max(kept[name] for name in names) > kept["as published"] + 0.02
-    tried = {r["variant"]: r["kept"] for r in rows if r.get("tried") and r.get("rule") == "sampled"}
-    assert tried.keys() == set(names)
-    (saved,) = (row for row in rows if "saved" in row)
-    assert saved["variant"] == max(tried, key=lambda name: tried[name])
-    assert load(tmp_path / "out" / "cut-q8_0.gguf", dtype="float32").spec.num_layers == 1
-    # Another run reads what was written; a variant that fails takes no other along.
-    for name in ("write", "save"):
-        monkeypatch.setattr(bench, name, lambda *_, name=name, **__: 1 / 0)
-    variants = "--variants=teacher:forward_kl#0.5>full;teacher:forward_kl@1#0.5"
-    assert bench.main([*files, *data, *sizes, variants, *out]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    again = {row["variant"]: row["kept"] for row in rows if row.get("rule") == "sampled"}
-    assert again["as published"] == kept["as published"]
-    assert "teacher:forward_kl@1" in again
-    (failed,) = (row for row in rows if "failed" in row)
-    assert failed["variant"] == "teacher:forward_kl#0.5>full" and "Zero" in failed["failed"]

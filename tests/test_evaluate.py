@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from kdjax.commands import evaluate
-from kdjax.config import identity
 from kdjax.data.rows import RowSettings, prepare_rows
 from kdjax.device import sharding
 from kdjax.errors import UserError
@@ -28,15 +28,17 @@ from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.saved import saved_params
-from kdjax.losses.chunked import EvalSums, HeadSpec
+from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
-from kdjax.models.arch import spec_from_table
+from kdjax.losses.positions import EvalSums
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.decoding import Completion
 from kdjax.models.loading import load_params
+from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.heldout import held_out_figures
+from kdjax.training.identity import identify
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
@@ -109,7 +111,7 @@ def test_rows_are_those_of_training(pair, tmp_path):
 
 def reference(pair, batch, name):
     """Logits of the ids that exist and their log-softmax, float64 `[positions, V]`."""
-    opened = open_target(f"{pair}/{name}.gguf@dequant:float32")
+    opened = open_target(f"{pair}/{name}.gguf@dense:float32")
     provider = opened.load(sharding.make_mesh(1, 1, 1, jax.devices()[:1]), max_segments=40)
     columns = [jnp.asarray(batch[x]) for x in ("tokens", "segment_ids", "positions")]
     logits = np.asarray(provider.logits(*columns), np.float64)
@@ -119,7 +121,7 @@ def reference(pair, batch, name):
 
 def test_figures_against_numpy(pair, mesh):
     student, teacher = (
-        open_target(f"{pair}/{n}.gguf@dequant:float32") for n in ("student", "teacher")
+        open_target(f"{pair}/{n}.gguf@dense:float32") for n in ("student", "teacher")
     )
     got = heldout.measure(student, teacher, {"x": f"{pair}/text"}, mesh, **SIZES)["x"]
     _, batch, counted = read(pair, rows=3)
@@ -189,7 +191,7 @@ def test_no_position_sorts_the_whole_vocabulary():
 
 
 def test_domains_are_merged_once(pair, mesh):
-    student = open_target(f"{pair}/student.gguf@dequant:float32")
+    student = open_target(f"{pair}/student.gguf@dense:float32")
     domains = {"code": f"{pair}/text/a.py", "prose": f"{pair}/text/b.md"}
     figures = heldout.measure(student, None, domains, mesh, **SIZES)
     parts = [figures[name]["overall"] for name in domains]
@@ -202,7 +204,7 @@ def test_domains_are_merged_once(pair, mesh):
 @pytest.mark.slow
 def test_a_model_against_itself_differs_in_nothing(models, mesh, tmp_path):
     """Packed weights are the dequantized ones, to the last bit."""
-    target, teacher = (open_target(f"{models}/teacher.gguf@{form}") for form in ("dequant", "q4k"))
+    target, teacher = (open_target(f"{models}/teacher.gguf@{form}") for form in ("dense", "packed"))
     text = tmp_path / "same.py"
     text.write_text(CODE)
     figures = heldout.measure(target, teacher, {"x": str(text)}, mesh, **SIZES)["x"]["overall"]
@@ -367,8 +369,42 @@ def said(text):
 )
 def test_code_is_found_in_the_answers_of_instruct_models(tmp_path, answer):
     problem = problems.load_humaneval(humaneval(tmp_path))[1]
-    sample = passk._run((problem, said(answer)), passk.Settings(form="instruct"))
+    sample = passk._run((problem, said(answer)), passk.Settings(wording="instruct"))
     assert sample.reason == "passed", sample
+
+
+@pytest.mark.parametrize(
+    ("wording", "answer", "reason"),
+    [
+        (
+            "request",
+            "def f before:\n```python\ndef d(x):\n  return 2*x\n```\nIt doubles.",
+            "passed",
+        ),
+        ("request", "def d(x):\n  return 2*x", "passed"),
+        ("bare", " d(x):\n  return 2*x\n# Write a function to halve.\ndef d(x): 1", "passed"),
+        ("bare", " e(x):\n  return 2*x\n\ndef d(x):\n  return e(x)\n", "passed"),
+        ("bare", "\ndef d(x):\n  return 2*x", "syntax error"),
+    ],
+)
+def test_answers_to_other_wordings(tmp_path, wording, answer, reason):
+    problem = problems.load_mbpp(mbpp(tmp_path))[0]
+    sample = passk._run((problem, said(answer)), passk.Settings(wording=wording))
+    assert sample.reason == reason, sample
+
+
+def test_programs_run_while_the_next_answers_are_written(pair, tmp_path, monkeypatch):
+    tokenizer, ran = load_tokenizer(pair / "student.gguf"), threading.Event()
+    asked = problems.load_humaneval(humaneval(tmp_path, 2))
+
+    def run(*_, **__):
+        ran.set()
+        return sandbox.Outcome("passed", "")
+
+    monkeypatch.setattr(passk.sandbox, "run", run)
+    waits = answering(lambda call, row: "" if not call or ran.wait(20) else RuntimeError("late"))
+    got = passk.run_benchmark(asked, tokenizer, waits, passk.Settings(batch_size=1))
+    assert got["reasons"] == {"passed": 2}
 
 
 def test_base_answers_end_at_stop_strings(tmp_path):
@@ -386,7 +422,13 @@ def test_prompts(pair, tmp_path):
     text = problems.prompt_text(problem, "instruct", tokenizer)
     assert text.startswith("<|im_start|>user\nPlease provide") and text.endswith("```python\n")
     assert text.count("<|im_start|>assistant\n") == 1 and "def add0(a):" in text
-    assert problems.choose_format("auto", tokenizer) == "instruct"
+    assert problems.choose_wording("auto", tokenizer) == "instruct"
+    text = problems.prompt_text(problem, "request", tokenizer)
+    assert text.endswith("```<|im_end|>\n<|im_start|>assistant\n") and "in one code block" in text
+    assert problems.prompt_text(problem, "bare", tokenizer) == problem.prompt
+    problem = problems.load_mbpp(mbpp(tmp_path))[0]
+    text = "# Write a function to double.\n# assert d(2) == 4\ndef"
+    assert problems.prompt_text(problem, "bare", tokenizer) == text
 
 
 def answering(answers):
@@ -493,10 +535,11 @@ def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, mo
 
 def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair, tmp_path):
     status, document, printed = command(
-        f"{pair}/student.gguf@dequant:float32",
+        f"{pair}/student.gguf@dense:float32",
         f"--data=code={pair}/text",
         f"--teacher={pair}/teacher.gguf",
         f"--humaneval={humaneval(tmp_path)}",
+        "--wording=all",
         "--rows=2",
         "--seq-len=32",
         "--max-tokens=16",
@@ -507,6 +550,16 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
     assert (
         document["humaneval"]["pass_at_k"] == {"1": 0.0} and document["humaneval"]["samples"] == 3
     )
+    ways = {
+        name: (x["wording"], x["samples"]) for name, x in document.items() if "humaneval" in name
+    }
+    assert ways == {
+        "humaneval": ("instruct", 3),
+        "humaneval request": ("request", 3),
+        "humaneval bare": ("bare", 3),
+        "humaneval instruct x5": ("instruct", 15),
+    }
+    assert "humaneval bare: pass@1 0.0000 (3 problems, 3 samples, worded bare)" in printed.out
     figures = document["held_out"]["code"]["overall"]
     assert f"{figures['kl_ts']:.4g}" in printed.out and figures["kl_ts"] > 0
     assert f"{figures['min_cosine']:.6f}" in printed.out
@@ -519,8 +572,8 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
     ("arguments", "message"),
     [
         (["{p}/none.gguf"], "found no such file"),
-        (["{p}/student.gguf@q5"], "found the form 'q5'; expected dequant or"),
-        (["{p}/student.gguf@q4k:float16"], "expected .* bfloat16 or float32"),
+        (["{p}/student.gguf@q5"], "found the form 'q5'; expected dense or"),
+        (["{p}/student.gguf@packed:float16"], "expected .* bfloat16 or float32"),
         (["{p}/student.gguf", "--rows=0"], "--rows must be 1 or more"),
         (["{p}/student.gguf", "--seq-len=1"], "--seq-len must be 2"),
         (["{p}/student.gguf", "--k=1,2"], "between 1 and --samples=1"),
@@ -552,8 +605,8 @@ def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mes
         for step in (1, 2):
             params = jax.tree.map(lambda x: x + 1e-3, params)
             state = TrainState(np.int32(step), params, {"count": np.int32(step)})
-            checkpoints.save(step, state, {"identity": identity(tiny_config)})
-    target = open_target(f"{work}@dequant:float32", tiny_config.student.path)
+            checkpoints.save(step, state, {"identity": identify(tiny_config, {})})
+    target = open_target(f"{work}@dense:float32", tiny_config.student.path)
     assert target.checkpoint.saved is not None and target.checkpoint.saved.step == 2
     assert str(target) == f"{work}, step 2, float32"
     assert examine.of_files(target.checkpoint) == []  # every tensor is whole, and changed

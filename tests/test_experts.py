@@ -17,11 +17,11 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.models import decoder
-from kdjax.models.arch import spec_from_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.experts import Choice, choose_experts, lay_out, mix_experts, mix_experts_by_tiles
 from kdjax.models.loading import count_parameters
 from kdjax.models.model import load_model
+from kdjax.models.schema import spec_from_table
 from kdjax.training.teachers import Packed, RunningTeacher
 from scripts.bench.synthetic import QWEN3_SHAPES, write_random_gguf
 
@@ -242,7 +242,8 @@ def test_a_bf16_router_is_exact():
     got = choose_experts(rows, router, 4, False)
     want = choose_experts(rows.astype(jnp.float32), router, 4, False)
     np.testing.assert_array_equal(got.experts, want.experts)
-    np.testing.assert_allclose(got.weights, want.weights, rtol=2e-5)
+    # Of float32 sums in another order: 6e-7 on some processors. Two parts lose 1e-4 of a weight.
+    np.testing.assert_allclose(got.weights, want.weights, rtol=2e-5, atol=1e-6)
 
 
 def _inner_scans(jaxpr, depth=0):

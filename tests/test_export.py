@@ -1,10 +1,12 @@
 """Exports: what is read back equals what was meant, and nothing half-made is ever left."""
 
+import contextlib
 import dataclasses
 import json
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exporting import a_student, assert_same, corrupted, left_in, load, logits_of, short
+import safetensors
+from exporting import (
+    a_student,
+    assert_same,
+    corrupted,
+    left_in,
+    load,
+    logits_of,
+    short,
+    write_small_tokenizer,
+)
 from quick import cases
 
 import kdjax
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
 from kdjax.export import (
     SelfCheckError,
@@ -29,14 +43,15 @@ from kdjax.export import (
     weights,
 )
 from kdjax.formats import open_table
+from kdjax.formats.blocks import decode
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.recipes import RECIPES, tensor_type
-from kdjax.models.arch import spec_from_table
-from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.checkpoint import Checkpoint, cut_layers, open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import count_parameters
+from kdjax.models.model import load_model
+from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import from_gguf, load_tokenizer
-from scripts.bench.synthetic import byte_alphabet
 
 GOLDENS = Path(__file__).parent / "goldens"
 EXPORTS = {"hf": export_hf, "gguf": export_gguf, "apr": export_apr}
@@ -133,6 +148,30 @@ def test_iq4_gives_shared_values_and_early_layers_more_bits():
     assert types("down", 7, width=896) == ["Q5_1"] * 3 + ["IQ4_NL"] * 21
 
 
+def test_fewer_bits_are_mixed_as_llama_quantize_mixes_them():
+    """Of 24 and 32 layers; rows of 896 are no whole blocks of 256."""
+
+    def types(kind, part, *, layers=24, width=1024, groups=7, experts=0):
+        sizes = dict(layers=layers, groups=groups, tied=False, experts=experts)
+        path = ("blocks", "attn" if part in "qkvo" else "mlp", part, "weight")
+        return [tensor_type(RECIPES[kind], path, i, width, **sizes) for i in range(layers)]
+
+    assert types("q2_k", "v") == ["Q4_K"] * 24 and types("q2_k", "v", groups=2) == ["Q3_K"] * 24
+    assert types("q2_k", "down") == types("q2_k", "o") == ["Q3_K"] * 24
+    assert types("q2_k", "gate") == ["Q2_K"] * 24
+    assert types("q2_k", "q", width=896) == ["IQ4_NL"] * 24
+    assert types("q3_k_m", "v", layers=32) == ["Q5_K"] * 2 + ["Q4_K"] * 30
+    assert types("q3_k_m", "down") == ["Q5_K"] + ["Q4_K"] * 23
+    assert types("q3_k_m", "o", width=896) == ["Q5_0"] * 24
+    assert types("q3_k_m", "up") == ["Q3_K"] * 24
+    assert types("mxfp4", "up") == ["Q8_0"] * 24
+    assert types("mxfp4", "up", experts=8) == ["MXFP4"] * 24
+    assert types("mxfp4", "q", experts=8) == ["Q8_0"] * 24
+    tied = dict(layers=24, groups=7, tied=True)
+    assert tensor_type(RECIPES["q2_k"], ("embed",), 0, 1536, **tied) == "Q6_K"
+    assert tensor_type(RECIPES["q2_k"], ("embed",), 0, 896, **tied) == "Q8_0"
+
+
 def test_a_tied_head_is_exported_tied(student, exported):
     folder = exported("hf")[0]
     assert student.spec.tied
@@ -157,24 +196,7 @@ def test_transformers_is_told_a_version_that_made_the_tokenizer(student, exporte
 
 @pytest.fixture(scope="module")
 def small_tokenizer(tmp_path_factory):
-    """A file with a tokenizer that fits 160 rows: no byte beyond ASCII has a token."""
-    tokens = [*byte_alphabet()[:140], "<|endoftext|>", "<|im_end|>"]
-    tokens[139] = "!!"
-    values = {
-        "general.architecture": "qwen2",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 140 + [3, 3],
-        "tokenizer.ggml.merges": ["! !"],
-        "tokenizer.ggml.eos_token_id": 141,
-        "tokenizer.ggml.padding_token_id": 140,
-        "tokenizer.ggml.bos_token_id": 140,
-        "tokenizer.ggml.add_bos_token": True,
-    }
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.gguf"
-    write_gguf(path, values, [("t", "F32", (1,), np.zeros(1, "<f4"))])
-    return path
+    return write_small_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.gguf")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +204,8 @@ def small_tokenizer(tmp_path_factory):
     cases(
         "qwen3",
         "llama_scaled",
-        slow=["qwen2_untied", "qwen2_yarn", "qwen2_yarn_mscale", "llama"],
+        "smollm3",
+        slow=["qwen2_untied", "qwen2_yarn", "qwen2_yarn_mscale", "llama", "olmo2"],
     ),
 )
 @pytest.mark.parametrize("kind", EXPORTS)
@@ -242,8 +265,8 @@ def with_spec(case, tokenizer, **changes):
 
 def test_local_layers_and_norms_of_one_and_more_come_back(small_tokenizer, tmp_path):
     """Hugging Face to GGUF, where norms are 1 + weight, and from there to Hugging Face."""
-    as_published = dict(local=(True,) * 4, query_scalar=0.0)
-    model = with_spec("gemma3", small_tokenizer, **as_published)
+    near = load(GOLDENS / "gemma3").spec.layers[0]
+    model = with_spec("gemma3", small_tokenizer, layers=(near,) * 4, attention_scale=0.0)
     EXPORTS["gguf"](model, tmp_path / "a.gguf")
     table = open_table(tmp_path / "a.gguf")
     raw = table.raw("blk.1.post_ffw_norm.weight").view(np.float32)
@@ -261,8 +284,40 @@ def test_local_layers_and_norms_of_one_and_more_come_back(small_tokenizer, tmp_p
     np.testing.assert_allclose(logits_of(again), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("case", "kept", "types"),
+    [
+        ("gemma3", (1, 2, 3), ["full_attention", "sliding_attention", "sliding_attention"]),
+        ("qwen2_tied", (0, 2), ["full_attention"] * 2),  # an entry that its family does not read
+        ("llama", (0, 2), None),
+        ("smollm3", (0, 3, 4), ["full_attention"] * 3),
+    ],
+)
+def test_layers_that_are_cut_take_their_entries_with_them(
+    case, kept, types, small_tokenizer, tmp_path
+):
+    source = open_checkpoint(GOLDENS / case, tokenizer=str(small_tokenizer))
+    cut = cut_layers(source, kept)
+    placement = Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+    model = load_model(cut, placement=placement, dtype="float32")
+    EXPORTS["hf"](model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config.get("layer_types")) == (len(kept), types)
+    again = load(tmp_path / "a")
+    assert again.spec == cut.spec
+    if case == "smollm3":
+        assert config["no_rope_layers"] == [1, 0, 1]
+        EXPORTS["apr"](model, tmp_path / "a.apr")
+        assert load(tmp_path / "a.apr").spec == cut.spec
+        with pytest.raises(UserError, match=r"other than each 4th.*smollm3.*Export --format=hf"):
+            EXPORTS["gguf"](model, tmp_path / "a.gguf")
+    assert again.spec.layers == tuple(source.spec.layers[i] for i in kept)
+    assert_same(again.params, model.params)
+
+
 def test_a_mistral_without_a_window_is_a_llama_in_gguf(small_tokenizer, tmp_path):
-    model = with_spec("mistral", small_tokenizer, window=0)
+    layers = tuple(layer._replace(window=0) for layer in load(GOLDENS / "mistral").spec.layers)
+    model = with_spec("mistral", small_tokenizer, layers=layers)
     EXPORTS["gguf"](model, tmp_path / "a.gguf")
     again = load(tmp_path / "a.gguf")
     assert short(again.spec) == dataclasses.replace(short(model.spec), family="llama")
@@ -274,7 +329,7 @@ def test_a_mistral_without_a_window_is_a_llama_in_gguf(small_tokenizer, tmp_path
     [
         ("mistral", {}, "a window of 7 positions; expected none"),
         ("gemma3", {}, "query_pre_attn_scalar 24; expected 16"),
-        ("gemma3", {"query_scalar": 0.0}, "other than all but each 6th"),
+        ("gemma3", {"attention_scale": 0.0}, "other than all but each 6th"),
     ],
 )
 def test_windows_that_llama_cpp_does_not_compute_are_refused(
@@ -369,11 +424,26 @@ def test_parameters_may_be_bf16_or_its_bits_anywhere(bits, place, student, expor
     assert a.read_bytes() == b.read_bytes()
 
 
+def test_an_export_of_numbers_coarser_than_their_file_says_so(models, exported, tmp_path, caplog):
+    """`kdjax.load` keeps bfloat16: a file of that, or float32 numbers, says nothing."""
+
+    def said(path, kind, **options):
+        caplog.clear()
+        export_hf(kdjax.load(path, **options), tmp_path / "hf", dtype=kind, overwrite=True)
+        return " ".join(record.getMessage() for record in caplog.records)
+
+    gguf = models / "student.gguf"
+    line = r"bfloat16, and the matrices of .*student.gguf are Q\w+, .*: .* dtype='float32'\) keeps"
+    assert re.search(line, said(gguf, "f32"))
+    assert re.search("of .* are F32: ", said(exported("hf", "f32")[0], "f16"))
+    assert not said(gguf, "bf16") + said(gguf, "f32", dtype="float32")
+
+
 def test_models_that_have_nothing_to_write_are_refused(student, models, tmp_path):
     for lost, missing in (("spec", "an architecture that kdjax knows"), ("checkpoint", "a check")):
         with pytest.raises(UserError, match=f"found a model without {missing}.*kdjax.load"):
             export_hf(student.replace(**{lost: None}), tmp_path / "a")
-    packed = kdjax.load(models / "teacher.gguf", weights="packed")
+    packed = kdjax.load(models / "teacher.gguf", weights="float8")
     with pytest.raises(UserError, match=r"found \w+ weights to export.*weights='dense'"):
         export_hf(packed, tmp_path / "a")
     assert not left_in(tmp_path)
@@ -433,7 +503,7 @@ with stage(out / "a.gguf", folder=False) as file, stage(out / "hf", folder=True)
 
 
 def upside_down(encode):
-    return lambda rows, dtype: encode(rows[::-1] if rows.ndim == 2 else rows, dtype)
+    return lambda rows, *rest: encode(rows[::-1] if rows.ndim == 2 else rows, *rest)
 
 
 @pytest.mark.parametrize(
@@ -459,12 +529,12 @@ def test_a_failed_self_check_removes_nothing(
 
 
 def test_the_self_check_sees_another_tokenizer_and_architecture(student, tmp_path, monkeypatch):
-    files = vocabulary.find_tokenizer_files(student.checkpoint)
+    files = student.checkpoint.tokenizer_files
     tokens = list(files.values["tokenizer.ggml.tokens"])
     tokens[65], tokens[66] = tokens[66], tokens[65]
     wrong = files._replace(values=files.values | {"tokenizer.ggml.tokens": tokens})
     with monkeypatch.context() as patch:
-        patch.setattr(vocabulary, "find_tokenizer_files", lambda _: wrong)
+        patch.setattr(Checkpoint, "tokenizer_files", wrong)
         with pytest.raises(SelfCheckError, match=r"another tokens\n.*other ids or text"):
             export_gguf(student, tmp_path / "a.gguf")
     bent = formats.headers.gguf_metadata
@@ -475,6 +545,28 @@ def test_the_self_check_sees_another_tokenizer_and_architecture(student, tmp_pat
     monkeypatch.setattr(formats.headers, "gguf_metadata", metadata)
     with pytest.raises(SelfCheckError, match=r"rope_theta = 10000.0, expected 1000000.0"):
         export_gguf(student, tmp_path / "a.gguf")
+    assert not left_in(tmp_path)
+
+
+def test_a_folder_is_read_back_by_the_safetensors_library_too(student, tmp_path, monkeypatch):
+    class Reader:
+        def __init__(self, file):
+            self.keys, self._file = file.keys, file
+
+        def get_tensor(self, name):
+            array = self._file.get_tensor(name)
+            return array[::-1] if name == "model.norm.weight" else array
+
+    whole = safetensors.safe_open
+
+    @contextlib.contextmanager
+    def reading(*args, **settings):
+        with whole(*args, **settings) as file:
+            yield Reader(file)
+
+    monkeypatch.setattr(safetensors, "safe_open", reading)
+    with pytest.raises(SelfCheckError, match=r"model.norm.weight: safetensors reads other"):
+        EXPORTS["hf"](student, tmp_path / "folder", dtype="bf16")
     assert not left_in(tmp_path)
 
 
@@ -578,3 +670,42 @@ def test_a_cut_file_says_its_whole_size_and_its_header_can_be_read(models, tmp_p
         else:
             with pytest.raises(UserError, match="The download was cut"):
                 table.raw(tensor)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_an_importance_matrix_weighs_errors(student, tmp_path, rng, legacy):
+    """In both forms of llama.cpp; of another model's, and of a broken file, one line says so."""
+    name, path = "blk.0.ffn_up.weight", tmp_path / "imatrix"
+    width = student.spec.hidden_size
+    sums, count = np.float32(rng.lognormal(0, 2, width)) * 8, 8
+
+    def write(sums):
+        if legacy:
+            entry = struct.pack("<ii", 1, len(name)) + name.encode()
+            path.write_bytes(entry + struct.pack("<ii", count, len(sums)) + sums.tobytes())
+        else:
+            counts = np.float32([count])
+            tensors = [(f"{name}.in_sum2", "F32", (1, len(sums)), sums.view(np.uint8))]
+            tensors.append((f"{name}.counts", "F32", (1, 1), counts.view(np.uint8)))
+            write_gguf(path, {"general.type": "imatrix"}, tensors)
+
+    write(sums)
+    export_gguf(student, tmp_path / "blind.gguf", dtype="q4_0")
+    export_gguf(student, tmp_path / "seeing.gguf", dtype="q4_0", imatrix=path)
+    tables = [open_table(tmp_path / f"{kind}.gguf") for kind in ("blind", "seeing")]
+    want = np.asarray(student.params["blocks"]["mlp"]["up"]["weight"][0])
+    lost = [
+        np.sum(sums * np.square(np.asarray(decode(t.raw(name), "Q4_0")) - want)) for t in tables
+    ]
+    assert lost[1] < 0.97 * lost[0]
+    other = "blk.1.ffn_up.weight"
+    np.testing.assert_array_equal(*(table.raw(other) for table in tables))
+    write(sums[:-2])
+    with pytest.raises(UserError, match=f"importance of {width - 2} inputs for {name}"):
+        export_gguf(student, tmp_path / "no.gguf", dtype="q4_0", imatrix=path)
+    write(-sums)
+    with pytest.raises(UserError, match=f"{name} below 0"):
+        export_gguf(student, tmp_path / "no.gguf", dtype="q4_0", imatrix=path)
+    path.write_bytes(b"\x05\x00\x00\x00nothing of the kind")
+    with pytest.raises(UserError, match="no importance matrix"):
+        export_gguf(student, tmp_path / "no.gguf", dtype="q4_0", imatrix=path)

@@ -119,7 +119,7 @@ def test_generate_writes_the_same_from_a_workdir_as_from_its_export(
     texts = []
     for model in (workdir, workdir / "checkpoints" / "10", exported):
         source = [] if model is exported else [f"--student={student.checkpoint.path}"]
-        assert generate.main([f"{model}@dequant:float32", *source, *flags]) == 0
+        assert generate.main([f"{model}@dense:float32", *source, *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts == [texts[0]] * 3 and texts[0] != "\n"
 

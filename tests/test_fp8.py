@@ -1,4 +1,4 @@
-"""The fp8 teacher: rounding by rows, products, loading, memory, and what it refuses."""
+"""The float8 teacher: rounding by rows, products, loading, memory, and what it refuses."""
 
 import logging
 from types import SimpleNamespace
@@ -12,18 +12,19 @@ from jax.sharding import Mesh
 from scipy.special import log_softmax
 
 import kdjax
-from kdjax.config import Config, identity, validate
+from kdjax.config import WEIGHTS, Config, validate
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode
 from kdjax.models.checkpoint import open_checkpoint
-from kdjax.models.model import check_fp8, load_model
+from kdjax.models.model import check_float8, load_model
 from kdjax.models.weights import Scaled, from_bits, quantize_rows, to_bits
 from kdjax.training import plan
+from kdjax.training.identity import check_same_run, identify
 from kdjax.training.job import ask_kinds, assemble, survey
-from kdjax.training.teachers import Dense, Float8
+from kdjax.training.teachers import Dense, Float8, Float8Precise
 from scripts.checks.fewer_bits import write_fewer_bits
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 300, (4, 24)), jnp.int32)
@@ -136,9 +137,9 @@ def test_a_matrix_takes_a_byte_a_number_and_four_a_row(models, plain, lean):
     for _, weight in matrices(plain.params):
         saved += 3 * weight.size - 4 * weight.size // weight.shape[-1]
     assert lean.resident_bytes == plain.resident_bytes - saved
-    assert str(lean).startswith("fp8 (e4m3, fast sums) teacher.gguf")
+    assert str(lean).startswith("float8 (float32) teacher.gguf")
     precise = model(models / "teacher.gguf", "float8_precise")
-    assert "float32 sums" in precise.kind
+    assert precise.kind == "float8_precise (float32)"
     assert all(weight.precise for _, weight in matrices(precise.params))
 
 
@@ -178,33 +179,47 @@ def test_on_a_mesh_as_on_one_device(models, lean):
 
 @pytest.mark.slow
 def test_a_run_with_an_fp8_teacher(tiny_config, tmp_path, caplog):
-    tiny_config.teacher.compute = "fp8"
+    tiny_config.teacher.weights = "float8"
     validate(tiny_config)
     with caplog.at_level(logging.WARNING, "kdjax"):
         job = assemble(tiny_config, tmp_path)
     assert "emulated on the CPU" in caplog.text
     state = job.make_state()
     batch = next(job.eval_batches())
-    sums = job.step.evaluate(state.params, job.teacher.params, batch)
-    assert "fp8" in job.teacher.kind and np.isfinite(sums.kl) and sums.kl > 0
+    sums = job.step.sum_evaluation(state.params, job.teacher.params, batch)
+    assert "float8" in job.teacher.kind and np.isfinite(sums.kl) and sums.kl > 0
     made = survey(tiny_config)[2]
     assert made.kind == Float8() and "asked for" in made.choice
     assert made.resident["teacher, float8 and scales"] == job.teacher.resident_bytes
 
 
-def test_a_run_does_not_resume_with_another_compute():
-    assert identity(Config())["teacher.compute"] == "train"
+def test_a_run_resumes_with_weights_of_the_same_numbers_alone(tmp_path):
+    """Packed ones decode to those of dense ones; checkpoints of earlier versions say it by half."""
+    named = {weights: identify(teacher_of(weights), {}) for weights in ("auto", *WEIGHTS)}
+    for weights in ("dense", "packed"):
+        check_same_run(named[weights], named["auto"], tmp_path)
+    for old, weights in {"train": "packed", "fp8": "float8", "fp8_precise": WEIGHTS[-1]}.items():
+        saved = {k: v for k, v in named["auto"].items() if k != "teacher.weights"}
+        saved["teacher.compute"] = old
+        check_same_run(saved, named[weights], tmp_path)
+        for other in {"auto", "float8", "float8_precise"} - {weights.replace("packed", "auto")}:
+            with pytest.raises(UserError, match=r"teacher\.weights: the checkpoint has"):
+                check_same_run(saved, named[other], tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["dequant", "q4k"])
-def test_fp8_beside_a_backend_is_refused(tiny_config, backend):
-    tiny_config.teacher.compute = "fp8_precise"
-    assert ask_kinds(tiny_config) == (Float8(precise=True),)
-    tiny_config.teacher.backend = backend
-    with pytest.raises(UserError, match=f"'fp8_precise' with the teacher backend '{backend}'"):
-        ask_kinds(tiny_config)
-    tiny_config.teacher.compute = "fp4"
-    with pytest.raises(UserError, match=r"teacher.compute='fp4': must be one of train, fp8"):
+def teacher_of(weights):
+    config = Config()
+    config.teacher.weights = weights
+    return config
+
+
+def test_float8_is_one_of_the_ways_to_keep_a_teacher(tiny_config):
+    tiny_config.teacher.weights = "float8_precise"
+    assert ask_kinds(tiny_config) == (Float8Precise(),)
+    tiny_config.teacher.weights = "fp4"
+    with pytest.raises(
+        UserError, match=r"weights='fp4': must be one of auto, dense, packed, float"
+    ):
         validate(tiny_config)
 
 
@@ -226,13 +241,13 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(
         device_kind="Some GPU", platform=platform, compute_capability=capability or "unknown"
     )
     if able:
-        check_fp8(device)
+        check_float8(device)
         return
     shape = {"data": 1, "fsdp": 1, "tensor": 1}
     mesh = mock.MagicMock(spec=Mesh, size=1, shape=shape)
     mesh.devices = np.asarray([device])
     monkeypatch.setattr(sharding, "make_mesh", lambda *_: mesh)
-    tiny_config.teacher.compute, tiny_config.teacher.path = "fp8", "/none"
+    tiny_config.teacher.weights, tiny_config.teacher.path = "float8", "/none"
     with pytest.raises(UserError, match=rf"Some GPU of compute capability {capability}; expected"):
         survey(tiny_config)
 

@@ -25,7 +25,7 @@ from kdjax.formats.apr.table import write_apr
 from kdjax.formats.blocks import BLOCKS
 from kdjax.formats.files import Cursor
 from kdjax.formats.gguf import write_gguf
-from kdjax.models.arch import spec_from_table
+from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import from_gguf
 from scripts.bench.synthetic import random_blocks
 

@@ -286,7 +286,18 @@ BROKEN = {
     "rank": (header([entry(shape=(1,) * 5)]), "tensor 't' of rank 5; expected at most 4"),
     "huge rank": (header([text("t") + b"\xff" * 32]), "tensor 't' of rank 4294967295"),
     "empty axis": (header([entry(shape=(4, 0))]), "tensor 't' of shape (0, 4)"),
-    "huge shape": (header([entry(shape=(2**62, 2**62))]), "too few for tensor 't'"),
+    "huge shape": (
+        header([entry(shape=(2**62,))]),
+        f"tensor 't' that ends at byte {2**64 + 64} (18,447 million GB); expected a shape and an",
+    ),
+    "one place": (
+        header([entry("a", (8,)), entry("b", (8,))]),
+        "the tensors 'a' and 'b' in the same bytes, from 96 on; expected bytes of its own",
+    ),
+    "overlap": (
+        header([entry("b", (2,), offset=32), entry("a", (9,))]),
+        "the tensors 'a' and 'b' in the same bytes, from 128 on",
+    ),
     "block type": (
         header([entry("blk.0.w", kind=29)]),
         "block type 29 (IQ1_M) in tensor 'blk.0.w'; expected one of F32, F16, BF16, Q4_0",
@@ -295,7 +306,7 @@ BROKEN = {
     "partial block": (header([entry(shape=(100,), kind=12)]), "tensor 't': found rows of 100"),
     "double tensor": (header([entry(), entry()]), "the tensor 't' twice"),
     "offset": (header([entry(offset=8)]), "tensor 't' at offset 8; expected a multiple of 32"),
-    "far offset": (header([entry(offset=2**62)]), "too few for tensor 't'"),
+    "far offset": (header([entry(offset=2**62)]), "tensor 't' that ends at byte 46116860184"),
     "alignment": (
         header([], [pair("general.alignment", value=struct.pack("<I", 24))]),
         "found general.alignment = 24; expected a power of two",

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py`."""
+"""Tests that need a GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py`."""
 
 import functools
 from pathlib import Path
@@ -12,10 +12,10 @@ from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, block_type, decode
-from kdjax.models import decoding
-from kdjax.models.arch import spec_from_table
+from kdjax.models import decoding, ready
 from kdjax.models.attention import attend
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.schema import spec_from_table
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
@@ -102,17 +102,16 @@ def test_decoding_copies_no_cache():
     for kernel in (placement, None):
         compute = Compute(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, placement=kernel)
         functions, params = functional(spec, compute)
-        static = dict(functions=functions, spread=None)
+        writer = decoding.StepWriter(functions, spec.vocab_size)
         # Nothing is allocated.
-        layers, head = jax.eval_shape(
-            functools.partial(decoding._prepare, **static, unstack=True), params
-        )
-        make = functools.partial(decoding._open, **static, slots=8, capacity=4096)
+        prepare = functools.partial(ready._prepare, functions=functions, spread=None, apart=True)
+        prepared = jax.eval_shape(prepare, params)
+        make = functools.partial(decoding._open, writer=writer, slots=8, capacity=4096)
         slots = jax.eval_shape(make, params)
-        static |= dict(real=spec.vocab_size, sampling=decoding.Sampling(16), steps=16)
+        static = dict(writer=writer, sampling=decoding.Sampling(16))
         of = jax.ShapeDtypeStruct
-        rest = head, slots, of((), jnp.uint32), of((8,), bool)
-        lowered = decoding._advance.lower(params, layers, *rest, **static)
+        rest = prepared, slots, of((), jnp.uint32), of((8,), bool)
+        lowered = decoding._advance.lower(params, *rest, **static)
         used = lowered.compile().memory_analysis()
         assert used is not None
         assert used.temp_size_in_bytes < 2 * slots.cache.k.size  # bytes of one half

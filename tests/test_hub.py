@@ -5,9 +5,12 @@ import hashlib
 import json
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -65,7 +68,8 @@ def fake(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)  # of 10 MB: less is lost
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)  # of 10 MB
+        monkeypatch.setattr(hub, "HEADERS", tmp_path / "headers")
         monkeypatch.setattr(file_download.time, "sleep", lambda _: None)  # between retries
         huggingface_hub.close_session()
         yield served
@@ -111,7 +115,7 @@ def test_paths_become_files_and_the_receipt_has_their_commit(fake, said):
     assert sources["data.tokenizer"] == [f"hf:org/Folder@{COMMIT}"]
     assert sources["data.train"][:2] == [f"{text}/{i}.parquet@{COMMIT}" for i in (0, 1)]
     assert sources["data.heldout"] == [f"hf:datasets/org/text/test.jsonl@{COMMIT}"]
-    assert f"{TEACHER}, {STUDENT}" in said() and "2.05 MB to download, of 2.05 MB" in said()
+    assert f"{TEACHER}, {STUDENT}" in said() and "2.05 MB to download, to " in said()
     assert f"{TEACHER}: commit {COMMIT}" in said()
     # Again, and by the names in the sources: nothing is downloaded.
     before = fake.downloads()
@@ -180,7 +184,7 @@ def test_every_repository_is_asked_before_the_first_download(fake):
 
 def test_models_and_text_open_by_their_names(fake, models):
     fake.repositories["org/Teacher-GGUF"]["teacher.gguf"] = (models / "teacher.gguf").read_bytes()
-    assert Form.parse(f"{TEACHER}@v1@q4k:float32") == Form(f"{TEACHER}@v1", "q4k", "float32")
+    assert Form.parse(f"{TEACHER}@v1@packed:float32") == Form(f"{TEACHER}@v1", "packed", "float32")
     assert Form.parse(f"{TEACHER}@v1") == Form(f"{TEACHER}@v1")
     checkpoint = open_checkpoint(f"{TEACHER}@v1")
     assert checkpoint.sha256 == hashlib.sha256((models / "teacher.gguf").read_bytes()).hexdigest()
@@ -203,28 +207,24 @@ def test_a_run_s_student_is_fetched_again_when_the_cache_lost_it(fake, tmp_path)
 # --- downloads that are cut, damaged, or have no room -------------------------------------------
 
 
-def test_a_cut_download_goes_on_where_it_was_cut(fake, tmp_path, said):
-    """Two starts: the second asks for no byte that the first received."""
-    fake.cut = {"teacher.gguf": 300_000}
-    with pytest.raises(MissingFileError, match=r"(?s)does not answer .*the same command goes on"):
-        hub.fetch_path(TEACHER)
-    (part,) = (tmp_path / "cache").rglob("*.incomplete")
-    assert part.read_bytes() == BIG[:300_000]
-    fake.cut, fake.asked[:] = {}, []
-    assert Path(hub.fetch_path(TEACHER)).read_bytes() == BIG
-    assert fake.downloads() == [("teacher.gguf", 300_000)]
-    assert (
-        "0.72 MB to download, of 1.02 MB" in said()
-        and "teacher.gguf: goes on from 0.30 MB" in said()
-    )
+def test_a_cut_download_leaves_nothing_but_whole_files(fake, tmp_path):
+    """The same command brings the others: no file that arrived is asked for again."""
+    fake.cut = {"student.gguf": 300_000}
+    with pytest.raises(MissingFileError, match=r"(?s)does not answer .*the same command brings"):
+        hub.fetch_files(config_of())
     assert not list((tmp_path / "cache").rglob("*.incomplete"))
+    fake.cut, fake.asked[:] = {}, []
+    config = hub.fetch_files(config_of())
+    assert Path(config.teacher.path).read_bytes() == BIG
+    assert Path(config.student.path).read_bytes() == BIG[::-1]
+    assert fake.downloads() == [("student.gguf", 0)]
 
 
 def test_damaged_bytes_are_not_kept(fake, tmp_path):
     fake.damaged = {"teacher.gguf"}
     with pytest.raises(MissingFileError, match=r"found SHA-256 \w+ in teacher.gguf as it arrived"):
         hub.fetch_path(TEACHER)
-    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+    assert not [path for path in (tmp_path / "cache").rglob("blobs/*")]
     fake.damaged = set()
     assert Path(hub.fetch_path(TEACHER)).read_bytes() == BIG
 
@@ -238,7 +238,22 @@ def test_a_full_disk_is_found_before_the_first_byte(fake, monkeypatch):
     assert hub.fetch_path(TEACHER)  # one of them has room
 
 
-def test_a_disk_that_fills_up_keeps_what_has_arrived(fake, tmp_path, monkeypatch):
+def test_what_the_cache_has_of_another_commit_needs_no_room(fake, tmp_path, monkeypatch, said):
+    """A commit that changed other files alone: neither bytes nor headers are asked for."""
+    first = Path(hub.fetch_path(TEACHER))
+    shutil.rmtree(first.parent)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: mock.Mock(free=0))
+    monkeypatch.setattr(hub, "HEADER", 1000)
+    before = fake.downloads()
+    config = config_of(student=TEACHER)
+    plan = hub.fetch_headers(config, tmp_path / "plan")
+    assert Path(plan.teacher.path).read_bytes() == BIG
+    shutil.rmtree(first.parent)
+    assert hub.fetch_files(config).teacher.path == str(first) and first.read_bytes() == BIG
+    assert "0.00 MB to download" in said() and fake.downloads() == before
+
+
+def test_a_disk_that_fills_up_is_one_message(fake, tmp_path, monkeypatch):
     """Somebody else took the room: the write of the bytes after 300,000 fails."""
     real = file_download.http_get
 
@@ -255,12 +270,11 @@ def test_a_disk_that_fills_up_keeps_what_has_arrived(fake, tmp_path, monkeypatch
         return real(url, Full(), **options)
 
     monkeypatch.setattr(file_download, "http_get", fill)
-    with pytest.raises(WriteError, match=r"found a full disk and .* free in .*goes on from"):
+    with pytest.raises(WriteError, match=r"found a full disk and .* free in .*brings the others"):
         hub.fetch_path(TEACHER)
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
     monkeypatch.setattr(file_download, "http_get", real)
-    fake.asked.clear()
     assert Path(hub.fetch_path(TEACHER)).read_bytes() == BIG
-    assert fake.downloads() == [("teacher.gguf", 300_000)]
 
 
 # --- what the Hub refuses -----------------------------------------------------------------------
@@ -346,7 +360,7 @@ def config_file(fake, models, tmp_path, monkeypatch):
     config.data.train = "python:tokenizers"
     config.data.heldout = "hf:datasets/org/text/test.jsonl"
     config.train.steps, config.eval.rows, config.eval.samples = 4, 8, 0
-    classes = ", ".join(sorted({type(section).__name__ for section in vars(config).values()}))
+    classes = ", ".join(sorted(set(re.findall(r"\w+Config(?=\()", repr(config)))))
     made = f"from kdjax.config import Config, {classes}\n\n\ndef get_config():\n    return "
     (tmp_path / "config.py").write_text(f"{made}{config!r}\n")
     (tmp_path / "empty").mkdir()
@@ -359,32 +373,84 @@ def test_a_plan_downloads_headers_alone(config_file, fake, capsys, monkeypatch, 
     monkeypatch.setattr(runtime, "mem_available", lambda: 8 * 10**9)  # plans print what is free
     assert cli.main(["plan", config_file]) == 0
     short = capsys.readouterr()
-    assert "on each device, GB:" in short.out and ": 0.10 MB to download, of 1." in short.err
+    assert "on each device, GB:" in short.out and "teacher.gguf: 0.05 MB of " in short.err
     assert sorted(fake.downloads()) == [("student.gguf", 0), ("teacher.gguf", 0)]  # and no text
-    parts = list((tmp_path / "cache").rglob("*.incomplete"))
-    assert [part.stat().st_size for part in parts] == [50_000] * 2
+    headers = list((tmp_path / "headers").iterdir())
+    assert [header.stat().st_size for header in headers] == [50_000] * 2
     assert cli.main(["plan", config_file]) == 0 and len(fake.downloads()) == 2
     assert capsys.readouterr().out == short.out
-    # The run goes on from the headers, and the plan of whole files is the same.
+    # The plan of whole files is the same.
     fake.asked.clear()
     assert hub.fetch_path(TEACHER) and hub.fetch_path(STUDENT)
-    assert fake.downloads() == [("teacher.gguf", 50_000), ("student.gguf", 50_000)]
+    assert fake.downloads() == [("teacher.gguf", 0), ("student.gguf", 0)]
     assert cli.main(["plan", config_file]) == 0 and capsys.readouterr().out == short.out
+
+
+@pytest.mark.parametrize("what", ["gone", "cut", "full"])
+def test_a_header_that_cannot_be_read_is_one_message(config_file, fake, monkeypatch, capsys, what):
+    monkeypatch.setattr(hub, "HEADER", 50_000)
+    if what == "full":
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(hub.tempfile, "NamedTemporaryFile", mock.Mock(side_effect=full))
+    elif what == "cut":
+        fake.cut = {"teacher.gguf": 30_000}
+    else:
+        fake.gated = {"org/Teacher-GGUF"}
+    status, message = {
+        "gone": (2, "org/Teacher-GGUF is gated"),
+        "cut": (2, "does not answer as the Hub does"),
+        "full": (74, "found a full disk"),
+    }[what]
+    assert cli.main(["plan", config_file]) == status
+    assert message in capsys.readouterr().err and not list(hub.HEADERS.glob("tmp*"))
 
 
 def test_headers_of_a_folder_lie_beside_its_small_files(fake, monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "HEADER", 1000)
-    folder = hub.fetch_files(config_of(student="hf:org/Folder"), headers=tmp_path / "plan").student
+    folder = hub.fetch_headers(config_of(student="hf:org/Folder"), tmp_path / "plan").student
     assert names(folder.path) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert Path(folder.path, "model.safetensors").read_bytes() == BIG[:1000]
     assert Path(folder.path, "config.json").read_bytes() == b"{}"
 
 
-@pytest.mark.parametrize("target", ["hf:org/Missing/x.gguf@q4k", "hf:org", f"{TEACHER}@v9"])
+# --- what is looked at before gigabytes come ----------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "cache"])
+def test_devices_are_looked_at_before_the_hub(config_file, fake, monkeypatch, capsys, command):
+    """A bad variable, a platform that JAX cannot start on, and a GPU that it leaves idle."""
+    command = [command, config_file] + ["--out=cached"] * (command == "cache")
+    monkeypatch.setenv(runtime.MANAGED, "yes")
+    assert cli.main(command) == 2 and "MANAGED_MEMORY='yes': must be" in capsys.readouterr().err
+    monkeypatch.delenv(runtime.MANAGED)
+    with monkeypatch.context() as patch:
+        refuse = mock.Mock(side_effect=UserError("JAX cannot start there (no plugin)"))
+        patch.setattr(runtime, "device_summary", refuse)
+        assert cli.main(command) == 2 and "JAX cannot start there" in capsys.readouterr().err
+    chosen = runtime.Runtime(runtime.DeviceMemory.DISCRETE, {}, ["x"], "off", gpus=1)
+    monkeypatch.setattr(runtime, "configure", lambda: chosen)
+    monkeypatch.setattr(runtime, "_asked_platforms", lambda: None)
+    assert cli.main(command) == 2 and "JAX does not use them" in capsys.readouterr().err
+    assert not fake.asked and not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("command", ["train", "cache"])
+def test_a_run_that_cannot_be_is_refused_by_its_headers(
+    config_file, fake, monkeypatch, capsys, command
+):
+    monkeypatch.setattr(hub, "HEADER", 50_000)
+    options = ["--out=cached"] if command == "cache" else []
+    assert cli.main([command, config_file, "--config.data.seq_len=100000", *options]) == 2
+    assert "data.seq_len=100000" in capsys.readouterr().err
+    ranges = [start for method, path, start in fake.asked if "/resolve/" in path]
+    assert ranges == ["bytes=0-49999"] * 2 and not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("target", ["hf:org/Missing/x.gguf@packed", "hf:org", f"{TEACHER}@v9"])
 def test_an_evaluation_of_what_is_not_there_is_bad_input(fake, capsys, target):
     """And no model that does not run."""
     assert cli.main(["evaluate", target]) == 2
-    assert capsys.readouterr().err.startswith("error: hf:org")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: hf:org")
 
 
 def test_a_refusal_leaves_no_workdir(config_file, fake, capsys):

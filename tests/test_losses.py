@@ -14,7 +14,7 @@ from scipy.special import entr, logsumexp, rel_entr, softmax
 
 from kdjax.config import DIVERGENCES, Config, validate
 from kdjax.errors import UserError
-from kdjax.losses.chunked import HeadSpec, head_evaluation, head_loss
+from kdjax.losses.chunked import HeadSpec, head_loss
 from kdjax.losses.divergences import (
     Divergence,
     Mixture,
@@ -25,6 +25,7 @@ from kdjax.losses.divergences import (
     total_variation,
 )
 from kdjax.losses.kd import KDLoss, cross_entropy, kd_logit_gradient, kd_loss
+from kdjax.losses.positions import head_evaluation
 
 VOCAB = 151_936
 

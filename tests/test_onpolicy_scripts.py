@@ -8,7 +8,7 @@ from kdjax.errors import UserError
 from kdjax.evaluation.problems import load_humaneval
 from kdjax.models.decoding import Completion
 from scripts.corpus.conversations import functions
-from scripts.onpolicy import cost, exercises, interval, invent, peer, prompts, table
+from scripts.onpolicy import exercises, interval, invent, prompts, table
 
 MODULE = '''"""A module of nothing but examples, as long as one that people wrote."""
 
@@ -264,33 +264,6 @@ def test_a_file_of_settings_is_followed_as_it_grows(tmp_path):
     assert next(queue).label == "before:0" and next(queue).label == "own:1"
     file.write_text(file.read_text() + "ine\nend\n")
     assert [setting.label for setting in queue] == ["offline:0"]
-
-
-def test_the_peer_says_what_it_lacks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(peer, "_PACKAGES", ("json", "no_such_package"))
-    where = [str(tmp_path / name) for name in ("teacher", "student", "prompts.jsonl")]
-    assert peer.main(where) == peer.SKIPPED
-    assert capsys.readouterr().out == "not installed: no_such_package\n"
-    with pytest.raises(SystemExit):
-        peer.main([*where, "--answers=10"])
-    assert "no multiple of --at-once=16" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_cost_of_own_answers_is_of_whole_rounds(models, tmp_path):
-    found = tmp_path / "found.json"
-    flags = ["--rows=8", "--length=64", "--dtype=float32", "--every=1", "--slots=8", "--steps=1"]
-    flags += [f"--teacher={models}/teacher.gguf", f"--student={models}/student.gguf"]
-    flags += ["--prompt-tokens=8:8", "--answer-tokens=5:5", f"--json={found}"]
-    assert cost.main([*flags, f"--folder={tmp_path}"]) == 0
-    text, own, rows = json.loads(found.read_text())
-    assert text["tokens"] == 512 and rows["tokens"] == own["tokens"]  # a round of one batch
-    assert own["compiled_s"] == 0 and rows["own_answers_over_this"] > 0
-    # 5 of 13 ids in each row of 65; of a small vocabulary some end before.
-    assert own["answers"] == 40 and 4 < own["length"] <= 5 and 0 < own["rounds_share"] < 1
-    assert 160 < own["tokens"] <= 200
-    over = own["over_text_at_equal_tokens"] / own["over_text_at_equal_positions"]
-    assert over == pytest.approx(512 / own["tokens"])
 
 
 def test_the_interval_pairs_problems_and_puts_seeds_together(tmp_path, capsys):

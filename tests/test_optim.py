@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -147,3 +148,61 @@ def test_any_mesh_rounds_alike(rng):
     )
     for a, b in zip(jax.tree.leaves((alone, want)), jax.tree.leaves((apart, got)), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+# ---- Muon
+
+
+def orthogonalize(x):
+    """Keller Jordan's Newton-Schulz iteration, float64: five steps of his quintic."""
+    wide = x if x.shape[0] <= x.shape[1] else x.T
+    wide = wide / np.linalg.norm(wide)
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * square + 2.0315 * square @ square) @ wide
+    return wide if x.shape[0] <= x.shape[1] else wide.T
+
+
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+def test_muon_takes_each_matrix_of_a_stack_by_itself(moment_dtype):
+    """And AdamW what is no matrix of a layer."""
+    draw = np.random.default_rng(0)
+    shapes = {
+        "embed": (30, 8),
+        "norm": {"weight": (8,)},
+        "blocks": {
+            "attn": {"q": {"weight": (3, 12, 8), "bias": (3, 12)}, "q_norm": {"weight": (3, 4)}},
+            "mlp": {"experts": {"weight": (3, 2, 8, 20)}, "conv": (3, 20, 4)},
+        },
+    }
+    params, grads = (
+        jax.tree.map(
+            lambda shape: jnp.asarray(draw.normal(size=shape), jnp.float32),
+            shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+        for _ in range(2)
+    )
+    both = {}
+    for name in ("adamw", "muon"):
+        settings = dict(name=name, moment_dtype=moment_dtype, beta1=0.9, weight_decay=0.1)
+        tx = optim.optimizer(dataclasses.replace(SPEC, **settings), 100)
+        updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+        both[name] = flatten_dict(updates, sep="/")
+    matrices = {"blocks/attn/q/weight", "blocks/mlp/experts/weight"}
+    for path in both["adamw"].keys() - matrices:
+        np.testing.assert_array_equal(both["muon"][path], both["adamw"][path], err_msg=path)
+    for path in matrices:
+        trees = (both["muon"], flatten_dict(grads, sep="/"), flatten_dict(params, sep="/"))
+        stacks = [np.asarray(tree[path], np.float64) for tree in trees]
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
+        for update, g, p in zip(*flat, strict=True):
+            # Nesterov's momentum at step 1, both parts corrected for their bias.
+            ahead = 0.9 * 0.1 * g / (1 - 0.9**2) + 0.1 * g / (1 - 0.9)
+            scaled = 0.2 * np.sqrt(max(g.shape)) * orthogonalize(ahead)
+            np.testing.assert_allclose(update, -1e-3 * (scaled + 0.1 * p), rtol=5e-3, atol=2e-7)
+    moments = [x for x in jax.tree.leaves(state) if x.ndim > 1 and x.shape != (3,)]
+    assert {x.dtype.name for x in moments} == {moment_dtype}
+    numbers = sum(x.size for x in jax.tree.leaves(params))
+    ones = sum(flatten_dict(params, sep="/")[path].size for path in matrices)  # one moment, not two
+    assert sum(x.size for x in moments) == 2 * (numbers - ones) + ones - 2 * 8

@@ -20,11 +20,12 @@ from kdjax import __version__
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.formats.saved import saved_params, saved_run
-from kdjax.training.hooks import Hook, NonFiniteError, exit_status
+from kdjax.training.hooks import Hook, exit_status
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import provenance, receipt
+from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import _CHECKS, _Recheck, verify
 
@@ -107,7 +108,7 @@ def test_a_finished_run_records_everything(finished):
     assert found["teacher"]["sha256"] == sha256(config.teacher.path)
     assert found["student"]["sha256"] == sha256(config.student.path)
     assert found["teacher"]["files"] == [config.teacher.path]
-    assert found["teacher"]["backend"].startswith("dequant")
+    assert found["teacher"]["weights"].startswith("dense")
     assert found["teacher"]["resident_bytes"] > 1e5
     identity = saved_run(workdir, 10)["identity"]
     assert found["data"]["rows"] == identity["data.rows"]

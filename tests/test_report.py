@@ -16,7 +16,8 @@ from kdjax.config import Config, tiny
 from kdjax.data.rollouts import FOLDER, round_path, write_round
 from kdjax.data.rows import Rows
 from kdjax.errors import UserError
-from kdjax.training.hooks import NonFiniteError, Run
+from kdjax.training.hooks import Run
+from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.report import ReportPage, page
 from kdjax.watch.report.workdir import read_run, read_runs
 from scripts.checks import report as check_report
@@ -97,7 +98,7 @@ def receipt(status="finished", sessions=((0, 4),), **config):
             for a, b in sessions
         ],
         "plan": {
-            "choice": "teacher backend q4k",
+            "choice": "teacher.weights packed",
             "peak": 5e9,
             "limit": None,
             "resident": {"teacher, packed blocks": 4e9},
@@ -208,7 +209,7 @@ def test_the_page_of_a_run(whole, drawing):
         "packages.jax": "0.11.2",
         "environment.XLA_FLAGS": "--x",
         "devices.kind": "H200",
-        "choice": "teacher backend q4k",
+        "choice": "teacher.weights packed",
         "peak": "5.00 GB",
         "loss.temperature": "4",
     }.items():
@@ -363,6 +364,20 @@ def test_figures_are_those_of_the_files(tmp_path):
     assert run.divergence == "KL at T = 4" and not run.without_teacher
 
 
+def test_a_rounded_run_shows_what_rounding_still_costs(tmp_path):
+    rounded = dict(masters_kl=0.2, masters_agreement=0.75, masters_student_ce=1.5, masters_loss=0.4)
+    lines = [line if line["kind"] == "train" else line | rounded for line in WHOLE]
+    run = read_run(workdir(tmp_path / "a", lines, receipt()))
+    columns, rows = page.results_table([run])
+    label, cells = rows[-1]
+    assert label == "student after 4 steps: its float32 masters, not rounded" and len(rows) == 4
+    row = dict(zip(columns, cells, strict=True))
+    assert (row["KL to the teacher"], row["agreement"], row["CE"]) == ("0.2000", "75.00%", "1.5000")
+    assert row["acceptance" if "acceptance" in row else "perplexity"] == "–"
+    said = "0.0500 of that KL is what rounding still costs, in 4 steps"
+    assert said in page._summarise(run, False)
+
+
 def test_curves_average_and_bands_span(tmp_path):
     lines = [
         step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)
@@ -400,7 +415,7 @@ def test_other_divergences_and_top_k_caches_are_named(tmp_path):
 
 def test_errors_say_what_to_do(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"found neither figures .*python -m kdjax.main --config="):
+    with pytest.raises(UserError, match=r"found neither figures .*kdjax train --config="):
         read_run(tmp_path / "empty")
     with pytest.raises(UserError, match=r"nowhere: no such folder; expected the --workdir"):
         read_run(tmp_path / "nowhere")
@@ -445,7 +460,7 @@ def test_a_report_that_cannot_be_drawn_fails_no_run(whole, monkeypatch, caplog):
     monkeypatch.setattr(page, "write_page", broken)
     ReportPage(whole).train_end("finished", None)
     assert "no report: RuntimeError: no fonts" in caplog.text
-    assert f"python -m kdjax.report {whole}" in caplog.text
+    assert f"Try again: kdjax report {whole}" in caplog.text
 
 
 def test_matplotlib_waits_for_the_first_drawing():

@@ -44,11 +44,13 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import Model, load_model
 from kdjax.training import loop
 from kdjax.training.caching import cache_teacher
-from kdjax.training.hooks import CollapseError, CollapseGuard, Hook
+from kdjax.training.hooks import Hook
+from kdjax.training.identity import identify
 from kdjax.training.job import assemble, build_step, make_source
 from kdjax.training.judging import TOP, compare
 from kdjax.training.rollouts import AnswerSource, Author, check_templates, open_prompts
 from kdjax.training.teachers import CachedHidden
+from kdjax.watch.guards import CollapseError, CollapseGuard
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -196,9 +198,9 @@ def straight(job, tmp_path_factory):
 class Rounds(Recorder):
     """Notes rounds, too."""
 
-    def round_begin(self, step, figures):
+    def news(self, step, kind, figures):
         fixed = {name: value for name, value in figures.items() if name != "seconds"}
-        self.calls.append(("round", step, fixed))
+        self.calls.append((kind, step, fixed))
 
     def last(self):
         """The last figures of each step and round."""
@@ -218,7 +220,7 @@ class Dies(Hook):
             raise Death
         return super().step_end(record)
 
-    def round_begin(self, step, figures):
+    def news(self, step, kind, figures):
         if (self._event, self._at) == ("round", step):
             raise Death
 
@@ -232,7 +234,7 @@ def test_a_run_writes_its_rounds_and_logs_them(job, straight):
     assert sorted(rounds_of(workdir)) == [f"round-{i:05}.npz" for i in range(3)]
     assert [call[1] for call in recorder.calls if call[0] == "round"] == [1, 5, 9]
     record = read_round(round_path(workdir / FOLDER, 1)).record
-    assert record["round"] == 1 and record["prompts"] == job.source.prompts_key
+    assert record["round"] == 1 and record["prompts"] == job.source.identity["rollout.prompts"]
     first = read_round(round_path(workdir / FOLDER, 0)).record
     assert record["student"] != first["student"] and record["first"] == first["next"] > 0
     figures = recorder.last()["round", 5]
@@ -463,9 +465,9 @@ def test_one_round_is_text_that_a_teacher_is_cached_for(tiny_config, tmp_path):
 
 def assemble_text_key(config):
     from kdjax.data.rows import rows_key
-    from kdjax.training.job import row_settings
+    from kdjax.training.inputs import row_settings
 
-    return rows_key(row_settings(config, open_checkpoint(config.student.path).tokenizer))
+    return rows_key(row_settings(config.data, open_checkpoint(config.student.path).tokenizer))
 
 
 # ---- guards
@@ -491,24 +493,24 @@ def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, c
         folder.mkdir(parents=True)
         (folder / "_CHECKPOINT_METADATA").touch()
     guard = CollapseGuard(tmp_path, every=8, growth=2.0)
-    guard.round_begin(1, round_figures(0))
-    guard.round_begin(9, round_figures(1, length=79.0, divergence=0.05))
+    guard.news(1, "round", round_figures(0))
+    guard.news(9, "round", round_figures(1, length=79.0, divergence=0.05))
     with pytest.raises(CollapseError) as caught:
-        guard.round_begin(25, round_figures(3, **changes))
+        guard.news(25, "round", round_figures(3, **changes))
     message = str(caught.value)
     assert caught.value.status == COLLAPSED and found in message
     assert "the student of step 16 still wrote good ones" in message
     assert f"The last good checkpoint is {tmp_path / 'checkpoints' / '12'}." in message
-    CollapseGuard(tmp_path, 8, 0.0).round_begin(25, round_figures(3, **changes))
+    CollapseGuard(tmp_path, 8, 0.0).news(25, "round", round_figures(3, **changes))
 
 
 def test_a_resumed_run_is_compared_with_its_first_round(job, straight):
     workdir, recorder = straight
     guard = CollapseGuard(workdir, 4, 1.5)
     figures = recorder.last()["round", 1] | {"round": 1.0}
-    guard.round_begin(5, figures)
+    guard.news(5, "round", figures)
     with pytest.raises(CollapseError, match=r"raise checkpoint.keep"):
-        guard.round_begin(5, figures | {"length": 1.6 * figures["length"]})
+        guard.news(5, "round", figures | {"length": 1.6 * figures["length"]})
 
 
 def test_another_template_is_refused_unless_accepted(job, tokenizer, tmp_path, caplog):
@@ -518,7 +520,7 @@ def test_another_template_is_refused_unless_accepted(job, tokenizer, tmp_path, c
 
     def check(theirs):
         ours, theirs = (dataclasses.replace(tokenizer, chat_template=x) for x in (CHAT, theirs))
-        check_templates(config, ours, theirs)
+        check_templates(config.rollout, ours, theirs)
 
     check(CHAT)
     check(CHAT + "{# renders the same #}")
@@ -549,7 +551,7 @@ def test_prompts_belong_to_the_identity_of_a_run(job, tmp_path):
     assert job.identity["rollout.prompts"] == open_prompts(job.config, job.pair.tokenizer).key
     assert job.identity["rollout.every"] == 4 and "rollout.batch_size" not in job.identity
     without = dataclasses.replace(job.config, rollout=config_module.RolloutConfig())
-    assert not [name for name in config_module.identity(without) if name.startswith("rollout.")]
+    assert not [name for name in identify(without, {}) if name.startswith("rollout.")]
 
 
 def test_the_overlap_and_the_divergence_are_those_of_the_logits(job):
@@ -578,10 +580,10 @@ def test_the_overlap_and_the_divergence_are_those_of_the_logits(job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"backend": "q4k"}, {"compute": "fp8"}])
-def test_own_answers_are_read_by_every_kind_of_teacher(tiny_config, settings, tmp_path):
+@pytest.mark.parametrize("weights", ["packed", "float8"])
+def test_own_answers_are_read_by_every_kind_of_teacher(tiny_config, weights, tmp_path):
     config = tiny_config
-    config.teacher = dataclasses.replace(config.teacher, **settings)
+    config.teacher.weights = weights
     config.rollout = config_module.RolloutConfig(prompts=config.data.train, every=2, max_tokens=8)
     config.rollout.prompt_tokens, config.rollout.batch_size = 12, 16
     config.train.steps, config.eval.every, config.checkpoint.every = 3, 0, 0

@@ -21,10 +21,12 @@ import pytest
 from conftest import make_tiny_config, start_over
 from quick import cases
 
+import kdjax
 from kdjax import config as config_module
 from kdjax.commands import train as main
 from kdjax.commands.parsing import apply_environment
 from kdjax.config import Config
+from kdjax.data.pipeline import News, Source
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import BAD_INPUT, MissingFileError, UserError
@@ -32,12 +34,17 @@ from kdjax.formats import open_table
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import functional
 from kdjax.training import step
-from kdjax.training.hooks import Hook, NonFiniteError, NonFiniteGuard
+from kdjax.training.hooks import Hook
+from kdjax.training.identity import check_same_run
 from kdjax.training.job import assemble
 from kdjax.training.loop import _Delivery, train
+from kdjax.training.optim import schedule
+from kdjax.training.own import Own
 from kdjax.training.pair import _refuse_degenerate
-from kdjax.training.saving import Checkpoints, check_same_run
+from kdjax.training.saving import Checkpoints
 from kdjax.training.step import StepMetrics
+from kdjax.watch.guards import NonFiniteError, NonFiniteGuard
+from kdjax.watch.writers import JsonLines, Terminal
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -129,7 +136,8 @@ def test_hooks_are_called_in_order(tiny_config, tmp_path):
     tiny_config.train.steps = 4
     tiny_config.eval.every = tiny_config.checkpoint.every = 2
     recorder, again = Recorder(), Recorder()
-    assert go(tiny_config, tmp_path / "run", recorder) == "finished"
+    job = assemble(tiny_config, tmp_path / "run")
+    assert go(tiny_config, tmp_path / "run", recorder, job=job) == "finished"
     assert [call[:2] for call in recorder.calls] == [
         ("begin", 0),
         ("eval", 0),
@@ -145,7 +153,8 @@ def test_hooks_are_called_in_order(tiny_config, tmp_path):
     ]
     kl = [call[2]["divergence"] for call in recorder.calls if call[0] == "eval"]
     assert kl[0] > kl[1] > kl[2] > 0
-    assert go(tiny_config, tmp_path / "run", again) == "finished"
+    job = start_over(job, tmp_path / "run")
+    assert go(tiny_config, tmp_path / "run", again, job=job) == "finished"
     assert again.calls == []
 
 
@@ -188,15 +197,16 @@ def test_nan_stops_keeps_the_batch_and_the_last_good_checkpoint(tiny_config, tmp
     tiny_config.eval.every = 0
     run, recorder = tmp_path / "run", Recorder()
     run.mkdir()
+    job = assemble(tiny_config, run)
     with pytest.raises(NonFiniteError, match=r"step (\d+): .*nonfinite_step_\1.npz"):
-        go(tiny_config, run, NonFiniteGuard(run), recorder)
+        go(tiny_config, run, NonFiniteGuard(run), recorder, job=job)
     last = recorder.calls[-2:]
     assert last[-1] == ("end", "failed")
     (kept,) = run.glob("nonfinite_step_*.npz")
     bad = int(kept.stem.rsplit("_", 1)[1])
     with np.load(kept) as batch:
         assert batch["tokens"].shape == (8, 32) and "row_ids" in batch
-    step_saved, state = saved(assemble(tiny_config, run), run)
+    step_saved, state = saved(job, run)
     assert step_saved == bad - 1
     chex.assert_tree_all_finite(jax.tree.map(np.asarray, state.params))
 
@@ -319,7 +329,7 @@ def test_held_out_figures_that_are_none_stop_the_run_unsaved(tiny_config, tmp_pa
 def test_unwritable_workdir(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--workdir=.*file/run cannot be written"):
-        main.open_workdir(tmp_path / "file" / "run")
+        main.check_workdir(tmp_path / "file" / "run")
 
 
 def test_missing_teacher_names_the_download(tiny_config, tmp_path):
@@ -496,6 +506,114 @@ def test_another_run_is_named_field_by_field(tmp_path):
     ):
         assert line in str(error.value)
     assert "data.rows" not in str(error.value)
+
+
+class Lessons(Source):
+    """The config's text, told in lessons of two batches; a part of the run's identity."""
+
+    def __init__(self, source, plan="easy first"):
+        self._source, self._plan, self._batches = source, plan, 0
+        self.set_state = source.set_state
+
+    @property
+    def identity(self):
+        return {"lessons": self._plan}
+
+    @property
+    def pauses(self):
+        return self._batches % 2 == 0
+
+    def next(self, params):
+        self._batches += 1
+        return self._source.next(params)
+
+    def get_state(self):
+        return self._source.get_state()
+
+    def take_news(self):
+        return News("lesson", {"number": 1.0 + self._batches // 2}) if self._batches % 2 else None
+
+
+def test_any_source_may_have_news_and_a_part_of_the_identity(one_step, tmp_path, capsys):
+    config, workdir = copy.deepcopy(one_step[0]), tmp_path / "run"
+    config.train.steps = config.checkpoint.every = 3
+    job = assemble(config, workdir)
+    plain = job.source
+    job = assemble(config, workdir, Own(Lessons(plain)))
+    hooks = [JsonLines(workdir), Terminal()]
+    assert go(config, workdir, *hooks, job=job) == "finished"
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line for line in lines if line["kind"] == "lesson"] == [
+        {"kind": "lesson", "step": 1, "number": 1.0},
+        {"kind": "lesson", "step": 3, "number": 2.0},
+    ]
+    kinds = [line["kind"] for line in lines]  # a pause: the steps before it are told first
+    assert kinds == ["eval", "lesson", "train", "train", "lesson", "train", "eval"]
+    assert "lesson before step 3: number 2" in capsys.readouterr().err
+    other = assemble(config, workdir, Own(Lessons(plain, "hard first")))
+    with pytest.raises(UserError, match=r"lessons: the checkpoint has 'easy first', now 'hard"):
+        go(config, workdir, job=other)
+
+
+def test_a_finished_run_goes_on_under_a_schedule_of_its_own(one_step, tmp_path, undrawn):
+    """From the checkpoint that is named, with its optimizer and the text that follows."""
+    config, workdir = copy.deepcopy(one_step[0]), tmp_path / "run"
+    config.train.steps, config.optim.warmup_steps = 4, 1
+    config.checkpoint.every, config.eval.every = 2, 0
+    first = Recorder()
+    assert go(config, workdir, first) == "finished"
+    config.train.steps = 8
+    with pytest.raises(UserError, match=r"steps: the checkpoint has 4, now 8\n.*train.after=4: "):
+        go(config, workdir)
+    longer = copy.deepcopy(config)
+    longer.optim.beta1 = 0.8  # no part of a schedule
+    longer.train.after = 4
+    with pytest.raises(UserError, match=r"(?s)run, .*:\n  optim.beta1: .*\nRestore these values"):
+        go(longer, workdir)
+    config.train.after, config.optim.learning_rate = 4, 5e-4
+    straight = Recorder()
+    shutil.copytree(workdir, tmp_path / "straight")
+    job = assemble(config, tmp_path / "straight")
+    assert go(config, tmp_path / "straight", straight, job=job) == "finished"
+    assert straight.calls[0] == ("begin", 4)
+    rates = [call[2]["learning_rate"] for call in straight.calls if call[0] == "step"]
+    fresh = schedule(config.optim, 4)
+    np.testing.assert_allclose(rates, [fresh(step) for step in range(4)], rtol=1e-6)
+    for hook, ends in ((Recorder(stop_at=5), "interrupted"), (Recorder(), "finished")):
+        assert go(config, workdir, hook, job=start_over(job, workdir)) == ends
+    (a, one), (b, two) = (saved(job, path) for path in (workdir, tmp_path / "straight"))
+    assert a == b == 8
+    chex.assert_trees_all_equal(one, two)
+    with pytest.raises(UserError, match=r"train.after=4 and no checkpoint"):
+        go(config, tmp_path / "other", job=start_over(job, tmp_path / "other"))
+
+
+@pytest.mark.parametrize("name", cases("muon", slow=["adamw"]))
+def test_a_run_that_trains_some_parameters_resumes_exactly(tiny_config, tmp_path, undrawn, name):
+    """One killed, one not; the others keep their numbers, and another choice is another run."""
+    config = tiny_config
+    config.optim.name, config.optim.trainable = name, "blocks/*/mlp, blk.1"
+    config.train.steps, config.optim.warmup_steps, config.eval.every = 4, 0, 0
+    config.checkpoint.every = 2
+    before = kdjax.load(config.student.path, dtype="float32").params
+    job = assemble(config, tmp_path / "straight")
+    assert go(config, tmp_path / "straight", job=job) == "finished"
+    cut = start_over(job, tmp_path / "cut")
+    assert go(config, tmp_path / "cut", Recorder(stop_at=2), job=cut) == "interrupted"
+    other = copy.deepcopy(config)
+    other.optim.trainable = "blocks/*/mlp"
+    with pytest.raises(UserError, match=r"optim\.trainable: the checkpoint has 'blocks/"):
+        go(other, tmp_path / "cut")
+    assert go(config, tmp_path / "cut", job=start_over(job, tmp_path / "cut")) == "finished"
+    (a, one), (b, two) = (saved(job, tmp_path / name) for name in ("straight", "cut"))
+    assert a == b == 4
+    chex.assert_trees_all_equal(one, two)
+    chex.assert_trees_all_equal(one.params["embed"], before["embed"])
+    new, old = one.params["blocks"], before["blocks"]
+    for part, layers in (("mlp", [0, 1]), ("attn", [1])):
+        leaf = {"mlp": "gate", "attn": "q"}[part]
+        a, b = (np.asarray(x[part][leaf]["weight"]) for x in (new, old))
+        assert np.flatnonzero(np.any(a != b, axis=(1, 2))).tolist() == layers
 
 
 def test_a_save_that_was_cut_short_is_cleared_and_never_resumed(tmp_path):

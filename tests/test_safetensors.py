@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kdjax.errors import MissingFileError, UserError
+from kdjax.errors import MissingFileError, UserError, WriteError
 from kdjax.formats import content_hash, open_table
 from kdjax.formats.blocks import decode
-from kdjax.formats.safetensors import SafetensorsTable
+from kdjax.formats.safetensors import SafetensorsTable, write_file
 
 CONFIG = {"model_type": "qwen2", "hidden_size": 8}
 
@@ -172,6 +172,7 @@ TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"t": TENSOR | {"shape": [3]}}, "found 8 bytes for tensor 't'; expected 12"),
         ({"t": TENSOR | {"data_offsets": [8, 0]}}, "found -8 bytes for tensor 't'"),
         ({"t": TENSOR | {"data_offsets": [8, 16]}}, "8 too few for tensor 't'; expected at least"),
+        ({"t": TENSOR, "u": TENSOR}, "tensors 't' and 'u' in the same bytes, from"),
     ],
 )
 def test_broken_header(tmp_path, header, message):
@@ -186,3 +187,37 @@ def test_absurd_header_length(tmp_path):
     path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
     with pytest.raises(UserError, match="with a header of 9223372036854775808"):
         open_table(path)
+
+
+# ---- writing
+
+
+def to_write(arrays):
+    """Each tensor in two chunks, as exports hand over what they convert piece by piece."""
+    for name, array in arrays.items():
+        bits = np.ravel(array).view(np.uint8)
+        dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[array.dtype.name]
+        yield name, dtype, array.shape, lambda bits=bits: iter((bits[:2], bits[2:]))
+
+
+def test_what_is_written_reads_equal_with_the_modes_of_other_files(arrays, tmp_path):
+    write_file(tmp_path / "model.safetensors", to_write(arrays))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    check(SafetensorsTable(tmp_path), arrays)
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1 and len(list(tmp_path.iterdir())) == 2
+    with safetensors.safe_open(tmp_path / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(arrays, tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"before")
+
+    def full(arrays, name, metadata):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(WriteError, match="No space left"):
+        write_file(path, to_write(arrays))
+    assert path.read_bytes() == b"before" and [*tmp_path.iterdir()] == [path]

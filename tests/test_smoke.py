@@ -19,14 +19,16 @@ from kdjax.config import Config, SmokeConfig
 from kdjax.device import runtime
 from kdjax.errors import SMOKE_FAILED, UserError
 from kdjax.formats.saved import saved_steps
-from kdjax.losses.chunked import EvalSums, HeadSpec, head_evaluation
+from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
+from kdjax.losses.positions import EvalSums, head_evaluation
 from kdjax.training.heldout import held_out_figures
-from kdjax.training.hooks import NonFiniteError, Run, StepRecord
+from kdjax.training.hooks import Run, StepRecord
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import provenance
+from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.run import make_hooks
 from kdjax.watch.smoke import Verdict
 from kdjax.watch.verify import verify
@@ -121,7 +123,7 @@ def test_the_command_exits_3_when_the_loss_rises(tiny_config, tmp_path, monkeypa
     tiny_config.optim.learning_rate, tiny_config.optim.warmup_steps = 0.3, 0
     tiny_config.smoke.steps = 2
     tiny_config.log.tensorboard = True
-    code = main.train_and_report(tiny_config, main.open_workdir(tmp_path / "run"))
+    code = main.train_and_report(tiny_config, tmp_path / "run")
     output = capsys.readouterr().out
     assert code == SMOKE_FAILED == 3, output
     assert "F-DISTILL-SMOKE-001 FAIL: held-out loss did not fall: " in output

@@ -9,18 +9,21 @@ import pytest
 from quick import cases
 from test_generate import opened, prompts_of
 
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
 from kdjax.models import decoding, speculation, weights
 from kdjax.models.decoding import Sampling
 from kdjax.models.drafts import check_same_ids, why_refused
+from kdjax.models.model import load, load_model
 from kdjax.models.speculation import judge
 
 
-def both(models, big="teacher.gguf@dequant:float32", small="student.gguf@dequant:float32"):
+def both(models, big="teacher.gguf@dense:float32", small="student.gguf@dense:float32"):
     return opened(f"{models}/{big}"), opened(f"{models}/{small}")
 
 
-@pytest.mark.parametrize("form", cases("dequant:float32", slow=["q4k:float32"]))
+@pytest.mark.parametrize("form", cases("dense:float32", slow=["packed:float32"]))
 def test_greedy_speculation_gives_the_same_ids(models, form):
     big, small = both(models, f"teacher.gguf@{form}", f"student.gguf@{form}")
     how = dict(max_tokens=24, stop_ids=(), batch_size=3)
@@ -51,22 +54,67 @@ def test_a_row_ends_within_a_block(models):
     assert [(c.ids, c.text) for c in got] == [(c.ids, c.text) for c in want]
 
 
-def test_the_device_stops_with_the_last_row_and_is_looked_at_seldom(models, monkeypatch):
-    """No round runs for nobody; who reads along sees a few rounds at a time."""
+def test_the_device_stops_with_the_last_row(models, monkeypatch):
+    """No round runs for nobody; the host looks every few rounds."""
     big, _ = both(models)
-    advance, ran = speculation._advance, []
+    advance, ran = decoding._advance_on_cpu, []
 
     def count(*args, **how):
-        state, rounds = advance(*args, **how)
-        ran.append(int(np.any(np.asarray(rounds.ids), axis=(1, 2)).sum()))
-        return state, rounds
+        slots, drawn, done = advance(*args, **how)
+        ran.append(int(np.any(np.asarray(drawn.ids), axis=(1, 2)).sum()))
+        return slots, drawn, done
 
-    monkeypatch.setattr(speculation, "_advance", count)
+    monkeypatch.setattr(decoding, "_advance_on_cpu", count)
     how = dict(stop_ids=(), batch_size=3, draft=big)  # whose drafts are all accepted: 6 ids a round
     big.generate(prompts_of(3), max_tokens=20, **how)
     big.generate(prompts_of(3), max_tokens=50, **how)
-    big.generate(prompts_of(3), max_tokens=50, on_text=lambda row, text: None, **how)
-    assert ran == [4, 9, 8, 1]
+    assert ran == [4, 8, 1]
+
+
+def near(model, share=0.3):
+    """A draft of which some is accepted: the model with noise in its weights."""
+    rng = np.random.default_rng(0)
+
+    def move(x):
+        numbers = np.asarray(x)
+        noise = rng.normal(size=x.shape) * numbers.std()
+        return jax.device_put((numbers + share * noise).astype(x.dtype), x.sharding)
+
+    return model.replace(params=jax.tree.map(move, model.params))
+
+
+DRAWN = dict(temperature=1.0, top_p=0.9, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("axis", "drawn"), cases(("data", DRAWN), slow=[("data", {}), ("fsdp", DRAWN)])
+)
+def test_a_drafted_row_depends_on_neither_slot_nor_device(models, axis, drawn):
+    """More prompts than slots, of answers of other lengths, on one device and on two.
+
+    One prompt is a single id: nothing stands before what a draft reads first.
+    """
+    count = {"data": (2, 1), "fsdp": (1, 2)}[axis]
+    placement = Placement.on(make_mesh(*count, 1, jax.devices()[:2]))
+    one, _ = both(models)
+    two = load_model(one.checkpoint, placement=placement, dtype="float32")
+    prompts, limits = [*prompts_of(6), [7]], [3, 20, 1, 9, 17, 8, 12]
+    how = dict(max_tokens=20, stop_ids=(), draft_tokens=3) | drawn
+    want = one.generate(prompts, draft=near(one), batch_size=7, **how)
+    assert any(c.drafted.accepted for c in want) and any(
+        c.drafted.accepted < 3 * c.drafted.passes for c in want
+    )
+    if not drawn:
+        plain = one.generate(prompts, batch_size=7, max_tokens=20, stop_ids=())
+        assert [c.ids for c in want] == [c.ids for c in plain]
+    # Of its own drafts none is rejected, from the first id on.
+    singles = [[i] for i in range(20, 27)]
+    own = one.generate(singles, draft=one, batch_size=7, **how)
+    assert all(c.drafted.accepted == 3 * c.drafted.passes == 15 for c in own)
+    for slots in (2, 4):
+        got = two.generate(prompts, draft=near(two), limits=limits, batch_size=slots, **how)
+        assert [c.ids for c in got] == [c.ids[:n] for c, n in zip(want, limits, strict=True)]
+        assert {c.reason for c in got} == {"length"}
 
 
 @pytest.mark.slow
@@ -89,9 +137,10 @@ def one_round(p, q, count, sampling, seed=0):
     logits = jnp.broadcast_to(p, (count, *p.shape))
     draft_logits = jnp.broadcast_to(q[:2], (count, 2, q.shape[1]))
     of = speculation._log_probs(draft_logits, sampling)
-    drafts = jax.vmap(jax.vmap(lambda k, x: jax.random.categorical(jax.random.fold_in(k, 0), x)))(
-        keys[:, :2], of
-    ).astype(jnp.int32)
+    places = [
+        speculation._draw(jnp.exp(of[:, i]), keys[:, i], speculation._DRAFT) for i in range(2)
+    ]
+    drafts = jnp.stack(places, axis=1)
     accepted, following = judge(logits, draft_logits, drafts, keys, sampling)
     ids = jnp.concatenate([drafts, following[:, None]], axis=1)
     ids = jnp.where(jnp.arange(3)[None] == accepted[:, None], following[:, None], ids)
@@ -150,15 +199,9 @@ def test_plain_and_speculative_drawing_keep_the_same_ids(how):
 def test_sampled_text_has_the_distribution_of_plain_sampling(models):
     """Pairs of first ids of 1,600 rows, drafted by a model nearby, beside exact probabilities."""
     _, big = both(models)
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(big.params))))
-
-    def move(x):
-        return x + 0.1 * jnp.std(x) * jax.random.normal(next(keys), x.shape)
-
-    near = big.replace(params=jax.tree.map(move, big.params))
     count, prompt = 1600, prompts_of(1)[0]
     how = dict(max_tokens=2, stop_ids=(), temperature=0.3, top_k=3, batch_size=200)
-    got = big.generate([prompt] * count, draft=near, draft_tokens=2, **how)
+    got = big.generate([prompt] * count, draft=near(big, 0.1), draft_tokens=2, **how)
 
     def of(ids):
         logits = np.asarray(big.logits([[*prompt, *ids]]), np.float64)[0, -1] / 0.3
@@ -184,6 +227,9 @@ def test_what_cannot_draft_is_refused(models):
     other = dataclasses.replace(small.tokenizer, tokens=tuple(tokens))
     with pytest.raises(UserError, match="id 7 is 'other' to it"):
         check_same_ids(big.tokenizer, other)
+    elsewhere = load(f"{models}/student.gguf", dtype="float32", devices=jax.devices()[:2])
+    with pytest.raises(UserError, match="model is on 1 devices and its draft on 2, or on others"):
+        big.generate([[1]], draft=elsewhere, max_tokens=2)
     with pytest.raises(UserError, match="draft's vocabulary is another"):
         big.generate([[1]], draft=small.replace(own_tokenizer=other), max_tokens=2)
 

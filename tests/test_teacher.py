@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -26,12 +27,13 @@ from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, decode_fields, split
 from kdjax.formats.gguf import write_gguf
-from kdjax.losses.chunked import HeadSpec, head_evaluation
+from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
-from kdjax.models.arch import spec_from_table
+from kdjax.losses.positions import head_evaluation
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.loading import count_parameters
 from kdjax.models.model import WEIGHTS, load_model, narrow_head
+from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import from_gguf
 from kdjax.models.weights import Mixed, Packed
 from kdjax.training.job import assemble
@@ -112,7 +114,7 @@ def test_fields_are_the_same_bytes_and_numbers(name, rng):
         ),
     ],
 )
-def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(models, deep, tmp_path, kind):
+def test_packed_gives_the_numbers_of_dense_bit_for_bit(models, deep, tmp_path, kind):
     path = deep[9]
     if kind == "llama":
         path = tmp_path / "llama.gguf"
@@ -146,7 +148,8 @@ def test_every_layer_reads_its_own_blocks(deep):
     for layer in range(9):
         name = f"blk.{layer}.ffn_down.weight"
         assert down.stacks[down.which[layer]].block == table.info(name).dtype
-        got = np.asarray(jax.jit(Mixed.decode)(down, down.which[layer], down.slot[layer]))
+        read = jax.jit(functools.partial(Mixed.read, read=Packed.decode))
+        got = np.asarray(read(down, down.which[layer], down.slot[layer]))
         fields = split(table.raw(name), table.info(name).dtype)
         want = decode_fields(fields, table.info(name).dtype, jnp.bfloat16)
         np.testing.assert_array_equal(got, np.asarray(want))
@@ -160,7 +163,7 @@ def test_packed_keeps_the_bytes_of_the_file(deep):
     indices = 2 * 2 * 9 * 4  # which and slot, of the two mixed stacks
     assert lean.resident_bytes == want + indices
     assert lean.resident_bytes < 0.35 * model(deep[9], "dense").resident_bytes
-    assert "q4k" in str(lean) and "GB resident, 384 head rows" in str(lean)
+    assert "packed" in str(lean) and "GB resident, 384 head rows" in str(lean)
 
 
 def test_nothing_is_hoisted_out_of_the_layer_scan(deep):
@@ -235,28 +238,28 @@ def test_fixture_favours_the_next_id():
 
 
 @pytest.mark.slow
-def test_a_run_gives_the_same_figures_with_either_backend(tiny_config, tmp_path):
+def test_a_run_gives_the_same_figures_with_dense_and_packed_weights(tiny_config, tmp_path):
     figures = {}
-    for backend in ("dequant", "q4k"):
-        tiny_config.teacher.backend = backend
+    for weights in ("dense", "packed"):
+        tiny_config.teacher.weights = weights
         job = assemble(tiny_config, tmp_path)
-        assert backend in job.teacher.kind
+        assert weights in job.teacher.kind
         state = job.make_state()
         batch = next(job.eval_batches())
-        figures[backend] = job.step.evaluate(state.params, job.teacher.params, batch)
+        figures[weights] = job.step.sum_evaluation(state.params, job.teacher.params, batch)
         assert job.teacher.vocab_size == 320  # the student's, of 384
-    assert figures["dequant"].kl > 0 and figures["dequant"].count > 0
-    chex.assert_trees_all_equal(figures["dequant"], figures["q4k"])
+    assert figures["dense"].kl > 0 and figures["dense"].count > 0
+    chex.assert_trees_all_equal(figures["dense"], figures["packed"])
 
 
 def test_the_environment_wins_over_the_config(tiny_config):
-    tiny_config.teacher.backend = "dequant"
-    apply_environment(tiny_config, {"KDJAX_TEACHER_BACKEND": ""})
-    assert tiny_config.teacher.backend == "dequant"
-    apply_environment(tiny_config, {"KDJAX_TEACHER_BACKEND": "q4k"})
-    assert tiny_config.teacher.backend == "q4k"
-    with pytest.raises(UserError, match=r"BACKEND='cublas': must be one of auto, dequant, q4k"):
-        apply_environment(tiny_config, {"KDJAX_TEACHER_BACKEND": "cublas"})
+    tiny_config.teacher.weights = "dense"
+    apply_environment(tiny_config, {"KDJAX_TEACHER_WEIGHTS": ""})
+    assert tiny_config.teacher.weights == "dense"
+    apply_environment(tiny_config, {"KDJAX_TEACHER_WEIGHTS": "packed"})
+    assert tiny_config.teacher.weights == "packed"
+    with pytest.raises(UserError, match=r"WEIGHTS='cuda': must be one of auto, dense, packed"):
+        apply_environment(tiny_config, {"KDJAX_TEACHER_WEIGHTS": "cuda"})
 
 
 @pytest.mark.parametrize(("student_rows", "teacher_rows"), [(384, 320), (320, 0), (0, 384)])
@@ -369,21 +372,21 @@ def test_another_tokenizer_stands_for_one_that_cannot_be_read(
 
 def test_generate_takes_the_tokenizer_that_the_message_asks_for(models, tmp_path, capsys):
     path = retold(models, tmp_path / "m.gguf", "student", pre="new")
-    ask = [f"{path}@dequant:float32", "--prompt=def f(", "--max-tokens=3"]
+    ask = [f"{path}@dense:float32", "--prompt=def f(", "--max-tokens=3"]
     assert (
         generate.main(ask) == 2
         and "--tokenizer of evaluate and generate" in capsys.readouterr().err
     )
     assert generate.main([*ask, f"--tokenizer={models}/student.gguf"]) == 0
     told = capsys.readouterr().out
-    assert generate.main([f"{models}/student.gguf@dequant:float32", *ask[1:]]) == 0
+    assert generate.main([f"{models}/student.gguf@dense:float32", *ask[1:]]) == 0
     assert capsys.readouterr().out == told
 
 
 @pytest.mark.slow
 def test_every_block_type_stays_in_its_blocks():
     """The bytes of a packed matrix are those of its file, and its numbers the decoded ones."""
-    assert len(BLOCKS) == 20
+    assert len(BLOCKS) == 21
     rng = np.random.default_rng(0)
     for name, block in BLOCKS.items():
         raw = rng.integers(0, 60, (4, 3 * block.nbytes), dtype=np.uint8)

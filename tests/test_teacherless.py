@@ -18,9 +18,10 @@ from kdjax.commands.export import main as export
 from kdjax.device.runtime import device_summary
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_shapes, open_table
-from kdjax.losses.chunked import HeadSpec, head_evaluation, head_loss
+from kdjax.losses.chunked import HeadSpec, head_loss
 from kdjax.losses.kd import KDLoss
-from kdjax.models.arch import spec_from_table
+from kdjax.losses.positions import head_evaluation
+from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import step
 from kdjax.training.heldout import held_out_figures
@@ -207,7 +208,7 @@ def test_bits_per_byte_are_the_nats_over_the_bytes_of_the_targets(alone, tmp_pat
 
 
 def _sums(*values):
-    from kdjax.losses.chunked import EvalSums
+    from kdjax.losses.positions import EvalSums
 
     return EvalSums(*values)
 

@@ -15,10 +15,10 @@ from transformers.convert_slow_tokenizer import generate_merges
 from kdjax.errors import UserError
 from kdjax.evaluation.health.detectors import tokenizer_order, tokenizer_round_trip
 from kdjax.export import vocabulary
-from kdjax.export.vocabulary import TokenizerFiles, compare_tokenizers
+from kdjax.export.vocabulary import compare_tokenizers
 from kdjax.models.encoders import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, rank_by_score
 from kdjax.models.pretokenizers import PRE_TOKENIZERS, name_of
-from kdjax.models.tokenizer import from_gguf, load_tokenizer, opens_with_bos
+from kdjax.models.tokenizer import TokenizerFiles, from_gguf, load_tokenizer, opens_with_bos
 from kdjax.training.pair import align
 
 EXTRACTS = json.loads((Path(__file__).parent / "goldens" / "vocabularies.json").read_text())

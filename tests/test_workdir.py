@@ -1,4 +1,4 @@
-"""What a workdir goes through: two processes at once, another run's settings, damaged files."""
+"""A workdir under two processes at once, another run's settings, damaged files."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ from test_run import REPOSITORY
 from kdjax.errors import CHECK_FAILED, CheckError, MissingFileError, UserError
 from kdjax.formats.checksums import add_up, checksum
 from kdjax.formats.locks import LOCK, LockedError, locking
-from kdjax.formats.saved import DamagedError, find_damage, saved_params
+from kdjax.formats.saved import DamagedError, find_damage, reading, saved_params
 from kdjax.training.saving import Checkpoints
 from kdjax.watch.run import distill
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
@@ -228,6 +228,26 @@ def test_without_an_intact_step_nothing_is_moved_and_nothing_begun(done):
     assert sorted(workdir.rglob("*")) == before
 
 
+def test_what_a_library_says_of_damage_is_one_line_and_the_rest_in_a_file(done, caplog):
+    _, workdir = done
+    manifest = workdir / "checkpoints/2/state/manifest.ocdbt"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    caplog.set_level(logging.WARNING, "kdjax")
+    with contextlib.closing(Checkpoints(workdir, 2)):
+        pass
+    line = next(r.getMessage() for r in caplog.records if "is damaged" in r.getMessage())
+    said = line.partition(". It is kept as ")[0]
+    assert "opt_state/1/0/count cannot be read" in said and "does not match actual length" in said
+    assert len(said) < 270 and "\n" not in said
+    whole = (workdir / "damaged-2" / "error.txt").read_text()
+    assert "Error decoding local file" in whole and len(whole) > len(said)
+    page = "\n".join(f"line {i} of a page" * 40 for i in range(40))
+    with pytest.raises(DamagedError) as error, reading(workdir, "state"):
+        raise ValueError(page)
+    assert len(str(error.value)) < 400 and "line 39" not in str(error.value)
+    assert error.value.details == page
+
+
 def test_a_second_damaged_step_of_the_same_number_is_kept_too(done):
     _, workdir = done
     (workdir / "damaged-2").mkdir()
@@ -246,7 +266,7 @@ def test_steps_of_versions_without_checksums_are_resumed(done):
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         assert checkpoints.latest() == 2
     (workdir / "checkpoints/2/state/manifest.ocdbt").unlink()
-    assert "opt_state/1/0/count cannot be read" in find_damage(workdir, 2)
+    assert "opt_state/1/0/count cannot be read" in find_damage(workdir, 2).problem
 
 
 @pytest.mark.slow

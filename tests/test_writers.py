@@ -1,4 +1,4 @@
-"""What a run prints and writes, driven without a run."""
+"""Writers of a run's lines and files, driven without a run."""
 
 import io
 import json
@@ -8,8 +8,9 @@ import types
 import pytest
 
 from kdjax.errors import UserError
-from kdjax.training.hooks import NonFiniteError, NonFiniteGuard, Run, StepRecord
+from kdjax.training.hooks import Run, StepRecord
 from kdjax.watch import writers
+from kdjax.watch.guards import NonFiniteError, NonFiniteGuard
 
 FIGURES = dict(loss=1.5, ce=2.0, divergence=0.5, grad_norm=3.0, learning_rate=1e-5, tokens=60.0)
 HELD_OUT = dict(
@@ -54,11 +55,27 @@ def test_plain_lines_say_everything(tmp_path):
     lines = stream.getvalue().splitlines()
     steps = [line for line in lines if line.startswith("step")]
     assert [line.split()[1] for line in steps] == ["1/4", "2/4", "4/4"]
-    # 64 positions in 0.5 s; 128 tokens/s x 1 GFLOP of 1 TFLOP/s; two steps left.
-    assert "128 tok/s  MFU 12.8%  ETA 0:01" in steps[1]
+    # 64 positions in 0.5 s; 128 tokens/s x 1 GFLOP of 1 TFLOP/s; two steps left, and 1,000
+    # positions of the last evaluation.
+    assert "128 tok/s  MFU 12.8%  ETA 0:09" in steps[1]
     assert "loss 1.5000  ce 2.0000  divergence 0.5000  lr 1.00e-05  grad 3.000" in steps[1]
     assert "tok/s" not in steps[0]  # it holds compilation
     assert "kl 0.3000  divergence(T=4) 0.1000  agreement 0.8000" in lines[0]
+
+
+@pytest.mark.parametrize(("bar", "said"), [(False, 1), (True, 0)])
+def test_the_expected_end_is_said_once_after_a_few_steps(tmp_path, bar, said):
+    """At 0.5 s a step, 3 s are measured after step 7: 93 steps and 2 evaluations of 16 steps."""
+    stream = Terminal() if bar else io.StringIO()
+    hook = writers.Terminal(stream)
+    hook.train_begin(Run(tmp_path, 0, 100, 64, 1e9, None, 50, {}, eval_every=50))
+    hook.eval_end(0, HELD_OUT | {"tokens": 1024.0})
+    for step in range(1, 20):
+        hook.step_end(record(step))
+        told = "about 1:02 more for steps and evaluations, at 0.5 s a step" in stream.getvalue()
+        assert told == (step >= 7 and not bar)
+    hook.train_end("finished", None)
+    assert stream.getvalue().count("about ") == said
 
 
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):

@@ -5,16 +5,25 @@ import pytest
 from quick import cases
 
 import kdjax
-from scripts.bench.synthetic import GEMMA3_SHAPES, QWEN3_SHAPES, QWEN25_SHAPES, write_random_gguf
+from scripts.bench.synthetic import (
+    GEMMA3_SHAPES,
+    QWEN3_SHAPES,
+    QWEN25_SHAPES,
+    QWEN35_SHAPES,
+    write_random_gguf,
+)
 
-SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES
+SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | QWEN35_SHAPES
 TOKENS = np.random.default_rng(0).integers(0, 300, (1, 40))  # longer than the toy's window of 16
 
 
-@pytest.mark.parametrize("shape", cases("tiny-gemma", slow=["tiny-student", "tiny-experts"]))
+@pytest.mark.parametrize(
+    "shape", cases("tiny-gemma", slow=["tiny-student", "tiny-experts", "tiny-delta-teacher"])
+)
 def test_a_family_runs_in_every_form(shape, tmp_path):
     write_random_gguf(tmp_path / "m.gguf", SHAPES[shape])
-    forms = ("packed", "dense") if SHAPES[shape].experts else ("packed", "dense", "float8")
+    exact = SHAPES[shape].experts or SHAPES[shape].delta_keys  # whose products are not in float8
+    forms = ("packed", "dense") if exact else ("packed", "dense", "float8")
     logits = {}
     for form in forms:
         model = kdjax.load(tmp_path / "m.gguf", weights=form, dtype="float32")

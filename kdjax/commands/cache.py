@@ -1,14 +1,19 @@
-"""Runs a run's teacher once over all its rows and keeps on the disk what training needs of it.
+"""Runs a run's teacher once over the rows it reads and keeps on the disk what training needs of it.
 
     kdjax cache --config=qwen1p5b_0p5b --out=cache --k=64
     kdjax train --config=qwen1p5b_0p5b --config.teacher.cache=cache --workdir=runs/a
 
-The config is the run's own, other flags included. `topk` keeps the k likeliest ids of each
-position, for the configured temperature alone; `hidden` the last hidden states, for any. The same
-command continues one that was stopped. Processes that an engine started share the rows; the first
-writes.
+The config is the run's own, other flags included: the rows of its steps and all held-out rows are
+cached, with `--all` every row of the text. The command of a longer run adds what that one reads.
+`topk` keeps the k likeliest ids of each position, for the configured temperature alone; `hidden`
+the last hidden states, for any. The same command continues one that was stopped. Processes that an
+engine started share the rows; the first writes.
+
+With `--from=answers.jsonl` no teacher runs: what a server said of its answers is kept, and they are
+the text of runs that train from it: `--config.data.train=answers.jsonl --config.teacher.path=`.
 """
 
+import functools
 from pathlib import Path
 
 from kdjax.commands.parsing import (
@@ -21,7 +26,9 @@ from kdjax.commands.parsing import (
 )
 from kdjax.data import teacher_cache
 from kdjax.errors import FINISHED, PEER_LOST, reporting
-from kdjax.training.caching import cache_teacher
+from kdjax.hub import fetch_files
+from kdjax.training.caching import cache_answers, cache_teacher
+from kdjax.training.job import survey
 from kdjax.training.teachers import CachedHidden, CachedTopK
 
 
@@ -32,12 +39,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the shards")
     kinds = "likeliest ids of each position, or its last hidden state"
     parser.add_argument("--kind", choices=teacher_cache.KINDS, default="topk", help=kinds)
-    parser.add_argument("--k", type=int, default=64, help="ids a position, of --kind=topk")
+    ids = "ids a position, of --kind=topk; 64, with --from as many as there are"
+    parser.add_argument("--k", type=int, help=ids)
+    text = "a server's answers with log-probabilities, in place of a teacher"
+    parser.add_argument("--from", dest="answers", metavar="FILE", help=text)
+    text = "of --from: what the k ids lack of 1 is with all other ids, or shared out among the k"
+    parser.add_argument("--rest", choices=("tail", "absent"), default="tail", help=text)
+    parser.add_argument(
+        "--all", action="store_true", help="every row, not those of the steps alone"
+    )
     add_cluster_flags(parser)
-    run = parse_run(parser, argv)
     log_to_terminal()
-    config = require_files(run)
-    kind = CachedTopK(run.options.k) if run.options.kind == "topk" else CachedHidden()
-    with started(run.options, lean=True):
-        cache_teacher(config, run.options.out, kind)
+    run = parse_run(parser, argv)
+    options = run.options
+    if options.answers:
+        if options.kind != "topk":
+            parser.error("--from: answers have no hidden states; leave --kind out")
+        run.config.data.train, run.config.teacher.path = options.answers, ""
+    require_files(run)
+    kind = CachedHidden()
+    if options.kind == "topk":
+        kind = CachedTopK(64 if options.k is None else options.k)
+    with started(options, lean=True):
+        config = fetch_files(run.config, check=functools.partial(survey, whole=False))
+        if options.answers:
+            cache_answers(config, options.out, options.k, rest=options.rest)
+        else:
+            cache_teacher(config, options.out, kind, all_rows=options.all)
     return FINISHED

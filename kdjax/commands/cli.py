@@ -24,6 +24,8 @@ COMMANDS = {
     "cache": "run a teacher once over the text and keep what training needs of it",
     "evaluate": "measure a model: held-out text, a teacher, HumanEval, MBPP, its health",
     "generate": "write text with a model",
+    "answers": "let a model answer exercises and keep what passes their tests",
+    "imatrix": "measure which inputs of a model's matrices matter on a text",
     "export": "write a trained student for Transformers, llama.cpp or as .apr",
     "report": "draw what runs left behind: one HTML page, and PNG files",
     "verify": "recheck a run's receipt against the files that it names",
@@ -46,7 +48,7 @@ exit status, of all commands:
 
 
 def help_text() -> str:
-    """What `kdjax --help` prints."""
+    """Text that `kdjax --help` prints."""
     commands = "\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items())
     statuses = "\n".join(f"  {status:>3}  {text}" for status, text in STATUSES.items())
     return _HELP.format(commands=commands, statuses=statuses)
@@ -69,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(*command: str) -> None:
-    """The process of `kdjax`, or of one command by its old name, such as `python -m kdjax.main`.
+    """The process of `kdjax`, or of one command, as `python -m kdjax.main` is of `train`.
 
     SIGTERM is Ctrl-C until training listens to signals itself: what was begun aside is removed.
     """

@@ -1,17 +1,18 @@
 """Measures a model: held-out text, a teacher, HumanEval and MBPP, and whether it is broken.
 
-    kdjax evaluate runs/a --data=corpus/heldout --teacher=teacher.gguf@q4k
+    kdjax evaluate runs/a --data=corpus/heldout --teacher=teacher.gguf@packed
     kdjax evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl --json=out.json
 
 TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, a Hugging
-Face folder, or hf:ORG/REPO[/FILE] of the Hub. FORM is dequant (the default), q4k or fp8, then
-nothing or :bfloat16 or :float32. Processes that an engine started share rows, answers and programs;
-the first prints.
+Face folder, or hf:ORG/REPO[/FILE] of the Hub. FORM is dense (the default), packed, float8 or
+float8_precise, then nothing or :bfloat16 or :float32. Processes that an engine started share rows,
+answers and programs; the first prints.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -44,11 +45,9 @@ from kdjax.evaluation.target import Target, open_target, warn_if_refused
 from kdjax.formats.files import make_folder
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import Completion, Sampling
+from kdjax.models.decoding import Sampling
 
 _log = logging.getLogger("kdjax")
-
-_BENCHMARKS = {"humaneval": problems.load_humaneval, "mbpp": problems.load_mbpp}
 
 
 def parser() -> Parser:
@@ -76,8 +75,9 @@ def parser() -> Parser:
     add("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz")
     add("--mbpp", type=Path, metavar="FILE", help="mbpp.jsonl or sanitized-mbpp.json lines")
     add("--limit", type=int, default=0, help="only the first problems of each; 0: all")
-    add("--prompt", choices=problems.FORMATS, default="auto", help="auto: by the chat template")
-    add("--samples", type=int, default=1, help="answers to each problem")
+    words = "auto: by the chat template; all: three wordings greedily, then 5 samples of the first"
+    add("--wording", choices=(*problems.WORDINGS, "auto", "all"), default="auto", help=words)
+    add("--samples", type=int, help="answers to each problem; default 1")
     add("--k", default="1", help="pass@k for these k, such as 1,10")
     add("--temperature", type=float, help="default 0, and 0.8 for several samples")
     add("--top-p", type=float, default=0.95, help="has no effect at temperature 0")
@@ -95,6 +95,16 @@ def parser() -> Parser:
     return flags
 
 
+class Round(NamedTuple):
+    """One way to ask the problems of a benchmark; the name stands behind the benchmark's."""
+
+    name: str
+    wording: str
+    ks: tuple[int, ...]
+    samples: int
+    sampling: Sampling
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """The flags, checked; files other than the models are read."""
@@ -102,14 +112,19 @@ class Request:
     args: argparse.Namespace
     domains: dict[str, str]
     benchmarks: dict[str, list[problems.Problem]]
-    ks: tuple[int, ...]
-    sampling: Sampling
+    rounds: tuple[Round, ...]
+
+    @property
+    def asked(self) -> dict[str, tuple[list[problems.Problem], Round]]:
+        """What is asked, and how, by the name that its figures have in the document."""
+        every = itertools.product(self.benchmarks.items(), self.rounds)
+        return {f"{name}{way.name}": (benchmark, way) for (name, benchmark), way in every}
 
 
 def check(args: argparse.Namespace) -> Request:
     """Raises `UserError` for flags that cannot work, before a model is read."""
     for name in ("rows", "samples", "max_tokens", "batch_size"):
-        if getattr(args, name) < 1:
+        if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
     if args.seq_len < 2:
         raise UserError("--seq-len must be 2 or more.")
@@ -119,39 +134,55 @@ def check(args: argparse.Namespace) -> Request:
         raise UserError("--draft: name the model that it is to draft for with --teacher=PATH.")
     if args.cost_ratio is not None and not (args.draft and args.cost_ratio > 0):
         raise UserError(f"--cost-ratio={args.cost_ratio:g} must be above 0, and needs --draft.")
-    try:
-        ks = tuple(sorted({int(k) for k in args.k.split(",")}))
-    except ValueError:
-        raise UserError(f"--k={args.k}: expected whole numbers such as 1,10.") from None
-    if not all(1 <= k <= args.samples for k in ks):
-        raise UserError(f"--k={args.k}: each must be between 1 and --samples={args.samples}.")
-    temperature = args.temperature
-    if temperature is None:
-        temperature = 0.0 if args.samples == 1 else 0.8
-    if args.samples > 1 and temperature == 0:
-        raise UserError(f"--temperature=0 gives the same answer {args.samples} times; raise it.")
-    sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
-    sampling.check()
+    rounds = _list_rounds(args)
     for text in filter(None, (args.target, args.teacher)):
-        fetch_path(Form.parse(text).path)
+        Form.parse(text)
     split = [text.partition("=") for text in args.data]
     domains = {name: paths if equals else name for name, equals, paths in split}
     for patterns in domains.values():
         find_files(patterns)
     benchmarks = {
         name: read(path)[: args.limit or None]
-        for name, read in _BENCHMARKS.items()
+        for name, read in problems.BENCHMARKS.items()
         if (path := getattr(args, name)) is not None
     }
     if benchmarks:
         sandbox.check(args.allow_unsandboxed)
     if args.json:
         make_folder(args.json.parent)
-    return Request(args, domains, benchmarks, ks, sampling)
+    return Request(args, domains, benchmarks, rounds)
+
+
+def _list_rounds(args: argparse.Namespace) -> tuple[Round, ...]:
+    """The ways to ask; of `all` a gain in one wording alone is told from a gain."""
+    every = args.wording == "all"
+    samples = args.samples or (5 if every else 1)
+    temperature = args.temperature
+    if temperature is None:
+        temperature = 0.0 if samples == 1 else 0.2 if every else 0.8
+    try:
+        ks = tuple(sorted({int(k) for k in args.k.split(",")}))
+    except ValueError:
+        raise UserError(f"--k={args.k}: expected whole numbers such as 1,10.") from None
+    if not all(1 <= k <= samples for k in ks):
+        raise UserError(f"--k={args.k}: each must be between 1 and --samples={samples}.")
+    if samples > 1 and temperature == 0:
+        raise UserError(f"--temperature=0 gives the same answer {samples} times; raise it.")
+    sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
+    sampling.check()
+    if not every:
+        return (Round("", args.wording, ks, samples, sampling),)
+    greedy = dataclasses.replace(sampling, temperature=0.0)
+    first, *others = (word for word in problems.WORDINGS if word != "base")
+    rounds = [Round("", first, (1,), 1, greedy)]
+    rounds += [Round(f" {wording}", wording, (1,), 1, greedy) for wording in others]
+    if samples > 1:
+        rounds.append(Round(f" {first} x{samples}", first, ks, samples, sampling))
+    return tuple(rounds)
 
 
 class _ModelFailedError(Exception):
-    """What the model stopped: the message names the step of the evaluation and the error."""
+    """The model stopped the evaluation: the message names the step and the error."""
 
 
 @contextlib.contextmanager
@@ -171,18 +202,20 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
     """
     args = request.args
     cluster.check_agreement("request", vars(args))
+    for text in filter(None, (args.target, args.teacher)):
+        fetch_path(Form.parse(text).path)
     document: dict[str, Any] = {"target": args.target, "mode": passk.INFERENCE, "broken": []}
     teacher = open_target(args.teacher, fallback=args.tokenizer) if args.teacher else None
     try:
         _measure(document, request, teacher)
     except _ModelFailedError as failure:
         document |= {"mode": passk.INFERENCE_FAILED, "inference_error": str(failure)}
-        for name in request.benchmarks:
+        for name, (benchmark, way) in request.asked.items():
             if name not in document:
-                document[name] = _fail_benchmark(request, name, str(failure))
+                document[name] = _fail_benchmark(request, benchmark, way, str(failure))
     if request.benchmarks:
         document["sandbox"] = sandbox.describe(sandbox.held())
-    modes = [document["mode"], *(document[name]["mode"] for name in request.benchmarks)]
+    modes = [document["mode"], *(document[name]["mode"] for name in request.asked)]
     if passk.INFERENCE_FAILED in modes:
         return document, INFERENCE_FAILED
     return document, BROKEN if document["broken"] else FINISHED
@@ -216,6 +249,10 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 batch_size=args.batch_size,
                 parse_special=args.parse_special,
             )
+        with _model_at_work("comparing held-out figures"):
+            found = examine.of_figures(document["held_out"], target, teacher, mesh)
+        _add_findings(document, found[0])
+        document["bit_cost"] = found[1]
     if args.draft and teacher is not None:
         document |= {"teacher": args.teacher, "draft": None}
         warn_if_refused(teacher, target)
@@ -258,8 +295,11 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
             f"--max-tokens={args.max_tokens} leaves no room for a prompt in {most} "
             "positions; lower it."
         )
-    if request.benchmarks and args.prompt == "instruct" and not checkpoint.tokenizer.chat_template:
-        raise UserError("--prompt=instruct: the tokenizer has no chat template; use base.")
+    chats = {*problems.CHATS, "all"}
+    if request.benchmarks and args.wording in chats and not checkpoint.tokenizer.chat_template:
+        raise UserError(
+            f"--wording={args.wording}: the tokenizer has no chat template; use base or bare."
+        )
 
 
 def _run_model(document: dict[str, Any], request: Request, target: Target, mesh: Mesh) -> None:
@@ -273,25 +313,22 @@ def _run_model(document: dict[str, Any], request: Request, target: Target, mesh:
     with _model_at_work("letting it answer"):
         findings, document["probe"]["answers"] = examine.of_answers(model)
     _add_findings(document, findings)
-    form = problems.choose_format(request.args.prompt, tokenizer)
-    settings = _settings(request, form, target.checkpoint)
-
-    def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
-        ends = dict(stop_ids=tokenizer.stop_ids, stop_strings=stops)
-        sampling = dataclasses.replace(request.sampling, **ends)
-        return model.generate(prompts, sampling, batch_size=request.args.batch_size)
-
-    for name, benchmark in request.benchmarks.items():
+    for name, (benchmark, way) in request.asked.items():
+        wording = problems.choose_wording(way.wording, tokenizer)
+        settings = _settings(request, way, wording, target.checkpoint)
         _say(f"{name}: {len(benchmark)} problems, {settings.samples} answers to each")
+        generate = passk.answer_with(model, tokenizer, way.sampling, settings)
         document[name] = passk.run_benchmark(benchmark, tokenizer, generate, settings)
 
 
-def _settings(request: Request, form: str, checkpoint: Checkpoint | None) -> passk.Settings:
+def _settings(
+    request: Request, way: Round, wording: str, checkpoint: Checkpoint | None
+) -> passk.Settings:
     args = request.args
     return passk.Settings(
-        form=form,
-        samples=args.samples,
-        ks=request.ks,
+        wording=wording,
+        samples=way.samples,
+        ks=way.ks,
         batch_size=args.batch_size,
         room=checkpoint.spec.max_positions - args.max_tokens if checkpoint else None,
         limits=dataclasses.replace(sandbox.DEFAULT, wall_seconds=args.timeout),
@@ -299,9 +336,11 @@ def _settings(request: Request, form: str, checkpoint: Checkpoint | None) -> pas
     )
 
 
-def _fail_benchmark(request: Request, name: str, error: str) -> dict[str, Any]:
+def _fail_benchmark(
+    request: Request, benchmark: Sequence[problems.Problem], way: Round, error: str
+) -> dict[str, Any]:
     """A benchmark whose every sample failed because the model does not run."""
-    settings, benchmark = _settings(request, request.args.prompt, None), request.benchmarks[name]
+    settings = _settings(request, way, way.wording, None)
     samples = [
         passk.Sample(problem.task, passk.INFERENCE_FAILED, error, "", "")
         for problem in benchmark

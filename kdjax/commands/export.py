@@ -2,6 +2,7 @@
 
     kdjax export runs/a --format=hf --out=exported/student
     kdjax export runs/a --format=gguf --type=q4_k_m --out=student-q4_k_m.gguf
+    kdjax export runs/a --format=peft --out=exported/adapter
 
 What was written is read back and compared before it takes its place: after an error nothing is left
 of it, and what was at --out before still is.
@@ -12,9 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
 from kdjax.commands.parsing import Parser
 from kdjax.device import runtime
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import CHECK_FAILED, FINISHED, UserError, reporting
+from kdjax.export.adapters import export_gguf_adapter, export_peft
 from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
@@ -22,14 +29,26 @@ from kdjax.export.staging import check_target
 from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run
 from kdjax.models.checkpoint import Checkpoint, open_step
 from kdjax.models.decoder import Compute, functional
-from kdjax.models.model import Model
+from kdjax.models.model import Model, load_model
+from kdjax.models.weights import stack_blocks
 
 
-def read_model(checkpoint: Checkpoint) -> Model:
-    """A saved step with its parameters on the host, as they were saved: no device is used."""
+def read_model(checkpoint: Checkpoint, *, masters: bool = False) -> Model:
+    """A saved step with its parameters on the host, as they were saved: no device is used.
+
+    Matrices that were rounded in training are the blocks that the last pass saw, unless `masters`.
+    """
+    if checkpoint.adapters is not None:
+        on_host = Placement.on(make_mesh(1, 1, 1, jax.local_devices(backend="cpu")[:1]))
+        return load_model(checkpoint, placement=on_host, weights="packed", dtype="float32")
     assert isinstance(checkpoint.table, SavedTable)
     functions, _ = functional(checkpoint.spec, Compute())
     params, rows = checkpoint.table.read_tree(), checkpoint.spec.vocab_size
+    flat: dict[str, Any] = flatten_dict(params, sep="/")
+    for name in () if masters else checkpoint.table:
+        if parts := checkpoint.table.blocks(name):
+            flat[name] = stack_blocks(parts)
+    params = unflatten_dict(flat, sep="/")
     return Model(functions, params, rows, spec=checkpoint.spec, checkpoint=checkpoint)
 
 
@@ -44,15 +63,28 @@ def _read_receipt(workdir: Path) -> dict[str, Any]:
 def export(args: argparse.Namespace) -> ExportSummary:
     """Reads the checkpoint and writes it as asked."""
     workdir, out = Path(args.workdir), Path(args.out)
-    check_target(out, folder=args.format == "hf", overwrite=args.overwrite)
+    check_target(out, folder=args.format in ("hf", "peft"), overwrite=args.overwrite)
     receipt = _read_receipt(workdir)
     checkpoint = open_step(workdir, args.step, student=args.student or "")
     assert checkpoint.saved is not None
-    step, model = checkpoint.saved.step, read_model(checkpoint)
-    options: dict[str, Any] = {"dtype": args.type, "overwrite": args.overwrite}
-    print(f"{workdir} step {step}: {args.format} as {args.type} to {out}", file=sys.stderr)
+    step, model = checkpoint.saved.step, read_model(checkpoint, masters=args.masters)
+    if args.format in ("peft", "gguf-adapter"):
+        if args.type not in (None, "f32") or args.imatrix:
+            raise UserError(
+                f"found --format={args.format} with --type or --imatrix; expected neither: "
+                "adapters are float32. Leave them out."
+            )
+        write = export_peft if args.format == "peft" else export_gguf_adapter
+        return write(model, out, overwrite=args.overwrite)
+    kept = isinstance(checkpoint.table, SavedTable) and checkpoint.table.form.get("quantize")
+    as_kept = args.format == "gguf" and bool(kept) and not args.masters and not args.type
+    dtype = None if as_kept else args.type or "f32"
+    options: dict[str, Any] = {"dtype": dtype, "overwrite": args.overwrite}
+    print(f"{workdir} step {step}: {args.format} as {dtype or kept} to {out}", file=sys.stderr)
     if args.format == "gguf":
-        return export_gguf(model, out, **options)
+        return export_gguf(model, out, imatrix=args.imatrix, **options)
+    if args.imatrix:
+        raise UserError("found --imatrix without --format=gguf; expected both: leave one out.")
     if args.format == "apr":
         return export_apr(model, out, **options)
     identity = saved_run(workdir, step).get("identity")
@@ -63,11 +95,18 @@ def export(args: argparse.Namespace) -> ExportSummary:
 def _parser() -> Parser:
     parser = Parser("export", __doc__, CHECK_FAILED)
     parser.add_argument("workdir", metavar="WORKDIR", help="of a run that has saved")
-    text = "hf: a Hugging Face folder; gguf: for llama.cpp; apr"
-    parser.add_argument("--format", required=True, choices=("hf", "gguf", "apr"), help=text)
+    text = "hf: a Hugging Face folder; gguf: for llama.cpp; apr; peft, gguf-adapter: of a run with "
+    text += "student.lora.rank the adapters alone, which the other formats merge"
+    formats = ("hf", "gguf", "apr", "peft", "gguf-adapter")
+    parser.add_argument("--format", required=True, choices=formats, help=text)
     parser.add_argument("--out", required=True, help="folder (hf) or file to make")
-    text = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k"
-    parser.add_argument("--type", default="f32", choices=GGUF_TYPES, help=text)
+    text = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k; "
+    text += "gguf of a run with student.quantize: by default the blocks that it trained"
+    parser.add_argument("--type", choices=GGUF_TYPES, help=text)
+    text = "of a run with student.quantize its float32 masters, in place of what they round to"
+    parser.add_argument("--masters", action="store_true", help=text)
+    text = "gguf: a file of llama-imatrix, by which errors are weighed (--type=q4_k_m and below)"
+    parser.add_argument("--imatrix", default="", metavar="FILE", help=text)
     parser.add_argument("--step", type=int, help="a saved step; the newest by default")
     text = "the file or folder the run started from, if receipt.json does not say or it has moved"
     parser.add_argument("--student", metavar="PATH", help=text)

@@ -1,14 +1,14 @@
 """Writes text with a model, as it grows.
 
-    kdjax generate model.gguf@q4k --prompt='def fibonacci(n):' --max-tokens=64
+    kdjax generate model.gguf@packed --prompt='def fibonacci(n):' --max-tokens=64
     kdjax generate runs/demo --prompt='import '
 
 MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the Hub, a run's workdir
-(its newest checkpoint) or a step folder of one. After it `@dequant` (the default), `@q4k`, `@fp8`
-or `@fp8_precise` says how the weights are kept, then nothing or `:bfloat16` or `:float32`. With
-`--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in fewer passes of the
-big one; how many is said on standard error. Of several processes that an engine started the first
-alone answers: a prompt is one row.
+(its newest checkpoint) or a step folder of one. After it `@dense` (the default), `@packed`,
+`@float8` or `@float8_precise` says how the weights are kept, then nothing or `:bfloat16` or
+`:float32`. With `--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in
+fewer passes of the big one; how many is said on standard error. Of several processes that an engine
+started the first alone answers: a prompt is one row.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Stream:
         self._shown = ""
 
     def __call__(self, number: int, text: str) -> None:
-        """For `on_text`."""
+        """Prints what the text grew by, for `on_text`."""
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # an id may end within a character
         if text.startswith(self._shown):
             print(text[len(self._shown) :], end="", flush=True)
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser = Parser("generate", __doc__, PEER_LOST)
     add = parser.add_argument
-    add("model", metavar="MODEL", help="PATH[@dequant|q4k|fp8|fp8_precise[:DTYPE]]")
+    add("model", metavar="MODEL", help="PATH[@dense|packed|float8|float8_precise[:DTYPE]]")
     add("--prompt", required=True, help="the text to continue; - reads it from standard input")
     add("--chat", action="store_true", help="the prompt is a user's turn of the chat template")
     add("--max-tokens", type=int, default=256, help="at most this many (%(default)s)")

@@ -1,7 +1,9 @@
-"""What commands share in reading a command line: flags, the config of a run, the environment."""
+"""Reads command lines for all commands: flags, the config of a run, the environment."""
 
 import argparse
 import contextlib
+import copy
+import dataclasses
 import inspect
 import logging
 import os
@@ -17,7 +19,7 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from kdjax import hub
-from kdjax.config import TEACHER_BACKENDS, Config, flatten, validate
+from kdjax.config import SELF, WEIGHTS, Config, flatten, read_weights, validate
 from kdjax.data.text import find_files
 from kdjax.device import cluster, runtime
 from kdjax.device.cluster import JOIN_TIMEOUT
@@ -30,20 +32,18 @@ from kdjax.errors import (
     MissingFileError,
     UserError,
     suggest,
+    suggest_path,
 )
 from kdjax.formats import open_shapes
 
-BACKEND_VARIABLE = "KDJAX_TEACHER_BACKEND"
-# The same in the system that this one replaces, and its values.
-_OLD_VARIABLE = "APR_DISTILL_TEACHER_BACKEND"
-_OLD_BACKENDS = {
-    "cudatrainer": "dequant",
-    "cublas": "dequant",
-    "realizar-q4k": "q4k",
-    "realizar": "q4k",
-}
+# Today's variable, that of earlier versions and that of the reference system; the first set counts.
+WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"
+_log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
+_OLD_FLAG = re.compile(r"--?config\.teacher\.(backend|compute)(?:=(.*))?")
+_ILLEGAL = re.compile(r"flag --config\.([^=]+)=(.*?): ", re.DOTALL)
+_KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
 _FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
 
 
@@ -67,8 +67,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}{stop} `{self.prog} --help` lists the flags.")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, with the flag that an unknown one may have meant."""
-        options, unknown = self.parse_known_args(args, namespace)
+        """Parses as argparse does, and names the flag that an unknown one may have meant."""
+        try:
+            options, unknown = self.parse_known_args(args, namespace)
+        except UserError:  # a flag that is missing may be one that is misspelt: name that
+            for action in self._actions:
+                action.required = False
+            self.refuse(self.parse_known_args(args, namespace)[1])
+            raise
         self.refuse(unknown)
         return options
 
@@ -146,9 +152,10 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
         names = shipped()
         if file not in names:
             known = ", ".join(names)
+            near = suggest_path(file) or suggest(path.stem, names)
             raise MissingFileError(
                 f"--config={text}: no such file; expected a Python file with get_config() -> "
-                f"Config, or a config that comes with kdjax: {known}.{suggest(path.stem, names)}"
+                f"Config, or a config that comes with kdjax: {known}.{near}"
             )
         path = names[file]
     try:
@@ -168,6 +175,7 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
 
 def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
     """A copy of the config with each `--config.field=value` in it, read as the field's type."""
+    config, argv = _take_old_flags(config, argv)
     fields = flatten(config)
     for arg in argv:
         match = _OVERRIDE.match(arg)
@@ -182,10 +190,30 @@ def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
         parser.refuse(values([*program, *argv])[1:])
     except flags.UnrecognizedFlagError as error:
         parser.refuse([f"--{error.flagname}"])
+    except flags.IllegalFlagValueError as error:
+        match = _ILLEGAL.match(str(error))
+        if match is None or match[1] not in fields:
+            raise UserError(str(error)) from error
+        kind = type(fields[match[1]]).__name__
+        raise UserError(
+            f"--config.{match[1]}={match[2]}: found no {_KINDS.get(kind, kind)}; expected one, as "
+            f"in --config.{match[1]}={fields[match[1]]}."
+        ) from error
     except flags.Error as error:
         raise UserError(str(error)) from error
     flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, which keep their defaults
     return flag.value
+
+
+def _take_old_flags(config: Config, argv: Sequence[str]) -> tuple[Config, list[str]]:
+    """A copy of the config with the flags of fields that have gone, and the other flags."""
+    config, others, rest = copy.deepcopy(config), list[str](), iter(argv)
+    for arg in rest:
+        if match := _OLD_FLAG.fullmatch(arg):
+            setattr(config.teacher, match[1], next(rest, "") if match[2] is None else match[2])
+        else:
+            others.append(arg)
+    return config, others
 
 
 def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
@@ -205,13 +233,20 @@ def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
 
 def describe_fields() -> dict[str, dict[str, tuple[str, str]]]:
     """Section -> field -> (default as it is written, the comment beside it), of `kdjax.config`."""
-    return {
-        section: {
-            name: (default.strip(), text)
-            for name, default, text in _FIELD.findall(inspect.getsource(type(fields)))
-        }
-        for section, fields in vars(Config()).items()
+    return {section: _describe_section(fields) for section, fields in vars(Config()).items()}
+
+
+def _describe_section(section: Any) -> dict[str, tuple[str, str]]:
+    """Its own fields, then those of sections within it, such as `lora.rank`."""
+    described = {
+        name: (default.strip(), text)
+        for name, default, text in _FIELD.findall(inspect.getsource(type(section)))
     }
+    for name, inner in vars(section).items():
+        if dataclasses.is_dataclass(inner):
+            fields = _describe_section(inner).items()
+            described |= {f"{name}.{field}": entry for field, entry in fields}
+    return described
 
 
 def _settings() -> str:
@@ -226,22 +261,16 @@ def _settings() -> str:
 
 
 def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
-    """Puts KDJAX_TEACHER_BACKEND and KDJAX_ALLOW_DEGENERATE_KD into the config, over what it says.
+    """Puts KDJAX_TEACHER_WEIGHTS and KDJAX_ALLOW_DEGENERATE_KD into the config, over what it says.
 
-    Raises `UserError` for a value that neither knows, and for the first one's name in the earlier
-    system, which would else be ignored. Nothing below the commands reads them.
+    Raises `UserError` for a value that neither knows. Nothing below the commands reads them.
     """
-    valid = ", ".join(TEACHER_BACKENDS)
-    if backend := environ.get(BACKEND_VARIABLE):
-        if backend not in TEACHER_BACKENDS:
-            raise UserError(f"{BACKEND_VARIABLE}={backend!r}: must be one of {valid}")
-        config.teacher.backend = backend
-    elif old := environ.get(_OLD_VARIABLE):
-        new = _OLD_BACKENDS.get(old, "auto")
-        raise UserError(
-            f"found {_OLD_VARIABLE}={old}, which an earlier system read; expected "
-            f"{BACKEND_VARIABLE}, one of {valid}. Set {BACKEND_VARIABLE}={new} in its place."
-        )
+    if name := next(filter(environ.get, WEIGHTS_VARIABLES), None):
+        weights, valid = read_weights(environ[name]), ("auto", *WEIGHTS)
+        if weights not in valid:
+            raise UserError(f"{name}={environ[name]!r}: must be one of {', '.join(valid)}")
+        _log.info("teacher.weights=%s, as %s=%s says", weights, name, environ[name])
+        config.teacher.weights = weights
     allowed = environ.get(DEGENERATE_VARIABLE)
     if allowed not in (None, "", "0", "1"):
         raise UserError(f"{DEGENERATE_VARIABLE}={allowed!r}: must be 1 or 0.")
@@ -251,23 +280,21 @@ def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
 # --- files and logs -----------------------------------------------------------------------------
 
 
-def require_files(run: Run, *, headers: Path | None = None) -> Config:
-    """The run's config with every file of it on this machine, those of the Hub downloaded.
+def require_files(run: Run, *, text: bool = True) -> None:
+    """Raises one `MissingFileError` that names every file of the run that this machine lacks.
 
-    Raises one `MissingFileError` that names every file that is missing, before any download. Each
-    comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file says.
-    With `headers` only what planning reads, no text and of the Hub's models the headers, linked in
-    that empty folder.
+    Each comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file
+    says. Files of the Hub are not asked for. With `text=False` models alone count.
     """
     config, missing = run.config, dict[str, list[str]]()  # remedy: the fields that it mends
     models = {
-        "teacher.path": config.teacher.path,
+        "teacher.path": "" if config.teacher.path == SELF else config.teacher.path,
         "student.path": config.student.path,
         "data.tokenizer": config.data.tokenizer,
     }
     texts = {"data.train": config.data.train, "data.heldout": config.data.heldout}
     texts["rollout.prompts"] = config.rollout.prompts
-    if headers:
+    if not text:
         texts = {}
     for field, path in (models | texts).items():
         here = ",".join(p for p in path.split(",") if not p.strip().startswith(hub.PREFIX))
@@ -285,7 +312,6 @@ def require_files(run: Run, *, headers: Path | None = None) -> Config:
             "files of this run are missing. Get each with the command below it, or set the field "
             "to a file of yours:\n" + "\n".join(lines)
         )
-    return hub.fetch_files(config, headers=headers)
 
 
 def started(

@@ -21,27 +21,27 @@ from kdjax.commands.parsing import (
 )
 from kdjax.config import Config
 from kdjax.errors import BAD_INPUT, FINISHED, reporting
+from kdjax.hub import fetch_headers
 
 
 def show_plan(config: Config) -> bool:
     """Prints the plan of a run, allocating nothing; returns whether it fits."""
     from kdjax.training.job import survey
 
-    with started(lean=True):
-        plan = survey(config, whole=False)[2]
+    with started(lean=True), tempfile.TemporaryDirectory() as folder:
+        plan = survey(fetch_headers(config, Path(folder)), whole=False)[2]
     print("\n".join(plan.lines()))
     return not plan.missing
 
 
 def plan_run(run: Run) -> int:
     """Plans what a command line asked for; returns the exit status."""
-    log_to_terminal()
-    with tempfile.TemporaryDirectory() as folder:
-        config = require_files(run, headers=Path(folder))
-        return FINISHED if show_plan(config) else BAD_INPUT
+    require_files(run, text=False)
+    return FINISHED if show_plan(run.config) else BAD_INPUT
 
 
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
+    log_to_terminal()
     return plan_run(parse_run(run_parser("plan", __doc__), argv))

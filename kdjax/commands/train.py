@@ -8,6 +8,7 @@ picks a variant of it. The same command resumes a run that was stopped.
 """
 
 import logging
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -31,27 +32,22 @@ from kdjax.errors import (
     SMOKE_FAILED,
     KdjaxError,
     UserError,
-    WriteError,
     print_error,
     reporting,
 )
-from kdjax.formats.files import make_folder
 from kdjax.training.hooks import exit_status
 from kdjax.watch.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
 
 
-def open_workdir(workdir: Path) -> Path:
-    """Creates the folder; raises `UserError` if nothing can be written there."""
-    try:
-        make_folder(workdir)
-    except WriteError:
-        raise
-    except OSError as error:
-        raise UserError(
-            f"--workdir={workdir} cannot be written: {error.strerror}. Give a folder you own."
-        ) from error
+def check_workdir(workdir: Path) -> Path:
+    """The folder, not made yet; raises `UserError` if it cannot be made or written."""
+    there = next(p for p in (workdir, *workdir.absolute().parents) if os.path.lexists(p))
+    reason = "" if there.is_dir() else f"{there} is no folder"
+    if reason or not os.access(there, os.W_OK | os.X_OK):
+        reason = reason or f"{there} takes no writing"
+        raise UserError(f"--workdir={workdir} cannot be written: {reason}. Give a folder you own.")
     return workdir
 
 
@@ -63,17 +59,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workdir", help=text)
     parser.add_argument("--plan", action="store_true", help="as `kdjax plan`: train nothing")
     add_cluster_flags(parser)
+    log_to_terminal()
     run = parse_run(parser, argv)
     if run.options.plan:
         return plan_run(run)
-    log_to_terminal()
     workdir = Path(run.options.workdir or Path("runs", run.name))
-    config = run.config
+    check_workdir(workdir)
     if not (workdir / "checkpoints").is_dir():  # a finished run may have lost its files
-        config = require_files(run)
+        require_files(run)
     options = {name: getattr(run.options, name) for name in ("distributed", "join_timeout")}
     options["suits_cpu"] = run.suits_cpu
-    return train_and_report(config, open_workdir(workdir), **options)
+    return train_and_report(run.config, workdir, **options)
 
 
 def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
@@ -108,5 +104,5 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
 
 
 def _same_command() -> str:
-    """What was typed, as a shell takes it."""
+    """The command that was typed, quoted for a shell."""
     return shlex.join(sys.orig_argv)

@@ -5,7 +5,7 @@ the shuffled sequence, so a resumed run, on any number of processes, sees the sa
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -64,7 +64,7 @@ def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, An
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Where the batches of training come from; the loop knows no more of it.
+    """Where the batches of training come from: all that `distill(batches=...)` needs of one.
 
     A batch holds arrays `[B, T]`, this process's share of the rows: see `example`. `params` are the
     student's parameters on the devices, before the step that trains on the batch: a source of the
@@ -80,12 +80,51 @@ class BatchSource(Protocol):
         ...
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Moves a fresh source to a position of `get_state`: `next` gives the same batch again."""
+        """Moves a fresh source to a state of `get_state`: `next` returns the same batch again."""
         ...
 
 
-class TextSource:
-    """Endless batches of packed text, `batch_size` rows over all processes; a `BatchSource`.
+class News(NamedTuple):
+    """News of a source for the hooks, before the step that trains on its latest batch."""
+
+    kind: str  # as logs call it: "round"
+    figures: dict[str, float]
+
+
+class Source(BatchSource):
+    """All that the loop asks of a batch source, with the answers of one that has no news."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Part of a run's identity that this source decides, by names of its own; JSON-able."""
+        return {}
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the next batch takes a time of its own, which is no part of a step's."""
+        return False
+
+    def take_news(self) -> News | None:
+        """The news that came with the latest batch, once; None for none."""
+        return None
+
+
+class _Given(Source):
+    """A source of somebody's own, which has only what `BatchSource` asks."""
+
+    def __init__(self, source: BatchSource):
+        self.next = source.next
+        self.get_state = source.get_state
+        self.set_state = source.set_state
+
+
+def complete_source(source: BatchSource) -> Source:
+    """The source with all that the loop asks of one."""
+    return source if isinstance(source, Source) else _Given(source)
+
+
+class TextSource(Source):
+    """Endless batches of packed text, `batch_size` rows over all processes; a `Source`.
 
     Reshuffled every epoch. A process has rows that follow each other, so that a device has the same
     ones however devices are split into processes. `batch_size` must be divisible by
@@ -121,6 +160,15 @@ class TextSource:
     def set_state(self, state: dict[str, Any]) -> None:
         """Moves a fresh source to a position of `get_state`."""
         self._batches.set_state(state)
+
+
+def list_rows(rows: int, *, batch_size: int, seed: int, batches: int) -> np.ndarray:
+    """Which of so many rows the first batches of a `TextSource` have, ascending."""
+    count = batches * batch_size
+    if count >= rows:  # an epoch has every row once
+        return np.arange(rows)
+    order: Any = grain.MapDataset.range(rows).shuffle(seed=seed)
+    return np.sort(np.asarray([order[i] for i in range(count)], np.int64))
 
 
 def eval_batches(

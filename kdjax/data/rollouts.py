@@ -25,12 +25,13 @@ _log = logging.getLogger("kdjax")
 
 FORMAT = 1  # raise when a column or a field of the record changes its meaning
 FOLDER = "rollouts"  # of a workdir
+ROUND = "round"  # the kind of news that a round is
 _NGRAM = 4  # ids: what is written a second time is a repetition
 _RECORD = "record"
 
 
 class Prompt(NamedTuple):
-    """What the student goes on from, and the id that ends its answer."""
+    """Ids that the student goes on from, and the id that ends its answer."""
 
     ids: list[int]
     end: int
@@ -167,7 +168,7 @@ class Room(NamedTuple):
 
 
 def measure_answers(answers: Sequence[Answer]) -> dict[str, float]:
-    """What the guards look at; all but the length are shares, or nats.
+    """Measures the figures that the guards watch; all but the length are shares, or nats.
 
     `entropy` is the mean of -log p of the drawn ids at temperature 1: the entropy of what was drawn
     at T = 1. `repeated` is the share of four ids in a row that the same answer had before.
@@ -198,7 +199,7 @@ class Round(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """Of the columns, in hex."""
+        """SHA-256 of the columns, in hex."""
         return self.record["sha256"]
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
 from kdjax.formats.files import writing
 from kdjax.formats.locks import LOCK, LockedError, locking
+from kdjax.models.pieces import LONG
 from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -34,6 +36,7 @@ COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
 _ASIDE = ".making-"  # before the names of folders in the making
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
+_REPORT_SECONDS = 10.0
 
 
 class Rows(NamedTuple):
@@ -105,12 +108,15 @@ class Packer:
         """Rows begun so far."""
         return self._row + (self._fill > 0)
 
-    def place(self, length: int) -> list[Piece]:
+    def place(self, length: int, *, whole: bool = False) -> list[Piece]:
         """The pieces of the next document, of `length` ids; none for one id, which has no target.
 
-        Each piece after the first repeats the last id before it, as its first input.
+        Each piece after the first repeats the last id before it, as its first input. One that is
+        to stay `whole` begins a row where the last has too little room, and is cut if no row has.
         """
         pieces, start = [], 0
+        if whole and self._length - self._fill < length > 1:
+            self._row, self._fill, self._segment = self.rows, 0, 0
         while start < length - 1:
             if self._length - self._fill < 2 or self._segment == self._max_segments:
                 self._row, self._fill, self._segment = self._row + 1, 0, 0
@@ -165,9 +171,9 @@ class _SideWriter:
             self._row[name][:] = 0
         self.counts["rows"] += 1
 
-    def add(self, ids: np.ndarray, mask: np.ndarray) -> None:
+    def add(self, ids: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
         """Appends one document; one of a single id has no target and is left out."""
-        pieces = self._packer.place(len(ids))
+        pieces = self._packer.place(len(ids), whole=whole)
         if not pieces:
             return
         self.counts["documents"] += 1
@@ -193,28 +199,59 @@ class _SideWriter:
                 file.close()
 
 
+class _Progress:
+    """Says every 10 s how many tokens there are, and which text is at work."""
+
+    def __init__(self) -> None:
+        self._tokens, self._last = 0, time.monotonic()
+
+    def add(self, tokens: int, source: str) -> None:
+        self._tokens += tokens
+        if time.monotonic() - self._last >= _REPORT_SECONDS:
+            self._last = time.monotonic()
+            _log.info("%s: %.1f million tokens of the text so far", source, self._tokens / 1e6)
+
+
 def tokenize_documents(
     source: Iterable[Document], tokenizer: Tokenizer, end_id: int, *, parse_special: bool = False
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
     """Documents with ids (uint32) and loss mask (uint8), in order; whole texts in batches.
 
     `end_id` follows each document that is open. Strings of special tokens become these in
-    conversations, whose template writes them; in whole texts only with `parse_special`.
+    conversations, whose template writes them; in whole texts only with `parse_special`. A long
+    text is encoded in pieces, so that memory beside its text and ids does not grow with it.
     """
+    progress = _Progress()
+
+    def encode_long(document: Document) -> np.ndarray:
+        parts = []
+        for part in tokenizer.encode_pieces(
+            document.text, parse_special=parse_special, source=document.source
+        ):
+            parts.append(part)
+            progress.add(len(part), document.source)
+        return np.concatenate(parts)
 
     def tokenize(batch: list[Document]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
-        whole = [document.text for document in batch if document.trained is None]
+        whole = [d.text for d in batch if d.trained is None and len(d.text) <= LONG]
         plain = iter(tokenizer.encode_batch(whole, parse_special=parse_special))
         for document in batch:
-            if document.trained is None:
-                ids = tokenizer.open_text(next(plain))
-                mask = [True] * len(ids)
+            if document.said is not None:
+                ids, mask = document.said.ids, document.said.mask
+            elif document.trained is not None:
+                listed, offsets = tokenizer.encode_with_offsets(document.text)
+                ids = np.array(listed, np.uint32)
+                mask = np.array(document.loss_mask(offsets), np.uint8)
             else:
-                ids, offsets = tokenizer.encode_with_offsets(document.text)
-                mask = document.loss_mask(offsets)
+                long = len(document.text) > LONG
+                ids = encode_long(document) if long else np.array(next(plain), np.uint32)
+                opened = np.array(tokenizer.open_text(ids[:1].tolist()), np.uint32)
+                ids = np.concatenate([opened, ids[1:]])
+                mask = np.ones(len(ids), np.uint8)
+                progress.add(0 if long else len(ids), document.source)
             if document.open:
-                ids, mask = [*ids, end_id], [*mask, True]
-            yield document, np.asarray(ids, np.uint32), np.asarray(mask, np.uint8)
+                ids, mask = np.append(ids, np.uint32(end_id)), np.append(mask, np.uint8(1))
+            yield document, ids, mask
 
     batch: list[Document] = []
     size = 0
@@ -253,7 +290,7 @@ def warn_of_marks(
 
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """What decides the packed rows of a run, beside the bytes of its text."""
+    """Settings that decide the packed rows of a run, beside the bytes of its text."""
 
     train: str  # comma-separated directories, globs and files
     heldout: str  # likewise; if empty, `heldout_fraction` of the documents of `train` is held out
@@ -371,7 +408,25 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
 
     Returns how many documents of training are left out because they are held out.
     """
-    (train, heldout), left_out = writers, 0
+    left_out = 0
+
+    for side, document, ids, mask in _split_sides(settings, files):
+        if side is None:
+            left_out += 1
+            continue
+        # What a server said of an answer, it said of all before it.
+        writers[side].add(ids, mask, whole=document.said is not None)
+        if document.trained is None:
+            writers[side].marks.update(settings.tokenizer.count_marks(document.text))
+    for writer in writers:
+        writer.finish()
+    return left_out
+
+
+def _split_sides(
+    settings: RowSettings, files: _Files
+) -> Iterator[tuple[int | None, Document, np.ndarray, np.ndarray]]:
+    """Each document with ids, loss mask and side, 0 of training, 1 held out; None: left out."""
 
     def tokenize(paths: list[Path]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
         source = documents(paths, settings.tokenizer)
@@ -382,33 +437,30 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
             parse_special=settings.parse_special,
         )
 
-    def add(side: _SideWriter, document: Document, ids: np.ndarray, mask: np.ndarray) -> None:
-        side.add(ids, mask)
-        if document.trained is None:
-            side.marks.update(settings.tokenizer.count_marks(document.text))
-
     apart: set[bytes] = set()
     for document, ids, mask in tokenize(files[1]):
         apart.add(document.digest())
-        add(heldout, document, ids, mask)
+        yield 1, document, ids, mask
     for document, ids, mask in tokenize(files[0]):
         digest = document.digest()
         if files[1]:
-            left_out += digest in apart
-            if digest not in apart:
-                add(train, document, ids, mask)
+            yield None if digest in apart else 0, document, ids, mask
         else:
-            side = heldout if _is_heldout(digest, settings.heldout_fraction) else train
-            add(side, document, ids, mask)
-    for writer in writers:
-        writer.finish()
-    return left_out
+            yield int(_is_heldout(digest, settings.heldout_fraction)), document, ids, mask
+
+
+def locate_documents(settings: RowSettings) -> Iterator[tuple[int, Document, list[Piece]]]:
+    """Where each document lies in the rows of `prepare_rows`: its side and its pieces."""
+    packers = [Packer(settings.seq_len + 1, settings.max_segments) for _ in _SIDES]
+    for side, document, ids, _ in _split_sides(settings, settings.find_files()):
+        if side is not None:
+            yield side, document, packers[side].place(len(ids), whole=document.said is not None)
 
 
 def _check_sides(
     writers: list[_SideWriter], settings: RowSettings, left_out: int
 ) -> dict[str, Any]:
-    """What is known of both sides; raises `UserError` if one of them has no row."""
+    """Counts rows, tokens and marks of both sides; raises `UserError` if one has no row."""
     sides: dict[str, Any] = {}
     total = sum(writer.counts["documents"] for writer in writers)
     if total == 0:

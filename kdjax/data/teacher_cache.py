@@ -1,8 +1,10 @@
 """A teacher's outputs on the disk: one record a row, in hashed shards beside an index.
 
-A folder holds `index.json` and `shard-00000.bin`, ...: records of one NumPy type back to back,
-first those of the training rows, then those of the held-out rows. The index says what the records
-were made of, lists the finished shards, and says `complete` once all shards are there.
+A folder holds `index.json` and `shard-00000.bin`, ...: records of one NumPy type back to back. The
+rows of training are numbered first, then those that are held out. The index says what the records
+were made of and lists the finished shards. In a cache of all rows a shard's number tells its rows,
+and the index says `complete` once all are there; of some rows the index lists each shard's, and
+more can be added.
 """
 
 import collections
@@ -10,25 +12,27 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from kdjax.config import check_weights, name_numbers, read_weights
 from kdjax.device import cluster
-from kdjax.errors import MissingFileError, UserError, WriteError
+from kdjax.errors import MissingFileError, UserError, WriteError, suggest_path
 from kdjax.formats.files import remove_leftovers, replacing, writing
 from kdjax.formats.locks import LOCK, locking
 
 _log = logging.getLogger("kdjax")
 
-FORMAT = 1  # raise when records or fields change their meaning
+FORMAT, SOME_ROWS = 1, 2  # formats of an index: of all rows, in order; of the rows that it lists
 KINDS = ("topk", "hidden")
 INDEX = "index.json"
 SHARD_BYTES = 512_000_000
@@ -37,7 +41,7 @@ _MAKE = "kdjax cache --config=... --out={}"
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """What a cache was made of: a run that reads it must have the same."""
+    """Inputs that a cache was made of: a run that reads it must have the same."""
 
     kind: str  # a member of KINDS
     k: int  # ids a position; 0 for hidden states
@@ -49,8 +53,10 @@ class CacheSpec:
     positions: int  # a row
     width: int  # of the teacher's hidden states
     dtype: str  # train.compute_dtype, that of hidden states
-    compute: str  # teacher.compute
+    weights: str  # of the teacher: dense, whose numbers packed ones have too, or float8
     sides: tuple[int, int]  # rows of training, held-out rows
+    # Fields of the teacher that came later, where they are not at their defaults.
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def record(self) -> np.dtype:
@@ -71,11 +77,16 @@ class CacheSpec:
         """Rows of every shard but the last."""
         return max(1, SHARD_BYTES // self.record.itemsize)
 
+    def cut(self, rows: np.ndarray) -> list[np.ndarray]:
+        """These rows, as many in each part as a shard has."""
+        step = self.shard_rows
+        return [rows[start : start + step] for start in range(0, len(rows), step)]
+
     @property
-    def shards(self) -> list[range]:
-        """The rows of each shard."""
-        rows, step = sum(self.sides), self.shard_rows
-        return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
+    def shards(self) -> dict[str, np.ndarray]:
+        """The rows of each shard of a cache of all rows."""
+        parts = self.cut(np.arange(sum(self.sides)))
+        return {_shard_name(number): rows for number, rows in enumerate(parts)}
 
     def differences(self, other: "CacheSpec", names: Iterable[str]) -> list[str]:
         """Lines naming the fields that differ, with both values."""
@@ -87,18 +98,22 @@ class CacheSpec:
 
 
 def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
-    """What the cache was made of, and its index; raises `UserError` for another format or none."""
+    """Reads a cache's spec and index; raises `UserError` for another format or none."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text())
-        if (number := index["format"]) != FORMAT:
-            raise UserError(f"{path}: found format {number}; expected {FORMAT}. Make it again.")
-        fields: dict[str, Any] = index["about"]
+        if (number := index["format"]) not in (FORMAT, SOME_ROWS):
+            raise UserError(
+                f"{path}: found format {number}; expected {FORMAT} or {SOME_ROWS}. Make it again."
+            )
+        fields: dict[str, Any] = dict(index["about"])
         fields |= {name: tuple(fields[name]) for name in ("vocabulary", "sides")}
+        if compute := fields.pop("compute", None):  # of an earlier version
+            fields["weights"] = name_numbers(read_weights(compute))
         return CacheSpec(**fields), index
     except FileNotFoundError:
         raise MissingFileError(
-            f"{path}: found no such file; expected a cached teacher. Make it: "
+            f"{path}: found no such file; expected a cached teacher.{suggest_path(path)} Make it: "
             f"`{_MAKE.format(folder)}`"
         ) from None
     except UserError:
@@ -114,44 +129,90 @@ def _shard_name(number: int) -> str:
     return f"shard-{number:05}.bin"
 
 
-def _find_damage(folder: Path, spec: CacheSpec, hashes: Mapping[str, str]) -> dict[str, str]:
-    """What is wrong with each damaged shard of those listed; `hashes` are their SHA-256s."""
-    row_bytes = spec.record.itemsize
-    sizes = {_shard_name(i): len(rows) * row_bytes for i, rows in enumerate(spec.shards)}
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """A finished shard: the SHA-256 of its file, in hex, and the numbers of its rows."""
+
+    sha256: str
+    rows: np.ndarray
+
+
+def _list_shards(spec: CacheSpec, index: Mapping[str, Any]) -> dict[str, _Shard]:
+    """The finished shards of an index, by name."""
+    if index["format"] == FORMAT:
+        rows, none = spec.shards, np.empty(0, np.int64)
+        return {name: _Shard(sha, rows.get(name, none)) for name, sha in index["shards"].items()}
+    return {
+        name: _Shard(entry["sha256"], _join_runs(entry["rows"]))
+        for name, entry in index["shards"].items()
+    }
+
+
+def _find_runs(rows: np.ndarray) -> list[list[int]]:
+    """Ascending numbers as [first, last] of those that follow each other."""
+    ends = np.flatnonzero(np.diff(rows) != 1)
+    firsts, lasts = rows[[0, *(ends + 1)]], rows[[*ends, -1]]
+    return [[int(first), int(last)] for first, last in zip(firsts, lasts, strict=True)]
+
+
+def _join_runs(runs: Iterable[Sequence[int]]) -> np.ndarray:
+    return np.concatenate([np.arange(first, last + 1) for first, last in runs])
+
+
+def _find_damage(folder: Path, spec: CacheSpec, shards: Mapping[str, _Shard]) -> dict[str, str]:
+    """Finds the damaged shards of those listed, and what is wrong with each."""
 
     def describe_damage(name: str) -> str:
+        shard = shards[name]
+        expected = len(shard.rows) * spec.record.itemsize
         try:
             size = (folder / name).stat().st_size
         except OSError:
             return "is missing"
-        if size != sizes.get(name):
-            return f"has {size:,} bytes, expected {sizes.get(name, 0):,}"
+        if size != expected:
+            return f"has {size:,} bytes, expected {expected:,}"
         with (folder / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return "" if digest == hashes[name] else f"has SHA-256 {digest}, expected {hashes[name]}"
+        return "" if digest == shard.sha256 else f"has SHA-256 {digest}, expected {shard.sha256}"
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        damage = zip(hashes, pool.map(describe_damage, hashes), strict=True)
+        damage = zip(shards, pool.map(describe_damage, shards), strict=True)
         return {name: problem for name, problem in damage if problem}
 
 
-def _save_index(folder: Path, spec: CacheSpec, shards: dict[str, str]) -> None:
-    index = {
-        "format": FORMAT,
-        "complete": len(shards) == len(spec.shards),
-        "about": dataclasses.asdict(spec),
-        "record_bytes": spec.record.itemsize,
-        "shard_rows": spec.shard_rows,
-        "shards": dict(sorted(shards.items())),
-    }
+def _save_index(
+    folder: Path, spec: CacheSpec, shards: Mapping[str, _Shard], *, ordered: bool
+) -> None:
+    about = dataclasses.asdict(spec)
+    if (folder / INDEX).exists():  # an earlier version's words stay, and so does the index's hash
+        about = read_index(folder)[1]["about"]
+    index: dict[str, Any] = {"about": about, "record_bytes": spec.record.itemsize}
+    if ordered:
+        index = {"format": FORMAT, "complete": len(shards) == len(spec.shards)} | index
+        index |= {"shard_rows": spec.shard_rows}
+        index |= {"shards": {name: shards[name].sha256 for name in sorted(shards)}}
+    else:
+        listed = {
+            name: {"sha256": shards[name].sha256, "rows": _find_runs(shards[name].rows)}
+            for name in sorted(shards)
+        }
+        index = {"format": SOME_ROWS} | index | {"shards": listed}
     with replacing(folder / INDEX) as file:
         file.write(json.dumps(index, indent=1).encode() + b"\n")
 
 
-def _find_finished(folder: Path, spec: CacheSpec) -> dict[str, str]:
-    """SHA-256 by name of the undamaged shards that a stopped writer left in the folder."""
+def _are_ordered(spec: CacheSpec, shards: Mapping[str, np.ndarray]) -> bool:
+    """Whether each shard has the rows that its number tells in a cache of all rows."""
+    expected = spec.shards
+    return all(np.array_equal(rows, expected.get(name, [])) for name, rows in shards.items())
+
+
+def _find_finished(
+    folder: Path, spec: CacheSpec
+) -> tuple[dict[str, _Shard], dict[str, np.ndarray]]:
+    """The undamaged shards that the folder has, and the rows of the damaged ones."""
     if not (folder / INDEX).exists():
-        return {}
+        return {}, {}
     earlier, index = read_index(folder)
     names = [field.name for field in dataclasses.fields(CacheSpec)]
     if lines := earlier.differences(spec, names):
@@ -159,59 +220,83 @@ def _find_finished(folder: Path, spec: CacheSpec) -> dict[str, str]:
             f"{folder} holds another cache:\n  " + "\n  ".join(lines) + "\n"
             "Give another --out, delete that folder, or restore what it was made of."
         )
-    damaged = _find_damage(folder, spec, index["shards"])
+    shards = _list_shards(spec, index)
+    damaged = _find_damage(folder, spec, shards)
     for name, problem in damaged.items():
         _log.warning("%s %s: written again", folder / name, problem)
-    return {name: sha for name, sha in index["shards"].items() if name not in damaged}
+    done = {name: shard for name, shard in shards.items() if name not in damaged}
+    return done, {name: shards[name].rows for name in damaged if len(shards[name].rows)}
+
+
+def _plan_shards(
+    spec: CacheSpec, shards: Mapping[str, np.ndarray], wanted: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The rows of each shard beside `shards` that makes all `wanted` rows be there."""
+    if len(wanted) == sum(spec.sides) and _are_ordered(spec, shards):
+        return {name: rows for name, rows in spec.shards.items() if name not in shards}
+    held = np.zeros(sum(spec.sides), bool)
+    for rows in shards.values():
+        held[rows] = True
+    free = (name for number in itertools.count() if (name := _shard_name(number)) not in shards)
+    return dict(zip(free, spec.cut(wanted[~held[wanted]]), strict=False))
 
 
 def write(
-    folder: Path, spec: CacheSpec, produce: Callable[[range], Iterable[np.ndarray]]
-) -> dict[str, str]:
-    """Writes the missing shards; `produce(rows)` yields the records of those rows, in order.
+    folder: Path,
+    spec: CacheSpec,
+    produce: Callable[[Sequence[int]], Iterable[np.ndarray]],
+    wanted: np.ndarray | None = None,
+) -> None:
+    """Adds the shards that `wanted` rows lack, ascending; None: all rows.
 
-    Of several processes the first writes, and all produce: on the others it yields nothing. Each
-    shard is written aside, hashed and renamed, then listed: a writer that is killed continues
-    at the first shard that is not listed, or is not as listed. Returns names and SHA-256s. Raises
-    `UserError` for a folder with another cache, `LockedError` for one that another process writes,
-    `WriteError` for a disk without room.
+    `produce(rows)` yields the records of those rows, in order. Of several processes the first
+    writes, and all produce: on the others it yields nothing. Each shard is written aside, hashed
+    and renamed, then listed: a writer that is killed continues at the first shard that is not
+    listed, or is not as listed. Raises `UserError` for a folder with another cache, `LockedError`
+    for one that another process writes, `WriteError` for a disk without room.
     """
-    first, done = jax.process_index() == 0, dict[str, str]()
-    shards = {_shard_name(i): rows for i, rows in enumerate(spec.shards)}
+    first, done, ordered = jax.process_index() == 0, dict[str, _Shard](), False
+    plan: dict[str, list[list[int]]] = {}
     with contextlib.ExitStack() as held:
         if first:
             with writing(folder / INDEX):
                 folder.mkdir(parents=True, exist_ok=True)
                 if held.enter_context(locking(folder / LOCK, "give another --out")):
                     remove_leftovers(folder)
-            done = _find_finished(folder, spec)
-            _check_room(folder, spec, done)
-        done = cluster.exchange("cache", done)[0]
-        for name, rows in shards.items():
-            if name in done:
-                continue
-            records = produce(rows)
+            done, damaged = _find_finished(folder, spec)
+            shards = {name: shard.rows for name, shard in done.items()} | damaged
+            wanted = np.arange(sum(spec.sides)) if wanted is None else wanted
+            missing = damaged | _plan_shards(spec, shards, wanted)
+            ordered = _are_ordered(spec, shards | missing)
+            _check_room(folder, spec, shards, missing)
+            plan = {name: _find_runs(rows) for name, rows in sorted(missing.items())}
+        plan = cluster.exchange("cache", plan)[0]
+        for number, (name, runs) in enumerate(plan.items(), 1):
+            rows = _join_runs(runs)
+            records = produce(rows.tolist())
             if first:
-                done[name] = _write_shard(folder / name, len(rows), records)
-                _save_index(folder, spec, done)
-                _log.info("%s: %d of %d", folder / name, len(done), len(shards))
+                done[name] = _Shard(_write_shard(folder / name, len(rows), records), rows)
+                _save_index(folder, spec, done, ordered=ordered)
+                _log.info("%s: %d of %d", folder / name, number, len(plan))
             else:
                 collections.deque(records, maxlen=0)
-    return done
 
 
-def _check_room(folder: Path, spec: CacheSpec, done: Mapping[str, str]) -> None:
+def _check_room(
+    folder: Path,
+    spec: CacheSpec,
+    shards: Mapping[str, np.ndarray],
+    missing: Mapping[str, np.ndarray],
+) -> None:
     """Says what is to be written; raises `WriteError` if the disk has no room for it."""
-    shards = {_shard_name(i): rows for i, rows in enumerate(spec.shards)}
-    missing = {name: rows for name, rows in shards.items() if name not in done}
     row_bytes = spec.record.itemsize
-    need = sum(map(len, missing.values())) * row_bytes
-    free = shutil.disk_usage(folder).free
-    rows, size = sum(spec.sides), sum(spec.sides) * row_bytes / 1e9
+    more = sum(map(len, missing.values()))
+    held = sum(len(rows) for name, rows in shards.items() if name not in missing)
+    need, free = more * row_bytes, shutil.disk_usage(folder).free
     _log.info(
-        f"{folder}: {rows:,} rows x {spec.positions:,} positions x "
-        f"{row_bytes / spec.positions:.0f} bytes = {size:.2f} GB in {len(shards)} shards; "
-        f"{len(done)} are there, {need / 1e9:.2f} GB are to be written, "
+        f"{folder}: {held + more:,} of {sum(spec.sides):,} rows x {spec.positions:,} positions x "
+        f"{row_bytes / spec.positions:.0f} bytes = {(held + more) * row_bytes / 1e9:.2f} GB; "
+        f"{held:,} rows are there, {need / 1e9:.2f} GB are to be written, "
         f"{free / 1e9:.2f} GB are free"
     )
     if need > 0.99 * free:
@@ -235,27 +320,35 @@ def _write_shard(path: Path, rows: int, records: Iterable[np.ndarray]) -> str:
 
 
 class TeacherCache:
-    """A complete cache, opened for reading."""
+    """A cache, opened for reading."""
 
-    def __init__(self, folder: Path, spec: CacheSpec, sha256: str):
-        self.spec, self.sha256 = spec, sha256  # of the index, shards' hashes included
-        self._shards = [
-            np.memmap(folder / _shard_name(i), spec.record, "r", shape=(len(rows),))
-            for i, rows in enumerate(spec.shards)
-        ]
+    def __init__(self, folder: Path, spec: CacheSpec, shards: Mapping[str, _Shard], sha256: str):
+        self.spec, self.sha256 = spec, sha256  # of `hash_index`
+        self._maps, place = [], np.full((sum(spec.sides), 2), -1, np.int32)
+        for number, (name, shard) in enumerate(shards.items()):
+            count = len(shard.rows)
+            self._maps.append(np.memmap(folder / name, spec.record, "r", shape=(count,)))
+            place[shard.rows, 0], place[shard.rows, 1] = number, np.arange(count)
+        self._place = place  # the shard of each row and the record in it; -1: not cached
         self.train, self.heldout = Side(self, 0), Side(self, spec.sides[0])
 
     def read(self, row: int) -> dict[str, np.ndarray]:
         """Columns `teacher_*` of a row, `[T, ...]`: views of the disk's map, copied by batching."""
-        shard, at = divmod(row, self.spec.shard_rows)
-        record: Any = self._shards[shard][at]
+        shard, at = self._place[row]
+        assert shard >= 0, row  # `open_cache` has all that are needed
+        record: Any = self._maps[shard][at]
         return {f"teacher_{name}": np.asarray(record[name]) for name in record.dtype.names}
 
+    def lacks(self, rows: np.ndarray) -> np.ndarray:
+        """Selects the rows that are not cached."""
+        return rows[self._place[rows, 0] < 0]
+
     def __str__(self) -> str:
-        spec = self.spec
-        size = sum(spec.sides) * spec.record.itemsize
+        spec, rows = self.spec, sum(map(len, self._maps))
         content = f"top {spec.k} ids at T={spec.temperature:g}" if spec.k else "hidden states"
-        return f"cached teacher: {content}, {size / 1e9:.2f} GB in {len(spec.shards)} shards"
+        of = f"{rows:,} of {sum(spec.sides):,} rows"
+        size = rows * spec.record.itemsize / 1e9
+        return f"cached teacher: {content} of {of}, {size:.2f} GB in {len(self._maps)} shards"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,14 +362,70 @@ class Side:
         return self.cache.read(self.start + row)
 
 
-def open_cache(folder: Path, expected: CacheSpec) -> TeacherCache:
+@dataclasses.dataclass(frozen=True)
+class SeveralSides:
+    """The same side of several caches: columns `teacher_0_*`, `teacher_1_*`, ..."""
+
+    sides: tuple[Side, ...]
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        return {
+            name.replace("teacher_", f"teacher_{number}_", 1): column
+            for number, side in enumerate(self.sides)
+            for name, column in side[row].items()
+        }
+
+
+class SeveralCaches:
+    """Caches of several teachers over the same rows, with a weight each."""
+
+    def __init__(self, caches: Sequence[TeacherCache], weights: Sequence[float]):
+        self.caches, self.weights = caches, weights
+        self.sha256 = join_hashes([(w, c.sha256) for w, c in zip(weights, caches, strict=True)])
+        self.train = SeveralSides(tuple(cache.train for cache in caches))
+        self.heldout = SeveralSides(tuple(cache.heldout for cache in caches))
+
+    def __str__(self) -> str:
+        pairs = zip(self.weights, self.caches, strict=True)
+        return "; ".join(f"{weight:g} of a {cache}" for weight, cache in pairs)
+
+
+def split_caches(text: str) -> list[tuple[float, Path]]:
+    """The folders that `teacher.cache` names, with their weights: `"0.7*a,0.3*b"`.
+
+    Without weights, `"a,b"`, all have the same. `UserError` for weights that are no shares.
+    """
+    if "," not in text or Path(text).exists():
+        return [(1.0, Path(text))]
+    parts = [part.strip().rpartition("*") for part in text.split(",")]
+    try:
+        weights = [float(weight) if star else 1 / len(parts) for weight, star, _ in parts]
+    except ValueError:
+        raise UserError(
+            f"teacher.cache={text!r}: expected folders by commas, such as a,b or 0.7*a,0.3*b"
+        ) from None
+    check_weights(weights)
+    return [(weight, Path(folder)) for weight, (_, _, folder) in zip(weights, parts, strict=True)]
+
+
+def join_hashes(hashes: Sequence[tuple[float, str]]) -> str:
+    """SHA-256, in hex, of several caches, by weights and hashes; one has its own."""
+    if len(hashes) == 1:
+        return hashes[0][1]
+    return hashlib.sha256(json.dumps([list(pair) for pair in hashes]).encode()).hexdigest()
+
+
+def open_cache(folder: Path, expected: CacheSpec, needed: np.ndarray | None = None) -> TeacherCache:
     """The cache in `folder`, every shard rehashed.
 
-    Raises `UserError` if it is incomplete or damaged, or was made of another teacher, text or
-    tokenizer, or for another temperature than `expected` says.
+    Raises `UserError` if it is damaged, lacks one of the `needed` rows (None: of all), or was made
+    of another teacher, text or tokenizer, or for another temperature than `expected` says.
     """
     spec, index = read_index(folder)
-    names = ["teacher", "compute", "rows", "tokenizer", "vocabulary", "positions", "sides"]
+    names = ["teacher", "weights", "rows", "tokenizer", "vocabulary", "positions", "sides"]
+    names.append("settings")
+    if not expected.teacher:  # a run without the teacher's file: its cache says what it said
+        names = [n for n in names if n not in ("teacher", "weights", "settings")]
     if spec.temperature is not None:
         names.append("temperature")
     if lines := spec.differences(expected, names):
@@ -287,21 +436,35 @@ def open_cache(folder: Path, expected: CacheSpec) -> TeacherCache:
             f"{folder} is the cache of another run:\n  " + "\n  ".join(lines) + "\n"
             f"Restore those settings, or make a cache of this run: `{_MAKE.format('DIR')}`.{hint}"
         )
-    count, total = len(index["shards"]), len(spec.shards)
-    if not index["complete"] or count != total:
+    shards, total = _list_shards(spec, index), len(spec.shards)
+    if index["format"] == FORMAT and not (index["complete"] and len(shards) == total):
         raise UserError(
-            f"{folder}: found {count} of {total} shards; expected a complete cache. Finish it: "
-            f"`{_MAKE.format(folder)}`"
+            f"{folder}: found {len(shards)} of {total} shards; expected a complete cache. Finish "
+            f"it: `{_MAKE.format(folder)} --all`"
         )
-    if damaged := _find_damage(folder, spec, index["shards"]):
+    if damaged := _find_damage(folder, spec, shards):
         lines = "\n  ".join(f"{name} {problem}" for name, problem in damaged.items())
         raise UserError(
             f"{folder}: {len(damaged)} shards are not as they were written:\n  {lines}\n"
             f"Write these again: `{_MAKE.format(folder)}`"
         )
-    return TeacherCache(folder, spec, hash_index(index))
+    cache = TeacherCache(folder, spec, shards, hash_index(index))
+    needed = np.arange(sum(spec.sides)) if needed is None else needed
+    if len(missing := cache.lacks(needed)):
+        raise UserError(
+            f"{folder}: found {len(needed) - len(missing):,} of the {len(needed):,} rows that this "
+            f"run reads; expected all. Add the others, with this run's config and flags: "
+            f"`{_MAKE.format(folder)}`, or --all for every row of the text."
+        )
+    return cache
 
 
 def hash_index(index: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of an index: of the whole cache, whose shards' hashes it holds."""
+    """SHA-256, in hex, by which runs know a cache.
+
+    Of a cache of all rows it covers the whole index, the shards' hashes among it. One that may
+    grow is known by what it is made of and by its first shard.
+    """
+    if index["format"] == SOME_ROWS:
+        index = {"about": index["about"], "first": min(index["shards"].items(), default=None)}
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()

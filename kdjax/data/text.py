@@ -1,18 +1,23 @@
 """Documents from files: plain text and source code, JSON lines, Parquet; text or conversations."""
 
+import functools
 import glob
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kdjax.data.answers import Said, is_answer, read_answers
 from kdjax.data.installed import source_files
-from kdjax.errors import MissingFileError, UserError
+from kdjax.errors import MissingFileError, UserError, suggest_path
 from kdjax.hub import TEXT, fetch_path
 from kdjax.models.tokenizer import Tokenizer
+
+_log = logging.getLogger("kdjax")
 
 # What a directory is searched for; a file named outright is read whatever its suffix.
 # fmt: off
@@ -40,6 +45,7 @@ class Document(NamedTuple):
     source: str  # "file" or "file:line"
     trained: tuple[tuple[int, int], ...] | None = None
     open: bool = True
+    said: Said | None = None  # its ids, of a server's answer, which is not tokenized again
 
     def loss_mask(self, offsets: Sequence[tuple[int, int]]) -> list[bool]:
         """Whether each token carries loss, from the characters `[start, end)` it came from."""
@@ -68,27 +74,40 @@ def find_files(patterns: str) -> list[Path]:
     """Files of comma-separated directories, globs and names, sorted, each once.
 
     `python:NAMES` at the end stands for the source files of installed packages, in the order of
-    their names there (`installed.source_files`), wherever this machine keeps them. Raises
-    `MissingFileError` naming the first pattern that matches nothing.
+    their names there (`installed.source_files`), wherever this machine keeps them. Links to
+    nothing are left out with a warning. Raises `MissingFileError` naming the first pattern that
+    matches nothing.
     """
     files: set[Path] = set()
+    dead: set[Path] = set()
     paths, packages = split_sources(patterns)
     for pattern in (p for path in paths for p in _split(fetch_path(path, TEXT))):
         expanded = os.path.expanduser(pattern)
         matches = sorted(glob.glob(expanded, recursive=True)) or [expanded]
         matched: set[Path] = set()
         for path in map(Path, matches):
-            matched |= set(_walk(path)) if path.is_dir() else ({path} if path.is_file() else set())
+            matched |= set(_walk(path)) if path.is_dir() else {path}
+        links = {path for path in matched if path.is_symlink() and not path.exists()}
+        matched = {path for path in matched - links if path.is_file()}
         if not matched:
+            only = f" but links to nothing ({_name_some(sorted(links))})" if links else ""
             raise MissingFileError(
-                f"{pattern}: no file found. Give a directory of text, a glob such as "
-                "'src/**/*.py', or a .txt, .jsonl or .parquet file."
+                f"{pattern}: no file found{only}. Give a directory of text, a glob such as "
+                f"'src/**/*.py', or a .txt, .jsonl or .parquet file.{suggest_path(expanded)}"
             )
         files |= matched
+        dead |= links
+    if dead:
+        _warn_of_links(tuple(sorted(dead)))
     installed = [path for package in packages for path in source_files(package)]
     if not files and not installed:
         raise MissingFileError("no text was named: set data.train to directories, globs or files.")
     return list(dict.fromkeys([*sorted(files), *installed]))
+
+
+@functools.cache  # files are looked for before a run, and for its rows
+def _warn_of_links(links: tuple[Path, ...]) -> None:
+    _log.warning("%s: a link to nothing, left out", _name_some(links))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -103,16 +122,32 @@ def _walk(folder: Path) -> Iterator[Path]:
 def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]:
     """Every non-empty document of the files, in order.
 
-    Raises `UserError` naming file and line (or row) of the first thing that cannot be read.
+    Warns once of empty ones and once of NUL bytes. Raises `UserError` naming file and line (or
+    row) of the first thing that cannot be read.
     """
+    empty: list[str] = []
+    with_nul: list[str] = []
     for source, record in _read_records(files):
-        document = _make_document(record, source, tokenizer)
-        if document.text.strip():
-            yield document
+        for document in _make_documents(record, source, tokenizer):
+            if "\0" in document.text:
+                with_nul.append(source)
+            if document.text and not document.text.isspace():
+                yield document
+            elif not source.endswith("__init__.py"):  # of which packages are full
+                empty.append(source)
+    if empty:
+        _log.warning("%s: no text there, left out", _name_some(empty))
+    if with_nul:
+        _log.warning("%s: found NUL bytes, which are kept as text", _name_some(with_nul))
+
+
+def _name_some(sources: Sequence[object]) -> str:
+    more = f" and {len(sources) - 3} more" if len(sources) > 3 else ""
+    return ", ".join(map(str, sources[:3])) + more
 
 
 def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """What a model is to go on from, for every non-empty record of the files, in order.
+    """Yields the beginning that a model goes on from, for every non-empty record, in order.
 
     Of `messages` the conversation up to the assistant's next turn, which is opened: an answer that
     ends them is left out. A record's `opening` stands at the beginning of that turn. Of anything
@@ -194,6 +229,16 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
                 yield f"{path}:{number}", record
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
+
+
+def _make_documents(record: object, source: str, tokenizer: Tokenizer) -> Iterator[Document]:
+    """The documents of a record: one, or each answer of a server."""
+    if not is_answer(record):
+        yield _make_document(record, source, tokenizer)
+        return
+    assert isinstance(record, Mapping)
+    for said in read_answers(record, source, tokenizer):
+        yield Document(tokenizer.decode(said.ids.tolist()), source, (), open=False, said=said)
 
 
 def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Document:

@@ -46,7 +46,7 @@ class Member(NamedTuple):
 
 
 def find_member(environ: Mapping[str, str]) -> Member | None:
-    """What an engine's variables say; None where no engine started several processes.
+    """Reads an engine's variables; None where no engine started several processes.
 
     A lone process within a Slurm allocation is alone: only tasks of an `srun` step wait for others.
     Raises `UserError` for variables that are incomplete or no numbers.
@@ -102,7 +102,7 @@ def _read_numbers(environ: Mapping[str, str], engine: str, *names: str) -> list[
 def started(
     distributed: str = "auto", timeout: int = JOIN_TIMEOUT, *, suits_cpu: bool = False
 ) -> Iterator[runtime.Devices]:
-    """Starts JAX with the memory that a run needs, the processes `joined`; gives what it runs on.
+    """Starts JAX with the memory that a run needs, the processes `joined`; returns the devices.
 
     Raises as `joined` and `runtime.refuse_idle_gpus` do.
     """
@@ -201,7 +201,7 @@ _DONE, _FAILED = b"D", b"F"  # a process's last word
 class _Peers:
     """A connection of each process to the first: the kernel closes it when a process dies.
 
-    JAX's own heartbeats take 100 seconds, and end a process with a C++ stack.
+    JAX's own heartbeats, however short their timeout, end a process by SIGABRT with a C++ stack.
     """
 
     def __init__(self, member: Member):
@@ -294,7 +294,7 @@ def _find_differences(field: str, found: Sequence[Mapping[str, str]]) -> list[in
 
 
 def exchange(name: str, mine: Any, timeout: int = _DAY) -> list[Any]:
-    """What each process gives, in their order, to all of them; JSON-able.
+    """Gives every process the JSON-able values of all processes, in their order.
 
     All processes call it equally often with the same `name`.
     """
@@ -327,7 +327,7 @@ def collect(name: str, results: Sequence[Any]) -> list[Any]:
 
 
 def once_a_host(name: str, make: Callable[[], Any]) -> Any:
-    """What the first process of this host makes, for all of the host; JSON-able."""
+    """Makes a JSON-able value in this host's first process, and gives it to all of the host."""
     first = exchange(f"{name} by host", platform.node()).index(platform.node())
     return exchange(name, make() if first == jax.process_index() else None)[first]
 
@@ -370,7 +370,7 @@ def check_shared(folder: Path) -> None:
 class SharedFlag:
     """A question that all processes answer alike at each step: has any of them said yes?
 
-    Of several processes the answer is that of one call earlier, which the devices have by then.
+    With several processes an answer is one call late: the devices have exchanged it by then.
     """
 
     def __init__(self, mesh: Mesh):

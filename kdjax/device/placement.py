@@ -23,7 +23,7 @@ class Placement:
 
     @classmethod
     def on(cls, mesh: Mesh) -> "Placement":
-        """With kernels on NVIDIA GPUs of Ampere or later that each hold whole rows and heads.
+        """Placement on a mesh; kernels on NVIDIA GPUs of Ampere or later with whole rows and heads.
 
         Each device then runs the program of one device (`map_rows`). What `tensor` splits the
         compiler splits, and it does not look into kernels.
@@ -34,7 +34,7 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """As JAX names it: "cpu", "gpu", "tpu"."""
+        """Platform by JAX's name: "cpu", "gpu", "tpu"."""
         return self.mesh.devices.flat[0].platform
 
     @property

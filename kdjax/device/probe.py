@@ -1,4 +1,4 @@
-"""What the CUDA driver says about the visible devices, asked before JAX starts.
+"""Asks the CUDA driver about the visible devices, before JAX starts.
 
 Run as a script, it prints the answers as JSON; `probe_devices` does that in a child process. Three
 reasons for the child: after `cuInit` a forked worker can no longer use CUDA; `cuInit` fixes

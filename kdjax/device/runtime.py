@@ -1,4 +1,4 @@
-"""What must be decided before JAX touches a device: allocator, memory, compilation cache.
+"""Decides what JAX must know before it touches a device: allocator, memory, compilation cache.
 
 XLA does not know about GPUs that share memory with the CPU (GB10, Jetson): its default grabs 75% of
 what the driver calls total, which there is the machine's own RAM. So the driver is asked first
@@ -186,7 +186,7 @@ def _traps(environ: Mapping[str, str], unified: bool) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """What was decided, why, and what was really applied."""
+    """Settings that were decided, why, and which of them were applied."""
 
     kind: DeviceMemory
     settings: Mapping[str, str]  # added to the environment; empty if JAX had already started
@@ -246,8 +246,8 @@ def configure(
 def _keep_freed_memory(environ: Mapping[str, str]) -> None:
     """Lets glibc reuse blocks of up to 256 MiB that are freed, instead of returning them.
 
-    XLA's CPU backend allocates a step's temporaries anew each time. What the kernel gives comes
-    zeroed, a page fault every 4 kB: 20 of the 120 ms of a step of configs/demo.py.
+    XLA's CPU backend allocates a step's temporaries anew each time. Pages from the kernel are
+    zeroed, with a page fault every 4 kB: 20 of the 120 ms of a step of configs/demo.py.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -326,7 +326,7 @@ class Devices:
 
 
 def device_summary() -> Devices:
-    """What JAX runs on; starts JAX if nothing did before.
+    """Describes JAX's devices; starts JAX if nothing did before.
 
     Raises `UserError` if JAX cannot start on the platform that JAX_PLATFORMS names.
     """
@@ -335,9 +335,9 @@ def device_summary() -> Devices:
     except (RuntimeError, AssertionError) as error:  # the latter for a plugin that is not there
         if not (asked := _asked_platforms()):
             raise
-        extra = _cuda_extra(_driver_version())
+        extra, reason = _cuda_extra(_driver_version()), str(error) or "it has no such plugin"
         raise UserError(
-            f"JAX_PLATFORMS={asked}: JAX cannot start there ({error or 'it has no such plugin'}). "
+            f"JAX_PLATFORMS={asked}: JAX cannot start there ({reason}). "
             f"Unset it, set JAX_PLATFORMS=cpu, or, for an NVIDIA GPU, pip install 'kdjax[{extra}]'."
         ) from error
     first = jax.local_devices()[0]  # another process's device has no statistics here

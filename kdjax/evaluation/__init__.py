@@ -1,1 +1,1 @@
-"""What `python -m kdjax.evaluate` measures, and how it tells a broken model from a weak one."""
+"""Measures a model, and tells a broken one from a weak one: `kdjax evaluate`."""

@@ -1,4 +1,4 @@
-"""What a token of a text is: identifier, keyword, number, ..., by Pygments' lexer for its file."""
+"""Classes of tokens (identifier, keyword, number, ...), by Pygments' lexer for the text's file."""
 
 import ast
 import bisect

@@ -1,4 +1,4 @@
-"""What a draft saves: blocks of drafts accepted along the teacher's own text, and their speed-up.
+"""Savings of a draft: blocks of drafts accepted along the teacher's own text, and their speed-up.
 
 Speculation reads the teacher's text and no other, so the draft is judged on that: on continuations
 of held-out prompts that the teacher wrote, greedily and at T = 1. A drafted token's chance to be
@@ -22,10 +22,9 @@ from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, shared_spec
 from kdjax.evaluation.target import Target
-from kdjax.models.decoder import DecoderFunctions
-from kdjax.models.decoding import prepare_weights
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
+from kdjax.models.weights import unembed
 
 MOST_DRAFTS = 16
 PROMPT_TOKENS = 128  # of a plain text;
@@ -45,7 +44,7 @@ RULES: dict[str, tuple[float, Callable[[Values], np.ndarray]]] = {
 
 
 class Costs(NamedTuple):
-    """What passes cost, in passes of the teacher over one token."""
+    """Costs of passes, in passes of the teacher over one token."""
 
     draft: float  # the draft's pass over one token
     more: float = 0.0  # each token more in a pass of the teacher
@@ -151,8 +150,8 @@ def time_pass(model: Model, tokens: int) -> float:
     Some passes run on the device one behind the other, as in a round of speculation: a call for
     each would time how fast the host launches.
     """
-    functions, real = model.functions, model.real_vocab
-    assert isinstance(functions, DecoderFunctions)
+    writer = model.as_writer("time")
+    functions, real = writer.functions, writer.real
 
     @jax.jit
     def run(params: Any, weights: Any, new: Any, at: Any, cache: Any) -> Any:
@@ -161,17 +160,14 @@ def time_pass(model: Model, tokens: int) -> float:
         def extend(carry: Any, _: None) -> Any:
             new, cache = carry
             hidden, cache = functions.extend(params, new, at, cache, layers)
-            logits = jnp.einsum("BSD,VD->BSV", hidden, head.astype(hidden.dtype))
+            logits = unembed(hidden, head)
             return (jnp.argmax(logits[..., :real], axis=-1).astype(jnp.int32), cache), None
 
         return jax.lax.scan(extend, (new, cache), None, length=_PASSES)[0][0]
 
     with model.precision():
-        first, at = jnp.zeros((1, _BUCKET), jnp.int32), jnp.full((1,), _BUCKET, jnp.int32)
-        _, cache = jax.jit(functions.prefill, static_argnums=3)(
-            model.params, first, at, 2 * _BUCKET
-        )
-        weights = prepare_weights(model.params, functions=functions, spread=model.spread)
+        at = jnp.full((1,), _BUCKET, jnp.int32)
+        cache, weights = writer.open_cache(1, 2 * _BUCKET), writer.prepare(model.params, None)
         new, seconds = jnp.zeros((1, tokens), jnp.int32), []
         for _ in range(8):
             begun = time.perf_counter()

@@ -27,7 +27,7 @@ from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
-from kdjax.losses.chunked import HeadSpec, cut_head, join_chunks, split_chunks
+from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.divergences import (
     acceptance,
     jensen_shannon,
@@ -36,11 +36,11 @@ from kdjax.losses.divergences import (
     total_variation,
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
+from kdjax.losses.positions import read_positions, share_in_common
 from kdjax.losses.topk import top_k
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import mask_padding, unembed
 from kdjax.training.pair import Vocabulary, align
 
 # Positions are counted from the document's start, or from the row's where a document goes on in it:
@@ -129,7 +129,7 @@ def _describe_tokens(
 
 
 class Values(NamedTuple):
-    """Of each position, float32 `[B, T]`; those of the pair are zero without a teacher."""
+    """Figures of each position, float32 `[B, T]`; those of a pair are zero without a teacher."""
 
     ce: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
@@ -147,8 +147,10 @@ class Values(NamedTuple):
     difference: Float[Array, "B T"]  # the greatest of any logit
 
 
-def _compare(logits: Array, teacher_logits: Array | None, labels: Array) -> Values:
-    """All figures from logits `[B, T, V]`."""
+def _compare(both: Sequence[Array | None], labels: Array) -> Values:
+    """All figures from logits `[B, T, V]` of the teacher, if there is one, and of the model."""
+    teacher_logits, logits = both
+    assert logits is not None
     s = log_softmax(logits, 1.0)
     top = top_k(s, TOP)[1]
     own = cross_entropy(s, labels), _entropy(s), (top[..., 0] == labels).astype(jnp.float32)
@@ -156,7 +158,6 @@ def _compare(logits: Array, teacher_logits: Array | None, labels: Array) -> Valu
         return Values(*own, *[jnp.zeros_like(own[0])] * (len(Values._fields) - len(own)))
     t = log_softmax(teacher_logits, 1.0)
     teacher_top = top_k(t, TOP)[1]
-    shared = jnp.any(top[..., :, None] == teacher_top[..., None, :], axis=-1)
     # Ids that do not exist hold -1e30 on both sides.
     x, y = (jnp.where(z == EXCLUDED, 0.0, z) for z in (logits, teacher_logits))
     norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
@@ -170,7 +171,7 @@ def _compare(logits: Array, teacher_logits: Array | None, labels: Array) -> Valu
         tv=total_variation(t, s),
         acceptance=acceptance(t, s),
         top1=(top[..., 0] == teacher_top[..., 0]).astype(jnp.float32),
-        top5=jnp.mean(shared.astype(jnp.float32), axis=-1),
+        top5=share_in_common(top, teacher_top),
         cosine=jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-30),
         difference=jnp.max(jnp.abs(x - y), axis=-1),
     )
@@ -191,16 +192,8 @@ def position_values(
 ) -> Values:
     """All figures of every position at T = 1, `chunk_tokens` positions of logits at a time."""
 
-    def logits(hidden: Array, head: Array) -> Array:
-        return mask_padding(unembed(hidden, cut_head(head, hidden, spec)), spec.real_vocab)
-
-    def compare(xs: tuple[Array, ...]) -> Values:
-        teacher_logits = None if teacher_head is None else logits(xs[2], teacher_head)
-        return _compare(logits(xs[0], head), teacher_logits, xs[1])
-
-    inputs = (hidden, labels) if teacher_hidden is None else (hidden, labels, teacher_hidden)
-    values = jax.lax.map(compare, tuple(split_chunks(x, spec) for x in inputs))
-    return Values(*(join_chunks(x, labels.shape[1]) for x in values))
+    states = (teacher_hidden, teacher_head), (hidden, head)
+    return read_positions(_compare, states, labels, spec=spec)
 
 
 def _forward(
@@ -275,7 +268,7 @@ def measure(
 
 
 def _encode(values: Values) -> str:
-    """As processes tell each other."""
+    """Encodes values as text, in which processes send them to each other."""
     return base64.b64encode(np.stack(jax.device_get(values)).tobytes()).decode()
 
 
@@ -291,7 +284,7 @@ def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any
 
 
 def shared_spec(model: Checkpoint, teacher: Checkpoint | None) -> HeadSpec:
-    """What comparing two heads must know. Raises as `shared_vocabulary`."""
+    """Head of the comparison of two models; raises `UserError` if their vocabularies differ."""
     shared = shared_vocabulary(model, teacher)
     return HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=256)
 

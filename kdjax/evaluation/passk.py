@@ -16,7 +16,8 @@ from kdjax.errors import UserError
 from kdjax.evaluation import problems as bench
 from kdjax.evaluation import sandbox
 from kdjax.evaluation.problems import Problem
-from kdjax.models.decoding import Completion
+from kdjax.models.decoding import Completion, Sampling
+from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
 INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
@@ -42,13 +43,26 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 class Settings:
     """How a benchmark is run."""
 
-    form: str = "base"
+    wording: str = "base"
     samples: int = 1
     ks: tuple[int, ...] = (1,)
     batch_size: int = 16
     room: int | None = None  # ids that a prompt may have: the model's positions less the answer's
     limits: sandbox.Limits = sandbox.DEFAULT
     allow_unsandboxed: bool = False  # run programs where this machine cannot confine them
+
+
+def answer_with(
+    model: Model, tokenizer: Tokenizer, sampling: Sampling, settings: Settings
+) -> Generate:
+    """A `Generate` by a model, `settings.batch_size` rows at a time, which its end tokens end."""
+
+    def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
+        ends = dict(stop_ids=tokenizer.stop_ids, stop_strings=stops)
+        asked = dataclasses.replace(sampling, **ends)
+        return model.generate(prompts, asked, batch_size=settings.batch_size)
+
+    return generate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +91,7 @@ def _ask(
     if not batch:
         return asked
     try:
-        answers = list(generate(prompts, bench.stop_strings(batch[0], settings.form)))
+        answers = list(generate(prompts, bench.stop_strings(batch[0], settings.wording)))
         if len(answers) != len(batch):
             raise RuntimeError(f"{len(answers)} answers to {len(batch)} prompts")
         return [*asked, *zip(batch, answers, strict=True)]
@@ -87,8 +101,8 @@ def _ask(
 
 
 def _encode(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[int]:
-    ids = tokenizer.encode(bench.prompt_text(problem, settings.form, tokenizer))
-    if settings.form == "base":
+    ids = tokenizer.encode(bench.prompt_text(problem, settings.wording, tokenizer))
+    if settings.wording not in bench.CHATS:
         ids = tokenizer.open_text(ids)
     if settings.room is not None and len(ids) > settings.room:
         raise UserError(
@@ -103,7 +117,7 @@ def _run(asked: tuple[Problem, Completion | Exception], settings: Settings) -> S
         return Sample(problem.task, INFERENCE_FAILED, _say(answer), "", "")
     try:
         outcome = sandbox.run(
-            bench.program(problem, settings.form, answer.text),
+            bench.program(problem, settings.wording, answer.text),
             settings.limits,
             tests=problem.checks,
             names=problem.names,
@@ -131,10 +145,16 @@ def run_benchmark(
     # All samples of a problem go into one call: a row's place in it decides what is drawn.
     together = max(1, settings.batch_size // settings.samples)
     calls = [problems[i : i + together] for i in range(0, len(problems), together)]
-    asked = [_ask(call, tokenizer, generate, settings) for call in cluster.share(calls)]
+    ran: list[list[concurrent.futures.Future[Sample]]] = []
     with concurrent.futures.ThreadPoolExecutor(cluster.cores()) as pool:
-        ran = pool.map(lambda one: _run(one, settings), itertools.chain(*asked))
-    mine = [[dataclasses.asdict(next(ran)) for _ in call] for call in asked]
+        try:
+            for call in cluster.share(calls):  # programs run while the device writes on
+                asked = _ask(call, tokenizer, generate, settings)
+                ran.append([pool.submit(_run, one, settings) for one in asked])
+        except BaseException:  # a user who stops it: those that wait are not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    mine = [[dataclasses.asdict(one.result()) for one in call] for call in ran]
     by_call = cluster.collect(f"samples of {problems[0].task}", mine)
     samples = [Sample(**fields) for fields in itertools.chain(*by_call)]
     return summarise(problems, samples, settings)
@@ -159,7 +179,7 @@ def summarise(
         "pass_at_k": rates,
         "problems": len(problems),
         "samples": len(samples),
-        "prompt": settings.form,
+        "wording": settings.wording,
         "reasons": dict(reasons.most_common()),
         "not_generated": len(failed),
         "infrastructure_failures": reasons["infrastructure"],

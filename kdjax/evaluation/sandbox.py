@@ -45,7 +45,7 @@ _WALLS = ("net", "pid", "mount")  # without one of these a program is not confin
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program: seconds, bytes, processes."""
 
     wall_seconds: float = 15.0
     cpu_seconds: int = 10
@@ -182,7 +182,7 @@ def _bubblewrap(scratch: str, size: int, paths: Sequence[str]) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[bytes], job: bytes, seconds: float) -> tuple[str, bool]:
-    """What the launcher complained of, and whether its time ran out; nothing of it is left."""
+    """Waits for the launcher and kills it; returns its complaint and whether its time ran out."""
     complaint, timed_out = b"", False
     try:
         _, complaint = process.communicate(job, timeout=seconds)
@@ -242,7 +242,7 @@ def held() -> dict[str, Any]:
 
 
 def check(allow_unsandboxed: bool) -> dict[str, Any]:
-    """What `held` found; raises `UserError` if that is no wall and the caller wants one."""
+    """Returns what `held` found; raises `UserError` if that is no wall and the caller wants one."""
     walls = held()
     if walls["by"] == NOTHING and not allow_unsandboxed:
         raise UserError(
@@ -258,7 +258,7 @@ def check(allow_unsandboxed: bool) -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> dict[str, str]:
-    """What `held` found, in words."""
+    """Says in words what `held` found."""
 
     def choose(name: str, held: str, otherwise: str) -> str:
         return held if facts.get(name) else otherwise

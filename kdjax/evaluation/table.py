@@ -1,10 +1,13 @@
 """The evaluation's document as text for a terminal, and as a JSON file."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kdjax.evaluation.health.detectors import WEAK
+from kdjax.evaluation.problems import BENCHMARKS
 from kdjax.formats.files import replacing
 
 # Key in the document -> label and format. A perfect twin has KL of 1e-8, another model of 1.
@@ -119,14 +122,15 @@ def _drafts(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _benchmark(name: str, found: dict[str, Any]) -> list[str]:
+def describe_benchmark(name: str, found: dict[str, Any]) -> list[str]:
+    """Lines of one benchmark: its rates, and how programs ended."""
     rates = ", ".join(f"pass@{k} {rate:.4f}" for k, rate in found["pass_at_k"].items())
     if found["mode"] != "inference":
         return [f"{name}: {found['mode']}, {rates}: {found['inference_error']}"]
     ends = ", ".join(f"{count} {reason}" for reason, count in found["reasons"].items())
     counts = f"{found['problems']} problems, {found['samples']} samples"
     lines = [
-        f"{name}: {rates} ({counts}, {found['prompt']} prompts)",
+        f"{name}: {rates} ({counts}, worded {found['wording']})",
         f"  how programs ended: {ends}; {found['cut_off']} answers cut off at --max-tokens",
     ]
     if count := found["not_generated"]:
@@ -137,6 +141,21 @@ def _benchmark(name: str, found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _say_health(probe: dict[str, Any]) -> str:
+    """Says of a model without a finding how far from chance it is, and no more than that."""
+    chance = math.log(probe["vocabulary"])
+    beside = (
+        f"{probe['ce']:.2f} nats a token of plain English and Python, a uniform guess has "
+        f"{chance:.2f}"
+    )
+    if probe["ce"] < WEAK * chance:
+        return f"{beside}; not found broken"
+    return (
+        f"weak: {beside}; not found broken. Damage can look so: compare it with its source by "
+        "--teacher"
+    )
+
+
 def text(document: dict[str, Any]) -> str:
     """The document, readable."""
     lines = [str(document.get("model", document["target"]))]
@@ -144,14 +163,14 @@ def text(document: dict[str, Any]) -> str:
         lines.append(f"inference_failed: {document['inference_error']}")
     lines += [f"BROKEN {f['detector']}: {f['evidence']}" for f in document["broken"]]
     if document["mode"] == "inference" and not document["broken"]:
-        lines.append("no detector found it broken")
+        lines.append(_say_health(document["probe"]))
     if document.get("held_out"):
         lines += ["", *_held_out(document["held_out"])]
     if document.get("draft"):
         lines += ["", *_drafts(document["draft"])]
-    for name in ("humaneval", "mbpp"):
-        if name in document:
-            lines += ["", *_benchmark(name, document[name])]
+    for name in document:
+        if name.partition(" ")[0] in BENCHMARKS:
+            lines += ["", *describe_benchmark(name, document[name])]
     if "sandbox" in document:
         lines += ["  sandbox: " + "; ".join(f"{k}: {v}" for k, v in document["sandbox"].items())]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What is evaluated: a workdir, a step of one, a model file or a Hugging Face folder, in a form."""
+"""Opens what is evaluated: a workdir, a step of one, a model file or a Hugging Face folder."""
 
 import logging
 from typing import NamedTuple
@@ -44,12 +44,13 @@ def warn_if_refused(big: Target, small: Target) -> None:
 
 
 def open_target(text: str, student: str = "", tokenizer: str = "", *, fallback: str = "") -> Target:
-    """Opens PATH[@BACKEND[:DTYPE]]; see `open_checkpoint`. The tokenizer is read at once.
+    """Opens PATH[@WEIGHTS[:DTYPE]]; see `open_checkpoint`. The tokenizer is read at once.
 
     That at `fallback` stands for one that cannot be read; see `Checkpoint.fall_back`.
     """
     form = Form.parse(text)
     checkpoint = open_checkpoint(form.path, student=student, tokenizer=tokenizer)
-    if checkpoint.saved is not None and form.backend != "dequant":
+    whole = checkpoint.saved is not None and checkpoint.adapters is None
+    if whole and form.weights != "dense":
         raise UserError(f"{text}: a checkpoint has no such form; leave it out.")
     return Target(form, checkpoint.fall_back(fallback))

@@ -1,14 +1,18 @@
-"""The self-check: an export is read back by kdjax's own readers before it takes its place."""
+"""The self-check: an export is read back before it takes its place.
+
+By kdjax's own readers; a folder by the safetensors library too.
+"""
 
 import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+import safetensors
 
 from kdjax.errors import CheckError, UserError
 from kdjax.export.vocabulary import compare_tokenizers
@@ -17,9 +21,11 @@ from kdjax.formats import TensorTable, open_table
 from kdjax.formats.apr.table import verify_footer
 from kdjax.formats.blocks import decode, encode
 from kdjax.formats.table import TensorInfo
-from kdjax.models.arch import ArchSpec, rope_frequencies, spec_from_table
+from kdjax.models.arch import ArchSpec, Layer
 from kdjax.models.families import FAMILIES
-from kdjax.models.loading import is_gguf, tensor_names
+from kdjax.models.loading import is_gguf, split_fused, tensor_names
+from kdjax.models.ropes import Rope, rope_frequencies
+from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 
 # Root mean square of the errors in a block of 256, relative to its largest element: what no valid
@@ -31,20 +37,23 @@ LIMITS = {
     "Q5_0": 1 / 15,
     "Q4_0": 1 / 7,
     "Q4_K": 0.13,
+    "Q5_K": 0.07,
     "IQ4_NL": 0.13,
     "IQ4_XS": 0.13,
+    "Q3_K": 0.2,
+    "Q2_K": 0.4,
 }
 _TINY = 64 * 2.0**-24  # float16's subnormals, as often as the integers multiply them
 _ELEMENTS = 1 << 22
 
 
 class SelfCheckError(CheckError):
-    """What was written does not read back as what was meant; nothing is left of it."""
+    """A file that was written did not read back as it was meant; nothing is left of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportSummary:
-    """What was read back, and how far it is from the parameters that were given."""
+    """Summary of what was read back, and its distance from the parameters that were given."""
 
     tensors: int
     nbytes: int
@@ -64,7 +73,7 @@ def check_export(
 ) -> ExportSummary:
     """Reads a written file or folder and compares all of it with what was meant.
 
-    Unquantized tensors must have the bytes that rounding gives, quantized ones lie within their
+    Unquantized tensors must have the bytes of rounding, quantized ones lie within their
     type's error; the architecture and the tokenizer must be the same. Raises `SelfCheckError`.
     """
     try:
@@ -72,6 +81,7 @@ def check_export(
             verify_footer(path)
         table = open_table(path)
         written_spec = spec_from_table(table)
+        table = split_fused(table, written_spec)
         tensor_names(table, written_spec)
         written = load_tokenizer(path)
     except (UserError, OSError, ValueError) as error:
@@ -83,6 +93,10 @@ def check_export(
     infos, lost, total = [], 0.0, 0.0
     for tensor in tensors:
         infos.append(table.info(tensor.name))
+        if (blocks := tensor.blocks) is not None and blocks.block == infos[-1].dtype:
+            if not np.array_equal(table.raw(tensor.name), tensor.kept_bytes(blocks)):
+                problems.append(f"{tensor.name}: not the blocks that were given")
+            continue
         problem, squared_error, squared = _compare(table, infos[-1], tensor.read())
         problems += [problem] if problem else []
         lost, total = lost + squared_error, total + squared
@@ -101,7 +115,8 @@ def _compare_specs(spec: ArchSpec, written: ArchSpec, gguf: bool) -> list[str]:
     problems = []
     for name, a in vars(spec).items():
         b = getattr(written, name)
-        if name == "rope_scaling":
+        if name == "layers":
+            problems += _compare_layers(spec, a, b)
             continue
         if name == "family" and gguf:  # where several families share a name
             a, b = FAMILIES[a].gguf, FAMILIES[b].gguf
@@ -109,20 +124,59 @@ def _compare_specs(spec: ArchSpec, written: ArchSpec, gguf: bool) -> list[str]:
         same = np.isclose(a, b, rtol=1e-6, atol=0) if isinstance(a, float) else a == b
         if not same:
             problems.append(f"{name} = {b}, expected {a}")
-    if not problems:
-        (a, scale_a), (b, scale_b) = rope_frequencies(spec), rope_frequencies(written)
-        if not np.allclose(a, b, rtol=1e-5, atol=0) or abs(scale_a - scale_b) > 1e-5:
+    return problems
+
+
+def _compare_layers(
+    spec: ArchSpec, layers: tuple[Layer, ...], written: tuple[Layer, ...]
+) -> list[str]:
+    if len(layers) != len(written):
+        return [f"num_layers = {len(written)}, expected {len(layers)}"]
+    problems = []
+    for a, b in dict.fromkeys(zip(layers, written, strict=True)):
+        if a.delta != b.delta:
+            problems.append("layers of delta nets and of attention in another order")
+        if a.window != b.window:
+            problems.append(f"window = {b.window}, expected {a.window}")
+        ours, theirs = (layer.rope.theta if layer.rope else 0.0 for layer in (a, b))
+        if not np.isclose(ours, theirs, rtol=1e-6, atol=0):
+            problems.append(f"rope_theta = {theirs}, expected {ours}")
+        elif not _same_rotation(a.rope, b.rope, spec.head_dim):
             problems.append("other rotary frequencies")
     return problems
+
+
+def _same_rotation(a: Rope | None, b: Rope | None, head_dim: int) -> bool:
+    if len({(x.columns, x.original_positions) if x else None for x in (a, b)}) > 1:
+        return False
+    for long in (False, True):
+        (ours, scale), (theirs, other) = (rope_frequencies(x, head_dim, long=long) for x in (a, b))
+        if not (np.allclose(ours, theirs, rtol=1e-5, atol=0) and abs(scale - other) <= 1e-5):
+            return False
+    return True
 
 
 def _check_folder(folder: Path) -> list[str]:
     config = json.loads((folder / "config.json").read_text())
     names = "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"
     problems = [f"no {name}" for name in names if not (folder / name).is_file()]
-    if config.get("tie_word_embeddings") and "lm_head.weight" in open_table(folder):
+    table = open_table(folder)
+    if config.get("tie_word_embeddings") and "lm_head.weight" in table:
         problems.append("a head beside a tied embedding")
-    return problems
+    other = [name for path in table.paths for name in _compare_readers(table, path)]
+    return problems + [f"{name}: safetensors reads other numbers" for name in other]
+
+
+def _compare_readers(table: TensorTable, path: Path) -> Iterator[str]:
+    """Names of a file's tensors that the safetensors library reads otherwise than kdjax."""
+    with safetensors.safe_open(path, framework="numpy") as file:
+        names = file.keys()
+        for name in names:
+            other = file.get_tensor(name)
+            bits = np.ravel(other).view(np.uint8)
+            same = name in table and table.info(name).shape == other.shape
+            if not same or not np.array_equal(np.ravel(table.raw(name)), bits):
+                yield name
 
 
 @functools.cache
@@ -131,7 +185,7 @@ def _decoder(dtype: str) -> Callable[[np.ndarray], jax.Array]:
 
 
 def _compare(table: TensorTable, info: TensorInfo, tensor: np.ndarray) -> tuple[str, float, float]:
-    """What is wrong with one tensor, and the sums of its squared errors and numbers unless F32."""
+    """Compares one tensor: its fault, and the sums of its squared errors and numbers unless F32."""
     name, raw = info.name, table.raw(info.name)
     if info.shape != tensor.shape:
         return f"{name}: shape {info.shape}, expected {tensor.shape}", 0.0, 0.0

@@ -1,9 +1,13 @@
 """The three exports, one function each."""
 
+import logging
 import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from kdjax.errors import UserError
@@ -11,28 +15,35 @@ from kdjax.export import headers, vocabulary
 from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary, check_export
 from kdjax.export.staging import stage, write_json
-from kdjax.export.vocabulary import TokenizerFiles
 from kdjax.export.weights import Tensor, list_tensors
 from kdjax.formats.apr.table import DTYPES, write_apr
 from kdjax.formats.files import TensorToWrite
 from kdjax.formats.gguf import write_gguf
+from kdjax.formats.imatrix import read_importance
 from kdjax.formats.recipes import RECIPES, tensor_type
 from kdjax.formats.safetensors import SHARD_BYTES, write_folder
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec
+from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.families import FAMILIES
 from kdjax.models.model import Model
-from kdjax.models.tokenizer import Tokenizer
+from kdjax.models.names import list_fused
+from kdjax.models.ropes import rope_tensors
+from kdjax.models.tokenizer import Tokenizer, TokenizerFiles
+from kdjax.models.weights import Adapted
 
 HF_TYPES = ("f32", "bf16", "f16")
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_0", "q4_k_m", "iq4_nl", "iq4_xs", "q4_0")
+GGUF_TYPES += ("mxfp4", "q3_k_m", "q2_k")
 APR_TYPES = ("f32", "f16", "bf16", "q6_k", "q4_k_m")
+
+_log = logging.getLogger("kdjax")
 
 PathLike = str | os.PathLike[str]
 
 
 class _Source(NamedTuple):
-    """What every export begins with."""
+    """Inputs that every export begins with."""
 
     spec: ArchSpec
     tensors: list[Tensor]
@@ -40,22 +51,73 @@ class _Source(NamedTuple):
     tokenizer: Tokenizer
     files: TokenizerFiles
 
-    def encode(self, kind: str) -> list[TensorToWrite]:
-        """Every tensor, of the types that `llama-quantize` chooses."""
+    def encode(
+        self, kind: str | None, importance: Mapping[str, np.ndarray] | None = None
+    ) -> list[TensorToWrite]:
+        """Every tensor, of the types that `llama-quantize` chooses, or None as it is kept."""
         model = {
             "layers": self.spec.num_layers,
             "groups": self.spec.num_heads // self.spec.num_kv_heads,
             "tied": self.spec.tied,
+            "experts": self.spec.experts,
+            "fused": FAMILIES[self.spec.family].fused,
+        }
+        wholes = {
+            part: whole
+            for whole, parts in list_fused(self.spec, gguf=True).items()
+            for part, _ in parts
         }
         rows = []
         for tensor in self.tensors:
             layer, width = tensor.layer or 0, tensor.shape[-1]
-            dtype = tensor_type(RECIPES[kind], tensor.path, layer, width, **model)
-            rows.append((tensor.name, dtype, tensor.shape, tensor.stream(dtype)))
+            if kind is None:
+                dtype = tensor.blocks.block if tensor.blocks else "F32"
+            else:
+                dtype = tensor_type(RECIPES[kind], tensor.path, layer, width, **model)
+            weights = (importance or {}).get(wholes.get(tensor.name, tensor.name))
+            if weights is not None and weights.shape[1] != width:
+                raise UserError(
+                    f"found an importance of {weights.shape[1]} inputs for {tensor.name}; expected "
+                    f"{width}: the importance matrix is of another model."
+                )
+            rows.append((tensor.name, dtype, tensor.shape, tensor.stream(dtype, weights)))
         return rows
 
 
-def _open_source(model: Model, *, gguf: bool) -> _Source:
+def _fuse(rows: list[TensorToWrite], spec: ArchSpec, *, gguf: bool) -> list[TensorToWrite]:
+    """Those of matrices that the family's files keep as one, behind one another.
+
+    Raises `UserError` for block types that differ among them.
+    """
+    fused = list_fused(spec, gguf=gguf)
+    wholes = {part: whole for whole, parts in fused.items() for part, _ in parts}
+    by_name, found = {row[0]: row for row in rows}, {}
+    for row in rows:
+        name = wholes.get(row[0], row[0])
+        parts = [by_name[part] for part, _ in fused[name]] if row[0] in wholes else [row]
+        if name not in found:
+            found[name] = _join(name, parts) if len(parts) > 1 else row
+    return list(found.values())
+
+
+def _join(name: str, parts: list[TensorToWrite]) -> TensorToWrite:
+    types = {dtype for _, dtype, _, _ in parts}
+    if len(types) > 1:
+        raise UserError(
+            f"found {', '.join(sorted(types))} in the matrices that make up {name}; expected one "
+            "type. Name one for all of them, such as quantize=q4_k_m,blocks/attn=Q5_K."
+        )
+
+    def chunks() -> Iterator[np.ndarray]:
+        for *_, data in parts:
+            rows = data() if callable(data) else data
+            yield from [rows] if isinstance(rows, np.ndarray) else rows
+
+    _, dtype, (_, width), _ = parts[0]
+    return name, dtype, (sum(shape[0] for _, _, shape, _ in parts), width), chunks
+
+
+def _open_source(model: Model, kind: str | None, *, gguf: bool) -> _Source:
     if model.spec is None or model.checkpoint is None:
         missing = "a checkpoint" if model.spec else "an architecture that kdjax knows"
         raise UserError(
@@ -64,8 +126,26 @@ def _open_source(model: Model, *, gguf: bool) -> _Source:
             "module of your own as arrays."
         )
     checkpoint, tensors = model.checkpoint, list_tensors(model.params, model.spec, gguf=gguf)
-    files = vocabulary.find_tokenizer_files(checkpoint)
-    return _Source(model.spec, tensors, checkpoint.header, checkpoint.tokenizer, files)
+    tokenizer, files = checkpoint.tokenizer, checkpoint.tokenizer_files
+    _warn_rounded(tensors, checkpoint, kind)
+    return _Source(model.spec, tensors, checkpoint.header, tokenizer, files)
+
+
+def _warn_rounded(tensors: list[Tensor], checkpoint: Checkpoint, kind: str | None) -> None:
+    """Says that bfloat16 parameters, `kdjax.load`'s default, are coarser than their own file."""
+    numbers = (t.leaf.base if isinstance(t.leaf, Adapted) else t.leaf for t in tensors)
+    types = {str(x.dtype) for x in numbers if isinstance(x, np.ndarray | jax.Array)}
+    if kind == "bf16" or not types & {"bfloat16", "uint16"}:  # a CPU has its bits
+        return
+    stored = (name for names in checkpoint.names.values() for name in names)
+    infos = (checkpoint.table.info(name) for name in stored)
+    if finer := {info.dtype for info in infos if len(info.shape) > 1} - {"BF16"}:
+        _log.warning(
+            "the parameters to export are bfloat16, and the matrices of %s are %s: the export is "
+            "of rounded numbers. kdjax.load(..., dtype='float32') keeps the file's.",
+            checkpoint,
+            ", ".join(sorted(finer)),
+        )
 
 
 def _check_type(kind: str, known: tuple[str, ...], target: str) -> None:
@@ -97,9 +177,10 @@ def export_hf(
         kdjax.export_hf(student.replace(params=state.params), "student-hf", dtype="bf16")
     """
     _check_type(dtype, HF_TYPES, "a Hugging Face folder")
-    spec, tensors, header, tokenizer, files = _open_source(model, gguf=False)
+    spec, tensors, header, tokenizer, files = _open_source(model, dtype, gguf=False)
     stored = dtype.upper()
-    rows = [(t.name, stored, t.shape, t.stream(stored)) for t in tensors]
+    apart = [(t.name, stored, t.shape, t.stream(stored)) for t in tensors]
+    rows = _fuse(apart, spec, gguf=False)
     config = headers.hf_config(spec, header, stored, vocabulary.special_ids(tokenizer, files))
     with stage(Path(out), folder=True, overwrite=overwrite) as aside:
         aside.mkdir()
@@ -114,25 +195,41 @@ def export_hf(
 
 
 def export_gguf(
-    model: Model, out: PathLike, *, dtype: str = "f32", overwrite: bool = False
+    model: Model,
+    out: PathLike,
+    *,
+    dtype: str | None = None,
+    imatrix: PathLike = "",
+    overwrite: bool = False,
 ) -> ExportSummary:
     """Writes a GGUF file that llama.cpp loads; `dtype` is one of `GGUF_TYPES`.
 
-    Block types are those that `llama-quantize` chooses, norms and biases F32. Header and tokenizer
-    are kept where the model came from a GGUF file. Arguments and errors as of `export_hf`.
+    Block types are those that `llama-quantize` chooses, norms and biases F32. By default numbers
+    are F32, and what the model keeps in blocks (`Step.pack`) is written as it is. `imatrix`
+    is a file of llama-imatrix: errors count by the importance of their inputs. Header and
+    tokenizer are kept where the model came from a GGUF file. Arguments and errors: see `export_hf`.
     """
-    _check_type(dtype, GGUF_TYPES, "a GGUF file")
-    source = _open_source(model, gguf=True)
+    if dtype is not None:
+        _check_type(dtype, GGUF_TYPES, "a GGUF file")
+    source = _open_source(model, dtype, gguf=True)
     spec, tensors, header, tokenizer, files = source
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)
-    metadata = headers.gguf_metadata(spec, header, RECIPES[dtype].file_type, values)
-    rows = source.encode(dtype)
-    divisors = headers.rope_divisors(spec)
-    if divisors is not None:
-        rows.append(("rope_freqs.weight", "F32", divisors.shape, divisors.view(np.uint8)))
+    encoded = source.encode(dtype, read_importance(imatrix) if imatrix else None)
+    rows = _fuse(encoded, spec, gguf=True)
+    file_type = RECIPES[dtype].file_type if dtype else _file_type([row[1] for row in rows])
+    metadata = headers.gguf_metadata(spec, header, file_type, values)
+    for name, divisors in rope_tensors(spec.rope, spec.head_dim).items():
+        rows.append((name, "F32", divisors.shape, divisors.view(np.uint8)))
     with stage(Path(out), folder=False, overwrite=overwrite) as aside:
         write_gguf(aside, metadata, rows)
         return check_export(aside, tensors, spec, tokenizer)
+
+
+def _file_type(types: list[str]) -> int:
+    """`general.file_type` of a mixture: that of the recipe of the type that most matrices have."""
+    base = Counter(dtype for dtype in types if dtype != "F32").most_common(1)
+    known = [recipe.file_type for recipe in RECIPES.values() if base and recipe.base == base[0][0]]
+    return (known or [RECIPES["f32"].file_type])[0]
 
 
 def export_apr(
@@ -146,19 +243,20 @@ def export_apr(
     _check_type(dtype, APR_TYPES, "an .apr file")
     if Path(out).suffix != ".apr":
         raise UserError(f"found --out={out}; expected a name that ends in .apr. Add the suffix.")
-    source = _open_source(model, gguf=False)
+    source = _open_source(model, dtype, gguf=False)
     if source.spec.experts:
         raise UserError(
             f"found a {source.spec.family} model; expected one without experts, which .apr files "
             "cannot tell. Export --format=gguf or --format=hf."
         )
     spec, tensors, _, tokenizer, files = source
-    if not FAMILIES[spec.family].apr or spec.window:
+    family = FAMILIES[spec.family]
+    if not family.apr or (spec.window and not family.apr_windows):
         raise UserError(
             f"found a {spec.family} model; expected one that .apr can describe, without windows "
             "and norms of 1 + weight. Export --format=gguf or --format=hf."
         )
-    rows = source.encode(dtype)
+    rows = _fuse(source.encode(dtype), spec, gguf=False)
     misfits = [
         f"{name} ({shape[-1]} columns)" for name, kind, shape, _ in rows if kind not in DTYPES
     ]

@@ -27,7 +27,8 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
     if folder != out.is_dir():
         kind, other = ("a file", "a folder") if folder else ("a folder", "a file")
         raise UserError(f"{out} is {kind}; expected {other} to replace. Give another --out.")
-    if folder and any(out.iterdir()) and not (out / "config.json").is_file():
+    ours = any((out / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if folder and any(out.iterdir()) and not ours:
         raise UserError(
             f"{out} is a folder without config.json, so not one that an export made; it is left "
             "alone. Give another --out."

@@ -7,17 +7,14 @@ A Hugging Face folder's own files are copied as they are; GGUF key-values likewi
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers.processors import TemplateProcessing
 
-from kdjax import hub
 from kdjax.errors import UserError
 from kdjax.export.staging import write_json
-from kdjax.formats import open_table
-from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.encoders import (
     BYTE,
     CONTROL,
@@ -30,7 +27,7 @@ from kdjax.models.encoders import (
     score_by_rank,
 )
 from kdjax.models.pretokenizers import PRE_TOKENIZERS, name_of
-from kdjax.models.tokenizer import BYTE_TOKEN, Tokenizer, default_pre_tokenizer
+from kdjax.models.tokenizer import BYTE_TOKEN, Tokenizer, TokenizerFiles
 
 # Tokens that a text must survive, whatever the vocabulary.
 _SAMPLES = (
@@ -41,27 +38,6 @@ _SAMPLES = (
     "'s 't 're I'll DON'T",
     "",
 )
-
-
-class TokenizerFiles(NamedTuple):
-    """Where a tokenizer is stored: in a folder's files or in the key-values of a GGUF header."""
-
-    folder: Path | None  # with tokenizer.json; None if key-values hold the tokenizer
-    values: dict[str, Any]  # those key-values
-
-
-def find_tokenizer_files(checkpoint: Checkpoint) -> TokenizerFiles:
-    """How a checkpoint stores its tokenizer."""
-    table = checkpoint.header
-    place = Path(hub.fetch_path(checkpoint.tokenizer_path or table.paths[0], hub.TOKENIZER))
-    if place.is_dir():
-        return TokenizerFiles(place, {})
-    metadata = open_table(place).metadata if checkpoint.tokenizer_path else table.metadata
-    values = {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}
-    if "tokenizer.ggml.tokens" in values:
-        values.setdefault("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
-        return TokenizerFiles(None, values)
-    return TokenizerFiles(place.parent, {})
 
 
 def special_ids(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, int]:
@@ -171,9 +147,8 @@ def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
 def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context: int) -> None:
     """The tokenizer's files into `folder`; `context` in tokens goes to `model_max_length`."""
     if files.folder is not None:
-        for name in set(hub.TOKENIZER) - {"config.json"}:
-            if (path := files.folder / name).is_file():
-                shutil.copyfile(path, folder / name)
+        for path in files.list_paths():
+            shutil.copyfile(path, folder / path.name)
         return
     described = _encoder_json(tokenizer.encoder)
     ids, tokens = special_ids(tokenizer, files), tokenizer.tokens
@@ -206,7 +181,7 @@ def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context:
 
 
 def compare_tokenizers(source: Tokenizer, written: Tokenizer) -> list[str]:
-    """What the tokenizer read back does otherwise than the source; empty if nothing."""
+    """Lists the differences of the tokenizer read back from the source."""
     problems = [
         f"another {name.replace('_', ' ')}"
         for name in ("tokens", "special_ids", "eos_id", "chat_template")

@@ -9,11 +9,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from kdjax.errors import UserError
-from kdjax.formats.blocks import encode
+from kdjax.formats.blocks import encode, join_rows
 from kdjax.formats.files import Data
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.weights import Adapted, Mixed, Packed, Scaled
 
 # Elements encoded at a time: bounds what an export holds beside the parameters.
 _ELEMENTS = 1 << 24
@@ -27,25 +28,37 @@ class Tensor:
     path: tuple[str, ...]
     layer: int | None
     expert: int | None  # of the layer's; None: a tensor of all
-    leaf: np.ndarray | jax.Array  # an array of numbers, or of bf16 bits as uint16
-    heads: int  # whose rotary rows the file interleaves; 0 for none
-    offset: float  # what the file holds beyond it
+    # Numbers, bf16 bits as uint16, or blocks; or one of these, frozen, and its adapter.
+    leaf: np.ndarray | jax.Array | Packed | Mixed | Adapted
+    place: int | None  # of the layer in the leaf
+    layout: names.Layout
 
     @property
     def _place(self) -> tuple[int, ...]:
-        return tuple(i for i in (self.layer, self.expert) if i is not None)
+        return tuple(i for i in (self.place, self.expert) if i is not None)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As in files, row-major."""
-        return tuple(self.leaf.shape[len(self._place) :])
+        """Shape as in files, row-major."""
+        return self.layout.file_shape(tuple(self.leaf.shape[len(self._place) :]))
+
+    @property
+    def blocks(self) -> Packed | None:
+        """The blocks that the leaf keeps of it; None for numbers."""
+        leaf, place = self.leaf, self._place
+        if isinstance(leaf, Adapted):
+            frozen = dataclasses.replace(self, leaf=leaf.base)
+            return frozen.blocks if leaf.a is None else None
+        if isinstance(leaf, Mixed):
+            layer, *rest = place
+            leaf, place = leaf.stacks[int(leaf.which[layer])], (int(leaf.slot[layer]), *rest)
+        if not isinstance(leaf, Packed):
+            return None
+        return leaf[place] if place else leaf
 
     def read(self) -> np.ndarray:
         """float32 numbers as the file holds them; raises `UserError` if one is not finite."""
-        array = np.asarray(self.leaf[self._place] if self._place else self.leaf)
-        if array.dtype == np.uint16:
-            array = (array.astype(np.uint32) << 16).view(np.float32)
-        array = array.astype(np.float32, copy=False)
+        array = self._read_numbers()
         # The largest magnitude is NaN if any number is.
         if not np.isfinite(max(array.max(), -array.min())):
             count = array.size - np.count_nonzero(np.isfinite(array))
@@ -53,43 +66,77 @@ class Tensor:
                 f"found {count} numbers of {array.size} in {self.name} that are not finite; "
                 "expected none. The run broke: export an earlier step with --step, or train again."
             )
-        return array + np.float32(self.offset) if self.offset else interleave(array, self.heads)
+        if self.layout.rate:
+            return names.write_rate(array)
+        if self.layout.offset:
+            return array + np.float32(self.layout.offset)
+        return self.layout.write_order(array)
 
-    def stream(self, dtype: str) -> Data:
-        """What the writers take: a function that yields the encoded rows, a part at a time."""
+    def _read_numbers(self) -> np.ndarray:
+        """float32, in the order of the parameter's rows; an adapter is added to its matrix."""
+        leaf: Any = self.leaf
+        if isinstance(leaf, Adapted):
+            numbers = dataclasses.replace(self, leaf=leaf.base)._read_numbers()
+            if leaf.a is None:
+                return numbers
+            a, b = (np.asarray(x[self._place], np.float32) for x in (leaf.a, leaf.b))
+            return numbers + np.float32(leaf.scale) * (b @ a)
+        if isinstance(leaf, Scaled):
+            return np.asarray(leaf[self._place].decode() if self._place else leaf.decode())
+        if (blocks := self.blocks) is not None:
+            array = np.asarray(_decode(blocks))
+        else:
+            array = np.asarray(leaf[self._place] if self._place else leaf)
+        if array.dtype == np.uint16:
+            array = (array.astype(np.uint32) << 16).view(np.float32)
+        return array.astype(np.float32, copy=False)
+
+    def kept_bytes(self, blocks: Packed) -> np.ndarray:
+        """The rows of its blocks as the file holds them, uint8."""
+        return self.layout.write_order(np.asarray(_join(blocks.fields)))
+
+    def stream(self, dtype: str, importance: np.ndarray | None = None) -> Data:
+        """Returns what the writers take: a function that yields the encoded rows, a part at a time.
+
+        `importance`, float32 `[matrices, inputs]`, weighs the errors, see `formats.imatrix`.
+
+        Blocks of that type are written as they are, never rounded a second time.
+        """
+        blocks = self.blocks
+        if blocks is not None and blocks.block == dtype:
+            return lambda: self.kept_bytes(blocks)
 
         def parts() -> Iterator[np.ndarray]:
-            rows = self.read().reshape(-1, self.shape[-1])
-            step = max(1, _ELEMENTS // self.shape[-1])
-            for start in range(0, len(rows), step):
-                try:
-                    yield encode(rows[start : start + step], dtype)
-                except UserError as error:
-                    raise UserError(f"{self.name}: {error}") from error
+            width = self.shape[-1]
+            weights = [None] if importance is None else list(importance)
+            step = max(1, _ELEMENTS // width)
+            # One matrix, or of experts as many as have an importance of their own.
+            matrices = self.read().reshape(len(weights), -1, width)
+            for rows, weight in zip(matrices, weights, strict=True):
+                for start in range(0, len(rows), step):
+                    try:
+                        yield encode(rows[start : start + step], dtype, weight)
+                    except UserError as error:
+                        raise UserError(f"{self.name}: {error}") from error
 
         return parts
 
 
-def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of rotary rows: per head (2, pairs) to (pairs, 2); `heads` = 0: as is."""
-    if not heads:
-        return rows
-    split = rows.reshape(heads, 2, -1, *rows.shape[1:])
-    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+_decode, _join = jax.jit(Packed.decode), jax.jit(join_rows)
 
 
 def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:
     """Every tensor of the model, layer by layer; a tied head is the embedding.
 
-    Names and order of rotary rows are those of `gguf` files, where a layer's experts are one
-    tensor, or of Hugging Face's, where each is one.
+    Names and order of rows are those of `gguf` files, where a layer's experts are one tensor, or of
+    Hugging Face's, where each is one.
 
     Raises `UserError` if `params` are not of `spec`, or are blocks or float8 in place of numbers.
     """
     for weight in jax.tree.leaves(params, is_leaf=lambda node: not isinstance(node, dict)):
-        if not isinstance(weight, np.ndarray | jax.Array):
+        if not isinstance(weight, np.ndarray | jax.Array | Packed | Mixed | Adapted):
             raise UserError(
-                f"found {type(weight).__name__} weights to export; expected arrays of numbers. "
+                f"found {type(weight).__name__} weights to export; expected numbers or blocks. "
                 "Load the model with weights='dense'."
             )
     _, abstract = functional(spec, Compute())
@@ -110,14 +157,11 @@ def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:
         )
     tensors = []
     for path in known:
-        row, heads, offset = names.name_of(path, spec), 0, 0.0
-        name = row.hf
-        if gguf:
-            name, heads = row.gguf, names.head_count(row, spec)
-            offset = names.gguf_offset(path, spec)
+        row, layout = names.name_of(path, spec), names.layout_of(path, spec, gguf=gguf)
+        name, layers = row.gguf if gguf else row.hf, names.layers_of(path, spec)
         tensors += [
-            Tensor(name.format(i=i, e=e), path, i, e, leaves[path], heads, offset)
-            for i in (range(spec.num_layers) if "{i}" in name else (None,))
+            Tensor(name.format(i=i, e=e), path, i, e, leaves[path], place, layout)
+            for place, i in (((None, None),) if layers is None else enumerate(layers))
             for e in (range(spec.experts) if "{e}" in name else (None,))
         ]
     # Embedding, layers, norm, head.

@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from kdjax.errors import MissingFileError
+from kdjax.errors import MissingFileError, suggest_path
 from kdjax.formats.apr.table import AprTable, is_apr
 from kdjax.formats.gguf import GGUFTable
 from kdjax.formats.safetensors import SafetensorsTable, ShapesTable
@@ -43,7 +43,7 @@ def open_table(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTab
         command, exact = _download_command(path)
         raise MissingFileError(
             f"{path}: found no such file or folder; expected a GGUF model or a Hugging Face folder "
-            f"(config.json beside model.safetensors). "
+            f"(config.json beside model.safetensors).{suggest_path(path)} "
             f"{'Download it' if exact else 'Download one, for example'}: `{command}`"
         )
     if path.is_dir() or path.suffix == ".safetensors":
@@ -54,7 +54,7 @@ def open_table(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTab
 
 
 def open_shapes(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTable:
-    """As `open_table`, where a Hugging Face folder may hold its `config.json` and no weights."""
+    """Opens a checkpoint as `open_table` does; a Hugging Face folder may lack its weights."""
     config = Path(path) / "config.json"
     if not config.is_file() or any(Path(path).glob("*.safetensors*")):
         return open_table(path, whole=whole)

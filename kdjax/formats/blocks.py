@@ -1,4 +1,4 @@
-"""Block codecs: packed bytes to numbers in jnp, inside jit; numbers to bytes in NumPy.
+"""Block codecs: packed bytes to numbers in jnp, inside jit, and numbers to bytes.
 
 A row of a quantized tensor is a run of blocks, each a few scales beside low-bit integers; a block
 never crosses from one row to the next. Layouts: `ggml-common.h`, arithmetic: `ggml-quants.c`
@@ -17,10 +17,19 @@ from jaxtyping import Array, Float, Shaped, UInt8
 
 from kdjax.errors import UserError
 from kdjax.formats import codebooks
-from kdjax.formats.kquants import SEARCHED, encode_k
+from kdjax.formats.kquants import (
+    ENCODERS,
+    Scales,
+    encode_blocks,
+    fit_scales,
+    join_fields,
+    lies_beyond,
+    quantize_blocks,
+)
 
 # Elements that `encode` handles at a time: bounds its temporaries to a few tens of MB.
 _ENCODE_ELEMENTS = 1 << 20
+_STORED_ELEMENTS = 1 << 24  # likewise of `encode_stored`, which searches for nothing
 
 
 class Whole(NamedTuple):
@@ -52,7 +61,7 @@ class BlockType(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of one block."""
+        """Bytes of one block."""
         return sum(self.fields)
 
 
@@ -247,6 +256,17 @@ def _mxfp4(exponent: Array, low: Array) -> Array:
     return codebooks.look_up(codebooks.MXFP4, _nibbles(low, 16)) * powers[0] * powers[1]
 
 
+def _nvfp4(scales: Array, low: Array) -> Array:
+    """Whole numbers times half a scale of E4M3 without sign, one for 16; 0x7F, its NaN, is 0."""
+    exponent, mantissa = scales >> 3 & 15, (scales & 7).astype(jnp.float32)
+    power = (jnp.maximum(exponent, 1).astype(jnp.uint32) + 116) << 23  # 2^(exponent - 11)
+    factors = jnp.where(exponent > 0, 8 + mantissa, mantissa)
+    factors = factors * lax.bitcast_convert_type(power, jnp.float32)
+    factors = jnp.where(scales == 0x7F, 0.0, factors)
+    x = codebooks.look_up(codebooks.MXFP4, _shape(_nibbles(low, 8), 4, 16))
+    return (factors[..., None] * x).reshape(*low.shape[:-1], 64)
+
+
 BLOCKS: dict[str, BlockType] = {
     "F32": BlockType(1, (4,), 0, _f32),
     "F16": BlockType(1, (2,), 1, _f16),
@@ -266,6 +286,7 @@ BLOCKS: dict[str, BlockType] = {
     "IQ3_S": BlockType(256, (2, 64, 8, 32, 4), 21, _iq3_s),
     "IQ3_XXS": BlockType(256, (2, 64, 32), 18, _iq3_xxs),
     "MXFP4": BlockType(32, (1, 16), 39, _mxfp4),
+    "NVFP4": BlockType(64, (4, 32), 40, _nvfp4),
     "TQ1_0": BlockType(256, (48, 4, 2), 34, _tq1_0),
     "TQ2_0": BlockType(256, (64, 2), 35, _tq2_0),
 }
@@ -321,7 +342,7 @@ def split(
 def decode_fields(
     fields: Sequence[Array], dtype_name: str, out_dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "*lead n"]:
-    """What `split` gave as numbers `[..., n]`; usable inside jit.
+    """Decodes what `split` returned to numbers `[..., n]`; usable inside jit.
 
     Computed in float32 as `dequantize_row_*` in ggml-quants.c does, bit for bit, then cast to
     `out_dtype`.
@@ -332,7 +353,7 @@ def decode_fields(
 
 
 def read_whole(fields: Sequence[Array], dtype_name: str) -> Whole | None:
-    """What `split` gave as whole numbers, of blocks joined to rows; None for types of others."""
+    """Reads what `split` returned as whole numbers, blocks joined to rows; None for other types."""
     found = block_type(dtype_name).decode(*fields)
     if not isinstance(found, Whole):
         return None
@@ -366,80 +387,70 @@ def _encode_bf16(rows: np.ndarray) -> np.ndarray:
     return _bytes(np.where(is_nan, bits | 0x00400000, nearest_even) >> 16, "<u2")
 
 
-def _inverse(d: np.ndarray) -> np.ndarray:
-    """1/d, and 0 for the d = 0 of an all-zero block."""
-    # Below 3e-39 the inverse overflows float32; such a d is stored as float16 zero all the same.
-    return np.divide(1, d, out=np.zeros_like(d), where=np.abs(d) > 3e-39)
-
-
-def _encode_q8_0(blocks: np.ndarray) -> np.ndarray:
-    d = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
-    scaled = blocks * _inverse(d)
-    # C's roundf takes halves away from zero, np.round takes them to even.
-    whole = np.trunc(scaled)
-    q = whole + np.trunc(2 * (scaled - whole))
-    return np.concatenate([_bytes(d, "<f2"), q.astype(np.int8).view(np.uint8)], axis=-1)
-
-
-def _encode_q5_1(blocks: np.ndarray) -> np.ndarray:
-    low = blocks.min(axis=-1, keepdims=True)
-    d = (blocks.max(axis=-1, keepdims=True) - low) / np.float32(31)
-    q = np.clip(np.trunc((blocks - low) * _inverse(d) + np.float32(0.5)), 0, 31).astype(np.uint8)
-    fifth = np.packbits(q >> 4, axis=-1, bitorder="little")
-    nibbles = (q[..., :16] & 15) | (q[..., 16:] << 4)
-    return np.concatenate([_bytes(d, "<f2"), _bytes(low, "<f2"), fifth, nibbles], axis=-1)
-
-
-# Half way between two numbers of FP4, doubled as in `codebooks.MXFP4`; halves go to the smaller.
-_MXFP4_BOUNDS = (codebooks.MXFP4[:7] + codebooks.MXFP4[1:8]) / 2
-
-
-def _encode_mxfp4(blocks: np.ndarray) -> np.ndarray:
-    most = np.abs(blocks).max(axis=-1, keepdims=True)
-    if not np.isfinite(most).all():
-        raise FloatingPointError("values that are not finite")
-    exponent = np.floor(np.log2(np.maximum(most, np.float32(2.0**-125)))) + 125
-    sizes = np.ldexp(np.abs(blocks).astype(np.float64), 128 - exponent.astype(np.int32))
-    q = np.searchsorted(_MXFP4_BOUNDS, sizes).astype(np.uint8)
-    q |= ((blocks < 0) & (q > 0)).astype(np.uint8) << 3
-    return np.concatenate([exponent.astype(np.uint8), q[:, :16] | (q[:, 16:] << 4)], axis=-1)
-
-
-_ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+# Of types that round each number alone.
+_CASTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F32": lambda rows: _bytes(rows, "<f4"),
     "F16": lambda rows: _bytes(rows, "<f2"),
     "BF16": _encode_bf16,
-    "Q8_0": _encode_q8_0,
-    "Q5_1": _encode_q5_1,
-    **{name: functools.partial(encode_k, dtype_name=name) for name in SEARCHED},
-    "MXFP4": _encode_mxfp4,
 }
+ENCODED = (*_CASTS, *ENCODERS)
 
 
-def encode(array: Shaped[np.ndarray, "*lead n"], dtype_name: str) -> UInt8[np.ndarray, "*lead b"]:
+def _encode_part(rows: np.ndarray, dtype_name: str, importance: np.ndarray | None) -> np.ndarray:
+    """Blocks `[n, elements]` to bytes `[n, nbytes]`; raises `FloatingPointError`."""
+    if dtype_name in _CASTS:
+        with np.errstate(over="raise", invalid="raise"):
+            return _CASTS[dtype_name](rows)
+    if not np.abs(rows).max(initial=0) <= ENCODERS[dtype_name].most:  # a NaN is not, either
+        raise FloatingPointError
+    count, size = len(rows), 64
+    while size < count:  # few sizes: each is a program of its own
+        size *= 8
+    more = ((0, size - count), (0, 0))
+    columns = [rows] if importance is None else [rows, importance]
+    padded = [np.pad(column, more) for column in columns]
+    return np.asarray(encode_blocks(padded[0], dtype_name, *padded[1:]))[:count]
+
+
+def check_encoded(dtype_name: str) -> None:
+    """Raises `UserError` for a type without an encoder."""
+    if dtype_name not in ENCODED:
+        raise UserError(
+            f"found block type {dtype_name!r} to write; expected one of {', '.join(ENCODED)}. "
+            "Choose one of these: no other type can be encoded here."
+        )
+
+
+def encode(
+    array: Shaped[np.ndarray, "*lead n"],
+    dtype_name: str,
+    importance: Float[np.ndarray, " n"] | None = None,
+) -> UInt8[np.ndarray, "*lead b"]:
     """Numbers `[..., n]` as packed rows, uint8 `[..., row_bytes]`.
 
     Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit; the scales of K
-    types, Q4_0, Q5_0 and IQ4 are searched for, see `kquants`.
+    types, Q4_0, Q5_0 and IQ4 are searched for, see `kquants`. With `importance`, one a column, they
+    are those of the least squared error weighted by it.
 
     Raises `UserError` for a type without an encoder, rows that are no whole blocks, and values
     whose float16 form or scale would overflow.
     """
-    if dtype_name not in _ENCODERS:
-        raise UserError(
-            f"found block type {dtype_name!r} to write; expected one of {', '.join(_ENCODERS)}. "
-            "Choose one of these: no other type can be encoded here."
-        )
-    block, encoder = BLOCKS[dtype_name], _ENCODERS[dtype_name]
-    width = row_bytes(dtype_name, array.shape[-1])
+    check_encoded(dtype_name)
+    block, n = BLOCKS[dtype_name], array.shape[-1]
+    width = row_bytes(dtype_name, n)
     flat = array.reshape(-1, block.elements)
+    weights = None
+    if importance is not None:
+        weights = np.asarray(importance, np.float32).reshape(-1, block.elements)
     out = np.empty((flat.shape[0], block.nbytes), np.uint8)
     step = _ENCODE_ELEMENTS // block.elements
     for start in range(0, flat.shape[0], step):
         part = np.ascontiguousarray(flat[start : start + step], np.float32)
+        which = None
+        if weights is not None:
+            which = weights[np.arange(start, start + len(part)) % len(weights)]
         try:
-            with np.errstate(over="raise", invalid="raise"):
-                out[start : start + step] = encoder(part)
+            out[start : start + step] = _encode_part(part, dtype_name, which)
         except FloatingPointError as error:
             raise UserError(
                 f"found values up to {np.abs(part).max():.4g} to store as {dtype_name}; expected "
@@ -447,3 +458,69 @@ def encode(array: Shaped[np.ndarray, "*lead n"], dtype_name: str) -> UInt8[np.nd
                 "F32 or BF16."
             ) from error
     return out.reshape(*array.shape[:-1], width)
+
+
+def _as_blocks(x: Array, dtype_name: str) -> Array:
+    return _shape(x, -1, BLOCKS[dtype_name].elements)
+
+
+def fit_rows(
+    x: Float[Array, "*lead n"], dtype_name: str, importance: Float[Array, "... n"] | None = None
+) -> Scales:
+    """The scales that `encode` would find for rows; usable inside jit.
+
+    `importance` is broadcast to the rows.
+    """
+    if importance is not None:
+        importance = jnp.broadcast_to(importance, x.shape)
+        importance = _as_blocks(importance, dtype_name)
+    return fit_scales(_as_blocks(x, dtype_name), dtype_name, importance)
+
+
+def encode_fields(
+    x: Float[Array, "*lead n"], dtype_name: str, scales: Scales
+) -> tuple[Shaped[Array, "..."], ...]:
+    """Encodes rows as blocks of given scales, in the fields of `split`; usable inside jit.
+
+    The same on every backend: see `kquants`.
+    """
+    return quantize_blocks(_as_blocks(x, dtype_name), dtype_name, scales)
+
+
+@functools.partial(jax.jit, static_argnames="dtype_name")
+def _encode_part_to(x: Array, dtype_name: str, scales: Scales) -> tuple[Array, ...]:
+    return encode_fields(x, dtype_name, scales)
+
+
+def encode_stored(
+    array: Float[np.ndarray, "*lead n"], dtype_name: str, scales: Sequence[np.ndarray]
+) -> tuple[np.ndarray, ...]:
+    """`encode_fields` of arrays on the host, a part of their rows at a time."""
+    width = array.shape[-1]
+    rows = array.reshape(-1, width)
+    flat = [x.reshape(len(rows), *x.shape[array.ndim - 1 :]) for x in scales]
+    step = max(1, _STORED_ELEMENTS // width)
+    parts = [
+        jax.device_get(
+            _encode_part_to(rows[i : i + step], dtype_name, tuple(x[i : i + step] for x in flat))
+        )
+        for i in range(0, len(rows), step)
+    ]
+    return tuple(
+        np.concatenate(field).reshape(*array.shape[:-1], *field[0].shape[1:])
+        for field in zip(*parts, strict=True)
+    )
+
+
+def is_cut(
+    x: Float[Array, "*lead n"], rounded: Float[Array, "*lead n"], dtype_name: str, scales: Scales
+) -> Array:
+    """Whether numbers of rows lie outside the range of their scales."""
+    numbers, levels = _as_blocks(x, dtype_name), _as_blocks(rounded, dtype_name)
+    return lies_beyond(numbers, levels, dtype_name, scales).reshape(x.shape)
+
+
+def join_rows(fields: Sequence[Array]) -> UInt8[Array, "*lead row_bytes"]:
+    """Undoes `split`."""
+    raw = join_fields(fields)
+    return raw.reshape(*raw.shape[:-2], -1)

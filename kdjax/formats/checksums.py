@@ -16,7 +16,7 @@ _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}  # by bytes an e
 
 
 def checksum(array: np.ndarray) -> int:
-    """Of an array on the host; one of 8 bytes an element counts as two of 4."""
+    """Checksum of an array on the host; an element of 8 bytes counts as two of 4."""
     bits = np.ravel(array).view(_UNSIGNED[array.dtype.itemsize])
     places = np.arange(min(_BLOCK, bits.size), dtype=np.uint32)
     total = 0

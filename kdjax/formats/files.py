@@ -1,4 +1,4 @@
-"""What the readers and writers of checkpoint files share: checked reading, atomic writing."""
+"""Checked reading and atomic writing, shared by the readers and writers of checkpoint files."""
 
 import contextlib
 import json
@@ -17,6 +17,7 @@ from kdjax.errors import UserError, WriteError
 from kdjax.formats.blocks import row_bytes
 
 DOWNLOAD = "Download the file again."
+_MOST_BYTES = 2**50  # a thousand times the largest checkpoints: a header that says more is damaged
 
 # A tensor to write: its bytes, as an array of any type and shape, or a function that returns them
 # or their successive chunks.
@@ -29,17 +30,27 @@ def bad(path: Path, found: str, expected: str, remedy: str) -> UserError:
     return UserError(f"{path}: found {found}; expected {expected}. {remedy}")
 
 
-def cut_short(path: Path, size: int, ends: Mapping[str, int]) -> UserError | None:
+def cut_short(path: Path, size: int, spans: Mapping[str, tuple[int, int]]) -> UserError | None:
     """The error for a file of `size` bytes that ends before one of its tensors; None for none.
 
-    `ends`: the byte behind each tensor, as the header says.
+    `spans`: the bytes `[start, end)` of each tensor, as the header says. Raises `UserError` for
+    tensors that share bytes, and for one that ends where no file does.
     """
-    last = max(ends, key=lambda name: ends[name], default=None)
-    if last is None or ends[last] <= size:
+    before, filled = "", 0
+    for name, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if end > start:
+            if start < filled:
+                found = f"the tensors {before!r} and {name!r} in the same bytes, from {start} on"
+                raise bad(path, found, "bytes of its own for each tensor", DOWNLOAD)
+            before, filled = name, end
+    if filled <= size:
         return None
-    whole = ends[last]
-    found = f"{size} bytes, {whole - size} too few for tensor {last!r}"
-    expected = f"at least {whole} ({whole / 1e9:.2f} GB), of which {size / whole:.1%} are here"
+    if filled > _MOST_BYTES:
+        found = f"tensor {before!r} that ends at byte {filled} ({filled / 1e15:,.0f} million GB)"
+        expected = "a shape and an offset within a file"
+        raise bad(path, found, expected, f"Its header is damaged. {DOWNLOAD}")
+    found = f"{size} bytes, {filled - size} too few for tensor {before!r}"
+    expected = f"at least {filled} ({filled / 1e9:.2f} GB), of which {size / filled:.1%} are here"
     remedy = "The download was cut: download the file again. A plan needs no more than its header."
     return bad(path, found, expected, remedy)
 
@@ -99,7 +110,7 @@ class Cursor:
         return self.data[self.at - nbytes : self.at]
 
     def text(self, data: memoryview, what: str) -> str:
-        """Those bytes as UTF-8; raises `UserError` if they are none."""
+        """Decodes those bytes as UTF-8; raises `UserError` if they are none."""
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:

@@ -43,6 +43,7 @@ _BLOCK_NAMES = {block.ggml: name for name, block in BLOCKS.items()}
 _GGML_TYPES = """
     F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS
     IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4
+    NVFP4 Q1_0 Q2_0
 """
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -214,8 +215,8 @@ def _read_shard(path: Path) -> _Shard:
             found = f"tensor {info.name!r} at offset {offset}"
             raise bad(path, found, f"a multiple of {alignment}", DOWNLOAD)
         tensors[info.name] = info, base + offset
-    ends = {name: start + info.nbytes for name, (info, start) in tensors.items()}
-    return _Shard(path, data, metadata, tensors, cut_short(path, size, ends))
+    spans = {name: (start, start + info.nbytes) for name, (info, start) in tensors.items()}
+    return _Shard(path, data, metadata, tensors, cut_short(path, size, spans))
 
 
 def _sibling_paths(path: Path, count: int) -> tuple[Path, ...]:

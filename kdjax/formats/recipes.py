@@ -1,12 +1,29 @@
 """Which block type each tensor of a quantized model gets, as `llama-quantize` chooses them.
 
-Source: `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp. Norms, biases and routers stay
-F32.
+Source: `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp, where a matrix of queries, keys
+and values counts as one of values (releases before March 2026 gave it Q5_K in Q4_K_M). Norms,
+biases and routers stay F32.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from kdjax.formats.blocks import BLOCKS
+from kdjax.errors import UserError
+from kdjax.formats.blocks import BLOCKS, ENCODED
+
+
+def _mix_q2_k(part: str, layer: int, layers: int, groups: int, experts: int) -> str | None:
+    return {"v": "Q4_K" if groups >= 4 else "Q3_K", "o": "Q3_K", "down": "Q3_K"}.get(part)
+
+
+def _mix_q3_k_m(part: str, layer: int, layers: int, groups: int, experts: int) -> str | None:
+    down = "Q5_K" if layer < layers // 16 else "Q4_K"
+    parts = {"v": "Q5_K" if layer < 2 else "Q4_K", "o": "Q4_K", "down": down}
+    return parts.get(part)
+
+
+def _mix_mxfp4(part: str, layer: int, layers: int, groups: int, experts: int) -> str | None:
+    return "MXFP4" if experts and part in ("gate", "up", "down") else None
 
 
 class Recipe(NamedTuple):
@@ -19,6 +36,8 @@ class Recipe(NamedTuple):
     # More bits go to all value projections that four or more heads share, and to the first eighth
     # of down projections, in place of `gets_more_bits`.
     shared: bool = False
+    # The type of a part of a layer (`v`, `down`), in place of these rules; None: the base.
+    mix: Callable[[str, int, int, int, int], str | None] | None = None
 
 
 RECIPES: dict[str, Recipe] = {
@@ -29,12 +48,18 @@ RECIPES: dict[str, Recipe] = {
     "iq4_nl": Recipe("IQ4_NL", "Q5_K", "Q6_K", 25, shared=True),
     "iq4_xs": Recipe("IQ4_XS", "Q5_K", "Q6_K", 30, shared=True),
     "q4_0": Recipe("Q4_0", "Q4_0", "Q6_K", 2),
+    "q3_k_m": Recipe("Q3_K", "Q4_K", "Q6_K", 12, mix=_mix_q3_k_m),
+    "q2_k": Recipe("Q2_K", "Q3_K", "Q6_K", 10, mix=_mix_q2_k),
+    "mxfp4": Recipe("Q8_0", "Q8_0", "Q8_0", 38, mix=_mix_mxfp4),  # of experts; all else is Q8_0
     "bf16": Recipe("BF16", "BF16", "BF16", 32),
     "f16": Recipe("F16", "F16", "F16", 1),
     "f32": Recipe("F32", "F32", "F32", 0),
 }
+_IN_QKV = (("attn", "q"), ("attn", "k"))
+_EXACT = ("router", "conv", "log_rate", "shift")
 # What llama-quant.cpp takes for rows that are no whole K-blocks.
-_FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+_FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_FALLBACKS |= dict.fromkeys(("IQ4_XS", "Q3_K", "Q2_K"), "IQ4_NL")
 
 
 def gets_more_bits(place: int, layers: int) -> bool:
@@ -60,21 +85,114 @@ def tensor_type(
     layers: int,
     groups: int,
     tied: bool,
+    experts: int = 0,
+    fused: bool = False,
 ) -> str:
     """Block type of the parameter at `path` of the tree, in `layer` of `layers` if it has layers.
 
-    `groups` heads share a value. Norms, biases and routers get F32. A tied embedding is the output
-    too, and gets the output's bits.
+    `groups` heads share a value; `experts` are those of a layer; `fused` files keep queries, keys
+    and values as one matrix, as those of delta layers are. Norms, biases, routers and what fades
+    states get F32. A tied embedding is the output too, and gets the output's bits.
     """
-    if path[-1] == "bias" or any(part.endswith("norm") or part == "router" for part in path):
+    if path[-1] == "bias" or any(part.endswith("norm") or part in _EXACT for part in path):
         return "F32"
+    part = "".join(path[2:3])
+    if path[1:3] == ("delta", "qkv") or (fused and path[1:3] in _IN_QKV):
+        part = "v"
     if path in (("embed",), ("head",)):
         wanted = recipe.output if tied or path == ("head",) else recipe.base
-    elif path[1:3] in (("attn", "v"), ("mlp", "down")):
+    elif recipe.mix is not None:
+        wanted = recipe.mix(part, layer, layers, groups, experts) or recipe.base
+    elif part in ("v", "down"):
         more = gets_more_bits(layer, layers)
         if recipe.shared:
-            more = groups >= 4 if path[2] == "v" else layer < layers // 8
+            more = groups >= 4 if part == "v" else layer < layers // 8
         wanted = recipe.more if more else recipe.base
     else:
         wanted = recipe.base
     return fitting(wanted, width)
+
+
+def parts_by_type(types: Sequence[str]) -> list[tuple[str, tuple[int, ...] | None]]:
+    """Each type with the layers that have it; None where all have one."""
+    if len(set(types)) == 1:
+        return [(types[0], None)]
+    return [
+        (dtype, tuple(i for i, other in enumerate(types) if other == dtype))
+        for dtype in dict.fromkeys(types)
+    ]
+
+
+def split_types(text: str) -> tuple[Recipe | None, dict[tuple[str, ...], str]]:
+    """`"q4_k_m,embed=Q8_0"` as a recipe, None without one, and types by the begin of a path.
+
+    Raises `UserError` for an unknown recipe, and for a type without an encoder.
+    """
+    first, *others = text.split(",")
+    recipe = RECIPES.get(first.strip().lower())
+    if recipe is None and "=" not in first:
+        raise UserError(
+            f"found quantize={text!r}; expected a recipe ({', '.join(RECIPES)}), or types by the "
+            "begin of a parameter's name, such as blocks=Q4_0 or q4_k_m,embed=Q8_0."
+        )
+    types = {}
+    for part in others if recipe else [first, *others]:
+        name, equals, dtype = part.strip().partition("=")
+        if not equals:
+            raise UserError(f"quantize={text!r}: found {part!r}; expected NAME=TYPE.")
+        if dtype.upper() not in ENCODED:
+            raise UserError(
+                f"quantize={text!r}: found type {dtype!r}, which cannot be trained; expected one "
+                f"of {', '.join(ENCODED)}."
+            )
+        types[tuple(name.strip("/").split("/"))] = dtype.upper()
+    return recipe, types
+
+
+def choose_types(
+    text: str,
+    shapes: Mapping[tuple[str, ...], tuple[int, ...]],
+    *,
+    layers: int,
+    groups: int,
+    tied: bool,
+    experts: int = 0,
+    fused: bool = False,
+    stacks: Mapping[str, Sequence[int]] | None = None,
+) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Block types of the matrices of a tree, one a layer of those under `blocks`; F32 ones not.
+
+    `text` is as of `split_types`, the model's sizes as of `tensor_type`; `stacks` are the numbers
+    of the layers under each name, by default all under `blocks`. Raises `UserError` also for names
+    that no parameter begins with, for rows that are no whole blocks of the type that they are
+    given, and if nothing is left to round.
+    """
+    recipe, given = split_types(text)
+    used: set[tuple[str, ...]] = set()
+    chosen = {}
+    for path, shape in shapes.items():
+        matches = [name for name in given if path[: len(name)] == name]
+        used.update(matches)
+        numbers = (stacks or {"blocks": range(layers)}).get(path[0], (0,))
+        model: dict[str, Any] = dict(layers=layers, groups=groups, tied=tied)
+        model |= dict(experts=experts, fused=fused)
+        base = recipe or RECIPES["f32"]
+        types = [tensor_type(base, path, i, shape[-1], **model) for i in numbers]
+        # A name is that of matrices: what lies beside them under it stays as numbers.
+        vector = tensor_type(RECIPES["f16"], path, 0, shape[-1], **model) == "F32"
+        if matches and not vector:
+            dtype = given[max(matches, key=len)]
+            if shape[-1] % BLOCKS[dtype].elements:
+                raise UserError(
+                    f"quantize={text!r}: found rows of {shape[-1]} in {'/'.join(path)}; expected "
+                    f"whole blocks of {BLOCKS[dtype].elements} for {dtype}. Name another type."
+                )
+            types = [dtype] * len(numbers)
+        if set(types) != {"F32"}:
+            chosen[path] = tuple(types)
+    unknown = ["/".join(name) for name in given if name not in used]
+    if unknown or not chosen:
+        names = sorted({"/".join(path[:3]) for path in shapes})
+        problem = f"no parameter begins with {unknown[0]!r}" if unknown else "it names no tensor"
+        raise UserError(f"quantize={text!r}: {problem}; parameters are {', '.join(names)}.")
+    return chosen

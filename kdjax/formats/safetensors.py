@@ -1,20 +1,22 @@
 """Hugging Face checkpoints: a lazy, memory-mapped table of safetensors files, and a writer.
 
 Format: https://github.com/huggingface/safetensors#format; names of shards and index as Transformers
-writes and reads them. The library's NumPy views have no bfloat16, and it writes a file from arrays
-that are all in memory: headers are read and written here.
+writes and reads them. Files are written by the safetensors library. Headers are read here: a plan
+reads them of remote and of cut files, whose data is not there; a damaged one must be refused by the
+name of its tensor; and bytes are mapped, not copied.
 """
 
 import json
 import math
 import os
 import re
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import ml_dtypes
 import numpy as np
+import safetensors.numpy
 
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.blocks import BLOCKS
@@ -32,10 +34,10 @@ from kdjax.formats.files import (
 from kdjax.formats.table import TensorInfo, TensorTable
 
 _MAX_DIMS = 8
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as PEFT names them
 SHARD_BYTES = 5_000_000_000  # as `save_pretrained` had it for years; a larger tensor has its own
-_ALIGNMENT = 8  # of the data, from the start of the file
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -58,7 +60,7 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[TensorInfo, int]:
         found = f"tensor {name!r} described as {str(entry)[:80]}"
         raise bad(path, found, "its dtype, shape and data_offsets", DOWNLOAD)
     dtype = fields.get("dtype")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         found = f"tensor {name!r} of type {str(dtype)[:80]}"
         save = "`model.to(torch.bfloat16).save_pretrained(...)`"
         remedy = f"Save the model again in bfloat16: {save}."
@@ -85,14 +87,14 @@ def _read_file(path: Path, *, whole: bool) -> tuple[_Tensors, UserError | None]:
         raise bad(path, found, "a safetensors file at least as long as its header", remedy)
     header = load_json(path, "a header", data[8 : 8 + length].tobytes())
     body = data[8 + length :]
-    tensors, ends = {}, {}
+    tensors, spans = {}, {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         info, start = _read_entry(path, name, entry)
         tensors[name] = info, body[start : start + info.nbytes]
-        ends[name] = 8 + length + start + info.nbytes
-    cut = cut_short(path, size, ends)
+        spans[name] = 8 + length + start, 8 + length + start + info.nbytes
+    cut = cut_short(path, size, spans)
     if whole and cut:
         raise cut
     return tensors, cut
@@ -177,6 +179,23 @@ class SafetensorsTable(TensorTable):
         self.metadata = load_json(config, "a file")
 
 
+class PeftTable(TensorTable):
+    """An adapter's folder as PEFT saves it: `adapter_config.json` is its metadata; headers only.
+
+    Raises `MissingFileError` without `adapter_model.safetensors`, `UserError` for damaged files.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / ADAPTER
+        if not path.is_file():
+            raise MissingFileError(
+                f"{folder}: found an {ADAPTER_CONFIG} without {ADAPTER}; expected it beside. Save "
+                "the adapter again with PEFT's save_pretrained, which writes safetensors."
+            )
+        self.paths, (self._tensors, self.cut) = (path,), _read_file(path, whole=True)
+        self.metadata = load_json(folder / ADAPTER_CONFIG, "a file")
+
+
 def _nbytes(tensor: TensorToWrite) -> int:
     _, dtype, shape, _ = tensor
     return math.prod(shape) * BLOCKS[dtype].nbytes
@@ -185,24 +204,30 @@ def _nbytes(tensor: TensorToWrite) -> int:
 def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
     """Writes one file; nothing appears under `path` before all of it is on the disk.
 
-    `tensors` as `gguf.write_gguf` takes them, of types F32, F16 and BF16. Raises `UserError`
-    for data of another size than its shape has.
+    `tensors` as `gguf.write_gguf` takes them, of types F32, F16 and BF16; all of one file are in
+    memory while it is written. Raises `UserError` for data of another size than its shape has.
     """
-    tensors, offset = list(tensors), 0
-    # Readers of PyTorch weights ask for this entry.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    arrays = {}
     for tensor in tensors:
-        name, dtype, shape, _ = tensor
-        end = offset + _nbytes(tensor)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+        name, dtype, shape, data = tensor
+        pieces = checked_chunks(path, name, data, _nbytes(tensor))
+        chunks = [np.frombuffer(piece, np.uint8) for piece in pieces]
+        whole = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        arrays[name] = whole.view(_DTYPES[dtype]).reshape(shape)
     with replacing(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
-            name, _, _, data = tensor
-            file.writelines(checked_chunks(path, name, data, _nbytes(tensor)))
+        mode = os.fstat(file.fileno()).st_mode
+        try:
+            # Readers of PyTorch weights ask for this entry.
+            safetensors.numpy.save_file(arrays, file.name, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), file.name) from error
+        # The library put a file of its own there, which only its owner may read.
+        with open(file.name, "rb") as written:
+            os.fchmod(written.fileno(), mode)
+            os.fsync(written.fileno())
 
 
 def write_folder(

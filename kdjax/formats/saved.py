@@ -1,4 +1,4 @@
-"""What a run saved: its steps, its records, and the student's parameters as a tensor table.
+"""Reads what a run saved: its steps, its records, the student's parameters as a tensor table.
 
 A step lies in `workdir/checkpoints/<step>`: Orbax's tree under `state`, JSON under `run`, in which
 every array has its checksum. Nothing here writes or deletes.
@@ -14,19 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from flax.traverse_util import unflatten_dict
 
 from kdjax.errors import CheckError
+from kdjax.formats.blocks import decode_fields, encode_stored
 from kdjax.formats.checksums import checksum
+from kdjax.formats.recipes import parts_by_type
 from kdjax.formats.table import TensorInfo, TensorTable
 
 RECEIPT = "receipt.json"
+FORM = "form"  # of a rounded student, in `run`: what its types were chosen by, and the types
+LORA = "lora"  # in it, of a student with adapters: their size and their matrices
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays, and of all else in `run`
 _PARAMS = "params/"  # before the names of the student's parameters
+_SCALES = "kept/"  # before those of its scales, if it is rounded
+Layers = tuple[int, ...] | None  # of a stack; None for all
 _SHOWN = 3  # arrays that a message names
+_END = 80  # characters of what a library says, at its beginning and at its end
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -43,12 +51,12 @@ def saved_steps(workdir: Path) -> list[int]:
 class DamagedError(CheckError):
     """A saved step that cannot be read, or holds something else than was saved."""
 
-    def __init__(self, folder: Path, problem: str):
+    def __init__(self, folder: Path, problem: str, details: str = ""):
         super().__init__(
             f"{folder} is damaged: {problem}. Name an older step; the command that trained goes on "
             "from the newest intact one."
         )
-        self.problem = problem
+        self.problem, self.details = problem, details  # one line, and all that a library said
 
 
 @contextlib.contextmanager
@@ -60,12 +68,15 @@ def reading(folder: Path, part: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = str(error).partition(" [")[0].partition("\n")[0]  # less TensorStore's own details
+        said = said.replace(f"{folder}/", "")
+        if len(said) > 2 * _END:  # what was read, and why it could not be
+            said = f"{said[:_END]} ... {said[-_END:]}"
         problem = f"{part} cannot be read ({type(error).__name__}: {said})"
-        raise DamagedError(folder, problem) from error
+        raise DamagedError(folder, problem, str(error)) from error
 
 
 def saved_run(workdir: Path, step: int) -> dict[str, Any]:
-    """What `training.saving.Checkpoints.save` was given as `run`, and the arrays' checksums.
+    """Reads `run` as `training.saving.Checkpoints.save` was given it, and the arrays' checksums.
 
     Raises `DamagedError` if it is not as it was saved.
     """
@@ -84,8 +95,8 @@ def record_digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def find_damage(workdir: Path, step: int) -> str:
-    """What is wrong with a saved step, "" if nothing; reads all of it, an array at a time.
+def find_damage(workdir: Path, step: int) -> DamagedError | None:
+    """Finds what is wrong with a saved step, None if nothing; reads all of it, an array at a time.
 
     Steps of versions that saved no checksums are only read.
     """
@@ -102,8 +113,8 @@ def find_damage(workdir: Path, step: int) -> str:
             raise DamagedError(folder, f"found {numbers}")
         _open_tree(folder)
     except DamagedError as error:
-        return error.problem
-    return ""
+        return error
+    return None
 
 
 def _open(folder: Path, name: str) -> ts.TensorStore:
@@ -158,7 +169,7 @@ def _open_tree(folder: Any) -> None:
 
 
 def array_name(path: Any) -> str:
-    """What a checksum calls an array of the state, of its path in the tree: `params/embed`."""
+    """Names an array of the state for its checksum, by its path in the tree: `params/embed`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -196,8 +207,11 @@ class SavedTable(TensorTable):
         self._step = step_folder(workdir, step)
         self.folder = self._step / "state"
         self.paths = tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))
-        self._checksums = saved_run(workdir, step).get(CHECKSUMS, {})
-        listed = sorted(name for name in _listed_names(self._step) if name.startswith(_PARAMS))
+        record = saved_run(workdir, step)
+        self._checksums = record.get(CHECKSUMS, {})
+        self.form: dict[str, Any] = record.get(FORM, {})
+        self._listed = sorted(_listed_names(self._step))
+        listed = [name for name in self._listed if name.startswith(_PARAMS)]
         self._tensors = {name.removeprefix(_PARAMS): (self._info(name),) for name in listed}
 
     def _info(self, name: str) -> TensorInfo:
@@ -206,19 +220,45 @@ class SavedTable(TensorTable):
         nbytes = dtype.itemsize * math.prod(shape)
         return TensorInfo(name.removeprefix(_PARAMS), shape, _TYPES[dtype.name], nbytes)
 
+    def _checked(self, name: str) -> np.ndarray:
+        array = _read(self._step, name)
+        if self._checksums.get(name) not in (None, checksum(array)):
+            raise DamagedError(self._step, f"found other numbers than were saved in {name}")
+        return array
+
     def array(self, name: str) -> np.ndarray:
-        """The numbers, read from the disk at each call; `DamagedError` for others than saved."""
-        array = _read(self._step, _PARAMS + name)
-        if self._checksums.get(_PARAMS + name) not in (None, checksum(array)):
-            found = f"other numbers than were saved in {_PARAMS}{name}"
-            raise DamagedError(self._step, f"found {found}")
+        """The masters, read from the disk at each call; `DamagedError` for others than saved."""
+        return self._checked(_PARAMS + name)
+
+    def blocks(self, name: str) -> list[tuple[str, Layers, tuple[np.ndarray, ...]]]:
+        """Fields of a rounded matrix's blocks, by type and layers; empty for other parameters.
+
+        They are those of the scales that were saved, which the step saw.
+        """
+        types = self.form.get("types", {}).get(name)
+        if types is None:
+            return []
+        masters, found = self.array(name), []
+        for dtype, layers in parts_by_type(types):
+            begin = f"{_SCALES}{name}/{dtype}/"
+            scales = [self._checked(n) for n in self._listed if n.startswith(begin)]
+            part = masters if layers is None else masters[list(layers)]
+            found.append((dtype, layers, encode_stored(part, dtype, scales)))
+        return found
+
+    def numbers(self, name: str) -> np.ndarray:
+        """Numbers that the forward pass computed with; the rounded ones of a rounded student."""
+        array = self.array(name)
+        for dtype, layers, fields in self.blocks(name):
+            at = slice(None) if layers is None else list(layers)
+            array[at] = np.asarray(decode_fields([jnp.asarray(x) for x in fields], dtype))
         return array
 
     def read_tree(self) -> dict[str, Any]:
-        """All parameters as the tree that was saved: nested dicts of arrays on the host."""
+        """All masters as the tree that was saved: nested dicts of arrays on the host."""
         return unflatten_dict({name: self.array(name) for name in self}, sep="/")
 
     def raw(self, name: str) -> np.ndarray:
-        """uint8 `shape[:-1] + (row_bytes,)`, read from the disk at each call."""
-        array = np.ascontiguousarray(self.array(name))
+        """Bytes of `numbers`, uint8 `shape[:-1] + (row_bytes,)`; each call reads the disk."""
+        array = np.ascontiguousarray(self.numbers(name))
         return array.view(np.uint8).reshape(*array.shape[:-1], -1)

@@ -11,7 +11,7 @@ from kdjax.formats.blocks import row_bytes
 
 
 class TensorInfo(NamedTuple):
-    """What a checkpoint says of one tensor, before any byte of it is read."""
+    """A checkpoint's entry of one tensor, known before any byte of it is read."""
 
     name: str
     shape: tuple[int, ...]  # row-major, as in NumPy: a projection is (out, in)

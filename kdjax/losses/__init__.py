@@ -1,4 +1,4 @@
-"""What a student is trained to minimise: divergences as values, and the loss made of one.
+"""Losses that a student minimises: divergences as values, and the loss made of one.
 
 `kd` and `divergences` are of logits, unreduced. `chunked` and `topk` sum them from hidden states.
 """

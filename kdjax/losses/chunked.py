@@ -16,22 +16,62 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kdjax.losses.divergences import acceptance, forward_kl, kl_divergence, log_softmax
-from kdjax.losses.kd import KDLoss, cross_entropy, kd_parts_and_gradient
+from kdjax.losses.divergences import forward_kl
+from kdjax.losses.kd import WeighedLoss, kd_parts_and_gradient
+from kdjax.models.kernels import EXCLUDED
 from kdjax.models.weights import Scaled, mask_padding, unembed
 
-Head = Array | Scaled  # a matrix [V D] of numbers, or of float8 with a scale a row
+
+class Given(NamedTuple):
+    """In place of a head: the hidden states are logits `[B, T, V]` already."""
+
+
+class Mixed(NamedTuple):
+    """Heads of several models, whose hidden states are a tuple, their shares `[B, T, N]` last.
+
+    What they say together is the mixture of their probabilities at T = 1.
+    """
+
+    heads: tuple[Any, ...]
+
+
+# A matrix [V D] of numbers, or of float8 with a scale a row; or none; or several.
+Head = Array | Scaled | Given | Mixed
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSpec:
-    """What the chunked loss must know; hashable, so that it can be static under jit."""
+    """Facts of a head for the chunked loss; hashable, so that it can be static under jit."""
 
-    loss: KDLoss
+    loss: Any  # a `KDLoss`; within a chunk it may be a `WeighedLoss`
     width: int  # rows of both heads that are used: the smaller of the two
     real_vocab: int  # ids that some token has; padding rows beyond it are excluded on both sides
     chunk_tokens: int  # positions whose logits exist at the same time, on one device
     kernels: bool = False  # as `Placement.kernels` says
+    frozen: bool = False  # whether the student's head is, so that it gets no gradient
+
+
+class Weighing(NamedTuple):
+    """Weights of positions where their amounts differ, float32 `[B, T]`: see `WeighedLoss`."""
+
+    position: Array  # of all: what a batch calls `weights`
+    ce: Array
+    divergence: Array
+    temperature: Array
+
+
+Weights = Array | Weighing
+
+
+def read_weights(weights: Weights, spec: HeadSpec) -> tuple[Array, HeadSpec]:
+    """The weight of each position of a chunk, and the spec with the chunk's own loss."""
+    if not isinstance(weights, Weighing):
+        return weights, spec
+    # Positions that fill up the last chunk have zeros.
+    temperatures = jnp.where(weights.temperature > 0, weights.temperature, 1)
+    loss = WeighedLoss(spec.loss.divergence, weights.ce, weights.divergence, temperatures)
+    # The kernels' temperature is a number of the program.
+    return weights.position, dataclasses.replace(spec, loss=loss, kernels=False)
 
 
 class LossSums(NamedTuple):
@@ -40,35 +80,45 @@ class LossSums(NamedTuple):
     loss: Float[Array, ""]
     ce: Float[Array, ""]
     divergence: Float[Array, ""] | None  # the one trained on, at temperature T, without T^2
+    extra: dict[str, Array] | None = None  # of `layers.LayerLoss`, by name, without their weights
 
 
-class EvalSums(NamedTuple):
-    """Sums over weighted positions, float32: divide by `count`."""
-
-    student_ce: Float[Array, ""]
-    teacher_ce: Float[Array, ""] | None
-    divergence: Float[Array, ""] | None  # the one trained on, at temperature T, without T^2
-    kl: Float[Array, ""] | None  # forward, at T = 1: runs of different losses compare
-    agreement: Float[Array, ""] | None  # positions where both rank the same id first
-    acceptance: Float[Array, ""] | None  # drafted tokens that the teacher would keep, at T = 1
-    count: Float[Array, ""]
+Sums = TypeVar("Sums", bound=tuple[Any, ...])
 
 
-Sums = TypeVar("Sums", bound=tuple[Array | None, ...])
-
-
-def cut_head(head: Head, hidden: Float[Array, "B T D"], spec: HeadSpec) -> Head:
+def cut_head(head: Head, hidden: Any, spec: HeadSpec) -> Head:
     """The rows that are used; numbers, not `Scaled`, in the dtype of the hidden states."""
+    if isinstance(head, Given):
+        return head
+    if isinstance(head, Mixed):
+        pairs = zip(head.heads, hidden[:-1], strict=True)
+        return Mixed(tuple(cut_head(one, states, spec) for one, states in pairs))
     rows = head[: spec.width]
     return rows if isinstance(rows, Scaled) else rows.astype(hidden.dtype)
 
 
-def _cut_teacher(head: Head | None, hidden: Array | None, spec: HeadSpec) -> Head | None:
+def compute_logits(hidden: Any, head: Head, spec: HeadSpec) -> Float[Array, "B T V"]:
+    """Float32 logits of a head that is cut; EXCLUDED where given ones lack ids.
+
+    Of several heads the log-probabilities of their mixture.
+    """
+    if isinstance(head, Mixed):
+        *states, shares = hidden
+        said = [
+            jax.nn.log_softmax(mask_padding(compute_logits(x, one, spec), spec.real_vocab), axis=-1)
+            + jnp.maximum(jnp.log(shares[..., n, None]), EXCLUDED)
+            for n, (x, one) in enumerate(zip(states, head.heads, strict=True))
+        ]
+        return jnp.maximum(functools.reduce(jnp.logaddexp, said), EXCLUDED)
+    if not isinstance(head, Given):
+        return unembed(hidden, head)
+    logits = jnp.maximum(hidden[..., : spec.width].astype(jnp.float32), EXCLUDED)
+    padding = (0, 0), (0, 0), (0, spec.width - logits.shape[-1])
+    return jnp.pad(logits, padding, constant_values=EXCLUDED)
+
+
+def _cut_teacher(head: Head | None, hidden: Any, spec: HeadSpec) -> Head | None:
     return None if head is None or hidden is None else cut_head(head, hidden, spec)
-
-
-def _logits(hidden: Array, head: Head, spec: HeadSpec) -> Array:
-    return mask_padding(unembed(hidden, head), spec.real_vocab)
 
 
 def split_chunks(x: Array, spec: HeadSpec) -> Array:
@@ -88,20 +138,26 @@ def join_chunks(x: Array, length: int) -> Array:
     return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
 
-def split_inputs(
-    hidden: tuple[Array | None, ...], weights: Array, *columns: Any, spec: HeadSpec
-) -> Any:
-    """Hidden states, weights and other columns, trees of `[B, T, ...]`, in chunks."""
-    # A position without weight may hold anything, NaN too; zeros keep it out of 0 * NaN.
+def zero_unweighted(hidden: Any, weights: Float[Array, "B T"]) -> Any:
+    """Trees of hidden states `[B, T, D]`, with zeros where a position has no weight.
+
+    It may hold anything, NaN too; zeros keep it out of 0 * NaN.
+    """
     keep = (weights != 0)[..., None]
-    hidden = jax.tree.map(lambda x: jnp.where(keep, x, 0), hidden)
+    return jax.tree.map(lambda x: jnp.where(keep, x, 0), hidden)
+
+
+def split_inputs(hidden: tuple[Any, ...], weights: Weights, *columns: Any, spec: HeadSpec) -> Any:
+    """Hidden states, weights and other columns, trees of `[B, T, ...]`, in chunks."""
+    position = weights.position if isinstance(weights, Weighing) else weights
+    hidden = zero_unweighted(hidden, position)
     return jax.tree.map(functools.partial(split_chunks, spec=spec), (hidden, weights, *columns))
 
 
 def add_sums(sums: Sums, values: tuple[Array | None, ...], weight: Array) -> Sums:
     """Adds a chunk's values, weighted, to the sums; a sum that is None stays None.
 
-    Where nothing is weighed a divergence of one's own may be NaN: its two sides are equal there.
+    At weight 0 a user's divergence may be NaN: its two sides are equal there.
     """
 
     def add(total: Array | None, value: Array | None) -> Array | None:
@@ -136,19 +192,22 @@ def scan_loss(
 
     def add_chunk(carry: tuple[LossSums, Array], xs: Any) -> tuple[tuple[LossSums, Array], Any]:
         sums, d_head = carry
-        (hidden, *_), weight, *_ = xs
+        (hidden, *_), weights, *_ = xs
+        weight, own = read_weights(weights, spec)
         ce, divergence, g = compute_parts(xs)
-        loss = spec.loss.combine(ce, divergence)
+        loss = own.loss.combine(ce, divergence)
         sums = add_sums(sums, (loss, ce, divergence), weight)
         if not with_gradient:
             return (sums, d_head), None
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
+        if spec.frozen:
+            return (sums, d_head), d_hidden
         # einsum would take g first, and XLA's CPU backend write all of it out transposed.
         x, y = (rows.reshape(-1, rows.shape[-1]) for rows in (hidden, g))
         d_head += jax.lax.dot_general(x, y, _ROWS, preferred_element_type=jnp.float32).T
         return (sums, d_head), d_hidden
 
-    d_head = jnp.zeros(head.shape if with_gradient else (), jnp.float32)
+    d_head = jnp.zeros(head.shape if with_gradient and not spec.frozen else (), jnp.float32)
     (sums, d_head), d_hidden = jax.lax.scan(add_chunk, (start, d_head), inputs)
     return sums, d_hidden, d_head
 
@@ -161,14 +220,16 @@ def define_gradient(loss: Any, scan: Callable[..., tuple[LossSums, Any, Array]])
     """
     (others,) = loss.nondiff_argnums
 
-    def forward(*arguments: Any) -> tuple[LossSums, tuple[Array, Array]]:
-        hidden, head, *_ = arguments
+    def forward(*arguments: Any) -> tuple[LossSums, tuple[Array, Array | None]]:
+        hidden, head, *_, spec = arguments
         sums, d_hidden, d_head = scan(*arguments, with_gradient=True)
+        if spec.frozen:
+            return sums, (join_chunks(d_hidden, hidden.shape[1]), None)
         d_head = jnp.pad(d_head, ((0, head.shape[0] - d_head.shape[0]), (0, 0)))
         return sums, (join_chunks(d_hidden, hidden.shape[1]), d_head.astype(head.dtype))
 
-    def backward(_: HeadSpec, gradients: tuple[Array, Array], cotangents: LossSums) -> tuple:
-        student = [x * cotangents.loss.astype(x.dtype) for x in gradients]
+    def backward(_: HeadSpec, gradients: tuple[Array, Any], cotangents: LossSums) -> tuple:
+        student = [x if x is None else x * cotangents.loss.astype(x.dtype) for x in gradients]
         return (*student, *[None] * (others - len(student)))
 
     loss.defvjp(forward, backward)
@@ -178,10 +239,10 @@ def define_gradient(loss: Any, scan: Callable[..., tuple[LossSums, Any, Array]])
 def head_loss(
     student_hidden: Float[Array, "B T D1"],
     student_head: Float[Array, "V1 D1"],
-    teacher_hidden: Float[Array, "B T D2"] | None,
-    teacher_head: Float[Array, "V2 D2"] | Scaled | None,
+    teacher_hidden: Float[Array, "B T D2"] | tuple[Array, ...] | None,
+    teacher_head: Float[Array, "V2 D2"] | Scaled | Given | Mixed | None,
     labels: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
+    weights: Float[Array, "B T"] | Weighing,
     spec: HeadSpec,
 ) -> LossSums:
     """Summed distillation loss from hidden states, `chunk_tokens` positions of logits at a time.
@@ -200,15 +261,16 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
     student_hidden, student_head, teacher_hidden, teacher_head, labels, weights, spec = arguments
     head = student_head[: spec.width].astype(student_hidden.dtype)
     theirs = _cut_teacher(teacher_head, teacher_hidden, spec)
-    # Without a teacher the student stands beside itself, whatever the divergence.
-    loss = spec.loss if theirs is not None else KDLoss(alpha=spec.loss.alpha)
 
     def compute_parts(xs: Any) -> ChunkParts:
-        (h_s, h_t), weight, label = xs
+        (h_s, h_t), weights, label = xs
+        weight, own = read_weights(weights, spec)
+        # Without a teacher the student stands beside itself, whatever the divergence.
+        loss = own.loss if theirs is not None else own.loss.without_teacher()
         s = unembed(h_s, head)
-        t = s if theirs is None else unembed(h_t, theirs)
+        t = s if theirs is None else compute_logits(h_t, theirs, spec)
         ce, divergence, g = kd_parts_and_gradient(
-            s, t, label, loss, real=spec.real_vocab, fused=spec.kernels
+            s, t, label, loss, real=spec.real_vocab, fused=own.kernels
         )
         g = g * weight[..., None]
         if loss.divergence != forward_kl:  # whose gradient is finite wherever its sides are
@@ -222,38 +284,3 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
 
 
 define_gradient(head_loss, _scan_head_loss)
-
-
-def head_evaluation(
-    student_hidden: Float[Array, "B T D1"],
-    student_head: Float[Array, "V1 D1"],
-    teacher_hidden: Float[Array, "B T D2"] | None,
-    teacher_head: Float[Array, "V2 D2"] | Scaled | None,
-    labels: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
-    spec: HeadSpec,
-) -> EvalSums:
-    """Held-out sums of student against teacher, `chunk_tokens` positions of logits at a time."""
-    head = cut_head(student_head, student_hidden, spec)
-    theirs = _cut_teacher(teacher_head, teacher_hidden, spec)
-    temperature, divergence = spec.loss.temperature, spec.loss.divergence
-    # The forward KL may see ids that do not exist, as -1e30: its terms of them are exactly 0.
-    seen = None if divergence == forward_kl else spec.real_vocab
-
-    def add_chunk(sums: EvalSums, xs: Any) -> tuple[EvalSums, None]:
-        (h_s, h_t), weight, label = xs
-        s = _logits(h_s, head, spec)
-        t = s if theirs is None else _logits(h_t, theirs, spec)
-        soft = [log_softmax(x[..., :seen], temperature) for x in (t, s)]
-        hard = [log_softmax(x, 1.0) for x in (t, s)]
-        same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)
-        ces = cross_entropy(s, label), cross_entropy(t, label)
-        kept = acceptance(*hard)
-        values = (*ces, divergence(*soft), kl_divergence(*hard), same, kept, jnp.ones_like(weight))
-        return add_sums(sums, values, weight), None
-
-    xs = split_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
-    zero = jnp.zeros((), jnp.float32)
-    compared = None if teacher_hidden is None else zero
-    start = EvalSums(zero, compared, compared, compared, compared, compared, zero)
-    return jax.lax.scan(add_chunk, start, xs)[0]

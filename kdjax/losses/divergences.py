@@ -1,4 +1,4 @@
-"""Divergences as values: what two distributions over the same ids are apart, position by position.
+"""Divergences as values: distances of two distributions over the same ids, at each position.
 
 Each takes float32 log-probabilities of teacher and student at the loss's temperature and gives one
 number a position. A function `f(teacher_log_probs, student_log_probs)` of your own does as well:
@@ -28,7 +28,7 @@ PerId = Float[Array, "*B V"]
 DivergenceFunction = Callable[..., Array]  # f(teacher_log_probs, student_log_probs)
 
 
-def log_softmax(logits: Float[AnyArray, "*B V"], temperature: float) -> PerId:
+def log_softmax(logits: Float[AnyArray, "*B V"], temperature: float | Array) -> PerId:
     """Log-probabilities at the temperature, float32."""
     return jax.nn.log_softmax(jnp.asarray(logits, jnp.float32) / temperature, axis=-1)
 
@@ -60,7 +60,7 @@ def acceptance(teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerP
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """What a student's distribution is from its teacher's; hashable, so static under jit.
+    """Distance of a student's distribution from its teacher's; hashable, so static under jit.
 
     Subclasses define `__call__`, and `slope` where its derivative is known.
     """
@@ -114,7 +114,7 @@ class ForwardKL(Divergence):
     def merged_gradient(
         self, teacher_log_probs: LogProbs, student_log_probs: LogProbs
     ) -> tuple[Float[Array, "*B V-1"], Float[Array, "*B 1"]]:
-        """Of the tail's ids: s_j - t_tail s_j / s_tail."""
+        """Gradient of the tail's ids: s_j - t_tail s_j / s_tail."""
         tail = 1 - jnp.exp((teacher_log_probs - student_log_probs)[..., -1:])
         return self.logit_gradient(teacher_log_probs, student_log_probs)[..., :-1], tail
 
@@ -256,10 +256,10 @@ class Mixture(Divergence):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionDivergence(Divergence):
-    """A function of one's own, with `jax.vjp`'s gradient.
+    """A user's function, with `jax.vjp`'s gradient.
 
-    `UserError` if it does not give one number a position. It is defined over merged outcomes if it
-    has an attribute `merges_tail` that is true.
+    Raises `UserError` if it does not return one number a position. It is defined over merged
+    outcomes if it has an attribute `merges_tail` that is true.
     """
 
     function: DivergenceFunction
@@ -300,6 +300,17 @@ def parse_divergence(text: str) -> Divergence:
         for weight, name, parameters in split_divergence(text)
     ]
     return Mixture(tuple(parts)) if len(parts) > 1 else parts[0][1]
+
+
+def write_divergence(divergence: Divergence) -> str | None:
+    """The text of configs that `parse_divergence` reads so; None: it has none."""
+    if isinstance(divergence, Mixture):
+        parts = [(weight, write_divergence(part)) for weight, part in divergence.parts]
+        whole = all(text and "*" not in text for _, text in parts)
+        return "+".join(f"{weight!r}*{text}" for weight, text in parts) if whole else None
+    name = next((name for name, kind in _CLASSES.items() if type(divergence) is kind), None)
+    values = ",".join(f"{key}={value!r}" for key, value in vars(divergence).items())
+    return name and (f"{name}:{values}" if values else name)
 
 
 def as_divergence(divergence: Divergence | DivergenceFunction | str) -> Divergence:

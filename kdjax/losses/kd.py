@@ -11,7 +11,9 @@ Letters: B rows, T positions, D hidden width, V vocabulary.
 
 import dataclasses
 import functools
-from typing import Any, TypeVar
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,34 +34,77 @@ from kdjax.models import kernels
 from kdjax.models.weights import mask_padding
 
 Amount = TypeVar("Amount", float, Array)
+Schedule = Callable[[Any], Any]  # of the optimizer step, as optax has them
+_END = 2**30  # a step at which a schedule has its last value
+
+
+class Schedules(NamedTuple):
+    """What changes with the optimizer step; None: it does not."""
+
+    temperature: Schedule | None
+    alpha: Schedule | None
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class KDLoss:
-    """What is minimised: divergence, temperature, and the cross-entropy's weight; hashable.
+    """The minimised loss: divergence, temperature, and the cross-entropy's weight; hashable.
 
     `KDLoss(jensen_shannon, temperature=2.0, alpha=0.1)`. In place of a `Divergence` its name in
     configs does, or a function f(teacher_log_probs, student_log_probs) -> one number a position.
+    For `make_step` temperature and alpha may be schedules, functions of the optimizer step such as
+    optax's, of which held-out figures have the last values.
     `UserError` for a temperature that is not above 0 or an alpha outside 0 to 1.
     """
 
     divergence: Divergence
-    temperature: float
-    alpha: float  # 1 trains without the teacher
+    temperature: Any  # float, or a `Schedule` until `settle`
+    alpha: Any  # likewise; 1 trains without the teacher
 
     def __init__(
         self,
         divergence: Divergence | DivergenceFunction | str = forward_kl,
-        temperature: float | int = 1.0,
-        alpha: float | int = 0.0,
+        temperature: float | int | Schedule = 1.0,
+        alpha: float | int | Schedule = 0.0,
     ):
-        if not 0 < temperature < float("inf"):
-            raise UserError(f"temperature={temperature!r}: must be greater than 0")
-        if not 0 <= alpha <= 1:
-            raise UserError(f"alpha={alpha!r}: must be between 0 and 1")
         object.__setattr__(self, "divergence", as_divergence(divergence))
-        object.__setattr__(self, "temperature", float(temperature))
-        object.__setattr__(self, "alpha", float(alpha))
+        for name, value in (("temperature", temperature), ("alpha", alpha)):
+            if not callable(value):
+                value = _check_amount(name, value)
+            object.__setattr__(self, name, value)
+
+    def settle(self) -> tuple["KDLoss", Schedules | None]:
+        """The loss with the last values of its schedules, and these; None: it has none.
+
+        Raises `UserError` for a schedule whose first or last value cannot be.
+        """
+        schedules = Schedules(
+            *(value if callable(value) else None for value in (self.temperature, self.alpha))
+        )
+        if schedules == (None, None):
+            return self, None
+        settled: dict[str, float] = {}
+        for name in Schedules._fields:
+            value: Any = getattr(self, name)
+            if callable(value):
+                first, last = (float(jnp.asarray(value(step))) for step in (0, _END))
+                _check_amount(f"{name} at step 0", first, name)
+                value = _check_amount(f"{name} at its end", last, name)
+            settled[name] = value
+        return KDLoss(self.divergence, **settled), schedules
+
+    @property
+    def has_ce(self) -> bool:
+        """Whether the cross-entropy counts."""
+        return self.alpha > 0
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether the divergence counts."""
+        return self.alpha < 1
+
+    def without_teacher(self) -> "KDLoss":
+        """The same without a divergence that could see two equal sides."""
+        return KDLoss(alpha=self.alpha)
 
     def combine(self, ce: Amount, divergence: Amount) -> Amount:
         """The loss of a cross-entropy and a divergence at T: arrays or numbers, nats."""
@@ -69,6 +114,53 @@ class KDLoss:
     def gradient_scale(self) -> float:
         """(1 - alpha) T: what `Divergence.logit_gradient`, for logits / T, is multiplied with."""
         return (1 - self.alpha) * self.temperature
+
+
+def _check_amount(label: str, value: Any, name: str = "") -> float:
+    """A temperature or an alpha, `name` or else `label`, as a float; `UserError` for another."""
+    if not isinstance(value, Real):
+        raise UserError(f"{label}={value!r}: must be a number")
+    amount = float(value)
+    if (name or label) == "temperature" and not 0 < amount < float("inf"):
+        raise UserError(f"{label}={value!r}: must be greater than 0")
+    if (name or label) == "alpha" and not 0 <= amount <= 1:
+        raise UserError(f"{label}={value!r}: must be between 0 and 1")
+    return amount
+
+
+@dataclasses.dataclass(frozen=True)
+class WeighedLoss:
+    """A `KDLoss` within a step, whose amounts differ from position to position: arrays `[B, C]`."""
+
+    divergence: Divergence
+    ce_weights: Array  # alpha, times what the position's cross-entropy weighs
+    divergence_weights: Array  # 1 - alpha, times what its divergence weighs
+    temperatures: Array
+    has_ce: bool = True
+    has_divergence: bool = True
+
+    @property
+    def alpha(self) -> Array:
+        """Of the logits of a position, `[B, C, 1]`."""
+        return self.ce_weights[..., None]
+
+    @property
+    def temperature(self) -> Array:
+        """Likewise."""
+        return self.temperatures[..., None]
+
+    @property
+    def gradient_scale(self) -> Array:
+        """As `KDLoss.gradient_scale`, likewise."""
+        return (self.divergence_weights * self.temperatures)[..., None]
+
+    def combine(self, ce: Array, divergence: Array) -> Array:
+        """As `KDLoss.combine`."""
+        return self.ce_weights * ce + self.divergence_weights * self.temperatures**2 * divergence
+
+    def without_teacher(self) -> "WeighedLoss":
+        """As `KDLoss.without_teacher`."""
+        return dataclasses.replace(self, divergence=forward_kl)
 
 
 def _check_inputs(student: AnyArray, teacher: AnyArray, labels: AnyArray) -> None:
@@ -145,12 +237,16 @@ def kd_logit_gradient(
 
 
 def _logit_gradient(
-    student_logits: Array, teacher: Array, student: Array, labels: AnyArray, loss: KDLoss
+    student_logits: Array,
+    teacher: Array,
+    student: Array,
+    labels: AnyArray,
+    loss: KDLoss | WeighedLoss,
 ) -> Array:
     """`kd_logit_gradient`; `teacher` and `student` are log-probabilities at the temperature."""
     is_label = jax.nn.one_hot(labels, student_logits.shape[-1], dtype=jnp.float32)
     hard = jax.nn.softmax(student_logits, axis=-1) - is_label
-    if loss.alpha == 1:  # of a divergence of one's own even 0 times its gradient may be NaN
+    if not loss.has_divergence:  # even 0 times the gradient of a user's divergence may be NaN
         return hard
     soft = loss.divergence.logit_gradient(teacher, student)
     return loss.alpha * hard + loss.gradient_scale * soft
@@ -159,16 +255,17 @@ def _logit_gradient(
 def softmax_sums(
     student: Float[Array, "*B V"],
     teacher: Float[Array, "*B V"] | None,
-    temperature: float,
+    temperature: float | Array,
     real: int,
     *,
     fused: bool = False,
 ) -> kernels.SoftmaxSums:
-    """What the loss needs of whole rows of float32 logits, of whose ids the first `real` exist.
+    """Sums that the loss needs of whole rows of float32 logits, whose first `real` ids exist.
 
     `fused`: by the kernel, in one reading of each logit.
     """
     if fused:
+        assert isinstance(temperature, float)
         return kernels.softmax_sums(student, teacher, temperature, real)
 
     def below_peak(logits: Array) -> tuple[Array, Array]:
@@ -191,7 +288,7 @@ def kd_parts_and_gradient(
     student_logits: Float[Array, "*B V"],
     teacher_logits: Float[Array, "*B V"],
     labels: Int[Array, "*B"],
-    loss: KDLoss,
+    loss: KDLoss | WeighedLoss,
     *,
     real: int,
     fused: bool = False,
@@ -227,10 +324,10 @@ def kd_parts_and_gradient(
     gradient = jnp.zeros_like(hard)
     # Reciprocals of sums, not quotients of numbers: a division of every logit costs an H200 more
     # than its exponential.
-    if alpha > 0:
+    if loss.has_ce:
         is_label = jax.nn.one_hot(labels, hard.shape[-1], dtype=jnp.float32)
         gradient += alpha * (jnp.exp(hard) * (1 / sums.hard) - is_label)
-    if alpha < 1:
+    if loss.has_divergence:
         below = (teacher_logits - their_peak) / temperature
         p, q = jnp.exp(hard / temperature) * (1 / sums.soft), jnp.exp(below) * (1 / z)
         gradient += loss.gradient_scale * (p - q)

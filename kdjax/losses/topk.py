@@ -9,29 +9,32 @@ ids gets its share of the tail, p_j / p_tail; under the forward KL p_j (1 - q_ta
 Letters: B rows, T positions, D hidden width, V vocabulary, K cached ids.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float16, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from kdjax.errors import UserError
 from kdjax.losses.chunked import (
     ChunkParts,
     HeadSpec,
     LossSums,
+    Weighing,
     add_sums,
-    cut_head,
     define_gradient,
-    join_chunks,
+    read_weights,
     scan_loss,
     split_inputs,
+    zero_unweighted,
 )
 from kdjax.losses.divergences import Divergence, acceptance, forward_kl, kl_divergence
 from kdjax.losses.kd import cross_entropy, softmax_sums
+from kdjax.losses.positions import read_positions, scan_positions
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.weights import mask_padding, unembed
 
@@ -43,17 +46,43 @@ _GROUP = 16  # ids whose largest logit is compared first: sorting 151,936 number
 
 
 class TopTeacher(NamedTuple):
-    """What is cached of the teacher at each position, its likeliest id first."""
+    """The teacher's cached outputs at each position, its likeliest id first."""
 
     ids: UInt8[Array, "B T K 3"]  # 24 bits, the lowest byte first
-    logits: Float16[Array, "B T K"]  # minus the largest: 0 for the first
+    logits: Float[Array, "B T K"]  # minus the largest: 0 for the first; float16 in a cache
     odds: Float[Array, "B T 2"]  # log(tail / (1 - tail)) of all other ids, at T and at 1; float32
     label: Float[Array, "B T"]  # log-probability of the label at T = 1; float32
 
     @classmethod
     def of(cls, batch: Mapping[str, Array]) -> "TopTeacher":
-        """From the batch's columns `teacher_ids`, `teacher_logits`, ..."""
+        """Reads the batch's columns `teacher_ids`, `teacher_logits`, ..."""
         return cls(*(batch[f"teacher_{name}"] for name in cls._fields))
+
+    @classmethod
+    def from_log_probs(
+        cls,
+        ids: Int[Array, "B T K"],
+        log_probs: Float[Array, "B T K"],
+        labels: Int[Array, "B T"],
+        *,
+        tail: bool,
+    ) -> "TopTeacher":
+        """Makes them of log-probabilities at T = 1, in any order.
+
+        What these lack of 1 is the tail's; without `tail` they are shared out among the k ids. The
+        log-probability of a label that is not among them is at most that of all others, taken here.
+        """
+        log_probs = jnp.maximum(log_probs.astype(jnp.float32), EXCLUDED)
+        log_probs, order = jax.lax.top_k(log_probs, log_probs.shape[-1])
+        ids = jnp.take_along_axis(ids, order, axis=-1)
+        rest = jnp.clip(1 - jnp.sum(jnp.exp(log_probs), axis=-1), 0, 1)
+        odds = jnp.maximum(jnp.log(rest) - jnp.log1p(-rest), EXCLUDED)
+        odds = odds if tail else jnp.full_like(odds, EXCLUDED)
+        hit = ids == labels[..., None]
+        of_label = jnp.sum(jnp.where(hit, log_probs, 0), axis=-1)
+        of_label = jnp.where(jnp.any(hit, axis=-1), of_label, jnp.log(jnp.maximum(rest, _LEAST)))
+        logits = log_probs - log_probs[..., :1]
+        return cls(split_ids(ids), logits, jnp.stack([odds, odds], axis=-1), of_label)
 
 
 class TopEvalSums(NamedTuple):
@@ -80,7 +109,7 @@ def split_ids(ids: Int[Array, "*B K"]) -> UInt8[Array, "*B K 3"]:
 
 
 def outcomes(
-    logits: Float16[Array, "*B K"], odds: Float[Array, "*B"], temperature: float
+    logits: Float[Array, "*B K"], odds: Float[Array, "*B"], temperature: float | Array
 ) -> Float[Array, "*B K+1"]:
     """Log-probabilities of the k ids and of all others together, float32, at the odds' temperature.
 
@@ -112,10 +141,10 @@ class _Chunk(NamedTuple):
 
 
 def _take_apart(
-    hidden: Array, head: Array, ids: Array, label: Array, spec: HeadSpec, *, exact: bool = False
+    raw: Array, ids: Array, label: Array, spec: HeadSpec, *, exact: bool = False
 ) -> _Chunk:
     """`exact`: tails are summed without the k ids, however small, instead of by difference."""
-    raw, ids = unembed(hidden, head), join_ids(ids)
+    ids = join_ids(ids)
     temperature = spec.loss.temperature
     sums = softmax_sums(raw, None, temperature, spec.real_vocab, fused=spec.kernels)
     logits = mask_padding(raw, spec.real_vocab)
@@ -134,7 +163,7 @@ def _take_apart(
     return _Chunk(ids, inside, logits, of_label, tuple(totals), tuple(tails))
 
 
-def _student_outcomes(x: _Chunk, which: int, temperature: float) -> Array:
+def _student_outcomes(x: _Chunk, which: int, temperature: float | Array) -> Array:
     """Log-probabilities `[B, C, K + 1]` of the k ids and of all others together."""
     both = jnp.concatenate([x.inside / temperature, x.tails[which]], axis=-1)
     return both - x.totals[which]
@@ -160,7 +189,7 @@ def _gradient(
     inside, tail = spec.loss.divergence.merged_gradient(log_q, log_p)
     rest = scale * tail * jnp.exp(x.every / spec.loss.temperature - x.totals[0])
     inside = scale * inside
-    if alpha:
+    if spec.loss.has_ce:
         is_label = jnp.arange(spec.width, dtype=jnp.int32)[None, None] == label[..., None]
         rest += alpha * (jnp.exp(x.every - x.totals[1]) - is_label)
         hit = x.ids == label[..., None]
@@ -184,10 +213,10 @@ def cached_head_loss(
     student_head: Float[Array, "V D"],
     teacher: TopTeacher,
     labels: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
+    weights: Float[Array, "B T"] | Weighing,
     spec: HeadSpec,
 ) -> LossSums:
-    """As `chunked.head_loss`, with the divergence over the k cached ids and "any other".
+    """Computes `chunked.head_loss` with the divergence over the k cached ids and "any other".
 
     Only `loss` carries a gradient, to the student's hidden states and head; it is made in the
     forward scan. The loss's temperature must be the one that the cache was written for. Raises
@@ -209,11 +238,12 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
     head = student_head[: spec.width].astype(student_hidden.dtype)
 
     def compute_parts(xs: Any) -> ChunkParts:
-        (hidden,), weight, top, label = xs
-        x = _take_apart(hidden, head, top.ids, label, spec)
-        log_q = _teacher_outcomes(top, spec)
-        log_p = _student_outcomes(x, 0, spec.loss.temperature)
-        g, inside = (y * weight[..., None] for y in _gradient(x, log_q, log_p, label, spec))
+        (hidden,), weights, top, label = xs
+        weight, own = read_weights(weights, spec)
+        x = _take_apart(unembed(hidden, head), top.ids, label, own)
+        log_q = _teacher_outcomes(top, own)
+        log_p = _student_outcomes(x, 0, own.loss.temperature)
+        g, inside = (y * weight[..., None] for y in _gradient(x, log_q, log_p, label, own))
         g = _replace(g.astype(hidden.dtype), x.ids, inside.astype(hidden.dtype))
         return x.totals[1][..., 0] - x.label, spec.loss.divergence(log_q, log_p), g
 
@@ -252,15 +282,13 @@ def top_of_teacher(
     spec: HeadSpec,
     k: int,
 ) -> TopTeacher:
-    """What is cached of a teacher; k is at most `spec.real_vocab`. Finite whatever `weights` hides.
+    """Makes a teacher's cached outputs, finite at every position; k is at most `spec.real_vocab`.
 
     Logits go as float16 differences to the largest: 8 times finer than bf16 at the same size.
     """
-    rows = cut_head(head, hidden, spec)
 
-    def add_chunk(carry: None, xs: Any) -> tuple[None, TopTeacher]:
-        (hidden,), _, label = xs
-        logits = mask_padding(unembed(hidden, rows), spec.real_vocab)
+    def find_top(models: Sequence[Array], label: Array) -> TopTeacher:
+        (logits,) = models
         values, ids = top_k(logits, k)
         rest = _replace(logits, ids, jnp.full_like(values, EXCLUDED))
         odds = [
@@ -271,10 +299,10 @@ def top_of_teacher(
         odds = jnp.maximum(jnp.stack(odds, axis=-1), EXCLUDED)
         lowered = jnp.maximum(values - values[..., :1], float(jnp.finfo(jnp.float16).min))
         of_label = -cross_entropy(logits, label)
-        return carry, TopTeacher(split_ids(ids), lowered.astype(jnp.float16), odds, of_label)
+        return TopTeacher(split_ids(ids), lowered.astype(jnp.float16), odds, of_label)
 
-    _, top = jax.lax.scan(add_chunk, None, split_inputs((hidden,), weights, labels, spec=spec))
-    return jax.tree.map(lambda x: join_chunks(x, labels.shape[1]), top)
+    hidden = zero_unweighted(hidden, weights)
+    return read_positions(find_top, [(hidden, head)], labels, spec=spec)
 
 
 def cached_head_evaluation(
@@ -292,11 +320,11 @@ def cached_head_evaluation(
     Raises as `cached_head_loss`.
     """
     _require_merging(spec.loss.divergence)
-    head = student_head[: spec.width].astype(student_hidden.dtype)
 
-    def add_chunk(sums: TopEvalSums, xs: Any) -> tuple[TopEvalSums, None]:
-        (hidden,), weight, top, label = xs
-        x = _take_apart(hidden, head, top.ids, label, spec, exact=True)
+    def add_chunk(
+        sums: TopEvalSums, logits: Sequence[Array], top: TopTeacher, label: Array, weight: Array
+    ) -> tuple[TopEvalSums, None]:
+        x = _take_apart(logits[0], top.ids, label, spec, exact=True)
         soft, hard = (
             (outcomes(top.logits, top.odds[..., i], t), _student_outcomes(x, i, t))
             for i, t in enumerate((spec.loss.temperature, 1.0))
@@ -306,6 +334,8 @@ def cached_head_evaluation(
         apart = spec.loss.divergence(*soft), kl_divergence(*hard), same, acceptance(*hard)
         return add_sums(sums, (*ces, *apart, jnp.ones_like(weight)), weight), None
 
-    xs = split_inputs((student_hidden,), weights, teacher, labels, spec=spec)
+    hidden = zero_unweighted(student_hidden, weights)
     start = TopEvalSums(*(jnp.zeros((), jnp.float32),) * len(TopEvalSums._fields))
-    return jax.lax.scan(add_chunk, start, xs)[0]
+    columns = teacher, labels, weights
+    raw = dataclasses.replace(spec, real_vocab=spec.width)  # `_take_apart` masks padding
+    return scan_positions(add_chunk, start, [(hidden, student_head)], *columns, spec=raw)[0]

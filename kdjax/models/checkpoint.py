@@ -4,15 +4,20 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kdjax.config import split_layers
-from kdjax.errors import MissingFileError, UserError
+from kdjax.config import WEIGHTS, read_weights, split_layers
+from kdjax.errors import MissingFileError, UserError, suggest_path
 from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
+from kdjax.formats.files import load_json
+from kdjax.formats.safetensors import ADAPTER_CONFIG
 from kdjax.formats.saved import (
+    LORA,
     RECEIPT,
     SavedTable,
     read_receipt,
@@ -21,47 +26,50 @@ from kdjax.formats.saved import (
     saved_steps,
 )
 from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
-from kdjax.models.arch import ArchSpec, spec_from_table
-from kdjax.models.loading import count_parameters, tensor_names
+from kdjax.models.adapters import AdaptedTable, Adapters, open_peft, saved_adapters
+from kdjax.models.arch import ArchSpec
+from kdjax.models.families import FAMILIES, find_gguf_family
+from kdjax.models.loading import count_parameters, has_tied_head, split_fused, tensor_names
 from kdjax.models.names import renumber
-from kdjax.models.tokenizer import Tokenizer, load_tokenizer
+from kdjax.models.schema import spec_from_table
+from kdjax.models.tokenizer import (
+    Tokenizer,
+    TokenizerFiles,
+    find_tokenizer_files,
+    load_tokenizer,
+)
 
-# How commands name the kinds of weights of `model.load_model`.
-FORMS = {"dequant": "dense", "q4k": "packed", "fp8": "float8", "fp8_precise": "float8_precise"}
 _log = logging.getLogger("kdjax")
 _DTYPES = ("bfloat16", "float32")
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hugging Face Hub
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """PATH[@dequant|q4k|fp8|fp8_precise[:bfloat16|float32]]: a model as commands name it."""
+    """PATH[@dense|packed|float8|float8_precise[:bfloat16|float32]]: a model of a command line."""
 
     path: str
-    backend: str = "dequant"
+    weights: str = "dense"
     dtype: str = "bfloat16"
 
     @classmethod
     def parse(cls, text: str) -> "Form":
         """Raises `UserError` for an unknown form; a path may hold an @ if a form follows it."""
         path, at, form = text.rpartition("@")
-        backend, _, dtype = form.partition(":")
-        revision = text.startswith(PREFIX) and backend not in FORMS
+        word, _, dtype = form.partition(":")
+        weights = read_weights(word)
+        revision = text.startswith(PREFIX) and weights not in WEIGHTS
         if not at or "/" in form or revision:
             return cls(text)
-        if backend not in FORMS or (dtype or _DTYPES[0]) not in _DTYPES:
+        if weights not in WEIGHTS or (dtype or _DTYPES[0]) not in _DTYPES:
             raise UserError(
-                f"{text!r}: found the form {form!r}; expected {' or '.join(FORMS)}, then "
-                f"nothing or : and {' or '.join(_DTYPES)}, such as {path}@q4k:bfloat16."
+                f"{text!r}: found the form {form!r}; expected {' or '.join(WEIGHTS)}, then "
+                f"nothing or : and {' or '.join(_DTYPES)}, such as {path}@packed:bfloat16."
             )
-        return cls(path, backend, dtype or _DTYPES[0])
+        return cls(path, weights, dtype or _DTYPES[0])
 
     def __str__(self) -> str:
-        return f"{Path(self.path).name}@{self.backend}:{self.dtype}"
-
-    @property
-    def weights(self) -> str:
-        """The form in the words of `load_model`."""
-        return FORMS[self.backend]
+        return f"{Path(self.path).name}@{self.weights}:{self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +91,13 @@ class Checkpoint:
     spec: ArchSpec
     tokenizer_path: str = ""  # another file or folder that holds its tokenizer
     saved: Saved | None = None
+    adapters: Adapters | None = None  # that the table adds to its base
 
     def __str__(self) -> str:
         if self.saved is not None:
             return f"{self.saved.workdir}, step {self.saved.step}"
+        if self.adapters is not None:
+            return f"{self.adapters.name} on {self.table.paths[0].name}"
         return self.table.paths[0].name
 
     @property
@@ -97,6 +108,13 @@ class Checkpoint:
         return self.table.paths[0]
 
     @property
+    def base(self) -> "Checkpoint":
+        """The model without its adapters; itself if it has none."""
+        if not isinstance(self.table, AdaptedTable):
+            return self
+        return dataclasses.replace(self, table=self.table.base, saved=None, adapters=None)
+
+    @property
     def header(self) -> TensorTable:
         """The table whose metadata describes the model: that of the run's student for a step."""
         return self.table if self.saved is None else self.saved.student.table
@@ -104,9 +122,19 @@ class Checkpoint:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Read when first asked for. Raises `UserError` if there is none."""
+        return load_tokenizer(*self._holds_tokenizer)
+
+    @property
+    def tokenizer_files(self) -> TokenizerFiles:
+        """Where the tokenizer is stored, for an export that copies it."""
+        return find_tokenizer_files(*self._holds_tokenizer)
+
+    @property
+    def _holds_tokenizer(self) -> tuple[str | Path, TensorTable | None]:
+        """The file or folder of the tokenizer; its table if it is the model's own."""
         if self.tokenizer_path:
-            return load_tokenizer(self.tokenizer_path)
-        return load_tokenizer(self.header.paths[0], self.header)
+            return self.tokenizer_path, None
+        return self.header.paths[0], self.header
 
     def fall_back(self, tokenizer: str) -> "Checkpoint":
         """The same, with the tokenizer at `tokenizer` if its own cannot be read.
@@ -140,7 +168,7 @@ class Checkpoint:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the files' bytes, in hex; reads all of them when first asked for."""
+        """SHA-256 of the files' bytes, in hex; reads all of them when first asked for."""
         return content_hash(self.table)
 
     def describe(self) -> str:
@@ -164,7 +192,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens a GGUF, .apr or safetensors file, a Hugging Face folder, or a run's workdir or step.
 
-    An `hf:` path of these is downloaded first (`kdjax.hub`).
+    An `hf:` path of these is downloaded first (`kdjax.hub`). A folder of PEFT's with an adapter is
+    the model that it names as its base, or `student`, with the adapter.
 
     A folder with `checkpoints/` is a workdir, of which the newest step counts. A step has neither
     architecture nor tokenizer: they come from the student that its run began with, which is
@@ -174,33 +203,65 @@ def open_checkpoint(
     there is nothing at `path`, `UserError` for what cannot be understood.
     """
     path = Path(fetch_path(path, TOKENIZER if shapes else MODEL))
+    if (path / ADAPTER_CONFIG).is_file() and not (path / "checkpoints").is_dir():
+        return _open_adapter(path, student, tokenizer, whole=whole)
     if (path / "checkpoints").is_dir():
         return open_step(path, student=student, tokenizer=tokenizer)
     if path.name.isdigit() and path.parent.name == "checkpoints":
         workdir, step = path.parent.parent, int(path.name)
         return open_step(workdir, step, student=student, tokenizer=tokenizer)
-    table = (open_shapes if shapes else open_table)(path, whole=whole)
-    return Checkpoint(table, spec_from_table(table), tokenizer)
+    table = take_text((open_shapes if shapes else open_table)(path, whole=whole))
+    spec = spec_from_table(table)
+    return Checkpoint(split_fused(table, spec), spec, tokenizer)
 
 
-class _LayersOf(TensorTable):
-    """Some layers of a table, numbered anew; all else is as it was."""
+def _adapt(base: Checkpoint, adapters: Adapters) -> Checkpoint:
+    """The model with adapters, in place of those that it may have."""
+    table = AdaptedTable(base.base.table, base.spec, adapters)
+    return dataclasses.replace(base, table=table, adapters=adapters)
 
-    def __init__(self, table: TensorTable, layers: Sequence[int]):
-        self.paths, self.metadata, self.cut = table.paths, table.metadata, table.cut
+
+def _open_adapter(folder: Path, base: str, tokenizer: str, *, whole: bool) -> Checkpoint:
+    """A PEFT folder on its base."""
+    named = load_json(folder / ADAPTER_CONFIG, "a file").get("base_model_name_or_path")
+    if not base and isinstance(named, str) and named:
+        beside = [Path(named), folder / named]
+        found = next((path for path in beside if path.exists()), None)
+        base = str(found) if found else f"{PREFIX}{named}" if _REPO.fullmatch(named) else ""
+    if not base:
+        raise MissingFileError(
+            f"{folder}: found an adapter whose base, {named!r}, is not here; expected the model "
+            "that it was trained on. Name it: kdjax.load(..., base=PATH), or put its path in "
+            f"base_model_name_or_path of {ADAPTER_CONFIG}."
+        )
+    checkpoint = open_checkpoint(base, tokenizer=tokenizer, whole=whole)
+    return _adapt(checkpoint, open_peft(folder, checkpoint.spec))
+
+
+class _PartOf(TensorTable):
+    """Some tensors of a table under other names; `rename` gives None for one that is left out."""
+
+    def __init__(
+        self,
+        table: TensorTable,
+        rename: Callable[[str], str | None],
+        metadata: Mapping[str, Any] | None = None,
+    ):
+        self.paths, self.cut = table.paths, table.cut
+        self.metadata = table.metadata if metadata is None else metadata
         self._table = table
         self._tensors = {
             name: (table.info(old)._replace(name=name), old)
             for old in table
-            if (name := renumber(old, layers)) is not None
+            if (name := rename(old)) is not None
         }
 
     def holds(self, name: str) -> bool:
-        """As of the table."""
+        """Whether the table holds `name`."""
         return self._table.holds(self._tensors[name][1])
 
     def raw(self, name: str) -> np.ndarray:
-        """As of the table."""
+        """Bytes of the table."""
         return self._table.raw(self._tensors[name][1])
 
 
@@ -211,15 +272,84 @@ def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
     """
     if not layers:
         return checkpoint
+    if checkpoint.adapters is not None:
+        raise UserError(
+            f"{checkpoint}: found an adapter, which is of all layers, and some layers to keep; "
+            "expected one of them. Merge it first (kdjax export), or leave out student.layers."
+        )
     spec = checkpoint.spec
     if max(layers) >= spec.num_layers:
         raise UserError(
             f"{checkpoint}: found no layer {max(layers)} to keep; expected 0 to "
             f"{spec.num_layers - 1}. Mend student.layers."
         )
-    local = tuple(spec.local[i] for i in layers) if spec.local else ()
-    spec = dataclasses.replace(spec, num_layers=len(layers), local=local)
-    return dataclasses.replace(checkpoint, table=_LayersOf(checkpoint.table, layers), spec=spec)
+    spec = dataclasses.replace(spec, layers=tuple(spec.layers[i] for i in layers))
+    table = _PartOf(checkpoint.table, lambda name: renumber(name, layers))
+    return dataclasses.replace(checkpoint, table=table, spec=spec)
+
+
+def take_text(table: TensorTable) -> TensorTable:
+    """The text model of files that hold more; what is left out is told by a line of the log.
+
+    A multimodal folder has it beside a model of images, and published files of some families have
+    blocks behind the last layer that draft later tokens.
+    """
+    if "general.architecture" in table.metadata:
+        part = _take_trunk(table)
+    else:
+        part = _take_language_model(table)
+    left = len(table) - len(part)
+    if left:
+        _log.warning(
+            "%s: %d tensors of %d are left out: they see images or draft later tokens, and kdjax "
+            "reads the text model alone",
+            table.paths[0].name,
+            left,
+            len(table),
+        )
+    return part
+
+
+def _take_language_model(table: TensorTable) -> TensorTable:
+    outer = table.metadata
+    family = next((f for f in FAMILIES.values() if f.multimodal == outer.get("model_type")), None)
+    text = outer.get("text_config")
+    if family is None or not family.multimodal:
+        family = FAMILIES.get(str(outer.get("model_type")))
+        if family is None or not family.multimodal:
+            return table
+        text = outer
+    if not isinstance(text, Mapping):
+        raise UserError(
+            f"{table.paths[0].parent}: found a {family.multimodal} config.json without a "
+            "text_config; expected the entries of its text model there. Download the folder again."
+        )
+
+    def rename(name: str) -> str | None:
+        if name.startswith(("model.visual.", "mtp.", "model.mtp.")):
+            return None
+        return name.replace("model.language_model.", "model.", 1)
+
+    tied = "tie_word_embeddings"
+    metadata = {**text, "model_type": family.name, "architectures": [family.hf_architecture]}
+    metadata |= {"mtp_num_hidden_layers": 0} if "mtp_num_hidden_layers" in text else {}
+    metadata |= {tied: outer[tied]} if tied in outer else {}
+    return _PartOf(table, rename, metadata)
+
+
+def _take_trunk(table: TensorTable) -> TensorTable:
+    arch = table.metadata["general.architecture"]
+    family = find_gguf_family(arch, table.metadata)
+    names = [f"{arch}.{key}" for key in ("nextn_predict_layers", "block_count")]
+    drafts, blocks = (table.metadata.get(name, 0) for name in names)
+    if family is None or not family.delta or not 0 < drafts < blocks:
+        return table
+    trunk = range(blocks - drafts)
+    metadata = {k: v for k, v in table.metadata.items() if k != names[0]}
+    metadata[names[1]] = len(trunk)
+    if (listed := metadata.get(name := f"{arch}.attention.recurrent_layers")) is not None:
+        metadata[name] = listed[: len(trunk)]
+    return _PartOf(table, lambda name: renumber(name, trunk), metadata)
 
 
 def open_step(
@@ -230,7 +360,9 @@ def open_step(
     Raises `MissingFileError` for a workdir or step that is not there.
     """
     if not workdir.is_dir():
-        raise MissingFileError(f"{workdir}: no such folder; expected the --workdir of a run.")
+        raise MissingFileError(
+            f"{workdir}: no such folder; expected the --workdir of a run.{suggest_path(workdir)}"
+        )
     steps = saved_steps(workdir)
     if not steps:
         raise MissingFileError(
@@ -242,15 +374,54 @@ def open_step(
         raise MissingFileError(
             f"found no step {step} in {workdir}; expected one of {', '.join(map(str, steps))}."
         )
+    identity = saved_run(workdir, step).get("identity", {"own.student": ""})
+    if "own.student" in identity:
+        raise UserError(
+            f"{workdir} holds the state of a loop or a module of your own, whose architecture no "
+            "file says; expected a run of kdjax train. Make the model in Python; its parameters "
+            "are those of kdjax.formats.saved.SavedTable(workdir, step).read_tree()."
+        )
     student, tokenizer = run_sources(workdir, student, tokenizer)
-    identity = saved_run(workdir, step)["identity"]
-    source = open_checkpoint(student, tokenizer=tokenizer, shapes=True)
-    source = cut_layers(source, split_layers(identity.get("student.layers", "")))
     table = SavedTable(workdir, step)
+    source = open_checkpoint(student, tokenizer=tokenizer, shapes=LORA not in table.form)
+    if LORA in table.form:
+        return _open_adapted_step(table, workdir, step, source, identity)
+    source = cut_layers(source, split_layers(identity.get("student.layers", "")))
     # The run may have tied a head that the student's file stores twice, or untied one.
     spec = dataclasses.replace(source.spec, tied="head" not in table)
     saved = Saved(workdir, step, identity["student.init"], int(identity["train.seed"]), source)
     return Checkpoint(table, spec, source.tokenizer_path, saved)
+
+
+def _open_adapted_step(
+    table: SavedTable, workdir: Path, step: int, source: Checkpoint, identity: Mapping[str, Any]
+) -> Checkpoint:
+    """The adapters that a run saved, on the base that it began with.
+
+    Raises `UserError` for another base.
+    """
+    if source.sha256 != identity["student.sha256"]:
+        raise UserError(
+            f"{source} has SHA-256 {source.sha256}; expected {identity['student.sha256']}, of the "
+            f"base that the adapters of {workdir}, step {step}, were trained on: they are nothing "
+            "without it. Put that file back, or say where it is: --student=PATH."
+        )
+    base = cut_layers(source, split_layers(identity.get("student.layers", "")))
+    base = dataclasses.replace(base, spec=tie_head(base, identity.get("student.head", "auto")))
+    saved = Saved(workdir, step, "checkpoint", int(identity["train.seed"]), source)
+    adapters = saved_adapters(table, f"{workdir}, step {step}")
+    return dataclasses.replace(_adapt(base, adapters), saved=saved)
+
+
+def tie_head(checkpoint: Checkpoint, head: str) -> ArchSpec:
+    """The architecture with its head tied as `student.head` says; "auto": as matrices are stored.
+
+    A folder of shapes alone is believed.
+    """
+    if head == "auto" and not len(checkpoint.table):
+        return checkpoint.spec
+    tied = has_tied_head(checkpoint.table) if head == "auto" else head == "tied"
+    return dataclasses.replace(checkpoint.spec, tied=tied)
 
 
 def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[str, str]:
@@ -258,7 +429,7 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
 
     From the run's receipt; relative paths count from the folder that the run was started in, and
     what the Hub's cache has no more is fetched again. The
-    tokenizer is "" if it is the student's own. Raises `MissingFileError` if nobody says which
+    tokenizer is "" if it is the student's own. Raises `MissingFileError` if nothing says which
     student it was, or it is there no more.
     """
     receipt = _receipt_paths(workdir)
@@ -272,6 +443,7 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
         raise MissingFileError(
             f"{student}: no such file or folder; expected the student that the run in {workdir} "
             "began with, for its config and tokenizer. Say where it is now: --student=PATH."
+            f"{suggest_path(student)}"
         )
     ours = "" if tokenizer else fetch_path(receipt.get("tokenizer", ""), TOKENIZER)
     return student, tokenizer or (ours if Path(ours).exists() else "")

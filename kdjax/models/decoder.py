@@ -8,7 +8,9 @@ Letters: B rows, T positions, D hidden width, L layers, V vocabulary rows.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -18,21 +20,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.device.placement import Placement
+from kdjax.errors import UserError
 from kdjax.models import kernels
-from kdjax.models.arch import ACTIVATIONS, ArchSpec, local_rope, rope_frequencies
+from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
 from kdjax.models.attention import attend, attend_and_keep
+from kdjax.models.delta import DeltaInputs, read_and_keep, read_states
 from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles
+from kdjax.models.ropes import rope_frequencies
+from kdjax.models.shards import gather_shards
 from kdjax.models.weights import (
-    Joined,
     Rounded,
     Scaled,
     Weight,
     decode_weight,
     from_bits,
     gate_rows,
-    gather_shards,
-    join,
-    make_ready,
     project,
     project_all,
     round_for,
@@ -40,15 +42,18 @@ from kdjax.models.weights import (
     unembed,
 )
 
-Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` gives it
+Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` returns it
 
 _SHORT = 192  # positions of a prompt that XLA's attention reads sooner than cuDNN's
 
-# The rotation of queries, or of keys, by their positions.
-Turn = Callable[[Array], Array]
+# The rotation of queries and keys by their positions.
+Turn = Callable[[Array, Array], tuple[Array, Array]]
 
 # Attention of rotated queries and keys, and what the layer is to keep of them.
 Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+# What a delta net's states say, and what the layer is to keep of them.
+Recall = Callable[[DeltaInputs], tuple[Array, Any]]
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,  # keep every activation
@@ -67,21 +72,9 @@ class Compute:
     # Layers in a loop are compiled once. Written out, the activations kept of them are not copied.
     scan: bool = True
     max_segments: int = 1
+    # What is generated goes beyond longrope's original positions; texts that are read say so.
+    long: bool = False
     placement: Placement | None = None  # None: plain JAX, on whatever device
-
-    @property
-    def product_dtype(self) -> Any:
-        """Of weights that lie ready for products of few rows.
-
-        XLA's CPU backend widens bf16 one number after another at each product, which takes twenty
-        times as long as one row's: there they lie wide.
-        """
-        return jnp.dtype(jnp.float32 if self.on_cpu else self.dtype)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether it is placed on a CPU."""
-        return self.placement is not None and self.placement.platform == "cpu"
 
 
 class Linear(nnx.Module):
@@ -94,7 +87,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outer,), dtype)) if bias else None
 
     def __call__(self, x: Array | Rounded) -> Array:
-        """Of rows `[N, inner]`."""
+        """Multiplies rows `[N, inner]`."""
         return self.add_bias(project(x, self.weight.get_value()))
 
     def add_bias(self, y: Array) -> Array:
@@ -143,44 +136,124 @@ class RMSNorm(nnx.Module):
 
 
 def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "B T H D"]:
-    """Rotary embedding of the halves (i, i + D/2); cos and sin are float32 `[B, T, 1, D/2]`.
+    """Rotary embedding of the halves (i, i + R/2) of the first R columns; others stay.
 
-    Angles stay float32: in bf16 position 257 is 256.
+    cos and sin are float32 `[B, T, 1, R/2]`. Angles stay float32: in bf16 position 257 is 256.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    columns = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :columns].astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    whole = columns == x.shape[-1]
+    return rotated if whole else jnp.concatenate([rotated, x[..., columns:]], axis=-1)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions and, if asked, normalised queries and keys."""
+    """Grouped-query attention with rotary positions and, if asked, normalised queries and keys.
+
+    Where `ArchSpec.gated`, rows of q are for each head those of its query, then those of its gate.
+    """
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
         d, hd, dtype = spec.hidden_size, spec.head_dim, compute.param_dtype
-        self.q = Linear(d, spec.num_heads * hd, spec.qkv_bias, dtype, rngs)
+        self.q = Linear(d, (1 + spec.gated) * spec.num_heads * hd, spec.qkv_bias, dtype, rngs)
         self.k = Linear(d, spec.num_kv_heads * hd, spec.qkv_bias, dtype, rngs)
         self.v = Linear(d, spec.num_kv_heads * hd, spec.qkv_bias, dtype, rngs)
         self.o = Linear(spec.num_heads * hd, d, spec.o_bias, dtype, rngs)
-        norm = functools.partial(RMSNorm, hd, spec.rms_eps, dtype, offset=spec.norm_offset)
-        self.q_norm = norm() if spec.qk_norm else None
-        self.k_norm = norm() if spec.qk_norm else None
-        self.head_dim, self.placement = hd, compute.placement
+
+        def norm(heads: int) -> RMSNorm | None:
+            width = heads * hd if spec.qk_norm_whole else hd
+            scaled = RMSNorm(width, spec.rms_eps, dtype, offset=spec.norm_offset)
+            return scaled if spec.qk_norm else None
+
+        self.q_norm, self.k_norm = norm(spec.num_heads), norm(spec.num_kv_heads)
+        self.head_dim, self.gated, self.placement = hd, spec.gated, compute.placement
+
+    @property
+    def entry(self) -> Weight:
+        """Weight that rows are multiplied with first."""
+        return self.q.weight.get_value()
 
     def __call__(
         self, rows: Array | Rounded, lead: tuple[int, ...], turn: Turn, mix: Mix
     ) -> tuple[Array, Any]:
-        """Of rows `[B T, width]`, `lead` being (B, T); and what `mix` keeps."""
+        """Attends for rows `[B T, width]`, `lead` being (B, T); returns also what `mix` keeps."""
         linears = self.q, self.k, self.v
         weights = [linear.weight.get_value() for linear in linears]
         projected = project_all(round_for(rows, weights[0]), weights, self.placement)
+        widths = (1 + self.gated) * self.head_dim, self.head_dim, self.head_dim
         q, k, v = (
-            linear.add_bias(y).reshape(*lead, -1, self.head_dim)
-            for linear, y in zip(linears, projected, strict=True)
+            linear.add_bias(y).reshape(*lead, -1, width)
+            for linear, y, width in zip(linears, projected, widths, strict=True)
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out, kept = mix(turn(q), turn(k), v)
+        gate = None
+        if self.gated:
+            q, gate = jnp.split(q, 2, axis=-1)
+        q, k = _normalize(q, self.q_norm), _normalize(k, self.k_norm)
+        out, kept = mix(*turn(q, k), v)
+        if gate is not None:
+            out *= jax.nn.sigmoid(gate)
         return self.o(out.reshape(-1, out.shape[2] * out.shape[3])), kept
+
+
+def _scale(x: Array, factor: float) -> Array:
+    """Multiplies in float32 and rounds once: 0.22 in bf16 is 0.2197."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def _normalize(x: Float[Array, "B T H D"], norm: RMSNorm | None) -> Float[Array, "B T H D"]:
+    """Each head, or all heads of a position together where the norm is as wide."""
+    if norm is None:
+        return x
+    return norm(x.reshape(*x.shape[:2], -1, norm.weight.shape[0])).reshape(x.shape)
+
+
+class DeltaNet(nnx.Module):
+    """A gated delta net (`models.delta`): a convolution, a state a head, a gated norm.
+
+    Value heads lie in the order of GGUF files: head h reads key head h mod the number of those.
+    What fixes how fast a state fades is float32 in every form.
+    """
+
+    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
+        d, dtype, exact = spec.hidden_size, compute.param_dtype, jnp.float32
+        heads, width = spec.delta_value_heads, spec.delta_value_dim
+        self.qkv = Linear(d, spec.delta_columns, False, dtype, rngs)
+        self.gate = Linear(d, heads * width, False, dtype, rngs)
+        self.alpha = Linear(d, heads, False, dtype, rngs)
+        self.beta = Linear(d, heads, False, dtype, rngs)
+        kernel = (spec.delta_columns, spec.delta_kernel)
+        self.conv = nnx.Param(jax.random.normal(rngs.params(), kernel, exact) * 0.5)
+        # A state fades by exp(-exp(log_rate) softplus(alpha + shift)) at each position.
+        self.log_rate = nnx.Param(
+            jnp.log(jax.random.uniform(rngs.params(), (heads,), exact, 0.01, 16.0))
+        )
+        self.shift = nnx.Param(jnp.ones((heads,), exact))
+        self.norm = RMSNorm(width, spec.rms_eps, dtype)
+        self.out = Linear(heads * width, d, False, dtype, rngs)
+        self.spec, self.placement = spec, compute.placement
+
+    @property
+    def entry(self) -> Weight:
+        """Weight that rows are multiplied with first."""
+        return self.qkv.weight.get_value()
+
+    def __call__(self, rows: Array | Rounded, lead: tuple[int, ...], recall: Recall) -> Any:
+        """Mixes rows `[B T, width]`, `lead` being (B, T); returns also what `recall` keeps."""
+        linears = self.qkv, self.gate, self.alpha, self.beta
+        weights = [linear.weight.get_value() for linear in linears]
+        mixed, gate, alpha, beta = (
+            y.reshape(*lead, -1)
+            for y in project_all(round_for(rows, weights[0]), weights, self.placement)
+        )
+        rate, shift = (jnp.exp(self.log_rate[...]), self.shift[...])
+        fade = jax.nn.softplus(alpha.astype(jnp.float32) + shift[None, None])
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+        inputs = DeltaInputs(mixed, self.conv[...], -rate[None, None] * fade, beta)
+        out, kept = recall(inputs)
+        gate = jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
+        out = (self.norm(out).astype(jnp.float32) * gate).astype(out.dtype)
+        return self.out(out.reshape(-1, out.shape[2] * out.shape[3])), kept
 
 
 class MLP(nnx.Module):
@@ -195,11 +268,11 @@ class MLP(nnx.Module):
 
     @property
     def entry(self) -> Weight:
-        """What rows are multiplied with first."""
+        """Weight that rows are multiplied with first."""
         return self.gate.weight.get_value()
 
     def __call__(self, rows: Array | Rounded) -> Array:
-        """Of rows `[N, width]`."""
+        """Applies the layer to rows `[N, width]`."""
         activation = ACTIVATIONS[self.activation]
         gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
         return self.down(gate_rows(round_for(rows, gate), gate, up, activation, self.placement))
@@ -223,11 +296,11 @@ class Experts(nnx.Module):
 
     @property
     def entry(self) -> Weight:
-        """What rows are multiplied with first."""
+        """Weight that rows are multiplied with first."""
         return self.router.weight.get_value()
 
     def __call__(self, rows: Array | Rounded) -> Array:
-        """Of rows `[N, width]`."""
+        """Applies the layer to rows `[N, width]`."""
         assert not isinstance(rows, Rounded)
         spec, router = self.spec, self.router.weight.get_value()
         choice = choose_experts(rows, router, spec.experts_used, spec.norm_experts)
@@ -238,12 +311,13 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then MLP, each of the normalised stream and added to it.
+    """One layer: attention or a delta net, then MLP, each of the stream and added to it.
 
-    With `post_norms` what they give is normalised as well before it is added.
+    With `pre_norms` they read it normalised; with `post_norms` what they give is normalised before
+    it is added. It is scaled by `residual_scale`.
     """
 
-    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
+    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs, *, delta: bool = False):
         norm = functools.partial(
             RMSNorm,
             spec.hidden_size,
@@ -252,33 +326,54 @@ class Block(nnx.Module):
             compute.placement,
             spec.norm_offset,
         )
-        self.attn_norm = norm()
-        self.attn = Attention(spec, compute, rngs)
-        self.mlp_norm = norm()
+        self.attn_norm = norm() if spec.pre_norms else None
+        self.attn = None if delta else Attention(spec, compute, rngs)
+        self.delta = DeltaNet(spec, compute, rngs) if delta else None
+        self.mlp_norm = norm() if spec.pre_norms else None
         self.mlp = (Experts if spec.experts else MLP)(spec, compute, rngs)
         self.attn_post_norm = norm() if spec.post_norms else None
         self.mlp_post_norm = norm() if spec.post_norms else None
+        self.residual_scale = spec.residual_scale
 
-    def __call__(self, x: Array, turn: Turn, mix: Mix) -> tuple[Array, Any]:
+    def __call__(self, x: Array, turn: Turn, mix: Mix, recall: Recall) -> tuple[Array, Any]:
         # Flatten to [B T, D] first: adding to a reshaped stream makes XLA copy it.
-        rows = x.reshape(-1, x.shape[-1])
-        rows, normal = self.attn_norm.normalize_for(rows, self.attn.q.weight.get_value())
-        mixed, kept = self.attn(normal, x.shape[:-1], turn, mix)
+        rows = normal = x.reshape(-1, x.shape[-1])
+        mixer = self.attn if self.delta is None else self.delta
+        assert mixer is not None
+        if self.attn_norm is not None:
+            rows, normal = self.attn_norm.normalize_for(rows, mixer.entry)
+        if isinstance(mixer, DeltaNet):
+            mixed, kept = mixer(normal, x.shape[:-1], recall)
+        else:
+            mixed, kept = mixer(normal, x.shape[:-1], turn, mix)
         if self.attn_post_norm is not None:
             mixed = self.attn_post_norm(mixed)
-        rows, normal = self.mlp_norm.normalize_for(rows + mixed, self.mlp.entry)
+        rows = normal = rows + _scale(mixed, self.residual_scale)
+        if self.mlp_norm is not None:
+            rows, normal = self.mlp_norm.normalize_for(rows, self.mlp.entry)
         widened = self.mlp(normal)
         if self.mlp_post_norm is not None:
             widened = self.mlp_post_norm(widened)
-        return (rows + widened).reshape(x.shape), kept
+        return (rows + _scale(widened, self.residual_scale)).reshape(x.shape), kept
+
+
+class Kind(NamedTuple):
+    """Facts in which a layer of a scan differs from others; None where all are alike."""
+
+    local: Bool[Array, "*L"] | None  # whether it sees its window only
+    rope: Int[Array, "*L"] | None  # its place in `ArchSpec.ropes`
 
 
 class Decoder(nnx.Module):
     """Tokens to hidden states; the head stays apart, for losses that never hold all logits."""
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
-        def block(rngs: nnx.Rngs) -> Block:
-            return Block(spec, compute, rngs)
+        def stack(*, delta: bool) -> Block | None:
+            def block(rngs: nnx.Rngs) -> Block:
+                return Block(spec, compute, rngs, delta=delta)
+
+            count = len(spec.places(delta=delta))
+            return nnx.split_rngs(splits=count)(nnx.vmap(block))(rngs) if count else None
 
         def table() -> nnx.Param:
             shape, dtype = (spec.vocab_size, spec.hidden_size), compute.param_dtype
@@ -286,7 +381,7 @@ class Decoder(nnx.Module):
             return nnx.Param(draw * jnp.asarray(0.02, dtype))
 
         self.embed = table()
-        self.blocks = nnx.split_rngs(splits=spec.num_layers)(nnx.vmap(block))(rngs)
+        self.blocks, self.deltas = stack(delta=False), stack(delta=True)
         self.norm = RMSNorm(
             spec.hidden_size, spec.rms_eps, compute.param_dtype, offset=spec.norm_offset
         )
@@ -300,13 +395,13 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm, in the compute dtype."""
+        """Hidden states after the final norm, over `logit_scale`, in the compute dtype."""
         return self.hidden_and_layers(tokens, segment_ids, positions)[0]
 
     def hidden_in_parts(
         self, tokens: Array, segment_ids: Array, positions: Array, parts: int
     ) -> Float[Array, "B T D"]:
-        """As `hidden`, each layer taking the rows in `parts`, one after the other.
+        """Hidden states; each layer takes the rows in `parts`, one after the other.
 
         Its weights are decoded, or gathered, once, and its activations are those of a part.
         """
@@ -315,30 +410,77 @@ class Decoder(nnx.Module):
             for y in (self._embed_tokens(tokens), segment_ids, positions)
         )
 
-        def layer(x: Array, block: Block, local: Array | None) -> tuple[Array, None]:
+        def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, None]:
             def part(rows: tuple[Array, Array, Array]) -> Array:
                 x, segment_ids, positions = rows
-                mix = functools.partial(self._mix, segment_ids, local)
-                return block(x, self._turn(self._angles(positions), local), mix)[0]
+                mix = functools.partial(self._mix, segment_ids, kind.local)
+                recall = functools.partial(self._recall, segment_ids)
+                turn = self._turn(positions, self._angles(positions), kind)
+                return block(x, turn, mix, recall)[0]
 
             return jax.lax.map(part, (x, *about)), None
 
         x, _ = self._run_layers(layer, x)
-        return self.norm(x.reshape(*tokens.shape, -1))
+        return self._finish(x.reshape(*tokens.shape, -1))
 
     def hidden_and_layers(
         self, tokens: Array, segment_ids: Array, positions: Array, *, keep_layers: bool = False
     ) -> tuple[Array, Array | None]:
-        """As `hidden`; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
+        """Hidden states; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
         angles = self._angles(positions)
 
-        def layer(x: Array, block: Block, local: Array | None) -> tuple[Array, Array | None]:
-            mix = functools.partial(self._mix, segment_ids, local)
-            x, _ = block(x, self._turn(angles, local), mix)
+        def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, Array | None]:
+            mix = functools.partial(self._mix, segment_ids, kind.local)
+            recall = functools.partial(self._recall, segment_ids)
+            x, _ = block(x, self._turn(positions, angles, kind), mix, recall)
             return x, (x if keep_layers else None)
 
         x, outputs = self._run_layers(layer, self._embed_tokens(tokens), trained=True)
-        return self.norm(x), outputs
+        return self._finish(x), _stack_layers(outputs)
+
+    def hidden_and_states(
+        self, tokens: Array, segment_ids: Array, positions: Array, names: Sequence[str]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """Hidden states, and by name some within, as `check_states` takes names: no others stay.
+
+        Queries, keys and values are `[B, T, heads, width]`, normalised and rotated.
+        """
+        angles, x = self._angles(positions), self._embed_tokens(tokens)
+        places = {name: check_states(self.spec, name) for name in names}
+        parts = sorted({part for part, _ in places.values()} - {_EMBEDDED})
+        kept = {part: sorted({i for p, i in places.values() if p == part}) for part in parts}
+
+        def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, dict[str, Array]]:
+            def mix(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+                out, _ = self._mix(segment_ids, kind.local, q, k, v)
+                return out, {"q": q, "k": k, "v": v}
+
+            recall = functools.partial(self._recall, segment_ids)
+            x, inside = block(x, self._turn(positions, angles, kind), mix, recall)
+            return x, {part: x if part == _STREAM else inside[part] for part in parts}
+
+        # A place for each that is asked for, and one that all other layers write over.
+        slots = {
+            part: jnp.asarray(
+                [at.index(i) if i in at else len(at) for i in range(self.spec.num_layers)]
+            )
+            for part, at in kept.items()
+        }
+        heads = {"q": self.spec.num_heads, "k": self.spec.num_kv_heads, "v": self.spec.num_kv_heads}
+        rooms = {
+            part: jnp.zeros(
+                (len(at) + 1, *tokens.shape)
+                + ((x.shape[-1],) if part == _STREAM else (heads[part], self.spec.head_dim)),
+                x.dtype,
+            )
+            for part, at in kept.items()
+        }
+        (last, rooms), _ = self._run_layers(layer, (x, rooms), trained=True, slots=slots)
+        states = {
+            name: x if part == _EMBEDDED else rooms[part][kept[part].index(i)]
+            for name, (part, i) in places.items()
+        }
+        return self._finish(last), states
 
     def _run_layers(
         self,
@@ -347,66 +489,134 @@ class Decoder(nnx.Module):
         *more: Array,
         layers: "Layers | None" = None,
         trained: bool = False,
+        slots: dict[str, Array] | None = None,
     ) -> tuple[Any, Any]:
-        """`layer(carry, block, local, *more)` for each layer; what it gives is as of a scan.
+        """`layer(carry, block, kind, *more)` for each layer; returns the last carry and outputs.
 
-        In a loop; or, of `layers` as `unstack` gives them, one after the other. Where it may be
-        `trained`, `compute` says what is kept for the backward pass, and whether there is a loop.
+        A scan over the stacked layers, or, given `layers` from `models.ready`, one after the other.
+        Where it may be `trained`, `compute` says what is kept for the backward pass, and whether
+        there is a loop. Of layers of two kinds a step of the scan runs a period of them, and the
+        outputs are those of each place in it.
+        With `slots` the carry has rooms `[places, ...]` beside it, where each layer's outputs are
+        written at its slot, `[L]`, outside of what is computed again for the backward pass.
         """
-        graph, stacked = nnx.split(self.blocks)
-        inputs = self._local(), *more
+        stacks = {False: self.blocks, True: self.deltas}
+        parts = {delta: nnx.split(x) for delta, x in stacks.items() if x is not None}
+        period, inputs = self.spec.period(), (self._kinds(), *more)
+        if slots is not None:
+            inputs = *inputs, slots
         if layers is None:
-            slices, read = slice_layers(stacked)
+            sliced = {delta: slice_layers(stacked) for delta, (_, stacked) in parts.items()}
+            loop = self.compute.scan or not trained
+
+            def runner(delta: bool) -> Callable:
+                def run(carry: Any, xs: Any) -> tuple[Any, Any]:
+                    weights, *rest = xs
+                    weights = sliced[delta][1](weights)
+                    return layer(carry, nnx.merge(parts[delta][0], weights), *rest)
+
+                if trained and (policy := REMAT_POLICIES[self.compute.remat]) is not None:
+                    # A loop by itself keeps XLA from merging the recomputation away.
+                    run = jax.checkpoint(run, policy=policy, prevent_cse=not loop)
+                return run if slots is None else _writing_rooms(run)
+
+            run = {delta: runner(delta) for delta in parts}
+            slices = {delta: slices for delta, (slices, _) in sliced.items()}
+            if len(period) == 1:
+                xs = slices[period[0]], *inputs
+                carry, output = jax.lax.scan(run[period[0]], carry, xs, unroll=not loop)
+                return carry, [output]
 
             def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-                weights, *rest = xs
-                return layer(carry, nnx.merge(graph, read(weights)), *rest)
+                slices, inputs = xs
+                outputs = []
+                for place, delta in enumerate(period):
+                    weights = _take_layer(slices[delta], period[:place].count(delta))
+                    carry, output = run[delta](carry, (weights, *_take_layer(inputs, place)))
+                    outputs.append(output)
+                return carry, outputs
 
-            loop = self.compute.scan or not trained
-            if trained and (policy := REMAT_POLICIES[self.compute.remat]) is not None:
-                # A loop by itself keeps XLA from merging the recomputation away.
-                step = jax.checkpoint(step, policy=policy, prevent_cse=not loop)
-            return jax.lax.scan(step, carry, (slices, *inputs), unroll=not loop)
+            times = self.spec.num_layers // len(period)
+            xs = jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), (slices, inputs))
+            return jax.lax.scan(step, carry, xs, unroll=not loop)
         outputs = []
-        for index, weights in enumerate(layers):
-            rest = [None if x is None else x[index] for x in inputs]
-            carry, output = layer(carry, nnx.merge(graph, weights), *rest)
+        for index, (weights, kind) in enumerate(zip(layers, self.spec.layers, strict=True)):
+            block = nnx.merge(parts[kind.delta][0], weights)
+            carry, output = layer(carry, block, *_take_layer(inputs, index))
             outputs.append(output)
-        return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+        places = (outputs[place :: len(period)] for place in range(len(period)))
+        return carry, [jax.tree.map(lambda *x: jnp.stack(x), *place) for place in places]
 
     def _embed_tokens(self, tokens: Array) -> Array:
         x = decode_weight(self.embed.get_value()[tokens]).astype(self.compute.dtype)
-        if not self.spec.scaled_embedding:
+        if self.spec.embedding_scale == 1:
             return x
         # Rounded to bf16 where x is: the root of 3072 is 55.5, as Gemma's was in training.
-        return x * jnp.asarray(self.spec.hidden_size**0.5, x.dtype)
+        return x * jnp.asarray(self.spec.embedding_scale, x.dtype)
 
-    def _local(self) -> Bool[Array, " L"] | None:
-        """Of each layer whether it is local: layers of two kinds are one stack, and a scan."""
-        return jnp.asarray(self.spec.local) if self.spec.local else None
+    def _finish(self, x: Array) -> Array:
+        """Normalizes what the last layer gives, and divides by what logits are divided by.
 
-    def _angles(self, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
-        """cos and sin `[B, T, 1, head_dim / 2]`; stacked behind each other those of layers that
-        see all positions and of local ones, if some are local."""
-        kinds = (self.spec, local_rope(self.spec)) if self.spec.local else (self.spec,)
-        pairs = []
-        for inverse, factor in map(rope_frequencies, kinds):
-            inverse = jnp.asarray(inverse)[None, None, None]
+        So no head, loss or cache knows of it. MiniCPM's own code divides here as well; Granite's
+        divides logits, in published models by 8 or 16, which gives equal bits.
+        """
+        return _scale(self.norm(x), 1 / self.spec.logit_scale)
+
+    def _kinds(self) -> Kind:
+        """The kinds of all layers, `[L]`: layers of several kinds are one stack, and a scan."""
+        windows, ropes = self.spec.windows(), self.spec.ropes()
+        which = [0 if layer.delta else ropes.index(layer.rope) for layer in self.spec.layers]
+        return Kind(
+            jnp.asarray(windows, bool) if len(set(windows)) > 1 else None,
+            jnp.asarray(which, jnp.int32) if len(ropes) > 1 else None,
+        )
+
+    def _angles(
+        self, positions: Int[Array, "B T"], long: bool | None = None
+    ) -> tuple[Array, Array]:
+        """cos and sin `[B, T, 1, columns / 2]`; with several ropes stacked, one behind another.
+
+        Where longrope tells texts apart, `long` says which they are; None: by a row's last
+        position, as in Transformers by that of all rows.
+        """
+        ropes, pairs = self.spec.ropes() or (None,), []
+        for rope in ropes:
+            inverse, factor = rope_frequencies(rope, self.spec.head_dim, long=bool(long))
+            inverse = inverse[None, None, None]
+            original = rope.original_positions if rope is not None else 0
+            if long is None and original and positions.shape[1] > original:
+                others, _ = rope_frequencies(rope, self.spec.head_dim, long=True)
+                beyond = jnp.max(positions, axis=1)[:, None, None, None] >= original
+                inverse = jnp.where(beyond, others, inverse)
             angle = positions.astype(jnp.float32)[..., None, None] * inverse
             pairs.append((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
-        return jax.tree.map(lambda *x: jnp.stack(x), *pairs) if self.spec.local else pairs[0]
+        return jax.tree.map(lambda *x: jnp.stack(x), *pairs) if len(ropes) > 1 else pairs[0]
 
-    def _turn(self, angles: tuple[Array, Array], local: Array | None) -> Turn:
-        """How a layer rotates its queries and keys."""
-        if local is None:
-            return lambda x: rotate(x, *angles)
+    def _turn(self, positions: Array, angles: tuple[Array, Array], kind: Kind) -> Turn:
+        """Says how a layer rotates its queries and keys, and how far it scales its queries."""
+        rope, growth = kind.rope, self._growth(positions)
 
-        def turn(x: Array, angles: tuple[Array, Array], local: Array) -> Array:
-            return rotate(x, *(both[local.astype(jnp.int32)] for both in angles))
+        def turn(x: Array, angles: tuple[Array, Array], rope: Array | None) -> Array:
+            return rotate(x, *(part if rope is None else part[rope] for part in angles))
 
-        # The backward pass picks the angles again: 8 bytes a position and head column, each layer.
-        turn = jax.checkpoint(turn, prevent_cse=not self.compute.scan)
-        return lambda x: turn(x, angles, local)
+        if rope is not None:
+            # The backward pass picks the angles again: 8 bytes a position and head column, each
+            # layer.
+            turn = jax.checkpoint(turn, prevent_cse=not self.compute.scan)
+
+        def turn_both(q: Array, k: Array) -> tuple[Array, Array]:
+            q, k = (turn(x, angles, rope) for x in (q, k))
+            return (q if growth is None else q * growth.astype(q.dtype)), k
+
+        return turn_both
+
+    def _growth(self, positions: Int[Array, "B T"]) -> Float[Array, "B T 1 1"] | None:
+        """Factor of the queries at positions; None where there is none (Ministral 3)."""
+        spec = self.spec
+        if not spec.query_growth:
+            return None
+        times = jnp.floor(positions.astype(jnp.float32) / spec.growth_length)
+        return (1 + spec.query_growth * jnp.log1p(times))[..., None, None]
 
     def _mix(
         self,
@@ -433,6 +643,18 @@ class Decoder(nnx.Module):
         flag = () if local is None else (local,)
         return run(q, k, v, segment_ids, *flag), (k, v)
 
+    def _recall(self, segment_ids: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
+        """Reads the states of a delta net within segments; returns also the last ones."""
+        groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
+        return read_states(inputs, groups, width, segment_ids)
+
+    def _recall_and_keep(
+        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, *behind: Array
+    ) -> tuple[Array, Any]:
+        """Reads the states of a delta net for a row that goes on; `behind` as of `Cache`."""
+        groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
+        return read_and_keep(inputs, groups, width, segment_ids, lengths, *behind)
+
     def _splits_heads(self, placement: Placement) -> bool:
         """Whether each device of `tensor` has whole heads of queries, keys and values."""
         return self.spec.num_kv_heads % placement.mesh.shape["tensor"] == 0
@@ -457,18 +679,25 @@ class Decoder(nnx.Module):
         `extend`.
         """
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        angles = self._angles(jnp.broadcast_to(at, tokens.shape))
+        positions = jnp.broadcast_to(at, tokens.shape)
+        angles = self._angles(positions, self.compute.long)
         real = (at < lengths[:, None]).astype(jnp.int32)
 
-        def layer(x: Array, block: Block, local: Array | None) -> tuple[Array, Any]:
-            mix = functools.partial(self._mix, real, local, prompt=True)
-            return block(x, self._turn(angles, local), mix)
+        recall = functools.partial(self._recall_and_keep, jnp.ones_like(tokens), lengths)
 
-        x, kept = self._run_layers(layer, self._embed_tokens(tokens), layers=layers)
-        k, v = (x.swapaxes(2, 3) for x in kept)
+        def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, Any]:
+            mix = functools.partial(self._mix, real, kind.local, prompt=True)
+            return block(x, self._turn(positions, angles, kind), mix, recall)
+
+        x, outputs = self._run_layers(layer, self._embed_tokens(tokens), layers=layers)
+        period, kept = self.spec.period(), []
+        for delta in (False, True):
+            places = [output for output, kind in zip(outputs, period, strict=True) if kind == delta]
+            kept += _stack_layers(places) if places else (None, None)
         room = ((0, 0), (0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0))
+        kept[:2] = (x if x is None else jnp.pad(x.swapaxes(2, 3), room) for x in kept[:2])
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return self.norm(last)[:, 0], Cache(jnp.pad(k, room), jnp.pad(v, room))
+        return self._finish(last)[:, 0], Cache(*kept)
 
     def extend(
         self,
@@ -476,19 +705,25 @@ class Decoder(nnx.Module):
         positions: Int[Array, " B"],
         cache: "Cache",
         layers: "Layers | None" = None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], "Cache"]:
         """T more ids a row, the first at its position; hidden states, and the cache with them.
 
         What lies in the cache from that position on is written over. Ids beyond its capacity leave
-        nothing there. `layers` are the weights as `unstack` gives them.
+        nothing there. `layers` are the weights as `models.ready` lays them out. `segment_ids` are
+        those of delta nets, by default of one document that goes on.
         """
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
         at = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        angles = self._angles(at)
+        angles = self._angles(at, self.compute.long)
 
         def layer(
-            carry: tuple[Array, Cache], block: Block, local: Array | None, index: Array
-        ) -> tuple[tuple[Array, Cache], None]:
+            carry: tuple[Array, Cache], block: Block, kind: Kind, index: Array
+        ) -> tuple[tuple[Array, Cache], DeltaInputs | None]:
             x, cache = carry
+            read: DeltaInputs | None = None
 
             def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
                 # In the carry, so that a step writes its positions and copies nothing.
@@ -496,22 +731,37 @@ class Decoder(nnx.Module):
                     q,
                     k,
                     v,
-                    cache,
+                    (cache.k, cache.v),
                     index,
                     positions,
-                    local,
+                    kind.local,
                     scale=self.spec.score_scale,
                     window=self.spec.window,
                     kernel=self._has_kernel(q.dtype),
                 )
-                return out, Cache(*kept)
+                return out, cache._replace(k=kept[0], v=kept[1])
 
-            return block(x, self._turn(angles, local), mix), None
+            def recall(inputs: DeltaInputs) -> tuple[Array, Cache]:
+                nonlocal read
+                read = inputs
+                behind = cache.inputs[index], cache.states[index]
+                out, kept = self._recall_and_keep(segment_ids, lengths, inputs, *behind)
+                state, latest = kept
+                return out, cache._replace(
+                    states=cache.states.at[index].set(state),
+                    inputs=cache.inputs.at[index].set(latest.astype(cache.inputs.dtype)),
+                )
 
-        places = jnp.arange(self.spec.num_layers, dtype=jnp.int32)
+            return block(x, self._turn(at, angles, kind), mix, recall), read
+
+        # Of each layer its place among those of its kind.
+        kinds = [layer.delta for layer in self.spec.layers]
+        numbers = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+        places = jnp.asarray(numbers, jnp.int32)
         start = self._embed_tokens(tokens), cache
-        (x, cache), _ = self._run_layers(layer, start, places, layers=layers)
-        return self.norm(x), cache
+        (x, cache), outputs = self._run_layers(layer, start, places, layers=layers)
+        read = [inputs for inputs in outputs if inputs is not None]
+        return self._finish(x), cache._replace(read=_stack_layers(read) if read else None)
 
     def _has_kernel(self, dtype: DTypeLike) -> bool:
         """Whether `kernels.attend_and_keep` attends: half precision, heads of 16, 32, 64, ..."""
@@ -519,43 +769,12 @@ class Decoder(nnx.Module):
         half = dtype in (jnp.bfloat16, jnp.float16) and width >= 16 and width & (width - 1) == 0
         return half and placement is not None and placement.kernels
 
-    def unstack(self, *, narrow: bool = False) -> "Layers":
-        """The weights of each layer as one id a row multiplies them best.
-
-        Numbers of `product_dtype`, or, for one row on a CPU, `narrow` ones; an array a layer, those
-        that multiply the same rows joined; float8 stays so.
-        """
-        slices, read = slice_layers(nnx.state(self.blocks), narrow=narrow)
-        groups = [("attn", "qkv"), ("attn", "o"), ("mlp", ("gate", "up")), ("mlp", ("down",))]
-
-        def one(index: int) -> Params:
-            weights = nnx.to_pure_dict(read(jax.tree.map(lambda x: x[index], slices)))
-            for part, names in groups:
-                linears = [weights[part][name] for name in names]
-                found = [linear["weight"] for linear in linears]
-                if not isinstance(found[0], Scaled):
-                    found = join([self._make_ready(x, narrow=narrow) for x in found])
-                for linear, weight in zip(linears, found, strict=True):
-                    linear["weight"] = weight
-            return weights
-
-        return tuple(map(one, range(self.spec.num_layers)))
-
-    def _make_ready(self, weight: Any, *, narrow: bool) -> Any:
-        return make_ready(weight, self.compute.product_dtype, narrow=narrow)
-
-    def ready_head(self, *, narrow: bool) -> Array | Joined:
-        """The unembedding as `unstack` makes the layers; numbers unless `narrow`."""
-        weight = (self.embed if self.head is None else self.head).get_value()
-        ready = self._make_ready(weight, narrow=narrow)
-        return join([ready])[0] if narrow else ready
-
     def head_weight(self) -> Float[Array, "V D"]:
         """The unembedding, `[V, D]`, as numbers; the embedding itself if tied."""
         return decode_weight(self.stored_head())
 
     def stored_head(self) -> Array | Scaled:
-        """As `head_weight`, but a `Scaled` one stays so, for products of its own kind."""
+        """Head as it is stored: a `Scaled` one stays so, for products of its own kind."""
         weight = (self.embed if self.head is None else self.head).get_value()
         return weight if isinstance(weight, Scaled) else decode_weight(weight)
 
@@ -564,21 +783,104 @@ class Decoder(nnx.Module):
         return unembed(hidden, self.head_weight().astype(hidden.dtype))
 
 
-Layers = tuple[Params, ...]  # one a layer
+def _writing_rooms(run: Callable) -> Callable:
+    """`run`, a layer, which writes what it gives into the rooms of the carry: see `_run_layers`."""
+
+    def write(carry: Any, xs: Any) -> tuple[Any, None]:
+        (carry, rooms), (*xs, slots) = carry, xs
+        carry, outputs = run(carry, tuple(xs))
+        place = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+        return (carry, jax.tree.map(place, rooms, outputs, slots)), None
+
+    return write
+
+
+_EMBEDDED, _STREAM = "embed", "x"
+# What `hidden_and_states` gives by name.
+STATES = "embed, blocks/N, blocks/N/attn/q, blocks/N/attn/k, blocks/N/attn/v"
+
+
+def check_states(spec: ArchSpec, name: str) -> tuple[str, int]:
+    """What a name of a state means: the part of a layer, and the layer's number.
+
+    Raises `UserError` for one that the architecture does not have.
+    """
+    if name == _EMBEDDED:
+        return _EMBEDDED, 0
+    found = re.fullmatch(r"blocks/(\d+)(?:/attn/([qkv]))?", name)
+    if not found or int(found[1]) >= spec.num_layers:
+        raise UserError(
+            f"found a layer {name!r}; expected one of {STATES}, N from 0 to {spec.num_layers - 1}."
+        )
+    if found[2] and any(layer.delta for layer in spec.layers):
+        raise UserError(
+            f"found {name!r} of a {spec.family} model; expected blocks/N: some of its layers have "
+            "no attention."
+        )
+    return found[2] or _STREAM, int(found[1])
+
+
+def _take_layer(tree: Any, index: int) -> Any:
+    return jax.tree.map(operator.itemgetter(index), tree)
+
+
+def _stack_layers(places: list[Any]) -> Any:
+    """Outputs `[L, ...]` from those of each place of a period, `[periods, ...]`."""
+    if len(places) == 1:
+        return places[0]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *places)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
+
+
+Layers = tuple[Params, ...]  # the weights of each layer apart, as `models.ready` makes them
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
 class Cache(NamedTuple):
-    """Keys and values of every layer, `[L, B, K, S, head_dim]`; slot s holds position s."""
+    """Keys and values of attention, states of delta nets, of what rows have read; None without.
 
-    k: Array
-    v: Array
+    Keys and values are `[L, B, K, S, head_dim]`, of as many layers as have them; slot s holds
+    position s. A state has no positions: it is that behind the last id that was read.
+    """
+
+    k: Any
+    v: Any
+    states: Any = None  # float32 [L, B, heads, key width, value width]
+    inputs: Any = None  # [L, B, W - 1, columns]: the last of the convolution
+    read: Any = None  # `DeltaInputs` [L, B, T, ...] of the last call, which `step_back` takes
+
+
+def step_back(
+    spec: ArchSpec,
+    before: Cache,
+    after: Cache,
+    read: DeltaInputs | None,
+    lengths: Int[Array, " B"],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Cache:
+    """The cache as if no more than the first `lengths` of the ids behind `before` had been read.
+
+    `after` is that behind all T of them, `read` what its delta nets took of them, None without.
+    What attention has beyond is written over later; states are those of `before` once more, and
+    what was read of a thousandth of their size is read into them again, without the weights.
+    """
+    if read is None:
+        return after._replace(read=None)
+    ids = jnp.ones(read.mixed.shape[1:3], jnp.int32) if segment_ids is None else segment_ids
+
+    def again(inputs: DeltaInputs, latest: Array, state: Array) -> tuple[Array, Array]:
+        widths = spec.delta_key_heads, spec.delta_key_dim
+        return read_and_keep(inputs, *widths, ids, lengths, latest, state)[1]
+
+    states, inputs = jax.vmap(again)(read, before.inputs, before.states)
+    inputs = inputs.astype(before.inputs.dtype)
+    return after._replace(states=states, inputs=inputs, read=None)
 
 
 @runtime_checkable  # tests check annotations with isinstance
 class ModelFunctions(Protocol):
-    """What the step asks of a model, student or teacher; hashable, so that it can be static."""
+    """Functions that a step calls of a model, student or teacher; hashable, so static under jit."""
 
     def hidden(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array
@@ -610,12 +912,18 @@ class ModuleFunctions:
         """See `Decoder.hidden`."""
         return self._merge(params).hidden(tokens, segment_ids, positions)
 
+    def hidden_and_states(
+        self, params: Params, tokens: Array, segment_ids: Array, positions: Array, names: Any
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """See `Decoder.hidden_and_states`; a module has it where its layers are asked for."""
+        return self._merge(params).hidden_and_states(tokens, segment_ids, positions, names)
+
     def head(self, params: Params) -> Float[Array, "V D"]:
         """See `Decoder.head_weight`."""
         return self._merge(params).head_weight()
 
     def stored_head(self, params: Params) -> Array | Scaled:
-        """As `head`."""
+        """Head as it is stored, `[V, D]`."""
         return self.head(params)
 
 
@@ -640,8 +948,17 @@ class DecoderFunctions(ModuleFunctions):
 
     def _merge(self, params: Params) -> Decoder:
         """Layers gather their own shards, in turn."""
-        others = {name: gather_shards(x) for name, x in params.items() if name != "blocks"}
+        others = {name: gather_shards(x) for name, x in params.items() if name not in STACKS}
         return nnx.merge(self.graph, params | others)
+
+    def for_length(self, positions: int) -> "DecoderFunctions":
+        """The same for generation up to so many positions: longrope turns long texts otherwise."""
+        ropes = [rope for rope in self.spec.ropes() if rope is not None]
+        original = max((rope.original_positions for rope in ropes), default=0)
+        long = 0 < original < positions
+        if long == self.compute.long:
+            return self
+        return functional(self.spec, dataclasses.replace(self.compute, long=long))[0]
 
     def stored_head(self, params: Params) -> Array | Scaled:
         """See `Decoder.stored_head`."""
@@ -650,8 +967,6 @@ class DecoderFunctions(ModuleFunctions):
     hidden_in_parts = _of_params(Decoder.hidden_in_parts)
     prefill = _of_params(Decoder.prefill)
     extend = _of_params(Decoder.extend)
-    unstack = _of_params(Decoder.unstack)
-    ready_head = _of_params(Decoder.ready_head)
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:

@@ -2,43 +2,39 @@
 
 A call of the device adds a few ids to every row. The host then looks at what came, gives the slots
 of rows that ended to the next prompts, which are read several at once, and meanwhile the device has
-its next call. A row's draws depend on the seed, its number and its length, on nothing else.
+its next call. A `Writer` says how rows grow: by one id a step (`StepWriter`), or by those of a
+draft's that the model accepts (`speculation.DraftWriter`). A row's draws depend on the seed, its
+number and its length, on nothing else.
 """
 
 import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from kdjax.device.runtime import mem_available
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models import kernels
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Cache, DecoderFunctions, Layers, Params
+from kdjax.models.decoder import Cache, DecoderFunctions, Params
 from kdjax.models.kernels import EXCLUDED, BlockSums
+from kdjax.models.ready import prepare_weights
+from kdjax.models.shards import Spread, gather_rows, map_rows
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import (
-    Spread,
-    gather_rows,
-    map_rows,
-    mask_padding,
-    unembed,
-)
+from kdjax.models.weights import mask_padding, unembed
 
-_STEPS = 8  # on the device between two looks of the host
+STEPS = 8  # on the device between two looks of the host
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
 _ROOM = 128  # the cache's positions are a multiple, for the same reason
-_LEAST = 256  # slots of a device that are left when the last rows move together
+_LEAST = 256  # the last rows move together into no fewer slots of a device
 _BLOCKS = 128  # of ids, of which a draw takes one and then an id in it
 
 
@@ -69,14 +65,14 @@ class Sampling:
 
 
 class Drafted(NamedTuple):
-    """What the drafts of a row came to."""
+    """Counts of a row's drafts."""
 
     passes: int  # of the big model over drafts
     accepted: int  # drafts, of all passes together
 
 
 class Completion(NamedTuple):
-    """What a prompt was continued with; stop ids and stop strings are left out."""
+    """Continuation of a prompt; stop ids and stop strings are left out."""
 
     ids: list[int]
     text: str
@@ -85,10 +81,11 @@ class Completion(NamedTuple):
     drafted: Drafted | None = None  # with a draft model
 
 
-class _Slots(NamedTuple):
-    """What is on the device between two calls; B slots."""
+class Slots(NamedTuple):
+    """State on the device between two calls; B slots."""
 
-    cache: Cache
+    cache: Any  # a `Cache` of each model that reads the rows
+    before: Int[Array, " B"]  # the id before `last`
     last: Int[Array, " B"]  # the id to be read next
     positions: Int[Array, " B"]  # where it goes
     drawn: Int[Array, " B"]  # ids of the answer so far
@@ -96,9 +93,67 @@ class _Slots(NamedTuple):
     numbers: Array  # uint32 [B], by which it draws
     done: Array  # bool [B]
 
+    @property
+    def places(self) -> Int[Array, " B"]:
+        """Positions of the next ids; a row that is done has the first, which is not read."""
+        return jnp.where(self.done, 0, self.positions)
+
+
+class Drawn(NamedTuple):
+    """Ids that the S steps of a call added to B rows, N at most a step."""
+
+    ids: Int[Array, "S B N"]
+    log_probs: Float[Array, "S B N"]  # under the model at temperature 1
+    counts: Int[Array, "S B"]  # of these ids the first so many are the row's
+    accepted: Any = None  # int32 [S, B]: drafts of the step that were accepted; -1: it had ended
+
+
+@runtime_checkable  # tests check annotations with isinstance
+class Writer(Protocol):
+    """How rows grow, and the models that read them; hashable, static under jit.
+
+    `params` are what the models' parameters are held in, `weights` what `prepare` made of them.
+    """
+
+    @property
+    def spread(self) -> Spread | None:
+        """How `params` lie on the devices."""
+        ...
+
+    @property
+    def spare(self) -> int:
+        """Positions that a slot needs beyond its row's."""
+        ...
+
+    def check_prompt(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
+        """Raises `UserError` for a prompt that cannot be continued."""
+        ...
+
+    def for_length(self, positions: int) -> "Writer":
+        """The same for rows of at most so many positions."""
+        ...
+
+    def prepare(self, params: Any, rows: int) -> Any:
+        """The weights as steps over so many rows multiply them."""
+        ...
+
+    def open_cache(self, slots: int, capacity: int) -> Any:
+        """Caches of so many empty slots of a device."""
+        ...
+
+    def read(self, params: Any, weights: Any, tokens: Array, lengths: Array) -> Any:
+        """Caches of prompts `[N, T]`, padded behind."""
+        ...
+
+    def advance(
+        self, params: Any, weights: Any, slots: Slots, keys: Any, sampling: Sampling
+    ) -> tuple[Slots, Drawn]:
+        """A few steps of a device's slots; `keys` `[B]` are of the rows' numbers."""
+        ...
+
 
 _LATER = P(None, ROW_AXES)  # rows on the second axis
-_SPECS: Any = _Slots(Cache(_LATER, _LATER), *[ROWS] * 6)  # type: ignore[arg-type]
+_SPECS: Any = Slots(_LATER, *[ROWS] * 7)  # type: ignore[arg-type]
 
 
 def pick(
@@ -124,8 +179,7 @@ def pick(
     peak = jnp.max(sums.peaks, axis=-1, keepdims=True)
     below = sums.peaks - peak
     total = jnp.sum(sums.hard * jnp.exp(below), axis=-1)
-    bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
-    uniform = (bits >> 8).astype(jnp.float32) * 2.0**-24  # below 1
+    uniform = _draw_uniform(keys)
     if sampling.temperature == 0:
         block = jnp.argmax(sums.peaks, axis=-1).astype(jnp.int32)
     else:
@@ -141,6 +195,23 @@ def pick(
         place = _invert(weights, uniform[:, 1])
     at = jnp.take_along_axis(inside, place[:, None], axis=-1) - peak
     return block * width + place, at[:, 0] - jnp.log(total)
+
+
+def draw_by_weight(weights: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
+    """An id a row with its share of the row's weights: a block and an id in it, as `pick`."""
+    width = -(-weights.shape[1] // _BLOCKS)
+    room = ((0, 0), (0, _BLOCKS * width - weights.shape[1]))
+    blocks = jnp.pad(weights, room).reshape(-1, _BLOCKS, width)
+    uniform = _draw_uniform(keys)
+    block = _invert(jnp.sum(blocks, axis=-1), uniform[:, 0])
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * width + _invert(inside, uniform[:, 1])
+
+
+def _draw_uniform(keys: Any) -> Float[Array, "B 2"]:
+    """Two numbers a key, of 24 bits, from 0 to below 1."""
+    bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def sum_blocks(
@@ -230,36 +301,6 @@ def find_stops(ids: Array, sampling: Sampling) -> Array:
     return jnp.any(ids[..., None] == stops.reshape((1,) * ids.ndim + (-1,)), axis=-1)
 
 
-def _has_room(functions: DecoderFunctions, spread: Spread | None, itemsize: int | float) -> bool:
-    """Whether the layers may lie in memory a second time, with so many bytes a number."""
-    shards = spread.placement.mesh.shape["fsdp"] if spread else 1
-    device = spread.placement.mesh.local_devices[0] if spread else jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-        free = stats["bytes_limit"] - stats["bytes_in_use"]
-    else:
-        free = mem_available()
-    room = count_layers(functions.spec, itemsize, shards, free) > 0
-    if spread and spread.placement.mesh.is_multi_process:  # all run the same program
-        room = bool(np.all(multihost_utils.process_allgather(np.asarray(room))))
-    return room
-
-
-def count_layers(
-    spec: ArchSpec, itemsize: int | float, shards: int, free: int | float | None
-) -> int:
-    """Bytes of the layers apart where so many bytes are free (None: unknown); 0: they stay stacked.
-
-    Experts stay as they are stored: of few rows each multiplies few. Shards stay shards.
-    """
-    if spec.experts or shards > 1:
-        return 0
-    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    numbers = spec.num_layers * spec.hidden_size * (attention + 3 * spec.mlp_size)
-    needed = int(numbers * itemsize)
-    return needed if free is None or 1.5 * needed < free else 0
-
-
 def count_slots(
     spec: ArchSpec, itemsize: int, slots: int, prompt: int, answer: int, *, kernel: bool
 ) -> dict[str, int]:
@@ -268,15 +309,19 @@ def count_slots(
     A call holds its logits, or what the reading of prompts keeps, or, without the kernel of
     attention, a layer's keys and values once more.
     """
-    pair = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
+    layers, deltas = (len(spec.places(delta=delta)) for delta in (False, True))
+    pair = 2 * layers * spec.num_kv_heads * spec.head_dim * itemsize
+    state = 4 * spec.delta_value_heads * spec.delta_key_dim * spec.delta_value_dim
+    state += itemsize * (spec.delta_kernel - 1) * spec.delta_columns
     cache = slots * _room_for(prompt + answer) * pair
     positions = _prompts_at_once(slots) * -(-prompt // _BUCKET) * _BUCKET
     # Keys and values as layers give them, stacked and turned; a layer's activations.
     read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
     return {
         "keys and values": cache,
+        **({"states": slots * deltas * state} if deltas else {}),
         "a call's own": max(
-            4 * slots * spec.vocab_size, positions * read, (not kernel) * cache // spec.num_layers
+            4 * slots * spec.vocab_size, positions * read, (not kernel) * cache // max(layers, 1)
         ),
     }
 
@@ -291,62 +336,25 @@ def _prompts_at_once(slots: int) -> int:
     return min(max(slots // 8, 1), 32)
 
 
-def prepare_weights(
-    params: Params, *, functions: DecoderFunctions, spread: Spread | None, rows: int | None = None
-) -> tuple[Layers | None, Any]:
-    """What each id multiplies, ready for products: the layers, if there is room, and the head.
-
-    On a CPU one row is multiplied with weights as narrow as they are stored: it takes as long as
-    their bytes.
-    """
-    narrow = rows == 1 and functions.compute.on_cpu
-    prepare: Any = functools.partial(_prepare, functions=functions, spread=spread, narrow=narrow)
-    itemsize = functions.compute.product_dtype.itemsize
-    if narrow and (numbers := count_layers(functions.spec, 1, 1, None)):
-        layers, _ = jax.eval_shape(functools.partial(prepare, unstack=True), params)
-        itemsize = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers)) / numbers
-    return prepare(params, unstack=_has_room(functions, spread, itemsize))
-
-
-@functools.partial(jax.jit, static_argnames=("functions", "spread", "unstack", "narrow"))
-def _prepare(
-    params: Params,
-    *,
-    functions: DecoderFunctions,
-    spread: Spread | None,
-    unstack: bool,
-    narrow: bool = False,
-) -> tuple[Layers | None, Any]:
-    def prepare(params: Params) -> tuple[Layers | None, Any]:
-        layers = functions.unstack(params, narrow=narrow) if unstack else None
-        return layers, functions.ready_head(params, narrow=narrow)
-
-    return map_rows(prepare, spread, outs=P())(params)
-
-
-@functools.partial(jax.jit, static_argnames=("functions", "spread", "slots", "capacity"))
-def _open(
-    params: Params, *, functions: DecoderFunctions, spread: Spread | None, slots: int, capacity: int
-) -> _Slots:
+@functools.partial(jax.jit, static_argnames=("writer", "slots", "capacity"))
+def _open(params: Any, *, writer: Writer, slots: int, capacity: int) -> Slots:
     """Empty slots."""
+    spread = writer.spread
     local = slots // (row_shards(spread.placement.mesh) if spread else 1)
 
-    def make(params: Params) -> _Slots:
-        spec = functions.spec
-        shape = spec.num_layers, local, spec.num_kv_heads, capacity, spec.head_dim
-        half = jnp.zeros(shape, functions.compute.dtype)
+    def make(_: Any) -> Slots:
         zeros = jnp.zeros((local,), jnp.int32)
-        numbers = zeros.astype(jnp.uint32)
-        return _Slots(Cache(half, half), zeros, zeros, zeros, zeros, numbers, zeros == 0)
+        numbers, cache = zeros.astype(jnp.uint32), writer.open_cache(local, capacity)
+        return Slots(cache, zeros, zeros, zeros, zeros, zeros, numbers, zeros == 0)
 
     return map_rows(make, spread, outs=_SPECS)(params)
 
 
-def _lay_beside(params: Params, slots: _Slots) -> _Slots:
+def _lay_beside(params: Any, slots: Slots) -> Slots:
     """The slots where every later call leaves them: each program is compiled once.
 
-    Of one device they come out of `_open` as nobody's in particular, and `_fill` would be compiled
-    for these and then for those that a call made.
+    On one device `_open` returns arrays without a sharding, and `_fill` would be compiled once for
+    these and once more for those that a call made.
     """
     place = jax.tree.leaves(params)[0].sharding
     if isinstance(place, NamedSharding) and place.mesh.size == 1:
@@ -355,12 +363,12 @@ def _lay_beside(params: Params, slots: _Slots) -> _Slots:
 
 
 @functools.partial(jax.jit, static_argnames="spread")
-def _pack(params: Params, slots: _Slots, keep: Array, *, spread: Spread | None) -> _Slots:
+def _pack(params: Any, slots: Slots, keep: Array, *, spread: Spread | None) -> Slots:
     """The slots `keep`, counted on each device, and no others."""
 
-    def pack(_: Params, slots: _Slots, keep: Array) -> _Slots:
+    def pack(_: Any, slots: Slots, keep: Array) -> Slots:
         cache = jax.tree.map(lambda x: x[:, keep], slots.cache)
-        return _Slots(cache, *(x[keep] for x in slots[1:]))
+        return Slots(cache, *(x[keep] for x in slots[1:]))
 
     return map_rows(pack, spread, ins=(_SPECS, ROWS), outs=_SPECS)(params, slots, keep)
 
@@ -375,103 +383,156 @@ class _Prompts(NamedTuple):
     numbers: Any  # uint32 [N]
 
 
-@functools.partial(jax.jit, static_argnames=("functions", "spread"), donate_argnames="slots")
-def _fill(
-    params: Params,
-    layers: Layers | None,
-    slots: _Slots,
-    prompts: _Prompts,
-    *,
-    functions: DecoderFunctions,
-    spread: Spread | None,
-) -> _Slots:
+@functools.partial(jax.jit, static_argnames="writer", donate_argnames="slots")
+def _fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts, *, writer: Writer) -> Slots:
     """Reads prompts into slots, all but their last ids, which the next step reads."""
 
-    def fill(params: Params, layers: Layers | None, slots: _Slots, prompts: _Prompts) -> _Slots:
+    def fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts) -> Slots:
         tokens, lengths, at = prompts.tokens, prompts.lengths, prompts.slots
-        _, read = functions.prefill(params, tokens, lengths, tokens.shape[1], layers)
         cache = jax.tree.map(
-            lambda kept, x: kept.at[:, at, :, : x.shape[3]].set(x, mode="drop"), slots.cache, read
+            lambda kept, x: kept.at[:, at, :, : x.shape[3]].set(x, mode="drop"),
+            slots.cache,
+            writer.read(params, weights, tokens, lengths),
         )
-        last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+        ends = jnp.stack([jnp.maximum(lengths - 2, 0), lengths - 1], axis=1)
+        before, last = jnp.take_along_axis(tokens, ends, axis=1).T
         none = jnp.zeros_like(lengths)
-        fresh = last, lengths - 1, none, prompts.limits, prompts.numbers, none > 0
-        return _Slots(
+        fresh = before, last, lengths - 1, none, prompts.limits, prompts.numbers, none > 0
+        return Slots(
             cache,
             *(x.at[at].set(y, mode="drop") for x, y in zip(slots[1:], fresh, strict=True)),
         )
 
     specs = dict(ins=(P(), _SPECS, _Prompts(*[ROWS] * 5)), outs=_SPECS)
-    return map_rows(fill, spread, **specs)(params, layers, slots, prompts)
+    return map_rows(fill, writer.spread, **specs)(params, weights, slots, prompts)
 
 
 def _advance_slots(
-    params: Params,
-    layers: Layers | None,
-    head: Any,
-    slots: _Slots,
+    params: Any,
+    weights: Any,
+    slots: Slots,
     seed: Array,
     ended: Array,
     *,
-    functions: DecoderFunctions,
-    spread: Spread | None,
-    real: int,
+    writer: Writer,
     sampling: Sampling,
-    steps: int,
-) -> tuple[Any, ...]:
-    """`steps` more ids `[steps, B]` with their log-probabilities, and which rows are done.
+) -> tuple[Slots, Drawn, Array]:
+    """A few steps: what they added, and which rows are done.
 
     `ended` are rows that the host has ended. Rows that are done idle.
     """
 
-    def advance(
-        params: Params, layers: Layers | None, head: Any, slots: _Slots, seed: Array, ended: Array
-    ) -> Any:
+    def advance(params: Any, weights: Any, slots: Slots, seed: Array, ended: Array) -> Any:
         base = jax.random.key(seed)
         keys = jax.vmap(lambda row: jax.random.fold_in(base, row))(slots.numbers)
-
-        def step(slots: _Slots, _: None) -> tuple[_Slots, tuple[Array, Array]]:
-            # A row that is done reads and writes the first place of a slot that nobody needs.
-            positions = jnp.where(slots.done, 0, slots.positions)
-            hidden, cache = functions.extend(
-                params, slots.last[:, None], positions, slots.cache, layers
-            )
-            logits = unembed(hidden, head)[:, 0]
-            draw = functools.partial(pick, kernel=spread is not None and spread.placement.kernels)
-            at = jax.vmap(jax.random.fold_in)(keys, slots.drawn)
-            ids, log_probs = draw(logits, at, sampling, real)
-            stops = find_stops(ids, sampling)
-            told = (~(slots.done | stops)).astype(jnp.int32)
-            drawn = slots.drawn + told
-            slots = slots._replace(
-                cache=cache,
-                last=jnp.where(told > 0, ids, slots.last),
-                positions=slots.positions + told,
-                drawn=drawn,
-                done=slots.done | stops | (drawn >= slots.limits),
-            )
-            return slots, (ids, log_probs)
-
         slots = slots._replace(done=slots.done | ended)
-        slots, drawn = jax.lax.scan(step, slots, None, length=steps)
-        return slots, drawn, (slots.drawn, slots.done)
+        slots, drawn = writer.advance(params, weights, slots, keys, sampling)
+        return slots, drawn, slots.done
 
-    specs = dict(ins=(P(), P(), _SPECS, P(), ROWS), outs=(_SPECS, (_LATER, _LATER), (ROWS, ROWS)))
-    mapped = map_rows(advance, spread, **specs)
-    slots, *found = mapped(params, layers, head, slots, seed, ended)
-    return slots, *gather_rows(found, spread)
+    specs = dict(ins=(P(), _SPECS, P(), ROWS), outs=(_SPECS, _LATER, ROWS))
+    mapped = map_rows(advance, writer.spread, **specs)
+    slots, *found = mapped(params, weights, slots, seed, ended)
+    return slots, *gather_rows(found, writer.spread)
 
 
 _advance, _advance_on_cpu = (
     jax.jit(
         _advance_slots,
-        static_argnames=("functions", "spread", "real", "sampling", "steps"),
+        static_argnames=("writer", "sampling"),
         donate_argnames="slots",
         compiler_options=options,
     )
     # Vectors of 256 bits, XLA's choice, take a quarter longer for one row times the bits of bf16.
     for options in (None, {"xla_cpu_prefer_vector_width": 512})
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWriter:
+    """How a model alone writes, an id a step: a `Writer` of its parameters."""
+
+    functions: DecoderFunctions
+    real: int  # ids that some token has: it draws these, and prompts hold no others
+    spread: Spread | None = None
+    spare = 0
+
+    def check_prompt(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
+        """See `Writer`."""
+        if not len(prompt):
+            raise UserError(f"prompt {number} is empty: give at least one token.")
+        ids, positions = np.asarray(prompt), self.functions.spec.max_positions
+        if ids.min() < 0 or ids.max() >= self.real:
+            bad = ids[(ids < 0) | (ids >= self.real)][0]
+            raise UserError(
+                f"prompt {number} holds the id {bad}; expected ids of the vocabulary, 0 to "
+                f"{self.real - 1}. Encode the text with the model's own tokenizer."
+            )
+        if len(prompt) + max_tokens > positions:
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens: with max_tokens={max_tokens} that is "
+                f"more than the model's {positions} positions. Shorten one."
+            )
+
+    def for_length(self, positions: int) -> "StepWriter":
+        """See `DecoderFunctions.for_length`."""
+        return dataclasses.replace(self, functions=self.functions.for_length(positions))
+
+    def prepare(self, params: Any, rows: int | None) -> Any:
+        """See `prepare_weights`."""
+        return prepare_weights(params, functions=self.functions, spread=self.spread, rows=rows)
+
+    def open_cache(self, slots: int, capacity: int) -> Cache:
+        """See `Writer`."""
+        spec = self.functions.spec
+        dtype = self.functions.compute.dtype
+        layers, deltas = (len(spec.places(delta=delta)) for delta in (False, True))
+        states = inputs = half = None
+        if layers:
+            shape = layers, slots, spec.num_kv_heads, capacity, spec.head_dim
+            half = jnp.zeros(shape, dtype)
+        if deltas:
+            state = spec.delta_value_heads, spec.delta_key_dim, spec.delta_value_dim
+            states = jnp.zeros((deltas, slots, *state), jnp.float32)
+            behind = spec.delta_kernel - 1
+            inputs = jnp.zeros((deltas, slots, behind, spec.delta_columns), dtype)
+        return Cache(half, half, states, inputs)
+
+    def read(
+        self, params: Any, weights: Any, tokens: Array, lengths: Array, unread: int = 1
+    ) -> Cache:
+        """See `Writer`; the next step reads the last `unread` ids."""
+        if self.functions.spec.delta_value_heads:
+            # Keys can be written over, a state cannot.
+            lengths = jnp.maximum(lengths - unread, 0)
+        return self.functions.prefill(params, tokens, lengths, tokens.shape[1], weights[0])[1]
+
+    def advance(
+        self, params: Any, weights: Any, slots: Slots, keys: Any, sampling: Sampling
+    ) -> tuple[Slots, Drawn]:
+        """See `Writer`."""
+        layers, head = weights
+        kernel = self.spread is not None and self.spread.placement.kernels
+
+        def step(slots: Slots, _: None) -> tuple[Slots, Drawn]:
+            new = slots.last[:, None]
+            hidden, cache = self.functions.extend(params, new, slots.places, slots.cache, layers)
+            logits = unembed(hidden, head)[:, 0]
+            at = jax.vmap(jax.random.fold_in)(keys, slots.drawn)
+            ids, log_probs = pick(logits, at, sampling, self.real, kernel=kernel)
+            stops = find_stops(ids, sampling)
+            told = (~(slots.done | stops)).astype(jnp.int32)
+            drawn = slots.drawn + told
+            slots = slots._replace(
+                cache=cache._replace(read=None),
+                before=jnp.where(told > 0, slots.last, slots.before),
+                last=jnp.where(told > 0, ids, slots.last),
+                positions=slots.positions + told,
+                drawn=drawn,
+                done=slots.done | stops | (drawn >= slots.limits),
+            )
+            return slots, Drawn(ids[:, None], log_probs[:, None], told)
+
+        return jax.lax.scan(step, slots, None, length=STEPS)
 
 
 def complete(
@@ -482,6 +543,19 @@ def complete(
     *,
     real: int,
     spread: Spread | None = None,
+    **settings: Any,
+) -> list[Completion]:
+    """Continues prompts with a model alone; see `StepWriter` and `write_answers`."""
+    writer = StepWriter(functions, real, spread)
+    return write_answers(writer, params, prompts, sampling, **settings)
+
+
+def write_answers(
+    writer: Writer,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
     tokenizer: Tokenizer | None = None,
     numbers: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
@@ -489,7 +563,7 @@ def complete(
     room: int = 0,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
-    """Continues every prompt (token ids below `real`), in order, with ids below `real`.
+    """Continues every prompt (token ids), in order.
 
     `batch_size` rows grow at once; one that ends makes room for the next prompt. A row draws by the
     seed, its number (default: its place in `prompts`) and its step, whatever the batches. `limits`
@@ -506,17 +580,14 @@ def complete(
     most = np.full(len(prompts), sampling.max_tokens)
     most = _check_each("limits", limits, most, 1, sampling.max_tokens)
     for i, prompt in enumerate(prompts):
-        _check_prompt(i, prompt, sampling, functions.spec.max_positions, real)
+        writer.check_prompt(i, prompt, sampling.max_tokens)
     if not len(prompts):
         return []
-    shards = row_shards(spread.placement.mesh) if spread else 1
-    slots = -(-batch_size // shards) * shards
-    programs = dict(functions=functions, spread=spread)
     rows = [
         Row(np.asarray(prompt, np.int32), int(limit), int(number), sampling, tokenizer)
         for prompt, limit, number in zip(prompts, most, draw_by, strict=True)
     ]
-    engine = _Engine(programs, params, rows, sampling, real, slots, shards, room)
+    engine = _Engine(writer, params, rows, sampling, batch_size, room)
     for row in engine.run():
         if on_text is not None:
             on_text(row, rows[row].read())
@@ -538,25 +609,6 @@ def _check_each(
     return found
 
 
-def _check_prompt(
-    number: int, prompt: Sequence[int], sampling: Sampling, positions: int, real: int
-) -> None:
-    if not len(prompt):
-        raise UserError(f"prompt {number} is empty: give at least one token.")
-    ids = np.asarray(prompt)
-    if ids.min() < 0 or ids.max() >= real:
-        bad = ids[(ids < 0) | (ids >= real)][0]
-        raise UserError(
-            f"prompt {number} holds the id {bad}; expected ids of the vocabulary, 0 to {real - 1}. "
-            "Encode the text with the model's own tokenizer."
-        )
-    if len(prompt) + sampling.max_tokens > positions:
-        raise UserError(
-            f"prompt {number} has {len(prompt)} tokens: with max_tokens={sampling.max_tokens} that "
-            f"is more than the model's {positions} positions. Shorten one."
-        )
-
-
 class Row:
     """A prompt, and its completion as it grows on the host."""
 
@@ -571,6 +623,7 @@ class Row:
         self.prompt, self.limit, self.number = prompt, limit, number
         self.ids: list[int] = []
         self.log_probs: list[float] = []
+        self.drafted: Drafted | None = None
         self.reason = ""
         self._sampling, self._tokenizer = sampling, tokenizer
         self._end: int | None = None  # of the text, if a stop string ends it
@@ -592,6 +645,12 @@ class Row:
             if places:
                 self._cut(min(places))
 
+    def count_drafts(self, accepted: np.ndarray) -> None:
+        """Takes how many drafts each step accepted; -1 for one after the row's end."""
+        passes, sum_before = self.drafted or Drafted(0, 0)
+        ran = accepted[accepted >= 0]
+        self.drafted = Drafted(passes + len(ran), sum_before + int(ran.sum()))
+
     def read(self) -> str:
         """The text so far, without what a stop string cuts off."""
         return self._decode(len(self.ids))[: self._end]
@@ -609,14 +668,14 @@ class Row:
 
     def complete(self) -> Completion:
         """The completion, once there is a reason to end it."""
-        return Completion(self.ids, self.read(), self.reason, self.log_probs)
+        return Completion(self.ids, self.read(), self.reason, self.log_probs, self.drafted)
 
 
 class _Call(NamedTuple):
     """A call of the device that the host has not looked at."""
 
-    drawn: Any  # ids and log-probabilities, [steps, B]
-    counts: Any  # ids of each row so far, and whether it is done, [B]
+    drawn: Drawn
+    done: Any  # bool [B]
     rows: np.ndarray  # int [B], the row of each slot then; -1: none
 
 
@@ -625,36 +684,38 @@ class _Engine:
 
     def __init__(
         self,
-        programs: dict[str, Any],
-        params: Params,
+        writer: Writer,
+        params: Any,
         rows: list[Row],
         sampling: Sampling,
-        real: int,
-        slots: int,
-        shards: int,
-        room: int,
+        batch_size: int,
+        room: int = 0,
     ):
-        self._programs, self._params, self._rows = programs, params, rows
+        longest = max(len(row.prompt) for row in rows) + sampling.max_tokens
+        writer = writer.for_length(longest)
+        self._writer, self._params, self._rows = writer, params, rows
+        placement = writer.spread.placement if writer.spread else None
+        self._shards = row_shards(placement.mesh) if placement else 1
+        self._local = -(-batch_size // self._shards)  # slots of a device
+        slots = self._local * self._shards
         # Prompts of like lengths are read together, so that few are padded far.
         order = sorted(range(len(rows)), key=lambda i: -(len(rows[i].prompt) // -_BUCKET))
         self._waiting = collections.deque(order)
         self._row_of = np.full(slots, -1)
         self._ended = np.zeros(slots, bool)  # by the host, since the last call
-        self._asked = np.zeros(slots, int)  # ids that the calls so far can have drawn
-        self._shards, self._local = shards, slots // shards
+        self._asked = np.zeros(slots, int)  # steps of the calls so far, each of an id or more
         self._at_once = _prompts_at_once(self._local)
-        longest = max(len(row.prompt) for row in rows) + sampling.max_tokens
-        capacity = _room_for(max(longest, room))
-        opened = _open(params, **programs, slots=slots, capacity=capacity)
+        capacity = _room_for(max(longest, room) + writer.spare)
+        opened = _open(params, writer=writer, slots=slots, capacity=capacity)
         self._slots = _lay_beside(params, opened)
-        self._layers, self._head = prepare_weights(params, **programs, rows=slots)
+        self._weights = writer.prepare(params, slots)
         # What only the host looks at is no part of a program: other values compile nothing anew.
-        on_device = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
+        self._sampling = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
         self._seed = np.uint32(sampling.seed % 2**32)
         # While the host looks at a call, a GPU has the next. Elsewhere that one would only be late.
-        spread = programs["spread"]
-        self._ahead = int(spread is not None and spread.placement.platform == "gpu")
-        self._static = programs | dict(real=real, sampling=on_device, steps=_STEPS)
+        platform = placement.platform if placement else ""
+        self._ahead = int(platform == "gpu")
+        self._call = _advance_on_cpu if platform == "cpu" else _advance
 
     def run(self) -> Iterator[int]:
         """Yields the numbers of rows that grew, until all have ended."""
@@ -679,7 +740,7 @@ class _Engine:
         return bool(np.any(self._asked[taken] < limits))
 
     def _is_sparse(self) -> bool:
-        """Whether nobody waits and a quarter of the slots would do."""
+        """Whether no prompt waits and a quarter of the slots would do."""
         taken = (self._row_of >= 0).reshape(self._shards, -1)
         few = np.all(taken.sum(axis=1) <= self._local // 4)
         return bool(not self._waiting and few and self._local // 4 >= _LEAST)
@@ -691,27 +752,30 @@ class _Engine:
         keep = np.argsort(~taken, axis=1, kind="stable")[:, : self._local]
         places = (keep + np.arange(self._shards)[:, None] * taken.shape[1]).ravel()
         local = keep.ravel().astype(np.int32)
-        self._slots = _pack(self._params, self._slots, local, spread=self._programs["spread"])
+        self._slots = _pack(self._params, self._slots, local, spread=self._writer.spread)
         columns = self._row_of, self._ended, self._asked
         self._row_of, self._ended, self._asked = (x[places] for x in columns)
 
     def _advance(self) -> _Call:
         ended, self._ended = self._ended, np.zeros_like(self._ended)
-        state = self._layers, self._head, self._slots, self._seed, ended
-        on_cpu = self._programs["functions"].compute.on_cpu
-        advance = _advance_on_cpu if on_cpu else _advance
-        self._slots, drawn, counts = advance(self._params, *state, **self._static)
-        self._asked += _STEPS
-        return _Call(drawn, counts, self._row_of.copy())
+        state = self._weights, self._slots, self._seed, ended
+        static = dict(writer=self._writer, sampling=self._sampling)
+        self._slots, drawn, done = self._call(self._params, *state, **static)
+        self._asked += STEPS
+        return _Call(drawn, done, self._row_of.copy())
 
     def _take(self, call: _Call) -> Iterator[int]:
-        (ids, log_probs), (counts, done) = jax.device_get((call.drawn, call.counts))
-        ids, log_probs = ids.T, log_probs.T
+        drawn, done = jax.device_get((call.drawn, call.done))
+        # By slot: the ids of all steps in a row, and which of them are its own.
+        ids, log_probs = (x.swapaxes(0, 1) for x in (drawn.ids, drawn.log_probs))
+        own = np.arange(ids.shape[2]) < drawn.counts.T[..., None]
         for slot in np.flatnonzero((call.rows >= 0) & (call.rows == self._row_of)):
             number = int(call.rows[slot])
             row = self._rows[number]
-            new = int(counts[slot]) - len(row.ids)
-            row.extend(ids[slot, :new].tolist(), log_probs[slot, :new].tolist(), bool(done[slot]))
+            new = own[slot]
+            row.extend(ids[slot][new].tolist(), log_probs[slot][new].tolist(), bool(done[slot]))
+            if drawn.accepted is not None:
+                row.count_drafts(drawn.accepted[:, slot])
             if row.reason:
                 self._row_of[slot] = -1
                 self._ended[slot] = True
@@ -751,5 +815,5 @@ class _Engine:
             whole = shard * self._local + slot
             self._row_of[whole], self._ended[whole], self._asked[whole] = number, False, 0
         prompts = _Prompts(tokens, lengths, slots, limits, draw_by)
-        state = self._layers, self._slots
-        self._slots = _fill(self._params, *state, prompts, **self._programs)
+        state = self._weights, self._slots
+        self._slots = _fill(self._params, *state, prompts, writer=self._writer)

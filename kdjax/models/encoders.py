@@ -5,6 +5,7 @@ merges the pair whose token has the highest score. Its scores become merges here
 which Transformers makes them of a tokenizer.model.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +21,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # in SentencePiece's tokens
 
 
 class Vocabulary(NamedTuple):
-    """What an encoder is made of."""
+    """Parts of an encoder."""
 
     tokens: Sequence[str]  # by id
     types: Sequence[int]
@@ -139,6 +140,15 @@ def is_byte_level(encoder: Encoder) -> bool:
     return _decodes(encoder, b'"ByteLevel"')
 
 
+@functools.cache
+def byte_alphabet() -> dict[str, bytes]:
+    """The byte of each character of GPT-2's alphabet: printable ones are their own."""
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (b for b in range(256) if b not in own)
+    shifted = {chr(256 + n): bytes([b]) for n, b in enumerate(others)}
+    return {chr(b): bytes([b]) for b in own} | shifted
+
+
 def is_sentencepiece(encoder: Encoder) -> bool:
     """Whether tokens are of text with marked spaces, and of single bytes written <0x0A>."""
     return _decodes(encoder, b'"ByteFallback"')
@@ -160,7 +170,7 @@ def spell(encoder: Encoder, tokens: Sequence[str]) -> tuple[str, ...]:
 
 
 def decoder_within(encoder: Encoder) -> decoders.Decoder | None:
-    """What decodes the middle of a text: all but the removal of the space put before a text."""
+    """Decoder of a text's middle: all but the removal of the space put before a text."""
     if encoder.decoder is None:
         return None
     described = json.loads(encoder.decoder.__getstate__())
@@ -173,7 +183,7 @@ def decoder_within(encoder: Encoder) -> decoders.Decoder | None:
 
 
 def add_tokens(encoder: Encoder, words: Vocabulary) -> dict[int, int | None]:
-    """Adds the tokens that text is searched for; gives the ids that came out otherwise."""
+    """Adds the tokens that text is searched for; returns the ids that came out otherwise."""
     added = [i for i, kind in enumerate(words.types) if kind in ADDED]
     encoder.add_tokens(
         [

@@ -44,7 +44,7 @@ def _router_logits(rows: Array, router: Array) -> Float32[Array, "N E"]:
     # Three parts of 8 bits make a weight, and the products of bf16 numbers are exact in float32: on
     # a GPU two and a half times as fast as products of float32 numbers.
     parts, rest = [], router
-    for _ in range(3):  # XLA takes a conversion there and back for nothing, this function not
+    for _ in range(3):  # XLA removes a round trip to bf16; reduce_precision survives
         parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
         rest = rest - parts[-1]
     weights = jnp.concatenate(parts).astype(jnp.bfloat16)
@@ -60,7 +60,7 @@ def mix_experts(
     down: Shaped[Array, "E D F"],
     activation: Callable[[Array], Array],
 ) -> Float[Array, "N D"]:
-    """Of each row the weighted sum of its experts' down(activation(gate(x)) * up(x)).
+    """Computes for each row the weighted sum of its experts' down(activation(gate(x)) * up(x)).
 
     Weights are numbers or their bits. Each expert sees all rows and counts nothing for most: the
     definition, which runs and has a gradient everywhere.
@@ -103,7 +103,7 @@ def mix_experts_by_tiles(
     activation: Callable[[Array], Array],
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
-    """As `mix_experts`, in kernels of which each multiplies a tile of rows with one expert.
+    """Computes `mix_experts` in kernels that each multiply a tile of rows with one expert.
 
     Rows are sorted by expert, each expert's filled up to whole tiles. The gradient is that of the
     definition.
@@ -148,7 +148,7 @@ def lay_out(experts: Int[Array, "N K"], count: int, height: int) -> tuple[Tiles,
     """Tiles of `height` rows of one expert each, and where each row's experts have put theirs.
 
     There are as many tiles as the worst case takes; those left over belong to expert `count`, which
-    is none. Rows beyond an expert's last are row 0, which nobody looks for.
+    does not exist. Rows beyond an expert's last are row 0, whose results are never read.
     """
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)

@@ -5,6 +5,8 @@ llama.cpp's convert_hf_to_gguf.py, src/models and gguf-py/gguf/constants.py.
 """
 
 import dataclasses
+from collections.abc import Container
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,29 +17,51 @@ class Family:
     hf_architecture: str  # the class in Transformers
     qkv_bias: bool = False  # queries, keys and values have biases, whatever `attention_bias` says
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads together
     head_dim: int | None = None  # where config.json has none; None: hidden_size / heads
     activation: str = "silu"  # of its GGUF files, and of a config.json that names none
     tied: bool = False  # where config.json does not say
     rope_theta: float = 1e4  # likewise
+    rms_eps: float = 1e-6  # likewise
     norm_offset: bool = False  # norms multiply by 1 + weight; GGUF files hold that sum
-    post_norms: bool = False  # of what attention and MLP give, before it is added
+    pre_norms: bool = True  # of what attention and MLP read
+    post_norms: bool = False  # of what they give, before it is added
     scaled_embedding: bool = False  # by the root of the width
+    gated: bool = False  # heads of attention have gates beside their queries
+    # `model_type` of folders that hold such a model as `text_config`, beside one of images.
+    multimodal: str = ""
+    rotated_part: float = 1.0  # of a head, where config.json does not say
     # Of every so many layers the last sees all positions, the others a window; 0: all see all.
     window_period: int = 0
+    # Of every so many layers llama.cpp rotates nothing in the last; 0: all rotate.
+    unrotated_period: int = 0
     # llama.cpp scales scores of GGUF models of so many layers by the width over the heads.
     shared_scale_layers: int = 0
-    experts: bool = False  # its MLPs are experts, of which a router picks a few a token
     gguf_name: str = ""  # `general.architecture`, where it is not `name`
+    # A key that its GGUF headers have, and those of another family of that name do not.
+    gguf_mark: str = ""
+    gguf_biases: bool = True  # llama.cpp adds the biases of attention that its files hold
     apr: bool = True  # .apr files hold it
+    apr_windows: bool = False  # and its windows
+    fused: bool = False  # files keep q, k and v as one matrix, and gate and up as another
+    # Kinds of rope scaling that it computes, by the names of `rope_type`.
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
+    # Those whose divisors llama.cpp reads from its files; it opens no file with others.
+    gguf_divisors: tuple[str, ...] = ()
     interleaved: bool = False  # llama.cpp stores the rows of q and k as pairs (i, i + D/2)
     pre_tokenizer: str = "unknown"  # of a file that names none: a key of `PRE_TOKENIZERS`
-    # Models of contexts up to this were published with rope theta 1e4; later ones have 1e5 or more,
-    # or scale their rotations (Qwen2-Math: 4,096; CodeLlama's relatives: 16,384).
-    small_theta_context: int = 0
-    # Entries of config.json and of a GGUF header that only this family has.
-    computed: tuple[str, ...] = ()  # read from config.json for this family alone
-    config_keys: tuple[str, ...] = ("attention_bias",)  # written there beside what all have
-    gguf_keys: tuple[str, ...] = ()
+    # Rows of `schema` that not every family has, in the order in which they are written.
+    fields: tuple[str, ...] = ("hidden_act", "attention_bias")
+
+    @property
+    def experts(self) -> bool:
+        """Whether its MLPs are experts, of which a router picks a few a token."""
+        return "experts" in self.fields
+
+    @property
+    def delta(self) -> bool:
+        """Whether it has delta layers beside attention."""
+        return "delta" in self.fields
 
     @property
     def gguf(self) -> str:
@@ -45,7 +69,15 @@ class Family:
         return self.gguf_name or self.name
 
 
-_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+_OLMO: dict[str, Any] = dict(
+    qk_norm=True,
+    qk_norm_whole=True,
+    pre_norms=False,
+    post_norms=True,
+    rms_eps=1e-5,
+    gguf_biases=False,
+    pre_tokenizer="dbrx",
+)
 
 FAMILIES = {
     family.name: family
@@ -55,8 +87,7 @@ FAMILIES = {
             "Qwen2ForCausalLM",
             qkv_bias=True,
             pre_tokenizer="qwen2",
-            small_theta_context=4096,
-            config_keys=("use_sliding_window", "max_window_layers"),
+            fields=("hidden_act", "use_sliding_window", "max_window_layers"),
         ),
         Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, head_dim=128, pre_tokenizer="qwen2"),
         Family(
@@ -64,36 +95,92 @@ FAMILIES = {
             "Qwen3MoeForCausalLM",
             qk_norm=True,
             head_dim=128,
-            experts=True,
             gguf_name="qwen3moe",
             pre_tokenizer="qwen2",
-            computed=("num_local_experts", *_EXPERTS),  # the first since Transformers 5
-            config_keys=("attention_bias", "decoder_sparse_step", "mlp_only_layers", *_EXPERTS),
-            gguf_keys=(
-                "attention.key_length",
-                "attention.value_length",
-                "expert_count",
-                "expert_used_count",
-                "expert_feed_forward_length",
+            fields=(
+                "hidden_act",
+                "attention_bias",
+                "decoder_sparse_step",
+                "mlp_only_layers",
+                "key_length",
+                "value_length",
+                "experts",
+                "experts_used",
+                "expert_size",
+                "norm_experts",
             ),
         ),
         Family(
             "llama",
             "LlamaForCausalLM",
+            gguf_divisors=("llama3", "longrope"),
             interleaved=True,
-            small_theta_context=16384,
-            config_keys=("attention_bias", "mlp_bias"),
-            gguf_keys=("rope.dimension_count", "vocab_size"),
+            fields=(
+                "hidden_act",
+                "attention_bias",
+                "mlp_bias",
+                "rotated_columns",
+                "gguf_vocab_size",
+            ),
         ),
         Family(
             "mistral",
             "MistralForCausalLM",
             gguf_name="llama",
+            gguf_divisors=("llama3", "longrope"),
             interleaved=True,
-            small_theta_context=32768,
-            computed=("sliding_window",),
-            config_keys=("sliding_window",),
-            gguf_keys=("rope.dimension_count", "vocab_size"),
+            fields=("hidden_act", "window", "rotated_columns", "gguf_vocab_size"),
+        ),
+        Family(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            interleaved=True,
+            tied=True,
+            rope_theta=2e6,
+            unrotated_period=4,
+            fields=(
+                "hidden_act",
+                "attention_bias",
+                "mlp_bias",
+                "rotated",
+                "rotated_columns",
+                "gguf_vocab_size",
+            ),
+        ),
+        Family(
+            "granite",
+            "GraniteForCausalLM",
+            gguf_divisors=("llama3", "longrope"),
+            interleaved=True,
+            fields=(
+                "hidden_act",
+                "attention_bias",
+                "mlp_bias",
+                "embedding_multiplier",
+                "residual_multiplier",
+                "attention_multiplier",
+                "logits_scaling",
+                "rotates",
+                "rotated_columns",
+                "gguf_vocab_size",
+            ),
+        ),
+        Family(
+            "minicpm",
+            "MiniCPMForCausalLM",
+            gguf_divisors=("llama3", "longrope"),
+            interleaved=True,
+            tied=True,
+            fields=(
+                "hidden_act",
+                "attention_bias",
+                "scale_emb",
+                "scale_depth",
+                "dim_model_base",
+                "auto_map",
+                "rotated_columns",
+                "gguf_vocab_size",
+            ),
         ),
         Family(
             "gemma3_text",
@@ -110,32 +197,112 @@ FAMILIES = {
             shared_scale_layers=62,
             tied=True,
             rope_theta=1e6,
-            computed=(
+            fields=(
+                "key_length",
+                "value_length",
                 "hidden_activation",
-                "query_pre_attn_scalar",
-                "sliding_window",
-                "layer_types",
-                "rope_local_base_freq",
-                "sliding_window_pattern",
-                "_sliding_window_pattern",
-            ),
-            config_keys=(
-                "hidden_activation",
-                "query_pre_attn_scalar",
-                "sliding_window",
-                "layer_types",
-                "rope_local_base_freq",
+                "attention_scale",
+                "window",
+                "local",
+                "local_rope_theta",
                 "attention_bias",
             ),
-            gguf_keys=(
-                "attention.key_length",
-                "attention.value_length",
-                "attention.sliding_window",
-                "attention.sliding_window_pattern",
-                "rope.freq_base_swa",
+        ),
+        Family(
+            "ministral3",
+            "Ministral3ForCausalLM",
+            gguf_name="mistral3",
+            interleaved=True,
+            head_dim=128,
+            rms_eps=1e-5,
+            rope_theta=1e6,
+            scalings=("yarn",),
+            pre_tokenizer="tekken",
+            fields=(
+                "key_length",
+                "value_length",
+                "hidden_act",
+                "attention_bias",
+                "window",
+                "rotated_columns",
+                "gguf_vocab_size",
+                "query_growth",
+                "growth_length",
+                "yarn_log_multiplier",
+            ),
+        ),
+        Family(
+            "phi3",
+            "Phi3ForCausalLM",
+            fused=True,
+            apr_windows=True,
+            rms_eps=1e-5,
+            scalings=("longrope", "su"),
+            gguf_divisors=("longrope",),
+            fields=(
+                "hidden_act",
+                "attention_bias",
+                "window",
+                "no_gguf_window",
+                "columns",
+                "rotated_columns",
+                "original_positions",
+            ),
+        ),
+        Family(
+            "olmo3",
+            "Olmo3ForCausalLM",
+            gguf_name="olmo2",
+            gguf_mark="attention.sliding_window",
+            window_period=4,
+            apr_windows=True,
+            rope_theta=5e5,
+            fields=("hidden_act", "attention_bias", "window", "local", "near_rope_theta"),
+            **_OLMO,
+        ),
+        Family("olmo2", "Olmo2ForCausalLM", **_OLMO),
+        Family(
+            "qwen3_5_text",
+            "Qwen3_5ForCausalLM",
+            gguf_name="qwen35",
+            apr=False,
+            multimodal="qwen3_5",
+            qk_norm=True,
+            head_dim=256,
+            norm_offset=True,
+            gated=True,
+            rotated_part=0.25,
+            rope_theta=1e7,
+            pre_tokenizer="qwen35",
+            fields=(
+                "hidden_act",
+                "attention_bias",
+                "key_length",
+                "value_length",
+                "columns",
+                "rotated_columns",
+                "rope_sections",
+                "rope_parameters",
+                "delta_key_heads",
+                "delta_value_heads",
+                "delta_key_dim",
+                "delta_value_dim",
+                "delta_values",
+                "delta_kernel",
+                "delta",
+                "full_interval",
             ),
         ),
     )
 }
-# By `general.architecture`; of several families of one name the first, which computes as much.
-GGUF_FAMILIES = {f.gguf: f for f in reversed(FAMILIES.values())}
+
+
+def find_gguf_family(name: object, keys: Container[str]) -> Family | None:
+    """The family of a `general.architecture` whose header has these keys; None if it is unknown.
+
+    Of several families of one name the first that fits, which computes as much as the others.
+    """
+    for family in FAMILIES.values():
+        if family.gguf == name and (not family.gguf_mark or f"{name}.{family.gguf_mark}" in keys):
+            return family
+    return None

@@ -1,6 +1,6 @@
-"""What is known of the entries of config.json, in three lists; every other one is refused.
+"""Checks the entries of headers that no row of `schema` reads.
 
-An entry is computed, has no effect on the result, or is refused unless its value means nothing.
+An entry is read, has no effect on the result, or is refused unless its value means nothing.
 Sources: Transformers' configuration_utils.py, configuration files of the families and
 modeling_rope_utils.py; the config.json files of published models.
 """
@@ -14,12 +14,6 @@ import numpy as np
 from kdjax.errors import UserError
 
 # fmt: off
-COMPUTED = frozenset((
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps",
-    "tie_word_embeddings", "attention_bias", "rope_theta", "rope_scaling", "rope_parameters",
-))
 WITHOUT_EFFECT = frozenset((
     # what wrote the file, and how it is loaded
     "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path",
@@ -27,6 +21,7 @@ WITHOUT_EFFECT = frozenset((
     "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config",
     "_attn_implementation_autoset", "attn_implementation", "_attn_implementation",
     "_experts_implementation", "gradient_checkpointing", "_flash_attn_2_enabled",
+    "ignore_keys_at_rope_validation",
     # of training only
     "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
     # what a call returns, and in how many parts it computes
@@ -36,6 +31,8 @@ WITHOUT_EFFECT = frozenset((
     # only read where `use_sliding_window` is true; a family whose windows have no such switch
     # computes them
     "sliding_window", "max_window_layers",
+    # of models that draft for this one (MiniCPM)
+    "mup_denominator",
     # of classifiers
     "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
     "task_specific_params", "classifier_dropout",
@@ -61,24 +58,19 @@ NEUTRAL: dict[str, Any] = {
     # every layer has experts, and nothing beside them
     "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0,
     "num_shared_experts": 0, "n_shared_experts": 0,
+    # blocks of later tokens' (`checkpoint`), a gate of attention's output, states in float32
+    "mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
 }
 ROPE_COMPUTED = frozenset((
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-    "mscale_all_dim", "truncate",
+    "mscale_all_dim", "truncate", "short_factor", "long_factor",
 ))
-# `finetuned` said how a file came about; the two lists are longrope's, which is refused by name.
-ROPE_WITHOUT_EFFECT = frozenset(("finetuned", "short_factor", "long_factor"))
+ROPE_WITHOUT_EFFECT = frozenset(("finetuned",))  # it said how a file came about
 ROPE_NEUTRAL: dict[str, Any] = {"partial_rotary_factor": 1.0, "mrope_section": None}
-# Of a GGUF header, by its names without the family's. A row of `families` lists what else it reads.
-GGUF_COMPUTED = frozenset((
-    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
-    "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.type",
-    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
-))
-# How files came about, and what llama.cpp reads in other architectures only.
+# Of a GGUF header, by names without the family's: how files came about, and what llama.cpp reads
+# in other architectures only.
 GGUF_WITHOUT_EFFECT = frozenset((
     "rope.scaling.finetuned", "tensor_data_layout", "attention.layer_norm_epsilon",
     "decoder_start_token_id",
@@ -95,7 +87,7 @@ GGUF_NEUTRAL: dict[str, Any] = {
     "use_parallel_residual": False, "attention.causal": True, "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0,
     "rope.scale_linear": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
 }
 # fmt: on
 
@@ -120,18 +112,19 @@ def check_fields(
     config: Mapping[str, Any],
     ropes: Sequence[Mapping[str, Any]],
     path: Path,
-    computed: Sequence[str] = (),
+    known: frozenset[str],
 ) -> None:
     """Raises one `UserError` that lists every entry which may change what the model computes.
 
-    `ropes` are the entries of config.json that hold rotary parameters, `computed` the names that
-    this family has beside `COMPUTED`; `path` is named.
+    `ropes` are the entries of config.json that hold rotary parameters, `known` the names that are
+    read; `path` is named.
     """
     # .apr files keep their tokenizer and notes beside the entries of config.json.
     own = {k: v for k, v in config.items() if not k.startswith(("tokenizer.", "apr."))}
-    problems = _list_problems(own, NEUTRAL, COMPUTED | WITHOUT_EFFECT | set(computed))
+    problems = _list_problems(own, NEUTRAL, known | WITHOUT_EFFECT)
     for rope in ropes:
-        rope_problems = _list_problems(rope, ROPE_NEUTRAL, ROPE_COMPUTED | ROPE_WITHOUT_EFFECT)
+        harmless = ROPE_COMPUTED | ROPE_WITHOUT_EFFECT | known
+        rope_problems = _list_problems(rope, ROPE_NEUTRAL, harmless)
         problems += [f"rotary {problem}" for problem in rope_problems]
     if problems:
         raise UserError(
@@ -143,11 +136,15 @@ def check_fields(
 
 
 def check_gguf_fields(
-    metadata: Mapping[str, Any], arch: str, head_dim: int, path: Path, computed: Sequence[str] = ()
+    metadata: Mapping[str, Any],
+    arch: str,
+    head_dim: int,
+    path: Path,
+    known: frozenset[str],
 ) -> None:
-    """As `check_fields` for the key-values of a GGUF header that begin with `arch`."""
+    """Checks the key-values of a GGUF header that begin with `arch`, as `check_fields` does."""
     whole = {"rope.dimension_count": head_dim, "attention.value_length": head_dim}
-    known = (GGUF_COMPUTED | GGUF_WITHOUT_EFFECT | set(computed)) - set(whole)
+    known = known | GGUF_WITHOUT_EFFECT
     own = {key.removeprefix(f"{arch}."): key for key in metadata if key.startswith(f"{arch}.")}
     own = {name: key for name, key in own.items() if not name.startswith(_GGUF_OF_IMAGES)}
     named = {name: metadata[key] for name, key in own.items() if name not in known}

@@ -1,4 +1,4 @@
-"""What XLA does in too many passes over memory, as Triton kernels through Pallas.
+"""Triton kernels through Pallas for what XLA does in too many passes over memory.
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
 `Placement.kernels` is false: on other devices, on several (no kernel is split over a mesh), and
@@ -34,13 +34,13 @@ def _logits_block(rows: int) -> tuple[int, int]:
 
 
 def fp8_scales(most: Array) -> tuple[Array, Array]:
-    """What numbers whose largest is `most` are multiplied by to fit float8, and its inverse."""
+    """Factor that fits numbers of at most `most` into float8, and its inverse."""
     most = jnp.maximum(most, 1e-30)  # of zeros as well: 448 / 1e-30 is still finite
     return FP8_MAX / most, most / FP8_MAX
 
 
 class SoftmaxSums(NamedTuple):
-    """Of each row of two models' logits, `[*B 1]` float32; without a teacher its fields are None.
+    """Sums of each row of two models' logits, `[*B 1]` float32; a missing teacher's are None.
 
     Exponents start from the peaks: x = student - peak, y = (teacher - teacher_peak) / T.
     """
@@ -61,7 +61,7 @@ def softmax_sums(
     *,
     interpret: bool = False,
 ) -> SoftmaxSums:
-    """As `losses.divergences.softmax_sums`, in one reading of each logit; float32 logits."""
+    """Computes `losses.divergences.softmax_sums` in one reading of each logit; float32 logits."""
     rows = [x.reshape(-1, x.shape[-1]) for x in (student, teacher) if x is not None]
     count = rows[0].shape[0]
     width, warps = _logits_block(count)
@@ -278,7 +278,7 @@ normalize_rows.defvjp(_normalize_forward, _normalize_backward)
 
 
 class BlockSums(NamedTuple):
-    """Of each block of a row's logits, `[B, N]` float32; exponents start from the block's peak."""
+    """Sums of each block of a row's logits, `[B, N]` float32; exponents start from its peak."""
 
     peaks: Array
     hard: Array  # sum of e^x
@@ -294,7 +294,7 @@ def sum_blocks(
     *,
     interpret: bool = False,
 ) -> BlockSums:
-    """As `decoding.sum_blocks`, in one reading of each logit; float32 logits."""
+    """Computes `decoding.sum_blocks` in one reading of each logit; float32 logits."""
     count, width = logits.shape[0], -(-logits.shape[1] // blocks)
     return BlockSums(
         *pl.pallas_call(
@@ -343,7 +343,7 @@ def attend_and_keep(
     scale: float,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """As `attention.attend_and_keep`, of T new positions a row; in one reading, and in place.
+    """Computes `attention.attend_and_keep` for T new positions a row; in one reading, and in place.
 
     The R = T G queries of a key head are those of the first position, then those of the next. A row
     reads of the cache what its position says and at most `seen` positions, its own included: XLA

@@ -25,9 +25,11 @@ from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.blocks import decode, row_bytes, split
 from kdjax.formats.saved import SavedTable
+from kdjax.formats.table import TensorInfo
 from kdjax.models import names
-from kdjax.models.arch import ArchSpec
+from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.names import Layout
 from kdjax.models.weights import Mixed, Packed, Scaled, Weight, quantize_rows
 
 # Two quantizations of one matrix differ by a few percent; unrelated matrices by about 140%.
@@ -37,6 +39,11 @@ SAME_MATRIX = 0.2
 def is_gguf(table: TensorTable) -> bool:
     """Whether names follow llama.cpp rather than Hugging Face."""
     return "general.architecture" in table.metadata
+
+
+def is_saved(table: TensorTable) -> bool:
+    """Whether tensors are those of a saved step: named as in the tree, layers stacked."""
+    return isinstance(getattr(table, "base", table), SavedTable)  # of an `AdaptedTable` its base's
 
 
 def has_tied_head(table: TensorTable) -> bool:
@@ -57,9 +64,47 @@ def has_tied_head(table: TensorTable) -> bool:
     return float(np.linalg.norm(a - b)) < SAME_MATRIX * float(np.linalg.norm(b))
 
 
+class _SplitTable(TensorTable):
+    """A table whose fused matrices are apart."""
+
+    def __init__(self, table: TensorTable, fused: Mapping[str, tuple[tuple[str, int], ...]]):
+        self.paths, self.metadata, self.cut = table.paths, table.metadata, table.cut
+        self._table, self._tensors = table, {}
+        for name in table:
+            info, start, parts = table.info(name), 0, fused.get(name, ())
+            if not parts or sum(rows for _, rows in parts) != info.shape[0]:
+                self._tensors[name] = info, name, slice(None)
+                continue
+            for part, rows in parts:
+                size = info.nbytes // info.shape[0] * rows
+                own = TensorInfo(part, (rows, *info.shape[1:]), info.dtype, size)
+                self._tensors[part] = own, name, slice(start, start + rows)
+                start += rows
+
+    def holds(self, name: str) -> bool:
+        """Whether the whole tensor is there."""
+        return self._table.holds(self._tensors[name][1])
+
+    def raw(self, name: str) -> np.ndarray:
+        """Rows of the whole."""
+        _, whole, rows = self._tensors[name]
+        return self._table.raw(whole)[rows]
+
+
+def split_fused(table: TensorTable, spec: ArchSpec) -> TensorTable:
+    """The table with matrices apart that its family's files fuse, by the names of other families.
+
+    Their bytes stay where they are.
+    """
+    if isinstance(table, SavedTable):
+        return table
+    fused = names.list_fused(spec, gguf=is_gguf(table))
+    return _SplitTable(table, fused) if fused else table
+
+
 def _stored(path: tuple[str, ...], table: TensorTable, spec: ArchSpec | None = None) -> str:
     """The name under which the table holds a parameter, `{i}` and `{e}` as in `names.Name`."""
-    if isinstance(table, SavedTable):
+    if is_saved(table):
         return "/".join(path)
     name = names.name_of(path, spec)
     return name.gguf if is_gguf(table) else name.hf
@@ -73,10 +118,11 @@ def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[
         head = _stored(("head",), table)
         if head in table and name in table:
             name = max(name, head, key=lambda n: table.info(n).nbytes)
-    if "{i}" not in name:
+    layers = names.layers_of(path, spec)
+    if layers is None or "{i}" not in name:
         return [name]
     experts = range(spec.experts if "{e}" in name else 1)
-    return [name.format(i=i, e=e) for i in range(spec.num_layers) for e in experts]
+    return [name.format(i=i, e=e) for i in layers for e in experts]
 
 
 @functools.lru_cache(maxsize=8)
@@ -98,8 +144,8 @@ def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], li
     sources = {path: _sources(path, spec, table) for path in _shapes(spec)}
     problems, known = [], {_stored((key,), table) for key in ("embed", "head")}
     for path, tensors in sources.items():
-        expected = _shapes(spec)[path]
-        expected = expected[_stacked(table, path) :]
+        expected = _shapes(spec)[path][_stacked(table, path) :]
+        expected = _layout(path, spec, table).file_shape(expected)
         for name in tensors:
             known.add(name)
             if name not in table:
@@ -108,7 +154,10 @@ def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], li
                 problems.append(f"{name}: shape {list(found)}, expected {list(expected)}")
     for name in table:
         if name not in known and not name.endswith(names.IGNORED):
-            problems.append(f"{name}: not a tensor of this architecture")
+            what = "not a tensor of this architecture"
+            if name.endswith((".scale", ".input_scale")):
+                what = "a factor of a matrix, as of NVFP4: kdjax applies none"
+            problems.append(f"{name}: {what}")
     if problems:
         shown = "\n  ".join(problems[:40]) + ("\n  ..." if len(problems) > 40 else "")
         raise UserError(_mismatch(table, len(problems), shown))
@@ -127,12 +176,9 @@ def _mismatch(table: TensorTable, count: int, shown: str) -> str:
     )
 
 
-def _unpermute(rows: Array, heads: int) -> Array:
-    """Undoes llama.cpp's interleaving of rotary rows: per head (pairs, 2) back to (2, pairs)."""
-    if not heads:
-        return rows
-    split = rows.reshape(heads, -1, 2, *rows.shape[1:])
-    return split.swapaxes(1, 2).reshape(rows.shape)
+def _layout(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> Layout:
+    saved = isinstance(table, SavedTable)
+    return Layout() if saved else names.layout_of(path, spec, gguf=is_gguf(table))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,23 +187,25 @@ class _Reading:
 
     form: str  # "dense", "packed" or "float8"
     block: str  # of the bytes: a key of `blocks.BLOCKS`
-    heads: int  # whose rotary rows llama.cpp interleaved; 0: none
     dtype: DTypeLike  # of the numbers, or of those that packed blocks stand for
-    offset: float  # of what the file holds beyond the parameter
+    layout: Layout
 
     def __call__(self, raw: Array) -> Array | Packed | Scaled:
+        read = self.layout.read_order
         if self.form == "packed":
-            return Packed(split(_unpermute(raw, self.heads), self.block), self.block, self.dtype)
+            return Packed(split(read(raw), self.block), self.block, self.dtype)
         if self.form == "float8":
             return Scaled(*quantize_rows(self._decode(raw, jnp.float32)))
-        if self.offset:  # of a norm; in float32, or 1 + weight would have lost what the weight has
-            return (self._decode(raw, jnp.float32) - self.offset).astype(self.dtype)
+        # Of a norm; in float32, or 1 + weight would have lost what the weight has.
+        if self.layout.offset:
+            return (self._decode(raw, jnp.float32) - self.layout.offset).astype(self.dtype)
         return self._decode(raw, self.dtype)
 
     def _decode(self, raw: Array, dtype: DTypeLike) -> Array:
+        read = self.layout.read_order
         if raw.ndim == 1:  # a bias: its rows are numbers, which are several bytes each
-            return _unpermute(decode(raw, self.block, dtype), self.heads)
-        return decode(_unpermute(raw, self.heads), self.block, dtype)
+            return read(decode(raw, self.block, dtype))
+        return decode(read(raw), self.block, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("reading", "place"))
@@ -188,25 +236,22 @@ def load_params(
     become `Scaled`. Raises `UserError` listing all tensors that are missing, misshapen or unknown.
     A router stays numbers: it is small, and its choices are those of float32.
     """
-    if matrices == "float8" and spec.experts:
+    if matrices == "float8" and (spec.experts or spec.delta_value_heads):
+        parts = "experts" if spec.experts else "delta layers"
         raise UserError(
-            f"{table.paths[0]} is a model of experts, whose products are not computed in float8. "
-            "Load it packed or dense (@q4k or @dequant; teacher.compute=bf16)."
+            f"{table.paths[0]} is a model of {parts}, whose products are not computed in float8. "
+            "Load it packed or dense (@packed or @dense; teacher.weights=packed)."
         )
     sources = tensor_names(table, spec)
     params = {}
     for path, leaf in named_leaves(abstract):
-        heads, offset, form = 0, 0.0, "dense"
-        if is_gguf(table):
-            heads = names.head_count(names.name_of(path, spec), spec)
-            offset = names.gguf_offset(path, spec)
-        if len(leaf.shape) - (path[0] == "blocks") >= 2 and "router" not in path:
+        form, layout = "dense", _layout(path, spec, table)
+        if len(leaf.shape) - (path[0] in STACKS) >= 2 and not set(names.EXACT) & set(path):
             # Ids look embeddings up.
             form = "dense" if path[0] == "embed" and matrices == "float8" else matrices
         dtype = jnp.dtype(leaf.dtype)
         readings = {
-            name: _Reading(form, table.info(name).dtype, heads, dtype, offset)
-            for name in sources[path]
+            name: _Reading(form, table.info(name).dtype, dtype, layout) for name in sources[path]
         }
         params[path] = _load(table, readings, path, leaf, mesh)
     return unflatten_dict(params)
@@ -214,7 +259,7 @@ def load_params(
 
 def _stacked(table: TensorTable, path: tuple[str, ...]) -> int:
     """Leading axes of a parameter that count its tensors: 0, 1 for layers, 2 with experts."""
-    if path[0] != "blocks" or isinstance(table, SavedTable):
+    if path[0] not in STACKS or is_saved(table):
         return 0
     return 2 if path in names.APART and not is_gguf(table) else 1
 
@@ -286,7 +331,14 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, pla
     """
     view = table.raw(name)
     spec = jax.tree.leaves(places)[0].spec
-    split = len(spec) > 1 and spec[-2] == "fsdp" and not reading.heads and view.ndim >= 2
+    if reading.layout.rate:
+        if reading.block != "F32":
+            raise UserError(
+                f"{table.paths[0]}: found {name} in {reading.block}; expected F32, in which "
+                "llama.cpp's converter writes it. Convert the model again."
+            )
+        view = names.read_rate(view.view(np.float32)).view(np.uint8)
+    split = len(spec) > 1 and spec[-2] == "fsdp" and not reading.layout.moves and view.ndim >= 2
     rows = P(*(None,) * (view.ndim - 2), "fsdp")
     place = NamedSharding(mesh, rows if split else P())
     if jax.process_count() == 1 and not split:

@@ -16,9 +16,11 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from kdjax.config import WEIGHTS
 from kdjax.device import sharding
 from kdjax.device.placement import Placement, capability
 from kdjax.errors import UserError
+from kdjax.models.adapters import Lora, freeze_matrices, join_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.decoder import (
@@ -29,26 +31,19 @@ from kdjax.models.decoder import (
     Params,
     functional,
 )
-from kdjax.models.decoding import Completion, Sampling, complete
+from kdjax.models.decoding import Completion, Sampling, StepWriter, Writer, write_answers
 from kdjax.models.drafts import check_same_ids
 from kdjax.models.loading import load_params
-from kdjax.models.speculation import Side, speculate
+from kdjax.models.shards import Spread, gather_shards, map_rows
+from kdjax.models.speculation import DraftWriter
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import (
-    Scaled,
-    Spread,
-    decode_weight,
-    gather_shards,
-    map_rows,
-    to_bits,
-    unembed,
-)
+from kdjax.models.weights import Scaled, decode_weight, to_bits, unembed
 
 _log = logging.getLogger("kdjax")
 
-WEIGHTS = ("dense", "packed", "float8", "float8_precise")
+DTYPES = ("bfloat16", "float32", "float16")  # of numbers, and of what is computed
 # Tensor cores multiply float8 from Ada (8.9) and Hopper (9.0) on.
-_FP8_CAPABILITY = 8.9
+_FLOAT8_CAPABILITY = 8.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +91,12 @@ class Model:
 
     @property
     def spread(self) -> Spread | None:
-        """How its arrays lie on the devices; None for a module of one's own, placed nowhere."""
+        """How its arrays lie on the devices; None for a user's module, which has no placement."""
         return None if self.placement is None else Spread.of(self.params, self.placement)
 
     @property
     def resident_bytes(self) -> int:
-        """Of the parameters, on all devices together."""
+        """Bytes of the parameters, on all devices together."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
 
     @property
@@ -179,7 +174,7 @@ class Model:
     def hidden_states(
         self, batches: Iterable[Mapping[str, Any]]
     ) -> Iterator[Float[Array, "B T D"]]:
-        """Of each batch of host arrays, its rows over the mesh; made as they are asked for."""
+        """Yields the hidden states of each batch of host arrays, whose rows go over the mesh."""
         options = None
         if self.placement is not None:
             options = sharding.compiler_options(self.placement.mesh)
@@ -209,14 +204,13 @@ class Model:
 
         `settings` are the fields of `Sampling`, such as `max_tokens=64, temperature=0.8`, in place
         of `sampling`; without either, the ends of text and of a turn end a completion.
-        `batch_size` rows (default: at most 32) grow at once; see `decoding.complete` for `numbers`,
-        `limits` and `on_text`. With a `draft`, a smaller model of the same vocabulary, the same
-        comes out in fewer passes: it proposes `draft_tokens` ids a pass (`models.speculation`).
-        Raises `UserError` for a model without a decoder, for ids that no token has, for more
-        positions than the model has, and for a draft of another vocabulary.
+        `batch_size` rows (default: at most 32) grow at once; see `decoding.write_answers` for
+        `numbers`, `limits` and `on_text`. With a `draft`, a smaller model of the same vocabulary on
+        the same devices, the same comes out in fewer passes: it proposes `draft_tokens` ids a pass
+        (`models.speculation`). Raises `UserError` for a model without a decoder, for ids that no
+        token has, for more positions than the model has, and for a draft of another vocabulary.
         """
-        if not isinstance(self.functions, DecoderFunctions):
-            raise UserError(f"{self}: has no decoder to generate with.")
+        writer: Writer = self.as_writer("generate")
         tokenizer = self._known_tokenizer()
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -226,37 +220,30 @@ class Model:
                 settings = {"stop_ids": tokenizer.stop_ids} | settings
             sampling = Sampling(**settings)
         batch_size = batch_size or min(len(ids), 32)
-        texts: dict[str, Any] = dict(tokenizer=tokenizer, numbers=numbers, on_text=on_text)
+        params: Any = self.params
         if draft is not None:
             check_same_ids(tokenizer, draft._known_tokenizer())
-            sides = self._as_side(), draft._as_side()
-            with self.precision():
-                return speculate(
-                    *sides, ids, sampling, drafts=draft_tokens, batch_size=batch_size, **texts
-                )
+            params = self.params, draft.params
+            sides = self.as_writer("generate"), draft.as_writer("draft")
+            writer = DraftWriter.of(*sides, params, draft_tokens)
         with self.precision():
-            return complete(
-                self.functions,
-                self.params,
+            return write_answers(
+                writer,
+                params,
                 ids,
                 sampling,
-                spread=self.spread,
-                real=self.real_vocab,
+                tokenizer=tokenizer,
+                numbers=numbers,
                 limits=limits,
                 batch_size=batch_size,
-                **texts,
+                on_text=on_text,
             )
 
-    def _as_side(self) -> Side:
-        """Of a speculation; raises `UserError` for a model that can take no part in one."""
+    def as_writer(self, verb: str) -> StepWriter:
+        """Functions that write an id a step; raises `UserError` for a model without a decoder."""
         if not isinstance(self.functions, DecoderFunctions):
-            raise UserError(f"{self}: has no decoder to draft with.")
-        if self.placement is not None and not self.placement.alone:
-            raise UserError(
-                f"{self}: is on {self.placement.mesh.size} devices; speculation runs on one. Load "
-                "both models with devices=jax.local_devices()[:1]."
-            )
-        return Side(self.functions, self.params, self.real_vocab, self.spread)
+            raise UserError(f"{self}: has no decoder to {verb} with.")
+        return StepWriter(self.functions, self.real_vocab, self.spread)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -293,6 +280,7 @@ def load(
     dtype: str = "bfloat16",
     compute_dtype: str | None = None,
     tokenizer: str = "",
+    base: str = "",
     max_segments: int = 32,
     devices: Sequence[Any] | None = None,
 ) -> Model:
@@ -304,12 +292,15 @@ def load(
     over `devices` (default: the first alone), parameters are on each. Raises `UserError` for what
     is missing, damaged or of an unknown architecture.
 
+    A folder that PEFT saved is its base, at `base` or where it says, with its adapter; so is a run
+    that trained one.
+
         teacher = kdjax.load("teacher.gguf", weights="packed")
         student = kdjax.load("student.gguf", dtype="float32")
     """
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     return load_model(
-        open_checkpoint(path, tokenizer=tokenizer),
+        open_checkpoint(path, tokenizer=tokenizer, student=base),
         weights=weights,
         dtype=dtype,
         compute_dtype=compute_dtype,
@@ -338,6 +329,15 @@ def load_model(
     """
     if weights not in WEIGHTS:
         raise UserError(f"found weights={weights!r}; expected one of {', '.join(WEIGHTS)}.")
+    for field, given in (("dtype", dtype), ("compute_dtype", compute_dtype or dtype)):
+        if all(given != name and given != jnp.dtype(name) for name in DTYPES):
+            raise UserError(f"found {field}={given!r}; expected one of {', '.join(DTYPES)}.")
+    if checkpoint.adapters is not None:
+        settings: dict[str, Any] = dict(weights=weights, dtype=dtype, compute_dtype=compute_dtype)
+        settings |= dict(placement=placement, max_segments=max_segments)
+        base = load_model(checkpoint.base, **settings)
+        model = base.replace(checkpoint=checkpoint, source=str(checkpoint))
+        return attach_adapters(model, checkpoint.adapters.lora, checkpoint.adapters.read_tree())
     if checkpoint.saved is not None and weights != "dense":
         raise UserError(f"{checkpoint}: a saved step has no such form ({weights}); leave it out.")
     compute = Compute(
@@ -347,9 +347,9 @@ def load_model(
         placement=placement,
     )
     if weights.startswith("float8"):
-        check_fp8(placement.mesh.devices.flat[0])
+        check_float8(placement.mesh.devices.flat[0])
         if placement.platform == "cpu":
-            _log.warning("fp8 products are emulated on the CPU: the same numbers, slowly")
+            _log.warning("float8 products are emulated on the CPU: the same numbers, slowly")
     functions, abstract = functional(checkpoint.spec, compute)
     params = load_params(
         checkpoint.table,
@@ -359,7 +359,7 @@ def load_model(
         matrices=weights.removesuffix("_precise"),
     )
     params = _prepare(params, placement, precise=weights == "float8_precise")
-    kind = _describe_weights(checkpoint, weights, compute)
+    kind = f"{weights} ({jnp.dtype(dtype).name})"
     rows = checkpoint.spec.vocab_size
     spec, source = checkpoint.spec, checkpoint.path.name
     if checkpoint.saved is not None:
@@ -367,13 +367,18 @@ def load_model(
     return Model(functions, params, rows, kind, source, spec, placement, checkpoint)
 
 
-def _describe_weights(checkpoint: Checkpoint, weights: str, compute: Compute) -> str:
-    dtype = jnp.dtype(compute.param_dtype).name
-    if weights == "dense":
-        return f"{'dequant' if checkpoint.saved is None else 'checkpoint'} ({dtype})"
-    if weights == "packed":
-        return "q4k (packed)"
-    return f"fp8 (e4m3, {'float32' if weights == 'float8_precise' else 'fast'} sums)"
+def attach_adapters(model: Model, lora: Lora, adapters: Params) -> Model:
+    """The model with these float32 adapters, as `draw_adapters` lays them out, on its devices.
+
+    They may be shapes.
+    """
+    assert model.spec is not None
+    shapes = isinstance(jax.tree.leaves(adapters)[0], jax.ShapeDtypeStruct)
+    if model.placement is not None and not shapes:
+        adapters = jax.device_put(adapters, sharding.replicated(model.placement.mesh))
+    frozen = freeze_matrices(model.params, model.spec, lora.scale)
+    kind = f"{model.kind} with adapters of rank {lora.rank}".strip()
+    return model.replace(params=join_adapters(frozen, adapters), kind=kind)
 
 
 def _prepare(params: Params, placement: Placement, *, precise: bool = False) -> Params:
@@ -394,6 +399,8 @@ def _prepare(params: Params, placement: Placement, *, precise: bool = False) -> 
 def cast_params(model: Model, params: Params) -> Params:
     """A copy of `params`, masters of `model`, in the dtype that it computes in, on the devices."""
     assert isinstance(model.functions, DecoderFunctions) and model.placement is not None
+    if Lora.of_params(params):  # whose products read the base as it is
+        return params
     dtype, on_cpu = jnp.dtype(model.functions.compute.dtype), model.placement.platform == "cpu"
     if all(x.dtype == dtype for x in jax.tree.leaves(params)):
         return params
@@ -406,14 +413,14 @@ def _cast(params: Params, dtype: DTypeLike, as_bits: bool) -> Params:
     return jax.tree.map(to_bits, cast) if as_bits else cast
 
 
-def check_fp8(device: Any) -> None:
+def check_float8(device: Any) -> None:
     """Raises `UserError` for a GPU without float8 products; a CPU emulates them."""
-    if device.platform != "cpu" and capability(device) < _FP8_CAPABILITY:
+    if device.platform != "cpu" and capability(device) < _FLOAT8_CAPABILITY:
         shown = getattr(device, "compute_capability", "unknown")
         raise UserError(
             f"found a {device.device_kind} of compute capability {shown}; expected an NVIDIA GPU "
-            f"of {_FP8_CAPABILITY} or more (Ada, Hopper and later) for fp8 products. "
-            "Set teacher.compute=train."
+            f"of {_FLOAT8_CAPABILITY} or more (Ada, Hopper and later) for float8 products. "
+            "Keep the weights dense or packed: teacher.weights=auto."
         )
 
 

@@ -1,10 +1,13 @@
-"""One table from tree paths to checkpoint names, used by loading and by export."""
+"""One table from tree paths to checkpoint names and layouts, used by loading and by export."""
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kdjax.models.arch import ArchSpec
+import ml_dtypes
+import numpy as np
+
+from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.families import FAMILIES
 
 
@@ -62,8 +65,43 @@ _POST_NORMS = tuple(
     )
 )
 
+# Of families that fuse them, matrices of a layer that files keep as one: its names, and the
+# parameters whose rows it has, in this order.
+_FUSED = (
+    ("attn_qkv.weight", "self_attn.qkv_proj.weight", ("attn.q", "attn.k", "attn.v")),
+    ("ffn_up.weight", "mlp.gate_up_proj.weight", ("mlp.gate", "mlp.up")),
+)
+
+# Of families with delta layers: what those have, and a norm that has another name in GGUF files.
+_DELTA = tuple(
+    Name(("deltas", "delta", *path.split(".")), "blk.{i}." + gguf, "model.layers.{i}." + hf)
+    for path, gguf, hf in (
+        ("qkv.weight", "attn_qkv.weight", "linear_attn.in_proj_qkv.weight"),
+        ("gate.weight", "attn_gate.weight", "linear_attn.in_proj_z.weight"),
+        ("alpha.weight", "ssm_alpha.weight", "linear_attn.in_proj_a.weight"),
+        ("beta.weight", "ssm_beta.weight", "linear_attn.in_proj_b.weight"),
+        ("conv", "ssm_conv1d.weight", "linear_attn.conv1d.weight"),
+        ("log_rate", "ssm_a", "linear_attn.A_log"),
+        ("shift", "ssm_dt.bias", "linear_attn.dt_bias"),
+        ("norm.weight", "ssm_norm.weight", "linear_attn.norm.weight"),
+        ("out.weight", "ssm_out.weight", "linear_attn.out_proj.weight"),
+    )
+) + tuple(
+    Name(
+        (stack, "mlp_norm", "weight"),
+        "blk.{i}.post_attention_norm.weight",
+        "model.layers.{i}.post_attention_layernorm.weight",
+    )
+    for stack in STACKS
+)
+
 # Tensors a checkpoint may hold that are not parameters: derived or metadata.
-IGNORED = ("rope_freqs.weight", "rotary_emb.inv_freq")
+IGNORED = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+    "rotary_emb.inv_freq",
+)
 
 LAYER_OF = re.compile(r"(blk|model\.layers)\.(?P<i>0|[1-9]\d{0,8})\.(?P<rest>.+)")
 NAMES = (*_TOP, *_LAYER)
@@ -71,6 +109,14 @@ NAMES = (*_TOP, *_LAYER)
 APART = frozenset(name.path for name in _LAYER if "{e}" in name.hf)
 _BY_PATH = {name.path: name for name in NAMES}
 _BY_PATH_POST = _BY_PATH | {name.path: name for name in _POST_NORMS}
+_BY_PATH_DELTA = (
+    _BY_PATH
+    | {("deltas", *name.path[1:]): name for name in _LAYER}
+    | {name.path: name for name in _DELTA}
+)
+# Parameters that stay numbers in every form, in float32: small, and the choices, or the fading of
+# states, that they make are those of float32.
+EXACT = ("router", "conv")
 
 
 def name_of(path: tuple[str, ...], spec: ArchSpec | None = None) -> Name:
@@ -78,7 +124,38 @@ def name_of(path: tuple[str, ...], spec: ArchSpec | None = None) -> Name:
 
     Embedding and head have the same names whatever the `spec`.
     """
-    return (_BY_PATH_POST if spec is not None and spec.post_norms else _BY_PATH)[path]
+    if spec is None:
+        return _BY_PATH[path]
+    if spec.delta_value_heads:
+        return _BY_PATH_DELTA[path]
+    return (_BY_PATH_POST if spec.post_norms else _BY_PATH)[path]
+
+
+def layers_of(path: tuple[str, ...], spec: ArchSpec) -> tuple[int, ...] | None:
+    """The numbers of the layers that have a parameter; None for one of the whole model."""
+    return spec.places(delta=STACKS[path[0]]) if path[0] in STACKS else None
+
+
+def list_fused(spec: ArchSpec, *, gguf: bool) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Tensors that a file fuses, by name: the names of its matrices if they were apart, and rows.
+
+    Empty for families that fuse none.
+    """
+    if not FAMILIES[spec.family].fused:
+        return {}
+    rows = dict.fromkeys(("attn.k", "attn.v"), spec.num_kv_heads * spec.head_dim)
+    rows |= {"attn.q": spec.num_heads * spec.head_dim}
+    rows |= dict.fromkeys(("mlp.gate", "mlp.up"), spec.mlp_size)
+    place = "blk." if gguf else "model.layers."
+    found = {}
+    for i in range(spec.num_layers):
+        for in_gguf, in_hf, parts in _FUSED:
+            own = [name_of(("blocks", *part.split("."), "weight")) for part in parts]
+            names = [(name.gguf if gguf else name.hf).format(i=i) for name in own]
+            counts = [rows[part] for part in parts]
+            fused = f"{place}{i}.{in_gguf if gguf else in_hf}"
+            found[fused] = tuple(zip(names, counts, strict=True))
+    return found
 
 
 def renumber(name: str, layers: Sequence[int]) -> str | None:
@@ -91,13 +168,98 @@ def renumber(name: str, layers: Sequence[int]) -> str | None:
     return f"{match[1]}.{layers.index(layer)}.{match['rest']}"
 
 
-def head_count(name: Name, spec: ArchSpec) -> int:
-    """Heads whose rotary rows lie interleaved in GGUF files, or 0 where the rows are in order."""
-    if not FAMILIES[spec.family].interleaved or not name.rotary:
-        return 0
-    return spec.num_heads if name.rotary == "q" else spec.num_kv_heads
+class Layout(NamedTuple):
+    """Differences between a file's tensor and its parameter; hashable, static under jit."""
+
+    pairs: int = 0  # heads whose rotary rows lie interleaved, (pairs, 2); 0: none
+    offset: float = 0.0  # what the file holds beyond the parameter
+    # Value heads lie beside those of their key head: key heads, and value heads of one.
+    values: tuple[int, int] | None = None
+    skip: int = 0  # rows before those of values
+    columns: bool = False  # values are columns, not rows
+    depthwise: bool = False  # its rows are those of a convolution: one axis more, of size 1
+    rate: bool = False  # -exp of the parameter, float32
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows lie in another order: a part of them is then no part of the parameter."""
+        return bool(self.pairs or (self.values and not self.columns))
+
+    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor of a parameter of this shape."""
+        return (shape[0], 1, *shape[1:]) if self.depthwise else shape
+
+    def read_order(self, rows: Any) -> Any:
+        """Puts the rows of a file, numbers or their bytes, in the order of the tree."""
+        if self.depthwise:
+            rows = rows.reshape(rows.shape[0], -1)
+        if self.pairs:
+            rows = _swap_pairs(rows, self.pairs, -1, 2)
+        return rows if self.values is None else self._take(rows, self._order(rows))
+
+    def write_order(self, rows: Any) -> Any:
+        """Undoes `read_order`."""
+        if self.pairs:
+            rows = _swap_pairs(rows, self.pairs, 2, -1)
+        if self.values is not None:
+            rows = self._take(rows, np.argsort(self._order(rows)))
+        return rows.reshape(self.file_shape(rows.shape))
+
+    def _order(self, rows: Any) -> np.ndarray:
+        """Numbers of the file's rows, or heads of columns, in the order of the tree."""
+        assert self.values is not None
+        groups, repeats = self.values
+        count = groups * repeats if self.columns else rows.shape[0] - self.skip
+        moved = np.arange(count).reshape(groups, repeats, -1).swapaxes(0, 1).ravel()
+        return np.concatenate([np.arange(self.skip), self.skip + moved])
+
+    def _take(self, rows: Any, order: np.ndarray) -> Any:
+        if not self.columns:
+            return rows[order]
+        return rows.reshape(*rows.shape[:-1], len(order), -1)[..., order, :].reshape(rows.shape)
 
 
-def gguf_offset(path: tuple[str, ...], spec: ArchSpec) -> float:
-    """What GGUF files hold beyond the parameter: norms of `norm_offset` as 1 + weight."""
-    return 1.0 if spec.norm_offset and path[-2:-1] and path[-2].endswith("norm") else 0.0
+def _swap_pairs(rows: Any, heads: int, a: int, b: int) -> Any:
+    """Swaps rows (a, b) of each head to (b, a); one of these is 2, the other, -1, what is left."""
+    return rows.reshape(heads, a, b, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def layout_of(path: tuple[str, ...], spec: ArchSpec, *, gguf: bool) -> Layout:
+    """Layout of a parameter in a GGUF file, or in one of Hugging Face's.
+
+    Trees have Hugging Face's order of rotary rows, GGUF's of value heads: columns of blocks could
+    not move. llama.cpp stores the rows of q and k as pairs in some families, norms of 1 + weight as
+    that sum, and the rate at which a state fades as -exp.
+    """
+    rotary = name_of(path, spec).rotary
+    if gguf:
+        pairs, norm = 0, path[-2:-1] and path[-2].endswith("norm") and path[1] != "delta"
+        if FAMILIES[spec.family].interleaved and rotary:
+            pairs = spec.num_heads if rotary == "q" else spec.num_kv_heads
+        offset = 1.0 if spec.norm_offset and norm else 0.0
+        return Layout(pairs, offset, rate=path[-1] == "log_rate")
+    groups, part = spec.delta_key_heads, path[2] if path[1:2] == ("delta",) else ""
+    if not part or part == "norm":
+        return Layout()
+    values = (groups, spec.delta_value_heads // groups)
+    return Layout(
+        values=None if values[1] == 1 else values,
+        skip=2 * groups * spec.delta_key_dim if part in ("qkv", "conv") else 0,
+        columns=part == "out",
+        depthwise=part == "conv",
+    )
+
+
+def read_rate(a: np.ndarray) -> np.ndarray:
+    """float32 log(-a) of GGUF's `ssm_a`; a number of bfloat16 where its exponential is that.
+
+    float32 cannot bring back every logarithm below 1: its exponential has fewer bits.
+    """
+    rate = np.log(-a.astype(np.float64)).astype(np.float32)
+    short = rate.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return np.where(write_rate(short) == a, short, rate)
+
+
+def write_rate(log_rate: np.ndarray) -> np.ndarray:
+    """float32 -exp of it, as GGUF's `ssm_a`."""
+    return -np.exp(log_rate.astype(np.float64)).astype(np.float32)

@@ -73,7 +73,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
 class Rule(NamedTuple):
-    """What happens to a text before its merges."""
+    """Steps that a text goes through before its merges."""
 
     cuts: tuple[str, ...]  # regular expressions: each cuts the pieces that the one before left
     nfc: bool = False  # whether the published tokenizer.json normalizes to NFC

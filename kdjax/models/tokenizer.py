@@ -8,11 +8,13 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as Encoder
@@ -20,6 +22,7 @@ from tokenizers import decoders
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable, open_table
+from kdjax.formats.files import load_json
 from kdjax.hub import TOKENIZER, fetch_path
 from kdjax.models.encoders import (
     CONTROL,
@@ -30,6 +33,7 @@ from kdjax.models.encoders import (
     UNUSED,
     Vocabulary,
     add_tokens,
+    byte_alphabet,
     decoder_within,
     drop_added,
     is_byte_level,
@@ -38,6 +42,7 @@ from kdjax.models.encoders import (
     spell,
 )
 from kdjax.models.families import FAMILIES
+from kdjax.models.pieces import encode_pieces
 
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]
@@ -115,18 +120,35 @@ class Tokenizer:
 
         None for a tokenizer that is neither byte-level nor of SentencePiece's kind.
         """
-        if is_sentencepiece(self.encoder):
-            texts = [
-                BYTE_TOKEN.sub("x", token.replace(SPACE, " ")).encode() for token in self.tokens
-            ]
-        elif is_byte_level(self.encoder):
-            # GPT-2's alphabet has one character for each byte.
-            added = self.added_ids
-            texts = [t.encode() if i in added else t for i, t in enumerate(self.tokens)]
-        else:
+        if (spelled := self._spelled) is None:
             return None
-        sizes = [0 if i in self.special_ids else len(text) for i, text in enumerate(texts)]
+        sizes = [0 if i in self.special_ids else len(text) for i, text in enumerate(spelled)]
         return np.array(sizes, np.int32)
+
+    @property
+    def _spelled(self) -> list[bytes] | None:
+        """The bytes of each token, special ones by their names; None as `token_bytes`."""
+        if is_sentencepiece(self.encoder):
+            return [
+                bytes([int(token[3:5], 16)])
+                if BYTE_TOKEN.fullmatch(token)
+                else token.replace(SPACE, " ").encode()
+                for token in self.tokens
+            ]
+        if not is_byte_level(self.encoder):
+            return None
+        added, alphabet = self.added_ids, byte_alphabet()
+        return [
+            t.encode() if i in added else b"".join(alphabet.get(c, c.encode()) for c in t)
+            for i, t in enumerate(self.tokens)
+        ]
+
+    @functools.cached_property
+    def ids_by_bytes(self) -> dict[bytes, int]:
+        """The id of each spelling that one token alone has; none as `token_bytes`."""
+        spelled = self._spelled or []
+        counts = collections.Counter(spelled)
+        return {text: i for i, text in enumerate(spelled) if counts[text] == 1}
 
     @functools.cached_property
     def mark_ids(self) -> frozenset[int]:
@@ -156,7 +178,7 @@ class Tokenizer:
 
     def count_marks(self, text: str) -> dict[str, int]:
         """How often each string of `mark_ids`, and each mark of the chat template, is in a text."""
-        return dict(collections.Counter(self._mark_pattern.findall(text)))
+        return dict(collections.Counter(m[0] for m in self._mark_pattern.finditer(text)))
 
     def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Ids of the text; nothing is added at its ends.
@@ -167,10 +189,17 @@ class Tokenizer:
         return encoder.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
-        """As `encode`, on all cores."""
+        """Encodes each text as `encode` does, on all cores."""
         encoder = self.encoder if parse_special else self._plain
         encoded = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [e.ids for e in encoded]
+
+    def encode_pieces(
+        self, text: str, *, parse_special: bool = True, source: str = "text"
+    ) -> Iterator[np.ndarray]:
+        """Encodes a long text as `encode` does, on all cores; yields uint32 ids piece by piece."""
+        encoder = self.encoder if parse_special else self._plain
+        return (ids for ids, _ in encode_pieces(encoder, text, source))
 
     def decode(self, ids: Sequence[int], *, start: bool = False) -> str:
         """Text of the ids, special tokens included.
@@ -191,12 +220,16 @@ class Tokenizer:
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids as of `encode`, and the characters `[start, end)` that each came from."""
         encoder = self.encoder if parse_special else self._plain
-        encoded = encoder.encode(text, add_special_tokens=False)
-        return encoded.ids, encoded.offsets
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for some, places in encode_pieces(encoder, text):
+            ids += some.tolist()
+            offsets += map(tuple, places.tolist())
+        return ids, offsets
 
     @property
     def _named_tokens(self) -> dict[str, Any]:
-        """What a template may write by these names."""
+        """Tokens that a template may write by these names."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         size = self.vocab_size
         return {name: self.tokens[i] for name, i in ids.items() if i is not None and i < size}
@@ -239,6 +272,33 @@ def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokeni
     if "general.architecture" in table.metadata or "tokenizer.ggml.tokens" in table.metadata:
         return from_gguf(table.metadata, str(path))
     return _from_folder(path.parent)
+
+
+class TokenizerFiles(NamedTuple):
+    """Where a tokenizer is stored: in a folder's files or in the key-values of a GGUF header."""
+
+    folder: Path | None  # with tokenizer.json; None if key-values hold the tokenizer
+    values: dict[str, Any]  # those key-values
+
+    def list_paths(self) -> list[Path]:
+        """The tokenizer's own files in the folder, which also holds the model's config.json."""
+        if self.folder is None:
+            return []
+        paths = [self.folder / name for name in TOKENIZER if name != "config.json"]
+        return [path for path in paths if path.is_file()]
+
+
+def find_tokenizer_files(path: str | Path, table: TensorTable | None = None) -> TokenizerFiles:
+    """How the file or folder stores its tokenizer; `table` as in `load_tokenizer`."""
+    path = Path(fetch_path(path, TOKENIZER))
+    if path.is_dir():
+        return TokenizerFiles(path, {})
+    metadata = (open_table(path) if table is None else table).metadata
+    values = {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}
+    if "tokenizer.ggml.tokens" in values:
+        values.setdefault("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
+        return TokenizerFiles(None, values)
+    return TokenizerFiles(path.parent, {})
 
 
 def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
@@ -347,9 +407,25 @@ def _from_folder(folder: Path) -> Tokenizer:
             f"{folder} has no tokenizer.json; save the tokenizer there with "
             f"`AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)`. {_ANOTHER}"
         )
-    from transformers import AutoTokenizer
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
 
-    fast = AutoTokenizer.from_pretrained(folder)
+    path, given = folder / "config.json", dict[str, Any]()
+    config = load_json(path, "a file") if path.is_file() else {}
+    try:
+        if path.is_file() and config.get("model_type") not in CONFIG_MAPPING:
+            # Of a model without a class there (MiniCPM) it would ask to run the folder's code, and
+            # read longrope as a class's; nothing in it is the tokenizer's.
+            given["config"] = PretrainedConfig()
+        fast = AutoTokenizer.from_pretrained(folder, **given)
+    except Exception as error:  # validators of Transformers and its tokenizers raise any kind
+        cause = error.__cause__ or error
+        said = textwrap.shorten(f"{type(cause).__name__}: {cause}", 300)
+        raise UserError(
+            f"{folder}: Transformers refuses {_find_refused({} if given else config, said)} "
+            f"({said}). "
+            "Mend it, or save config and tokenizer again as `save_pretrained` writes them. "
+            f"{_ANOTHER}"
+        ) from error
     bos, first = fast.bos_token_id, fast("a")["input_ids"][:1]
     encoder = fast.backend_tokenizer
     encoder.no_truncation()
@@ -376,3 +452,28 @@ def _from_folder(folder: Path) -> Tokenizer:
         pad_id=fast.pad_token_id,
         opening_id=bos if first == [bos] else None,
     )
+
+
+def _find_refused(config: dict[str, Any], said: str) -> str:
+    """Names what of a folder Transformers refuses: the field without which it takes the config.
+
+    Where none is (the defaults of a large model do not fit the other fields of a small one), it is
+    the first field that what it `said` names, or the one that it takes as 1.
+    """
+    from transformers import AutoConfig
+
+    def is_taken(fields: Mapping[str, Any]) -> bool:
+        try:
+            AutoConfig.for_model(**fields)
+        except Exception:  # of any kind, as above
+            return False
+        return True
+
+    if not config or is_taken(config):
+        return "its tokenizer files"
+    names = [name for name in config if name != "model_type"]
+    left_out = (n for n in names if is_taken({k: v for k, v in config.items() if k != n}))
+    quoted = (n for n in re.findall(r"['`](\w+)['`]", said) if n in names)
+    as_one = (n for n in names if is_taken(config | {n: 1}))
+    name = next(itertools.chain(left_out, quoted, as_one), None)
+    return f"{name}={config[name]!r} of its config.json" if name else "its config.json"

@@ -3,35 +3,31 @@
 A weight is stored as an array of numbers, as their bits (`to_bits`), in the blocks of its file
 (`Packed`; `Mixed` for a stack whose layers have different block types), or as float8 with a scale a
 row (`Scaled`). Blocks become numbers where they are used, one layer at a time, inside the layer
-scan; float8 is multiplied as it is.
+scan; float8 is multiplied as it is. `Adapted` is one of these, frozen, and what is trained beside.
 
-On a mesh with `fsdp` a device holds a `Shard` of each matrix, gathered where it is used.
+`models.ready` lays weights out once more for generation, `models.shards` spreads them over devices.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.device.placement import Placement
-from kdjax.device.sharding import ROW_AXES, ROWS, replicated
-from kdjax.formats.blocks import Whole, decode_fields, read_whole
+from kdjax.formats.blocks import decode_fields
 from kdjax.models import kernels
+from kdjax.models.few_rows import Grouped, project_bits, project_row
 from kdjax.models.kernels import EXCLUDED, FP8, fp8_scales
+from kdjax.models.shards import Shard, gather_shards
 
 _BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FP8): jnp.uint8}
 _NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in _BITS.items()}
 _FEW = 64  # rows whose product takes no longer than the widening of a matrix
-_WIDENED = 2**20  # numbers of a matrix that are float32 at a time
-_GROUP = 16  # numbers of a `Grouped` row that share a factor: what all block types' groups hold
 
 
 def to_bits(x: Array) -> Array:
@@ -46,6 +42,11 @@ def to_bits(x: Array) -> Array:
 def from_bits(x: Array) -> Array:
     """Undoes `to_bits`."""
     return jax.lax.bitcast_convert_type(x, _NUMBERS[x.dtype]) if x.dtype in _NUMBERS else x
+
+
+def name_numbers(dtype: DTypeLike) -> str:
+    """Name of the numbers that an array of this type holds; "bfloat16" for its bits."""
+    return jnp.dtype(_NUMBERS.get(jnp.dtype(dtype), dtype)).name
 
 
 def quantize_rows(x: Float[Array, "*rows n"]) -> tuple[Float[Array, "*rows n"], Array]:
@@ -73,59 +74,14 @@ class Packed:
         """Layers or rows: `index` applies to the leading axes, never within a row."""
         return dataclasses.replace(self, fields=tuple(field[index] for field in self.fields))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers."""
+        return jax.eval_shape(Packed.decode, self).shape
+
     def decode(self) -> Array:
         """The numbers, `[..., out, in]`."""
         return decode_fields(self.fields, self.block, self.dtype)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether `regroup` can make them whole numbers."""
-        exact = jnp.dtype(self.dtype) == jnp.float32  # rounded ones are no longer factor * q
-        return exact and jax.eval_shape(self._read_whole) is not None
-
-    def _read_whole(self) -> Whole | None:
-        return read_whole(self.fields, self.block)
-
-    def regroup(self, *, minimums: bool = False) -> "Grouped":
-        """The matrix `[out, in]` as whole numbers; with `minimums` also where all are 0."""
-        whole = self._read_whole()
-        assert whole is not None
-        q, factors, lowest = whole
-        if minimums and lowest is None:
-            lowest = jnp.zeros_like(factors)
-        repeats = q.shape[1] // factors.shape[1] // _GROUP
-        pieces = q.reshape(q.shape[0], -1, _GROUP).swapaxes(1, 2).reshape(q.shape)
-        shared = (x if x is None else jnp.repeat(x, repeats, axis=1) for x in (factors, lowest))
-        return Grouped(pieces.astype(jnp.int8), *shared)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Grouped:
-    """A matrix `[out, in]` as whole numbers, laid for the product with one row on a CPU.
-
-    A row's groups of `_GROUP` numbers share a factor and a minimum: factor * q - minimum. First
-    come the first numbers of all groups, then the second ones, and so on.
-    """
-
-    values: Any  # int8 [out, in]
-    factors: Any  # float32 [out, groups]
-    minimums: Any  # float32 [out, groups], or None
-
-    def project(self, x: Float[Array, "N D"]) -> Float32[Array, "N F"]:
-        """x W^T. One row reads a byte a number; of several, numbers are widened first."""
-        groups = x.astype(jnp.float32).reshape(x.shape[0], -1, _GROUP)
-        turned = groups.swapaxes(1, 2).reshape(x.shape)
-        if x.shape[0] == 1:
-            sums = _add_pieces(turned, self.values, self.factors.shape[1], _to_float32)
-            y = _add_columns(sums * self.factors)[None]
-        else:
-            wide = _to_float32(self.values).reshape(self.values.shape[0], _GROUP, -1)
-            wide = (wide * self.factors[:, None]).reshape(self.values.shape)
-            y = jnp.einsum("ND,FD->NF", turned, wide)
-        if self.minimums is None:
-            return y
-        return y - jnp.einsum("NG,FG->NF", jnp.sum(groups, axis=-1), self.minimums)
 
 
 @jax.tree_util.register_dataclass
@@ -141,18 +97,43 @@ class Mixed:
     which: Any  # int32 [L], index into `stacks`
     slot: Any  # int32 [L], index into that stack
 
-    def decode(
-        self,
-        which: Int[Array, ""],
-        slot: Int[Array, ""],
-        read: Callable[[Packed], Any] = Packed.decode,
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers of all layers."""
+        return (len(self.which), *self.stacks[0].shape[1:])
+
+    def read(
+        self, which: Int[Array, ""], slot: Int[Array, ""], read: Callable[[Packed], Any]
     ) -> Any:
-        """The numbers of one layer, `[out, in]`, or what `read` makes; only its type is decoded."""
+        """Reads one layer, `[out, in]`, by `read`; only the layer's own type is read."""
 
         def branch(stack: Packed) -> Callable[[Array], Any]:
             return lambda slot: read(gather_shards(stack[slot]))
 
         return jax.lax.switch(which, [branch(stack) for stack in self.stacks], slot)
+
+    def decode(self) -> Array:
+        """The numbers of one layer, where `which` and `slot` are a layer's own."""
+        return self.read(self.which, self.slot, Packed.decode)
+
+
+def stack_blocks(
+    parts: Sequence[tuple[str, tuple[int, ...] | None, tuple[Any, ...]]],
+) -> Packed | Mixed:
+    """A matrix, or a stack, from the fields of its blocks: type, layers (None: all), fields.
+
+    The numbers it stands for are float32.
+    """
+    stacks = tuple(Packed(fields, dtype, jnp.dtype(jnp.float32)) for dtype, _, fields in parts)
+    if len(stacks) == 1:
+        return stacks[0]
+    place = {
+        layer: (which, slot)
+        for which, (_, layers, _) in enumerate(parts)
+        for slot, layer in enumerate(layers or ())
+    }
+    which, slot = np.array([place[layer] for layer in sorted(place)], np.int32).T
+    return Mixed(stacks, which, slot)
 
 
 @jax.tree_util.register_dataclass
@@ -204,34 +185,6 @@ class Scaled:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """Matrices that multiply the same rows as one `[out, in]`, at the place of the first.
-
-    The others are matrices of no row. The product is one of their own dtype. For one row on a CPU
-    they may be `Grouped`, or the bits of bf16.
-    """
-
-    values: Any
-    sizes: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # rows of each
-
-
-def join(weights: Sequence[Array | Grouped]) -> list[Array | Joined]:
-    """What takes the places of several matrices of one kind for `project_all`, or of one.
-
-    Matrices of several kinds stay apart.
-    """
-    kinds = {(jax.tree.structure(w), jax.tree.leaves(w)[0].dtype) for w in weights}
-    if len(kinds) > 1:
-        return [one for w in weights for one in join([w])]
-    first = jax.tree.leaves(weights[0])[0]
-    none = jnp.zeros((0, first.shape[1]), first.dtype)
-    sizes = tuple(jax.tree.leaves(w)[0].shape[0] for w in weights)
-    whole = Joined(jax.tree.map(lambda *x: jnp.concatenate(x), *weights), sizes)
-    return [whole, *[none] * (len(weights) - 1)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Rounded:
     """Activations as the products of `Scaled` weights take them, for several to share."""
@@ -241,9 +194,132 @@ class Rounded:
     dtype: DTypeLike  # of the numbers that were rounded, and of what is made of them
 
 
-Weight = (
-    Array | Packed | Mixed | Scaled | Joined
-)  # a stored weight; an Array holds numbers or their bits
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Several weights concatenated into one, so that q, k and v are one product (`ready.join`).
+
+    It sits in the first one's slot; the other slots hold empty matrices.
+    """
+
+    values: Any  # `Grouped`, or an array [out, in] of numbers or of the bits of bf16
+    sizes: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # rows of each
+
+    def project(self, x: Float[Array, "N D"]) -> Float[Array, "N F"]:
+        """x W^T, in the dtype of the values, or in float32 if they are narrower on a CPU."""
+        if isinstance(self.values, Grouped):
+            return self.values.project(x)
+        if self.values.dtype == jnp.uint16:
+            return project_row(x.astype(jnp.float32), self.values)
+        return jnp.einsum("ND,FD->NF", x.astype(self.values.dtype), self.values)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A frozen matrix W `[..., out, in]`, and the low-rank change that is trained beside it.
+
+    y = x W^T + scale (x A^T) B^T (LoRA: Hu et al. 2021, arXiv:2106.09685). No gradient of W is ever
+    formed. The backward pass decodes a layer's blocks a second time: it keeps no numbers of them.
+    """
+
+    base: Any  # a stored weight
+    a: Any = None  # float32 [..., rank, in]; None: W is frozen and nothing changes it
+    b: Any = None  # float32 [..., out, rank]
+    # float32 [..., in]; its gradient is the sum of the squares of what W is multiplied with.
+    sums: Any = None
+    scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of W."""
+        return tuple((self.base.values if isinstance(self.base, Scaled) else self.base).shape)
+
+    def decode(self) -> Float32[Array, "*lead out in"]:
+        """The numbers of one layer with its change: W + scale B A."""
+        numbers = _decode_frozen(self.base).astype(jnp.float32)
+        return numbers if self.a is None else numbers + self.change
+
+    @property
+    def change(self) -> Float32[Array, "*lead out in"]:
+        """scale B A, in full precision."""
+        product = jnp.matmul(self.b, self.a, precision=jax.lax.Precision.HIGHEST)
+        return self.scale * product
+
+    def project(self, x: Float[Array, "N D"]) -> Float[Array, "N F"]:
+        """x W^T and its change, in x's dtype."""
+        return _project_adapted(x, [self])[0]
+
+
+def _decode_frozen(base: Any) -> Array:
+    """The numbers of a frozen matrix, those of one layer."""
+    if isinstance(base, Mixed):
+        return base.decode()
+    return decode_weight(gather_shards(base))
+
+
+def _project_adapted(x: Array, weights: Sequence[Adapted]) -> list[Array]:
+    """x W^T and its change for several weights; what they share of x is one product."""
+    products = [
+        _project_frozen(x if w.sums is None else _sum_squares(x, w.sums), w.base) for w in weights
+    ]
+    changed = [i for i, w in enumerate(weights) if w.a is not None]
+    if not changed:
+        return products
+    stacked = jnp.concatenate([weights[i].a.astype(x.dtype) for i in changed])
+    ranks = [weights[i].a.shape[0] for i in changed]
+    low = jnp.split(jnp.einsum("ND,RD->NR", x, stacked), np.cumsum(ranks)[:-1], axis=-1)
+    for i, narrow in zip(changed, low, strict=True):
+        b = (weights[i].scale * weights[i].b).astype(x.dtype)
+        products[i] = products[i] + jnp.einsum("NR,FR->NF", narrow, b)
+    return products
+
+
+@jax.custom_vjp
+def _sum_squares(x: Array, sums: Array) -> Array:
+    """x as it is; the gradient of `sums` is the sum of its squares over rows."""
+    return x
+
+
+def _squares_backward(x: Array, gradient: Array) -> tuple[Array, Array]:
+    return gradient, jnp.sum(jnp.square(x.astype(jnp.float32)), axis=0)
+
+
+_sum_squares.defvjp(lambda x, sums: (x, x), _squares_backward)
+
+
+def _project_frozen(x: Array, base: Any) -> Array:
+    """x W^T for a frozen W in any stored form; its gradient is that of x alone."""
+    if isinstance(base, Scaled):
+        return _project_scaled(x, base)
+    if isinstance(base, Array) and base.dtype == x.dtype:
+        return project(x, base)
+
+    def run(x: Array, base: Any) -> Array:
+        numbers = jax.lax.stop_gradient(_decode_frozen(base)).astype(x.dtype)
+        return jnp.einsum("ND,FD->NF", x, numbers)
+
+    # Nothing of it is kept for the backward pass but x and the blocks as they are stored. Layers
+    # run in a loop (`Decoder._run_layers`), whose two directions XLA cannot merge.
+    return jax.checkpoint(run, prevent_cse=False)(x, base)
+
+
+@jax.custom_vjp
+def _project_scaled(x: Array, base: Scaled) -> Array:
+    """A float8 product; x is rounded forwards, and its gradient passes that rounding straight."""
+    return gather_shards(base).project(x)
+
+
+def _scaled_backward(residuals: Any, gradient: Array) -> tuple[Array, None]:
+    numbers = _decode_frozen(residuals).astype(gradient.dtype)
+    return jnp.einsum("NF,FD->ND", gradient, numbers), None
+
+
+_project_scaled.defvjp(lambda x, base: (_project_scaled(x, base), base), _scaled_backward)
+
+
+# A weight in every form it can have; an Array holds numbers or their bits.
+Weight = Array | Packed | Mixed | Scaled | Joined | Grouped | Shard | Adapted
 
 
 def round_for(x: Array | Rounded, weight: Weight) -> Array | Rounded:
@@ -251,96 +327,23 @@ def round_for(x: Array | Rounded, weight: Weight) -> Array | Rounded:
     return weight.round(x) if isinstance(weight, Scaled) else x
 
 
-def project(x: Array | Rounded, weight: Array | Scaled | Joined) -> Float[Array, "N F"]:
-    """x W^T in x's dtype, for a layer's weight that is numbers, their bits, or `Scaled`."""
+def project(x: Array | Rounded, weight: Array | Scaled | Joined | Adapted) -> Float[Array, "N F"]:
+    """x W^T in x's dtype, for a layer's weight that is numbers, their bits, or has its own way."""
     if isinstance(weight, Scaled):
         return weight.project(x)
     assert not isinstance(x, Rounded)  # float8 is for `Scaled` weights only
-    if isinstance(weight, Joined):
-        return _project_ready(x, weight.values).astype(x.dtype)
-    if weight.dtype == jnp.uint16 and x.shape[0] <= _FEW:
-        return _project_bits(x, weight).astype(x.dtype)
-    return jnp.einsum("ND,FD->NF", x, from_bits(weight).astype(x.dtype))
-
-
-def _project_ready(x: Float[Array, "N D"], weight: Array | Grouped) -> Float[Array, "N F"]:
-    """x W^T for what `make_ready` gave."""
-    if isinstance(weight, Grouped):
+    if isinstance(weight, Adapted):
         return weight.project(x)
-    if weight.dtype != jnp.uint16:
-        return jnp.einsum("ND,FD->NF", x.astype(weight.dtype), weight)
-    wide, pieces = x.astype(jnp.float32), _count_pieces(weight.shape[1])
-    if pieces and x.shape[0] == 1:
-        return _add_columns(_add_pieces(wide, weight, weight.shape[1] // pieces, _widen))[None]
-    return jnp.einsum("ND,FD->NF", wide, _widen(weight))
-
-
-def _to_float32(x: Array) -> Array:
-    return x.astype(jnp.float32)
-
-
-def _widen(bits: Array) -> Array:
-    """The bits of bf16 as float32, by a shift, which runs in vectors."""
-    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
-
-
-def _count_pieces(width: int) -> int:
-    """The least number of pieces, 16 or more, of equal widths that are multiples of 16; 0 for none.
-
-    More are slower. Of fewer XLA computes what makes x again for each row of the matrix: it repeats
-    code up to 15 times, whatever barrier there is.
-    """
-    return next((n for n in range(16, width // 16 + 1) if width % (16 * n) == 0), 0)
-
-
-def _add_pieces(
-    x: Float32[Array, "1 D"], weight: Array, width: int, read: Callable[[Array], Array]
-) -> Float32[Array, "F width"]:
-    """The sum over pieces of `width` columns of x times the weight as `read` makes float32 of it.
-
-    XLA's CPU backend converts and multiplies in vectors here; it does not where it converts and
-    reduces at once, which takes four to ten times as long.
-    """
-    # x is written before each row of the matrix reads it. And tied to it the weight is nothing that
-    # a loop over ids could convert once for all of them, four bytes a number.
-    x, weight = jax.lax.optimization_barrier((x, weight))
-    places = range(0, x.shape[1], width)
-    parts = (x[:, i : i + width] * read(weight[:, i : i + width]) for i in places)
-    return functools.reduce(jnp.add, parts)
-
-
-def _add_columns(x: Float32[Array, "F W"]) -> Float32[Array, " F"]:
-    """The sum over the last axis, as a product, which is faster; what is added is written first."""
-    ones = jnp.ones(x.shape[1], jnp.float32)
-    return jnp.einsum("FW,W->F", jax.lax.optimization_barrier(x), ones)
-
-
-def _project_bits(x: Float[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
-    """x W^T for few rows and a matrix in the bits of bf16, some of its rows at a time.
-
-    XLA's CPU backend widens bf16 one number after another, which takes twenty times as long as one
-    row's product; a shift of bits runs in vectors, and what it makes stays in the caches.
-    """
-    rows, width = bits.shape
-    most = min(max(_WIDENED // width, 1), rows)
-    wide, starts = x.astype(jnp.float32), range(0, rows, most)
-
-    def part(_: None, start: Array) -> tuple[None, Array]:
-        numbers = _widen(jax.lax.dynamic_slice_in_dim(bits, start, most))
-        return None, jnp.einsum("ND,FD->NF", wide, numbers)
-
-    # The last part begins where it has as many rows as the others.
-    at = jnp.asarray([min(start, rows - most) for start in starts], jnp.int32)
-    parts = jax.lax.scan(part, None, at)[1].swapaxes(0, 1)
-    rest = rows - starts[-1]
-    return jnp.concatenate(
-        [parts[:, :-1].reshape(x.shape[0], -1), parts[:, -1, most - rest :]], axis=1
-    )
+    if isinstance(weight, Joined):
+        return weight.project(x).astype(x.dtype)
+    if weight.dtype == jnp.uint16 and x.shape[0] <= _FEW:
+        return project_bits(x, weight).astype(x.dtype)
+    return jnp.einsum("ND,FD->NF", x, from_bits(weight).astype(x.dtype))
 
 
 def project_all(
     x: Array | Rounded,
-    weights: Sequence[Array | Scaled | Joined],
+    weights: Sequence[Array | Scaled | Joined | Adapted],
     placement: Placement | None = None,
 ) -> list[Float[Array, "N F"]]:
     """x W^T for several weights of one kind and dtype.
@@ -349,11 +352,15 @@ def project_all(
     joins them without a pass of its own, and the backward pass makes one gradient of x in place of
     a sum of several. Not where `tensor` splits rows: joining would move them between devices.
     """
+    adapted = [w for w in weights if isinstance(w, Adapted)]
+    if adapted:
+        assert len(adapted) == len(weights) and not isinstance(x, Rounded)
+        return _project_adapted(x, adapted)
     joined = [w for w in weights if isinstance(w, Joined)]
     if joined:
         parts = (jnp.split(project(x, w), np.cumsum(w.sizes)[:-1], axis=-1) for w in joined)
         return [y for split in parts for y in split]
-    single = [w for w in weights if not isinstance(w, Joined)]
+    single = [w for w in weights if not isinstance(w, Joined | Adapted)]
     numbers = [from_bits(w) for w in single if not isinstance(w, Scaled)]
     cast = bool(numbers) and numbers[0].dtype != x.dtype
     if not cast or (placement is not None and placement.mesh.shape["tensor"] > 1):
@@ -364,8 +371,8 @@ def project_all(
 
 def gate_rows(
     x: Array | Rounded,
-    gate: Array | Scaled | Joined,
-    up: Array | Scaled,
+    gate: Array | Scaled | Joined | Adapted,
+    up: Array | Scaled | Adapted,
     activation: Callable[[Array], Array],
     placement: Placement | None = None,
 ) -> Array | Rounded:
@@ -391,7 +398,7 @@ def unembed(
     """
     if isinstance(head, Joined):
         flat = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
-        return _project_ready(flat, head.values).reshape(*hidden.shape[:-1], -1)
+        return head.project(flat).reshape(*hidden.shape[:-1], -1)
     if isinstance(head, Scaled):
         flat = hidden.reshape(-1, hidden.shape[-1])
         # Rounded by XLA and not by our kernel: after the kernel, XLA schedules the logits earlier
@@ -413,216 +420,51 @@ def mask_padding(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED
 
 
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, Packed | Mixed | Scaled | Shard)
+    return isinstance(x, Packed | Mixed | Scaled | Shard | Adapted)
 
 
-def decode_weight(weight: Array | Packed | Scaled) -> Array:
+def decode_weight(weight: Array | Packed | Scaled | Adapted) -> Array:
     """The numbers of a stored weight."""
-    return weight.decode() if isinstance(weight, Packed | Scaled) else from_bits(weight)
+    return weight.decode() if isinstance(weight, Packed | Scaled | Adapted) else from_bits(weight)
 
 
-def make_ready(
-    weight: Array | Packed | Scaled | Grouped, dtype: DTypeLike, *, narrow: bool
-) -> Array | Grouped:
-    """A weight as products of few rows take it: numbers of `dtype`, or no wider than stored."""
-    if narrow and isinstance(weight, Packed) and weight.is_whole:
-        return weight.regroup()
-    if isinstance(weight, Grouped):
-        return weight
-    bits = to_bits(decode_weight(weight))
-    return bits if narrow and bits.dtype == jnp.uint16 else from_bits(bits).astype(dtype)
+Reader = Callable[[Packed], Any]  # makes something of a layer's blocks
 
 
-def slice_layers(stacked: Any, *, narrow: bool = False) -> tuple[Any, Callable[[Any], Any]]:
-    """What a scan over layers slices, and the function from a slice to the layer's weights.
+def _decode_blocks(_: Packed | Mixed) -> Reader:
+    return Packed.decode
 
-    `Packed` and `Mixed` weights come out as numbers, `Grouped` ones if `narrow`, others as they
-    are. The stacks of a `Mixed` weight stay outside the scan's inputs: layers pick from them by
-    index.
+
+def slice_layers(
+    stacked: Any, choose_reader: Callable[[Packed | Mixed], Reader] = _decode_blocks
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns what a scan over layers slices, and the function from a slice to the layer's weights.
+
+    `Packed` and `Mixed` weights come out as the chosen reader returns them, by default as numbers;
+    others as they are, what is `Adapted` unread: its products read it. The stacks of a `Mixed`
+    weight stay outside the scan's inputs: layers pick from them by index.
     """
-    xs = jax.tree.map(
-        lambda w: (w.which, w.slot) if isinstance(w, Mixed) else w, stacked, is_leaf=_is_weight
-    )
+
+    def cut(weight: Any) -> Any:
+        if isinstance(weight, Adapted):
+            return dataclasses.replace(weight, base=cut(weight.base))
+        return (weight.which, weight.slot) if isinstance(weight, Mixed) else weight
+
+    xs = jax.tree.map(cut, stacked, is_leaf=_is_weight)
 
     def read(slices: Any) -> Any:
         def one(weight: Any, piece: Any) -> Any:
-            if isinstance(weight, Mixed):
-                if narrow and all(stack.is_whole for stack in weight.stacks):
-                    read = functools.partial(Packed.regroup, minimums=True)
-                    return weight.decode(*piece, read=read)
-                return weight.decode(*piece)
-            piece = gather_shards(piece)
-            if not isinstance(weight, Packed):
+            if isinstance(weight, Adapted):
+                if isinstance(weight.base, Mixed):
+                    which, slot = piece.base
+                    base = dataclasses.replace(weight.base, which=which, slot=slot)
+                    piece = dataclasses.replace(piece, base=base)
                 return piece
-            return piece.regroup() if narrow and piece.is_whole else piece.decode()
+            if isinstance(weight, Mixed):
+                return weight.read(*piece, read=choose_reader(weight))
+            piece = gather_shards(piece)
+            return choose_reader(weight)(piece) if isinstance(weight, Packed) else piece
 
         return jax.tree.map(one, stacked, slices, is_leaf=_is_weight)
 
     return xs, read
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """This device's part of an array that a mesh splits; exists within `Spread.map_rows` alone."""
-
-    part: Any
-    axis: int = dataclasses.field(metadata=dict(static=True))  # counted from the last, below 0
-    over: str = dataclasses.field(metadata=dict(static=True))  # "fsdp" or "data", of the mesh
-    # In which float32 numbers travel, as what multiplies them takes them; None: as they are.
-    dtype: DTypeLike | None = dataclasses.field(default=None, metadata=dict(static=True))
-
-    def __getitem__(self, index: Any) -> "Shard":
-        """Layers: `index` applies to axes before the split one."""
-        return dataclasses.replace(self, part=self.part[index])
-
-    def gather(self) -> Array:
-        """The whole array. Its gradient is summed over the devices and scattered again."""
-        axis = self.part.ndim + self.axis
-        if self.dtype is not None and self.part.dtype == jnp.float32:
-            return _gather_as(self.part, axis, self.over, self.dtype)
-        # NCCL has no float8; its bits travel as well.
-        bits = to_bits(self.part) if self.part.dtype == FP8 else self.part
-        whole = jax.lax.all_gather(bits, self.over, axis=axis, tiled=True)
-        return from_bits(whole) if self.part.dtype == FP8 else whole
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather_as(part: Array, axis: int, over: str, dtype: DTypeLike) -> Array:
-    """The float32 array of which devices hold parts, rounded to `dtype`; its gradient is not."""
-    sent, count = part.astype(dtype), jax.lax.axis_size(over)
-    if over == "fsdp":
-        return jax.lax.all_gather(sent, over, axis=axis, tiled=True).astype(part.dtype)
-    me = jax.lax.axis_index(over)
-    pieces = [_shift(sent, over, by) for by in range(count)]
-    ordered = [_pick(pieces, (me - i) % count, axis) for i in range(count)]
-    return jnp.concatenate(ordered, axis).astype(part.dtype)
-
-
-def _scatter(axis: int, over: str, dtype: DTypeLike, _: None, gradient: Array) -> tuple[Array]:
-    if over == "fsdp":
-        return (jax.lax.psum_scatter(gradient, over, scatter_dimension=axis, tiled=True),)
-    count, me = jax.lax.axis_size(over), jax.lax.axis_index(over)
-    parts = jnp.split(gradient, count, axis)
-    sent = [_pick(parts, (me + by) % count, axis) for by in range(count)]
-    return (sum(_shift(part, over, by) for by, part in enumerate(sent)),)  # type: ignore
-
-
-def _pick(parts: Sequence[Array], place: Array, axis: int) -> Array:
-    """The part at a place that differs from device to device."""
-    # Of two what was measured, which reads both; of more a slice, which reads one.
-    if len(parts) == 2:
-        return jax.lax.select_n(place, *parts)
-    size = parts[0].shape[axis]
-    return jax.lax.dynamic_slice_in_dim(jnp.concatenate(parts, axis), place * size, size, axis)
-
-
-def _shift(x: Array, over: str, by: int) -> Array:
-    """What the device `by` places before this one has; copied without NCCL if within a process."""
-    count = jax.lax.axis_size(over)
-    pairs = [(i, (i + by) % count) for i in range(count)]
-    return jax.lax.ppermute(x, over, pairs) if by else x
-
-
-_gather_as.defvjp(lambda *arguments: (_gather_as(*arguments), None), _scatter)
-
-
-def _is_shard(x: Any) -> bool:
-    return isinstance(x, Shard)
-
-
-def gather_shards(tree: Any) -> Any:
-    """The tree with whole arrays in place of shards."""
-    return jax.tree.map(lambda x: x.gather() if _is_shard(x) else x, tree, is_leaf=_is_shard)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Where a model's arrays lie: what a program over its rows must know; hashable.
-
-    Each device runs one device's program on its own rows. It holds parameters whole, or their
-    shards, of which it gathers a layer at a time.
-    """
-
-    placement: Placement
-    specs: tuple[P, ...]  # of each array, in the order of the parameters' leaves, without `tensor`
-    dtype: DTypeLike | None = None  # in which parts of float32 matrices travel; None: as they are
-
-    @classmethod
-    def of(cls, arrays: Any, placement: Placement, dtype: DTypeLike | None = None) -> "Spread":
-        """Of parameters, or of their shardings."""
-        ours = [axis for axis in ROW_AXES if placement.mesh.shape[axis] > 1]
-
-        def spec(leaf: Any) -> P:
-            place = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
-            if not isinstance(place, NamedSharding) or not set(ours) & set(place.spec):
-                return P()
-            return P(*(axis if axis in ours else None for axis in place.spec))
-
-        return cls(placement, tuple(map(spec, jax.tree.leaves(arrays))), dtype)
-
-    def tree(self, params: Any) -> Any:
-        """The specs, as the parameters' tree."""
-        return jax.tree.unflatten(jax.tree.structure(params), self.specs)
-
-    def mark(self, params: Any) -> Any:
-        """The parameters that a device holds, split ones as `Shard`."""
-
-        def one(leaf: Array, spec: P) -> Any:
-            for place, axis in enumerate(spec):
-                if axis is not None:
-                    return Shard(leaf, place - leaf.ndim, axis, self.dtype)
-            return leaf
-
-        return jax.tree.map(one, params, self.tree(params))
-
-    def map_rows(
-        self, function: Callable[..., Any], ins: Sequence[Any] = (), outs: Any = ROWS
-    ) -> Callable[..., Any]:
-        """`function(params, *arrays)`, each device on its own rows.
-
-        `ins` and `outs` are the specs of the arrays and of the result, by default rows first, whose
-        number divides evenly.
-        """
-
-        def run(params: Any, *arrays: Any) -> Any:
-            def local(params: Any, *arrays: Any) -> Any:
-                return function(self.mark(params), *arrays)
-
-            specs = self.tree(params), *(ins or [ROWS] * len(arrays))
-            return self.placement.map_rows(local, specs, outs)(params, *arrays)
-
-        return run
-
-
-def map_rows(function: Callable[..., Any], spread: Spread | None, **specs: Any) -> Any:
-    """See `Spread.map_rows`; the function itself for a model that is placed nowhere."""
-    return function if spread is None else spread.map_rows(function, **specs)
-
-
-def gather_rows(tree: Any, spread: Spread | None) -> Any:
-    """Small results, such as ids, on every device: each process may read them."""
-    if spread is None or spread.placement.alone:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, replicated(spread.placement.mesh))
-
-
-def sum_rows(sums: Any, dtype: DTypeLike | None = None, *, ordered: bool = False) -> Any:
-    """Of each device's sums those of all rows, within `map_rows`; shards stay where they are.
-
-    A shard's gradient has been summed over its axis when it was scattered. Matrices travel in
-    `dtype`, if one is given, at half the bytes in bfloat16. With `ordered` devices are added in
-    their order, so that the last bit does not depend on which process holds which.
-    """
-
-    def one(x: Any) -> Array:
-        part, done = (x.part, x.over) if _is_shard(x) else (x, None)
-        several = [a for a in ROW_AXES if a != done and jax.lax.axis_size(a) > 1]
-        if not several:
-            return part
-        sent = part.astype(dtype) if dtype is not None and part.ndim > 1 else part
-        if ordered:
-            return jnp.sum(jax.lax.all_gather(sent, tuple(several)), axis=0).astype(part.dtype)
-        return jax.lax.psum(sent, several).astype(part.dtype)
-
-    return jax.tree.map(one, sums, is_leaf=_is_shard)

@@ -1,10 +1,10 @@
-"""Runs a teacher once over all rows of a run and writes what training needs of it to the disk."""
+"""Runs a teacher once over the rows that a run reads; writes what training needs of it."""
 
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdjax.config import Config
+from kdjax.config import Config, TeacherConfig
 from kdjax.data import teacher_cache
+from kdjax.data.answers import Said
 from kdjax.data.pipeline import example
-from kdjax.data.rows import RowSet
+from kdjax.data.rows import Piece, RowSet, locate_documents
 from kdjax.data.teacher_cache import CacheSpec
 from kdjax.device import cluster, sharding
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
+from kdjax.losses.topk import TopTeacher
 from kdjax.models.model import Model
-from kdjax.training.job import describe_cache, hash_models, load_teacher, prepare_all, survey
-from kdjax.training.teachers import CachedHidden, CachedTopK, RunningTeacher
+from kdjax.training.identity import describe_cache
+from kdjax.training.inputs import (
+    hash_models,
+    list_read_rows,
+    prepare,
+    prepare_all,
+    row_settings,
+)
+from kdjax.training.job import load_teacher, survey
+from kdjax.training.pair import open_pair
+from kdjax.training.teachers import CachedHidden, CachedTopK, RunningTeacher, TeacherInBatch
 
 _log = logging.getLogger("kdjax")
 
 
-def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) -> None:
-    """Writes the cache of `config`'s teacher into `out`; continues one that was stopped.
+def cache_teacher(
+    config: Config, out: Path, kind: CachedHidden | CachedTopK, *, all_rows: bool = False
+) -> None:
+    """Writes what a run of `config` reads of its teacher into `out`, or adds what is missing there.
 
-    Several processes share the rows of each batch; the first writes. Raises `UserError` for bad
-    input.
+    With `all_rows` every row of the text is cached. Several processes share the rows of each batch;
+    the first writes. Raises `UserError` for bad input.
     """
     if config.teacher.cache:
         raise UserError(
@@ -61,21 +74,93 @@ def cache_teacher(config: Config, out: Path, kind: CachedHidden | CachedTopK) ->
         assert teacher is not None
         return _compile(teacher, kind, head)
 
-    def produce(numbers: range) -> Iterator[np.ndarray]:
-        for start in range(numbers.start, numbers.stop, size):
-            mine = range(start, min(start + size, numbers.stop))
+    warned: list[bool] = []  # of the first batch
+
+    def produce(numbers: Sequence[int]) -> Iterator[np.ndarray]:
+        for start in range(0, len(numbers), size):
+            mine = numbers[start : start + size]
             batch = _read_batch(rows, mine, size)
             outputs = compute()(batch)
             if jax.process_index() != 0:
                 continue
             records = _make_records(outputs, spec)
-            if start == 0 and spec.k:
+            if spec.k and not warned:
+                warned.append(True)
                 _warn_of_tail(records["odds"][..., 0][batch["weights"] != 0], spec)
             yield records[: len(mine)]
 
     start = time.perf_counter()
-    teacher_cache.write(out, spec, produce)
+    teacher_cache.write(out, spec, produce, None if all_rows else list_read_rows(config, rows))
     _log.info("done in %.1f s: --config.teacher.cache=%s", time.perf_counter() - start, out)
+
+
+def cache_answers(config: Config, out: Path, k: int | None, *, rest: str = "tail") -> None:
+    """Writes what a server said of its answers, the run's text, as a cache of likeliest ids.
+
+    `config.data.train`, and `data.heldout` if set, name .jsonl files of `data.answers`. `k` ids a
+    position are kept (None: as many as each position has); `rest` is as of `TeacherInBatch`. The
+    run has no teacher.path. Raises `UserError` for other text, for positions of fewer than k ids,
+    and for a temperature that does not suit `rest`.
+    """
+    TeacherInBatch(rest).check_loss(KDLoss(temperature=config.loss.temperature))
+    config = dataclasses.replace(config, teacher=TeacherConfig())
+    pair = open_pair(config)
+    rows = prepare(config.data, pair.tokenizer)
+    settings, train = row_settings(config.data, pair.tokenizer), len(rows.train)
+    placed: dict[int, list[tuple[Piece, Said]]] = {}
+    least, place = pair.vocabulary.real, ""
+    for side, document, pieces in locate_documents(settings):
+        said = document.said
+        if said is None:
+            raise UserError(
+                f"{document.source}: found text without a teacher's log-probabilities; expected "
+                "answers of a server alone, as data.train and data.heldout."
+            )
+        for piece in pieces:
+            placed.setdefault(piece.row + side * train, []).append((piece, said))
+        fewest = min(len(ids) for ids, _ in said.top)
+        if fewest < least:
+            least, place = fewest, document.source
+    if k is not None and k > least:
+        raise UserError(
+            f"{place}: found a token with {least} alternatives and --k={k}; expected that many of "
+            f"every token. Leave --k out, which then is {least}, or ask the server for more."
+        )
+    spec = describe_cache(config, pair, rows, CachedTopK(k or least), "")
+    teacher_cache.write(out, spec, functools.partial(_read_said, placed, spec, rest))
+    _log.info(
+        "train from it: --config.teacher.path= --config.teacher.cache=%s --config.data.train=%s",
+        out,
+        config.data.train,
+    )
+
+
+def _read_said(
+    placed: Mapping[int, Sequence[tuple[Piece, Said]]],
+    spec: CacheSpec,
+    rest: str,
+    numbers: Sequence[int],
+) -> Iterator[np.ndarray]:
+    """Records of those rows, from the answers whose pieces lie in them."""
+    for number in numbers:
+        # Of ids, the first of which is no target. Positions without an answer keep distinct ids.
+        shape = spec.positions + 1, spec.k
+        ids = np.broadcast_to(np.arange(spec.k, dtype=np.int32), shape).copy()
+        log_probs, own = np.zeros(shape, np.float32), np.full(shape[0], np.nan, np.float32)
+        labels = np.zeros(shape[0], np.int32)
+        for piece, said in placed.get(number, ()):
+            first = max(piece.start + 1, said.start)
+            for n in range(first, piece.start + piece.count):
+                at = piece.at + n - piece.start
+                likeliest, numbers_of = said.top[n - said.start]
+                ids[at], log_probs[at] = likeliest[: spec.k], numbers_of[: spec.k]
+                labels[at], own[at] = said.ids[n], said.log_probs[n - said.start]
+        columns = (jnp.asarray(x[None, 1:]) for x in (ids, log_probs, labels))
+        top = jax.device_get(TopTeacher.from_log_probs(*columns, tail=rest == "tail"))
+        lowest = np.finfo(np.float16).min
+        label = np.where(np.isnan(own[1:]), top.label[0], own[1:])
+        top = top._replace(logits=np.maximum(top.logits, lowest), label=label[None])
+        yield _make_records(top._asdict(), spec)
 
 
 def _warn_of_tail(log_odds: np.ndarray, spec: CacheSpec) -> None:
@@ -92,8 +177,8 @@ def _warn_of_tail(log_odds: np.ndarray, spec: CacheSpec) -> None:
         )
 
 
-def _read_batch(rows: RowSet, numbers: range, size: int) -> dict[str, Any]:
-    """Those rows, held-out ones after those of training; the last is repeated up to `size`."""
+def _read_batch(rows: RowSet, numbers: Sequence[int], size: int) -> dict[str, Any]:
+    """Reads those rows, held-out ones after the others; repeats the last up to `size`."""
     first = len(rows.train)
     examples = [
         example(rows.train, i) if i < first else example(rows.heldout, i - first) for i in numbers
@@ -128,7 +213,7 @@ def _compile(
     return compute
 
 
-def _make_records(outputs: dict[str, jax.Array], spec: CacheSpec) -> np.ndarray:
+def _make_records(outputs: Mapping[str, Any], spec: CacheSpec) -> np.ndarray:
     values = jax.device_get(outputs)
     records = np.empty(len(next(iter(values.values()))), spec.record)
     for name, value in values.items():

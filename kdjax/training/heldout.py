@@ -1,17 +1,19 @@
 """Reduced numbers as (sum, count) pairs: merged over batches, divided once."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from kdjax.losses.chunked import EvalSums
 from kdjax.losses.kd import KDLoss
+from kdjax.losses.layers import ExtraSums
+from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
 
 _COMPARED = ("divergence", "kl", "acceptance")
+_MASTERS = ("loss", "student_ce", "kl", "kl_topk", "agreement")
 
 
 def held_out_figures(
@@ -51,14 +53,43 @@ def held_out_figures(
     return figures | {"tokens": count}
 
 
+def masters_figures(figures: Mapping[str, float]) -> dict[str, float]:
+    """Renames figures to those of a rounded student's masters; the gap is the cost of rounding."""
+    return {f"masters_{name}": figures[name] for name in _MASTERS if name in figures}
+
+
+def judge_rounded(first: Mapping[str, float], last: Mapping[str, float]) -> tuple[bool, str]:
+    """Whether a rounded student is nearer on held-out text than it was untrained, and the news."""
+    name = next((name for name in ("kl", "kl_topk") if name in last), "loss")
+    was, now = first[name], last[name]
+    if now < was:
+        return True, f"rounded, trained: held-out {name} {now:.4g}; untrained {was:.4g}"
+    return False, (
+        f"rounded, trained: held-out {name} {now:.4g}, untrained {was:.4g}: the untrained student "
+        "is the better, and the run ends with it. Lower optim.learning_rate: too high a rate "
+        "destroys where there is little to mend."
+    )
+
+
 def held_out(
-    eval_step: Callable[..., EvalSums | TopEvalSums],
+    eval_step: Callable[..., EvalSums | TopEvalSums | ExtraSums],
     params: Params,
     teacher: Params,
     batches: Iterable[dict[str, Any]],
     loss: KDLoss,
     covered: int = 0,
 ) -> dict[str, float]:
-    """`held_out_figures` over all batches. Sums stay on the device until the last is dispatched."""
-    sums = [eval_step(params, teacher, batch) for batch in batches]
-    return held_out_figures(jax.device_get(sums), loss, covered)
+    """`held_out_figures` over all batches. Sums stay on the device until the last is dispatched.
+
+    With layer losses `loss` has them in it, and each has a figure of its own.
+    """
+    given = jax.device_get([eval_step(params, teacher, batch) for batch in batches])
+    extra = [x for x in given if isinstance(x, ExtraSums)]
+    sums: Any = [x.sums if isinstance(x, ExtraSums) else x for x in given]
+    figures = held_out_figures(sums, loss, covered)
+    if not extra:
+        return figures
+    count = figures["tokens"]
+    figures["loss"] += math.fsum(float(x.total) for x in extra) / count
+    names = extra[0].extra
+    return figures | {n: math.fsum(float(x.extra[n]) for x in extra) / count for n in names}

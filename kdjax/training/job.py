@@ -17,61 +17,54 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from kdjax.config import Config, count_own_rows, flatten, identity
+from kdjax.config import Config, EvalConfig, MeshConfig, TrainConfig, choose_optim, count_own_rows
 from kdjax.data import pipeline
-from kdjax.data.pipeline import BatchSource, TextSource
-from kdjax.data.rows import (
-    RowSet,
-    RowSettings,
-    prepare_rows,
-    rows_key,
-    warn_of_marks,
+from kdjax.data.pipeline import Source, TextSource
+from kdjax.data.rows import RowSet
+from kdjax.data.teacher_cache import (
+    SeveralCaches,
+    TeacherCache,
+    open_cache,
+    read_index,
+    split_caches,
 )
-from kdjax.data.teacher_cache import CacheSpec, TeacherCache, hash_index, open_cache, read_index
-from kdjax.device import cluster, sharding
+from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
-from kdjax.errors import MissingFileError, UserError
-from kdjax.formats.saved import read_receipt, saved_run
+from kdjax.errors import UserError
+from kdjax.formats.saved import saved_run
 from kdjax.losses.kd import KDLoss
+from kdjax.models.adapters import shape_adapters
 from kdjax.models.decoder import Compute, DecoderFunctions, Params, functional, initialise
 from kdjax.models.loading import load_params
-from kdjax.models.model import Model
-from kdjax.models.tokenizer import Tokenizer
+from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.training import optim
-from kdjax.training.pair import Pair, open_pair
-from kdjax.training.plan import Plan, choose_plan, count_step_flops, replace_settings
-from kdjax.training.rollouts import (
-    AnswerSource,
-    answer_source,
-    answers_key,
-    check_templates,
-    fix_answers,
-    open_prompts,
+from kdjax.training.identity import check_same_run, describe_cache, identify
+from kdjax.training.inputs import hash_imatrix, hash_models, list_read_rows, prepare_all
+from kdjax.training.own import NO_CODE, Own
+from kdjax.training.pair import Pair, begin_adapters, open_adapters, open_pair
+from kdjax.training.plan import (
+    Plan,
+    choose_plan,
+    count_step_flops,
+    replace_settings,
+    shares_base,
 )
-from kdjax.training.saving import Checkpoints, check_same_run
+from kdjax.training.rollouts import answer_source
+from kdjax.training.saving import Checkpoints
+from kdjax.training.several import Teachers
 from kdjax.training.step import Step, TrainState, make_step
 from kdjax.training.teachers import (
+    RUNNING,
     CachedHidden,
     CachedTopK,
     Dense,
-    Float8,
     NoTeacher,
     Packed,
     TeacherKind,
 )
 
 _log = logging.getLogger("kdjax")
-
-_PATHS = (  # fields of the config whose contents are compared instead of what they say
-    "teacher.path",
-    "teacher.cache",
-    "student.path",
-    "data.train",
-    "data.heldout",
-    "data.tokenizer",
-    "rollout.prompts",
-)
 
 
 @dataclasses.dataclass
@@ -85,11 +78,12 @@ class Job:
     teacher: Model | None  # None: trains on the text alone
     step: Step
     kind: TeacherKind
-    schedule: optax.Schedule  # learning rate by optimizer step
-    source: BatchSource  # of training batches
+    schedule: optax.Schedule | None  # learning rate by optimizer step; None: a user's optimizer's
+    source: Source  # of training batches
     identity: dict[str, Any]  # what must not change when the run resumes
     plan: Plan | None = None  # None where nothing was planned: a benchmark
-    cache: TeacherCache | None = None  # of the teacher, which is then not loaded
+    cache: TeacherCache | SeveralCaches | None = None  # of the teacher, which is then not loaded
+    own: Own = NO_CODE  # what a user gave as Python
 
     def restore(self, checkpoints: Checkpoints) -> TrainState:
         """The state to start from: own checkpoint, else the student's file or random weights.
@@ -99,20 +93,31 @@ class Job:
         """
         latest = checkpoints.latest()
         if latest is None:
+            if after := self.config.train.after:
+                raise UserError(
+                    f"found train.after={after} and no checkpoint in {self.workdir}; expected that "
+                    f"of a run that has finished its {after} steps. Give that --workdir."
+                )
             return self.make_state()
         self.source.set_state(self.read_record(latest)["data"])
         return checkpoints.restore(latest, self.step.abstract, self.step.shardings)
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state; raises `UserError` if it is of another run."""
+        """Reads what was saved beside the state; raises `UserError` if it is of another run."""
         record = saved_run(self.workdir, step)
-        check_same_run(record["identity"], self.identity, self.workdir)
+        check_same_run(record["identity"], self.identity, self.workdir, step)
         return record
 
     def make_state(self) -> TrainState:
         """The state before the first step: the student's file, or random weights of its shapes."""
         student, shardings = self.pair.student, self.step.shardings
-        if self.config.student.init == "checkpoint":
+        if own := self.own.open_student(self.pair.tokenizer, self.step.placement):
+            params = jax.device_put(own.params, shardings.params)
+            return self.step.init(params)
+        if lora := open_adapters(self.config, student):
+            params = begin_adapters(self.config, student, lora)
+            params = jax.device_put(params, shardings.params)
+        elif self.config.student.init == "checkpoint":
             params = load_params(
                 student.table, student.spec, self.step.abstract.params, self.step.placement.mesh
             )
@@ -136,7 +141,7 @@ class Job:
 
     @property
     def teacher_params(self) -> Params:
-        """What the steps take as the teacher's arrays."""
+        """Arrays that the steps take for the teacher."""
         return self.teacher.params if self.teacher else {}
 
     @functools.cached_property
@@ -155,9 +160,8 @@ class Job:
         return count_step_flops(self.config, self.pair, self.kind)
 
 
-def _check_batches(config: Config, placement: Placement) -> None:
+def _check_batches(train: TrainConfig, evaluation: EvalConfig, placement: Placement) -> None:
     shards = sharding.row_shards(placement.mesh)
-    train, evaluation = config.train, config.eval
     sizes = {
         "train.batch_size / train.microbatches": train.batch_size // train.microbatches,
         "eval.batch_size": evaluation.batch_size,
@@ -171,55 +175,41 @@ def _check_batches(config: Config, placement: Placement) -> None:
 
 
 def ask_kinds(config: Config) -> tuple[TeacherKind, ...]:
-    """The kinds that the config allows, fastest first: one, or with backend "auto" two.
+    """The kinds that the config allows, fastest first: one, or with weights "auto" two.
 
     Raises `UserError` for settings that contradict each other.
     """
-    teacher = config.teacher
-    if not teacher.path:
+    teacher, weights = config.teacher, config.teacher.weights
+    if not teacher.path and not teacher.cache:
         return (NoTeacher(),)
     if teacher.cache:
-        if teacher.backend != "auto":
+        if weights in ("dense", "packed"):  # float8 says of what the cache was made
             raise UserError(
-                f"found teacher.cache={teacher.cache} with the teacher backend "
-                f"{teacher.backend!r} (teacher.backend or KDJAX_TEACHER_BACKEND); expected "
-                "'auto': a cached teacher is not loaded. Leave one of them out."
+                f"found teacher.cache={teacher.cache} with teacher.weights={weights!r} (of the "
+                "config or KDJAX_TEACHER_WEIGHTS); expected 'auto': a cached teacher is not "
+                "loaded. Leave one of them out."
             )
-        spec = read_index(Path(teacher.cache))[0]
+        caches = split_caches(teacher.cache)
+        specs = [read_index(folder)[0] for _, folder in caches]
+        if len(specs) > 1:
+            if teacher.path or any(spec.kind != CachedTopK.name for spec in specs):
+                raise UserError(
+                    f"found teacher.cache={teacher.cache} of {len(specs)} caches and "
+                    f"teacher.path={teacher.path!r}; expected caches of likeliest ids "
+                    "(--kind=topk) and teacher.path=''."
+                )
+            kinds = tuple(CachedTopK(spec.k) for spec in specs)
+            return (Teachers(kinds, tuple(weight for weight, _ in caches)),)
+        (spec,) = specs
         if spec.kind == CachedTopK.name:
             return (CachedTopK(spec.k),)
-        return (CachedHidden(),)
-    if teacher.compute != "train":
-        if teacher.backend != "auto":
+        if not teacher.path:
             raise UserError(
-                f"found teacher.compute={teacher.compute!r} with the teacher backend "
-                f"{teacher.backend!r}; expected backend 'auto': fp8 products need weights of their "
-                "own kind. Leave one of them out."
+                f"found teacher.path='' and teacher.cache={teacher.cache} of hidden states; "
+                "expected the model that it was made of, whose head makes logits of them."
             )
-        return (Float8(precise=teacher.compute == "fp8_precise"),)
-    return {"auto": (Dense(), Packed()), "dequant": (Dense(),), "q4k": (Packed(),)}[teacher.backend]
-
-
-def describe_cache(
-    config: Config, pair: Pair, rows: RowSet, kind: CachedHidden | CachedTopK, teacher: str
-) -> CacheSpec:
-    """What a cache of this run's teacher, of SHA-256 `teacher`, is made of."""
-    assert pair.teacher is not None  # as `validate` asks
-    k = kind.k if isinstance(kind, CachedTopK) else 0
-    return CacheSpec(
-        kind=kind.name,
-        k=k,
-        temperature=config.loss.temperature if k else None,
-        teacher=teacher,
-        rows=rows.key,
-        tokenizer=pair.tokenizer.content_hash,
-        vocabulary=(pair.vocabulary.width, pair.vocabulary.real),
-        positions=config.data.seq_len,
-        width=pair.teacher.spec.hidden_size,
-        dtype=config.train.compute_dtype,
-        compute=config.teacher.compute,
-        sides=(len(rows.train), len(rows.heldout)),
-    )
+        return (CachedHidden(),)
+    return (Dense(), Packed()) if weights == "auto" else (RUNNING[weights],)
 
 
 def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan]:
@@ -229,15 +219,16 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
     """
     kinds = ask_kinds(config)
-    meshes = list(_ask_meshes(config))
+    meshes = list(_ask_meshes(config.mesh))
     placement = Placement.on(meshes[0])
     for kind in kinds:
         kind.check(placement)
-    _check_batches(config, placement)
+    _check_batches(config.train, config.eval, placement)
     pair = open_pair(config, whole=whole)
     _log.info("student: %s", pair.student.describe())
     if pair.teacher is None:
-        _log.info("no teacher: held-out figures are the student's alone")
+        if not config.teacher.cache:
+            _log.info("no teacher: held-out figures are the student's alone")
     else:
         _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
@@ -245,9 +236,9 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     return Placement.on(mesh), pair, plan
 
 
-def _ask_meshes(config: Config) -> Iterator[Mesh]:
+def _ask_meshes(asked: MeshConfig) -> Iterator[Mesh]:
     """The meshes that the config allows, those that copy most first."""
-    asked, count = config.mesh, jax.device_count()
+    count = jax.device_count()
     if asked.fsdp or asked.data > 0:
         yield sharding.make_mesh(asked.data, asked.fsdp or 1, asked.tensor)
         return
@@ -280,55 +271,8 @@ def _choose_mesh(
     return mesh, plan
 
 
-def prepare_all(config: Config, pair: Pair, placement: Placement) -> RowSet:
-    """The rows of a run: packed text, from the cache if it is there.
-
-    With `rollout.rounds=1` those of training are the start model's answers.
-    """
-    rows = prepare(config, pair.tokenizer)
-    if not config.rollout.prompts:
-        return rows
-    if pair.teacher is not None:
-        check_templates(config, pair.tokenizer, pair.teacher.tokenizer)
-    return fix_answers(config, pair, placement, rows) if config.rollout.rounds == 1 else rows
-
-
-def prepare(config: Config, tokenizer: Tokenizer) -> RowSet:
-    """Packed rows of the configured text, from the cache if they are there."""
-    folder = Path(config.data.cache_dir).expanduser()
-    with cluster.first_before_others("rows"):
-        rows = prepare_rows(row_settings(config, tokenizer), folder)
-    _log.info("rows: %s", rows.info)
-    for side in ("train", "heldout"):
-        warn_of_marks(side, rows.info[side]["marks"], tokenizer, config.data.parse_special)
-    return rows
-
-
-def row_settings(config: Config, tokenizer: Tokenizer) -> RowSettings:
-    """What decides the rows; raises `UserError` for an unknown `data.end_of_document`."""
-    data = config.data
-    end = tokenizer.end_of_text_id
-    if data.end_of_document:
-        if data.end_of_document not in tokenizer.tokens:
-            raise UserError(
-                f"data.end_of_document={data.end_of_document!r} is not a token of the tokenizer; "
-                "leave it empty for the tokenizer's own end-of-text."
-            )
-        end = tokenizer.tokens.index(data.end_of_document)
-    return RowSettings(
-        train=data.train,
-        heldout=data.heldout,
-        tokenizer=tokenizer,
-        seq_len=data.seq_len,
-        heldout_fraction=data.heldout_fraction,
-        end_of_document_id=end,
-        max_segments=data.max_segments,
-        parse_special=data.parse_special,
-    )
-
-
-def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -> Job:
-    """Builds the job; `source` gives other training batches than the config's text.
+def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
+    """Builds the job; `own` is what a user gave as Python in place of what the config names.
 
     Raises `UserError` for anything a user can mend.
     """
@@ -339,16 +283,17 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)
         cache = None
-        if isinstance(plan.kind, CachedHidden | CachedTopK):
-            teacher_hash = str(hashed.result()["teacher.sha256"])
-            spec = describe_cache(config, pair, rows, plan.kind, teacher_hash)
-            cache = open_cache(Path(config.teacher.cache), spec)
+        if config.teacher.cache:
+            teacher_hash = hashed.result()["teacher.sha256"] or ""
+            cache = _open_caches(config, pair, rows, plan.kind, teacher_hash)
             _log.info("%s", cache)
-        teacher, step, schedule = build_step(config, pair, placement, plan.kind)
+        teacher, step, schedule = build_step(config, pair, placement, plan.kind, own=own)
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
-    source = source or make_source(config, workdir, pair, rows, cache, step, teacher)
-    if isinstance(source, AnswerSource):
-        made_of |= {"rollout.prompts": source.prompts_key}
+    made_of |= hash_imatrix(config) | own.identify(step.abstract)
+    if own.batches is None:
+        source = make_source(config, workdir, pair, rows, cache, step, teacher)
+    else:
+        source = pipeline.complete_source(own.batches)
     return Job(
         config=config,
         workdir=workdir,
@@ -359,56 +304,27 @@ def assemble(config: Config, workdir: Path, source: BatchSource | None = None) -
         kind=plan.kind,
         schedule=schedule,
         source=source,
-        identity=identity(config) | hashed.result() | made_of,
+        identity=identify(config, hashed.result() | made_of | source.identity),
         plan=plan,
         cache=cache,
+        own=own,
     )
 
 
-def hash_models(pair: Pair) -> dict[str, str | None]:
-    """SHA-256s of the models' files, which one process of a host reads for that."""
-    sides = ("teacher", pair.teacher), ("student", pair.student)
-    return cluster.once_a_host(
-        "models",
-        lambda: {f"{side}.sha256": opened and opened.sha256 for side, opened in sides},
-    )
-
-
-def check_finished(config: Config, workdir: Path) -> None:
-    """Raises `UserError` unless the finished run in `workdir` is the one of `config`.
-
-    Loads nothing: models and text are hashed where they are. A file that is gone since is taken as
-    unchanged if the run's receipt has the same path.
-    """
-    saved = saved_run(workdir, config.train.steps)["identity"]
-    current = identity(config)
-    try:
-        current |= _hash_inputs(config)
-    except MissingFileError:
-        then, now = flatten((read_receipt(workdir) or {}).get("config", {})), flatten(config)
-        moved = [name for name in _PATHS if now[name] != then.get(name)]
-        if not then:
-            raise
-        saved = {name: value for name, value in saved.items() if name in current}
-        saved |= {name: then.get(name) for name in moved}
-        current |= {name: now[name] for name in moved}
-    check_same_run(saved, current, workdir)
-
-
-def _hash_inputs(config: Config) -> dict[str, Any]:
-    """What `assemble` adds to the identity of a run, from the files alone."""
-    pair = open_pair(config)
-    made_of: dict[str, Any] = {"data.rows": rows_key(row_settings(config, pair.tokenizer))}
-    if config.rollout.prompts:
-        prompts = open_prompts(config, pair.tokenizer)
-        if config.rollout.rounds == 1:
-            key = answers_key(config, made_of["data.rows"], pair.student.sha256, prompts)
-            made_of["data.rows"] = key
-        else:
-            made_of["rollout.prompts"] = prompts.key
-    if config.teacher.cache:
-        made_of["teacher.cache"] = hash_index(read_index(Path(config.teacher.cache))[1])
-    return made_of | hash_models(pair)
+def _open_caches(
+    config: Config, pair: Pair, rows: RowSet, kind: TeacherKind, teacher: str
+) -> TeacherCache | SeveralCaches:
+    """The cache of the config, or its caches, of the rows that the run reads."""
+    read, opened = list_read_rows(config, rows), []
+    folders = split_caches(config.teacher.cache)
+    kinds = kind.kinds if isinstance(kind, Teachers) else (kind,)
+    for (_, folder), one in zip(folders, kinds, strict=True):
+        assert isinstance(one, CachedHidden | CachedTopK)
+        spec = describe_cache(config, pair, rows, one, teacher)
+        opened.append(open_cache(folder, spec, read))
+    if len(opened) == 1:
+        return opened[0]
+    return SeveralCaches(opened, [weight for weight, _ in folders])
 
 
 def make_source(
@@ -416,10 +332,10 @@ def make_source(
     workdir: Path,
     pair: Pair,
     rows: RowSet,
-    cache: TeacherCache | None,
+    cache: TeacherCache | SeveralCaches | None,
     step: Step,
     teacher: Model | None,
-) -> BatchSource:
+) -> Source:
     """The batches of the config: of its rows, or, in rounds, of the student's own answers."""
     if not config.rollout.prompts or config.rollout.rounds == 1:
         return text_source(config, rows, cache)
@@ -432,10 +348,13 @@ def make_source(
     alone = dataclasses.replace(trained.compute, remat="none", scan=True, max_segments=1)
     functions = functional(spec, alone)[0]
     student = Model(functions, step.abstract.params, spec.vocab_size, placement=step.placement)
-    return answer_source(config, workdir, pair, student, teacher, text or None)
+    loss = step.spec.head.loss
+    return answer_source(config, workdir, pair, student, teacher, text or None, loss)
 
 
-def text_source(config: Config, rows: RowSet, cache: TeacherCache | None) -> TextSource:
+def text_source(
+    config: Config, rows: RowSet, cache: TeacherCache | SeveralCaches | None
+) -> TextSource:
     """Training batches of the rows, this process's share."""
     return TextSource(
         rows.train,
@@ -470,7 +389,9 @@ def build_step(
     placement: Placement,
     kind: TeacherKind,
     teacher: Model | None = None,
-) -> tuple[Model | None, Step, optax.Schedule]:
+    *,
+    own: Own = NO_CODE,
+) -> tuple[Model | None, Step, optax.Schedule | None]:
     """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing."""
     teacher = teacher or load_teacher(config, pair, kind, placement)
     compute = Compute(
@@ -482,16 +403,73 @@ def build_step(
         max_segments=config.data.max_segments,
         placement=placement,
     )
-    functions, shapes = functional(pair.student.spec, compute)
+    steps = config.train.steps, config.train.after
+    tx, schedule = own.optimizer, None
+    if tx is None:
+        asked = choose_optim(config)
+        tx, schedule = optim.optimizer(asked, *steps), optim.schedule(asked, *steps)
     step = make_step(
-        Model(functions, shapes, pair.student.spec.vocab_size, placement=placement),
+        own.open_student(pair.tokenizer, placement)
+        or _open_student_model(config, pair, compute, teacher, kind),
         teacher,
-        KDLoss(config.loss.divergence, config.loss.temperature, config.loss.alpha),
-        optim.optimizer(config.optim, config.train.steps),
+        own.loss or _make_loss(config),
+        tx,
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
         reduce_dtype=config.train.reduce_dtype,
         kind=kind,
         vocabulary=pair.vocabulary,
+        allow_degenerate=True,  # `open_pair` has judged that
+        quantize=config.student.quantize,
+        quantize_every=config.student.quantize_every,
+        quantize_until=config.train.steps - config.train.steps // 10,
+        imatrix=config.student.imatrix,
+        trainable=config.optim.trainable,
+        extra=own.extra,
     )
-    return teacher, step, optim.schedule(config.optim, config.train.steps)
+    return teacher, step, schedule
+
+
+def _make_loss(config: Config) -> KDLoss:
+    """The loss of the config, with straight lines of step where it has final values."""
+    train, loss = config.train, config.loss
+
+    def line(first: float, final: float, unchanged: float) -> float | optax.Schedule:
+        if final in (unchanged, first):
+            return first
+        return optax.linear_schedule(
+            first, final, max(train.steps - train.after - 1, 1), train.after
+        )
+
+    temperature = line(loss.temperature, loss.final_temperature, 0.0)
+    return KDLoss(loss.divergence, temperature, line(loss.alpha, loss.final_alpha, -1.0))
+
+
+def _open_student_model(
+    config: Config, pair: Pair, compute: Compute, teacher: Model | None, kind: TeacherKind
+) -> Model:
+    """The student as the step takes it: shapes, or its frozen base and the shapes of adapters."""
+    spec, lora = pair.student.spec, open_adapters(config, pair.student)
+    if lora is None:
+        functions, shapes = functional(spec, compute)
+        return Model(functions, shapes, spec.vocab_size, spec=spec, placement=compute.placement)
+    weights, base = config.student.lora.weights, pair.student.base
+    # Packed and float8 matrices become numbers a layer at a time, which only a loop ensures.
+    loops = compute.scan or weights != "dense"
+    functions, _ = functional(spec, dataclasses.replace(compute, scan=loops))
+    assert compute.placement is not None
+    if teacher is not None and shares_base(config, pair, kind):
+        _log.info("the frozen student is the teacher's own arrays")
+        model = teacher.replace(functions=functions, spec=spec)
+    else:
+        model = load_model(
+            base,
+            placement=compute.placement,
+            weights=weights,
+            dtype=compute.dtype,
+            compute_dtype=compute.dtype,
+            max_segments=compute.max_segments,
+        ).replace(functions=functions)
+    model = attach_adapters(model.replace(checkpoint=None), lora, shape_adapters(lora, spec))
+    _log.info("student: %d matrices with adapters, rank %d", len(lora.targets), lora.rank)
+    return model

@@ -1,4 +1,4 @@
-"""What teacher and student say of a text that the student wrote, id by id."""
+"""Reads a text that the student wrote with teacher and student, id by id."""
 
 import functools
 from collections.abc import Sequence
@@ -11,16 +11,19 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from kdjax.device.sharding import ROWS, row_shards
+from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.divergences import log_softmax
 from kdjax.losses.kd import KDLoss
+from kdjax.losses.positions import State, read_positions, share_in_common
 from kdjax.losses.topk import top_k
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.models.model import Model
+from kdjax.models.shards import Spread, gather_rows, map_rows
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Spread, gather_rows, map_rows, unembed
 
 _BUCKET = 64  # a model reads a multiple of so many positions
 TOP = 10  # likeliest ids whose overlap is counted
+_CHUNK = 512  # positions whose logits exist at once: of two models and 152k ids 0.6 GB
 
 
 class Judged(NamedTuple):
@@ -44,7 +47,7 @@ def judge(
     """
     columns = _lay_out(prompts, continuations, teacher)
     states = _read_states(teacher.functions, teacher.spread, teacher.params, *columns)
-    judged = jax.device_get(_judge_states(real, *states, columns[-1]))
+    judged = jax.device_get(_judge_states(_spec(real, KDLoss()), states, columns[-1]))
     return Judged(*(x[: len(prompts)] for x in judged))
 
 
@@ -110,7 +113,7 @@ def compare(
         _read_states(model.functions, model.spread, model.params, *columns)
         for model in (teacher, student)
     ]
-    compared = _compare_states(real, loss, *states, columns[-1])
+    compared = _compare_states(_spec(real, loss), states, columns[-1])
     return Compared(*(x[: len(prompts)] for x in jax.device_get(compared)))
 
 
@@ -123,46 +126,43 @@ def _read_states(
     return gather_rows(hidden, spread), head
 
 
-# Both go row after row: two models' logits of 512 positions of 152k ids are 0.6 GB. Ids beyond the
-# first `real`, which one of the models may have alone, are neither's, as in training.
+def _spec(real: int, loss: KDLoss) -> HeadSpec:
+    """Ids beyond the first `real`, which one of the models may have alone, are neither's."""
+    return HeadSpec(loss, width=real, real_vocab=real, chunk_tokens=_CHUNK)
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _judge_states(real: int, hidden: Array, head: Array, new: Array) -> Judged:
-    def judge_row(row: tuple[Array, Array]) -> Judged:
-        log_probs = log_softmax(unembed(row[0][None], head[:real])[0], 1.0)
+def _judge_states(spec: HeadSpec, state: State, new: Array) -> Judged:
+    def judge_chunk(logits: Sequence[Array], ids: Array) -> Judged:
+        log_probs = log_softmax(logits[0], 1.0)
         top = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
-        return Judged(top, _look_up(log_probs, top), _look_up(log_probs, row[1]))
+        return Judged(top, _look_up(log_probs, top), _look_up(log_probs, ids))
 
-    return jax.lax.map(judge_row, (hidden, new))
+    return read_positions(judge_chunk, [state], new, spec=spec)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _compare_states(
-    real: int, loss: KDLoss, teacher: tuple[Array, Array], student: tuple[Array, Array], new: Array
-) -> Compared:
-    def compare_row(row: tuple[Array, Array, Array]) -> Compared:
-        *hidden, ids = row
-        heads = teacher[1], student[1]
-        logits = [unembed(h[None], head[:real])[0] for h, head in zip(hidden, heads, strict=True)]
+@functools.partial(jax.jit, static_argnums=0)
+def _compare_states(spec: HeadSpec, states: Sequence[State], new: Array) -> Compared:
+    def compare_chunk(logits: Sequence[Array], ids: Array) -> Compared:
         theirs, ours = (log_softmax(z, 1.0) for z in logits)
-        softened = [log_softmax(z, loss.temperature) for z in logits]
-        values, likeliest = top_k(theirs, min(TOP, real))
-        mine = top_k(ours, min(TOP, real))[1]
-        shared = jnp.any(likeliest[:, :, None] == mine[:, None, :], axis=-1)
+        softened = [log_softmax(z, spec.loss.temperature) for z in logits]
+        values, likeliest = top_k(theirs, min(TOP, spec.width))
+        mine = top_k(ours, min(TOP, spec.width))[1]
         return Compared(
-            likeliest[:, 0],
-            jnp.exp(values[:, 0]),
+            likeliest[..., 0],
+            jnp.exp(values[..., 0]),
             _look_up(theirs, ids),
             _look_up(ours, ids),
-            loss.divergence(*softened),
-            jnp.mean(shared, axis=-1, dtype=jnp.float32),
+            spec.loss.divergence(*softened),
+            share_in_common(likeliest, mine),
         )
 
-    return jax.lax.map(compare_row, (teacher[0], student[0], new))
+    return read_positions(compare_chunk, states, new, spec=spec)
 
 
-def _look_up(log_probs: Float[Array, "N V"], ids: Int[Array, " N"]) -> Float[Array, " N"]:
+def _look_up(log_probs: Float[Array, "B N V"], ids: Int[Array, "B N"]) -> Float[Array, "B N"]:
     """The probability of each id."""
-    return jnp.exp(jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0])
+    return jnp.exp(jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0])
 
 
 def describe_tokens(

@@ -1,8 +1,11 @@
 """The training loop. It alone touches the clock, and its order is a contract."""
 
 import contextlib
+import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +15,34 @@ import optax
 from kdjax.config import last_step
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import WriteError
-from kdjax.training.heldout import held_out
+from kdjax.formats.saved import FORM
+from kdjax.models.decoder import Params
+from kdjax.training.heldout import held_out, judge_rounded, masters_figures
 from kdjax.training.hooks import Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
-from kdjax.training.rollouts import AnswerSource
 from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.training.step import StepMetrics, TrainState
+
+_log = logging.getLogger("kdjax")
+_FIRST = "first"  # in a step's record: held-out figures of a rounded student before the first
 
 
 class _Delivery:
     """Hands each step's figures to the hooks one step late, when the device has them anyway."""
 
-    def __init__(self, hooks: Sequence[Hook], schedule: optax.Schedule):
-        self._hooks, self._schedule = hooks, jax.jit(schedule)
-        self._pending: tuple[int, StepMetrics, jax.Array, Mapping[str, np.ndarray]] | None = None
+    def __init__(self, hooks: Sequence[Hook], schedule: optax.Schedule | None):
+        self._hooks, self._schedule = hooks, schedule and jax.jit(schedule)
+        self._pending: tuple[int, StepMetrics, Any, Mapping[str, np.ndarray]] | None = None
         self._last = time.perf_counter()
         self.stop = False
 
     def push(self, step: int, metrics: StepMetrics, batch: Mapping[str, np.ndarray]) -> None:
         """Delivers the previous step and keeps this one."""
         # Asked for now: behind the next step a program would make the host wait for that step.
-        rate = self._schedule(jnp.int32(step - 1))
+        rate = {}
+        if self._schedule is not None:
+            rate = {"learning_rate": self._schedule(jnp.int32(step - 1))}
         self.flush()
         self._pending = step, metrics, rate, batch
 
@@ -42,7 +51,7 @@ class _Delivery:
         if self._pending is None:
             return
         (step, metrics, rate, batch), self._pending = self._pending, None
-        figures = metrics.means() | {"learning_rate": float(rate)}
+        figures = metrics.means() | {name: float(value) for name, value in rate.items()}
         now = time.perf_counter()
         record = StepRecord(step, figures, now - self._last, batch)
         self._last = now
@@ -76,6 +85,7 @@ def train(
         flops_per_token=job.flops_per_token(),
         peak_flops=peak_flops,
         log_every=job.config.log.every,
+        eval_every=job.config.eval.every,
         config=job.identity,
     )
     begun: list[Hook] = []
@@ -99,6 +109,14 @@ def train(
     return reason
 
 
+def _begin_again(job: Job, state: TrainState) -> TrainState:
+    """The state before the first step as the one after as many steps; `state` makes room for it."""
+    steps = np.asarray(state.step)
+    jax.tree.map(lambda x: x.delete(), state)
+    begun = job.make_state()
+    return dataclasses.replace(begun, step=jax.device_put(steps, job.step.shardings.step))
+
+
 def _run_steps(
     job: Job,
     checkpoints: Checkpoints,
@@ -109,28 +127,51 @@ def _run_steps(
     config, start, last = job.config, int(state.step), last_step(job.config)
     saves = not config.smoke.steps  # a trial leaves nothing that the run could resume from
     delivery = _Delivery(hooks, job.schedule)
+    first: dict[str, float] = job.read_record(start).get(_FIRST, {}) if start else {}
     stop = SharedFlag(job.step.placement.mesh)
 
     def due(every: int, step: int) -> bool:
         return step == last or (every > 0 and step % every == 0)
 
-    def evaluate(step: int, state: TrainState) -> None:
-        figures = held_out(
-            job.step.evaluate,
-            state.params,
-            job.teacher_params,
-            job.eval_batches(),
-            job.step.spec.head.loss,
-            job.heldout_bytes,
-        )
+    def evaluate(step: int, state: TrainState) -> TrainState:
+        """Returns the state, or the first if a rounded student ends worse than it began."""
+
+        def judge(params: Params) -> dict[str, float]:
+            return held_out(
+                job.step.sum_evaluation,
+                params,
+                job.teacher_params,
+                job.eval_batches(),
+                job.step.spec.head.loss,
+                job.heldout_bytes,
+            )
+
+        seen = job.step.see(state)
+        figures = judge(job.step.add_extra(seen, state))
+        if job.step.spec.form.rounds:
+            masters = job.step.add_extra(state.params, state)
+            figures |= masters_figures(judge(masters))
+            first.update({} if step else figures)
+            if step == last and first and saves:
+                better, news = judge_rounded(first, figures)
+                _log.info("%s", news)
+                if not better:
+                    del seen
+                    state, figures = _begin_again(job, state), first
+                    seen = job.step.see(state)
         for hook in hooks:
             hook.eval_end(step, figures)
         for hook in hooks:
-            hook.student(step, state.params)
+            hook.student(step, seen)
         delivery.restart_clock()
+        return state
 
     def save(step: int, state: TrainState) -> None:
         record = {"data": job.source.get_state(), "identity": job.identity}
+        if form := job.step.spec.form.record:
+            record[FORM] = form
+        if first:
+            record[_FIRST] = first
         checkpoints.save(step, state, record)
         for hook in hooks:
             hook.save_begin(step)
@@ -141,12 +182,15 @@ def _run_steps(
     # The order is a contract: the batch is drawn after the save that recorded the position before
     # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
     for step in range(start + 1, last + 1):
-        if isinstance(job.source, AnswerSource) and job.source.round_is_over:
-            delivery.flush()  # a round is no part of the time of the step before it
-        batch = job.source.next(state.params)
-        if isinstance(job.source, AnswerSource) and (news := job.source.take_news()):
+        params = state.params
+        if job.source.pauses:
+            delivery.flush()
+            params = job.step.see(state)
+        batch = job.source.next(params)
+        del params
+        if news := job.source.take_news():
             for hook in hooks:
-                hook.round_begin(step, news)
+                hook.news(step, *news)
             delivery.restart_clock()
         placed = job.step.put(batch)
         with jax.transfer_guard("disallow"):
@@ -156,8 +200,9 @@ def _run_steps(
         stopping = stop.any(signals.requested or delivery.stop)
         if stopping or due(config.checkpoint.every, step) or due(config.eval.every, step):
             delivery.flush()
-        if due(config.eval.every, step) and not stopping:
-            evaluate(step, state)
+        chosen = step == last and job.step.spec.form.rounds  # what the run ends with is judged
+        if due(config.eval.every, step) and (chosen or not stopping):
+            state = evaluate(step, state)
         if saves and (due(config.checkpoint.every, step) or stopping):
             save(step, state)
         if stopping and step < last:

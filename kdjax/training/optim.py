@@ -1,6 +1,7 @@
 """Schedule, decay mask, the optax chain, and moments kept in bfloat16."""
 
-from typing import Any, cast
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +10,20 @@ import optax
 from jaxtyping import Array, BFloat16, Float, UInt16, UInt32
 
 from kdjax.config import OptimConfig
+from kdjax.models.arch import STACKS
 
 
-def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+def schedule(config: OptimConfig, steps: int, after: int = 0) -> optax.Schedule:
     """Learning rate by optimizer step: linear from 0 over the warmup, then cosine to the final one.
 
-    The first step already moves: step 0 uses learning_rate / (warmup_steps + 1).
+    The first step already moves: step 0 uses learning_rate / (warmup_steps + 1). A run that goes on
+    `after` so many steps begins there, and ends at `steps`.
     """
     warmup, peak, final = config.warmup_steps, config.learning_rate, config.final_learning_rate
-    decay = max(steps - warmup, 1)
+    decay = max(steps - after - warmup, 1)
 
     def rate(step: jax.typing.ArrayLike) -> Array:
-        step = jnp.asarray(step, jnp.float32)
+        step = jnp.asarray(step, jnp.float32) - after
         progress = jnp.clip((step - warmup) / decay, 0.0, 1.0)
         cosine = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
         return jnp.where(step < warmup, peak * ((step + 1) / (warmup + 1)), cosine)
@@ -38,20 +41,57 @@ def decay_mask(params: optax.Params) -> optax.Params:
     return jax.tree_util.tree_map_with_path(matrix, params)
 
 
-def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW with decoupled, masked decay, computed in float32."""
+def optimizer(config: OptimConfig, steps: int, after: int = 0) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW or Muon with decoupled, masked decay, in float32.
+
+    The rate is that of `schedule`.
+    """
     chain = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
-    adamw = optax.chain(  # the parts of optax.adamw, so that the first can be wrapped
-        adam if config.moment_dtype == "float32" else bfloat16_moments(adam),
+    if config.moment_dtype == "bfloat16":
+        adam = bfloat16_moments(adam)
+    adamw = optax.chain(  # the parts of optax.adamw, so that the first can be another
+        adam if config.name == "adamw" else _muon(config, adam),
         optax.add_decayed_weights(config.weight_decay, decay_mask),
-        optax.scale_by_learning_rate(schedule(config, steps)),
+        optax.scale_by_learning_rate(schedule(config, steps, after)),
     )
     return optax.chain(*chain, adamw)
 
 
-def bfloat16_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`adam`, a float32 `scale_by_adam`, with both moments stored in bfloat16: half the memory.
+def _muon(config: OptimConfig, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Muon (Jordan 2024) for the layers' matrices, `adam` for everything else.
+
+    Each matrix of a stack is orthogonalized by itself. Updates are scaled to a root mean square of
+    0.2, that of AdamW's, so that a learning rate and a decay for AdamW serve both (Liu et al. 2025,
+    arXiv:2502.16982).
+    """
+
+    def matrices(tree: Any) -> Any:
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), tree)
+
+    def scale(updates: optax.Updates, _: Any) -> optax.Updates:
+        return jax.tree.map(lambda x: 0.2 * math.sqrt(max(x.shape[-2:])) * x, updates)
+
+    muon = optax.contrib.scale_by_muon(beta=config.beta1, weight_dimension_numbers=matrices)
+    if config.moment_dtype == "bfloat16":
+        muon = bfloat16_moments(muon)
+    transforms: dict[Any, Any] = {"muon": optax.chain(muon, optax.stateless(scale)), "adam": adam}
+    return optax.partition(transforms, _choose_muon)
+
+
+def _choose_muon(params: optax.Params) -> optax.Params:
+    """Which of both moves a parameter: "muon" matrices within layers, convolutions apart."""
+
+    def choose(path: tuple[Any, ...], x: Any, decayed: bool) -> str:
+        keys = [key.key for key in path]
+        inside = keys[0] in STACKS and x.ndim >= 3 and not any("conv" in key for key in keys)
+        return "muon" if decayed and inside else "adam"
+
+    return jax.tree_util.tree_map_with_path(choose, params, decay_mask(params))
+
+
+def bfloat16_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx`, float32 `scale_by_adam` or `scale_by_muon`, its moments stored in half the memory.
 
     Stored by stochastic rounding. To the nearest, a second moment would stall: with beta2 = 0.999
     it falls by at most 0.1% a step, less than half of bfloat16's spacing of 0.4% to 0.8%, so that
@@ -59,28 +99,28 @@ def bfloat16_moments(adam: optax.GradientTransformation) -> optax.GradientTransf
     alone: a resumed run and any mesh round alike.
     """
 
+    def moments(state: Any) -> Any:
+        return {name: getattr(state, name) for name in ("mu", "nu") if hasattr(state, name)}
+
     def init(params: optax.Params) -> optax.OptState:
-        state = cast(optax.ScaleByAdamState, adam.init(params))
-        return state._replace(
-            mu=optax.tree.cast(state.mu, jnp.bfloat16), nu=optax.tree.cast(state.nu, jnp.bfloat16)
-        )
+        state: Any = tx.init(params)
+        halved: Any = optax.tree.cast(moments(state), jnp.bfloat16)
+        return state._replace(**halved)
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
-        full = state._replace(
-            mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32)
-        )
-        updates, after = adam.update(updates, full, params)
-        after = cast(optax.ScaleByAdamState, after)
-        leaves, treedef = jax.tree.flatten((after.mu, after.nu))
+        widened: Any = optax.tree.cast(moments(state), jnp.float32)
+        full = state._replace(**widened)
+        done: tuple[Any, Any] = tx.update(updates, full, params)
+        updates, after = done
+        leaves, treedef = jax.tree.flatten(moments(after))
         rounded = [
             # Each leaf of each moment has a seed of its own in every step.
             stochastic_bfloat16(x, noise(x.shape, state.count * len(leaves) + i))
             for i, x in enumerate(leaves)
         ]
-        mu, nu = jax.tree.unflatten(treedef, rounded)
-        return updates, after._replace(mu=mu, nu=nu)
+        return updates, after._replace(**jax.tree.unflatten(treedef, rounded))
 
     return optax.GradientTransformation(init, update)
 

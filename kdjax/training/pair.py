@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kdjax.config import Config, split_layers
+from kdjax.config import SELF, Config, split_layers
 from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
-from kdjax.models.checkpoint import Checkpoint, cut_layers, open_checkpoint
+from kdjax.models.adapters import Lora, choose_lora, draw_adapters
+from kdjax.models.checkpoint import Checkpoint, cut_layers, open_checkpoint, tie_head
+from kdjax.models.decoder import Params
 from kdjax.models.drafts import why_refused
-from kdjax.models.loading import has_tied_head
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
@@ -45,16 +46,19 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     teach nothing.
     """
     path = config.teacher.path
-    teacher = open_checkpoint(path, whole=whole) if path else None
     student = open_student(config, whole=whole)
+    teacher = student.base if path == SELF else open_checkpoint(path, whole=whole) if path else None
     for name, checkpoint in (("teacher", teacher), ("student", student)):
         if checkpoint and config.data.seq_len > checkpoint.spec.max_positions:
             raise UserError(
                 f"data.seq_len={config.data.seq_len} exceeds the {name}'s context of "
                 f"{checkpoint.spec.max_positions} positions. Lower data.seq_len."
             )
-    if teacher and config.student.init == "checkpoint" and same_weights(teacher, student):
+    # A rounded student is another model than the numbers it is rounded from.
+    plain = config.student.init == "checkpoint" and not config.student.quantize
+    if teacher and plain and same_weights(teacher, student):
         _refuse_degenerate(config, teacher, student)
+    open_adapters(config, student)
     teacher = teacher and teacher.fall_back(config.data.tokenizer)
     drafts = config.student.layers or "total_variation" in config.loss.divergence
     headers = (x.header.metadata for x in (teacher, student) if x)
@@ -80,11 +84,33 @@ def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
     tokenizer = config.data.tokenizer
     student = open_checkpoint(config.student.path, tokenizer=tokenizer, shapes=shapes, whole=whole)
     student = cut_layers(student, split_layers(config.student.layers))
-    head = config.student.head
-    if head == "auto" and not len(student.table):
-        return student
-    tied = has_tied_head(student.table) if head == "auto" else head == "tied"
-    return dataclasses.replace(student, spec=dataclasses.replace(student.spec, tied=tied))
+    return dataclasses.replace(student, spec=tie_head(student, config.student.head))
+
+
+def open_adapters(config: Config, student: Checkpoint) -> Lora | None:
+    """The adapters that train, those of `student.path` if it has some; None: all of it trains.
+
+    Raises `UserError` for targets and ranks that the student does not have.
+    """
+    asked = config.student.lora
+    if not asked.rank:
+        return None
+    if student.adapters is None:
+        return choose_lora(student.spec, asked.rank, asked.alpha, asked.targets)
+    lora = student.adapters.lora
+    if asked.rank != lora.rank:
+        raise UserError(
+            f"{student}: found adapters of rank {lora.rank} and student.lora.rank={asked.rank}; "
+            f"expected the same. Set it to {lora.rank}; their alpha and matrices hold."
+        )
+    return lora
+
+
+def begin_adapters(config: Config, student: Checkpoint, lora: Lora) -> Params:
+    """The adapters before the first step, as `draw_adapters` lays them out."""
+    if student.adapters is not None:
+        return student.adapters.read_tree()
+    return draw_adapters(lora, student.spec, config.train.seed)
 
 
 def same_weights(a: Checkpoint, b: Checkpoint) -> bool:
@@ -118,6 +144,19 @@ def _same_tensor(a: Checkpoint, x: str, b: Checkpoint, y: str) -> bool:
         np.array_equal(decode(one, infos[0].dtype), decode(other, infos[1].dtype))
         for one, other in (first, raw)
     )
+
+
+def refuse_same(teacher: Model, student: Model) -> None:
+    """Raises `UserError` for a student that is its teacher, or was loaded from the same weights."""
+    files = teacher.checkpoint, student.checkpoint
+    both = all(x is not None and len(x.table) for x in files)
+    if teacher.params is student.params or (both and same_weights(*files)):  # type: ignore[arg-type]
+        raise UserError(
+            f"{teacher.source} (teacher) and {student.source} (student) hold the same weights: the "
+            "KL would start at 0 and the teacher teach nothing. Give two different models, or, if "
+            "this is meant, as for a student whose parameters were replaced since, "
+            "make_step(..., allow_degenerate=True)."
+        )
 
 
 def _refuse_degenerate(config: Config, teacher: Checkpoint, student: Checkpoint) -> None:

@@ -1,7 +1,8 @@
-"""What will live where, before anything is allocated: memory by part, and the speed's upper bound.
+"""Plans memory by part before anything is allocated, and bounds the speed from above.
 
 Resident bytes are exact. Temporaries follow the step's phases: what XLA keeps alive in each, as its
-memory reports on an H200 showed (jax 0.11.2; docs/performance.md compares plan and measurement).
+memory reports on an H200 showed (jax 0.11.2). docs/records/2026-11-21-packed-and-dense.md compares
+plan and measurement.
 
 Letters: N positions computed at a time on one device, C of them in a chunk of the loss, V
 vocabulary rows, D hidden width, F MLP width.
@@ -14,20 +15,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
-from kdjax.config import Config, flatten
+from kdjax.config import OWN, Config, choose_optim, flatten
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
 from kdjax.losses.divergences import forward_kl, parse_divergence
 from kdjax.models import decoding
+from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Compute, functional
+from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
+from kdjax.models.ready import count_layers
 from kdjax.training import optim
-from kdjax.training.pair import Pair
-from kdjax.training.teachers import NoTeacher, Size, TeacherKind
+from kdjax.training.forms import choose_form
+from kdjax.training.pair import Pair, open_adapters
+from kdjax.training.teachers import RUNNING, NoTeacher, Size, TeacherKind
+from kdjax.training.trained import find_frozen, leave_out, train_only
 
 # Positions in a chunk of the loss, by default the most that fit. More at a time pass over the
 # head's gradient less often: of a cached step on an H200 4,096 gain 4%, and 16,384 another 2%.
@@ -36,6 +43,11 @@ _CHUNKS = (16384, 4096, 1024)
 _MARGIN = 1.03
 # Library workspaces (cuBLAS takes 32 MiB a product in flight), code, and gaps between buffers.
 _GPU_OVERHEAD = 0.35e9
+# A delta layer's rule on one position, bytes: of a value head so many float32 pairs of positions in
+# a chunk, of a column of keys, of a column of values. Those of a program compiled for a CPU, in
+# bf16, within 6% for widths of 64 and 128 and one to three value heads a key head; a GPU fuses
+# more, and was not measured.
+_RULE = {"forward": (10.5, 8.5, 3.0), "backward": (8.0, 89.0, 41.0)}
 # XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
 _CPU_FACTOR = 1.6
 
@@ -48,7 +60,7 @@ class Plan:
     remat: str
     chunk_tokens: int
     resident: dict[str, Size]
-    gradients: Size  # float32; as many as masters, or as if those were whole
+    gradients: Size  # float32 bytes: the masters' own, or whole masters' with microbatches
     phases: dict[str, dict[str, Size]]
     limit: Size | None  # what one device offers; None if unknown
     tokens_per_s: float | None  # bound by arithmetic at the data sheet's rate, all devices
@@ -94,16 +106,19 @@ class Plan:
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
     """The plan of one kind of teacher and of a `student.remat` by name; allocates nothing."""
+    lora = open_adapters(config, pair.student)
     shapes = functional(pair.student.spec, Compute())[1]
+    if lora is not None:
+        shapes = shape_adapters(lora, pair.student.spec)
     masters = sharding.tree_bytes(shapes, mesh)
     loops, reduce_dtype = config.student.remat == "full", config.train.reduce_dtype
-    gradients = masters
-    if sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
+    tx, frozen = _prepare_optimizer(config, pair.student.spec, shapes)
+    whole, gradients = masters, sharding.tree_bytes(leave_out(shapes, frozen), mesh)
+    if lora is None and sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
         masters /= mesh.size  # all but norms and biases, which are few
         # To add up microbatches' takes about what whole ones take (two H200s, from a cache: 37.06
         # GB of 38.02 planned).
-        gradients = gradients if config.train.microbatches > 1 else masters
-    tx = optim.optimizer(config.optim, config.train.steps)
+        gradients /= 1 if config.train.microbatches > 1 else mesh.size
     moments = _count_bytes(jax.eval_shape(tx.init, shapes)) * masters / _count_bytes(shapes)
     resident: dict[str, Size] = {}
     if pair.teacher is not None:
@@ -111,10 +126,20 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         resident[f"teacher, {kind.resident or dtype}"] = kind.resident_bytes(
             pair.teacher, pair.vocabulary.width, dtype, mesh
         )
+    if lora is not None and not shares_base(config, pair, kind):
+        weights = RUNNING[config.student.lora.weights]
+        dtype, rows = config.train.compute_dtype, pair.student.spec.vocab_size
+        resident[f"student, {weights.resident or dtype}"] = weights.resident_bytes(
+            pair.student.base, rows, dtype, mesh
+        )
     resident |= {
-        "student, float32 masters": masters,
+        "student, float32 masters" if lora is None else "adapters, float32": masters,
         f"optimizer moments, {config.optim.moment_dtype}": moments,
     }
+    if config.student.quantize:
+        form = choose_form(config.student.quantize, pair.student.spec)
+        scales = _count_bytes(jax.eval_shape(form.begin, shapes)) * masters / _count_bytes(shapes)
+        resident |= {"student, rounded, float32": whole, "its scales": scales}
     limit = devices.memory_bytes
     if limit and devices.platform == "cpu":
         limit = limit / devices.count  # emulated devices share the machine's memory
@@ -133,18 +158,54 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     return dataclasses.replace(plan, phases=temporaries.plan_phases())
 
 
+def shares_base(config: Config, pair: Pair, kind: TeacherKind) -> bool:
+    """Whether a frozen student and its teacher are the same arrays on the devices."""
+    teacher, base = pair.teacher, pair.student.base
+    if teacher is None or teacher.adapters is not None or not kind.runs:
+        return False
+    files = [[path.resolve() for path in x.table.paths] for x in (teacher, base)]
+    same = files[0] == files[1] and teacher.spec == base.spec
+    same &= kind.name == config.student.lora.weights
+    same &= config.teacher.param_dtype == config.train.compute_dtype
+    return same and pair.vocabulary.width == base.spec.vocab_size
+
+
 def count_step_flops(
     config: Config, pair: Pair, kind: TeacherKind, teacher_rate: float = 1.0
 ) -> float:
     """FLOP a token: teacher forward, or what its cache leaves of it, and student both ways.
 
     The teacher's are divided by `teacher_rate`, how many of them take as long as one of bf16's.
+    Frozen parameters have no gradient; those of activations count in all layers.
     """
-    flops = 3 * pair.student.spec.forward_flops(config.data.seq_len)
+    forward = pair.student.spec.forward_flops(config.data.seq_len)
+    flops = (2 + _count_trained(config, pair.student.spec)) * forward
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
         return flops
     teacher = kind.flops(pair.teacher, pair.vocabulary.width, config.data.seq_len)
     return teacher / teacher_rate + flops
+
+
+def _prepare_optimizer(
+    config: Config, spec: ArchSpec, shapes: Params
+) -> tuple[optax.GradientTransformation, frozenset[str]]:
+    """The optimizer of a run, and the parameters that it never moves."""
+    tx = optim.optimizer(choose_optim(config), config.train.steps)
+    if not config.optim.trainable:
+        return tx, frozenset()
+    tx, _ = train_only(tx, shapes, spec, config.optim.trainable)
+    return tx, find_frozen(tx, shapes)
+
+
+def _count_trained(config: Config, spec: ArchSpec) -> float:
+    """The share of the student's bytes that have a gradient; of adapters, which are few, 0."""
+    if config.student.lora.rank:
+        return 0.0
+    if not config.optim.trainable:
+        return 1.0
+    shapes = functional(spec, Compute())[1]
+    trained = leave_out(shapes, _prepare_optimizer(config, spec, shapes)[1])
+    return _count_bytes(trained) / _count_bytes(shapes)
 
 
 def _count_bytes(abstract: Any) -> int:
@@ -187,6 +248,11 @@ class _Temporaries:
         return jnp.dtype(self.config.teacher.param_dtype).itemsize if self.kind.decodes else 0
 
     @property
+    def _frozen(self) -> bool:
+        """Whether adapters alone train."""
+        return self.config.student.lora.rank > 0
+
+    @property
     def _tensor(self) -> int:
         return self.mesh.shape["tensor"]
 
@@ -218,14 +284,16 @@ class _Temporaries:
             **decoding.count_slots(spec, size, *sizes, kernel=self.platform == "gpu"),
         }
         free = None if self.free is None else self.free - sum(parts.values())
-        return parts | {"its layers apart": decoding.count_layers(spec, ready, shards, free)}
+        return parts | {"its layers apart": count_layers(spec, ready, shards, free)}
 
     def _phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
         config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
         parts, shards = config.train.microbatches, sharding.row_shards(self.mesh)
         positions = config.train.batch_size // parts // shards * length
-        kept = positions * _keep_a_position(student, config.student.remat, self._size, self._tensor)
-        if config.student.remat == "none":
+        rule = self._rule(student, "backward")
+        sizes = self._size, self._tensor
+        kept = positions * _keep_a_position(student, config.student.remat, *sizes, rule)
+        if config.student.remat == "none" and not self._frozen:
             # And weights as cast for the products.
             kept += self._size * count_parameters(student) / self._tensor
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
@@ -243,14 +311,26 @@ class _Temporaries:
             yield "the teacher runs forward", running
         # float32 logits of student and teacher, and their gradient in the compute dtype; without
         # the kernels that sum them one intermediate more.
-        forward = parse_divergence(config.loss.divergence) == forward_kl
+        divergence = config.loss.divergence
+        forward = not divergence.startswith(OWN) and parse_divergence(divergence) == forward_kl
         in_kernels = self.platform == "gpu" and self._tensor == 1 and forward
         logits = 4 + self.kind.logit_bytes + self._size + (0 if in_kernels else 4)
-        yield "the loss is computed", self._heads(positions, logits, gradient=4) | held
+        gradient = 0 if self._frozen else 4
+        yield "the loss is computed", self._heads(positions, logits, gradient=gradient) | held
         backward = {"gradients": self.gradients, "student's layer": self._layer(positions)}
         whole = student.vocab_size * student.hidden_size  # its gradient, before it is scattered
         backward["embedding, gathered"] = whole * self._gathered_masters
+        if self._frozen:
+            layer = (count_parameters(student) - 2 * whole) / student.num_layers
+            backward["a frozen layer"] = layer * self._size
+            backward["embedding, gathered"] = 0.0
         yield "the student runs backward", backward | held
+        if config.optim.name == "muon":
+            width = student.experts * student.expert_size or student.mlp_width
+            rows = student.num_layers * width
+            matrices = 16 * rows * student.hidden_size / self._tensor
+            work = {"gradients": self.gradients, "the largest stack, 4 times": matrices}
+            yield "Muon orthogonalizes", work
         positions = config.eval.batch_size // shards * length
         if self.kind.runs:
             yield "evaluating: the teacher runs forward", self._teacher_forward(positions)
@@ -263,6 +343,7 @@ class _Temporaries:
         # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
         position = self._size * (2 * mlp + 5 * teacher.hidden_size)
         position += self.kind.extra_bytes * mlp
+        position += self._rule(teacher, "forward") / self._tensor
         weights = count_parameters(teacher) - 2 * teacher.vocab_size * teacher.hidden_size
         layer = weights / (teacher.num_layers * self._tensor)
         gathered = layer + teacher.vocab_size * teacher.hidden_size / self._tensor
@@ -288,6 +369,11 @@ class _Temporaries:
             "hidden states": positions * self._size * states,
         }
 
+    def _rule(self, spec: ArchSpec, way: str) -> Size:
+        """A delta layer's chunks, a position; 0 without such layers."""
+        # What a CPU takes, on a CPU: the factor of all phases is not of it.
+        return count_rule(spec, way) / (_CPU_FACTOR if self.platform == "cpu" else 1.0)
+
     def _layer(self, positions: Size) -> Size:
         """The student's layer whose backward pass runs."""
         spec, segments = self.pair.student.spec, self.config.data.max_segments
@@ -296,24 +382,46 @@ class _Temporaries:
         slots = segments + 1 if segments > 1 else 1
         attention = 8 * slots * spec.num_heads * spec.head_dim if self.platform != "cpu" else 0
         mlp = 6 * self._size * spec.mlp_width  # gate, up, their product, and the gradient of each
-        widest = max(attention, mlp) / self._tensor
+        # A step of the scan is a period of layers, and XLA computes them all again at once.
+        again = spec.period().count(True) if self.config.student.remat != "none" else 1
+        widest = max(attention, mlp, again * self._rule(spec, "backward")) / self._tensor
         return positions * (widest + 10 * self._size * spec.hidden_size)
 
 
-def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int) -> Size:
-    """Bytes that the backward pass keeps of the forward pass, all layers, a position."""
+def count_rule(spec: ArchSpec, way: str) -> Size:
+    """Bytes of a delta layer's convolution and rule on one position, "forward" or "backward"."""
+    pairs, keys, values = _RULE[way]
+    heads = spec.delta_value_heads
+    columns = keys * spec.delta_key_heads * spec.delta_key_dim
+    return 4 * pairs * heads * CHUNK + columns + values * heads * spec.delta_value_dim
+
+
+def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int, rule: Size) -> Size:
+    """Bytes that the backward pass keeps of the forward pass, all layers, a position.
+
+    `rule` is what a delta layer's rule holds.
+    """
     d, f = spec.hidden_size, spec.mlp_width / tensor
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / tensor
+    queries = (1 + spec.gated) * spec.num_heads
+    heads = (queries + 2 * spec.num_kv_heads) * spec.head_dim / tensor
     # Norms keep what they divided in float32; a layer that may be local, its keys and values.
     own = 2 * spec.qk_norm * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / tensor
     own += 2 * d * spec.post_norms
-    own += 2 * bool(spec.local) * spec.num_kv_heads * spec.head_dim / tensor
-    elements = {
-        "full": d,  # each layer's input
-        "dots": 2 * f + 3 * d + heads,  # and every product
-        "none": 3 * f + 5 * d + heads + own,  # and everything between
-    }[remat]
-    return spec.num_layers * elements * size
+    own += 2 * (len(set(spec.windows())) > 1) * spec.num_kv_heads * spec.head_dim / tensor
+
+    def count(products: Size, between: Size) -> Size:
+        """Numbers of a layer; `products` and `between` are those of its attention or rule."""
+        return {
+            "full": d,  # each layer's input
+            "dots": 2 * f + 3 * d + products,  # and every product
+            "none": 3 * f + 5 * d + products + between,  # and everything between
+        }[remat]
+
+    deltas = len(spec.places(delta=True))
+    columns = spec.delta_columns + spec.delta_value_heads * spec.delta_value_dim
+    elements = (spec.num_layers - deltas) * count(heads, own)
+    elements += deltas * count(columns / tensor, rule / size / tensor)
+    return elements * size
 
 
 def choose_plan(
@@ -361,7 +469,7 @@ def choose_plan(
 
 
 def _describe_choice(config: Config, plan: Plan, chosen: bool, reason: str) -> str:
-    choice = f"teacher backend {plan.kind.name}"
+    choice = f"{'teacher.weights' if plan.kind.runs else 'teacher cached:'} {plan.kind.name}"
     choice += f", by auto: {reason}" if chosen else ": asked for"
     if isinstance(plan.kind, NoTeacher):
         choice = "no teacher: trains on the text alone"

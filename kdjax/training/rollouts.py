@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.config import Config, count_own_rows
-from kdjax.data.pipeline import TextSource, example
+from kdjax.config import Config, RolloutConfig, count_own_rows
+from kdjax.data.pipeline import News, Source, TextSource, example
 from kdjax.data.rollouts import (
     FOLDER,
+    ROUND,
     Answer,
     Prompts,
     Room,
@@ -41,6 +42,7 @@ from kdjax.models.decoder import DecoderFunctions, Params
 from kdjax.models.decoding import Sampling, complete
 from kdjax.models.model import Model, cast_params, load_model
 from kdjax.models.tokenizer import Tokenizer
+from kdjax.training.identity import describe_answers
 from kdjax.training.judging import compare, describe_tokens
 from kdjax.training.pair import Pair
 from kdjax.training.saving import checksums
@@ -64,6 +66,7 @@ class Author:
     tokenizer: Tokenizer
     real: int  # ids that both models have
     teacher: Model | None = None  # that can read; None: no answer is compared
+    loss: KDLoss | None = None  # whose divergence compares; None: as the config says
 
     @property
     def room(self) -> Room:
@@ -73,14 +76,14 @@ class Author:
         return Room(rows, config.data.seq_len + 1, config.data.max_segments)
 
     def describe(self, number: int, student: str, first: int) -> dict[str, Any]:
-        """What decides a round's rows; `student` is a hash, `first` the first prompt's number."""
+        """Describes what decides a round's rows; `student` is a hash, `first` a prompt's number."""
         return {
             "round": number,
             "student": student,
             "seed": self.config.train.seed,
             "prompts": self.prompts.key,
             "first": first,
-            "settings": _settings(self.config),
+            "settings": describe_answers(self.config),
         }
 
     def write(
@@ -178,7 +181,8 @@ class Author:
         """Figures of teacher and student on the probes, and the first of them token by token."""
         if self.teacher is None or not any(len(probe.own) for probe in probes):
             return {}, []
-        loss = KDLoss(self.config.loss.divergence, self.config.loss.temperature)
+        asked = self.config.loss
+        loss = self.loss or KDLoss(asked.divergence, asked.temperature)
         prompts = [probe.ids[: probe.start].tolist() for probe in probes]
         answers = [probe.own.tolist() for probe in probes]
         # To one width in every round: another would be another program.
@@ -202,16 +206,8 @@ class Author:
         return figures, shown
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """The fields that decide what a round's rows are, beside the seed."""
-    names = ("every", "answers", "temperature", "max_tokens", "train_cut")
-    settings: dict[str, Any] = {name: getattr(config.rollout, name) for name in names}
-    settings |= {"rows": count_own_rows(config), "seq_len": config.data.seq_len}
-    return settings | {"max_segments": config.data.max_segments}
-
-
-class AnswerSource:
-    """Batches of the student's own answers beside batches of text; a `BatchSource`.
+class AnswerSource(Source):
+    """Batches of the student's own answers beside batches of text.
 
     The own rows come first in a batch. A round lasts `rollout.every` batches; after the last round
     its rows go on in other orders. Of several processes each makes the whole batch and has rows of
@@ -231,12 +227,12 @@ class AnswerSource:
         self._index, self._count = process_index, process_count
         self._batches = self._first = 0  # drawn; the next round's first prompt
         self._round: Round | None = None
-        self._news: dict[str, float] | None = None
+        self._news: News | None = None
 
     @property
-    def prompts_key(self) -> str:
-        """SHA-256, in hex, of all prompts."""
-        return self._author.prompts.key
+    def identity(self) -> dict[str, Any]:
+        """The SHA-256, in hex, of all prompts."""
+        return {"rollout.prompts": self._author.prompts.key}
 
     def _place(self) -> tuple[int, int, int]:
         """Round, repetition of its rows, and batch of it, that come next."""
@@ -248,14 +244,14 @@ class AnswerSource:
         return number, again, at
 
     @property
-    def round_is_over(self) -> bool:
-        """Whether the next batch is of another round than the last one."""
+    def pauses(self) -> bool:
+        """Whether the next batch is of another round than the last one, to be written first."""
         return self._round is None or self._round.record["round"] != self._place()[0]
 
     def next(self, params: Any) -> dict[str, np.ndarray]:
         """The next batch; writes a round with the student `params` if the one before is over."""
         number, again, at = self._place()
-        if self.round_is_over:
+        if self.pauses:
             self._round = self._begin_round(number, params)
             self._first = self._round.record["next"]
         held = self._round
@@ -285,18 +281,19 @@ class AnswerSource:
         if not _all_have(f"round {number}", written):
             before = self._round.record["figures"]["length"] if self._round else None
             rows, record = self._author.write(params, number, self._first, before)
-            with first_before_others(f"round {number}"):  # nobody trains on what is not there
+            with first_before_others(f"round {number}"):  # nobody trains before it is there
                 if self._index == 0:
                     written = write_round(path, rows, made_of | record)
                 else:
                     written = read_round(path)
         assert written is not None
-        self._news = {"round": float(number), **written.record["figures"]}
-        self._news["seconds"] = time.perf_counter() - begun  # no part of the file: it differs
+        seconds = time.perf_counter() - begun  # no part of the file: it differs
+        figures = {"round": float(number), **written.record["figures"], "seconds": seconds}
+        self._news = News(ROUND, figures)
         return written
 
-    def take_news(self) -> dict[str, float] | None:
-        """Figures of a round that began with the last batch, once; None if none did."""
+    def take_news(self) -> News | None:
+        """Figures of a round that began with the latest batch, once; None if none did."""
         news, self._news = self._news, None
         return news
 
@@ -369,14 +366,14 @@ def _longest_prompt(config: Config) -> int:
     return config.rollout.prompt_tokens or config.data.seq_len - config.rollout.max_tokens
 
 
-def check_templates(config: Config, ours: Tokenizer, theirs: Tokenizer) -> None:
+def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) -> None:
     """Raises `UserError` if the teacher would read the student's prompts in a foreign template.
 
     Only a warning with `rollout.allow_other_template`.
     """
     if ours.chat_template is None or ours.chat_template == theirs.chat_template:
         return
-    differing = _find_differing(config, ours, theirs)
+    differing = _find_differing(rollout.prompts, ours, theirs)
     if differing is None:
         return
     message = (
@@ -384,7 +381,7 @@ def check_templates(config: Config, ours: Tokenizer, theirs: Tokenizer) -> None:
         f"student: {differing[0]!r}\n  teacher: {differing[1]!r}"
         + "\nThe teacher reads the student's, which it was not trained for."
     )
-    if not config.rollout.allow_other_template:
+    if not rollout.allow_other_template:
         raise UserError(
             f"{message} Choose models of one template, or accept it with "
             "--config.rollout.allow_other_template=True."
@@ -392,9 +389,9 @@ def check_templates(config: Config, ours: Tokenizer, theirs: Tokenizer) -> None:
     _log.warning("%s", message)
 
 
-def _find_differing(config: Config, ours: Tokenizer, theirs: Tokenizer) -> tuple[str, str] | None:
+def _find_differing(prompts: str, ours: Tokenizer, theirs: Tokenizer) -> tuple[str, str] | None:
     """The first prompt that the two render differently, both ways; None for none."""
-    files = find_files(config.rollout.prompts)
+    files = find_files(prompts)
     rendered = (text for text, chat in openings(files, ours) if chat)
     if theirs.chat_template is None:
         first = next(rendered, None)
@@ -409,7 +406,7 @@ def _find_differing(config: Config, ours: Tokenizer, theirs: Tokenizer) -> tuple
 
 def answers_key(config: Config, rows: str, student: str | None, prompts: Prompts) -> str:
     """SHA-256, in hex, of what decides the text of a run of one round; `rows` is its text's key."""
-    made_of = [rows, student, prompts.key, config.train.seed, _settings(config)]
+    made_of = [rows, student, prompts.key, config.train.seed, describe_answers(config)]
     return hashlib.sha256(json.dumps([*made_of, config.train.batch_size]).encode()).hexdigest()
 
 
@@ -443,7 +440,8 @@ def fix_answers(config: Config, pair: Pair, placement: Placement, rows: RowSet) 
     beside = np.resize(order, text)
     both = zip(fixed.rows, rows.train, strict=True)
     train = Rows(*(np.concatenate([own, column[beside]]) for own, column in both))
-    info = rows.info | {"answers": fixed.record["figures"]}
+    info = rows.info | {"answers": fixed.record["figures"], "text": rows.key}
+    info["answers_file"] = {"path": str(path.resolve()), "sha256": fixed.sha256}
     return RowSet(train, rows.heldout, info, key)
 
 
@@ -454,6 +452,7 @@ def answer_source(
     student: Model,
     teacher: Model | None,
     text: TextSource | None,
+    loss: KDLoss | None = None,
 ) -> AnswerSource:
     """The source of a run whose student answers anew each round."""
     reads = teacher is not None and isinstance(teacher.functions, DecoderFunctions)
@@ -464,6 +463,7 @@ def answer_source(
         pair.tokenizer,
         pair.vocabulary.real,
         teacher if reads else None,
+        loss,
     )
     _log.info("prompts: %d, at most %d tokens", len(author.prompts), _longest_prompt(config))
     place = dict(process_index=jax.process_index(), process_count=jax.process_count())

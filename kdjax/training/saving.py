@@ -33,21 +33,25 @@ from kdjax.formats.files import writing
 from kdjax.formats.saved import (
     CHECKSUMS,
     DIGEST,
+    RECEIPT,
+    DamagedError,
     array_name,
     find_damage,
     reading,
     record_digest,
+    saved_run,
     saved_steps,
     step_folder,
 )
-from kdjax.models.arch import ArchSpec
+from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
-from kdjax.training.step import TrainState
+from kdjax.training.step import Step, TrainState, refuse_donated
 
 _log = logging.getLogger("kdjax")
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore says it
+_STATE = "state"  # in `run`, of a loop of one's own: its arrays
 _REDRAWN = 1e-5  # random numbers are the same on other hardware but for their last bits
 
 
@@ -58,7 +62,14 @@ class Checkpoints:
     `CheckError` if there are steps and none is intact.
     """
 
-    def __init__(self, workdir: Path, keep: int, *, asynchronous: bool | None = None):
+    def __init__(
+        self,
+        workdir: Path,
+        keep: int,
+        *,
+        asynchronous: bool | None = None,
+        look: bool = True,  # for damage: the newest step is read for it
+    ):
         # On a CPU the copies of a background save (6 GB for a 0.5B student) would sit in the same
         # memory as the next step's temporaries: save there at once, 1 GB at a time.
         on_cpu = jax.default_backend() == "cpu"
@@ -71,7 +82,7 @@ class Checkpoints:
         self._quiet = contextlib.ExitStack()
         with self._writing():
             self._remove_unfinished()
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and look:
                 _set_aside_damaged(workdir)
             if jax.process_count() > 1:  # the others look at the folder once it is in order
                 multihost_utils.sync_global_devices("checkpoints in order")
@@ -184,6 +195,70 @@ class Checkpoints:
                 shutil.rmtree(leftover)
 
 
+def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
+    """Saves the state of a loop of one's own under its step's number; `keep` of them stay.
+
+    Every array has its checksum, a kill at any moment leaves the step before whole. The teacher is
+    in no state. Raises `UserError` for a folder that holds this step or a later one, or a run of
+    `distill`, and `WriteError` for a disk that is full or takes no writing.
+
+        kdjax.save_state("runs/own", state)
+    """
+    refuse_donated(state)
+    folder, step = Path(folder), int(state.step)
+    if (folder / RECEIPT).exists():
+        raise UserError(
+            f"{folder} holds a run of kdjax train; expected a folder of your own loop's: name "
+            "another."
+        )
+    latest = max(saved_steps(folder), default=-1)
+    if step <= latest:
+        raise UserError(
+            f"{folder}: found step {latest} saved and a state of step {step}; expected a later "
+            "one. load_state goes on from what is saved there; another loop needs another folder."
+        )
+    with Checkpoints(folder, keep, asynchronous=False, look=False) as checkpoints:
+        checkpoints.save(step, state, {_STATE: _describe_arrays(state)})
+
+
+def load_state(folder: str | Path, step: Step) -> TrainState | None:
+    """The newest state that `save_state` left in `folder`, on the devices of `step`; None: none.
+
+    Arrays lie as `step` wants them, on however many devices they were saved. A damaged step is
+    moved aside, and the one before it taken. Raises `UserError` for the state of another student or
+    optimizer, naming the first array that differs, and `CheckError` if no step is intact.
+
+        state = kdjax.load_state("runs/own", step) or step.init(student.params)
+    """
+    folder = Path(folder)
+    if not saved_steps(folder):
+        return None
+    with Checkpoints(folder, keep=2, asynchronous=False) as checkpoints:
+        latest = checkpoints.latest()
+        assert latest is not None  # else opening raises
+        saved = saved_run(folder, latest).get(_STATE)
+        if saved is None:
+            raise UserError(
+                f"{folder} holds a run of kdjax train; expected what kdjax.save_state saved. "
+                "kdjax.load opens its student."
+            )
+        wanted = _describe_arrays(step.abstract)
+        if differing := sorted(n for n in saved | wanted if saved.get(n) != wanted.get(n)):
+            name = differing[0]
+            was, now = (x.get(name, "no such array") for x in (saved, wanted))
+            raise UserError(
+                f"{folder}: found in step {latest} {name}: {was}; expected {now}. It is the state "
+                "of another student or optimizer: make the step as it was, or name another folder."
+            )
+        return checkpoints.restore(latest, step.abstract, step.shardings)
+
+
+def _describe_arrays(state: TrainState) -> dict[str, str]:
+    """Names, shapes and types of the arrays of a state, such as `float32 [24, 896]`."""
+    leaves = jax.tree.leaves_with_path(state)
+    return {array_name(path): f"{x.dtype} {list(x.shape)}" for path, x in leaves}
+
+
 def _quiet_threads() -> Callable[[], None]:
     """Silences what saving threads print of an error that `save` or `wait` raises as well.
 
@@ -211,7 +286,7 @@ def _quiet_threads() -> Callable[[], None]:
 
 
 def checksums(state: Params | TrainState) -> dict[str, int]:
-    """Of every array of a tree, by name; those on devices are added up there."""
+    """Checksums every array of a tree, by name; those on devices are added up there."""
     arrays = {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
     placed = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
     sums = jax.device_get(_add_up_all(placed))
@@ -231,24 +306,25 @@ def _set_aside_damaged(workdir: Path) -> None:
 
     Raises `CheckError` if none is, and moves nothing then.
     """
-    damaged: dict[int, str] = {}
+    damaged: dict[int, DamagedError] = {}
     for step in reversed(saved_steps(workdir)):
-        problem = find_damage(workdir, step)
-        if not problem:
+        error = find_damage(workdir, step)
+        if error is None:
             break
-        damaged[step] = problem
+        damaged[step] = error
     else:
         if damaged:
-            lines = "\n  ".join(f"step {step}: {problem}" for step, problem in damaged.items())
+            lines = "\n  ".join(f"step {step}: {e.problem}" for step, e in damaged.items())
             raise CheckError(
                 f"{workdir} holds no intact checkpoint:\n  {lines}\n"
                 "Nothing was changed. Put a copy of one back, or give another --workdir to begin "
                 "anew."
             )
-    for step, problem in damaged.items():
+    for step, error in damaged.items():
         aside = _free_name(workdir / f"damaged-{step}")
         os.rename(step_folder(workdir, step), aside)
-        _log.warning("step %d is damaged: %s. It is kept as %s", step, problem, aside)
+        (aside / "error.txt").write_text(f"{error.details or error.problem}\n")
+        _log.warning("step %d is damaged: %s. It is kept as %s", step, error.problem, aside)
     if damaged:
         _log.warning("the newest intact checkpoint is of step %d", saved_steps(workdir)[-1])
 
@@ -268,21 +344,26 @@ def changed_tensors(
     *,
     init: str,
     seed: int,
+    adapters: Params | None = None,
 ) -> dict[str, bool]:
-    """Whether each tensor differs from what its run began with: one a layer of `blocks/...`.
+    """Whether each tensor differs from what its run began with: one a layer of a stack.
 
-    `saved` is what `saved_params` gives. `init`, `seed`: the run's `student.init`, `train.seed`.
+    `saved` is what `saved_params` returns. `init`, `seed`: the run's `student.init`, `train.seed`;
+    `adapters`: those that it began with, of a run that trained some.
     Raises `UserError` for a parameter that the student does not have, or has in another shape.
     """
     slack = _REDRAWN if init == "random" else 0.0
     start = _params_before_training(table, spec, init, seed)
+    if adapters is not None:
+        begun = flatten_dict(adapters, sep="/")
+        start = lambda name: np.asarray(begun[name])  # noqa: E731
     changed = {}
     for name, final in saved:
         before = start(name)
         if before.shape != final.shape:
             raise UserError(f"{name} has shape {final.shape}, in the student {before.shape}")
         parts = [(name, before, final)]
-        if name.startswith("blocks/"):
+        if name.partition("/")[0] in STACKS:
             pairs = zip(before, final, strict=True)
             parts = [(f"{name}[{layer}]", *pair) for layer, pair in enumerate(pairs)]
         for part, old, new in parts:
@@ -325,19 +406,3 @@ def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
             "smoke.steps=0 to resume the run."
         )
     return latest == config.train.steps
-
-
-def check_same_run(saved: dict[str, Any], current: dict[str, Any], workdir: Path) -> None:
-    """Raises `UserError` naming every field in which the saved run differs from this one."""
-    missing = "(absent)"
-    differences = [
-        f"{name}: the checkpoint has {was!r}, now {now!r}"
-        for name in sorted(saved.keys() | current.keys())
-        if (was := saved.get(name, missing)) != (now := current.get(name, missing))
-    ]
-    if differences:
-        raise UserError(
-            f"{workdir} holds a checkpoint of another run, which this one would not continue:\n  "
-            + "\n  ".join(differences)
-            + "\nRestore these values, or give a new --workdir."
-        )

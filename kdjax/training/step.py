@@ -10,7 +10,7 @@ constants. They get no gradient, no optimizer slot, and are never donated.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
+from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -25,22 +26,50 @@ from jaxtyping import Array
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import (
     ROWS,
+    batch_sharding,
     compiler_options,
     make_mesh,
     parameter_shardings,
     put_batch,
     replicated,
+    row_shards,
     splits_state,
 )
 from kdjax.errors import UserError
-from kdjax.losses.chunked import EvalSums, HeadSpec, LossSums
-from kdjax.losses.kd import KDLoss
+from kdjax.losses.chunked import HeadSpec, LossSums
+from kdjax.losses.kd import KDLoss, Schedules
+from kdjax.losses.layers import ExtraSums, LayerLoss
+from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
+from kdjax.models.adapters import Lora, split_adapters
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.model import Model
-from kdjax.models.weights import Spread, sum_rows
-from kdjax.training.pair import Vocabulary, share_vocabulary
-from kdjax.training.teachers import Dense, NoTeacher, RunningTeacher, TeacherKind
+from kdjax.models.shards import Spread, sum_rows
+from kdjax.models.weights import name_numbers
+from kdjax.training.extra import begin_projections, choose_losses, list_names, read_states
+from kdjax.training.forms import PLAIN, Adapting, Form, choose_form
+from kdjax.training.heldout import held_out
+from kdjax.training.pair import Vocabulary, refuse_same, share_vocabulary
+from kdjax.training.several import Arrays, Teachers, name_arrays, spread_weights
+from kdjax.training.teachers import (
+    APART,
+    SCHEDULED,
+    Dense,
+    NoTeacher,
+    RunningTeacher,
+    TeacherKind,
+    refuse_odd,
+)
+from kdjax.training.trained import (
+    Layers,
+    find_frozen,
+    keep_layers,
+    leave_out,
+    list_paths,
+    put_back,
+    train_only,
+    zeros_for,
+)
 
 # tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
 # adds its own columns, `teacher_...`.
@@ -58,21 +87,53 @@ class TrainState:
 
 
 @struct.dataclass
+class FormedState(TrainState):
+    """State of a student whose form keeps arrays of its own, such as scales."""
+
+    kept: Any
+
+
+@struct.dataclass
+class ExtraState(FormedState):
+    """State of a step with layer losses: their projections, which the optimizer moves as well."""
+
+    extra: Any  # by loss, then by layer: float32 [width, D]
+
+
+_EXTRA = "_extra"  # where these stand beside the student's parameters, for the optimizer
+
+
+def _join(params: Params, extra: Params | None) -> Params:
+    return params if extra is None else params | {_EXTRA: extra}
+
+
+@struct.dataclass
 class StepMetrics:
     """Figures of one optimizer step, or, added, of several: each a (sum, count), in nats."""
 
     loss: Mean  # what is minimised, over trained positions
     ce: Mean
     divergence: Mean | None  # at the loss's temperature, without T^2; None: alpha is 1
-    grad_norm: Mean  # before clipping, over steps
+    grad_norm: Mean  # of what is trained, before clipping, over steps
+    extra: dict[str, Mean] | None = None  # of layer losses, without their weights
+    outside: Any = None  # what `_refuse_counted` takes; None: the host has looked, nothing is odd
 
     def __add__(self, other: "StepMetrics") -> "StepMetrics":
-        return jax.tree.map(operator.add, self, other)
+        counts = [x.outside for x in (self, other) if x.outside is not None]
+        pairs = (x.replace(outside=None) for x in (self, other))  # type: ignore[attr-defined]
+        added = jax.tree.map(operator.add, *pairs)
+        return added.replace(outside=sum(counts) if counts else None)
 
     def means(self) -> dict[str, float]:
-        """Each sum divided by its count, and `tokens`, the trained positions; waits for them."""
+        """Each sum divided by its count, and `tokens`, the trained positions; waits for them.
+
+        Raises `UserError` if a batch on the devices had ids outside the vocabulary.
+        """
         figures: StepMetrics = jax.device_get(self)
+        _refuse_counted(figures.outside)
         pairs = {field.name: getattr(figures, field.name) for field in dataclasses.fields(figures)}
+        del pairs["outside"]
+        pairs |= pairs.pop("extra") or {}
         means = {
             name: float(pair[0]) / max(float(pair[1]), 1.0) for name, pair in pairs.items() if pair
         }
@@ -81,54 +142,82 @@ class StepMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """What `kd_step` needs besides arrays; fixed for a run."""
+    """Arguments of `kd_step` that are no arrays; fixed for a run."""
 
     student: ModelFunctions
-    teacher: ModelFunctions | None  # None: trains on the text alone, and compares with nothing
+    # None: trains on the text alone, and compares with nothing; a tuple of several teachers'.
+    teacher: ModelFunctions | tuple[ModelFunctions | None, ...] | None
     kind: TeacherKind  # how the teacher reaches the loss
     head: HeadSpec
     tx: optax.GradientTransformation
-    microbatches: int = 1  # parts a batch is computed in, one after the other; the same sums
+    microbatches: int = 1  # parts of a batch, computed in turn; the sums are the same
     reduce_dtype: str = "float32"  # of gradients while devices add them up
-    layout: "Layout | None" = None  # None: one device, or plain JAX that the compiler splits
+    # How student and teacher lie on several devices; None: on one, or as the compiler splits them.
+    spreads: tuple[Spread, Spread] | None = None
+    form: Form = PLAIN  # of the student
+    frozen: frozenset[str] = frozenset()  # paths of parameters that get no gradient
+    some_layers: Layers = ()  # stacks of which some layers are trained
+    extra: tuple[LayerLoss, ...] = ()  # losses beside the divergence
+    schedules: Schedules | None = None  # of the loss; `head.loss` has their last values
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where the arrays of a step lie on a mesh of several devices.
+def _sum_over_devices(
+    function: Callable[..., Any], spec: StepSpec, outs: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """`function(params, teacher, batch)` on each device's rows; sums are added once, at the end.
 
-    Each device runs one device's program, kernels too, on its own rows; sums meet once, at the end.
+    Each device runs one device's program, kernels too. `outs` gives the specs of the sums from
+    those of `params`.
     """
+    if spec.spreads is None:
+        return function
+    of_student, of_teacher = spec.spreads
+    placement = of_student.placement
+    # On CPUs processes add in another order than the devices of one do.
+    ordered, dtype = placement.platform == "cpu", jnp.dtype(spec.reduce_dtype)
 
-    student: Spread
-    teacher: Spread
-    reduce_dtype: DTypeLike | None = None  # of gradients between devices; None: their own
+    def run(params: Params, teacher: Params, batch: Batch) -> Any:
+        def local(params: Params, teacher: Params, batch: Batch) -> Any:
+            sums = function(of_student.mark(params), of_teacher.mark(teacher), batch)
+            return sum_rows(sums, dtype, ordered=ordered)
 
-    @property
-    def _ordered(self) -> bool:
-        """On CPUs, where the way of a sum between processes is another one than within one."""
-        return self.student.placement.platform == "cpu"
+        specs = of_student.tree(params)
+        ins = specs, of_teacher.tree(teacher), ROWS
+        return placement.map_rows(local, ins, outs(specs))(params, teacher, batch)
 
-    def sum_over_rows(self, function: Callable[..., Any], outs: Callable[[Any], Any]) -> Any:
-        """`function(params, teacher, batch)`, its sums added over all devices; `outs` are their
-        specs, given those of `params`."""
-
-        def run(params: Params, teacher: Params, batch: Batch) -> Any:
-            def local(params: Params, teacher: Params, batch: Batch) -> Any:
-                marked = self.student.mark(params), self.teacher.mark(teacher)
-                sums = function(*marked, batch)
-                return sum_rows(sums, self.reduce_dtype, ordered=self._ordered)
-
-            specs = self.student.tree(params)
-            ins = specs, self.teacher.tree(teacher), ROWS
-            return self.student.placement.map_rows(local, ins, outs(specs))(params, teacher, batch)
-
-        return run
+    return run
 
 
 def _run_student(spec: StepSpec, params: Params, batch: Batch) -> tuple[Array, Array]:
     columns = batch["tokens"], batch["segment_ids"], batch["positions"]
     return spec.student.hidden(params, *columns), spec.student.head(params)
+
+
+def _run_both(
+    spec: StepSpec, params: Params, teacher: Params, batch: Batch
+) -> tuple[tuple[Array, Array], RunningTeacher, dict[str, Array] | None, Any]:
+    """The student, the teacher as a kind runs it, and the sums of layer losses, None without.
+
+    These come by name, and all together with their weights.
+    """
+    running = RunningTeacher(spec.teacher, teacher)
+    if not spec.extra:
+        return _run_student(spec, params, batch), running, None, None
+    columns = batch["tokens"], batch["segment_ids"], batch["positions"]
+    projections: Any = params.get(_EXTRA, {})
+    params = {name: x for name, x in params.items() if name != _EXTRA}
+    names, theirs = list_names(spec.extra, "student"), {}
+    hidden, ours = read_states(spec.student, params, *columns, names=names)
+    if names := list_names(spec.extra, "teacher"):
+        both = read_states(spec.teacher, teacher, *columns, names=names)
+        known, theirs = jax.lax.stop_gradient(both)
+        running = running._replace(known=known)
+    extra, total = {}, jnp.zeros((), jnp.float32)
+    for loss in spec.extra:
+        sums = loss.sum(ours, theirs, batch, projections.get(loss.name, {}))
+        extra |= sums
+        total += loss.weight * sum(sums.values())
+    return (hidden, spec.student.head(params)), running, extra, total
 
 
 def _split_batch(batch: Batch, parts: int) -> Batch:
@@ -145,14 +234,16 @@ def kd_gradients(
     """Gradients of the loss averaged over the batch's weighted positions; sums and their count.
 
     The count of the whole batch divides once, after all microbatches: a mean of microbatch means
-    would weigh positions of short microbatches more.
+    would weigh positions of short microbatches more. Frozen parameters have None.
     """
     sum_gradients = functools.partial(_sum_gradients, spec=spec)
-    if spec.layout is not None:
-        sum_gradients = spec.layout.sum_over_rows(sum_gradients, lambda grads: (grads, P(), P()))
+    sum_gradients = _sum_over_devices(
+        sum_gradients, spec, lambda specs: (leave_out(specs, spec.frozen), P(), P())
+    )
     grads, sums, count = sum_gradients(params, teacher, batch)
     count = count.astype(jnp.float32)
     grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
+    grads = keep_layers(grads, spec.some_layers)
     return grads, sums, count
 
 
@@ -161,67 +252,115 @@ def _sum_gradients(
 ) -> tuple[Params, LossSums, Array]:
     """Sums over the positions of one device: of gradients, of figures, and their count, int32."""
     # At alpha = 1 the teacher would change nothing but the figures: it runs in evaluations only.
-    kind = NoTeacher() if spec.head.loss.alpha == 1 else spec.kind
-    if spec.microbatches > 1:
+    kind = spec.kind if spec.head.loss.has_divergence or spec.schedules else NoTeacher()
+    # With layer losses a packed teacher runs, and is decoded, once a part.
+    if spec.microbatches > 1 and not list_names(spec.extra, "teacher"):
         running = RunningTeacher(spec.teacher, teacher)
         kind, batch = kind.begin_parts(running, batch, spec.microbatches)
 
-    def sum_loss(params: Params, part: Batch) -> tuple[Array, LossSums]:
-        student = _run_student(spec, params, part)
-        sums = kind.sum_loss(student, RunningTeacher(spec.teacher, teacher), part, spec.head)
+    trained = leave_out(params, spec.frozen)
+
+    def sum_loss(trained: Params, part: Batch) -> tuple[Array, LossSums]:
+        student, running, extra, total = _run_both(spec, put_back(trained, params), teacher, part)
+        sums = kind.sum_loss(student, running, part, spec.head)
+        if extra is not None:
+            sums = sums._replace(loss=sums.loss + total, extra=extra)
         return sums.loss, sums
 
     gradient = jax.grad(sum_loss, has_aux=True)
     if spec.microbatches == 1:
-        grads, sums = gradient(params, batch)
+        grads, sums = gradient(trained, batch)
     else:
 
         def accumulate(carry: Any, part: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, gradient(params, part)), None
+            return jax.tree.map(jnp.add, carry, gradient(trained, part)), None
 
         parts = _split_batch(batch, spec.microbatches)
         zero = jnp.zeros((), jnp.float32)
         sums = LossSums(zero, zero, None if isinstance(kind, NoTeacher) else zero)
-        start = jax.tree.map(jnp.zeros_like, params), sums
+        if spec.extra:
+            first = jax.tree.map(lambda x: x[0], parts)
+            shapes = jax.eval_shape(sum_loss, trained, first)[1].extra
+            sums = sums._replace(extra=jax.tree.map(lambda _: zero, shapes))
+        start = jax.tree.map(jnp.zeros_like, trained), sums
         (grads, sums), _ = jax.lax.scan(accumulate, start, parts)
     # Counted in int32: float32 sums of ones stop counting at 2^24.
     return grads, sums, jnp.sum(batch["weights"] != 0, dtype=jnp.int32)
 
 
 def kd_step(
-    state: TrainState, teacher: Params, batch: Batch, *, spec: StepSpec
+    state: TrainState, teacher: Params, batch: Batch, base: Params | None = None, *, spec: StepSpec
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step: the next state, and the step's figures."""
-    grads, sums, count = kd_gradients(state.params, teacher, batch, spec)
-    updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
-    params: Any = optax.apply_updates(state.params, updates)
+    """One optimizer step: the next state, and the step's figures.
+
+    `base` is the frozen part of a student with adapters.
+    """
+    if spec.schedules is not None:
+        batch = batch | _read_schedules(spec.schedules, state.step, batch)
+    form, kept = spec.form, getattr(state, "kept", None)
+    kept = form.advance(base if kept is None else kept, state.params, state.step)
+    seen = form.see(kept, state.params)  # once a step, whatever microbatches and remat repeat
+    extra = getattr(state, "extra", None)
+    grads, sums, count = kd_gradients(_join(seen, extra), teacher, batch, spec)
+    moved = grads.pop(_EXTRA, None)
+    grads = zeros_for(form.masters(grads), spec.frozen, state.params)
+    whole = form.pull(kept, state.params, seen, grads)
+    whole, masters = _join(whole, moved), _join(state.params, extra)
+    grads = leave_out(whole, spec.frozen)
+    updates, opt_state = spec.tx.update(whole, state.opt_state, masters)
+    params: Any = optax.apply_updates(masters, updates)
+    extra = params.pop(_EXTRA, None)
+    others = {name: (value, count) for name, value in (sums.extra or {}).items()}
     metrics = StepMetrics(
         loss=(sums.loss, count),
         ce=(sums.ce, count),
         divergence=None if sums.divergence is None else (sums.divergence, count),
         grad_norm=(optax.tree.norm(grads), jnp.ones((), jnp.float32)),
+        extra=others or None,
     )
-    return TrainState(state.step + 1, params, opt_state), metrics
+    return _state(state.step + 1, params, opt_state, None if base else kept, extra), metrics
+
+
+def _read_schedules(schedules: Schedules, step: Any, batch: Batch) -> Batch:
+    """Columns of the step's temperature and alpha: they travel with the rows to all devices."""
+    shape = batch["weights"].shape
+    return {
+        name: jnp.broadcast_to(jnp.asarray(schedule(step), jnp.float32), shape)
+        for name, schedule in zip(SCHEDULED, schedules, strict=True)
+        if schedule is not None
+    }
 
 
 def eval_step(
     params: Params, teacher: Params, batch: Batch, *, spec: StepSpec
-) -> EvalSums | TopEvalSums:
+) -> EvalSums | TopEvalSums | ExtraSums:
     """Held-out sums of one batch; rows of weight 0 count nothing."""
 
     def sum_evaluation(params: Params, teacher: Params, batch: Batch) -> Any:
-        student = _run_student(spec, params, batch)
-        running = RunningTeacher(spec.teacher, teacher)
-        return spec.kind.sum_evaluation(student, running, batch, spec.head)
+        student, running, extra, total = _run_both(spec, params, teacher, batch)
+        sums = spec.kind.sum_evaluation(student, running, batch, spec.head)
+        return sums if extra is None else ExtraSums(sums, extra, total)
 
-    if spec.layout is not None:
-        sum_evaluation = spec.layout.sum_over_rows(sum_evaluation, lambda _: P())
-    return sum_evaluation(params, teacher, batch)
+    return _sum_over_devices(sum_evaluation, spec, lambda _: P())(params, teacher, batch)
 
 
-def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+def _state(step: Any, params: Any, opt_state: Any, kept: Any, extra: Any = None) -> TrainState:
+    if extra is not None:
+        return ExtraState(step, params, opt_state, kept, extra)
+    if kept is None:
+        return TrainState(step, params, opt_state)
+    return FormedState(step, params, opt_state, kept)
+
+
+def init_state(
+    params: Params,
+    tx: optax.GradientTransformation,
+    form: Form = PLAIN,
+    extra: Params | None = None,
+) -> TrainState:
+    """The state before the first step; `extra` are projections of layer losses."""
+    opt_state, kept = tx.init(_join(params, extra)), form.begin(params)
+    return _state(jnp.zeros((), jnp.int32), params, opt_state, kept, extra)
 
 
 def state_shardings(
@@ -230,32 +369,53 @@ def state_shardings(
     placement: Placement,
     *,
     split: bool = False,
+    form: Form = PLAIN,
 ) -> TrainState:
-    """Parameters by the rules, their moments beside them, everything else replicated.
+    """Parameters by the rules, moments of their shapes beside them, everything else replicated.
 
     `split` is as of `parameter_shardings`.
     """
     params = parameter_shardings(abstract.params, placement.mesh, split=split)
     everywhere = replicated(placement.mesh)
+    shapes = getattr(abstract, "extra", None)
+    extra = jax.tree.map(lambda _: everywhere, shapes)
+
+    def place(moment: Any, sharding: Any, parameter: Any) -> Any:
+        if isinstance(moment, optax.MaskedNode):  # of parameters that the optimizer does not touch
+            return moment
+        return sharding if moment.shape == parameter.shape else everywhere
+
     opt_state = optax.tree.map_params(
         tx,
-        lambda _, sharding: sharding,
+        place,
         abstract.opt_state,
-        params,
+        _join(params, extra),
+        _join(abstract.params, shapes),
         transform_non_params=lambda _: everywhere,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
-    return TrainState(everywhere, params, opt_state)  # type: ignore[arg-type]
+    kept = form.place(getattr(abstract, "kept", None), params)
+    return _state(everywhere, params, opt_state, kept, extra)
+
+
+def _is_head_frozen(params: Params, frozen: frozenset[str]) -> bool:
+    """Whether the head of a decoder, its embedding if they are one, gets no gradient."""
+    head = {name: params[name] for name in ("head", "embed") if name in params}
+    first = dict([next(iter(head.items()))]) if head else {}
+    paths = list_paths(first)
+    return bool(paths) and frozen.issuperset(paths)
 
 
 def _compute_dtype(student: ModelFunctions) -> DTypeLike | None:
-    """Of a decoder, whose every product casts its masters; None for a module of one's own."""
+    """Compute dtype of a decoder, whose products cast its masters; None for a user's module."""
     return student.compute.dtype if isinstance(student, DecoderFunctions) else None
 
 
 class Step:
-    """A compiled `kd_step`: `step(state, teacher.params, batch)` gives the next state and metrics.
+    """A compiled `kd_step`: `step(state, teacher.params, batch)` returns the next state, metrics.
 
-    `train` and `evaluate` are the two jitted functions, for batches that are on the devices whole.
+    `train` and `sum_evaluation` are jitted, for batches that are on the devices whole;
+    `train` is `jitted` with the arguments that are the same in every step, `fixed`.
     """
 
     def __init__(
@@ -268,44 +428,98 @@ class Step:
         split: bool = False,
     ):
         """`params` are the student's, or their shapes, `teacher` the teacher's arrays: looked at
-        and not kept. Each device of several runs its own rows, as these arrays lie. With `split`
-        each keeps a part of masters and moments, see `sharding.splits_state`."""
-        shapes = jax.eval_shape(lambda tree: tree, params)
+        and not kept, but for the frozen base of adapters. Each device of several runs its own rows,
+        as these arrays lie. With `split` each keeps a part of masters and moments, see
+        `sharding.splits_state`."""
+        self.base = spec.form.base(params)
+        shapes = jax.eval_shape(lambda tree: tree, spec.form.masters(params))
         self.placement = placement
-        self.abstract = jax.eval_shape(functools.partial(init_state, tx=spec.tx), shapes)
-        self.shardings = state_shardings(self.abstract, spec.tx, placement, split=split)
-        layout = None
+        both: Any = spec.student, params, spec.teacher, teacher
+        self._extra: Any = (spec.extra and begin_projections(spec.extra, *both)) or None
+        begin = functools.partial(init_state, tx=spec.tx, form=spec.form, extra=self._extra)
+        try:
+            self.abstract = jax.eval_shape(begin, shapes)
+        except (KeyError, TypeError, ValueError) as error:
+            if self._extra is None:
+                raise
+            raise UserError(
+                "the optimizer's masks or labels are a tree of the student's parameters alone; "
+                f"expected a function of the tree: beside them {_EXTRA!r} has the projections of "
+                f"extra losses ({str(error).splitlines()[0][:80]})."
+            ) from error
+        self.shardings = state_shardings(
+            self.abstract, spec.tx, placement, split=split, form=spec.form
+        )
+        spreads = None
         if not placement.alone:
-            layout = Layout(
-                Spread.of(self.shardings.params, placement, _compute_dtype(spec.student)),
-                Spread.of(teacher or {}, placement),
-                jnp.dtype(spec.reduce_dtype),
-            )
-        self.spec = spec = dataclasses.replace(spec, layout=layout)
+            dtype, places = _compute_dtype(spec.student), self.shardings.params
+            if self.base is not None:  # whose float32 arrays are scales, to travel as they are
+                dtype, places = None, spec.form.see(self.base, places)
+            places = _join(places, getattr(self.shardings, "extra", None))
+            of_student = Spread.of(places, placement, dtype)
+            spreads = of_student, Spread.of(teacher or {}, placement)
+        frozen = find_frozen(spec.tx, _join(shapes, self._extra))
+        if self.base is not None:
+            frozen |= frozenset(list_paths(self.base))
+        head = dataclasses.replace(spec.head, frozen=_is_head_frozen(params, frozen))
+        self.spec = spec = dataclasses.replace(spec, spreads=spreads, frozen=frozen, head=head)
         options = compiler_options(placement.mesh)
         everywhere = replicated(placement.mesh)
-        self.train = jax.jit(
+        self._outside: list[Any] = []  # counts of ids in earlier batches, not yet looked at
+        self._read_ids = jax.jit(
+            functools.partial(_read_ids, head=spec.head),
+            out_shardings=(batch_sharding(placement.mesh),) * 2 + (everywhere,),
+        )
+        self.train: Any = jax.jit(
             functools.partial(kd_step, spec=spec),
             donate_argnums=0,
             out_shardings=(self.shardings, everywhere),
             compiler_options=options,
         )
-        self.evaluate = jax.jit(
+        self.jitted, self.fixed = self.train, {}
+        if self.base is not None:
+            self.fixed = {"base": self.base}
+            self.train = functools.partial(self.jitted, **self.fixed)
+        self.sum_evaluation: Any = jax.jit(
             functools.partial(eval_step, spec=spec),
             out_shardings=everywhere,
             compiler_options=options,
         )
+        self._see = jax.jit(spec.form.see, out_shardings=self.shardings.params)
+
+    def see(self, state: TrainState) -> Params:
+        """Parameters that the forward pass computes with; they are also judged and exported."""
+        if self.spec.form is PLAIN:
+            return state.params
+        if self.base is not None:
+            return self.spec.form.see(self.base, state.params)
+        return self._see(getattr(state, "kept", None), state.params)
+
+    def add_extra(self, params: Params, state: TrainState) -> Params:
+        """Parameters as `sum_evaluation` takes them: with projections of layer losses, if any."""
+        return _join(params, getattr(state, "extra", None))
+
+    def pack(self, state: TrainState) -> Params:
+        """The same as the blocks that it stands for, for `export_gguf`; plain masters as they are.
+
+        kdjax.export_gguf(student.replace(params=step.pack(state)), "student.gguf")
+        """
+        if self.base is not None:
+            return self.see(state)
+        return jax.jit(self.spec.form.pack)(getattr(state, "kept", None), state.params)
 
     def init(self, params: Params, *, donate: bool = False) -> TrainState:
         """The state before the first step, from a copy of `params`: the model stays whole.
 
-        With `donate` the arrays themselves go into the state, and the model loses them.
+        With `donate` the arrays themselves go into the state, and the model loses them. Of a
+        student with adapters these alone are the state's.
         """
+        params = self.spec.form.masters(params)
 
         def begin(params: Params) -> TrainState:
             if not donate:  # jit hands an argument that it only passes on back as it is
                 params = jax.tree.map(jnp.copy, params)
-            return init_state(params, self.spec.tx)
+            return init_state(params, self.spec.tx, self.spec.form, self._extra)
 
         # Whole arrays of which a device keeps a part cannot become that part.
         placed = jax.tree.map(
@@ -317,34 +531,173 @@ class Step:
         return jax.jit(begin, out_shardings=self.shardings, donate_argnums=donated)(params)
 
     def __call__(
-        self, state: TrainState, teacher: Params, batch: Any
+        self, state: TrainState, teacher: Arrays, batch: Any
     ) -> tuple[TrainState, StepMetrics]:
-        """Donates `state`; `batch` holds host or device arrays, as `complete_batch` takes them."""
-        return self.train(state, teacher, self.put(batch))
+        """Donates `state`; `batch` holds host or device arrays, as `complete_batch` takes them.
+
+        Raises `UserError` for a batch that cannot be used, and for a state given before.
+        """
+        refuse_donated(state)
+        placed, outside = self._put(batch)
+        rows, devices = len(placed["tokens"]), row_shards(self.placement.mesh)
+        if rows % (parts := devices * self.spec.microbatches):
+            raise UserError(
+                f"found a batch of {rows} rows; expected a multiple of {parts}: "
+                f"{self.spec.microbatches} microbatches on each of {devices} devices."
+            )
+        state, metrics = self.train(state, name_arrays(teacher), placed)
+        return state, metrics if outside is None else metrics.replace(outside=outside)
+
+    def evaluate(
+        self, state: TrainState, teacher: Arrays, batches: Iterable[Any]
+    ) -> dict[str, float]:
+        """Held-out figures over all batches, as runs log them: see `heldout.held_out_figures`.
+
+        A batch is as in training; a position of weight 0 counts nothing. Of the state nothing is
+        donated. Raises `UserError` for batches that cannot be used, and if none has a position.
+
+            print(step.evaluate(state, teacher.params, heldout)["kl"])
+        """
+        refuse_donated(state)
+        placed = (self.put(batch) for batch in batches)
+        judged, loss = self.add_extra(self.see(state), state), self.spec.head.loss
+        try:
+            return held_out(self.sum_evaluation, judged, name_arrays(teacher), placed, loss)
+        except ZeroDivisionError:
+            raise UserError(
+                "found no position of weight in the batches of an evaluation; expected some. An "
+                "iterator that was used up gives none: give a list."
+            ) from None
 
     def put(self, batch: Any) -> Batch:
-        """A batch, whole and on the devices, its rows split over them."""
-        whole = complete_batch(batch)
+        """A batch, whole and on the devices, its rows split over them.
+
+        Labels of -100 get weight 0. Raises `UserError` for ids outside the vocabulary: of host
+        arrays at once, of arrays on devices when a later batch is put and the count is there.
+        """
+        return self._put(batch)[0]
+
+    def _put(self, batch: Any) -> tuple[Batch, Array | None]:
+        """Puts a batch as `put` does, and counts the ids outside in arrays on devices."""
+        mesh, whole = self.placement.mesh, complete_batch(batch)
+        ready = [x for x in self._outside if x.is_ready()]
+        self._outside = [x for x in self._outside if not x.is_ready()]
+        for count in ready:
+            _refuse_counted(count)
+        ids = [whole[name] for name in ("tokens", "labels", "weights")]
+        outside = None
+        on_devices = any(isinstance(x, jax.Array) for x in ids)
+        shards = row_shards(mesh) // (1 if on_devices else jax.process_count())
+        if len(ids[0]) % shards:
+            raise UserError(
+                f"found a batch of {len(ids[0])} rows; expected a multiple of {shards}, the "
+                "devices that share its rows."
+            )
+        if on_devices:
+            whole["labels"], whole["weights"], outside = self._read_ids(*ids)
+        else:
+            whole["labels"], whole["weights"] = _check_ids(*ids, head=self.spec.head)
         on_host = {k: v for k, v in whole.items() if not isinstance(v, jax.Array)}
-        return whole | put_batch(on_host, self.placement.mesh)
+        placed = whole | put_batch(on_host, mesh)
+        odd = self.spec.kind.check_columns(whole, placed, self.spec.head)
+        if odd is not None:
+            outside = jnp.stack([jnp.int32(0) if outside is None else outside, odd])
+        if outside is not None:
+            self._outside.append(outside)
+        return placed, outside
+
+
+def refuse_donated(state: TrainState) -> None:
+    """Raises `UserError` for a state that a step was given before: its arrays are gone."""
+    if any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
+        raise UserError(
+            "found a state that an earlier step has taken (its arrays are donated); expected the "
+            "state which that step returned: `state, metrics = step(state, ...)`."
+        )
+
+
+IGNORED = -100  # a label that does not train, to PyTorch's cross-entropy and to Transformers
+_IDS, _COLUMNS = ("tokens", "labels"), ("segment_ids", "positions", "weights")
+_WEIGHTS = "weights", *APART
+
+
+def _read_ids(
+    tokens: Any, labels: Any, weights: Any, *, head: HeadSpec
+) -> tuple[Array, Array, Array]:
+    """Labels and weights with `IGNORED` left out, and how many ids are outside the vocabulary.
+
+    Labels of weight 0 may be any. For NumPy arrays and within `jax.jit`.
+    """
+    weights = jnp.where(labels == IGNORED, 0, weights).astype(jnp.float32)
+    odd = [(tokens < 0) | (tokens >= head.width), (labels < 0) | (labels >= head.real_vocab)]
+    outside = sum(jnp.sum(x, dtype=jnp.int32) for x in (odd[0], odd[1] & (weights != 0)))
+    return jnp.where(odd[1], 0, labels), weights, jnp.asarray(outside)
+
+
+def _check_ids(
+    tokens: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, head: HeadSpec
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reads ids of host arrays as `_read_ids` does; raises `UserError` naming the first outside."""
+
+    def outside(ids: np.ndarray, size: int) -> np.ndarray:
+        inside = not ids.size or 0 <= ids.min() <= ids.max() < size
+        return np.zeros((), bool) if inside else (ids < 0) | (ids >= size)
+
+    given = labels
+    odd = {"tokens": outside(tokens, head.width), "labels": outside(labels, head.real_vocab)}
+    if odd["labels"].any():
+        weights = np.where(labels == IGNORED, 0, weights)
+        odd["labels"], labels = odd["labels"] & (weights != 0), np.where(odd["labels"], 0, labels)
+    for name, where in odd.items():
+        if where.any():
+            row, at = np.argwhere(where)[0]
+            found = {"tokens": tokens, "labels": given}[name][row, at]
+            _refuse_outside(int(where.sum()), f" ({name}[{row}, {at}] is {found})")
+    return labels, weights
+
+
+def _refuse_outside(count: Any, example: str = "") -> None:
+    """Raises `UserError` if there are any such ids."""
+    if count:
+        raise UserError(
+            f"found {count} ids outside the vocabulary in a batch{example}; expected tokens and "
+            f"labels of the student's tokenizer, and labels of {IGNORED} where none is trained on."
+        )
+
+
+def _refuse_counted(counts: Any) -> None:
+    """Raises `UserError` for what the devices counted: ids outside, and, with a teacher in the
+    batch, positions where it is impossible."""
+    outside, *odd = np.ravel(0 if counts is None else counts)
+    _refuse_outside(int(outside))
+    refuse_odd(sum(map(int, odd)))
 
 
 def complete_batch(batch: Any) -> dict[str, Any]:
     """`tokens` and `labels` `[B, T]`, with what is left out of the other columns filled in.
 
     segment_ids: 1 everywhere (0 is padding). positions: from 0 in each run of one segment. weights:
-    1 where the label belongs to the same segment; the last label of a row does.
-    Raises `UserError` for a batch without tokens or labels, or of columns of other shapes.
+    1 where the label belongs to the same segment; the last label of a row does. Lists become
+    arrays.
+    Raises `UserError` for a batch without tokens or labels, or of columns of other shapes or types.
     """
-    lacking = [name for name in ("tokens", "labels") if name not in batch]
+    if not isinstance(batch, Mapping):
+        raise UserError(
+            f"found a batch of type {type(batch).__name__}; expected a dict of arrays [B, T] with "
+            "tokens and labels."
+        )
+    lacking = [name for name in _IDS if name not in batch]
     if lacking:
         raise UserError(f"the batch has no {' and no '.join(lacking)}; found {sorted(batch)}.")
-    shape = tuple(batch["tokens"].shape)
-    columns = {name: batch[name] for name in batch if name != "row_ids"}
+    columns = {name: _as_array(name, batch[name]) for name in batch if name != "row_ids"}
+    shape = tuple(columns["tokens"].shape)
+    columns = spread_weights(columns)
     odd = {name: tuple(x.shape) for name, x in columns.items() if tuple(x.shape[:2]) != shape}
     if odd or len(shape) != 2:
         raise UserError(f"the batch's tokens are {shape}, expected [B, T]; other shapes: {odd}.")
-    if not {"segment_ids", "positions", "weights"} <= columns.keys():
+    for name in {*_IDS, *_COLUMNS, *APART} & columns.keys():
+        columns[name] = _as_type(name, columns[name])
+    if not columns.keys() >= set(_COLUMNS):
         segments = np.asarray(columns.setdefault("segment_ids", np.ones(shape, np.int32)))
         at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
         begins = np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
@@ -355,9 +708,35 @@ def complete_batch(batch: Any) -> dict[str, Any]:
     return columns
 
 
+def _as_array(name: str, column: Any) -> Any:
+    if isinstance(column, jax.Array | np.ndarray):
+        return column
+    try:
+        return np.asarray(column)
+    except ValueError:
+        raise UserError(
+            f"the batch's {name} are lists of different lengths; expected an array [B, T]: pad the "
+            "rows, with segment 0 or labels of -100."
+        ) from None
+
+
+def _as_type(name: str, column: Any) -> Any:
+    """int32 of whole numbers, float32 of weights; raises `UserError` for another type."""
+    if name in _WEIGHTS:
+        return column.astype(np.float32) if column.dtype != np.float32 else column
+    if column.dtype == np.int32:
+        return column
+    if not jnp.issubdtype(column.dtype, jnp.integer):
+        raise UserError(f"the batch's {name} are {column.dtype}; expected whole numbers, int32.")
+    limits = np.iinfo(np.int32)
+    if isinstance(column, np.ndarray):  # so that no id becomes another one
+        column = np.clip(column, limits.min, limits.max)
+    return column.astype(np.int32)
+
+
 def make_step(
     student: Model,
-    teacher: Model | None,
+    teacher: Model | Sequence[Model | None] | None,
     loss: KDLoss,
     optimizer: optax.GradientTransformation,
     *,
@@ -366,58 +745,132 @@ def make_step(
     reduce_dtype: str = "float32",
     kind: TeacherKind | None = None,
     vocabulary: Vocabulary | None = None,
+    quantize: str = "",
+    quantize_every: int = 1,
+    quantize_until: int | None = None,
+    imatrix: str = "",
+    trainable: str | Sequence[str] = "",
+    extra: LayerLoss | Sequence[LayerLoss] = (),
+    allow_degenerate: bool = False,
 ) -> Step:
     """The step that teaches `student` what `teacher` predicts; nothing compiles before its call.
 
     `chunk_tokens` positions of a device have logits at a time; several devices add their gradients
     up in `reduce_dtype`. `kind` says how the teacher reaches the loss
     (default: it runs beside the student; without one the text alone trains, and alpha must be 1).
+    With a `TeacherInBatch` there is no model of it: `teacher` is None, here and in each step.
+    Of several teachers, `[a, b]`, the student learns a mixture, as `Teachers` says; a step takes
+    `[a.params, b.params]`, and weighs them by the batch's `teacher_weights` unless the kind does.
+    `quantize` rounds the student to block types once a step, as a GGUF file will have it: a recipe
+    of `export_gguf`, or types by name (`recipes.split_types`); gradients move the masters. Scales
+    are fitted anew each `quantize_every` steps (0: never), until `quantize_until` steps are done;
+    in fits errors count by the importance of `imatrix`, a file of llama-imatrix, if given.
     `vocabulary` is that of models already proven to fit; the student's parameters may be shapes.
+    `trainable` names the parameters that are trained, as `trained.choose_layers` takes them
+    (default: those that the optimizer moves). `extra` are losses of layers beside `loss`, one or
+    several of other names, see `LayerLoss`; their projections are in the state, and move as well.
     Raises `UserError` for models whose vocabularies do not agree, for devices that are not the
-    same, and for a student whose weights cannot be trained.
+    same, for a student whose weights cannot be trained, for one that is its teacher, unless
+    `allow_degenerate`, and for names that no parameter has.
 
         step = make_step(student, teacher, KDLoss(forward_kl), optax.adamw(1e-5))
         state = step.init(student.params)
         state, metrics = step(state, teacher.params, {"tokens": ids[:, :-1], "labels": ids[:, 1:]})
     """
-    if teacher is None and loss.alpha != 1:
+    several = list(teacher) if isinstance(teacher, Sequence) else None
+    models = [m for m in (several or [teacher]) if isinstance(m, Model)]
+    if kind is None and several is not None:
+        kind = Teachers(tuple(Dense() for _ in several))
+    kind = kind or (Dense() if teacher else NoTeacher())
+    _check_kinds(kind, several)
+    if not models and not kind.in_batch and loss.alpha != 1:
         raise UserError(f"found no teacher and alpha={loss.alpha}; without one alpha must be 1.")
-    placement = _share_placement(student, teacher)
-    dtypes = {x.dtype for x in jax.tree.leaves(student.params)}
-    odd = {t.name for t in dtypes if t.itemsize == 1 or not jnp.issubdtype(t, jnp.floating)}
+    kind.check_loss(loss)
+    loss, schedules = loss.settle()
+    placement = _share_placement(student, models)
+    lora = Lora.of_params(student.params)
+    form = choose_form(
+        quantize, student.spec, every=quantize_every, hold=quantize_until, imatrix=imatrix
+    )
+    if lora is not None:
+        for name, asked in (("quantize", quantize), ("trainable", trainable)):
+            if asked:
+                raise UserError(
+                    f"found {name}={asked!r} for a student with adapters; expected none: they are "
+                    "what is trained, beside a base that stays as it is. Leave it out."
+                )
+        form = Adapting(lora)
+    dtypes = {x.dtype for x in jax.tree.leaves(form.masters(student.params))}
+    odd = {t for t in dtypes if t.itemsize == 1 or not jnp.issubdtype(t, jnp.floating)}
     if odd:
+        held = ", ".join(sorted(name_numbers(t) for t in odd))
         raise UserError(
-            f"the student {student.source} holds {', '.join(sorted(odd))} weights, which no "
-            'gradient reaches. Load it with dtype="float32" and weights="dense".'
+            f"the student {student.source} holds {held} weights, which no gradient reaches. "
+            'Load it with dtype="float32" and weights="dense".'
         )
-    vocabulary = vocabulary or share_vocabulary(student, teacher)
+    # A rounded student can learn, and one whose adapters have.
+    if not (allow_degenerate or quantize or _has_learned(student, lora)):
+        for model in models:
+            refuse_same(model, student)
+    if vocabulary is None:  # the same of all: the student's own
+        vocabulary, *_ = [share_vocabulary(student, model) for model in models or [None]]
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
+    optimizer, layers = train_only(optimizer, student.params, student.spec, trainable)
+    functions: Any = models[0].functions if models else None
+    arrays: Any = models[0].params if models else None
+    if several is not None:
+        functions = tuple(model and model.functions for model in several)
+        arrays = name_arrays([model and model.params for model in several])
     spec = StepSpec(
         student=student.functions,
-        teacher=teacher and teacher.functions,
-        kind=kind or (Dense() if teacher else NoTeacher()),
+        teacher=functions,
+        kind=kind,
         head=head,
         tx=optimizer,
         microbatches=microbatches,
         reduce_dtype=reduce_dtype,
+        form=form,
+        some_layers=layers,
+        extra=choose_losses(extra, student.functions, functions, kind),
+        schedules=schedules,
     )
-    arrays = teacher.params if teacher else None
     return Step(spec, student.params, placement, arrays, split=_splits(spec, placement))
 
 
+def _has_learned(student: Model, lora: Lora | None) -> bool:
+    """Whether it is more than its base: where B is zero it is not."""
+    if lora is None:
+        return False
+    flat = flatten_dict(split_adapters(student.params)[1])
+    return any(path[-1] == "b" and bool(jnp.any(x != 0)) for path, x in flat.items())
+
+
 def _splits(spec: StepSpec, placement: Placement) -> bool:
-    """Of a `Decoder` only: a module of one's own does not gather its masters."""
+    """Whether masters are split. Only a `Decoder` gathers them; a user's module does not."""
     student = spec.student
     return isinstance(student, DecoderFunctions) and splits_state(
         placement.mesh, loops=student.compute.scan, reduce_dtype=spec.reduce_dtype
     )
 
 
-def _share_placement(student: Model, teacher: Model | None) -> Placement:
-    """Where both models are; a module of one's own, which is nowhere, goes where the teacher is."""
-    known = [model.placement for model in (student, teacher) if model and model.placement]
+def _check_kinds(kind: TeacherKind, several: Sequence[Model | None] | None) -> None:
+    """Raises `UserError` unless there are as many teachers as the kind says."""
+    kinds = len(kind.kinds) if isinstance(kind, Teachers) else None
+    given = None if several is None else len(several)
+    alone = kinds is not None and several is None and kind.in_batch
+    if kinds != given and not alone:
+        raise UserError(
+            f"found {'one teacher' if given is None else f'a list of {given}'} and kind={kind}; "
+            "expected a list with a model for each kind of `Teachers`, None for what the batch "
+            "brings."
+        )
+
+
+def _share_placement(student: Model, teachers: Sequence[Model]) -> Placement:
+    """Placement of all models; a user's module, which has none, takes the teacher's."""
+    known = [model.placement for model in (student, *teachers) if model.placement]
     if not known:
         return Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
-    if known[0].mesh != known[-1].mesh:
+    if any(known[0].mesh != other.mesh for other in known):
         raise UserError("teacher and student are on different devices: load both on the same.")
     return known[0]

@@ -5,20 +5,32 @@ strings become kinds.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
+from kdjax.errors import UserError
 from kdjax.formats.blocks import BLOCKS
-from kdjax.losses.chunked import EvalSums, HeadSpec, LossSums, head_evaluation, head_loss
+from kdjax.losses.chunked import (
+    Given,
+    HeadSpec,
+    LossSums,
+    Weighing,
+    Weights,
+    head_loss,
+)
+from kdjax.losses.kd import KDLoss, Schedules
+from kdjax.losses.positions import EvalSums, head_evaluation
 from kdjax.losses.topk import (
     TopEvalSums,
     TopTeacher,
@@ -27,8 +39,8 @@ from kdjax.losses.topk import (
     top_of_teacher,
 )
 from kdjax.models.checkpoint import Checkpoint
-from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
-from kdjax.models.model import Model, check_fp8, load_head, load_model, narrow_head
+from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.model import Model, check_float8, load_head, load_model, narrow_head
 from kdjax.models.weights import from_bits, to_bits
 
 Size = int | float  # bytes
@@ -39,17 +51,20 @@ Student = tuple[Array, Array]  # hidden states [B, T, D] and head [V, D]
 class RunningTeacher(NamedTuple):
     """A teacher within the compiled step: its functions, and its arrays as they were passed in."""
 
-    functions: ModelFunctions | None  # None: there is no teacher
+    functions: Any  # `ModelFunctions`; None: there is no teacher; a tuple of several teachers'
     params: Params
+    known: Array | None = None  # hidden states, where they were computed already
 
     def hidden(self, batch: Batch) -> Array:
         """Hidden states `[B, T, D]`."""
+        if self.known is not None:
+            return self.known
         assert self.functions is not None
         columns = batch["tokens"], batch["segment_ids"], batch["positions"]
         return jax.lax.stop_gradient(self.functions.hidden(self.params, *columns))
 
     def hidden_in_parts(self, batch: Batch, parts: int) -> Array:
-        """As `hidden`, a layer at a time for all parts of the batch; of a `Decoder` only."""
+        """Hidden states of `Decoder`s, a layer at a time for all parts of the batch."""
         functions: Any = self.functions
         columns = batch["tokens"], batch["segment_ids"], batch["positions"]
         return functions.hidden_in_parts(self.params, *columns, parts)
@@ -61,12 +76,32 @@ class RunningTeacher(NamedTuple):
         return self.functions.stored_head(self.params)
 
 
+# Columns of a batch beside `weights`, float32 `[B, T]`: what a position's cross-entropy and its
+# divergence weigh, and, of a loss with schedules, the amounts of the step.
+APART = "ce_weights", "divergence_weights"
+SCHEDULED = tuple(f"loss_{name}" for name in Schedules._fields)
+
+
+def weigh_positions(batch: Batch, loss: Any) -> Weights:
+    """The weights that the loss takes: one a position, or all that differs between positions."""
+    if not {*APART, *SCHEDULED} & batch.keys():
+        return batch["weights"]
+    shape = batch["weights"].shape
+    temperature: Any = batch.get("loss_temperature", loss.temperature)
+    alpha: Any = batch.get("loss_alpha", loss.alpha)
+    ce, divergence = (batch.get(name, 1.0) for name in APART)
+    amounts = alpha * ce, (1 - alpha) * divergence, temperature
+    columns = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in amounts)
+    return Weighing(batch["weights"], *columns)
+
+
 @dataclasses.dataclass(frozen=True)
 class TeacherKind:
     """How a teacher is kept and how it reaches the loss; the base runs beside the student."""
 
-    name: ClassVar[str] = ""  # as logs, plans and caches call it
+    name: ClassVar[str] = ""  # as logs, plans and caches call it; of `WEIGHTS` if it runs
     runs: ClassVar[bool] = True  # whether it computes hidden states in every step
+    in_batch: ClassVar[bool] = False  # whether all of it comes with the batch, without a model
     logit_bytes: ClassVar[int] = 4  # of its float32 logits, an id of a position in a chunk
     flop_rate: ClassVar[float] = 1.0  # of its products, in units of bf16's
     resident: ClassVar[str] = ""  # what stays on the devices, for the plan; "": dense numbers
@@ -75,16 +110,21 @@ class TeacherKind:
     loss: ClassVar[Callable[..., Any]] = staticmethod(head_loss)
     evaluation: ClassVar[Callable[..., Any]] = staticmethod(head_evaluation)
 
-    @property
-    def weights(self) -> str:
-        """As `load_model` calls them."""
-        return "dense"
-
     def check(self, placement: Placement) -> None:
         """Raises `UserError` for devices that cannot run it."""
 
+    def check_loss(self, loss: KDLoss) -> None:
+        """Raises `UserError` for a loss that it cannot give what it needs."""
+
+    def check_columns(self, batch: dict[str, Any], placed: Batch, head: HeadSpec) -> Array | None:
+        """The number of trained positions with impossible columns; None: the host has looked.
+
+        `batch` is complete, `placed` the same on the devices. Raises `UserError` for columns that
+        are absent or of another shape, and for impossible ones that the host can see.
+        """
+
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
-        """On each device, with the head cut to `width` rows."""
+        """Bytes on each device, with the head cut to `width` rows."""
         raise NotImplementedError
 
     def flops(self, teacher: Checkpoint, width: int, seq_len: int) -> float:
@@ -97,7 +137,7 @@ class TeacherKind:
         model = load_model(
             teacher,
             placement=compute.placement,
-            weights=self.weights,
+            weights=self.name,
             dtype=compute.param_dtype,
             compute_dtype=compute.dtype,
             max_segments=compute.max_segments,
@@ -105,13 +145,13 @@ class TeacherKind:
         return narrow_head(model, width)
 
     def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
-        """What the loss takes of the teacher: hidden states `[B, T, D]` and a head."""
+        """Runs the teacher for the loss: hidden states `[B, T, D]` and a head."""
         return teacher.hidden(batch), teacher.head
 
     def begin_parts(
         self, teacher: RunningTeacher, batch: Batch, parts: int
     ) -> tuple["TeacherKind", Batch]:
-        """What computes the loss of a part of the batch, and what of it belongs in the batch."""
+        """Returns the kind that computes the loss of a part, and the batch to split."""
         return self, batch
 
     def sum_loss(
@@ -120,7 +160,7 @@ class TeacherKind:
         """Sums of the loss over a batch's weighted positions."""
         compare: Any = self.loss  # custom_vjp hides what it returns
         outputs = self.read_outputs(teacher, batch)
-        return compare(*student, *outputs, batch["labels"], batch["weights"], spec)
+        return compare(*student, *outputs, batch["labels"], weigh_positions(batch, spec.loss), spec)
 
     def sum_evaluation(
         self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
@@ -132,9 +172,9 @@ class TeacherKind:
 
 @dataclasses.dataclass(frozen=True)
 class Dense(TeacherKind):
-    """Numbers, dequantized at load."""
+    """Numbers, decoded at load."""
 
-    name: ClassVar[str] = "dequant"
+    name: ClassVar[str] = "dense"
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         return sharding.tree_bytes(_narrow_shapes(teacher, width, dtype), mesh)
@@ -144,13 +184,9 @@ class Dense(TeacherKind):
 class Packed(TeacherKind):
     """The file's own blocks, decoded a layer at a time."""
 
-    name: ClassVar[str] = "q4k"
+    name: ClassVar[str] = "packed"
     resident: ClassVar[str] = "packed blocks"
     decodes: ClassVar[bool] = True
-
-    @property
-    def weights(self) -> str:
-        return "packed"
 
     def begin_parts(
         self, teacher: RunningTeacher, batch: Batch, parts: int
@@ -180,20 +216,15 @@ class Packed(TeacherKind):
 
 @dataclasses.dataclass(frozen=True)
 class Float8(TeacherKind):
-    """float8_e4m3fn with a scale a row, multiplied as such; `precise` sums in float32."""
+    """float8_e4m3fn with a scale a row, multiplied as such."""
 
-    name: ClassVar[str] = "fp8"
+    name: ClassVar[str] = "float8"
     flop_rate: ClassVar[float] = 2.0  # data sheets give float8 twice the rate of bf16
     resident: ClassVar[str] = "float8 and scales"
     extra_bytes: ClassVar[int] = 1  # what the down projection multiplies, in float8
-    precise: bool = False
-
-    @property
-    def weights(self) -> str:
-        return "float8_precise" if self.precise else "float8"
 
     def check(self, placement: Placement) -> None:
-        check_fp8(placement.mesh.devices.flat[0])
+        check_float8(placement.mesh.devices.flat[0])
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         total: Size = 0
@@ -204,6 +235,13 @@ class Float8(TeacherKind):
                 total += 4 * math.prod(scales) / sharding.count_shards(path, scales, mesh)
             total += itemsize * leaf.size / sharding.count_shards(path, leaf.shape, mesh)
         return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Precise(Float8):
+    """The same, its products summed in float32."""
+
+    name: ClassVar[str] = "float8_precise"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +268,7 @@ class CachedHidden(TeacherKind):
     def make_records(
         self, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> dict[str, Array]:
-        """What the cache keeps of a running teacher; zeros at positions without weight."""
+        """Makes the cache's records of a running teacher; zeros at positions without weight."""
         # Positions without weight may hold anything, NaN too, and are never read.
         return {"hidden": jnp.where((batch["weights"] != 0)[..., None], teacher.hidden(batch), 0)}
 
@@ -241,11 +279,19 @@ class CachedTopK(TeacherKind):
 
     name: ClassVar[str] = "topk"
     runs: ClassVar[bool] = False
+    in_batch: ClassVar[bool] = True
     resident: ClassVar[str] = "cached"
     logit_bytes: ClassVar[int] = 0
     loss: ClassVar[Callable[..., Any]] = staticmethod(cached_head_loss)
     evaluation: ClassVar[Callable[..., Any]] = staticmethod(cached_head_evaluation)
     k: int = 0  # ids a position
+
+    def check_loss(self, loss: KDLoss) -> None:
+        if callable(loss.temperature):
+            raise UserError(
+                "found a schedule of the temperature and a cache of likeliest ids; expected the "
+                "temperature that it was made for. Cache hidden states (--kind=hidden)."
+            )
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         return 0
@@ -262,11 +308,127 @@ class CachedTopK(TeacherKind):
     def make_records(
         self, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> dict[str, Array]:
-        """What the cache keeps of a running teacher."""
+        """Makes the cache's records of a running teacher."""
         assert teacher.functions is not None
         head = teacher.functions.head(teacher.params)
         columns = batch["labels"], batch["weights"]
         return top_of_teacher(teacher.hidden(batch), head, *columns, spec, self.k)._asdict()
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherInBatch(TeacherKind):
+    """What a teacher said comes with the batch: of a server, an ensemble, a model of one's own.
+
+        step = make_step(student, None, loss, tx, kind=TeacherInBatch(rest="tail"))
+
+    Log-probabilities at T = 1, nats, of what follows `tokens[t]`. Without `rest` the batch has
+    `teacher_log_probs` `[B, T, V]` over the ids of the student's tokenizer, or over all rows of its
+    head. With it `teacher_ids` (int32, distinct at a position) and `teacher_top_log_probs`
+    `[B, T, k]`. `rest` says of the probability that these lack of 1: "tail", it is with all other
+    ids together, as in a cache of the likeliest ids, and the temperature is 1; or "absent", no
+    other id has any, and the k ids share all of it.
+    Raises `UserError` for another `rest`; the step for columns of other shapes, ids outside the
+    vocabulary or twice at a position, and probabilities that add up to more than 1 (by 1%).
+    """
+
+    rest: str = ""
+    name: ClassVar[str] = "batch"
+    runs: ClassVar[bool] = False
+    in_batch: ClassVar[bool] = True
+    resident: ClassVar[str] = "in the batch"
+    logit_bytes: ClassVar[int] = 0
+
+    def __post_init__(self):
+        if self.rest not in ("", "tail", "absent"):
+            raise UserError(
+                f"rest={self.rest!r}: must be 'tail' or 'absent', what is meant by the probability "
+                "that the likeliest ids lack of 1; or empty, where all ids come with the batch"
+            )
+
+    @property
+    def loss(self) -> Callable[..., Any]:  # type: ignore[override]
+        """The loss of merged outcomes, or of all ids."""
+        return cached_head_loss if self.rest else head_loss
+
+    @property
+    def evaluation(self) -> Callable[..., Any]:  # type: ignore[override]
+        """The held-out sums of merged outcomes, or of all ids."""
+        return cached_head_evaluation if self.rest else head_evaluation
+
+    def check_loss(self, loss: KDLoss) -> None:
+        if self.rest == "tail" and loss.temperature != 1:
+            scheduled = callable(loss.temperature)
+            found = "a schedule" if scheduled else f"{loss.temperature:g}"
+            raise UserError(
+                f"found temperature={found} and rest='tail'; expected 1: the tail's "
+                "probability at T does not follow from that at 1. Bring all ids "
+                "(teacher_log_probs), or take rest='absent'."
+            )
+
+    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
+        if not self.rest:
+            return batch["teacher_log_probs"], Given()
+        columns = (batch[name] for name in ("teacher_ids", "teacher_top_log_probs", "labels"))
+        return (TopTeacher.from_log_probs(*columns, tail=self.rest == "tail"),)
+
+    def check_columns(self, batch: dict[str, Any], placed: Batch, head: HeadSpec) -> Array | None:
+        names = ["teacher_ids", "teacher_top_log_probs"] if self.rest else ["teacher_log_probs"]
+        found = [tuple(batch[name].shape) if name in batch else () for name in names]
+        rows, last = tuple(batch["tokens"].shape), (found[0] or (0,))[-1]
+        fits = 0 < last <= head.real_vocab if self.rest else last in (head.real_vocab, head.width)
+        if not fits or any(shape != (*rows, last) for shape in found):
+            shown = ", ".join(f"{name} {shape}" for name, shape in zip(names, found, strict=True))
+            wanted = f"k from 1 to {head.real_vocab}" if self.rest else str(head.real_vocab)
+            raise UserError(
+                f"found of a teacher in the batch: {shown}; expected arrays of {rows} and of "
+                f"{wanted} ids at each position, as TeacherInBatch(rest={self.rest!r}) says."
+            )
+        if not self.rest:
+            return _count_odd(None, placed[names[0]], placed["weights"], head.real_vocab)
+        ids, log_probs = (batch[name] for name in names)
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise UserError(f"the batch's teacher_ids are {ids.dtype}; expected whole numbers.")
+        if any(isinstance(x, jax.Array) for x in (ids, log_probs, batch["weights"])):
+            columns = (placed[name] for name in (*names, "weights"))
+            return _count_odd(*columns, head.real_vocab)
+        odd = _find_odd(np, ids, log_probs, batch["weights"], head.real_vocab)
+        if odd.any():
+            row, at = np.argwhere(odd)[0]
+            total = float(np.exp(np.float64(log_probs[row, at])).sum())
+            refuse_odd(
+                int(odd.sum()),
+                f" At [{row}, {at}]: ids {np.asarray(ids)[row, at].tolist()}, in sum {total:.4g}.",
+            )
+        return None
+
+
+def refuse_odd(count: int, example: str = "") -> None:
+    """Raises `UserError` if a teacher in a batch is impossible at any position."""
+    if count:
+        raise UserError(
+            f"found {count} positions whose teacher is impossible; expected ids of the student's "
+            "vocabulary, each once at a position, and log-probabilities whose probabilities add "
+            f"up to at most 1.{example}"
+        )
+
+
+_MOST = 1.01  # what probabilities may add up to: log-probabilities in bfloat16 are off by 0.4%
+
+
+def _find_odd(xp: Any, ids: Any, log_probs: Any, weights: Any, real: int) -> Any:
+    """Marks the positions `[B, T]` of which ids or log-probabilities cannot be; NaN cannot."""
+    total = xp.exp(log_probs[..., :real].astype(np.float32)).sum(-1)
+    good = total <= _MOST
+    if ids is not None:
+        ordered = xp.sort(ids, axis=-1)
+        good &= (ordered[..., 0] >= 0) & (ordered[..., -1] < real)
+        good &= (ordered[..., 1:] != ordered[..., :-1]).all(-1)
+    return ~good & (weights != 0)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _count_odd(ids: Any, log_probs: Any, weights: Any, real: int) -> Array:
+    return jnp.sum(_find_odd(jnp, ids, log_probs, weights, real), dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,3 +450,9 @@ def _narrow_shapes(teacher: Checkpoint, width: int, dtype: DTypeLike) -> Params:
     cut = dataclasses.replace(teacher.spec, vocab_size=width)
     head = "embed" if teacher.spec.tied else "head"
     return shapes | {head: functional(cut, compute)[1][head]}
+
+
+# Those that run beside the student, by `teacher.weights`.
+RUNNING: dict[str, TeacherKind] = {
+    k.name: k for k in (Dense(), Packed(), Float8(), Float8Precise())
+}

@@ -1,4 +1,4 @@
-"""What a receipt is made of: the file, canonical hashes, and the revision of the source."""
+"""Parts of a receipt: the file, canonical hashes, and the revision of the source."""
 
 import hashlib
 import json

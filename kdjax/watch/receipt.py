@@ -70,7 +70,8 @@ class Receipt(Hook):
 
     def train_begin(self, run: Run) -> None:
         """Writes the receipt with status "running"."""
-        folder = Path(self._job.config.data.cache_dir).expanduser() / self._job.rows.key
+        rows, data = self._job.rows, self._job.config.data
+        folder = Path(data.cache_dir).expanduser() / rows.info.get("text", rows.key)
         pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._rows_hash = pool.submit(packed_hash, folder.resolve())
         pool.shutdown(wait=False)
@@ -181,7 +182,7 @@ class Receipt(Hook):
 
 
 def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
-    """What the run is made of."""
+    """Describes the run's inputs: models, text, rows and cache, with their hashes."""
     config = dataclasses.asdict(job.config)
     sha, dirty = source_revision()
     files: dict[str, Any] = {"teacher": None}
@@ -191,23 +192,30 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
             files[side] = {"files": paths, "sha256": run.config[f"{side}.sha256"]}
     if job.teacher:
         files["teacher"] |= {
-            "backend": job.teacher.kind,
+            "weights": job.teacher.kind,
             "resident_bytes": job.teacher.resident_bytes,
         }
     if job.cache:
-        files["teacher"]["cache"] = job.cache.sha256
+        files["teacher"] = (files["teacher"] or {}) | {"cache": job.cache.sha256}
     plan = job.plan
     return {
         "format": FORMAT,
         "kdjax": {"version": __version__, "git_sha": sha, "git_dirty": dirty},
         "config": config,
         "config_sha256": config_hash(config),
+        # A user's code by the names of `distill`, each with its own name: no hash here is of it.
+        "unhashed_python": job.own.describe(job.step.abstract),
         "seed": job.config.train.seed,
         "cwd": os.getcwd(),  # relative paths of the config start here
         **files,
         # Bytes on each device, as planned.
         "plan": plan and {name: getattr(plan, name) for name in _PLAN},
-        "data": {"rows": job.rows.key, "folder": str(rows), "packed_sha256": None},
+        "data": {
+            "rows": job.rows.key,
+            "folder": str(rows),
+            "packed_sha256": None,
+            "answers": job.rows.info.get("answers_file"),
+        },
         "sources": _describe_sources(job.config),
     }
 

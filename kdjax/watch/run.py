@@ -1,11 +1,15 @@
 """A whole run: assembled from its config, trained, and watched."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import optax
+from flax import nnx
 
 from kdjax.config import Config, flatten, validate
 from kdjax.data.pipeline import BatchSource
@@ -15,11 +19,17 @@ from kdjax.formats.files import remove_leftovers, writing
 from kdjax.formats.locks import LOCK, locking
 from kdjax.formats.saved import saved_steps
 from kdjax.hub import fetch_files
-from kdjax.training.hooks import CollapseGuard, Hook, NonFiniteGuard
-from kdjax.training.job import Job, assemble, check_finished
+from kdjax.losses.kd import KDLoss
+from kdjax.losses.layers import LayerLoss
+from kdjax.models.decoder import DecoderFunctions
+from kdjax.training.hooks import Hook, StepRecord
+from kdjax.training.inputs import check_finished
+from kdjax.training.job import Job, assemble, survey
 from kdjax.training.loop import train
+from kdjax.training.own import Own
 from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.watch import writers
+from kdjax.watch.guards import CollapseGuard, NonFiniteGuard, NoSignalGuard
 from kdjax.watch.receipt import Receipt
 from kdjax.watch.report import ReportPage
 from kdjax.watch.samples import Samples
@@ -33,6 +43,12 @@ def distill(
     workdir: str | Path,
     *,
     batches: BatchSource | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    loss: KDLoss | None = None,
+    student: nnx.Module | None = None,
+    extra: LayerLoss | Sequence[LayerLoss] = (),
+    on_step: Callable[[StepRecord], Any] | None = None,
+    on_eval: Callable[[Mapping[str, float]], Any] | None = None,
     verdict: Verdict | None = None,
     suits_cpu: bool = False,
     distributed: str = "auto",
@@ -41,7 +57,14 @@ def distill(
     """Trains the config's student in `workdir`; returns "finished" or "interrupted".
 
     A run that was stopped goes on from its newest checkpoint. `batches` replaces the batches of
-    the config's text, which stays what is held out. `verdict` judges a smoke run (`smoke.steps`).
+    the config's text, which stays what is held out; `optimizer` what `optim` says, `loss` what
+    `loss` says; `extra` are losses of layers beside it, as `make_step` takes them. `student` is a
+    Flax NNX module, as `Model.from_module` takes it, that trains in place of `student.path`, whose
+    tokenizer it has; the plan of memory takes that file's sizes.
+    `on_step(record)` sees each step once it is done, and stops the run by returning True;
+    `on_eval(figures)` the held-out figures and their `step`. The receipt names such Python and says
+    that no hash is of its code.
+    `verdict` judges a smoke run (`smoke.steps`).
     With `distributed="auto"` the processes that an engine started train together, see
     `cluster.started`; the disk of `workdir` is shared by all.
     A GPU that JAX does not use is an error, unless the run `suits_cpu`.
@@ -55,11 +78,14 @@ def distill(
         kdjax.distill(config, "runs/a")
     """
     workdir = Path(workdir)
+    own = Own(batches, optimizer, loss, student, extra, on_step, on_eval)
+    config = own.rewrite(config)
     validate(config)
+    config = own.name_loss(config)
     with contextlib.ExitStack() as held:
         joined = cluster.started(distributed, join_timeout, suits_cpu=suits_cpu)
         devices = held.enter_context(joined)
-        config = fetch_files(config)
+        config = fetch_files(config, check=functools.partial(survey, whole=False))
         held.enter_context(_naming_checkpoint(workdir))
         if jax.process_index() == 0:  # of several processes the first holds the workdir for all
             with writing(workdir / LOCK):
@@ -70,11 +96,18 @@ def distill(
         cluster.check_shared(workdir)
         checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         if is_finished(checkpoints.latest(), config, workdir):
-            check_finished(config, workdir)
+            check_finished(config, workdir, own)
             steps = config.train.steps
-            _log.info("%s already holds step %d of %d: nothing to do.", workdir, steps, steps)
+            _log.info(
+                "%s already holds step %d of %d: nothing to do. More steps: a larger train.steps "
+                "and train.after=%d.",
+                workdir,
+                steps,
+                steps,
+                steps,
+            )
             return "finished"
-        job = assemble(config, workdir, batches)
+        job = assemble(config, workdir, own)
         if not config.smoke.steps:
             checkpoints.check_room(job.step.abstract)
         chosen = {"the teacher's kind": job.kind} | flatten(job.config)
@@ -114,7 +147,11 @@ def make_hooks(
     or Weights & Biases: they would be joined with those of the run that it tries.
     """
     config, workdir = job.config, job.workdir
-    hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index())]
+    hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index()), *job.own.hooks]
+    # What a rounded student learns is to predict this in spite of its rounding.
+    alike = config.teacher.allow_degenerate or config.loss.alpha == 1 or config.student.quantize
+    if not alike:
+        hooks.append(NoSignalGuard())
     first = jax.process_index() == 0
     if first:
         hooks += [
@@ -130,7 +167,7 @@ def make_hooks(
         hooks.append(writers.TensorBoard(workdir))
     if first and config.log.wandb_project:
         hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
-    if config.eval.samples:
+    if config.eval.samples and isinstance(job.step.spec.student, DecoderFunctions):
         student, placement = job.step.spec.student, job.step.placement
         samples = job.teacher, job.pair.tokenizer, job.rows.heldout, placement
         hooks.append(Samples(workdir, config.eval.samples, student, *samples))

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdjax.config import Config, LossConfig
-from kdjax.training.hooks import Hook, NonFiniteError, Run, StepRecord, kl_names
+from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
+from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.writers import format_seconds
 
 GATE = "F-DISTILL-SMOKE-001"
@@ -100,7 +101,7 @@ def _select(figures: Mapping[str, float]) -> dict[str, float]:
 def _warn(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None, loss: LossConfig
 ) -> str | None:
-    """That the student leaves its teacher although what is trained falls."""
+    """Warns that the student leaves its teacher although the trained loss falls."""
     if before is None or after is None:
         return None
     kl = kl_names(before)[0]

@@ -10,15 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.config import Config, identity
-from kdjax.data.rows import packed_hash, rows_key
+from kdjax.config import SELF, Config, read_section
+from kdjax.data.rollouts import read_round
+from kdjax.data.rows import packed_hash
 from kdjax.data.text import split_sources
-from kdjax.errors import CheckError, UserError
-from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
+from kdjax.errors import CheckError, UserError, suggest_path
+from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
 from kdjax.models.tokenizer import load_tokenizer
-from kdjax.training.job import row_settings
-from kdjax.training.pair import open_student
+from kdjax.training.identity import identify, list_differences
+from kdjax.training.inputs import hash_text
+from kdjax.training.pair import begin_adapters, open_adapters, open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
@@ -86,6 +88,7 @@ class _Recheck:
         if receipt is None:
             raise UserError(
                 f"{path}: no such file; expected the receipt of a run. Give the run's --workdir."
+                f"{suggest_path(workdir)}"
             )
         self.workdir, self.receipt = workdir, receipt
 
@@ -93,21 +96,36 @@ class _Recheck:
     def config(self) -> Config:
         """The run's config, with paths that hold whatever the current directory is."""
         nested = self.receipt["config"]
-        sections = {name: type(default)(**nested[name]) for name, default in vars(Config()).items()}
-        config = Config(**sections)
+        config = read_section(Config(), {name: nested[name] for name in vars(Config())})
         for section, name in (
             (config.data, "tokenizer"),
             (config.student, "path"),
             (config.teacher, "path"),
         ):
-            if path := getattr(section, name):
+            if (path := getattr(section, name)) not in ("", SELF):
                 setattr(section, name, resolve_path(self.receipt, path))
-        for side in ("train", "heldout"):
-            paths, packages = split_sources(getattr(config.data, side))
+        for section, name in (
+            (config.data, "train"),
+            (config.data, "heldout"),
+            (config.rollout, "prompts"),
+        ):
+            paths, packages = split_sources(getattr(section, name))
             paths = [resolve_path(self.receipt, path) for path in paths]
             paths += [f"python:{','.join(packages)}"] if packages else []
-            setattr(config.data, side, ",".join(paths))
+            setattr(section, name, ",".join(paths))
         return config
+
+    @property
+    def python(self) -> dict[str, str]:
+        """A user's code in the run, by the names of `distill`; empty of older receipts."""
+        return self.receipt.get("unhashed_python", {})
+
+    @functools.cached_property
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the identity's text and prompts, from the files as they are now."""
+        config = self.config
+        tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
+        return hash_text(config, tokenizer, self.receipt["student"]["sha256"])
 
     def end(self) -> str:
         if self.receipt["status"] == "running":
@@ -120,17 +138,25 @@ class _Recheck:
         sha = provenance.config_hash(receipt["config"])
         _expect("a config of hash", sha, receipt["config_sha256"])
         _expect("in the config seed", receipt["config"]["train"]["seed"], receipt["seed"])
-        return f"sha256 {sha}"
+        return f"sha256 {sha}" + self._tell_python()
+
+    def _tell_python(self) -> str:
+        named = ", ".join(f"{k} ({v})" for k, v in self.python.items())
+        return named and f"; of no hash is the code given as Python: {named}"
 
     def teacher(self) -> str:
         path = self.config.teacher.path
         if not path:
-            _expect("no teacher in the config and in the receipt", None, self.receipt["teacher"])
-            return "none: trained on the text alone"
+            known = {k: v for k, v in (self.receipt["teacher"] or {}).items() if k != "cache"}
+            _expect("no teacher in the config and in the receipt", {}, known)
+            cached = self.config.teacher.cache
+            return f"none: {'what it said is cached' if cached else 'trained on the text alone'}"
+        if path == SELF:
+            return self._recheck_model("teacher", open_student(self.config).base.table)
         return self._recheck_model("teacher", open_table(path))
 
     def student(self) -> str:
-        return self._recheck_model("student", open_shapes(self.config.student.path))
+        return self._recheck_model("student", open_student(self.config).table)
 
     def _recheck_model(self, side: str, table: TensorTable) -> str:
         sha = content_hash(table)
@@ -143,18 +169,19 @@ class _Recheck:
             raise _Failed("the run could not hash its packed rows")
         sha = packed_hash(Path(data["folder"]))
         _expect(f"in {data['folder']} sha256", sha, data["packed_sha256"])
+        if answers := data.get("answers"):
+            written = read_round(Path(answers["path"])).sha256
+            _expect(f"in {answers['path']} sha256", written, answers["sha256"])
         return f"{data['folder']}, sha256 {sha}"
 
     def text(self) -> str:
-        config = self.config
-        tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
-        key = rows_key(row_settings(config, tokenizer))
+        key = self.hashes["data.rows"]
         _expect("text of key", key, self.receipt["data"]["rows"])
         return f"key {key}"
 
     @property
     def output(self) -> dict[str, Any]:
-        """What the receipt says of the newest checkpoint."""
+        """The receipt's entry of the newest checkpoint."""
         if self.receipt["output"] is None:
             raise _Failed("the run left no checkpoint")
         return self.receipt["output"]
@@ -174,15 +201,20 @@ class _Recheck:
         # What the checkpoint itself says it was trained by.
         saved = saved_run(self.workdir, step)["identity"]
         teacher = receipt["teacher"] or {}
-        stated = identity(self.config) | {
+        contents = {
             "teacher.sha256": teacher.get("sha256"),
             "student.sha256": receipt["student"]["sha256"],
             "data.rows": receipt["data"]["rows"],
         }
         if "cache" in teacher:
-            stated["teacher.cache"] = teacher["cache"]
-        for name in sorted(saved.keys() | stated.keys()):
-            _expect(f"in the checkpoint {name}", saved.get(name), stated.get(name))
+            contents["teacher.cache"] = teacher["cache"]
+        for name in ("rollout.prompts", "student.imatrix.sha256"):
+            if name in saved:
+                contents[name] = self.hashes.get(name)
+        named = {f"own.{name}": text for name, text in self.python.items()}
+        contents |= {name: text for name, text in named.items() if name in saved}
+        for name, was, stated in list_differences(saved, identify(self.config, contents)):
+            _expect(f"in the checkpoint {name}", was, stated)
         return f"{path}, of the same config, models and rows"
 
     def held_out(self) -> str:
@@ -209,8 +241,17 @@ class _Recheck:
                 provenance.add_tensor(digest, name, tensor)
                 yield name, tensor
 
+        if "student" in self.python:
+            for _ in read_params():
+                pass
+            _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
+            return f"a module of your own, what it began with is not kept; {digest.hexdigest()}"
         student, init, seed = open_student(config), config.student.init, config.train.seed
-        changed = changed_tensors(read_params(), student.table, student.spec, init=init, seed=seed)
+        lora = open_adapters(config, student)
+        adapters = lora and begin_adapters(config, student, lora)
+        changed = changed_tensors(
+            read_params(), student.table, student.spec, init=init, seed=seed, adapters=adapters
+        )
         _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
         same = [name for name, differs in changed.items() if not differs]
         count = f"{len(changed) - len(same)} of {len(changed)} tensors changed"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from kdjax.data.rollouts import ROUND
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing, writing
 from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
@@ -54,8 +55,8 @@ class JsonLines(Hook):
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         self._write("eval", step, figures)
 
-    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
-        self._write("round", step, figures)
+    def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        self._write(kind, step, figures)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
         with writing(self._path):
@@ -77,8 +78,8 @@ class _Scalars(Hook):
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         self._log({f"eval/{k}": v for k, v in figures.items()}, step)
 
-    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
-        self._log({f"round/{k}": v for k, v in figures.items()}, step)
+    def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        self._log({f"{kind}/{k}": v for k, v in figures.items()}, step)
 
     def _log(self, scalars: Mapping[str, float], step: int) -> None:
         raise NotImplementedError
@@ -163,12 +164,19 @@ def format_seconds(seconds: float) -> str:
 
 
 class Terminal(Hook):
-    """A progress bar on a terminal, plain lines elsewhere; the same fields in both."""
+    """A progress bar on a terminal, plain lines elsewhere; the same fields in both.
+
+    Among the first plain lines is one that says how long the run will take: the next may be far.
+    """
+
+    _FIRST_PACE = 3  # steps, and seconds, that tell it
 
     def __init__(self, stream: Any = None):
         self._stream = stream or sys.stderr
         self._bar: Any = None
-        self._seconds = self._steps = 0.0
+        self._seconds = self._steps = 0.0  # of the steps that were timed
+        self._held_out = 0.0  # positions of an evaluation
+        self._foretold = False
 
     def train_begin(self, run: Run) -> None:
         """Shows the bar if the stream is a terminal."""
@@ -202,22 +210,40 @@ class Terminal(Hook):
             self._bar.update(self._task, completed=record.step, description=line)
         if record.step % run.log_every == 0 or first or record.step == run.total_steps:
             self._print(f"step {record.step:>6}/{run.total_steps}  {line}")
+        enough = self._steps >= self._FIRST_PACE <= self._seconds
+        if self._bar is None and enough and not self._foretold and record.step < run.total_steps:
+            self._foretold = True
+            left = format_seconds(self._seconds_left(record.step))
+            pace = f"{self._seconds / self._steps:.2g} s a step"
+            self._print(f"about {left} more for steps and evaluations, at {pace}")
+
+    def _seconds_left(self, step: int) -> float:
+        """Until the last step and evaluation, of which a position counts as one of a step."""
+        run = self._run
+        behind = {
+            run.total_steps,
+            *range(0, run.total_steps + 1, run.eval_every or run.total_steps),
+        }
+        evaluations = sum(at > step for at in behind)
+        steps = run.total_steps - step + evaluations * self._held_out / run.tokens_per_step
+        return steps * self._seconds / self._steps
 
     def _line(self, record: StepRecord) -> str:
         run, f = self._run, record.figures
         fields = [f"{name} {f[name]:.4f}" for name in ("loss", "ce", "divergence") if name in f]
-        fields += [f"lr {f['learning_rate']:.2e}", f"grad {f['grad_norm']:.3f}"]
+        fields += [f"lr {f['learning_rate']:.2e}"] if "learning_rate" in f else []
+        fields.append(f"grad {f['grad_norm']:.3f}")
         if self._steps:
-            pace = self._seconds / self._steps
-            speed = run.tokens_per_step / pace
+            speed = run.tokens_per_step * self._steps / self._seconds
             fields.append(f"{speed:,.0f} tok/s")
             if run.peak_flops:
                 fields.append(f"MFU {speed * run.flops_per_token / run.peak_flops:.1%}")
-            fields.append(f"ETA {format_seconds(pace * (run.total_steps - record.step))}")
+            fields.append(f"ETA {format_seconds(self._seconds_left(record.step))}")
         return "  ".join(fields)
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         f = figures
+        self._held_out = f["tokens"]
         fields = [
             f"{side} ce {f[f'{side}_ce']:.4f} (ppl {f[f'{side}_perplexity']:.3f})"
             for side in ("student", "teacher")
@@ -233,10 +259,13 @@ class Terminal(Hook):
         fields.append(f"over {f['tokens']:,.0f} tokens")
         self._print(f"held-out at step {step}: {'  '.join(fields)}")
 
-    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
-        names = ("length", "cut_off", "entropy", "repeated", "distinct", "divergence", "overlap")
+    def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        title, names = f"{kind} before step {step}", tuple(figures)
+        if kind == ROUND:
+            title = f"round {figures['round']:.0f} of own answers"
+            names = "length", "cut_off", "entropy", "repeated", "distinct", "divergence", "overlap"
         fields = [f"{name} {figures[name]:.4g}" for name in names if name in figures]
-        self._print(f"round {figures['round']:.0f} of own answers: {'  '.join(fields)}")
+        self._print(f"{title}: {'  '.join(fields)}")
 
     def save_begin(self, step: int) -> None:
         self._print(f"checkpoint at step {step}")

@@ -18,20 +18,23 @@ from typing import Any
 import numpy as np
 
 from kdjax.errors import UserError, reporting
-from kdjax.export.headers import apr_architecture, as_json, gguf_shape, rope_parameters
+from kdjax.export.headers import apr_architecture, as_json
 from kdjax.formats.apr.metadata import GGUF_KEY, TOKENIZER
 from kdjax.formats.apr.table import DTYPES, AprTable, verify_footer, write_apr
 from kdjax.formats.files import bad, map_file, replacing
 from kdjax.formats.gguf import GGUFTable, write_gguf
-from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.arch import ArchSpec
 from kdjax.models.families import FAMILIES
 from kdjax.models.names import APART, LAYER_OF, NAMES
+from kdjax.models.ropes import scaling_to_config
+from kdjax.models.schema import gguf_entries, spec_from_table
 
-# GGUF files of the others interleave the rows of queries and keys, .apr files do not.
+# GGUF files of the others interleave the rows of queries and keys, or fuse matrices by other names;
+# .apr files do not.
 _CONVERTIBLE = [
     name
     for name, family in FAMILIES.items()
-    if family.apr and not (family.interleaved or family.experts)
+    if family.apr and not (family.interleaved or family.experts or family.fused)
 ]
 _HF_OF = {name.gguf: name.hf for name in NAMES if name.path not in APART}
 _GGUF_OF = {hf: gguf for gguf, hf in _HF_OF.items()}
@@ -115,7 +118,7 @@ def _read_header(path: Path, table: GGUFTable) -> bytes:
 
 def _apr_metadata(table: GGUFTable, spec: ArchSpec, header: bytes, size: int) -> dict[str, Any]:
     metadata = apr_architecture(spec, str(table.metadata.get("general.name", "")), "gguf")
-    if scaling := rope_parameters(spec):
+    if scaling := scaling_to_config(spec.rope, spec.head_dim, spec.max_positions):
         metadata["rope_scaling"] = scaling
     for key, name in TOKENIZER.items():
         if name in table.metadata:
@@ -214,7 +217,7 @@ def _write_new(table: AprTable, target: Path) -> None:
     }
     infos = [table.info(name) for name in table]
     tensors = [(gguf_name(i.name) or "", i.dtype, i.shape, table.raw(i.name)) for i in infos]
-    write_gguf(target, metadata | gguf_shape(spec) | tokenizer, tensors)
+    write_gguf(target, metadata | gguf_entries(spec) | tokenizer, tensors)
 
 
 @reporting

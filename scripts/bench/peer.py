@@ -11,11 +11,12 @@ experts are Transformers' grouped products ("grouped_mm").
 # pyright: reportMissingImports=false
 # torch belongs to the extra "parity": types are checked without it too.
 
+import functools
 import json
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ MODES = {
     "eager-chunked": dict(compiled=False, checkpointed=False, chunked=True),
     "compile": dict(compiled=True, checkpointed=False, chunked=False),
     "chunked": dict(compiled=True, checkpointed=False, chunked=True),
+    # PEFT's adapters of rank 16 on a bf16 base.
+    "lora": dict(compiled=True, checkpointed=True, chunked=True, adapted=True),
+    "lora-eager": dict(compiled=False, checkpointed=True, chunked=True, adapted=True),
 }
 
 
@@ -84,30 +88,31 @@ def build(shape: dict[str, Any], dtype: Any, device: str) -> Any:
 
 
 def forward_of(
-    request: dict[str, Any], mode: dict[str, bool], models: Any, batch: Any
-) -> Callable[[], Any]:
-    """The mean loss of the batch as a function of nothing, to be called and compiled."""
+    request: dict[str, Any], mode: dict[str, bool], models: Any, total: int
+) -> Callable[[Any, Any], Any]:
+    """The loss of tokens and labels, divided by `total`, to be called and compiled."""
     import contextlib
 
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    (teacher, student), (tokens, labels) = models, batch
-    count, options = labels.numel(), (request["temperature"], request["alpha"])
-    half = request["dtype"] == "bfloat16"
+    teacher, student = models
+    options, half = (request["temperature"], request["alpha"]), request["dtype"] == "bfloat16"
+    kind = next(student.parameters()).device.type
 
     def autocast() -> Any:
-        kind = tokens.device.type
         return torch.autocast(kind, torch.bfloat16) if half else contextlib.nullcontext()
 
-    def whole() -> Any:
+    def whole(tokens: Any, labels: Any) -> Any:
+        count = labels.numel()
         with torch.no_grad():
             theirs = teacher(input_ids=tokens, use_cache=False).logits.reshape(count, -1)
         with autocast():
             ours = student(input_ids=tokens, use_cache=False).logits.reshape(count, -1)
-        return kd_loss(ours, theirs, labels, *options) / count
+        return kd_loss(ours, theirs, labels, *options) / total
 
-    def chunked() -> Any:
+    def chunked(tokens: Any, labels: Any) -> Any:
+        count = labels.numel()
         with torch.no_grad():
             theirs = teacher.model(input_ids=tokens, use_cache=False).last_hidden_state
         theirs = theirs.reshape(count, -1)
@@ -117,11 +122,11 @@ def forward_of(
 
         with autocast():
             ours = student.model(input_ids=tokens, use_cache=False).last_hidden_state
-            ours, total, size = ours.reshape(count, -1), 0.0, request["chunk_tokens"]
+            ours, added, size = ours.reshape(count, -1), 0.0, request["chunk_tokens"]
             for i in range(0, count, size):
                 pieces = (x[i : i + size] for x in (ours, theirs, labels))
-                total = total + checkpoint(part, *pieces, use_reentrant=False)
-        return total / count
+                added = added + checkpoint(part, *pieces, use_reentrant=False)
+        return added / total
 
     return chunked if mode["chunked"] else whole
 
@@ -141,25 +146,41 @@ def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
     torch.backends.cuda.matmul.allow_tf32 = True
     dtype, mode = getattr(torch, request["dtype"]), MODES[request["mode"]]
     teacher = build(request["teacher"], dtype, device).eval().requires_grad_(False)
-    student = build(request["student"], torch.float32, device).train()
+    adapted = mode.get("adapted", False)
+    student = build(request["student"], dtype if adapted else torch.float32, device).train()
     if mode["checkpointed"]:
         student.gradient_checkpointing_enable(dict(use_reentrant=False))
-    adamw = torch.optim.AdamW(student.parameters(), lr=1.5e-5, betas=(0.9, 0.95), fused=True)
+    if adapted:
+        add_adapters(student)
+    trained = [x for x in student.parameters() if x.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=1.5e-5, betas=(0.9, 0.95), fused=True)
     found = []
     for length in request["lengths"]:
         made = made_rows(request["rows"], length, request["vocab"])
         tokens = torch.from_numpy(made.tokens).long().to(device)
-        batch = tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1).contiguous()
-        forward = forward_of(request, mode, (teacher, student), batch)
+        total, parts = tokens[:, 1:].numel(), request.get("microbatches", 1)
+        forward = forward_of(request, mode, (teacher, student), total)
         if mode["compiled"]:
             torch._dynamo.reset()
             forward = torch.compile(forward)
+        forwards = [
+            functools.partial(forward, x[:, :-1].contiguous(), x[:, 1:].reshape(-1).contiguous())
+            for x in tokens.chunk(parts)
+        ]
         if processes > 1:
-            forward = averaged(student, forward)
-        figures = {"length": length} | timed(forward, adamw, request, device, length)
+            forwards = [averaged(student, forward) for forward in forwards]
+        figures = {"length": length} | timed(forwards, adamw, request, device, length)
         figures["tokens_per_s"] *= processes
         found.append(figures)
     return found
+
+
+def add_adapters(student: Any) -> None:
+    """PEFT's adapters into the model itself, float32; all else is frozen."""
+    import peft
+
+    student.enable_input_require_grads()  # else a recomputed layer has no gradient to pass on
+    peft.get_peft_model(student, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
 
 
 def averaged(student: Any, forward: Callable[[], Any]) -> Callable[[], Any]:
@@ -178,7 +199,11 @@ def averaged(student: Any, forward: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def timed(
-    forward: Callable[[], Any], adamw: Any, request: dict[str, Any], device: str, length: int
+    forwards: Sequence[Callable[[], Any]],
+    adamw: Any,
+    request: dict[str, Any],
+    device: str,
+    length: int,
 ) -> dict[str, Any]:
     """The clock of steps of forward, backward and update, as a row of figures."""
     import torch
@@ -188,11 +213,14 @@ def timed(
         torch.cuda.reset_peak_memory_stats()
 
     def step() -> Any:
-        value = forward()
-        value.backward()
+        value = 0.0
+        for forward in forwards:
+            part = forward()
+            part.backward()
+            value = value + part.detach()
         adamw.step()
         adamw.zero_grad()
-        return value.detach()
+        return value
 
     def wait(value: Any) -> float:
         if cuda:

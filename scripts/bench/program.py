@@ -29,7 +29,7 @@ HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to measure: settings by their flat names, and one case a length."""
+    """A measurement: settings by their flat names, and one case a length."""
 
     settings: dict[str, Any]
     lengths: list[int]
@@ -57,11 +57,11 @@ def configured(settings: dict[str, Any]) -> Config:
     for name, value in settings.items():
         if name not in known:
             raise UserError(f"{name}={value!r}: no such field. See kdjax/config.py.")
-        section, field = name.split(".")
+        *sections, field = name.split(".")
         kind = type(known[name])
         if isinstance(value, str) and kind is bool:
             value = value.lower() in ("1", "true")
-        setattr(getattr(config, section), field, kind(value))
+        setattr(functools.reduce(getattr, sections, config), field, kind(value))
     validate(config)
     return config
 
@@ -108,7 +108,7 @@ def random_rows(config: Config, vocab: int, documents: str, batches: int = 64) -
 def random_cache(job: Any) -> Any:
     """A cache of random records for the job's rows: written, hashed and opened as any other."""
     from kdjax.data.teacher_cache import open_cache, write
-    from kdjax.training.job import describe_cache
+    from kdjax.training.identity import describe_cache
 
     about = describe_cache(job.config, job.pair, job.rows, job.kind, "(none)")
     block = made_records(about.record, job.config.train.batch_size, about.vocabulary[1])
@@ -158,9 +158,10 @@ def measure_step(job: Any, state: Any, request: Request) -> tuple[dict[str, Any]
 
     batch = job.step.put(job.source.next({}))
     start = time.perf_counter()
-    compiled = job.step.train.lower(state, job.teacher_params, batch).compile()
+    lowered = job.step.jitted.lower(state, job.teacher_params, batch, **job.step.fixed)
+    compiled = functools.partial(lowered.compile(), **job.step.fixed)
     compile_s = time.perf_counter() - start
-    memory = compiled.memory_analysis()
+    memory = compiled.func.memory_analysis()
 
     def step() -> Any:
         nonlocal state
@@ -216,7 +217,7 @@ def peak_bytes() -> int:
 def measure_host(
     job: Any, train_step: Any, state: Any, batch: Any, step_s: float, steps: int
 ) -> tuple[dict[str, Any], Any]:
-    """What the host costs: steps as the loop runs them against steps with nothing between them."""
+    """Measures the host's cost: steps of the loop against steps with nothing between them."""
     import jax
 
     def bare(state: Any) -> Any:
@@ -250,7 +251,7 @@ def measure_host(
 
 
 def run_loop(job: Any, train_step: Any, steps: int, state: Any) -> Any:
-    """As `kdjax.training.loop`: batch, transfer, dispatch, the figures one step late."""
+    """Runs steps as `kdjax.training.loop`: batch, transfer, dispatch, the figures one step late."""
     from kdjax.training.loop import _Delivery
 
     delivery = _Delivery([], job.schedule)

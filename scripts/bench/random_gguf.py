@@ -14,11 +14,12 @@ from scripts.bench.synthetic import (
     GEMMA3_SHAPES,
     QWEN3_SHAPES,
     QWEN25_SHAPES,
+    QWEN35_SHAPES,
     RECIPES,
     write_random_gguf,
 )
 
-SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES
+SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | QWEN35_SHAPES
 
 
 @reporting

@@ -14,7 +14,6 @@ one length, which spares it the padding and the waiting.
 # pyright: reportMissingImports=false
 
 import argparse
-import dataclasses
 import functools
 import json
 import time
@@ -29,7 +28,7 @@ import numpy as np
 from kdjax.models import decoding, kernels
 from kdjax.models.model import Model, load
 from scripts.bench.peer import build
-from scripts.bench.step import model_file, spec_of
+from scripts.bench.step import describe_model, model_file, spec_of
 
 _CALLS = 5  # timed, after one more
 
@@ -109,8 +108,7 @@ def full_engine(model: Model, args: argparse.Namespace, slots: int) -> Any:
         decoding.Row(np.ones(n, np.int32), sampling.max_tokens, i, sampling, None)
         for i, n in enumerate(lengths)
     ]
-    programs = dict(functions=model.functions, spread=model.spread)
-    engine = decoding._Engine(programs, model.params, rows, sampling, model.real_vocab, slots, 1, 0)
+    engine = decoding._Engine(model.as_writer("write"), model.params, rows, sampling, slots)
     # Of a row in flight, half of an answer is written on average, and long ones are met more often.
     limits = np.asarray(drawn(args.answer_tokens, 16 * slots, rng))
     met = rng.choice(limits, slots, p=limits / limits.sum())
@@ -130,9 +128,9 @@ def full(model: Model, args: argparse.Namespace, slots: int) -> dict[str, Any]:
 
     def advance() -> None:
         engine._slots = engine._slots._replace(positions=start + 0)
-        jax.block_until_ready(engine._advance().drawn)
+        jax.block_until_ready(engine._advance().drawn.ids)
 
-    step = timed(advance) / decoding._STEPS
+    step = timed(advance) / decoding.STEPS
     found = dict(full_tokens_per_s=slots / step, step_ms=1e3 * step)
     if args.parts:
         found |= parts(model, engine, slots)
@@ -160,7 +158,7 @@ def parts(model: Model, engine: Any, slots: int) -> dict[str, float]:
     rng, real = np.random.default_rng(2), model.real_vocab
     hidden = jnp.asarray(rng.normal(size=(slots, spec.hidden_size)), dtype)
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(slots))
-    sampling = engine._static["sampling"]
+    sampling, head = engine._sampling, engine._weights[1]
     by_kernel = model.placement is not None and model.placement.kernels
 
     def product(x: Any, hidden: Any, head: Any) -> Any:
@@ -170,8 +168,8 @@ def parts(model: Model, engine: Any, slots: int) -> dict[str, float]:
     def draw(x: Any, hidden: Any, head: Any, keys: Any) -> Any:
         return decoding.pick(product(x, hidden, head), keys, sampling, real, kernel=by_kernel)
 
-    found = {"head_ms": repeated(product, hidden, engine._head)}
-    found["head_and_draw_ms"] = repeated(draw, hidden, engine._head, keys)
+    found = {"head_ms": repeated(product, hidden, head)}
+    found["head_and_draw_ms"] = repeated(draw, hidden, head, keys)
     if by_kernel:
         found["attention_ms"] = spec.num_layers * attention(engine, spec, dtype, slots)
     at_once = engine._at_once
@@ -188,7 +186,7 @@ def parts(model: Model, engine: Any, slots: int) -> dict[str, float]:
 
     def fill() -> None:
         engine._slots = decoding._fill(
-            model.params, engine._layers, engine._slots, prompts, **engine._programs
+            model.params, engine._weights, engine._slots, prompts, writer=engine._writer
         )
         jax.block_until_ready(engine._slots.last)
 
@@ -227,7 +225,9 @@ def peer(args: argparse.Namespace, rows: int, device: str = "cuda") -> dict[str,
     import torch
 
     spec = spec_of(model_file(args.shape, args.folder))
-    model = build(dataclasses.asdict(spec), torch.bfloat16, device).eval()
+    model = build(
+        describe_model(model_file(args.shape, args.folder)), torch.bfloat16, device
+    ).eval()
     prompts = torch.randint(0, spec.vocab_size, (rows, 128), device=device)
 
     def generate() -> None:

@@ -1,16 +1,16 @@
 """Times the training step, kdjax's variants and PyTorch's side by side; prints Markdown tables.
 
-    python -m scripts.bench.step --folder=/tmp/m --variants=dequant,q4k,torch-compile
-    python -m scripts.bench.step --variants=dequant --sweep-length=512,2048,8192
-    python -m scripts.bench.step --variants=dequant --document-tokens=50:2000
-    python -m scripts.bench.step --variants=fp8-fast,torch-compile --devices=1,2 --rounds=3
+    python -m scripts.bench.step --folder=/tmp/m --variants=dense,packed,torch-compile
+    python -m scripts.bench.step --variants=dense --sweep-length=512,2048,8192
+    python -m scripts.bench.step --variants=dense --document-tokens=50:2000
+    python -m scripts.bench.step --variants=float8-fast,torch-compile --devices=1,2 --rounds=3
     python -m scripts.bench.step --scaling --devices=1,2,4,8 --limit=590 --json=/tmp/m/scaling.json
     python -m scripts.bench.step --teacher=demo-teacher --student=demo-student --rows=2 \\
-        --length=128 --dtype=float32 --variants=dequant-fast,torch-compile --rounds=3
+        --length=128 --dtype=float32 --variants=dense-fast,torch-compile --rounds=3
 
 Each variant runs in a process of its own, so that peaks do not mix and one that fails leaves the
 others. A variant is a name of VARIANTS or TORCH; fields may follow, as in
-`q4k:loss.chunk_tokens=512:student.remat=dots`. Models are random Q4_K_M files of the given shapes,
+`packed:loss.chunk_tokens=512:student.remat=dots`. Models are random Q4_K_M files of given shapes,
 made in the folder if they are not there, or GGUF files of one's own. Rates of arithmetic count
 teacher forward (not of a cached one), student forward and backward once, and stand beside the rate
 of a plain product in the same run.
@@ -35,9 +35,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kdjax.commands.parsing import WEIGHTS_VARIABLES
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.models.arch import ArchSpec, spec_from_table
+from kdjax.models.arch import ArchSpec
+from kdjax.models.schema import spec_from_table
 from scripts.bench.peer import MODES
 from scripts.bench.program import Request, configured
 from scripts.bench.rows import ids_of
@@ -45,22 +47,23 @@ from scripts.bench.synthetic import (
     GEMMA3_SHAPES,
     QWEN3_SHAPES,
     QWEN25_SHAPES,
+    QWEN35_SHAPES,
     ModelShape,
     write_random_gguf,
 )
 
 # name: fields of kdjax/config.py. A new variant is a line here.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "dequant": {"teacher.backend": "dequant"},
-    "dequant-bf16moments": {"teacher.backend": "dequant", "optim.moment_dtype": "bfloat16"},
-    "dequant-fast": {"teacher.backend": "dequant", "student.remat": "none"},
-    "fp8": {"teacher.compute": "fp8"},
-    "fp8-fast": {"teacher.compute": "fp8", "student.remat": "none"},
-    "q4k": {"teacher.backend": "q4k"},
-    "q4k-fast": {"teacher.backend": "q4k", "student.remat": "none"},
-    "q4k-bf16moments": {"teacher.backend": "q4k", "optim.moment_dtype": "bfloat16"},
-    "q4k-lean": {
-        "teacher.backend": "q4k",
+    "dense": {"teacher.weights": "dense"},
+    "dense-bf16moments": {"teacher.weights": "dense", "optim.moment_dtype": "bfloat16"},
+    "dense-fast": {"teacher.weights": "dense", "student.remat": "none"},
+    "float8": {"teacher.weights": "float8"},
+    "float8-fast": {"teacher.weights": "float8", "student.remat": "none"},
+    "packed": {"teacher.weights": "packed"},
+    "packed-fast": {"teacher.weights": "packed", "student.remat": "none"},
+    "packed-bf16moments": {"teacher.weights": "packed", "optim.moment_dtype": "bfloat16"},
+    "packed-lean": {
+        "teacher.weights": "packed",
         "optim.moment_dtype": "bfloat16",
         "loss.chunk_tokens": 512,
     },
@@ -71,6 +74,13 @@ for _kind in ("topk", "hidden"):  # the teacher's outputs come with the batch: r
         "loss.temperature": 1.0,
         "loss.alpha": 0.0,
     }
+# Adapters of rank 16 beside a frozen student (docs/lora.md).
+_LORA = {"teacher.weights": "packed", "student.init": "checkpoint", "student.lora.rank": 16}
+VARIANTS |= {
+    "packed-lora": _LORA,
+    "packed-lora-dense": _LORA | {"student.lora.weights": "dense"},
+    "packed-lora-float8": _LORA | {"student.lora.weights": "float8"},
+}
 TORCH = {f"torch-{mode}": mode for mode in MODES}
 
 # The pair of configs/demo.py: 14.3 and 2.4 million parameters.
@@ -78,19 +88,19 @@ DEMO_SHAPES = {
     "demo-teacher": ModelShape("demo-teacher", 4, 512, 8, 2, 1536, 4352, tied=True),
     "demo-student": ModelShape("demo-student", 4, 192, 6, 2, 512, 4096, tied=True),
 }
-SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | DEMO_SHAPES
+SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | QWEN35_SHAPES | DEMO_SHAPES
 
 # Of several devices: what each table changes in the defaults of the command.
 _TOPK = "cached-topk:loss.chunk_tokens=16384"
 SCALING: list[dict[str, Any]] = [
     {
-        "variants": f"dequant-fast,fp8-fast,{_TOPK},torch-compile,q4k-fast,"
+        "variants": f"dense-fast,float8-fast,{_TOPK},torch-compile,packed-fast,"
         "cached-hidden:loss.chunk_tokens=4096"
     },
-    {"variants": f"{_TOPK},dequant-fast", "split": 8},
-    {"variants": "q4k:mesh.fsdp={devices}", "teacher": "32b", "student": "7b"},
+    {"variants": f"{_TOPK},dense-fast", "split": 8},
+    {"variants": "packed:mesh.fsdp={devices}", "teacher": "32b", "student": "7b"},
     {"variants": _TOPK, "strong": 64, "losses": 20, "steps": 8},
-    {"variants": "dequant-fast", "strong": 64, "steps": 4},
+    {"variants": "dense-fast", "strong": 64, "steps": 4},
 ]
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,7 +112,7 @@ def arguments(argv: list[str] | None = None, **defaults: Any) -> argparse.Namesp
     add("--folder", type=Path, default=Path("runs/bench"), help="for model files and logs")
     add("--teacher", default="7b", help="a known shape, or a file")
     add("--student", default="0.5b")
-    add("--variants", default="dequant,q4k,q4k-lean,torch-compile", help="joined by commas")
+    add("--variants", default="dense,packed,packed-lean,torch-compile", help="joined by commas")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="for every variant")
     add("--rows", type=int, default=8)
     add("--length", type=int, default=2048)
@@ -185,16 +195,25 @@ def spec_of(path: Path) -> ArchSpec:
     return spec_from_table(open_table(path))
 
 
+def describe_model(path: Path) -> dict[str, Any]:
+    """The sizes as `peer.build` takes them."""
+    spec = spec_of(path)
+    computed = dict(num_layers=spec.num_layers, rope_theta=spec.rope_theta)
+    return dataclasses.asdict(spec) | computed
+
+
 def torch_request(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     specs = {
-        part: dataclasses.asdict(spec_of(model_file(shape, args.folder)))
+        part: describe_model(model_file(shape, args.folder))
         for part, shape in (("teacher", args.teacher), ("student", args.student))
     }
     vocab = ids_of(specs["student"]["vocab_size"])
     made = dict(vocab=vocab, rows=batch_rows(args), lengths=lengths(args))
-    of = configured(settings_of("dequant", args)).loss
+    of = configured(settings_of("dense", args)).loss
     loss = dict(temperature=of.temperature, alpha=of.alpha, chunk_tokens=2048)
-    return specs | made | loss | dict(mode=TORCH[variant], dtype=args.dtype, steps=args.steps)
+    parts = int(configured(settings_of("dense", args)).train.microbatches)
+    about = dict(mode=TORCH[variant], dtype=args.dtype, steps=args.steps, microbatches=parts)
+    return specs | made | loss | about
 
 
 def lengths(args: argparse.Namespace) -> list[int]:
@@ -210,7 +229,7 @@ def run(
     """Rows that `scripts.bench.<script>` gave in a process of its own, or one with `error`."""
     count = f" on {args.count}" if args.count else ""
     log = args.folder / f"{name.replace('/', '_')}{count}.log"
-    inherited = {k: v for k, v in os.environ.items() if k != "KDJAX_TEACHER_BACKEND"}
+    inherited = {k: v for k, v in os.environ.items() if k not in WEIGHTS_VARIABLES}
     environment = (
         inherited
         | visible(args.count, args.first)
@@ -426,7 +445,7 @@ class Case(NamedTuple):
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """What one table measures, in this order. Raises `UserError` as `check` does."""
+    """Cases of one table, in its order; raises `UserError` as `check` does."""
     counts = [int(part) for part in args.devices.split(",")] if args.devices else [0]
     cases = [
         Case(variant.replace("{devices}", str(count)), count)

@@ -41,7 +41,7 @@ LayerOrder = Literal["published", "numeric"]
 
 
 class ModelShape(NamedTuple):
-    """Sizes of a Qwen2, Qwen3 or Gemma 3 model; `rows` of the embedding, padding included."""
+    """Sizes of a Qwen2, Qwen3, Qwen3.5 or Gemma 3; `rows` of the embedding, padding included."""
 
     label: str
     layers: int
@@ -56,17 +56,22 @@ class ModelShape(NamedTuple):
     experts_used: int = 0
     expert_ffn: int = 0
     window: int = 0  # of a Gemma 3: positions that local layers see
+    delta_keys: int = 0  # of a Qwen3.5: heads of keys and of values in its delta layers,
+    delta_values: int = 0
+    delta_width: int = 0  # and the width of each
 
     @property
     def family(self) -> str:
-        """As GGUF headers call it."""
+        """Name in GGUF headers."""
         if self.window:
             return "gemma3"
+        if self.delta_keys:
+            return "qwen35"
         return "qwen3moe" if self.experts else "qwen3" if self.head else "qwen2"
 
     @property
     def head_width(self) -> int:
-        """Of queries, keys and values alike."""
+        """Width of a head of queries, keys and values alike."""
         return self.head or self.hidden // self.heads
 
 
@@ -75,6 +80,7 @@ QWEN25_SHAPES: dict[str, ModelShape] = {
     "0.5b": ModelShape("0.5B", 24, 896, 14, 2, 4864, 151936, tied=True),
     "1.5b": ModelShape("1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True),
     "7b": ModelShape("7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
+    "14b": ModelShape("14B", 48, 5120, 40, 8, 13824, 152064, tied=False),
     "32b": ModelShape("32B", 64, 5120, 40, 8, 27648, 152064, tied=False),
     # Two toys whose vocabularies share their tokens and differ in padding, as 7B and 0.5B do;
     # the student's width of 128 is no whole K-block, so the recipe falls back to Q5_0 and Q8_0.
@@ -121,6 +127,23 @@ GEMMA3_SHAPES: dict[str, ModelShape] = {
 }
 
 
+# https://huggingface.co/Qwen/Qwen3.5-9B/blob/main/config.json and its sisters (2B's sizes were not
+# compared with a published header). Every fourth layer attends, by a quarter of a head's columns.
+# The toys' value heads are equal to key heads and three times as many.
+QWEN35_SHAPES: dict[str, ModelShape] = {
+    label: ModelShape(label, *sizes, delta_keys=keys, delta_values=values, delta_width=width)
+    for label, sizes, keys, values, width in (
+        ("qwen3.5-0.8b", (24, 1024, 8, 2, 3584, 248320, True, 256), 16, 16, 128),
+        ("qwen3.5-2b", (24, 2048, 8, 2, 6144, 248320, True, 256), 16, 16, 128),
+        ("qwen3.5-4b", (32, 2560, 16, 4, 9216, 248320, True, 256), 16, 32, 128),
+        ("qwen3.5-9b", (32, 4096, 16, 4, 12288, 248320, False, 256), 16, 32, 128),
+        ("qwen3.5-27b", (64, 5120, 24, 4, 17408, 248320, False, 256), 16, 48, 128),
+        ("tiny-delta", (4, 128, 4, 2, 256, 384, True, 32), 2, 2, 32),
+        ("tiny-delta-teacher", (8, 256, 4, 2, 512, 384, False, 32), 2, 6, 64),
+    )
+}
+
+
 def tensor_plan(
     shape: ModelShape, recipe: Recipe, layer_order: LayerOrder = "published"
 ) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -141,6 +164,19 @@ def tensor_plan(
         elif not shape.head:
             plan.append((f"{block}.attn_{part}.bias", "F32", (rows,)))
         matrix(f"{block}.attn_{part}", dtype, rows, hidden)
+
+    def delta_net() -> None:
+        values = shape.delta_values * shape.delta_width
+        columns = 2 * shape.delta_keys * shape.delta_width + values
+        matrix(f"{block}.attn_gate", recipe.base, values, hidden)
+        matrix(f"{block}.attn_qkv", more, columns, hidden)
+        plan.append((f"{block}.ssm_a", "F32", (shape.delta_values,)))
+        matrix(f"{block}.ssm_alpha", recipe.base, shape.delta_values, hidden)
+        matrix(f"{block}.ssm_beta", recipe.base, shape.delta_values, hidden)
+        plan.append((f"{block}.ssm_conv1d.weight", "F32", (columns, 4)))
+        plan.append((f"{block}.ssm_dt.bias", "F32", (shape.delta_values,)))
+        plan.append((f"{block}.ssm_norm.weight", "F32", (shape.delta_width,)))
+        matrix(f"{block}.ssm_out", recipe.base, hidden, values)
 
     # A tied embedding is the output too, and gets the output's bits.
     if not shape.tied:
@@ -164,13 +200,17 @@ def tensor_plan(
             matrix(f"{block}.ffn_down", more, hidden, shape.ffn)
             matrix(f"{block}.ffn_gate", recipe.base, shape.ffn, hidden)
             matrix(f"{block}.ffn_up", recipe.base, shape.ffn, hidden)
-        plan.append((f"{block}.ffn_norm.weight", "F32", (hidden,)))
+        second = "post_attention_norm" if shape.delta_keys else "ffn_norm"
+        plan.append((f"{block}.{second}.weight", "F32", (hidden,)))
+        if shape.delta_keys and (layer + 1) % 4:
+            delta_net()
+            continue
         if shape.window:
             for name in ("post_attention_norm", "post_ffw_norm"):
                 plan.append((f"{block}.{name}.weight", "F32", (hidden,)))
         projection("k", recipe.base, kv_width)
         matrix(f"{block}.attn_output", recipe.base, hidden, q_width)
-        projection("q", recipe.base, q_width)
+        projection("q", recipe.base, (2 if shape.delta_keys else 1) * q_width)
         projection("v", more, kv_width)
     plan.append(("output_norm.weight", "F32", (hidden,)))
     return plan
@@ -214,6 +254,17 @@ def _powers_of_two(rng: np.random.Generator, blocks: int, rms: float) -> np.ndar
     return (low + 128 + (rng.random(blocks) < share)).astype(np.uint8)
 
 
+def _halved_e4m3(rng: np.random.Generator, blocks: int, rms: float) -> np.ndarray:
+    """Scales of NVFP4, uint8 `[blocks, 4]`, drawn from two neighbours so as to give `rms`."""
+    code = np.arange(127)
+    exponent, mantissa = code >> 3, code & 7
+    factors = np.where(exponent, 8 + mantissa, mantissa) * 2.0 ** (np.maximum(exponent, 1) - 11)
+    low = int(np.clip(np.searchsorted(factors, rms / _RMS_MXFP4, "right") - 1, 0, 125))
+    small, large = factors[low : low + 2] ** 2
+    share = ((rms / _RMS_MXFP4) ** 2 - small) / (large - small)  # of the higher one
+    return (low + (rng.random((blocks, 4)) < share)).astype(np.uint8)
+
+
 def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float) -> np.ndarray:
     """Valid blocks, uint8 `[blocks, nbytes]`, that decode to mean 0 and about `std`."""
     block = BLOCKS[dtype]
@@ -223,6 +274,9 @@ def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float)
     data = words.view(np.uint8)[: blocks * block.nbytes].reshape(blocks, block.nbytes)
     if dtype == "MXFP4":
         data[:, 0] = _powers_of_two(rng, blocks, std)
+        return data
+    if dtype == "NVFP4":
+        data[:, :4] = _halved_e4m3(rng, blocks, std)
         return data
     # Scales differ from block to block, by up to a quarter; types whose q range is lopsided
     # (-8 to 7) get either sign, else every row would share a mean of -d/2.
@@ -255,6 +309,8 @@ def _tensor_data(
     rng = np.random.Generator(np.random.SFC64(seed))
     if name.endswith("norm.weight"):
         yield encode(np.ones(shape, np.float32), dtype)
+    elif name.endswith(".ssm_a"):  # a state fades by 1/e in 1/16 to 100 positions
+        yield encode(-rng.uniform(0.01, 16, shape).astype(np.float32), dtype)
     elif name.endswith(".bias"):
         yield encode(rng.standard_normal(shape, np.float32) * np.float32(0.02), dtype)
     else:
@@ -341,6 +397,17 @@ def _metadata(shape: ModelShape, recipe: Recipe) -> dict[str, Any]:
         values |= {"attention.key_length": shape.head, "attention.value_length": shape.head}
     if shape.window:
         values["attention.sliding_window"] = shape.window
+    if shape.delta_keys:
+        values |= {
+            "rope.dimension_count": shape.head // 4,
+            "rope.dimension_sections": [11, 11, 10, 0],
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": shape.delta_width,
+            "ssm.group_count": shape.delta_keys,
+            "ssm.time_step_rank": shape.delta_values,
+            "ssm.inner_size": shape.delta_values * shape.delta_width,
+            "full_attention_interval": 4,
+        }
     if shape.experts:
         values |= {
             "expert_count": shape.experts,

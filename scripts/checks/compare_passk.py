@@ -1,4 +1,4 @@
-"""Which of two models solves more problems? A paired test of what `kdjax.evaluate --json` wrote.
+"""Which of two models solves more problems? A paired test of what `kdjax evaluate --json` wrote.
 
     python -m scripts.checks.compare_passk before.json after.json [another.json ...]
 
@@ -6,7 +6,10 @@ Every other file against the first, benchmark by benchmark and over all problems
 table in Markdown. A problem is better if more of its samples pass than before; p is that of an
 exact two-sided sign test of how many are better and how many worse. Two pass rates of the same
 problems say less: most of the difference between problems is in both. Files are refused if their
-problems, samples a problem or prompts differ.
+problems, samples a problem or wordings differ.
+
+Files of `--wording=all` get a table more: the mean over the wordings, greedy, with the later files
+as seeds of one setting. Its interval holds 95% of the differences of problems and seeds drawn anew.
 """
 
 import argparse
@@ -17,33 +20,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy.stats import binomtest
 
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation.sandbox import PASSED
 
 BENCHMARKS = {"humaneval": "HumanEval", "mbpp": "MBPP"}
+_DRAWS = 10_000
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The benchmarks in a file of `kdjax.evaluate --json`; raises `UserError` if there is none."""
+    """The benchmarks in a file of `kdjax evaluate --json`; raises `UserError` if there is none."""
     try:
         found = json.loads(path.read_text())
-        kept = {name: found[name] for name in BENCHMARKS if name in found}
+        kept = {name: found[name] for name in found if name.partition(" ")[0] in BENCHMARKS}
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{path}: found no readable JSON ({error}); expected what `--json` wrote"
         ) from error
     if not kept:
         raise UserError(
-            f"{path}: found neither HumanEval nor MBPP; expected a file of `python -m "
-            "kdjax.training.heldout TARGET --humaneval=FILE --json=THIS`"
+            f"{path}: found neither HumanEval nor MBPP; expected a file of `kdjax evaluate TARGET "
+            "--humaneval=FILE --json=THIS`"
         )
     return kept
 
 
 def passed(benchmark: dict[str, Any]) -> dict[str, list[bool]]:
-    """Of each problem, whether each of its samples passed."""
+    """Whether each sample of each problem passed."""
     samples = defaultdict(list)
     for result in benchmark["results"]:
         samples[result["task"]].append(result["reason"] == PASSED)
@@ -52,8 +57,8 @@ def passed(benchmark: dict[str, Any]) -> dict[str, list[bool]]:
 
 def better_and_worse(before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int]:
     """Problems of which more samples pass, and fewer; raises `ValueError` if they do not pair."""
-    if before["prompt"] != after["prompt"]:
-        raise ValueError(f"{before['prompt']} prompts there, {after['prompt']} prompts here")
+    if before["wording"] != after["wording"]:
+        raise ValueError(f"worded {before['wording']} there, {after['wording']} here")
     old, new = passed(before), passed(after)
     if (counts := {k: len(v) for k, v in old.items()}) != {k: len(v) for k, v in new.items()}:
         raise ValueError(
@@ -73,7 +78,7 @@ def table(paths: Sequence[Path]) -> list[str]:
     ]
     for path in paths[1:]:
         after, both = read(path), [0, 0]
-        shared = [name for name in BENCHMARKS if name in before and name in after]
+        shared = [name for name in before if name in after]
         if not shared:
             raise UserError(f"{path}: found no benchmark that {paths[0]} has as well")
         for name in shared:
@@ -81,13 +86,66 @@ def table(paths: Sequence[Path]) -> list[str]:
                 change = better_and_worse(before[name], after[name])
             except ValueError as error:
                 raise UserError(
-                    f"{path}: its {BENCHMARKS[name]} does not pair with that of {paths[0]}: {error}"
+                    f"{path}: its {_title(name)} does not pair with that of {paths[0]}: {error}"
                 ) from error
             both = [a + b for a, b in zip(both, change, strict=True)]
-            rows.append(row(path, BENCHMARKS[name], rate(before[name]), rate(after[name]), change))
+            rows.append(row(path, _title(name), rate(before[name]), rate(after[name]), change))
         if len(shared) > 1:
             rows.append(row(path, "all", "", "", both))
     return rows
+
+
+def _title(name: str) -> str:
+    benchmark, space, way = name.partition(" ")
+    return BENCHMARKS[benchmark] + space + way
+
+
+def draw_anew(of: np.ndarray, against: np.ndarray, *, seeds: bool = True) -> tuple[float, float]:
+    """The interval of 95% of mean(of) - mean(against), each `[seeds, problems]` of the same ones.
+
+    Problems are drawn anew 10,000 times, the same for both; with `seeds` those of each side, too.
+    """
+    if not seeds:
+        of, against = of.mean(axis=0, keepdims=True), against.mean(axis=0, keepdims=True)
+    rng, count = np.random.default_rng(0), of.shape[1]
+    problems = rng.multinomial(count, np.full(count, 1 / count), _DRAWS) / count
+
+    def mean(shares: np.ndarray) -> np.ndarray:
+        count = len(shares)
+        weights = rng.multinomial(count, np.full(count, 1 / count), _DRAWS) / count
+        return np.sum(weights @ shares * problems, axis=1)
+
+    low, high = np.quantile(mean(of) - mean(against), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def over_wordings(paths: Sequence[Path]) -> list[str]:
+    """Rows of Markdown: the mean over wordings of each benchmark; none without three wordings."""
+    files = [read(path) for path in paths]
+    rows = []
+    for name, title in BENCHMARKS.items():
+        ways = [way for way in files[0] if way.partition(" ")[0] == name]
+        # Of samples at a temperature there is one wording; they have a line of their own above.
+        greedy = [way for way in ways if files[0][way]["samples"] == files[0][way]["problems"]]
+        if len(greedy) < 2 or not all(way in file for way in greedy for file in files):
+            continue
+
+        def share(file: dict[str, dict[str, Any]], greedy: Sequence[str] = greedy) -> np.ndarray:
+            found = [passed(file[way]) for way in greedy]
+            tasks = sorted(found[0])
+            return np.mean([[ends[task] for task in tasks] for ends in found], axis=(0, 2))
+
+        before, *after = [share(file) for file in files]
+        low, high = draw_anew(np.stack(after), before[None])
+        gain = np.mean(after) - np.mean(before)
+        means = f"{100 * np.mean(before):.1f} | {100 * np.mean(after):.1f} | {100 * gain:+.1f}"
+        held = f"{100 * low:+.1f} to {100 * high:+.1f}"
+        rows.append(f"| {title} | {len(greedy)} | {len(after)} | {means} | {held} |")
+    head = [
+        "| mean over wordings | wordings | seeds | before, % | after, % | gain | 95% |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    return [*head, *rows] if rows else []
 
 
 def rate(benchmark: dict[str, Any]) -> str:
@@ -109,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = parser.parse_args(argv).files
     if len(files) < 2:
         parser.error("expected two files or more")
-    print("\n".join(table(files)))
+    print("\n".join([*table(files), *over_wordings(files)]))
     return 0
 
 

@@ -1,14 +1,17 @@
-"""Every detector against a published model, healthy and broken, and the healthy in many types.
+"""Every detector against a model, healthy and broken, and the healthy in many types.
 
     python -m scripts.checks.detectors qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --work=/tmp/detectors
+    python -m scripts.checks.detectors kdjax/demo/teacher.gguf --work=/tmp/detectors --dtype=float32
 
 Writes one re-quantized or damaged file at a time under --work and removes it again. Healthy forms
-must have no finding; each damaged one must have the finding it is named for. Faults that are known
-not to be seen are tried too, and what is found is printed. Exit status: 0 if all of that holds, 1
-if not.
+must have no finding; each damaged one must have the finding it is named for. Faults that detectors
+need not see are tried too, and what is found is printed. With --json all findings of each model are
+kept: a detector is needed that is the only one to name some broken model.
+Exit status: 0 if all of that holds, 1 if not.
 """
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -18,16 +21,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
+import kdjax
 from kdjax.device import runtime, sharding
-from kdjax.evaluation.health import examine
+from kdjax.evaluation.health import examine, probes
 from kdjax.evaluation.target import open_target
 from kdjax.formats import TensorTable, open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode
 from kdjax.formats.gguf import write_gguf
-from kdjax.models.arch import spec_from_table
+from kdjax.models.schema import spec_from_table
 
 HEALTHY = ("F16", "BF16", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "Q4_0")
 _CHUNK = 1 << 24  # numbers decoded at a time
+_END_LOGIT = 12.0  # of the end token at the mean hidden state
 Change = Callable[[str, np.ndarray], np.ndarray]
 
 
@@ -38,12 +43,16 @@ def rewritten(
     metadata: dict | None = None,
     change: Change | None = None,
     only: str = "",
+    take: Callable[[str], str] = str,
 ) -> None:
-    """The model with its matrices as `dtype`; those whose name starts with `only` are changed."""
+    """The model with its matrices as `dtype`; those whose name starts with `only` are changed.
+
+    Under each name lies the tensor of the name that `take` gives.
+    """
 
     def chunks(name: str, kind: str) -> Iterator[np.ndarray]:
-        info = table.info(name)
-        raw = table.raw(name) if len(info.shape) > 1 else table.raw(name)[None]
+        info = table.info(take(name))
+        raw = table.raw(take(name)) if len(info.shape) > 1 else table.raw(take(name))[None]
         step = max(1, _CHUNK // math.prod(info.shape[-1:]))
         for at in range(0, len(raw), step):
             rows = np.asarray(decode(raw[at : at + step], info.dtype))
@@ -53,11 +62,11 @@ def rewritten(
 
     tensors = []
     for name in table:
-        info = table.info(name)
+        info = table.info(take(name))
         kind = dtype if len(info.shape) > 1 else "F32"
         touched = change is not None and name.startswith(only)
         if not touched and kind in ("", info.dtype):
-            tensors.append((name, info.dtype, info.shape, table.raw(name)))
+            tensors.append((name, info.dtype, info.shape, table.raw(take(name))))
             continue
         kind = kind or "F16"
         if math.prod(info.shape[-1:]) % BLOCKS[kind].elements:
@@ -108,6 +117,25 @@ def _in_pairs(head: int) -> Change:
     return change
 
 
+def reversed_heads(letters: str, heads: int) -> Change:
+    """The heads of these projections in the opposite order."""
+
+    def change(name: str, rows: np.ndarray) -> np.ndarray:
+        if not any(f"attn_{letter}." in name for letter in letters):
+            return rows
+        whole = (
+            rows.reshape(heads, -1) if len(rows) == 1 else rows.reshape(heads, -1, *rows.shape[1:])
+        )
+        return whole[::-1].reshape(rows.shape)
+
+    return change
+
+
+def exchanged(one: str, other: str) -> Callable[[str], str]:
+    """Renames a tensor, these two parts in each other's place."""
+    return lambda name: name.replace(one, "*").replace(other, one).replace("*", other)
+
+
 def _row(scale: float) -> Change:
     def change(name: str, rows: np.ndarray) -> np.ndarray:
         rows[5] = scale * np.random.default_rng(0).standard_normal(rows.shape[1])
@@ -118,62 +146,109 @@ def _row(scale: float) -> Change:
 
 def unseen(table: TensorTable) -> dict[str, dict]:
     """Faults that no detector names, and arguments of `rewritten`."""
-    family = table.metadata["general.architecture"]
+    spec, family = spec_from_table(table), table.metadata["general.architecture"]
+    low, mid = _layers(table)
     return {
-        "a row of unit noise in a matrix": dict(change=_row(1.0), only="blk.3.ffn_up"),
-        "a value matrix of noise": dict(change=_noise(0), only="blk.5.attn_v.w"),
-        "a matrix three times too large": dict(change=lambda n, x: 3 * x, only="blk.5.attn_o"),
-        "theta 3e5 instead of 1e6": dict(metadata={f"{family}.rope.freq_base": 3e5}),
-        "epsilon 1e-5 instead of 1e-6": dict(
-            metadata={f"{family}.attention.layer_norm_rms_epsilon": 1e-5}
+        "a row of unit noise in a matrix": dict(change=_row(1.0), only=f"{low}ffn_up"),
+        "a value matrix of noise": dict(change=_noise(0), only=f"{mid}attn_v.w"),
+        "a matrix three times too large": dict(change=lambda n, x: 3 * x, only=f"{mid}attn_o"),
+        "value heads exchanged": dict(change=reversed_heads("v", spec.num_kv_heads), only="blk."),
+        "two layers exchanged": dict(take=exchanged(low, mid)),
+        "theta off by a third": dict(metadata={f"{family}.rope.freq_base": 0.3 * spec.rope_theta}),
+        "epsilon times 10": dict(
+            metadata={f"{family}.attention.layer_norm_rms_epsilon": 10 * spec.rms_eps}
         ),
     }
+
+
+def _layers(table: TensorTable) -> tuple[str, str]:
+    """Prefixes of two layers' names: below the middle, and after it."""
+    count = spec_from_table(table).num_layers
+    return f"blk.{min(3, count // 4)}.", f"blk.{min(5, count // 2)}."
+
+
+def _ends_at_once(path: Path) -> Change:
+    """The end token's row along the mean hidden state: likely everywhere, and first of all."""
+    model = kdjax.load(path, dtype="float32")
+    assert model.tokenizer is not None and model.checkpoint is not None
+    ids = np.asarray([probes.probe_ids(model.checkpoint)])
+    columns = map(jax.numpy.asarray, (ids, np.ones_like(ids), np.arange(ids.size)[None]))
+    mean = np.asarray(model.functions.hidden(model.params, *columns), np.float32)[0].mean(0)
+    end, at = model.tokenizer.eos_id, 0
+
+    def change(name: str, rows: np.ndarray) -> np.ndarray:
+        nonlocal at
+        if at <= end < at + len(rows):
+            rows[end - at] = _END_LOGIT * mean / (mean @ mean)
+        at += len(rows)
+        return rows
+
+    return change
 
 
 def damaged(table: TensorTable) -> dict[str, tuple[str, dict]]:
     """Name -> the detector that must speak, and arguments of `rewritten`."""
     tokens = list(table.metadata["tokenizer.ggml.tokens"])
-    order = np.random.default_rng(0).permutation(50000) + 1000
+    order = np.random.default_rng(0).permutation(len(tokens) // 3) + 1000
     mixed = tokens.copy()
     for new, old in zip(order, sorted(order), strict=True):
         mixed[new] = tokens[old]
     family = table.metadata["general.architecture"]
-    head = spec_from_table(table).head_dim
-    rng = np.random.default_rng(0)
+    head, heads = spec_from_table(table).head_dim, spec_from_table(table).num_kv_heads
+    rng, (low, mid) = np.random.default_rng(0), _layers(table)
+    head_rows = "output.w" if "output.weight" in table else "token_embd"
     return {
-        "one NaN in an F16 matrix": ("non_finite_weights", dict(change=_nan, only="blk.3.ffn_up")),
+        "one NaN in an F16 matrix": ("non_finite_weights", dict(change=_nan, only=f"{low}ffn_up")),
+        "final norm times 1e38": (
+            "non_finite_logits",
+            dict(change=lambda n, x: np.float32(1e38) * x, only="output_norm"),
+        ),
+        "final norm an eighth": (
+            "uniform_logits",
+            dict(change=lambda n, x: x / 8, only="output_norm"),
+        ),
+        "the end token everywhere": (
+            "silence",
+            dict(change=_ends_at_once(table.paths[0]), only=head_rows),
+        ),
         "half of the embedding zero": ("dead_rows", dict(change=_dead, only="token_embd")),
-        "rows of the head in pairs": ("repeated_rows", dict(change=_repeated, only="output.w")),
+        "rows of the head in pairs": ("repeated_rows", dict(change=_repeated, only=head_rows)),
         "a zero matrix": (
             "constant_weights",
-            dict(change=lambda n, x: 0 * x, only="blk.5.attn_output.w"),
+            dict(change=lambda n, x: 0 * x, only=f"{mid}attn_output.w"),
         ),
         "final norm zero": ("uniform_logits", dict(change=lambda n, x: 0 * x, only="output_norm")),
         "embedding of noise": (
             "near_chance",
             dict(change=lambda n, x: rng.standard_normal(x.shape, np.float32), only="token_embd"),
         ),
-        "theta 1e4 instead of 1e6": (
-            "rope_theta",
-            dict(metadata={f"{family}.rope.freq_base": 1e4}),
-        ),
-        "theta 1e5 instead of 1e6": (
-            "rope_theta",
-            dict(metadata={f"{family}.rope.freq_base": 1e5}),
-        ),
+        "theta 1e5 for another": ("rope_theta", dict(metadata={f"{family}.rope.freq_base": 1e5})),
         "q and k in pairs": ("rope_layout", dict(change=_in_pairs(head), only="blk.")),
-        "a layer of noise at 1e-6": ("unlike_peers", dict(change=_noise(1e-6), only="blk.5.")),
+        "gate and up exchanged": ("gate_order", dict(take=exchanged("ffn_gate", "ffn_up"))),
+        "key heads exchanged": (
+            "head_order",
+            dict(change=reversed_heads("k", heads), only="blk."),
+        ),
+        "key and value heads exchanged": (
+            "head_order",
+            dict(change=reversed_heads("kv", heads), only="blk."),
+        ),
+        "embedding four times as large": (
+            "sure_and_wrong",
+            dict(change=lambda n, x: 4 * x, only="token_embd"),
+        ),
+        "a layer of noise at 1e-6": ("unlike_peers", dict(change=_noise(1e-6), only=mid)),
         "a layer of noise at its own scale": (
             "noise_weights",
-            dict(change=_noise(0), only="blk.5."),
+            dict(change=_noise(0), only=mid),
         ),
-        "a matrix thirty times too large": (
+        "a matrix a thousand times too small": (
             "unlike_peers",
-            dict(change=lambda n, x: 30 * x, only="blk.5.attn_output.w"),
+            dict(change=lambda n, x: 1e-3 * x, only=f"{mid}attn_output.w"),
         ),
-        "one row a thousand times too large": (
+        "one row hundreds of times too large": (
             "large_rows",
-            dict(change=_row(30.0), only="blk.3.ffn_up"),
+            dict(change=_row(10.0), only=f"{low}ffn_up"),
         ),
         "tokens in another order": (
             "tokenizer_order",
@@ -181,24 +256,19 @@ def damaged(table: TensorTable) -> dict[str, tuple[str, dict]]:
         ),
         "EOS beyond the vocabulary": (
             "special_tokens",
-            dict(metadata={"tokenizer.ggml.eos_token_id": 151930}),
+            dict(metadata={"tokenizer.ggml.eos_token_id": len(tokens) - 1}),
         ),
     }
 
 
-def look(path: Path, dtype: str, until: str | None) -> tuple[list[str], dict, list[str]]:
-    """Findings (as lines), figures of the probe, and answers; up to the finding `until`."""
-    target = open_target(f"{path}@dequant:{dtype}")
+def look(path: Path, dtype: str) -> tuple[list[str], dict, list[str]]:
+    """Findings (as lines), figures of the probe, and answers."""
+    target = open_target(f"{path}@dense:{dtype}")
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
-    found, more = examine.of_files(target.checkpoint), []
-    figures, answers = {}, []
-    if not any(f.detector == until for f in found):
-        model = target.load(mesh)
-        more, figures = examine.of_logits(model)
-    if until == "":
-        last, answers = examine.of_answers(model)
-        more += last
-    lines = [f"{f.detector}: {f.evidence}" for f in found + more]
+    found, model = examine.of_files(target.checkpoint), target.load(mesh)
+    more, figures = examine.of_logits(model)
+    last, answers = examine.of_answers(model)
+    lines = [f"{f.detector}: {f.evidence}" for f in found + more + last]
     return lines, figures, answers
 
 
@@ -209,11 +279,12 @@ def main() -> int:
     flags.add_argument("--work", type=Path, required=True)
     flags.add_argument("--dtype", default="bfloat16")
     flags.add_argument("--only", default="", help="those whose name contains this")
+    flags.add_argument("--json", type=Path, help="findings and figures of each model")
     args = flags.parse_args()
     runtime.configure()
     table = open_table(args.model)
     args.work.mkdir(parents=True, exist_ok=True)
-    path, good = args.work / "model.gguf", True
+    path, good, kept = args.work / "model.gguf", True, {}
 
     def one(name: str, expected: str | None, make: Callable[[], Path]) -> None:
         nonlocal good  # None: whatever is found
@@ -222,7 +293,7 @@ def main() -> int:
         start = time.monotonic()
         try:
             where = make()
-            lines, figures, answers = look(where, args.dtype, expected)
+            lines, figures, answers = look(where, args.dtype)
         except Exception as error:
             if "to write" in str(error) and expected == "":  # no encoder of that type yet
                 print(f"skip     {name}: {error}", flush=True)
@@ -236,6 +307,7 @@ def main() -> int:
         seconds = time.monotonic() - start
         keys = ("ce", "entropy", "mean_entropy", "ce_with_theta_10000", "ce_with_theta_1e+06")
         short = {k: round(v, 3) for k, v in figures.items() if k in keys}
+        kept[name] = {"findings": lines, "figures": short, "seconds": round(seconds, 1)}
         print(f"{'ok' if right else 'WRONG':<8} {name} ({seconds:.0f} s) {short}", flush=True)
         for line in lines:
             print(f"           {line}", flush=True)
@@ -253,6 +325,8 @@ def main() -> int:
         one(f"broken: {name}", expected, lambda h=how: write(dtype="", **h))
     for name, how in unseen(table).items():
         one(f"unseen: {name}", None, lambda h=how: write(dtype="", **h))
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model.name, "found": kept}, indent=1) + "\n")
     print("all as they should be" if good else "SOME ARE WRONG")
     return 0 if good else 1
 

@@ -1,4 +1,4 @@
-"""What a run survives: kills, damage, a second process, killed writers, full disks, bad headers.
+"""Tries what a run survives: kills, damage, a second process, full disks, bad headers.
 
     python -m scripts.checks.faults              # all of it: about ten minutes of two cores
     python -m scripts.checks.faults --short      # as CI does
@@ -39,7 +39,6 @@ from kdjax.data import teacher_cache
 from kdjax.errors import (
     BAD_INPUT,
     NOT_WRITTEN,
-    CheckError,
     KdjaxError,
     print_error,
     status_of,
@@ -49,7 +48,8 @@ from kdjax.formats import open_table
 from kdjax.formats.saved import CHECKSUMS, find_damage, saved_steps
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training.caching import cache_teacher
-from kdjax.training.job import assemble, prepare
+from kdjax.training.inputs import prepare
+from kdjax.training.job import assemble
 from kdjax.training.saving import Checkpoints
 from kdjax.training.teachers import CachedTopK
 from kdjax.watch.run import distill
@@ -153,7 +153,7 @@ class Bench:
         return Child(work, self.folder / f"{self.count:04}.log")
 
     def ask(self, work: Callable[[], Any]) -> tuple[Any, list[str]]:
-        """What `work` returns, as JSON, from a process of its own; or what that process said."""
+        """Runs `work` in a process of its own; returns its JSON, or what that process said."""
         report = self.folder / "report.json"
         child = self.fork(lambda: report.write_text(json.dumps(work())))
         child.wait(900)
@@ -167,8 +167,8 @@ class Bench:
 
         def work() -> None:
             distill(self.config, workdir)
-            if problem := find_damage(workdir, STEPS):
-                raise CheckError(problem)
+            if damage := find_damage(workdir, STEPS):
+                raise damage
 
         return self.fork(work)
 
@@ -183,13 +183,13 @@ class Bench:
 
 
 def read_curve(workdir: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says, less the speed."""
+    """Reads metrics.jsonl, less the speed."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
 def read_checksums(workdir: Path) -> dict[str, int]:
-    """Of every array of the newest step, which `find_damage` has compared with the arrays.
+    """Checksums of every array of the newest step, which `find_damage` has compared.
 
     From the file itself: TensorStore, once used here, would allow no fork.
     """
@@ -343,7 +343,7 @@ def try_caches(bench: Bench, short: bool) -> Iterator[Row]:
         from kdjax.models.tokenizer import load_tokenizer
 
         config.data.cache_dir = str(folder)
-        prepare(config, load_tokenizer(str(pair)))
+        prepare(config.data, load_tokenizer(str(pair)))
 
     def write(folder: Path) -> None:
         teacher_cache.SHARD_BYTES = 20_000

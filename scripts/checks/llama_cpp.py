@@ -116,7 +116,7 @@ def windows(patterns: str, model: str, window: int, most: int) -> np.ndarray:
 
 
 def load(path: Path) -> Model:
-    """Of float32 parameters; a head that repeats the embedding is tied."""
+    """Makes a model of float32 parameters; a head that repeats the embedding is tied."""
     checkpoint = open_checkpoint(path)
     spec = dataclasses.replace(checkpoint.spec, tied=has_tied_head(checkpoint.table))
     placement = Placement(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))

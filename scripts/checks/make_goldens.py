@@ -32,7 +32,11 @@ _LLAMA3 = dict(
     original_max_position_embeddings=64,
 )
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+_LONGROPE = dict(
+    short_factor=[1.0, 1.05, 1.1, 1.2, 1.3, 1.5], long_factor=[1.1, 1.5, 2.0, 3.0, 5.0, 9.0]
+)
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+_TOKENS = dict(bos_token_id=0, eos_token_id=1, pad_token_id=None)  # theirs are beyond 160 rows
 _MSCALE = dict(_YARN, mscale=1.5, mscale_all_dim=0.3)
 
 # name -> (Transformers class prefix, config overrides); a case's place is its seed
@@ -64,9 +68,101 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3Moe", dict(head_dim=16, rope_theta=1e6, norm_topk_prob=True, **_EXPERTS)),
     "qwen3_moe_plain": ("Qwen3Moe", dict(head_dim=16, tie_word_embeddings=True, **_EXPERTS)),
+    "olmo2": ("Olmo2", dict(rope_theta=5e5)),
+    "ministral3": (
+        "Ministral3",
+        dict(
+            head_dim=16,
+            rope_parameters=dict(
+                _YARN,
+                original_max_position_embeddings=8,
+                rope_theta=1e4,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.5,
+            ),
+        ),
+    ),
+    "phi3": ("Phi3", dict(pad_token_id=0, sliding_window=7)),
+    "phi3_long": (
+        "Phi3",
+        dict(
+            pad_token_id=0,
+            tie_word_embeddings=True,
+            hidden_size=64,
+            original_max_position_embeddings=16,
+            rope_parameters=dict(
+                _LONGROPE, rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75
+            ),
+        ),
+    ),
+    "olmo3": (
+        "Olmo3",
+        dict(
+            num_hidden_layers=4,
+            sliding_window=7,
+            rope_parameters=dict(
+                full_attention=dict(_YARN, rope_theta=1e4),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+    ),
+    "smollm3": ("SmolLM3", dict(num_hidden_layers=5, **_TOKENS)),
+    "granite": (
+        "Granite",
+        dict(
+            embedding_multiplier=6.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.4,
+            logits_scaling=8.0,
+        ),
+    ),
+    # Transformers has no class of it: Granite's computes the same where its scalars are these.
+    "minicpm": (
+        "Granite",
+        dict(
+            embedding_multiplier=12.0,
+            residual_multiplier=1.4 / 3**0.5,
+            attention_multiplier=12**-0.5,
+            logits_scaling=3.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        dict(
+            num_hidden_layers=4,
+            head_dim=16,
+            linear_key_head_dim=16,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=1e4,
+                partial_rotary_factor=0.25,
+                mrope_section=[1, 1, 0],
+                mrope_interleaved=True,
+            ),
+        ),
+    ),
+}
+# What config.json says in place of the class's own entries: None takes one out.
+_TOLD_AS: dict[str, dict[str, Any]] = {
+    "minicpm": dict(
+        model_type="minicpm",
+        architectures=["MiniCPMForCausalLM"],
+        scale_emb=12,
+        scale_depth=1.4,
+        dim_model_base=16,
+        embedding_multiplier=None,
+        residual_multiplier=None,
+        attention_multiplier=None,
+        logits_scaling=None,
+    )
 }
 # Families whose text model has a config class of its own, and norms of 1 + weight.
-_TEXT_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_TEXT_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 
 # Rotary parameters whose frequencies are kept, beside those of the models.
 ROPES: tuple[dict[str, Any], ...] = (
@@ -108,7 +204,7 @@ def rope_goldens() -> list[dict[str, Any]]:
 
 
 def activation_goldens() -> dict[str, list[float]]:
-    """What each activation that kdjax knows makes of `POINTS`."""
+    """Values of each activation that kdjax knows at `POINTS`."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers.activations import ACT2FN
 
@@ -137,6 +233,17 @@ def build(name: str, seed: int) -> Any:
                 else 0.2 * torch.randn_like(weight)
             )
     return model
+
+
+def save(name: str, model: Any, folder: Path) -> None:
+    """Writes the case's checkpoint, under its family's own names."""
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if name in _TOLD_AS:
+        path = folder / "config.json"
+        config = json.loads(path.read_text()) | _TOLD_AS[name]
+        config = {key: value for key, value in sorted(config.items()) if value is not None}
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def expected(model: Any, tokens: np.ndarray) -> dict[str, Any]:
@@ -173,8 +280,7 @@ def main() -> None:
     for seed, name in enumerate(CASES):
         model = build(name, seed)
         folder = GOLDENS / name
-        model.save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
+        save(name, model, folder)
         tokens = np.random.default_rng(seed).integers(0, 160, (2, 24)).astype(np.int32)
         np.savez_compressed(folder / "expected.npz", **expected(model, tokens))
         print(folder)

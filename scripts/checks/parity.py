@@ -49,7 +49,7 @@ def run(model: Model, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, float
 
 
 def run_transformers(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """As `run`, by torch."""
+    """Runs the model by torch, as `run` does."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers
 

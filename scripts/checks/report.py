@@ -108,7 +108,7 @@ class Page:
 
 
 def look(page: Page, url: str, width: int, scheme: str) -> tuple[list[str], bytes]:
-    """What is wrong with the page at that width and colour scheme, and a picture of all of it."""
+    """Lists the page's faults at that width and colour scheme, and takes a picture of all of it."""
     page(
         "Emulation.setDeviceMetricsOverride",
         width=width,

@@ -1,4 +1,4 @@
-"""What programs try against the sandbox, wall by wall: a table of what held and what did not.
+"""Tries attacks on the sandbox, wall by wall: a table of what held and what did not.
 
     python -m scripts.checks.sandbox_attacks [--wall=bubblewrap]
 
@@ -131,7 +131,7 @@ def f(x):
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """What this script started, for programs to aim at."""
+    """Targets that this script started, for programs to aim at."""
 
     folder: Path
     tcp: socket.socket

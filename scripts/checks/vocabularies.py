@@ -71,7 +71,7 @@ def spelled(tokenizer: Tokenizer, text: str) -> str:
 
 
 def extract(path: Path) -> dict[str, Any]:
-    """What of a vocabulary its shorter texts need, whatever the cut, with ids counted anew.
+    """Cuts a vocabulary to what its shorter texts need, whatever the cut, with ids counted anew.
 
     That is every token that is part of a text, and every merge of such tokens.
     """

@@ -1,8 +1,9 @@
-"""python -m scripts.contracts validate|bind|mutate
+"""python -m scripts.contracts validate|bind|status|mutate
 
     validate [PATH...]     the schema's rules, over contracts/ or the files and folders given
     bind [RESULTS.xml...]  each claim's test exists and each fault has its place; given what
                            pytest --junitxml wrote, each test also ran and passed
+    status [RESULTS.xml...] lists each claim, how many faults it has, its test, how that ended
     mutate [--only ID...]  plants each fault of contracts/mutants.yaml; its tests must go red
 
 Run it in the repository. Exit status: 0 all is well, 1 something is not.
@@ -12,10 +13,18 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from kdjax.errors import UserError
-from scripts.contracts.bind import check_claims, check_mutants, read_mutants, read_results
+from scripts.contracts.bind import (
+    check_claims,
+    check_mutants,
+    locate,
+    outcomes_of,
+    read_mutants,
+    read_results,
+)
 from scripts.contracts.contracts import FOLDER, MUTANTS, read_claims, validate
 from scripts.contracts.mutate import mutate
 
@@ -31,7 +40,26 @@ def _bind(results: list[Path]) -> int:
     claims, mutants = read_claims([FOLDER]), read_mutants(FOLDER / MUTANTS)
     outcomes = read_results(results) if results else None
     problems = [*check_claims(_ROOT, claims, outcomes), *check_mutants(_ROOT, claims, mutants)]
+    for mutant in mutants:
+        for place in locate(_ROOT, mutant):
+            if place.scope not in ("", mutant.where):
+                print(f"note: mutant {mutant.id} was in {mutant.where}, is in {place.scope}")
     return _report(problems, f"{len(claims)} claims and {len(mutants)} faults are bound.")
+
+
+def _status(results: list[Path]) -> int:
+    claims, outcomes = read_claims([FOLDER]), read_results(results)
+    faults = Counter(name for mutant in read_mutants(FOLDER / MUTANTS) for name in mutant.kills)
+    ended = [" and ".join(sorted(outcomes_of(claim, outcomes))) for claim in claims]
+    rows = [
+        (claim.id, "proof" if claim.proof else f"{faults[claim.id]} faults", claim.test, outcome)
+        for claim, outcome in zip(claims, ended, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    print(", ".join(f"{count} {outcome}" for outcome, count in Counter(ended).most_common()))
+    return 0
 
 
 def _mutate(only: list[str], jobs: int) -> int:
@@ -60,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("paths", nargs="*", type=Path, default=[FOLDER], metavar="PATH")
     command = commands.add_parser("bind")
     command.add_argument("results", nargs="*", type=Path, metavar="RESULTS.xml")
+    command = commands.add_parser("status")
+    command.add_argument("results", nargs="*", type=Path, metavar="RESULTS.xml")
     command = commands.add_parser("mutate")
     command.add_argument("--only", nargs="+", default=[], metavar="ID", help="these mutants")
     jobs = (os.cpu_count() or 1) + 1  # tests also wait: for a disk, for a signal that a fault loses
@@ -70,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
             return _report(validate(args.paths), "Contracts are valid.")
         if args.command == "bind":
             return _bind(args.results)
+        if args.command == "status":
+            return _status(args.results)
         return _mutate(args.only, args.jobs)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

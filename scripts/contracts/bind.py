@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,8 +11,7 @@ from xml.etree import ElementTree
 
 from kdjax.errors import MissingFileError, UserError
 from scripts.contracts.contracts import Claim, load_yaml
-
-_CODE = ("kdjax", "scripts")  # where faults may be planted: a changed test would prove nothing
+from scripts.contracts.places import CODE, Place, find_places
 
 
 class Mutant(NamedTuple):
@@ -19,8 +19,8 @@ class Mutant(NamedTuple):
 
     id: str
     fault: str
-    file: str  # relative to the repository
-    find: str
+    where: str  # function, class or module, by its dotted path; or a file
+    find: str  # words that it has once
     replace: str
     kills: tuple[str, ...]
 
@@ -33,10 +33,23 @@ def read_mutants(path: Path) -> list[Mutant]:
         raise UserError(f"{path}: found no list under mutants. Add the planted faults.")
     mutants = []
     for entry in entries:
-        if not isinstance(entry, dict) or set(entry) != set(Mutant._fields) or not entry["kills"]:
-            raise UserError(f"{path}: {entry}: a mutant needs {', '.join(Mutant._fields)}.")
+        entry = dict(entry) if isinstance(entry, dict) else {}
+        entry["where"] = entry.pop("in", None) or entry.pop("file", None)
+        if set(entry) != set(Mutant._fields) or not entry["where"] or not entry["kills"]:
+            keys = ", ".join(Mutant._fields).replace("where", "in")
+            raise UserError(f"{path}: {entry}: a mutant needs {keys}.")
         mutants.append(Mutant(**entry)._replace(kills=tuple(entry["kills"])))
     return mutants
+
+
+def locate(root: Path, mutant: Mutant) -> list[Place]:
+    """Where the text of a mutant is: one place if all is well."""
+    if mutant.where.endswith(".py"):  # a file: its very text
+        file = (root / mutant.where).resolve()
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        spans = [match.span() for match in re.finditer(re.escape(mutant.find), text)]
+        return [Place(file, "", *span, {}) for span in spans]
+    return find_places(root, mutant.where, mutant.find)
 
 
 @functools.cache
@@ -67,19 +80,18 @@ def check_claims(
     root: Path, claims: Sequence[Claim], results: dict[str, set[str]] | None = None
 ) -> Iterator[str]:
     """Claims whose test does not exist or, given results, did not run and pass there."""
-    owner: dict[str, Path] = {}
     for claim in claims:
-        if claim.id in owner:
-            yield f"{claim.contract}: {claim.id} is also in {owner[claim.id]}. Rename one."
-        owner.setdefault(claim.id, claim.contract)
         file, _, name = claim.test.partition("::")
         if name not in _functions((root / file).resolve()):
             yield f"{claim.contract}: {claim.id}: no test {claim.test}. Name one that exists."
         elif results is not None:
-            key = f"{file.removesuffix('.py')}/{name}".replace("/", ".")
-            outcomes = results.get(key) or {"not run"}
-            for outcome in sorted(outcomes - {"passed"}):
+            for outcome in sorted(outcomes_of(claim, results) - {"passed"}):
                 yield f"{claim.contract}: {claim.id}: {claim.test}: {outcome}. It must pass."
+
+
+def outcomes_of(claim: Claim, results: dict[str, set[str]]) -> set[str]:
+    """How the cases of a claim's test ended, or `not run`."""
+    return results.get(claim.test.replace(".py::", "/").replace("/", ".")) or {"not run"}
 
 
 def check_mutants(root: Path, claims: Sequence[Claim], mutants: Sequence[Mutant]) -> Iterator[str]:
@@ -92,15 +104,12 @@ def check_mutants(root: Path, claims: Sequence[Claim], mutants: Sequence[Mutant]
         ids.add(mutant.id)
         for name in set(mutant.kills) - known:
             yield f"mutant {mutant.id} kills {name}, which no contract has. Name a claim."
-        path = (root / mutant.file).resolve()
-        if not any(path.is_relative_to((root / name).resolve()) for name in _CODE):
-            yield f"mutant {mutant.id}: {mutant.file} is not below {' or '.join(_CODE)}."
+        if mutant.where.replace("/", ".").split(".")[0] not in CODE:
+            yield f"mutant {mutant.id}: {mutant.where} is not below {' or '.join(CODE)}."
         elif mutant.find == mutant.replace:
             yield f"mutant {mutant.id} changes nothing."
-        else:
-            text = path.read_text(encoding="utf-8") if path.is_file() else ""
-            if (count := text.count(mutant.find)) != 1:
-                yield f"mutant {mutant.id}: its text is {count} times in {mutant.file}, not once."
+        elif (count := len(locate(root, mutant))) != 1:
+            yield f"mutant {mutant.id}: its text is {count} times in {mutant.where}, not once."
     killed = {name for mutant in mutants for name in mutant.kills}
     for claim in claims:
         if not claim.proof and claim.id not in killed:

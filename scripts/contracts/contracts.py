@@ -1,9 +1,10 @@
-"""What contracts/*.yaml claim: read and checked by the reference's schema.
+"""Reads the claims of contracts/*.yaml and checks them by the reference's schema.
 
 The schema is that of aprender's contracts. It allows more keys than are used here. A key that no
 contract here needs is refused, so that its rules need no code: whatever passes, passes there too.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,15 +19,15 @@ MUTANTS = "mutants.yaml"  # beside the contracts
 
 # The keys of an entry of each section; a `!` marks those that must be filled.
 _KEYS = {
-    "metadata": "version! kind! description! references! created enforcement_level depends_on",
-    "equations": "formula! domain codomain invariants",
-    "proof_obligations": "type! property! formal tolerance",
+    "metadata": "version! kind! description! references! depends_on",
+    "equations": "formula!",
+    "proof_obligations": "type! property!",
     "falsification_tests": "id! rule! prediction! test! if_fails!",
     "kani_harnesses": "id! obligation! property bound! strategy! harness!",
     "qa_gate": "id! name! description! checks! pass_criteria!",
 }
 _LISTS = ("proof_obligations", "falsification_tests", "kani_harnesses")
-_NOT_TEXT = {"references", "depends_on", "invariants", "tolerance", "bound", "checks"}
+_NOT_TEXT = {"references", "depends_on", "bound", "checks"}
 _TYPES = (
     "invariant equivalence bound monotonicity idempotency linearity symmetry associativity "
     "conservation ordering completeness soundness involution determinism roundtrip state_machine "
@@ -36,7 +37,6 @@ _TYPES = (
 # The words that the schema allows under some keys.
 _WORDS = {
     "kind": {"kernel"},  # of the schema's 13 kinds the one that must have all sections
-    "enforcement_level": {"basic", "standard", "strict", "proven"},
     "strategy": {"exhaustive", "stub_float", "compositional", "bounded_int"},
     "type": set(_TYPES.split()),
 }
@@ -85,8 +85,43 @@ def contract_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def validate(paths: Iterable[Path]) -> list[str]:
-    """What is wrong with these contracts: one line each, with file, place and remedy."""
-    return [f"{path}: {problem}" for path in contract_files(paths) for problem in _check(path)]
+    """Lists the faults of these contracts: one line each, with file, place and remedy.
+
+    An identifier may be in one place of all files. A contract depends on others of its folder,
+    and a reference that ends in a suffix is a file of the folder above, an address, or has behind
+    it, in parentheses, the system that it is of.
+    """
+    problems: list[str] = []
+    owners: dict[str, Path] = {}
+    for path in contract_files(paths):
+        wrong = list(_check(path))
+        if not wrong:
+            data = load_yaml(path)
+            wrong = [*_check_links(path, data["metadata"])]
+            for name in _ids(data):
+                if name in owners:
+                    wrong.append(f"id {name!r} is also in {owners[name]}. Rename one.")
+                owners.setdefault(name, path)
+        problems += [f"{path}: {problem}" for problem in wrong]
+    return problems
+
+
+def _ids(data: dict[str, Any]) -> Iterator[str]:
+    """Every identifier of a contract: its tests, its proofs and its gate."""
+    for entry in (*data["falsification_tests"], *data["kani_harnesses"], data["qa_gate"]):
+        yield entry["id"]
+
+
+def _check_links(path: Path, metadata: dict[str, Any]) -> Iterator[str]:
+    for name in metadata.get("depends_on") or ():
+        if name == path.stem or not path.with_name(f"{name}.yaml").is_file():
+            yield f"depends_on: {name} is no other contract beside it. Name one, or drop it."
+    references = metadata["references"]
+    for name, count in Counter(references).items():
+        if count > 1:
+            yield f"references: {name!r} {count} times. Name it once."
+        elif re.fullmatch(r"[\w/.-]+\.\w+", name) and not (path.parent.parent / name).is_file():
+            yield f"references: no file {name} here. Name one that exists."
 
 
 def _check(path: Path) -> Iterator[str]:
@@ -112,11 +147,10 @@ def _check(path: Path) -> Iterator[str]:
             yield from _check_entry(section, f"{section} {name}".strip(), entry)
     if len(data["falsification_tests"]) < len(data["proof_obligations"]):
         yield "falsification_tests: fewer than proof_obligations. Add one for each."
-    for section, key in zip(_LISTS, ("formal", "id", "id"), strict=True):
-        values = Counter(entry.get(key) for entry in data[section] if isinstance(entry, dict))
-        for value, count in values.items():
-            if value and count > 1:
-                yield f"{section}: {key} {value!r} {count} times. Rename or merge them."
+    values = Counter(e.get("property") for e in data["proof_obligations"] if isinstance(e, dict))
+    for value, count in values.items():
+        if value and count > 1:
+            yield f"proof_obligations: property {value!r} {count} times. Merge them."
 
 
 def _check_entry(section: str, place: str, entry: Any) -> Iterator[str]:
@@ -139,10 +173,10 @@ def _check_entry(section: str, place: str, entry: Any) -> Iterator[str]:
 
 def read_claims(paths: Iterable[Path]) -> list[Claim]:
     """The claims of all contracts, in order. Raises `UserError` for an invalid contract."""
+    for problem in validate(paths):
+        raise UserError(problem)
     claims = []
     for path in contract_files(paths):
-        for problem in _check(path):
-            raise UserError(f"{path}: {problem}")
         data = load_yaml(path)
         claims += [Claim(e["id"], e["test"], False, path) for e in data["falsification_tests"]]
         claims += [Claim(e["id"], e["harness"], True, path) for e in data["kani_harnesses"]]

@@ -17,7 +17,7 @@ from py_compile import PycInvalidationMode
 from typing import Any
 
 from kdjax.errors import UserError
-from scripts.contracts.bind import Mutant
+from scripts.contracts.bind import Mutant, locate
 from scripts.contracts.contracts import Claim
 
 _COPIED = ("kdjax", "tests", "configs", "scripts", "contracts", "docs", "pyproject.toml")
@@ -98,13 +98,13 @@ def _why_alive(
 
     And the cases that failed.
     """
-    path = worker.folder / mutant.file
-    whole = path.read_text(encoding="utf-8")
-    path.write_text(whole.replace(mutant.find, mutant.replace, 1), encoding="utf-8")
+    (place,) = locate(worker.folder, mutant)
+    whole = place.file.read_text(encoding="utf-8")
+    place.file.write_text(place.plant(mutant.replace), encoding="utf-8")
     try:
         answer = worker.run(sorted({tests[name] for name in mutant.kills}), timeout)
     finally:
-        path.write_text(whole, encoding="utf-8")
+        place.file.write_text(whole, encoding="utf-8")
     failed = {case.split("[")[0] for case in answer["failed"]}
     green = [name for name in mutant.kills if tests[name] not in failed]
     if answer["broken"]:

@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     flags = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    flags.add_argument("model", help="PATH[@dequant|q4k[:bfloat16|float32]]")
+    flags.add_argument("model", help="PATH[@dense|packed[:bfloat16|float32]]")
     flags.add_argument("--read", required=True, help="conversations or texts, JSON lines")
     flags.add_argument("--out", required=True)
     flags.add_argument("--seconds", type=float, default=300.0, help="no batch begins after that")

@@ -83,7 +83,7 @@ def _outside(module: str | None) -> bool:
 
 
 class _Module:
-    """What the functions of a module can be completed with."""
+    """Parts of a module that complete its functions."""
 
     def __init__(self, tree: ast.Module, lines: list[str]):
         self.lines = lines

@@ -1,4 +1,4 @@
-"""What may be training text: licences, files that people wrote, copies, benchmarks."""
+"""Chooses training text: licences, files that people wrote, copies, benchmarks."""
 
 import ast
 import functools

@@ -45,7 +45,7 @@ class Package(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What one package gave."""
+    """Files and counts of one package."""
 
     files: list[dict[str, str]]  # text and source, up to the cap
     conversations: list[dict[str, Any]]

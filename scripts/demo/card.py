@@ -1,12 +1,11 @@
 """Measures a model of the demo and writes its card, every figure from a file or a measurement.
 
-    python -m scripts.demo.card RUN --gguf=teacher.gguf --type=q4_k_m --text=TEXT \
-      --baselines=FILE --out=teacher.md
+    python -m scripts.demo.card RUN --gguf=teacher.gguf --type=q4_k_m --text=TEXT --out=teacher.md
     python -m scripts.demo.card RUN --gguf=student.gguf --type=q8_0 --text=TEXT --out=student.md
 
-RUN is the model's workdir, TEXT the folder of scripts/demo/text.py, FILE what
-scripts/demo/baselines.py wrote. `--manifest` says which packages a corpus is made of: the card
-counts their licences, and packages.txt (student_packages.txt) beside it names each.
+RUN is the model's workdir, TEXT the folder of scripts/demo/text.py. `--manifest` says which
+packages a corpus is made of: the card counts their licences, and packages.txt
+(student_packages.txt) beside it names each.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from kdjax.device.sharding import make_mesh
 from kdjax.evaluation.heldout import measure
 from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
-from kdjax.models.arch import spec_from_table
+from kdjax.models.schema import spec_from_table
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
@@ -80,10 +79,9 @@ def card(args: argparse.Namespace) -> str:
             (demo.STUDENT_SHAPE / "tokenizer.json").read_bytes()
         ).hexdigest(),
         "receipt": receipt,
-        "f32": figures(str(args.run) + "@dequant:float32", args.text, length),
-        "quantized": figures(str(args.gguf) + "@dequant:float32", args.text, length),
+        "f32": figures(str(args.run) + "@dense:float32", args.text, length),
+        "quantized": figures(str(args.gguf) + "@dense:float32", args.text, length),
         "text": json.loads((args.text / "text.json").read_text()),
-        "baselines": json.loads(args.baselines.read_text()) if args.baselines else None,
         "packages": packages(args.manifest, listed) if args.manifest else None,
         "packages_file": listed.name,
     }
@@ -98,7 +96,6 @@ def main() -> None:
     for name in ("gguf", "text", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--type", required=True, help="that the file was exported as")
-    parser.add_argument("--baselines", type=Path)
     parser.add_argument("--manifest", type=Path)
     args = parser.parse_args()
     args.out.write_text(card(args), "utf-8")

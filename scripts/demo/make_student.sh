@@ -24,7 +24,7 @@ rm -rf "$WORK/run"
   --config.data.heldout="$WORK/text/heldout" "$@"
 cp "$WORK/run/receipt.json" "$WORK/run/metrics.jsonl" "$WORK/text/text.json" "$out/"
 say "export"
-"$PYTHON" -m kdjax.export "$WORK/run" --format=gguf --type="$TYPE" --out="$out/student.gguf" \
+"$PYTHON" -m kdjax export "$WORK/run" --format=gguf --type="$TYPE" --out="$out/student.gguf" \
   --overwrite
 "$PYTHON" -m scripts.demo.card "$WORK/run" --gguf="$out/student.gguf" --type="$TYPE" \
   --text="$WORK/text" --manifest="$corpus/manifest.json" --out="$out/student.md"

@@ -22,9 +22,6 @@ say "text"
 corpora=()
 for file in ${corpus//,/ }; do corpora+=("--corpus=$file"); done
 "$PYTHON" -m scripts.demo.text "$WORK/text" "${corpora[@]}"
-"$PYTHON" -m scripts.demo.baselines "$WORK/text" --out="$WORK/baselines.json" \
-  > "$out/baselines.log" 2>&1 &
-baselines=$!
 
 train() {
   "$PYTHON" -m kdjax.main --config=configs/demo_teacher.py --config.data.cache_dir="$WORK/rows" \
@@ -49,11 +46,8 @@ train --workdir="$WORK/run" --config.train.steps="$STEPS" "$@"
 cp "$WORK/run/receipt.json" "$WORK/run/metrics.jsonl" "$WORK/text/text.json" "$out/"
 
 say "export"
-"$PYTHON" -m kdjax.export "$WORK/run" --format=gguf --type=q4_k_m --out="$out/teacher.gguf" \
+"$PYTHON" -m kdjax export "$WORK/run" --format=gguf --type=q4_k_m --out="$out/teacher.gguf" \
   --overwrite
-say "waiting for the baselines"
-wait "$baselines" || { cat "$out/baselines.log"; exit 1; }
-cp "$WORK/baselines.json" "$out/"
 manifest=()
 for file in ${corpus//,/ }; do
   case $file in
@@ -64,5 +58,5 @@ for file in ${corpus//,/ }; do
   esac || true
 done
 "$PYTHON" -m scripts.demo.card "$WORK/run" --gguf="$out/teacher.gguf" --type=q4_k_m --text="$WORK/text" \
-  --baselines="$WORK/baselines.json" --out="$out/teacher.md" "${manifest[@]}"
+  --out="$out/teacher.md" "${manifest[@]}"
 say "done: $out"

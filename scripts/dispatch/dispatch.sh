@@ -18,7 +18,8 @@
 #   PYTHON          interpreter there that has everything; without it a venv is made and installed
 #   INSTALL_EXTRAS  of pip install (cuda13 where nvidia-smi is)
 #   MIN_DISK_GB (15), MIN_MEMORY_GB (16)                what must be free there
-#   TICKET, PHASE   noted in dispatch.json              DRY_RUN=1      prints the commands, runs none
+#   TICKET, PHASE   noted in dispatch.json              DRY_RUN=1      checks the config here, prints
+#                                                                      the commands, runs none
 #
 # Relative paths of the config start at REMOTE there. Exit status: 0 started, going on or already
 # finished; 2 refused; 255 no connection.
@@ -102,6 +103,21 @@ install() {
   ' "$remote" "$sha" "${INSTALL_EXTRAS:-}"
 }
 
+# check_config_here FLAG...: refuses, by the revision that would be sent, a config that cannot run.
+check_config_here() {
+  local folder
+  if ! PYTHONPATH="$root" python3 -c "import kdjax.config" 2>/dev/null; then
+    say "note: python3 here has no kdjax; the config is checked on $HOST alone"
+    return
+  fi
+  folder=$(mktemp -d "${TMPDIR:-/tmp}/kdjax.XXXXXX")
+  # shellcheck disable=SC2064 # the folder of now
+  trap "rm -rf $(quote "$folder")" EXIT
+  git -C "$root" archive --format=tar "$sha" | tar -xf - -C "$folder"
+  (cd "$folder" && PYTHONPATH=. PYTHONSAFEPATH=1 python3 -m scripts.dispatch.record --run="$run" \
+    --sha="$sha" --dirty=0 --host= --ticket= --phase= -- "$@" >/dev/null) || exit $?
+}
+
 # stage_file FILE NAME: copies a file to REMOTE/models/NAME unless the same bytes are there.
 stage_file() {
   local file=$1 name=$2 size there sum
@@ -169,6 +185,7 @@ python=${PYTHON:-venv/bin/python}
 
 # Before gigabytes are copied for a run that cannot start.
 say "== config"
+[ "${DRY_RUN:-0}" != 1 ] || check_config_here "--config=$config" "${flags[@]:1}"
 # shellcheck disable=SC2016
 on_host '
   cd "$1"; run=$2 sha=$3 python=$4; shift 4

@@ -41,8 +41,11 @@ def effective(flags: list[str]) -> Config:
         try:
             section = functools.reduce(getattr, path, config)
             setattr(section, last, _value(text, getattr(section, last)))
-        except (AttributeError, KeyError, SyntaxError, ValueError) as error:
+        except AttributeError as error:
             raise UserError(f"--{name}={text}: {error}. See kdjax/config.py.") from error
+        except (KeyError, SyntaxError, ValueError):
+            kind = type(getattr(section, last)).__name__
+            raise UserError(f"--{name}={text}: must be of type {kind}.") from None
     validate(config)
     return config
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdjax.errors import UserError, reporting
+from scripts.checks.compare_passk import draw_anew
 
 SETS = ("development", "humaneval", "mbpp")
-_DRAWS = 10_000
 
 
 class Difference(NamedTuple):
@@ -33,7 +33,7 @@ class Difference(NamedTuple):
 
 
 def read_shares(rows: Sequence[Mapping[str, Any]], setting: str, name: str) -> list[np.ndarray]:
-    """Of each seed, in order, [problems]: the share of samples that passed."""
+    """Share of samples that passed, [problems], of each seed in order."""
     found = [row for row in rows if row["setting"] == setting and name in row]
     shares = []
     for row in sorted(found, key=lambda row: row["seed"]):
@@ -54,11 +54,9 @@ def compare(rows: Sequence[Mapping[str, Any]], of: str, against: str, name: str)
             f"found rows of {of} and {against} judged on {' and '.join(map(str, sizes))} problems "
             f"of {name}; expected the same ones. Leave out the tables of other problems."
         )
-    each = np.mean(mine, axis=0) - np.mean(others, axis=0)
-    draws = np.random.default_rng(0).integers(0, len(each), (_DRAWS, len(each)))
-    low, high = np.quantile(each[draws].mean(axis=1), [0.025, 0.975])
-    means = ([float(x.mean()) for x in shares] for shares in (mine, others))
-    return Difference(float(each.mean()), float(low), float(high), *means)
+    low, high = draw_anew(np.stack(mine), np.stack(others), seeds=False)
+    means = [[float(x.mean()) for x in shares] for shares in (mine, others)]
+    return Difference(float(np.mean(mine) - np.mean(others)), low, high, *means)
 
 
 @reporting

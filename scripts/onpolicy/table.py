@@ -42,18 +42,23 @@ from kdjax.data.rollouts import Answer
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk
-from kdjax.evaluation.problems import choose_format, load_humaneval, load_mbpp, prompt_text
+from kdjax.evaluation.problems import (
+    BENCHMARKS,
+    choose_wording,
+    load_humaneval,
+    prompt_text,
+)
 from kdjax.formats.files import replacing
 from kdjax.models.decoder import DecoderFunctions, Params
 from kdjax.models.decoding import Completion, Sampling, complete
 from kdjax.models.model import Model, cast_params
 from kdjax.training.heldout import held_out
-from kdjax.training.hooks import Hook, NonFiniteGuard, StepRecord
+from kdjax.training.hooks import Hook, StepRecord
+from kdjax.training.inputs import prepare_all
 from kdjax.training.job import (
     Job,
     build_step,
     make_source,
-    prepare_all,
     survey,
     text_source,
 )
@@ -62,6 +67,7 @@ from kdjax.training.plan import replace_settings
 from kdjax.training.rollouts import AnswerSource, Author
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import Step
+from kdjax.watch.guards import NonFiniteGuard
 from scripts.onpolicy.invent import invent
 from scripts.onpolicy.prompts import read_benchmark
 
@@ -115,7 +121,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def read(cls, line: str, seconds: float, sets: Sequence[str]) -> "Setting":
-        """Of `NAME[+FIELD=VALUE ...][:SEED] [SECONDS [SETS]]`; raises `UserError` for another."""
+        """Reads `NAME[+FIELD=VALUE ...][:SEED] [SECONDS [SETS]]`; raises `UserError` otherwise."""
         try:
             asked, *more = line.split()
             found = re.fullmatch(r"(.+?)(?::(\d+))?", asked)
@@ -135,7 +141,7 @@ class Setting(NamedTuple):
         return setting
 
     def phases(self) -> list[tuple[Fields, float]]:
-        """What each phase changes of the config, and its share of the seconds."""
+        """Each phase's changes of the config, and its share of the seconds."""
         base, *others = re.split(r"\+(?=\w+\.\w+=)", self.name)  # a mixture has a plus, too
         phases = list(SETTINGS[base])
         changes: Fields = dict(part.split("=", 1) for part in others)
@@ -183,12 +189,12 @@ class Clock(Hook):
 
     @property
     def rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         cosine = 0.5 * (1 + math.cos(math.pi * min(self.spent / self._seconds, 1.0)))
         warm = min((self.steps + 1) / (self._WARMUP + 1), 1.0)
         return self._peak * warm * (self._LEAST + (1 - self._LEAST) * cosine)
 
-    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
+    def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         if self.rounds:  # the first compiles; its time is taken to be that of the second
             self.spent += figures["seconds"] * (2 if len(self.rounds) == 1 else 1)
         self.rounds.append({"step": step, **figures})
@@ -233,7 +239,7 @@ def follow(step: Step, clock: Clock, evaluate: Any) -> Step:
         return step.train(paced, teacher, batch)
 
     followed = copy.copy(step)
-    followed.train, followed.evaluate = run, evaluate  # type: ignore[assignment]
+    followed.train, followed.sum_evaluation = run, evaluate  # type: ignore[assignment]
     return followed
 
 
@@ -248,7 +254,7 @@ class TeachersAnswers(Author):
 class Echo(Hook):
     """One line a round."""
 
-    def round_begin(self, step: int, figures: Mapping[str, float]) -> None:
+    def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         print(
             f"  step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True
         )
@@ -279,7 +285,7 @@ class Bench:
         self._teacher: Model | None = None
         self._judges = concurrent.futures.ThreadPoolExecutor(8)
         self._steps: dict[tuple[Any, ...], Step] = {}  # by the fields that decide the program
-        loads = {"development": load_humaneval, "humaneval": load_humaneval, "mbpp": load_mbpp}
+        loads = {"development": load_humaneval} | BENCHMARKS
         paths = {name: getattr(args, name) for name in loads}
         self.problems = {
             name: load(paths[name])[: args.limit or None]
@@ -372,7 +378,7 @@ class Bench:
     def _look(self, job: Job, params: Any) -> dict[str, float]:
         """The held-out figures."""
         batches, loss = job.eval_batches(), job.step.spec.head.loss
-        return held_out(job.step.evaluate, params, job.teacher_params, batches, loss, 0)
+        return held_out(job.step.sum_evaluation, params, job.teacher_params, batches, loss, 0)
 
     def _compile_step(self, job: Job, state: Any) -> None:
         """For the compilation cache; nothing runs, since two steps at once need not fit."""
@@ -394,7 +400,7 @@ class Bench:
             if params is not None:
                 start = params
                 job.make_state = lambda step=step, start=start: step.init(start)
-            job.step = follow(step, clock, base.step.evaluate)
+            job.step = follow(step, clock, base.step.sum_evaluation)
             job.config.eval.rows = 1  # the figures before the first step: nobody reads them
             hooks = [NonFiniteGuard(folder), clock, Echo()]  # a collapse is a result, too
             train(job, keeper, hooks, None)
@@ -471,9 +477,9 @@ class Bench:
     def _prompts(self) -> dict[str, list[list[int]]]:
         """The prompts of each set of problems."""
         tokenizer = self._pair.tokenizer
-        form = choose_format("auto", tokenizer)
+        wording = choose_wording("auto", tokenizer)
         return {
-            name: [tokenizer.encode(prompt_text(problem, form, tokenizer)) for problem in found]
+            name: [tokenizer.encode(prompt_text(problem, wording, tokenizer)) for problem in found]
             for name, found in self.problems.items()
         }
 
@@ -498,7 +504,7 @@ class Bench:
                     written.set()
 
             settings = passk.Settings(
-                form=choose_format("auto", tokenizer),
+                wording=choose_wording("auto", tokenizer),
                 samples=self._samples(name),
                 batch_size=10**6,  # all in one call: the engine fills its slots by itself
                 allow_unsandboxed=args.allow_unsandboxed,
@@ -521,7 +527,7 @@ class Bench:
 
 
 def _program_fields(config: Config) -> tuple[Any, ...]:
-    """What two configs have in common whose steps are one program."""
+    """Key that two configs share whose steps are one program."""
     fields = flatten(config)
     rates = ("optim.learning_rate", "optim.final_learning_rate", "optim.warmup_steps")
     kept = [n for n in fields if n.startswith(("loss.", "optim.")) and n not in rates]
@@ -580,7 +586,7 @@ class Queue:
             return None
 
     def read(self) -> list[Setting]:
-        """What is asked for so far."""
+        """Settings that were asked for so far."""
         found = [self._read(line) for line in self._lines() if line != self._END]
         return [setting for setting in found if setting]
 

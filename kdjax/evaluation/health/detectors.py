@@ -1,8 +1,8 @@
 """Ways in which a model can be broken, each with its evidence; see docs/evaluation.md.
 
 A detector takes plain numbers and returns its evidence, or None, so that each can be shown a broken
-model of its own. Thresholds lie far from both sides: what they were measured on is in
-docs/results.md. Evidence says broken, not weak: a model that is merely bad gives none.
+model of its own. Thresholds lie far from both sides: docs/records/2026-11-21-detectors.md has what
+they were measured on. Evidence says broken, not weak: a model that is merely bad gives none.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ import numpy as np
 
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoding import Completion
-from kdjax.models.families import FAMILIES
 from kdjax.models.tokenizer import Tokenizer
 
 DEAD = 1e-3  # of the root mean square of the norms of a matrix's rows
@@ -32,14 +31,18 @@ SPREADS = 8.0  # median absolute deviations (of logs, 0.1 added); 4.5 in these f
 NOISE, TRAINED, TRAINED_LEAST = 1.06, 1.5, 1.2  # largest singular value over that of noise
 LARGE_ROW = 100.0  # of the median norm; 35 in the published 0.5B
 LAYOUT_GAIN, LAYOUT_CE = 0.5, 0.2  # nats; and of a uniform guess's CE, below which it is not asked
+# Of its CE, a model's own entropy, and of a uniform guess's CE: published 0.82 and 0.1, the demo's
+# teacher 0.91 and 0.22, with its embedding four times as large 0.05 and 0.84.
+SURE, WRONG = 0.25, 0.35
+WEAK = 0.25  # of a uniform guess's CE, above which text says weak
+# Nats from the teacher; and times what one bit less a weight costs: 0.03 to 0.1 nats from 4 and 5.
+FAR_NATS, FAR_BITS = 1.0, 5.0
 # Nats by which another theta explains text better, and standard errors. 1e5 for 1e6 costs 0.051
 # (3.6 errors) in the 0.5B, 0.041 (3.3) in the 1.5B, whose own 1e6 is 0.012 (1.6) worse than 5e6.
 ROPE_GAIN, ROPE_SIGMAS = 0.03, 2.5
 SPARE_ROWS, SPARE_SHARE = 1024, 0.05  # rows of the embedding beyond the last token
 UNORDERED = 0.05  # of the merges; 0 in Qwen2.5
 LOOP_SHARE, LOOP_PERIOD, LOOP_IDS = 0.5, 32, 48
-ODD_SHARE = 1 / 32
-_NO_TEXT = ("Cc", "Cn", "Co", "Cs")  # Unicode's control, unassigned, private, surrogate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ def ask(*questions: tuple[Any, ...]) -> list[Finding]:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixStats:
-    """What `weights.py` counts of one tensor; rows are those of ids that some token has."""
+    """Counts of one tensor, made by `weights.py`; rows are those of ids that some token has."""
 
     name: str
     kind: str  # shared with its peers, the same tensor of other layers; "" without peers
@@ -186,7 +189,7 @@ def unchanged_weights(changed: Mapping[str, bool], step: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class LogitStats:
-    """Of a model's predictions at every position of the probe text, float64."""
+    """Figures of a model's predictions at every position of the probe text, float64."""
 
     positions: int
     non_finite: int  # positions with a NaN or infinite logit
@@ -221,33 +224,43 @@ def constant_logits(stats: LogitStats) -> str | None:
     return f"predictions hold {max(information, 0):.4f} nats of the context"
 
 
-def near_chance(stats: LogitStats) -> str | None:
-    """Plain English and Python hardly likelier than under a uniform guess: the tokenizer is
-    another's, tensors are in the wrong place, or nothing was trained."""
-    chance = math.log(stats.vocabulary)
-    if stats.non_finite or stats.ce < CHANCE * chance:
+def near_chance(
+    ce: float, vocabulary: int, text: str = "English and Python", share: float = CHANCE
+) -> str | None:
+    """Text hardly likelier than under a uniform guess: the tokenizer is another's, tensors are in
+    the wrong place, or nothing was trained. `ce` in nats a token; `share` is of a guess's."""
+    chance = math.log(vocabulary)
+    if not ce >= share * chance:
         return None
-    return f"{stats.ce:.2f} nats a token of English and Python, a uniform guess has {chance:.2f}"
+    return f"{ce:.2f} nats a token of {text}, a uniform guess has {chance:.2f}"
+
+
+def sure_and_wrong(stats: LogitStats) -> str | None:
+    """Predictions far surer than they are right: an embedding, head or norm was multiplied."""
+    chance = math.log(stats.vocabulary)
+    if stats.non_finite or not (stats.ce > WRONG * chance and stats.entropy < SURE * stats.ce):
+        return None
+    return (
+        f"entropy {stats.entropy:.2f} nats where the CE is {stats.ce:.2f}: it is sure and wrong; "
+        "some scale is too large"
+    )
+
+
+def far_from_teacher(kl: float, bit: float, text: str) -> str | None:
+    """A form of the teacher that is further from it than rounding explains.
+
+    `kl` and `bit`, what one bit less a weight costs the teacher, are nats a token.
+    """
+    if not kl > max(FAR_NATS, FAR_BITS * bit):
+        return None
+    cost = f"one bit less a weight costs {bit:.2g}" if bit else "its weights are not rounded"
+    return f"KL {kl:.2f} nats a token of {text} from the teacher whose form it is; {cost}"
 
 
 _THETAS = (1e4, 1e5, 1e6)
 
 
-def rope_theta(spec: ArchSpec) -> str | None:
-    """A base outside of what models have, or one of short contexts in a model of long ones."""
-    theta, context = spec.rope_theta, spec.max_positions
-    if not (math.isfinite(theta) and 1e3 <= theta <= 1e9):
-        return f"{theta:g} is outside of 1e3 to 1e9"
-    limit = FAMILIES[spec.family].small_theta_context
-    if theta >= 1e5 or context <= limit or spec.rope_scaling is not None:
-        return None
-    return (
-        f"{theta:g} with {context:,} positions; {spec.family} models of more than {limit:,} "
-        "positions have 1e5 or more"
-    )
-
-
-def better_theta(
+def rope_theta(
     theta: float, ces: np.ndarray, ces_with: Callable[[float], np.ndarray]
 ) -> str | None:
     """Another theta makes text more likely: the weights were trained with that one.
@@ -282,15 +295,45 @@ def rope_layout(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> 
     llama): a converter that reorders once too often, or not at all, leaves a model that runs.
     `ce_with(order)` is the CE with rows taken to be in that order, "pairs" or "halves".
     """
-    if not math.isfinite(ce) or ce < LAYOUT_CE * math.log(vocabulary):
+    if (better := _better_order(ce, vocabulary, ("pairs", "halves"), ce_with)) is None:
         return None
-    for order in ("pairs", "halves"):
-        if (other := ce_with(order)) < ce - LAYOUT_GAIN:
-            return (
-                f"{ce:.2f} nats a token, {other:.2f} with the rows of q and k taken as {order}: "
-                "they lie in another order than the rotation expects"
-            )
-    return None
+    order, other = better
+    return (
+        f"{ce:.2f} nats a token, {other:.2f} with the rows of q and k taken as {order}: "
+        "they lie in another order than the rotation expects"
+    )
+
+
+def gate_order(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> str | None:
+    """Text is far likelier with gate and up projections exchanged; `ce_with("gate and up")`."""
+    if (better := _better_order(ce, vocabulary, ("gate and up",), ce_with)) is None:
+        return None
+    return f"{ce:.2f} nats a token, {better[1]:.2f} with gate and up projections exchanged"
+
+
+def head_order(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> str | None:
+    """Text is far likelier with heads in the order in which queries and keys fit best.
+
+    `ce_with(heads)` is the CE with "key" heads, or "key and value" heads, in that order.
+    """
+    heads = ("key and value", "key")
+    if (better := _better_order(ce, vocabulary, heads, ce_with)) is None:
+        return None
+    return (
+        f"{ce:.2f} nats a token, {better[1]:.2f} with {better[0]} heads in the order that fits "
+        "the queries"
+    )
+
+
+def _better_order(
+    ce: float, vocabulary: int, orders: Sequence[str], ce_with: Callable[[str], float]
+) -> tuple[str, float] | None:
+    """The order that makes text likeliest and its CE, if that is better by far and no chance."""
+    chance = math.log(vocabulary)
+    if not math.isfinite(ce) or ce < LAYOUT_CE * chance:
+        return None
+    order, best = min(((order, ce_with(order)) for order in orders), key=lambda pair: pair[1])
+    return (order, best) if best < min(ce - LAYOUT_GAIN, CHANCE * chance) else None
 
 
 _ROUND_TRIP = (
@@ -383,26 +426,6 @@ def repetition(outputs: Sequence[Completion]) -> str | None:
         return None
     example = f"...{looping[0].text[-60:]!r}"
     return f"{len(looping)} of {len(outputs)} answers end in a loop, such as {example}"
-
-
-def non_text(outputs: Sequence[Completion]) -> str | None:
-    """Most answers hold broken UTF-8, control characters, or scripts that nobody asked for."""
-    odd = [o for o in outputs if o.text and _odd_share(o.text) > ODD_SHARE]
-    if not odd or 2 * len(odd) <= len(outputs):
-        return None
-    return f"{len(odd)} of {len(outputs)} answers, such as {odd[0].text[:60]!r}"
-
-
-def _odd_share(text: str) -> float:
-    """Part of the characters that no text has; all of them if six in ten are not ASCII.
-
-    The probes ask in English for English and Python.
-    """
-    odd = sum(
-        c == "\ufffd" or (unicodedata.category(c) in _NO_TEXT and c not in "\n\t\r") for c in text
-    )
-    foreign = sum(not c.isascii() for c in text)
-    return 1.0 if len(text) >= 16 and foreign > 0.6 * len(text) else odd / len(text)
 
 
 def silence(outputs: Sequence[Completion]) -> str | None:

@@ -1,5 +1,9 @@
 """Text and questions that every language model for code knows how to go on with."""
 
+from kdjax.models.checkpoint import Checkpoint
+
+TOKENS = 512
+
 # About 500 tokens of Qwen2.5: enough for rotations to matter, little enough for a CPU.
 TEXT = '''\
 """Small helpers for reading a table of measurements.
@@ -77,3 +81,10 @@ BEGINNINGS = (
     'def reverse(text):\n    """Return the text backwards."""\n',
 )
 ANSWER_TOKENS = 64
+
+
+def probe_ids(checkpoint: Checkpoint) -> list[int]:
+    """The probe text in the model's tokens, as much of it as its context holds."""
+    spec = checkpoint.spec
+    ids = [i for i in checkpoint.tokenizer.encode(TEXT) if i < spec.vocab_size]
+    return ids[: min(TOKENS, spec.max_positions)]

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from kdjax.evaluation.health.detectors import DEAD, MatrixStats
 from kdjax.formats.blocks import decode
 from kdjax.formats.saved import saved_params
+from kdjax.models.arch import STACKS
 from kdjax.models.checkpoint import Checkpoint, Saved
 
 _CHUNK = 1 << 25  # numbers on the device at a time
@@ -106,7 +107,7 @@ def _file_tensors(checkpoint: Checkpoint) -> Iterator[_Tensor]:
             if path[0] in _VOCABULARY:
                 raw = raw[: checkpoint.tokenizer.vocab_size]
             matrix = len(info.shape) >= 2
-            kind = "/".join(path) if path[0] == "blocks" else ""
+            kind = "/".join(path) if path[0] in STACKS else ""
             rows = raw.reshape(-1, raw.shape[-1]) if matrix else raw[None]  # of experts all
             yield _Tensor(name, kind, rows, info.dtype, matrix)
 
@@ -117,7 +118,7 @@ def _saved_tensors(checkpoint: Checkpoint, saved: Saved) -> Iterator[_Tensor]:
         if name in _VOCABULARY:
             array = array[: checkpoint.tokenizer.vocab_size]
         layers = {name: array}
-        if name.startswith("blocks/"):
+        if name.partition("/")[0] in STACKS:
             layers = {f"{name}[{i}]": layer for i, layer in enumerate(array)}
         for part, layer in layers.items():
             kind = name if part != name else ""

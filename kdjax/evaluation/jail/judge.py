@@ -55,7 +55,7 @@ def encode(value, refer):
 
 
 def decode(value, resolve):
-    """What `encode` wrote; raises `ValueError` for anything else."""
+    """Decodes what `encode` wrote; raises `ValueError` for anything else."""
     if isinstance(value, list):
         return [decode(item, resolve) for item in value]
     if not isinstance(value, dict):
@@ -244,7 +244,7 @@ class Channel:
         return message
 
     def ask(self, *request):
-        """What the program answers; raises what it raised."""
+        """Asks the program and returns its answer; raises what it raised."""
         if self.ended:
             raise self.ended
         data = json.dumps(encode(list(request), _number)).encode()

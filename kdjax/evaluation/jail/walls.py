@@ -1,4 +1,4 @@
-"""What keeps a program from the machine beside bubblewrap: limits, and a user of its own.
+"""Keeps a program from the machine beside bubblewrap: limits, and a user of its own.
 
 Limits: setrlimit(2). As root the program becomes a user id of its own, because RLIMIT_NPROC does
 not bind root.
@@ -17,7 +17,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def look_around():
-    """What bubblewrap has closed, as seen from inside of it."""
+    """Looks from the inside which ways bubblewrap has closed."""
     with open("/proc/self/net/dev") as file:
         interfaces = {line.split(":")[0].strip() for line in file if ":" in line}
     read_only = all(os.statvfs(path).f_flag & os.ST_RDONLY for path in ("/", "/usr", "/dev"))
@@ -38,7 +38,7 @@ def limit(limits):
 
 
 def drop_privileges(user):
-    """That user if root, no capabilities in any case; returns whether the user changed."""
+    """Becomes `user` if root, drops all capabilities; returns whether the user changed."""
     changed = False
     if user is not None and os.getuid() == 0:
         with contextlib.suppress(OSError):

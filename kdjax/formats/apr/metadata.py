@@ -1,4 +1,4 @@
-"""What an `.apr` file says of its model, in the words that the rest of kdjax knows.
+"""Reads an `.apr` file's description of its model into the words of the rest of kdjax.
 
 Tensors have Hugging Face's names there, so the architecture is told in those of `config.json`; the
 tokenizer in those of GGUF, which has the same parts.
@@ -14,6 +14,8 @@ from kdjax.formats.table import TensorInfo
 
 # The key under which `scripts/apr/convert.py` keeps what it needs to restore a GGUF file.
 GGUF_KEY = "kdjax.gguf"
+# Entries of config.json for which `.apr` files have no name: those of one family alone.
+OWN_KEY = "kdjax.config"
 # Numbers of the architecture: `.apr` name -> name in config.json.
 INTEGERS = {
     "hidden_size": "hidden_size",
@@ -67,7 +69,23 @@ def _is_rope(value: object) -> bool:
     return isinstance(value, dict) and all(
         isinstance(item, str)
         if key in ("rope_type", "type")
-        else item is None or _is_bool(item) or _is_real(item)
+        else item is None or _is_bool(item) or _is_real(item) or _are_reals(item)
+        for key, item in value.items()
+    )
+
+
+def _are_reals(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_real, value))
+
+
+def _is_own(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        any(fits(item) for fits in (_is_real, _is_bool, _are_ids, _are_strings))
+        or (
+            key == "rope_parameters"
+            and isinstance(item, dict)
+            and all(map(_is_rope, item.values()))
+        )
         for key, item in value.items()
     )
 
@@ -101,6 +119,7 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys((*_SWITCHES, "tokenizer.add_bos_token"), (_is_bool, "true or false")),
     "rope_scaling": (_is_rope, "an object of numbers"),
     "rope_type": (_is_integer, "a whole number"),
+    OWN_KEY: (_is_own, "an object of numbers and lists"),
     "tokenizer.vocabulary": (_are_strings, "a list of texts"),
     "tokenizer.merges": (_are_pairs, "a list of texts with one space each"),
     "tokenizer.token_type": (_are_ids, "a list of whole numbers"),
@@ -124,10 +143,11 @@ def _read_value(path: Path, stored: Mapping[str, Any], key: str) -> Any:
 
 
 def _architecture(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file itself says, by the names of config.json."""
+    """Reads the architecture that the file itself states, by the names of config.json."""
     config = {INTEGERS[key]: _read_value(path, stored, key) for key in INTEGERS}
     others = (*_REALS, *_SWITCHES, "rope_scaling", "hidden_act")
     config |= {key: _read_value(path, stored, key) for key in others}
+    config |= _read_value(path, stored, OWN_KEY) or {}
     family = _read_value(path, stored, "architecture") or _read_value(path, stored, "model_type")
     # "Qwen2ForCausalLM" is qwen2.
     config["model_type"] = family.lower().removesuffix("forcausallm") if family else None

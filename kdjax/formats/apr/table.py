@@ -177,8 +177,11 @@ class AprTable(TensorTable):
         self._data = files.map_file(path)
         self._header = _read_header(path, self._data.data)
         starts = _read_index(path, self._data.data, self._header)
-        ends = {name: start + info.nbytes + _FOOTER.size for name, (info, start) in starts.items()}
-        self.cut = files.cut_short(path, self._data.size, ends)
+        spans = {name: (start, start + info.nbytes) for name, (info, start) in starts.items()}
+        if spans:  # behind the last tensor a footer follows
+            last, (start, end) = max(spans.items(), key=lambda item: item[1])
+            spans[last] = start, end + _FOOTER.size
+        self.cut = files.cut_short(path, self._data.size, spans)
         if whole and self.cut:
             raise self.cut
         self.paths = (path,)

@@ -6,7 +6,8 @@
 import logging
 from pathlib import Path
 
-from kdjax.training.hooks import Hook, NonFiniteError, Run
+from kdjax.training.hooks import Hook, Run
+from kdjax.watch.guards import NonFiniteError
 
 FILE = "report.html"
 
@@ -36,7 +37,7 @@ class ReportPage(Hook):
             page.write_page([self._workdir])
         except Exception as problem:
             _log.warning(
-                "no report: %s: %s\nTry again: python -m kdjax.report %s",
+                "no report: %s: %s\nTry again: kdjax report %s",
                 type(problem).__name__,
                 problem,
                 self._workdir,

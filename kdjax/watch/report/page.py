@@ -90,7 +90,7 @@ def write_page(workdirs: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def closing_lines(workdir: Path, step: int) -> list[str]:
-    """What a finished run prints: its held-out figures as a table, and each output that is there.
+    """Writes a finished run's last lines: held-out figures as a table, and each output.
 
     `step` is that of the last checkpoint. Figures that are not there, or cannot be read, are left
     out.
@@ -146,6 +146,8 @@ def _show(value: object) -> str:
 def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Columns and rows of held-out figures: teacher, student before, student after, of every run.
 
+    A rounded student's masters have a row: what it is worse than them is what rounding still costs.
+
     A teacher or a start that several runs share is one row. A column that nobody has is left out,
     and the divergence where it is the KL at T = 1, or not the same in all runs.
     """
@@ -160,6 +162,7 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
             (False, "teacher", last, 0),
             (False, "student before training", first if first["step"] == 0 else {}, 1),
             (True, after, last if last["step"] > 0 else {}, 1),
+            (True, f"{after}: its float32 masters, not rounded", _masters(last), 1),
         ):
             if figures:
                 key = late, kind, _cells(figures, side), run.label if late else ""
@@ -179,6 +182,12 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
     return list(compress(names, used)), shown
 
 
+def _masters(figures: dict[str, float]) -> dict[str, float]:
+    """The figures of a rounded student's masters, under the names of its own; {} of another."""
+    of_masters = {k.removeprefix("masters_"): v for k, v in figures.items() if "masters_" in k}
+    return of_masters if figures["step"] > 0 else {}
+
+
 def _cells(figures: dict[str, float], side: int) -> tuple[str, ...]:
     """The cells of one row; `side` is 0 for the teacher, 1 for the student."""
     values = ((figures.get(of[side], math.nan), of[2]) for of in _COLUMNS.values())
@@ -186,7 +195,7 @@ def _cells(figures: dict[str, float], side: int) -> tuple[str, ...]:
 
 
 def _summarise(run: RunRecord, several: bool) -> str:
-    """What moved on held-out text from before training to the last evaluation, as a sentence."""
+    """Says in a sentence how held-out figures moved from the first evaluation to the last."""
     if len(run.evals) < 2 or run.evals[0]["step"] != 0:
         return ""
     first, last = run.evals[0], run.evals[-1]
@@ -203,6 +212,9 @@ def _summarise(run: RunRecord, several: bool) -> str:
             moves.append(
                 f"{title} {verb} from {form.format(before)} to {form.format(after)}{change}"
             )
+    rounding = last.get("kl", math.nan) - last.get("masters_kl", math.nan)
+    if math.isfinite(rounding):
+        moves.append(f"{rounding:.4f} of that KL is what rounding still costs")
     subject = f"{run.label}: held-out" if several else "Held-out"
     done = f"in {last['step']:,.0f} steps ({last['tokens']:,.0f} tokens)"
     return f"{subject} {', '.join(moves)}, {done}." if moves else ""
@@ -216,7 +228,7 @@ def _describe_units(runs: Sequence[RunRecord]) -> str:
 
 
 def _list_doubts(runs: Sequence[RunRecord]) -> list[str]:
-    """What forbids comparing the runs' held-out figures directly."""
+    """Lists the reasons against comparing the runs' held-out figures directly."""
     rows = {(run.receipt.get("data") or {}).get("rows") for run in runs} - {None}
     teachers = {(run.receipt.get("teacher") or {}).get("sha256") for run in runs} - {None}
     positions = {run.evals[-1]["positions"] for run in runs if run.evals}
@@ -240,7 +252,7 @@ def _list_differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _list_facts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the receipt says of files, sessions, machine and plan, by heading."""
+    """Lists the receipt's files, sessions, machine and plan, by heading."""
     named = ("kdjax", "config_sha256", "teacher", "student", "data", "output")
     facts = {
         "Files and hashes": flatten({name: receipt.get(name) for name in named if receipt}),

@@ -1,4 +1,4 @@
-"""What a run left in its workdir, read leniently: a run may be going on, broken or half there."""
+"""Reads a run's workdir leniently: the run may be going on, broken or half there."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import numpy as np
 
 from kdjax.config import flatten
 from kdjax.data.rollouts import FOLDER, read_round
-from kdjax.errors import CheckError, UserError
+from kdjax.errors import CheckError, UserError, suggest_path
 from kdjax.formats.saved import RECEIPT
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
@@ -56,7 +56,9 @@ class RunRecord:
 def read_run(path: Path, label: str = "") -> RunRecord:
     """The run of a workdir. Raises `UserError` if no run was ever begun there."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; expected the --workdir of a run.")
+        raise UserError(
+            f"{path}: no such folder; expected the --workdir of a run.{suggest_path(path)}"
+        )
     notes: list[str] = []
     lines = _read_metrics(path / METRICS, notes)
     receipt, samples = {}, []
@@ -74,7 +76,7 @@ def read_run(path: Path, label: str = "") -> RunRecord:
         raise UserError(
             f"{path}: found neither figures in {METRICS} nor a {RECEIPT}; expected the "
             "--workdir of a run that has begun. Give that of another run, or start one there: "
-            f"python -m kdjax.main --config=CONFIG --workdir={path}"
+            f"kdjax train --config=CONFIG --workdir={path}"
         )
     steps = [figures for kind, figures in lines if kind == "train"]
     train = {name: np.asarray([s.get(name, math.nan) for s in steps]) for name in _TRAIN}
@@ -94,7 +96,7 @@ def read_run(path: Path, label: str = "") -> RunRecord:
 
 
 def _read_rounds(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Of the first round of own answers and the last, if both have answers to be shown."""
+    """Reads the first round of own answers and the last, if both have answers to be shown."""
     files = sorted(folder.glob("round-*.npz"))
     try:
         records = [read_round(path).record for path in dict.fromkeys([*files[:1], *files[-1:]])]

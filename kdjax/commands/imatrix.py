@@ -1,0 +1,61 @@
+"""Measures which inputs of a model's matrices matter on a text: an importance matrix of llama.cpp.
+
+    kdjax imatrix model.gguf --data=text/ --out=model.imatrix.gguf
+    kdjax export runs/a --format=gguf --type=q2_k --imatrix=model.imatrix.gguf --out=small.gguf
+
+MODEL is as of `kdjax evaluate`. llama-quantize reads the file, too. Rows are read as continuous
+text; those that the text does not fill are left out.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from kdjax.commands.parsing import Parser, log_to_terminal
+from kdjax.device import runtime, sharding
+from kdjax.errors import FINISHED, UserError, reporting
+from kdjax.evaluation.heldout import read_text
+from kdjax.evaluation.target import open_target
+from kdjax.formats.imatrix import write_importance
+from kdjax.models.importance import sum_squares
+
+
+def _parser() -> Parser:
+    parser = Parser("imatrix", __doc__)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="workdir, step folder, model file or folder, with @FORM")
+    add("--data", required=True, metavar="PATHS", help="folders, globs, files, joined by commas")
+    add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
+    add("--rows", type=int, default=128, help="rows of the text, at most, spread evenly over it")
+    add("--seq-len", type=int, default=512, help="positions a row")
+    add("--batch-size", type=int, default=8, help="rows at a time")
+    return parser
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    if min(args.rows, args.batch_size) < 1 or args.seq_len < 2:
+        raise UserError("--rows and --batch-size must be 1 or more, --seq-len 2 or more.")
+    runtime.configure()
+    log_to_terminal()
+    target = open_target(args.model)
+    tokenizer = target.checkpoint.tokenizer
+    text = read_text(args.data, tokenizer, rows=args.rows, seq_len=args.seq_len)
+    (whole,) = text.batches(len(text.rows))
+    tokens = whole["tokens"][np.all(whole["segment_ids"] > 0, axis=1)]
+    if not len(tokens):
+        raise UserError(f"{args.data}: found no row of {args.seq_len} ids; lower --seq-len.")
+    model = target.load(sharding.make_mesh(1, 1, 1, jax.local_devices()[:1]))
+
+    def batches() -> Iterator[np.ndarray]:
+        for start in range(0, len(tokens), args.batch_size):
+            yield tokens[start : start + args.batch_size]
+
+    sums, count = sum_squares(model, batches())
+    write_importance(args.out, sums, count, datasets=[args.data], chunk_size=args.seq_len)
+    print(f"{args.out}: {len(sums)} matrices, {count:,} positions")
+    return FINISHED

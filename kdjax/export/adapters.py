@@ -1,0 +1,148 @@
+"""Adapters alone as files beside their untouched base: a folder of PEFT's, a GGUF adapter.
+
+PEFT 0.19 for the names; llama.cpp's src/llama-adapter.cpp and convert_lora_to_gguf.py for GGUF's.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from kdjax.errors import UserError
+from kdjax.export.check import ExportSummary, SelfCheckError
+from kdjax.export.staging import stage, write_json
+from kdjax.formats.files import TensorToWrite
+from kdjax.formats.gguf import GGUFTable, write_gguf
+from kdjax.formats.safetensors import ADAPTER, ADAPTER_CONFIG, PeftTable, write_file
+from kdjax.formats.table import TensorTable
+from kdjax.models import names
+from kdjax.models.adapters import PREFIX, Key, Lora, module_name, split_adapters
+from kdjax.models.families import FAMILIES
+from kdjax.models.model import Model
+
+PathLike = str | os.PathLike[str]
+
+
+def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
+    """The adapters' size, and their arrays on the host; `UserError` without or with broken ones."""
+    lora = Lora.of_params(model.params)
+    if lora is None or model.spec is None:
+        raise UserError(
+            f"{model}: found a model without adapters; expected one of kdjax.add_lora, or of a run "
+            "with student.lora.rank. Export it whole: --format=hf or gguf."
+        )
+    flat: dict[Key, Any] = flatten_dict(split_adapters(model.params)[1])
+    arrays = {path: np.asarray(x, np.float32) for path, x in flat.items()}
+    broken = ["/".join(path) for path, x in arrays.items() if not np.isfinite(x).all()]
+    if broken:
+        raise UserError(
+            f"found numbers in {broken[0]} that are not finite; expected none. The run broke: "
+            "export an earlier step with --step, or train again."
+        )
+    return lora, arrays
+
+
+def _list_tensors(
+    arrays: dict[Key, np.ndarray], name: Callable[[Key, int, str], str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for (*path, part), stack in arrays.items():
+        for layer, array in enumerate(stack):
+            yield name(tuple(path), layer, part), np.ascontiguousarray(array)
+
+
+def _as_written(tensors: dict[str, np.ndarray]) -> list[TensorToWrite]:
+    return [(name, "F32", x.shape, x.view(np.uint8)) for name, x in tensors.items()]
+
+
+def _check(table: TensorTable, tensors: dict[str, np.ndarray]) -> ExportSummary:
+    """Compares what was written with what was meant, bit for bit."""
+    wrong = set(table) ^ tensors.keys()
+    wrong |= {
+        name
+        for name in tensors.keys() - wrong
+        if table.info(name).shape != tensors[name].shape
+        or not np.array_equal(table.raw(name).view(np.float32), tensors[name])
+    }
+    if wrong:
+        raise SelfCheckError(f"the file just written has other tensors: {sorted(wrong)[:5]}")
+    size = sum(x.nbytes for x in tensors.values())
+    return ExportSummary(len(tensors), size, {"F32": len(tensors)}, 0.0)
+
+
+def export_peft(
+    model: Model, out: PathLike, *, base: str = "", overwrite: bool = False
+) -> ExportSummary:
+    """Writes a folder that PEFT loads on the model's base: adapters, float32, and their config.
+
+    `base` is what the config says that the base is, a path or a name of the Hub (default: the file
+    that the model came from). Raises `UserError` for a model without adapters.
+
+        kdjax.export_peft(student.replace(params=step.see(state)), "adapter")
+    """
+    lora, arrays = _take_apart(model)
+    spec = model.spec
+    assert spec is not None
+
+    def name(path: Key, layer: int, part: str) -> str:
+        stem = names.name_of(path, spec).hf.removesuffix(".weight").format(i=layer)
+        return f"{PREFIX}{stem}.lora_{part.upper()}.weight"
+
+    tensors = dict(_list_tensors(arrays, name))
+    if not base and model.checkpoint is not None:
+        base = str(model.checkpoint.header.paths[0].resolve())
+        if base.endswith(".safetensors"):
+            base = str(Path(base).parent)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "target_modules": [module_name(path, spec).rpartition(".")[2] for path in lora.targets],
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    with stage(Path(out), folder=True, overwrite=overwrite) as aside:
+        aside.mkdir()
+        write_file(aside / ADAPTER, _as_written(tensors))
+        write_json(aside / ADAPTER_CONFIG, config)
+        return _check(PeftTable(aside), tensors)
+
+
+def export_gguf_adapter(model: Model, out: PathLike, *, overwrite: bool = False) -> ExportSummary:
+    """Writes a GGUF file that llama.cpp adds to the model's base (`--lora FILE`): float32.
+
+    B's rows are in the order of the base's: those of Llama's queries and keys are interleaved.
+    Raises `UserError` for a model without adapters.
+    """
+    lora, arrays = _take_apart(model)
+    spec = model.spec
+    assert spec is not None
+    for (*path, part), stack in arrays.items():
+        layout = names.layout_of(tuple(path), spec, gguf=True)
+        if part == "b":
+            arrays[*path, part] = np.stack([layout.write_order(x) for x in stack])
+
+    def name(path: Key, layer: int, part: str) -> str:
+        return f"{names.name_of(path, spec).gguf.format(i=layer)}.lora_{part}"
+
+    tensors = dict(_list_tensors(arrays, name))
+    metadata = {
+        "general.architecture": FAMILIES[spec.family].gguf,
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": lora.alpha,
+        "general.quantization_version": 2,
+    }
+    with stage(Path(out), folder=False, overwrite=overwrite) as aside:
+        write_gguf(aside, metadata, _as_written(tensors))
+        return _check(GGUFTable(aside), tensors)

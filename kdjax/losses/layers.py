@@ -1,0 +1,236 @@
+"""Losses of layers beside the divergence: hidden states, attention relations, a user's own.
+
+Letters: B rows, T positions, D hidden width, H heads.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from kdjax.errors import UserError
+
+Layers = Mapping[str, Array]  # by name, as `decoder.STATES` says: [B, T, D], or [B, T, H, width]
+LayerFunction = Callable[[Layers, Layers, Mapping[str, Array]], Any]
+TAKEN = ("loss", "ce", "divergence", "grad_norm", "tokens", "learning_rate", "step")
+
+
+class ExtraSums(NamedTuple):
+    """Held-out sums of a step with layer losses."""
+
+    sums: Any  # those of a step without
+    extra: dict[str, Array]  # by name, without their weights
+    total: Float[Array, ""]  # with them: what the loss has beside
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerLoss:
+    """A loss of hidden states beside the divergence, for `make_step(..., extra=)`.
+
+    `function(student_layers, teacher_layers, batch)` gives a number, or several by name: each a sum
+    over the batch's positions, in which `batch["weights"]` counts. It takes the layers that
+    `student` and `teacher` name, and no others are kept: "embed", "blocks/3" (what layer 3 gives,
+    `[B, T, D]` in the dtype of computation), "blocks/3/attn/q", "k" or "v" (`[B, T, H, width]`,
+    rotated). The teacher's have no gradient. What is minimised is the loss of `KDLoss` and `weight`
+    times these, divided by the count of trained positions; metrics have each without its weight.
+
+    `project` has, for some of the student's layers, the width that a trained matrix makes of theirs
+    before the function sees them, or that matrix as it begins, `[width, D]`, or the teacher's layer
+    whose width is meant, if it is another. Raises `UserError` for a name that metrics have already.
+
+        def first_layers(student, teacher, batch):
+            distance = jnp.mean((student["blocks/0"] - teacher["blocks/0"]) ** 2, axis=-1)
+            return jnp.sum(batch["weights"] * distance)
+
+        extra = kdjax.LayerLoss(first_layers, ["blocks/0"], ["blocks/0"], project={"blocks/0": 64})
+    """
+
+    function: LayerFunction
+    student: Sequence[str]
+    teacher: Sequence[str] = ()
+    weight: float = 1.0
+    name: str = "extra"
+    project: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name in TAKEN:
+            raise UserError(f"name={self.name!r}: metrics have it already; expected another.")
+        if odd := sorted(set(self.project) - set(self.student)):
+            raise UserError(f"project={odd}: expected names of student={list(self.student)}.")
+
+    def begin(
+        self, ours: Mapping[str, Any], theirs: Mapping[str, Any], number: int
+    ) -> dict[str, Array]:
+        """The projections before the first step, float32; `ours`, `theirs` are layers or shapes.
+
+        Raises `UserError` for a matrix of another width than its layer.
+        """
+        found = {}
+        for place, (name, asked) in enumerate(sorted(self.project.items())):
+            width = ours[name].shape[-1]
+            if isinstance(asked, str):
+                if theirs[asked].shape[-1] == width:
+                    continue
+                asked = theirs[asked].shape[-1]
+            if isinstance(asked, int):
+                key = jax.random.fold_in(jax.random.key(number), place)
+                found[_key(name)] = jax.random.normal(key, (asked, width)) / math.sqrt(width)
+                continue
+            matrix = jnp.asarray(asked, jnp.float32)
+            if matrix.ndim != 2 or matrix.shape[1] != width:
+                raise UserError(
+                    f"{self.name}: found a projection {list(matrix.shape)} of {name}; expected "
+                    f"[width, {width}]: the student's hidden states are {width} wide."
+                )
+            found[_key(name)] = matrix
+        return found
+
+    def sum(
+        self,
+        ours: Layers,
+        theirs: Layers,
+        batch: Mapping[str, Array],
+        projections: Mapping[str, Array],
+    ) -> dict[str, Float[Array, ""]]:
+        """The sums by name; raises `UserError` if the function gives something else."""
+        layers = {name: ours[name] for name in self.student}
+        for name, x in layers.items():
+            matrix = projections.get(_key(name))
+            if matrix is not None:
+                layers[name] = jnp.einsum("BTD,ED->BTE", x, matrix.astype(x.dtype))
+        given = self.function(layers, {name: theirs[name] for name in self.teacher}, batch)
+        named = given if isinstance(given, Mapping) else {"": given}
+        sums = {}
+        for name, value in named.items():
+            if jnp.shape(value) != ():
+                raise UserError(
+                    f"{self.name}: found {self.function} to give {list(jnp.shape(value))}; "
+                    "expected a number, the sum over the batch's positions."
+                )
+            sums[f"{self.name}_{name}" if name else self.name] = jnp.asarray(value, jnp.float32)
+        return sums
+
+
+def _key(name: str) -> str:
+    """A layer's name as one in a tree of arrays."""
+    return name.replace("/", "_")
+
+
+def match_hidden(
+    pairs: Mapping[str, str],
+    distance: str = "mse",
+    *,
+    weight: float = 1.0,
+    project: bool = True,
+    matrices: Mapping[str, ArrayLike] | None = None,
+) -> LayerLoss:
+    """The distance of layers from the teacher's, a mean over `pairs`, `{student's: teacher's}`.
+
+    "mse" is the mean square of the differences (Jiao et al. 2020, TinyBERT, arXiv:1909.10351),
+    "cosine" 1 less the cosine (Sanh et al. 2019, DistilBERT, arXiv:1910.01108), in float32. Where
+    widths differ a matrix is trained, `[teacher's D, student's D]`, drawn at random unless it is
+    among `matrices`; with `project=False` that is refused.
+
+        extra = kdjax.match_hidden({"blocks/1": "blocks/3", "blocks/3": "blocks/7"}, "cosine")
+    """
+    if distance not in _DISTANCES:
+        raise UserError(f"distance={distance!r}: must be one of {', '.join(_DISTANCES)}.")
+
+    def sum_distances(ours: Layers, theirs: Layers, batch: Mapping[str, Array]) -> Array:
+        weights = batch["weights"]
+        total = jnp.zeros(())
+        for mine, other in pairs.items():
+            s, t = (_keep_weighted(x, weights) for x in (ours[mine], theirs[other]))
+            if s.shape != t.shape:
+                raise UserError(
+                    f"hidden_{distance}: found {mine} {s.shape[-1]} wide and the teacher's {other} "
+                    f"{t.shape[-1]}; expected one width: a matrix [{t.shape[-1]}, student's width]."
+                )
+            total += jnp.sum(weights * _DISTANCES[distance](s, t))
+        return total / len(pairs)
+
+    begun: dict[str, Any] = dict(pairs) if project else {}
+    name = f"hidden_{distance}"
+    given = begun | dict(matrices or {})
+    return LayerLoss(sum_distances, tuple(pairs), tuple(pairs.values()), weight, name, given)
+
+
+def _keep_weighted(x: Float[Array, "B T D"], weights: Float[Array, "B T"]) -> Array:
+    """float32 states, zeros where a position has no weight: it may hold anything there."""
+    return jnp.where((weights != 0)[..., None], x, 0).astype(jnp.float32)
+
+
+def _mean_square(s: Array, t: Array) -> Array:
+    return jnp.mean((s - t) ** 2, axis=-1)
+
+
+def _cosine_distance(s: Array, t: Array) -> Array:
+    def unit(x: Array) -> Array:
+        return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-12))
+
+    return 1 - jnp.sum(unit(s) * unit(t), axis=-1)
+
+
+_DISTANCES = {"mse": _mean_square, "cosine": _cosine_distance}
+
+
+def match_relations(
+    pairs: Mapping[str, str],
+    heads: int,
+    *,
+    weight: float = 1.0,
+    parts: Sequence[str] = ("q", "k", "v"),
+) -> LayerLoss:
+    """KL of the teacher's attention relations from the student's, `{student's: teacher's}` layers.
+
+    The relation of a position to those before it in its segment is the softmax of products of
+    queries with queries, keys with keys, values with values, all heads joined and cut into `heads`
+    (Wang et al. 2021, MiniLMv2, arXiv:2012.15828). A mean over pairs, parts and heads, in nats.
+    Widths of the models may differ; no matrix is trained. A row at a time has its products,
+    `[heads, T, T]` float32.
+
+        extra = kdjax.match_relations({"blocks/5": "blocks/20"}, heads=16)
+    """
+    names = [(f"{s}/attn/{part}", f"{t}/attn/{part}") for s, t in pairs.items() for part in parts]
+
+    def sum_relations(ours: Layers, theirs: Layers, batch: Mapping[str, Array]) -> Array:
+        total = jnp.zeros(())
+        for mine, other in names:
+            for name, x in ((mine, ours[mine]), (other, theirs[other])):
+                if (x.shape[2] * x.shape[3]) % heads:
+                    raise UserError(
+                        f"relations: found {name} of {x.shape[2]} heads, each {x.shape[3]} wide; "
+                        f"expected a multiple of heads={heads}."
+                    )
+            columns = ours[mine], theirs[other], batch["segment_ids"], batch["weights"]
+            compare = functools.partial(_compare_relations, heads=heads)
+            total += jnp.sum(jax.lax.map(jax.checkpoint(compare), columns))
+        return total / len(names)
+
+    student, teacher = zip(*names, strict=True)
+    return LayerLoss(sum_relations, student, teacher, weight, "relations")
+
+
+def _compare_relations(row: tuple[Array, ...], *, heads: int) -> Float[Array, ""]:
+    """The weighted sum over the positions of a row: student's and teacher's states, two columns."""
+    s, t, segment_ids, weights = row
+    real = segment_ids != 0
+    length = segment_ids.shape[0]
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    seen &= segment_ids[:, None] == segment_ids[None]
+    theirs, ours = (_log_relations(x, real, seen, heads) for x in (t, s))
+    distance = jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
+    return jnp.sum(weights * jnp.where(weights != 0, jnp.mean(distance, axis=0), 0))
+
+
+def _log_relations(
+    x: Float[Array, "T H W"], real: Array, seen: Array, heads: int
+) -> Float[Array, "heads T T"]:
+    x = jnp.where(real[:, None, None], x, 0).astype(jnp.float32).reshape(x.shape[0], heads, -1)
+    scores = jnp.einsum("IHW,JHW->HIJ", x, x) / math.sqrt(x.shape[-1])
+    return jax.nn.log_softmax(jnp.where(seen[None], scores, -1e30), axis=-1)

@@ -1,0 +1,150 @@
+"""Figures of one or two models at every position, a chunk of logits at a time.
+
+Whoever asks brings the hidden states, from packed rows, from a cache or of one row of text, and a
+function that computes figures of a chunk's logits. Full `[tokens, vocabulary]` logits never exist.
+
+Letters: B rows, T positions, C positions of a chunk, D hidden width, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kdjax.losses.chunked import (
+    Given,
+    Head,
+    HeadSpec,
+    Mixed,
+    add_sums,
+    compute_logits,
+    join_chunks,
+    split_chunks,
+    zero_unweighted,
+)
+from kdjax.losses.divergences import acceptance, forward_kl, kl_divergence, log_softmax
+from kdjax.losses.kd import cross_entropy
+from kdjax.models.weights import Scaled, mask_padding
+
+# Hidden states [B T D] and head [V D], as `chunked.compute_logits` takes them; None: no model.
+State = tuple[Any, Head | None]
+Carry = TypeVar("Carry")
+
+
+def scan_positions(
+    read_chunk: Callable[..., tuple[Carry, Any]],
+    start: Carry,
+    states: Sequence[State],
+    *columns: Any,
+    spec: HeadSpec,
+) -> tuple[Carry, Any]:
+    """Carries `start` over all chunks; returns what it became, and all chunks' values, stacked.
+
+    `read_chunk(carry, logits, *columns)` returns the next carry and a chunk's values, any tree.
+    `logits` holds each model's, float32 `[B, C, V]`, or None without it; ids that do not exist
+    have -1e30, or are absent where `spec.width` leaves them out. `columns` are trees of
+    `[B, T, ...]`. The last chunk is filled up with zeros.
+    """
+    heads = [_cast(*state) for state in states]
+
+    def read_logits(hidden: Any, head: Any) -> Array:
+        return compute_logits(hidden, _cut(head, spec.width), spec)
+
+    def step(carry: Carry, xs: Any) -> tuple[Carry, Any]:
+        hidden, *columns = xs
+        logits = [
+            None if h is None else mask_padding(read_logits(h, head), spec.real_vocab)
+            for h, head in zip(hidden, heads, strict=True)
+        ]
+        return read_chunk(carry, logits, *columns)
+
+    inputs = [hidden for hidden, _ in states], *columns
+    return jax.lax.scan(step, start, jax.tree.map(lambda x: split_chunks(x, spec), inputs))
+
+
+def _cut(head: Any, width: int) -> Any:
+    if isinstance(head, Mixed):
+        return Mixed(tuple(_cut(one, width) for one in head.heads))
+    return head if isinstance(head, Given) else head[:width]
+
+
+def _cast(hidden: Any, head: Head | None) -> Any:
+    """Numbers in the dtype of the hidden states; cut within the loop, since before it that copies.
+
+    On a CPU the copy took a third of the memory of two heads of 5,000 float32 rows.
+    """
+    if isinstance(head, Mixed):
+        return Mixed(tuple(map(_cast, hidden[:-1], head.heads)))
+    if hidden is None or head is None or isinstance(head, Scaled | Given):
+        return head
+    return head.astype(hidden.dtype)
+
+
+def read_positions(
+    compute_figures: Callable[..., Any], states: Sequence[State], *columns: Any, spec: HeadSpec
+) -> Any:
+    """The trees `[B, C, ...]` of `compute_figures(logits, *columns)`, joined to `[B, T, ...]`.
+
+    The arguments are those of `scan_positions`.
+    """
+
+    def read_chunk(_: None, *chunk: Any) -> tuple[None, Any]:
+        return None, compute_figures(*chunk)
+
+    _, values = scan_positions(read_chunk, None, states, *columns, spec=spec)
+    length = jax.tree.leaves(columns)[0].shape[1]
+    return jax.tree.map(lambda x: join_chunks(x, length), values)
+
+
+class EvalSums(NamedTuple):
+    """Sums over weighted positions, float32: divide by `count`."""
+
+    student_ce: Float[Array, ""]
+    teacher_ce: Float[Array, ""] | None
+    divergence: Float[Array, ""] | None  # the one trained on, at temperature T, without T^2
+    kl: Float[Array, ""] | None  # forward, at T = 1: runs of different losses compare
+    agreement: Float[Array, ""] | None  # positions where both rank the same id first
+    acceptance: Float[Array, ""] | None  # drafted tokens that the teacher would keep, at T = 1
+    count: Float[Array, ""]
+
+
+def head_evaluation(
+    student_hidden: Float[Array, "B T D1"],
+    student_head: Float[Array, "V1 D1"],
+    teacher_hidden: Float[Array, "B T D2"] | tuple[Array, ...] | None,
+    teacher_head: Float[Array, "V2 D2"] | Scaled | Given | Mixed | None,
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    spec: HeadSpec,
+) -> EvalSums:
+    """Held-out sums of student against teacher, `chunk_tokens` positions of logits at a time."""
+    temperature, divergence = spec.loss.temperature, spec.loss.divergence
+    # The forward KL may see ids that do not exist, as -1e30: its terms of them are exactly 0.
+    seen = None if divergence == forward_kl else spec.real_vocab
+
+    def add_chunk(
+        sums: EvalSums, logits: Sequence[Any], label: Array, weight: Array
+    ) -> tuple[EvalSums, None]:
+        s, t = logits if teacher_hidden is not None else (logits[0], logits[0])
+        soft = [log_softmax(x[..., :seen], temperature) for x in (t, s)]
+        hard = [log_softmax(x, 1.0) for x in (t, s)]
+        same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)
+        ces = cross_entropy(s, label), cross_entropy(t, label)
+        kept = acceptance(*hard)
+        values = (*ces, divergence(*soft), kl_divergence(*hard), same, kept, jnp.ones_like(weight))
+        return add_sums(sums, values, weight), None
+
+    hidden = zero_unweighted((student_hidden, teacher_hidden), weights)
+    zero = jnp.zeros((), jnp.float32)
+    compared = None if teacher_hidden is None else zero
+    start = EvalSums(zero, compared, compared, compared, compared, compared, zero)
+    states = (hidden[0], student_head), (hidden[1], teacher_head)
+    return scan_positions(add_chunk, start, states, labels, weights, spec=spec)[0]
+
+
+def share_in_common(ids: Int[Array, "*B K"], others: Int[Array, "*B K"]) -> Float[Array, "*B"]:
+    """The part of `ids` that is among `others`; ids of a position are distinct."""
+    found = jnp.any(ids[..., :, None] == others[..., None, :], axis=-1)
+    return jnp.mean(found, axis=-1, dtype=jnp.float32)

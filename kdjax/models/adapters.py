@@ -1,0 +1,373 @@
+"""Adapters of a frozen base: which matrices have one, how they begin, and the files they lie in.
+
+Low-rank ones (LoRA: Hu et al. 2021, arXiv:2106.09685), as PEFT trains and saves them: a change
+alpha / rank * B A of a matrix W `[out, in]`, A `[rank, in]` and B `[out, rank]`.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array
+
+from kdjax.errors import UserError, suggest
+from kdjax.formats import TensorTable
+from kdjax.formats.blocks import decode
+from kdjax.formats.safetensors import PeftTable
+from kdjax.formats.saved import LORA, SavedTable
+from kdjax.models import names
+from kdjax.models.arch import ArchSpec
+from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.families import FAMILIES
+from kdjax.models.loading import is_gguf, is_saved, tensor_names
+from kdjax.models.weights import Adapted
+
+Key = tuple[str, ...]  # a parameter's path in the tree
+Pair = tuple[np.ndarray, np.ndarray]  # A [L, rank, in] and B [L, out, rank], float32
+DEFAULT_RANK, DEFAULT_ALPHA = 16, 32.0
+_ALL = "all-linear"  # PEFT's word for every matrix of the layers
+PREFIX = "base_model.model."  # of PEFT's tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """The size of adapters, and the matrices that have one."""
+
+    rank: int
+    alpha: float
+    targets: tuple[Key, ...]
+
+    @property
+    def scale(self) -> float:
+        """Factor of each product B A."""
+        return self.alpha / self.rank
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Record for a saved step, as JSON; `of_record` undoes it."""
+        targets = ["/".join(path) for path in self.targets]
+        return {"rank": self.rank, "alpha": self.alpha, "targets": targets}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Lora":
+        """Reads what `record` wrote."""
+        targets = tuple(tuple(path.split("/")) for path in record["targets"])
+        return cls(int(record["rank"]), float(record["alpha"]), targets)
+
+    @classmethod
+    def of_params(cls, params: Params) -> "Lora | None":
+        """Reads a model's parameters; None for a model without adapters."""
+        found = {path: x for path, x in _list_adapted(params) if x.a is not None}
+        if not found:
+            return None
+        first = next(iter(found.values()))
+        rank = first.a.shape[-2]
+        return cls(rank, first.scale * rank, tuple(found))
+
+
+def _list_adapted(params: Params) -> Iterator[tuple[Key, Adapted]]:
+    for path, leaf in flatten_dict(params).items():
+        if isinstance(leaf, Adapted):
+            yield path, leaf
+
+
+@functools.lru_cache(maxsize=8)
+def list_matrices(spec: ArchSpec) -> dict[Key, tuple[int, ...]]:
+    """The matrices of the layers, by path, and their shapes `[L, out, in]`; routers apart."""
+    shapes: dict[Key, Any] = flatten_dict(functional(spec, Compute())[1])
+    return {
+        path: leaf.shape
+        for path, leaf in shapes.items()
+        if path[0] == "blocks" and len(leaf.shape) == 3 and "router" not in path
+    }
+
+
+def module_name(path: Key, spec: ArchSpec) -> str:
+    """A matrix as PEFT calls it within its layer: `self_attn.q_proj`."""
+    return names.name_of(path, spec).hf.removesuffix(".weight").partition("{i}.")[2]
+
+
+def _name_target(path: Key, spec: ArchSpec) -> tuple[str, ...]:
+    """All that a matrix may be called: as PEFT has it, as GGUF, and as a path of ours."""
+    gguf = names.name_of(path, spec).gguf.removesuffix(".weight").partition("{i}.")[2]
+    module, ours = module_name(path, spec), "/".join(path[1:]).removesuffix("/weight")
+    return module.rpartition(".")[2], gguf, module, ours, ours.rpartition("/")[2]
+
+
+def choose_lora(
+    spec: ArchSpec, rank: int = DEFAULT_RANK, alpha: float = DEFAULT_ALPHA, targets: str = ""
+) -> Lora:
+    """Adapters of the matrices that `targets` names, separated by commas; "": of all of the layers.
+
+    Names are those of PEFT (`q_proj`) and of GGUF (`attn_q`). Raises `UserError` for unknown ones,
+    for a rank that a matrix does not have, and for models of experts, fused matrices or delta
+    layers.
+    """
+    if spec.delta_value_heads:
+        raise UserError(
+            f"found a {spec.family} model to adapt; expected one without delta layers, whose heads "
+            "formats order differently. Train it whole (student.lora.rank 0)."
+        )
+    if spec.experts:
+        raise UserError(
+            f"found a {spec.family} model of {spec.experts} experts to adapt; expected one without "
+            "experts, whose matrices are products of their own. Train it whole (student.lora.rank "
+            "0)."
+        )
+    if FAMILIES[spec.family].fused:
+        raise UserError(
+            f"found a {spec.family} model to adapt, whose files keep q, k and v as one matrix; "
+            "expected one of which each matrix has a name of its own, as adapters have. Train it "
+            "whole (student.lora.rank 0)."
+        )
+    known = {path: _name_target(path, spec) for path in list_matrices(spec)}
+    words = [word.strip() for word in targets.split(",") if word.strip()]
+    if not words or words == [_ALL]:
+        chosen = set(known)
+    else:
+        chosen = {path for path, aliases in known.items() if set(aliases) & set(words)}
+        for word in words:
+            if not any(word in aliases for aliases in known.values()):
+                _refuse_target(word, known)
+    wide = {path: shape for path, shape in list_matrices(spec).items() if path in chosen}
+    least = min(wide, key=lambda path: min(wide[path][1:]))
+    if not 1 <= rank <= min(wide[least][1:]):
+        raise UserError(
+            f"found rank {rank} for adapters; expected 1 to {min(wide[least][1:])}: "
+            f"{known[least][0]} has shape {list(wide[least][1:])}. Lower student.lora.rank, or "
+            "leave that matrix out of student.lora.targets."
+        )
+    if not alpha > 0:
+        raise UserError(f"found alpha={alpha} for adapters; expected a number above 0.")
+    return Lora(rank, float(alpha), tuple(path for path in known if path in chosen))
+
+
+def _refuse_target(word: str, known: Mapping[Key, tuple[str, ...]]) -> None:
+    listed = ", ".join(f"{aliases[0]} ({aliases[1]})" for aliases in known.values())
+    if word in ("embed_tokens", "token_embd", "embed", "lm_head", "output", "head"):
+        raise UserError(
+            f"found the target {word!r}; expected matrices of the layers: {listed}. Embedding and "
+            "head, which may be one matrix, stay as they are: leave it out."
+        )
+    near = suggest(word, [alias for aliases in known.values() for alias in aliases[:2]])
+    raise UserError(
+        f"found the target {word!r}, which this model does not have; expected some of {listed}, by "
+        f"commas, or nothing for all.{near}"
+    )
+
+
+def draw_adapters(lora: Lora, spec: ArchSpec, seed: int) -> Params:
+    """A seeded, B zero: float32 arrays as a nested dict, `{..., "weight": {"a": A, "b": B}}`.
+
+    A is uniform within 1 / sqrt(in), as PEFT draws it; every matrix has a stream of its own.
+    """
+    drawn: dict[Key, Array] = {}
+    for path in lora.targets:
+        layers, outer, inner = list_matrices(spec)[path]
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32("/".join(path).encode()))
+        shape, bound = (layers, lora.rank, inner), inner**-0.5
+        drawn[*path, "a"] = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+        drawn[*path, "b"] = jnp.zeros((layers, outer, lora.rank), jnp.float32)
+    return unflatten_dict(drawn)
+
+
+def shape_adapters(lora: Lora, spec: ArchSpec) -> Params:
+    """Shapes of `draw_adapters`."""
+    return jax.eval_shape(functools.partial(draw_adapters, lora, spec, 0))
+
+
+def freeze_matrices(params: Params, spec: ArchSpec, scale: float) -> Params:
+    """The parameters with every matrix of the layers frozen, and none adapted yet."""
+    flat: dict[Key, Any] = flatten_dict(params)
+    for path in list_matrices(spec):
+        flat[path] = Adapted(flat[path], scale=scale)
+    return unflatten_dict(flat)
+
+
+def split_adapters(params: Params) -> tuple[Params, Params]:
+    """The frozen part of a model's parameters, and its adapters as `draw_adapters` has them."""
+    flat: dict[Key, Any] = flatten_dict(params)
+    adapters: dict[Key, Any] = {}
+    for path, leaf in _list_adapted(params):
+        if leaf.a is not None:
+            adapters[*path, "a"], adapters[*path, "b"] = leaf.a, leaf.b
+            flat[path] = dataclasses.replace(leaf, a=None, b=None)
+    return unflatten_dict(flat), unflatten_dict(adapters)
+
+
+def join_adapters(frozen: Params, adapters: Params) -> Params:
+    """Undoes `split_adapters`; no array is copied."""
+    flat: dict[Key, Any] = flatten_dict(frozen)
+    for (*path, part), array in flatten_dict(adapters).items():
+        flat[tuple(path)] = dataclasses.replace(flat[tuple(path)], **{part: array})
+    return unflatten_dict(flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Adapters that lie on a disk: their header was read, and nothing else."""
+
+    lora: Lora
+    paths: tuple[Path, ...]  # of their files
+    read: Callable[[Key], Pair]  # float32, layers stacked
+    name: str  # for messages
+
+    def read_tree(self) -> Params:
+        """All of them, on the host."""
+        flat: dict[Key, np.ndarray] = {}
+        for path in self.lora.targets:
+            flat[*path, "a"], flat[*path, "b"] = self.read(path)
+        return unflatten_dict(flat)
+
+
+def saved_adapters(table: SavedTable, name: str) -> Adapters:
+    """Reads the adapters of a run's saved step."""
+
+    def read(path: Key) -> Pair:
+        stem = "/".join(path)
+        return table.array(f"{stem}/a"), table.array(f"{stem}/b")
+
+    return Adapters(Lora.of_record(table.form[LORA]), table.paths, read, name)
+
+
+_REFUSED = {  # what PEFT has and kdjax has not, and its plain value
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "use_qalora": False,
+    "lora_bias": False,
+    "target_parameters": None,
+}
+
+
+def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
+    """The adapters of a PEFT folder, for a base of this architecture; reads headers.
+
+    Raises `UserError` for other kinds of adapters than plain LoRA, for damaged ones, and for those
+    of another base: what is missing, misshapen or unknown is listed.
+    """
+    table = PeftTable(folder)
+    config, where = table.metadata, folder / "adapter_config.json"
+    if (kind := config.get("peft_type")) != "LORA":
+        raise UserError(f"{where}: found peft_type {kind!r}; expected 'LORA', the kind kdjax has.")
+    for name, plain in _REFUSED.items():
+        if (found := config.get(name)) not in (plain, None, [], {}, False):
+            raise UserError(
+                f"{where}: found {name}={found!r}; expected {plain!r}: kdjax has adapters of one "
+                "rank beside the matrices, and nothing else. Merge it with PEFT "
+                "(merge_and_unload) and open the merged model."
+            )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
+        raise UserError(f"{where}: found r={rank!r}, lora_alpha={alpha!r}; expected numbers.")
+    stored = _match_peft(table, spec, rank)
+    lora = Lora(rank, float(alpha), tuple(stored))
+
+    def read(path: Key) -> Pair:
+        parts = []
+        for part in ("A", "B"):
+            tensors = [f"{stem}.lora_{part}.weight" for stem in stored[path]]
+            arrays = [
+                np.asarray(decode(table.raw(n), table.info(n).dtype), np.float32) for n in tensors
+            ]
+            bad = [n for n, x in zip(tensors, arrays, strict=True) if not np.isfinite(x).all()]
+            if bad:
+                raise UserError(
+                    f"{table.paths[0]}: found numbers that are not finite in {bad[0]}; expected "
+                    "none. The adapter is damaged: save or download it again."
+                )
+            parts.append(np.stack(arrays))
+        return parts[0], parts[1]
+
+    return Adapters(lora, table.paths, read, str(folder))
+
+
+def _match_peft(table: PeftTable, spec: ArchSpec, rank: int) -> dict[Key, list[str]]:
+    """Matches each adapted matrix with the stems of its layers' tensors."""
+    stored, known, problems = {}, set(), []
+    for path, (layers, outer, inner) in list_matrices(spec).items():
+        hf = PREFIX + names.name_of(path, spec).hf.removesuffix(".weight")
+        stems = [hf.format(i=i) for i in range(layers)]
+        wanted = {}
+        for stem in stems:
+            wanted[f"{stem}.lora_A.weight"] = (rank, inner)
+            wanted[f"{stem}.lora_B.weight"] = (outer, rank)
+        known |= wanted.keys()
+        if not any(name in table for name in wanted):
+            continue
+        stored[path] = stems
+        for name, shape in wanted.items():
+            if name not in table:
+                problems.append(f"{name}: missing, expected shape {list(shape)}")
+            elif (found := table.info(name).shape) != shape:
+                problems.append(f"{name}: shape {list(found)}, expected {list(shape)}")
+    problems += [f"{name}: not of this base" for name in table if name not in known]
+    if problems or not stored:
+        shown = "\n  ".join(problems[:20]) + ("\n  ..." if len(problems) > 20 else "")
+        raise UserError(
+            f"{table.paths[0]} does not fit its base, a {spec.family} model of {spec.num_layers} "
+            f"layers ({len(problems)} tensors):\n  {shown or 'it holds no adapter'}\n"
+            "It is damaged or of another base: name the base that it was trained on."
+        )
+    return stored
+
+
+class AdaptedTable(TensorTable):
+    """A base's table with the adapters added to it: adapted tensors are float32, others as stored.
+
+    `raw` merges a tensor when asked for it, in the file's own order of rows.
+    """
+
+    def __init__(self, base: TensorTable, spec: ArchSpec, adapters: Adapters):
+        self.base, self.adapters = base, adapters
+        self.paths, self.metadata, self.cut = (
+            (*base.paths, *adapters.paths),
+            base.metadata,
+            base.cut,
+        )
+        self._spec = spec
+        self._places: dict[str, tuple[Key, int | None]] = {}
+        stored = tensor_names(base, spec)
+        for path in adapters.lora.targets:
+            layers = (None,) if is_saved(base) else range(spec.num_layers)
+            self._places |= {name: (path, i) for name, i in zip(stored[path], layers, strict=True)}
+        self._tensors = {name: (self._info(name),) for name in base}
+        self._read = functools.lru_cache(maxsize=1)(adapters.read)  # its layers come in turn
+
+    def _info(self, name: str) -> Any:
+        info = self.base.info(name)
+        if name not in self._places:
+            return info
+        return info._replace(dtype="F32", nbytes=4 * int(np.prod(info.shape)))
+
+    def holds(self, name: str) -> bool:
+        """Whether the base holds `name`."""
+        return self.base.holds(name)
+
+    def raw(self, name: str) -> np.ndarray:
+        """Bytes of the base, or of the merged numbers."""
+        raw = self.base.raw(name)
+        if name not in self._places:
+            return raw
+        path, layer = self._places[name]
+        a, b = (x if layer is None else x[layer : layer + 1] for x in self._read(path))
+        change = np.float32(self.adapters.lora.scale) * (b @ a)
+        numbers = np.asarray(decode(raw, self.base.info(name).dtype), np.float32)
+        if is_gguf(self.base):
+            layout = names.layout_of(path, self._spec, gguf=True)
+            change = np.stack([layout.write_order(x) for x in change])
+        merged = numbers + (change if layer is None else change[0])
+        merged = np.ascontiguousarray(merged, np.float32)
+        return merged.view(np.uint8).reshape(*merged.shape[:-1], -1)

@@ -1,0 +1,256 @@
+"""The gated delta rule: a state a head in place of keys and values, forgotten and corrected.
+
+Of each position the state S `[K, V]` first decays, then learns what it does not yet say of the key,
+and answers the query (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464):
+
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+
+`recur` is this definition, a position at a time; `apply_delta_rule` the same as products of chunks
+of positions. Both begin anew at each document of a row.
+
+Letters: B rows, T positions, N chunks, C positions of one, G heads of queries and keys, R value
+heads a key head, H = R G value heads, K key width, V value width. Value head h reads key head
+h mod G, which is the order of GGUF files.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+CHUNK = 64
+_FEW = 16  # positions that are read one after the other sooner than as a chunk
+
+
+class DeltaInputs(NamedTuple):
+    """Inputs of a layer's states, made of its rows."""
+
+    mixed: Float[Array, "B T E"]  # queries, keys and values, before the convolution
+    kernel: Float32[Array, "E W"]  # of the convolution
+    decay: Float32[Array, "B T H"]
+    beta: Float32[Array, "B T H"]
+
+
+def read_states(
+    inputs: DeltaInputs,
+    groups: int,
+    key_dim: int,
+    segment_ids: Int[Array, "B T"],
+    before: Float[Array, "B W1 E"] | None = None,
+    state: Float32[Array, "B H K V"] | None = None,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
+    """Outputs of the heads, and the last state: `convolve`, unit lengths, `apply_delta_rule`."""
+    mixed = convolve(inputs.mixed, inputs.kernel, segment_ids, before)
+    lead, heads = mixed.shape[:2], inputs.beta.shape[2]
+    q, k, v = jnp.split(mixed, [groups * key_dim, 2 * groups * key_dim], axis=-1)
+    q, k = (normalize_heads(x.reshape(*lead, groups, key_dim)) for x in (q, k))
+    rule = recur if lead[1] <= _FEW else apply_delta_rule
+    columns = q * key_dim**-0.5, k, v.reshape(*lead, heads, -1), inputs.decay, inputs.beta
+    return rule(*columns, segment_ids, state)
+
+
+def read_and_keep(
+    inputs: DeltaInputs,
+    groups: int,
+    key_dim: int,
+    segment_ids: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    before: Float[Array, "B W1 E"] | None = None,
+    state: Float32[Array, "B H K V"] | None = None,
+) -> tuple[Float[Array, "B T H V"], tuple[Float32[Array, "B H K V"], Float[Array, "B W1 E"]]]:
+    """`read_states`, and what a row that goes on needs: the state, the convolution's last inputs.
+
+    Both are those behind the first `lengths` positions: what is further fades nothing and teaches
+    nothing. Inputs of documents before the last, or before the first position, are zeros.
+    """
+    read = (jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None])[..., None]
+    decay, beta = (jnp.where(read, x, 0.0) for x in (inputs.decay, inputs.beta))
+    inputs = inputs._replace(decay=decay, beta=beta)
+    out, state = read_states(inputs, groups, key_dim, segment_ids, before, state)
+    rows, _, width = inputs.mixed.shape
+    behind = inputs.kernel.shape[1] - 1
+    if before is None:
+        before = jnp.zeros((rows, behind, width), inputs.mixed.dtype)
+    latest = segment_ids == segment_ids[:, -1:]
+    mixed = jnp.where(latest[..., None], inputs.mixed, 0)
+    before = jnp.where(latest[:, :1, None], before, 0).astype(mixed.dtype)
+    at = lengths[:, None] + jnp.arange(behind, dtype=jnp.int32)[None]
+    all_inputs = jnp.concatenate([before, mixed], axis=1)
+    return out, (state, jnp.take_along_axis(all_inputs, at[..., None], axis=1))
+
+
+def normalize_heads(x: Float[Array, "*B K"]) -> Float32[Array, "*B K"]:
+    """x over its length, as Transformers' `l2norm`: 1e-6 is added to the squared length."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def convolve(
+    x: Float[Array, "B T E"],
+    weight: Float[Array, "E W"],
+    segment_ids: Int[Array, "B T"],
+    before: Float[Array, "B W1 E"] | None = None,
+) -> Float[Array, "B T E"]:
+    """silu of each column's own convolution over the last W positions of the same document.
+
+    `before` are the W - 1 inputs before the first, of its document; by default there are none.
+    """
+    rows, length, width = x.shape
+    behind = weight.shape[1] - 1
+    if before is None:
+        before, ids = jnp.zeros((rows, behind, width), x.dtype), jnp.full((rows, behind), -1)
+    else:
+        ids = jnp.broadcast_to(segment_ids[:, :1], (rows, behind))
+    x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    ids = jnp.concatenate([ids.astype(segment_ids.dtype), segment_ids], axis=1)
+    total = jnp.zeros((rows, length, width), jnp.float32)
+    for place in range(behind + 1):
+        same = ids[:, place : place + length] == segment_ids
+        part = jnp.where(same[..., None], x[:, place : place + length], 0)
+        total += part.astype(jnp.float32) * weight[:, place].astype(jnp.float32)[None, None]
+    return jax.nn.silu(total).astype(x.dtype)
+
+
+def recur(
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T H V"],
+    decay: Float32[Array, "B T H"],
+    beta: Float32[Array, "B T H"],
+    segment_ids: Int[Array, "B T"],
+    state: Float32[Array, "B H K V"] | None = None,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
+    """Reads the states a position at a time; returns what `apply_delta_rule` does."""
+    repeats = v.shape[2] // k.shape[2]
+    q, k = (jnp.tile(x.astype(jnp.float32), (1, 1, repeats, 1)) for x in (q, k))
+    if state is None:
+        state = jnp.zeros((*v.shape[:1], *v.shape[2:3], k.shape[3], v.shape[3]), jnp.float32)
+    first = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    kept = jnp.where((first == segment_ids)[..., None], jnp.exp(decay), 0.0)
+
+    def step(state: Array, at: Any) -> tuple[Array, Array]:
+        q, k, v, kept, beta = at
+        state = state * kept[..., None, None]
+        known = jnp.einsum("BHKV,BHK->BHV", state, k)
+        news = beta[..., None] * (v.astype(jnp.float32) - known)
+        state = state + k[..., None] * news[:, :, None]
+        return state, jnp.einsum("BHKV,BHK->BHV", state, q)
+
+    inputs = (x.swapaxes(0, 1) for x in (q, k, v, kept, beta))
+    state, out = jax.lax.scan(step, state, tuple(inputs))
+    return out.swapaxes(0, 1).astype(v.dtype), state
+
+
+def apply_delta_rule(
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T H V"],
+    decay: Float32[Array, "B T H"],
+    beta: Float32[Array, "B T H"],
+    segment_ids: Int[Array, "B T"],
+    state: Float32[Array, "B H K V"] | None = None,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
+    """Reads and changes the states: outputs `[B, T, H, V]`, and the state behind the last position.
+
+    q and k are of unit length, q scaled; `decay` is the logarithm g, at most 0. `state` is the one
+    before the first position, of its document. Products are in v's dtype and summed in float32,
+    which states and decays are.
+    """
+    (rows, length, heads, width), groups = v.shape, k.shape[2]
+    pad, lead = -length % CHUNK, (rows, -1, CHUNK)
+    behind = functools.partial(jnp.pad, mode="edge")  # a document that goes on, and learns nothing
+    ids = behind(segment_ids, ((0, 0), (0, pad))).reshape(lead).swapaxes(0, 1)  # [N, B, C]
+
+    def cut(x: Array, *shape: int) -> Array:
+        """[B, T, ...] as chunks [N, B, ..., C, last]."""
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)).reshape(*lead, *shape)
+        return jnp.moveaxis(x.swapaxes(0, 1), 2, -2)
+
+    repeats = heads // groups
+    q, k = (cut(x.astype(v.dtype), groups, x.shape[3]) for x in (q, k))
+    v = cut(v, repeats, groups, width)
+    decay, beta = (cut(x[..., None], repeats, groups, 1)[..., 0] for x in (decay, beta))
+    if state is None:
+        state = jnp.zeros((rows, heads, k.shape[-1], width), jnp.float32)
+    state = state.reshape(rows, repeats, groups, *state.shape[2:])
+
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    since = jnp.cumsum(decay, axis=-1)  # [N, B, R, G, C]
+    place = jnp.arange(CHUNK, dtype=jnp.int32)
+    known = (place[:, None] >= place[None])[None, None] & (ids[..., :, None] == ids[..., None, :])
+    known = known[:, :, None, None]  # [N, B, 1, 1, C, C]
+    # Masked before exp: of what is to come it would overflow, and its gradient be NaN.
+    # Summed apart: differences of `since` lose what a fast state's sum of 1,000 rounds away.
+    later = place[:, None] > place[None]
+    steps = jnp.where(later[(None,) * (decay.ndim - 1)], decay[..., :, None], 0.0)
+    upto = (place[:, None] >= place[None]).astype(jnp.float32)
+    between = jnp.einsum("CT,NBRGTD->NBRGCD", upto, steps, precision=jax.lax.Precision.HIGHEST)
+    gaps = jnp.where(known, between, 0.0)
+    faded = jnp.where(known, jnp.exp(gaps), 0.0)  # [N, B, R, G, C, C]
+    likeness = dot("NBGCK,NBGDK->NBGCD", k, k)[:, :, None]
+    own = jnp.eye(CHUNK, dtype=bool)[None, None, None, None]
+    mixing = jnp.where(own, 0.0, beta[..., None] * faded * likeness)
+    solve = invert_unit_lower(mixing).astype(v.dtype)
+    reads = (dot("NBGCK,NBGDK->NBGCD", q, k)[:, :, None] * faded).astype(v.dtype)
+    # Of the state before a chunk only its own document knows, and it only of a chunk's last one.
+    last = jnp.concatenate([ids[:1, :, :1], ids[:-1, :, -1:]])  # [N, B, 1]
+    carried = jnp.where((ids == last)[:, :, None, None], jnp.exp(since), 0.0)
+    stays = (ids == ids[..., -1:])[:, :, None, None]
+    to_end = jnp.where(stays, jnp.exp(between[..., -1, :]), 0.0)
+
+    @jax.checkpoint
+    def step(state: Array, at: Any) -> tuple[Array, Array]:
+        q, k, v, beta, carried, to_end, solve, reads = at
+        before = state.astype(v.dtype)
+        known = carried[..., None] * dot("BGCK,BRGKV->BRGCV", k, before)
+        news = (beta[..., None] * (v.astype(jnp.float32) - known)).astype(v.dtype)
+        news = dot("BRGCD,BRGDV->BRGCV", solve, news)
+        out = carried[..., None] * dot("BGCK,BRGKV->BRGCV", q, before)
+        out += dot("BRGCD,BRGDV->BRGCV", reads, news.astype(v.dtype))
+        learnt = (to_end[..., None] * news).astype(v.dtype)
+        state = state * carried[..., -1:, None] + dot("BGCK,BRGCV->BRGKV", k, learnt)
+        return state, out.astype(v.dtype)
+
+    inputs = q, k, v, beta, carried, to_end, solve, reads
+    state, out = jax.lax.scan(step, state, inputs)
+    out = jnp.moveaxis(out, -2, 2).swapaxes(0, 1)  # [B, N, C, R, G, V]
+    out = out.reshape(rows, -1, heads, width)[:, :length]
+    return out, state.reshape(rows, heads, *state.shape[3:])
+
+
+@jax.custom_vjp
+def invert_unit_lower(lower: Float32[Array, "*B C C"]) -> Float32[Array, "*B C C"]:
+    """(I + lower)^-1 of strictly lower triangular matrices, C a power of two; in products.
+
+    The inverse of [[P, 0], [Q, S]] is [[P', 0], [-S' Q P', S']]: blocks of 1, 2, 4, ... are joined
+    so. Powers of `lower` would cancel where keys are alike: they grow as binomials.
+    """
+    size, block = lower.shape[-1], 1
+    times = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    place = jnp.arange(size, dtype=jnp.int32)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    while block < size:
+        half, pair = place // block, place // (2 * block)
+        join = (pair[:, None] == pair[None]) & (half[:, None] > half[None])
+        part = jnp.where(join, lower, 0.0)
+        if block > 1:
+            part = times(times(inverse, part), inverse)
+        inverse, block = inverse - part, 2 * block
+    return inverse
+
+
+def _differentiate(inverse: Array, gradient: Array) -> tuple[Array]:
+    """d(M^-1) = -M^-1 dM M^-1."""
+    times = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    turned = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.tril(times(times(turned, gradient), turned), -1),)
+
+
+def _invert_and_keep(lower: Array) -> tuple[Array, Array]:
+    inverse = invert_unit_lower(lower)
+    return inverse, inverse
+
+
+invert_unit_lower.defvjp(_invert_and_keep, _differentiate)

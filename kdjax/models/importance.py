@@ -1,0 +1,60 @@
+"""Importance of a matrix's inputs: sums of their squares over a text, as of llama-imatrix."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Int
+
+from kdjax.errors import UserError
+from kdjax.models import names
+from kdjax.models.arch import STACKS
+from kdjax.models.decoder import Params
+from kdjax.models.model import Model
+from kdjax.models.weights import Adapted
+
+
+def sum_squares(
+    model: Model, batches: Iterable[Int[np.ndarray, "_ T"]]
+) -> tuple[dict[str, np.ndarray], int]:
+    """Sums float64 `[inputs]` by the tensor's name in GGUF, and how many positions they are of.
+
+    Of layers' matrices alone, in one pass; a row is one text from its first position on. Summed in
+    float32 over a batch. Raises `UserError` for experts and for a module of one's own.
+    """
+    spec = model.spec
+    if spec is None or spec.experts:
+        what = "experts" if spec else "a module of one's own"
+        raise UserError(f"found a model of {what}; expected a dense one of a known architecture.")
+    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+    paths = [p for p in flat if p[0] in STACKS and p[-1] == "weight" and "norm" not in p[-2]]
+    layers = {name: spec.places(delta=delta) for name, delta in STACKS.items()}
+    zeros = {path: jnp.zeros((len(layers[path[0]]), flat[path].shape[-1])) for path in paths}
+
+    def run(zeros: dict[tuple[str, ...], Array], params: Params, tokens: Array) -> Array:
+        seen = flatten_dict(params)
+        seen |= {path: Adapted(seen[path], sums=zeros[path]) for path in paths}
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        columns = tokens, jnp.ones_like(tokens), positions
+        return jnp.sum(model.functions.hidden(unflatten_dict(seen), *columns).astype(jnp.float32))
+
+    # A product's gradient by `Adapted.sums` is the sum of squares, whatever comes behind it.
+    measure = jax.jit(jax.grad(run))
+    total = {path: np.zeros(zero.shape) for path, zero in zeros.items()}
+    count = 0
+    for tokens in batches:
+        for path, sums in measure(zeros, model.params, jnp.asarray(tokens, jnp.int32)).items():
+            total[path] += np.asarray(sums, np.float64)
+        count += tokens.size
+    fused = names.list_fused(spec, gguf=True)
+    found = {
+        names.name_of(path, spec).gguf.format(i=layer): sums[place]
+        for path, sums in total.items()
+        for place, layer in enumerate(layers[path[0]])
+    }
+    for whole, parts in fused.items():  # they are multiplied with the same
+        found[whole], *_ = [found.pop(part) for part, _ in parts]
+    return found, count

@@ -1,0 +1,82 @@
+"""Adapters on a loaded model: added, merged, and those of a file put on their base."""
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from kdjax.errors import UserError
+from kdjax.models.adapters import (
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
+    Lora,
+    choose_lora,
+    draw_adapters,
+)
+from kdjax.models.model import Model, attach_adapters
+from kdjax.models.weights import Adapted, Mixed, Packed, Scaled, decode_weight, to_bits
+
+
+def add_lora(
+    model: Model,
+    rank: int = DEFAULT_RANK,
+    *,
+    alpha: float = DEFAULT_ALPHA,
+    targets: str = "",
+    seed: int = 0,
+) -> Model:
+    """The model with adapters beside its matrices, which are frozen as they are stored.
+
+    y = x W^T + alpha / rank * (x A^T) B^T for the matrices that `targets` names, by commas, as PEFT
+    (`q_proj`) or GGUF (`attn_q`) has them; "": all of the layers. A is drawn by `seed`, B is zero:
+    it computes what the model does. No array is copied: two models may share a base. What trains
+    (`make_step`) are A and B alone, float32. LoRA: Hu et al. 2021, arXiv:2106.09685. Raises
+    `UserError` for unknown targets, for a rank above a matrix's, and for a model without an
+    architecture that kdjax knows, with experts, or with adapters.
+
+        base = kdjax.load("student.gguf", weights="packed")
+        student = kdjax.add_lora(base, rank=16)
+    """
+    if model.spec is None:
+        raise UserError(
+            f"{model}: found a module of your own to adapt; expected a model of kdjax.load, whose "
+            "matrices have names. Add adapters to the module itself."
+        )
+    if Lora.of_params(model.params):
+        raise UserError(
+            f"{model}: found a model that has adapters; expected one without. Merge "
+            "them first (kdjax.merge_lora), or train those."
+        )
+    lora = choose_lora(model.spec, rank, alpha, targets)
+    return attach_adapters(model, lora, draw_adapters(lora, model.spec, seed))
+
+
+def merge_lora(model: Model, dtype: DTypeLike = "float32") -> Model:
+    """The model with its adapters added to their matrices: dense numbers of `dtype` throughout.
+
+    `docs/lora.md` says when to merge. A model without adapters becomes dense, too.
+    """
+    on_cpu = model.placement is not None and model.placement.platform == "cpu"
+
+    @jax.jit
+    def merge(weight: Array | Packed | Mixed | Scaled | Adapted) -> Array:
+        numbers = _read_stack(weight).astype(dtype)
+        return to_bits(numbers) if on_cpu else numbers
+
+    flat = {path: merge(leaf) for path, leaf in flatten_dict(model.params).items()}
+    return model.replace(params=unflatten_dict(flat), kind=f"dense ({jnp.dtype(dtype).name})")
+
+
+def _read_stack(weight: Array | Packed | Mixed | Scaled | Adapted) -> Array:
+    """The numbers of a weight of all layers."""
+    if isinstance(weight, Adapted):
+        numbers = _read_stack(weight.base).astype(jnp.float32)
+        return numbers if weight.a is None else numbers + weight.change
+    if isinstance(weight, Mixed):
+        layers = [
+            weight.read(weight.which[i], weight.slot[i], Packed.decode)
+            for i in range(weight.shape[0])
+        ]
+        return jnp.stack(layers)
+    return decode_weight(weight)

@@ -1,0 +1,1068 @@
+"""One table of an architecture's fields: what config.json and GGUF headers call each of them.
+
+`spec_from_table` reads a header by its rows, `config_entries` and `gguf_entries` write one by them.
+A family (`families`) lists the rows that not every family has. Entries of a header that no row
+reads are refused by `fields`, unless they change nothing.
+Sources: Transformers' configuration and modeling files; llama.cpp's gguf-py/gguf/constants.py for
+the GGUF keys and src/models for what no key says.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kdjax.errors import UserError
+from kdjax.formats import TensorTable
+from kdjax.formats.apr.metadata import NEOX, ROPE_TYPE
+from kdjax.models.arch import ACTIVATIONS, ArchSpec, Layer
+from kdjax.models.families import FAMILIES, Family, find_gguf_family
+from kdjax.models.fields import NEUTRAL, check_fields, check_gguf_fields
+from kdjax.models.ropes import (
+    SCALING_KEYS,
+    Rope,
+    read_number,
+    scaling_from_config,
+    scaling_from_gguf,
+    scaling_to_config,
+    scaling_to_gguf,
+    short,
+)
+
+_ORIGINAL, _GROWTH = "original_max_position_embeddings", "llama_4_scaling_beta"
+# Of `layer_types`.
+LOCAL, WHOLE, DELTA = "sliding_attention", "full_attention", "linear_attention"
+SECTIONS = (11, 11, 10, 0)  # of Qwen's rotations by image axes
+# A layer's facts are listed layer by layer: a damaged header that tells of 2**31 wants 16 GB.
+MOST_LAYERS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """A header that is being read: config.json, or GGUF's where it has an `arch`."""
+
+    table: TensorTable
+    family: Family
+    path: Path
+    arch: str = ""
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)  # read so far, by row
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An entry as it is."""
+        return self.table.metadata.get(f"{self.arch}.{name}" if self.arch else name, default)
+
+    def real(self, name: str, default: Any = None) -> float:
+        """A number above 0; raises `UserError` for anything else, and where there is no default."""
+        if self.arch:
+            return float(self._gguf_number(name, default, (int, float)))
+        return read_number(self.table.metadata, name, self.path, default)
+
+    def count(self, name: str, default: Any = None) -> int:
+        """A whole number above 0; raises as `real`."""
+        if self.arch:
+            return int(self._gguf_number(name, default, (int,)))
+        return int(self.real(name, default))
+
+    def _gguf_number(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
+        value = self.get(name, default)
+        if value is None:
+            raise UserError(
+                f"{self.path}: the GGUF header has no {self.arch}.{name}. The file is "
+                "incomplete; convert it again with convert_hf_to_gguf.py, or download it again."
+            )
+        if type(value) not in kinds or not 0 < value < 2**31:
+            raise UserError(
+                f"{self.path}: found {self.arch}.{name} = {str(value)[:80]!r}; expected a number "
+                "between 0 and 2**31, whole where it counts. Download the file again."
+            )
+        return value
+
+    @functools.cached_property
+    def ropes(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Rotary parameters in config.json: of layers that see all, of local ones ({}: none)."""
+        # Transformers 5 moved rope_theta and rope_scaling into rope_parameters; it prefers the old.
+        rope = self.get("rope_scaling") or self.get("rope_parameters") or {}
+        local: Any = {}
+        if "local" in self.family.fields:
+            if "local_rope_theta" in self.family.fields:
+                local = {"rope_theta": self.get("rope_local_base_freq") or 10000.0}
+            both = self.get("rope_parameters") or rope
+            if isinstance(both, Mapping) and (LOCAL in both or WHOLE in both):  # since 5
+                old = {} if rope is both else rope
+                local, rope = local | (both.get(LOCAL) or {}), {**(both.get(WHOLE) or {}), **old}
+        for found in (rope, local):
+            if not isinstance(found, Mapping):
+                raise UserError(
+                    f"{self.path}: found rotary parameters {found!r}; expected an object."
+                )
+        kind = local.get("rope_type", "default")
+        if kind != "default":
+            raise UserError(
+                f"{self.path}: found rope_type {kind!r} for {LOCAL}; expected default: local "
+                "layers are never stretched."
+            )
+        return rope, local
+
+
+Read = Callable[[Header], Any]
+Check = Callable[[ArchSpec, Family], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A field of an architecture: its names in both headers, how it is read and written.
+
+    A row without readers is only written; one with a reader and no name is told by no entry.
+    """
+
+    name: str  # a field of `ArchSpec`, or something that one is made of, or the name of a row
+    hf: str = ""  # its entry of config.json
+    gguf: str = ""  # its key in a GGUF header, without the architecture's name
+    read_hf: Read | None = None
+    read_gguf: Read | None = None
+    field: str = ""  # the field of `ArchSpec`, where that is not `name`
+    write: Callable[[ArchSpec], Any] | None = None  # its value; None: that of the field
+    write_gguf: Callable[[ArchSpec], Any] | None = None  # where a GGUF header says it otherwise
+    also: tuple[str, ...] = ()  # other entries that the readers look at
+    check_gguf: Check | None = None  # raises `UserError` for what no GGUF header says
+    by_layer: bool = False  # its value is another where layers are cut
+
+    def value(self, spec: ArchSpec, *, gguf: bool = False) -> Any:
+        """Value that is written; a GGUF header leaves None out."""
+        write = (gguf and self.write_gguf) or self.write
+        return write(spec) if write else getattr(spec, self.field or self.name)
+
+
+def _number(kind: str, name: str, hf: str, gguf: str, default: Any, **more: Any) -> Row:
+    def reader(entry: str) -> Read:
+        def read(header: Header) -> Any:
+            other = default(header) if callable(default) else default
+            return getattr(header, kind)(entry, other)
+
+        return read
+
+    readers: dict[str, Any] = dict(read_hf=reader(hf), read_gguf=reader(gguf))
+    return Row(name, hf, gguf, **readers | more)
+
+
+def _count(name: str, hf: str, gguf: str, default: Any = None, **more: Any) -> Row:
+    """A whole number above 0; the default may be a function of the header."""
+    return _number("count", name, hf, gguf, default, **more)
+
+
+def _real(name: str, hf: str, gguf: str, default: Any = None, **more: Any) -> Row:
+    """A number above 0, its default as `_count`'s."""
+    return _number("real", name, hf, gguf, default, **more)
+
+
+def _fact(name: str) -> Row:
+    """Row whose value is the family's, whatever the header says."""
+
+    def read(header: Header) -> Any:
+        return getattr(header.family, name)
+
+    return Row(name, read_hf=read, read_gguf=read)
+
+
+def _has(tensor: str) -> Read:
+    return lambda header: tensor in header.table
+
+
+def _read_hf_layer_count(header: Header) -> int:
+    layers = header.count("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise UserError(
+            f"{header.path}: found num_hidden_layers = {layers}; expected at most {MOST_LAYERS}. "
+            "Download the file again."
+        )
+    return layers
+
+
+def _read_gguf_layer_count(header: Header) -> int:
+    layers = header.count("block_count")
+    if layers > len(header.table):
+        raise UserError(
+            f"{header.path}: found {header.arch}.block_count = {layers}; expected at most its "
+            f"{len(header.table)} tensors. Download the file again."
+        )
+    return layers
+
+
+# What the headers of all families say, and exports always write.
+SHAPE = (
+    Row(
+        "vocab_size",
+        "vocab_size",
+        read_hf=lambda header: header.count("vocab_size"),
+        read_gguf=lambda header: header.table.info("token_embd.weight").shape[0],
+        also=("vocab_size",),  # in a GGUF header, beside the embedding's rows
+    ),
+    _count("hidden_size", "hidden_size", "embedding_length"),
+    _count(
+        "mlp_size",
+        "intermediate_size",
+        "feed_forward_length",
+        # llama.cpp's files of experts alone may lack it.
+        lambda header: 1 if header.arch and header.family.experts else None,
+    ),
+    Row(
+        "num_layers",
+        "num_hidden_layers",
+        "block_count",
+        read_hf=_read_hf_layer_count,
+        read_gguf=_read_gguf_layer_count,
+    ),
+    _count("num_heads", "num_attention_heads", "attention.head_count"),
+    _count(
+        "num_kv_heads",
+        "num_key_value_heads",
+        "attention.head_count_kv",
+        lambda header: header.fields["num_heads"],
+    ),
+    Row(
+        "head_dim",
+        "head_dim",
+        read_hf=lambda header: header.count("head_dim", header.family.head_dim or _width(header)),
+        read_gguf=lambda header: header.count("attention.key_length", _width(header)),
+        also=("attention.key_length",),
+    ),
+    _count("max_positions", "max_position_embeddings", "context_length"),
+    _real(
+        "rms_eps",
+        "rms_norm_eps",
+        "attention.layer_norm_rms_epsilon",
+        lambda header: None if header.arch else header.family.rms_eps,
+    ),
+    Row(
+        "tied",
+        "tie_word_embeddings",
+        read_hf=lambda header: bool(header.get("tie_word_embeddings", header.family.tied)),
+        read_gguf=lambda header: "output.weight" not in header.table,
+    ),
+)
+
+
+def _width(header: Header) -> int:
+    """Width of a head where the header does not give it."""
+    return header.fields["hidden_size"] // header.fields["num_heads"]
+
+
+def _read_activation(header: Header) -> str:
+    name = "hidden_activation" if "hidden_activation" in header.family.fields else "hidden_act"
+    value = str(header.get(name) or header.family.activation)
+    if value not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UserError(f"{header.path}: found {name} {value!r}; expected one of {known}.")
+    return value
+
+
+def _check_activation(spec: ArchSpec, family: Family) -> None:
+    if ACTIVATIONS[spec.activation] is not ACTIVATIONS[family.activation]:
+        raise UserError(
+            f"found a model with hidden_act {spec.activation!r}; expected {family.activation}, "
+            f"which llama.cpp computes in every {spec.family} model. Export --format=hf."
+        )
+
+
+def _scaling_entry(spec: ArchSpec) -> dict[str, Any] | None:
+    entry = scaling_to_config(spec.rope, spec.head_dim, spec.max_positions)
+    original = 0 if spec.rope is None else spec.rope.original_positions
+    if entry and original and "original_positions" not in FAMILIES[spec.family].fields:
+        entry = {"rope_type": entry.pop("type"), **entry, _ORIGINAL: original}
+    if not spec.query_growth:
+        return entry
+    plain = {"rope_type": "default", _ORIGINAL: spec.growth_length}
+    return (entry or plain) | {_GROWTH: short(spec.query_growth)}
+
+
+def _check_divisors(spec: ArchSpec, family: Family) -> None:
+    kind = spec.rope_scaling.kind if spec.rope_scaling is not None else ""
+    kind = "llama3" if kind == "divisors" else kind
+    if kind in ("llama3", "longrope") and kind not in family.gguf_divisors:
+        raise UserError(
+            f"found a {spec.family} model with {kind}; expected another rope scaling, since "
+            "llama.cpp reads no such divisors of its files. Export --format=hf."
+        )
+
+
+def _biased(header: Header) -> bool:
+    return bool(header.get("attention_bias", False))
+
+
+def _check_biases(spec: ArchSpec, family: Family) -> None:
+    if (spec.qkv_bias or spec.o_bias) and not family.gguf_biases:
+        raise UserError(
+            f"found a {spec.family} model with attention_bias; expected none, as llama.cpp "
+            "computes. Export --format=hf."
+        )
+
+
+# What is read of all families as well.
+COMMON = (
+    Row(
+        "rope_theta",
+        "rope_theta",
+        "rope.freq_base",
+        read_hf=lambda header: read_number(
+            header.ropes[0],
+            "rope_theta",
+            header.path,
+            header.real("rope_theta", header.family.rope_theta),
+        ),
+        read_gguf=lambda header: header.real("rope.freq_base", 10000.0),
+    ),
+    Row(
+        "rope_scaling",
+        "rope_scaling",
+        read_hf=lambda h: scaling_from_config(
+            h.table.metadata, h.ropes[0], h.path, h.family.scalings
+        ),
+        read_gguf=lambda h: scaling_from_gguf(h.table, h.arch),
+        write=_scaling_entry,
+        also=("rope_parameters", _ORIGINAL, *SCALING_KEYS),
+        check_gguf=_check_divisors,
+    ),
+    Row(
+        "activation",
+        read_hf=_read_activation,
+        read_gguf=lambda header: header.family.activation,
+        also=("hidden_act",),
+        check_gguf=_check_activation,
+    ),
+    Row(
+        "qkv_bias",
+        read_hf=lambda header: header.family.qkv_bias or _biased(header),
+        read_gguf=_has("blk.0.attn_q.bias"),
+        also=("attention_bias",),
+    ),
+    Row(
+        "o_bias",
+        read_hf=lambda header: _biased(header) and not header.family.qkv_bias,
+        read_gguf=_has("blk.0.attn_output.bias"),
+        check_gguf=_check_biases,
+    ),
+    Row(
+        "qk_norm",
+        read_hf=lambda header: header.family.qk_norm,
+        # Where a layer may be no attention, none says it.
+        read_gguf=lambda h: h.family.delta or "blk.0.attn_q_norm.weight" in h.table,
+    ),
+    *map(_fact, ("qk_norm_whole", "norm_offset", "gated", "pre_norms", "post_norms")),
+    Row(
+        "embedding_scale",
+        read_hf=lambda header: _embedding_scale(header),
+        read_gguf=lambda header: _embedding_scale(header),
+    ),
+)
+
+
+def _embedding_scale(header: Header) -> float:
+    return header.fields["hidden_size"] ** 0.5 if header.family.scaled_embedding else 1.0
+
+
+def _neutral(name: str) -> Row:
+    """An entry that changes nothing, which a family's files have."""
+    return Row(name, name, write=lambda _: NEUTRAL[name])
+
+
+def _read_query_scalar(header: Header) -> float:
+    scalar = header.real("query_pre_attn_scalar", 256)
+    return 0.0 if scalar == header.fields["head_dim"] else scalar**-0.5
+
+
+def _gguf_attention_scale(family: Family, layers: int, width: int) -> float:
+    """A GGUF header has no key for it; `width` is D over heads."""
+    return width**-0.5 if layers == family.shared_scale_layers else 0.0
+
+
+def _query_scalar(spec: ArchSpec) -> float | int:
+    return short(spec.attention_scale**-2) if spec.attention_scale else spec.head_dim
+
+
+def _check_query_scalar(spec: ArchSpec, family: Family) -> None:
+    width = spec.hidden_size // spec.num_heads
+    theirs = _gguf_attention_scale(family, spec.num_layers, width)
+    if spec.attention_scale != theirs:
+        expected = width if theirs else spec.head_dim
+        raise UserError(
+            f"found a model with query_pre_attn_scalar {_query_scalar(spec):g}; expected "
+            f"{expected}, which llama.cpp computes for {spec.num_layers} layers. "
+            "Export --format=hf."
+        )
+
+
+def _read_window(header: Header) -> int:
+    return 0 if header.get("sliding_window") is None else header.count("sliding_window")
+
+
+def _read_gguf_window(header: Header) -> int:
+    # Phi-3's headers tell of a window, which llama.cpp says it does not compute.
+    tells = header.family.window_period > 0
+    return int(header.get("attention.sliding_window") or 0) if tells else 0
+
+
+def _check_window(spec: ArchSpec, family: Family) -> None:
+    if spec.window and not family.window_period:
+        raise UserError(
+            f"found a {spec.family} model with a window of {spec.window} positions; expected none, "
+            "as llama.cpp computes. Export --format=hf, or set sliding_window to null if texts "
+            "are never longer."
+        )
+
+
+def every_layer_but(period: int, layers: int) -> tuple[bool, ...]:
+    """All layers but each `period`-th."""
+    return tuple((layer + 1) % period != 0 for layer in range(layers))
+
+
+def _read_layer_types(header: Header) -> tuple[bool, ...]:
+    layers, types = header.fields["num_layers"], header.get("layer_types")
+    if types is None:
+        period = header.get("sliding_window_pattern", header.get("_sliding_window_pattern"))
+        return every_layer_but(int(period or header.family.window_period), layers)
+    if len(types) != layers or set(types) - {LOCAL, WHOLE}:
+        raise UserError(
+            f"{header.path}: found layer_types {str(types)[:80]}; expected {LOCAL} or {WHOLE} for "
+            f"each of {layers} layers."
+        )
+    return tuple(kind == LOCAL for kind in types)
+
+
+def _read_pattern(header: Header) -> tuple[bool, ...]:
+    pattern = header.get("attention.sliding_window_pattern", header.family.window_period)
+    if isinstance(pattern, int):
+        return every_layer_but(pattern, header.fields["num_layers"])
+    return tuple(bool(local) for local in pattern)
+
+
+def _check_pattern(spec: ArchSpec, family: Family) -> None:
+    local = tuple(window > 0 for window in spec.windows())
+    if spec.window and local != every_layer_but(family.window_period, spec.num_layers):
+        raise UserError(
+            f"found layers with a window other than all but each {family.window_period}th; "
+            "expected what llama.cpp computes. Export --format=hf."
+        )
+
+
+def _read_growth_length(header: Header) -> int:
+    default = header.count(_ORIGINAL, header.fields["max_positions"])
+    return int(read_number(header.ropes[0], _ORIGINAL, header.path, default))
+
+
+def _read_columns(header: Header) -> int:
+    """Columns that rotate; as in Transformers the rotary parameters' own entry comes first."""
+    given = header.ropes[0].get("partial_rotary_factor") or header.get("partial_rotary_factor")
+    part = read_number(
+        {"partial_rotary_factor": given},
+        "partial_rotary_factor",
+        header.path,
+        header.family.rotated_part,
+    )
+    return int(header.fields["head_dim"] * part)
+
+
+def _rotated_columns(spec: ArchSpec) -> int:
+    return (spec.rope and spec.rope.columns) or spec.head_dim
+
+
+def _read_near_theta(header: Header) -> float:
+    return read_number(header.ropes[1], "rope_theta", header.path, header.fields["rope_theta"])
+
+
+def _ropes_by_type(spec: ArchSpec) -> dict[str, Any] | None:
+    """Rotations of two types of layers by type, as Transformers 5 writes them."""
+    if not spec.window or spec.rope is None:
+        return None
+    whole = {"rope_type": "default", **(_scaling_entry(spec) or {})}
+    thetas = {WHOLE: spec.rope_theta, LOCAL: spec.local_rope_theta}
+    parts = {WHOLE: whole, LOCAL: {"rope_type": "default"}}
+    return {kind: part | {"rope_theta": short(thetas[kind])} for kind, part in parts.items()}
+
+
+def _check_near_theta(spec: ArchSpec, family: Family) -> None:
+    if spec.window and spec.local_rope_theta != spec.rope_theta:
+        raise UserError(
+            f"found rope_theta {spec.local_rope_theta:g} in layers with a window and "
+            f"{spec.rope_theta:g} in others; expected one, as llama.cpp computes in {spec.family} "
+            "models. Export --format=hf."
+        )
+
+
+def _read_rotated(header: Header) -> tuple[bool, ...]:
+    layers, flags = header.fields["num_layers"], header.get("no_rope_layers")
+    if flags is None:
+        period = header.count("no_rope_layer_interval", header.family.unrotated_period)
+        return every_layer_but(period, layers)
+    if not isinstance(flags, list) or len(flags) < layers or any(x not in (0, 1) for x in flags):
+        raise UserError(
+            f"{header.path}: found no_rope_layers {str(flags)[:80]}; expected 1, or 0 for a layer "
+            f"that rotates nothing, for each of {layers} layers."
+        )
+    return tuple(flag == 1 for flag in flags[:layers])
+
+
+def _check_rotated(spec: ArchSpec, family: Family) -> None:
+    period = family.unrotated_period
+    if _rotated(spec) != every_layer_but(period, spec.num_layers):
+        raise UserError(
+            f"found layers without rotation other than each {period}th; expected what llama.cpp "
+            f"computes in every {spec.family} model. Export --format=hf."
+        )
+
+
+def _rotated(spec: ArchSpec) -> tuple[bool, ...]:
+    return tuple(layer.rope is not None for layer in spec.layers)
+
+
+def _read_rotates(header: Header) -> None:
+    """Refuses Granite's GGUF headers that switch all rotation off by this key."""
+    if not header.get("rope.scaling.finetuned", True):
+        raise UserError(
+            f"{header.path}: found granite.rope.scaling.finetuned = false; expected true, which "
+            "rotates queries and keys. Use a model of GraniteForCausalLM."
+        )
+
+
+def _root_of_layers(header: Header) -> float:
+    return header.fields["num_layers"] ** 0.5
+
+
+def _write_scale_depth(spec: ArchSpec) -> float:
+    # Seven digits: the scale may have been a float32.
+    return float(f"{spec.residual_scale * spec.num_layers**0.5:.7g}")
+
+
+def _write_base_width(spec: ArchSpec) -> float | int:
+    width = float(f"{spec.hidden_size / spec.logit_scale:.7g}")
+    return int(width) if width.is_integer() else width
+
+
+def _only_hf(value: int) -> Read:
+    """A default of config.json's; a GGUF header says it."""
+    return lambda header: None if header.arch else value
+
+
+def _layer_types(spec: ArchSpec) -> list[str]:
+    return [DELTA if x.delta else LOCAL if x.window else WHOLE for x in spec.layers]
+
+
+def _read_delta_types(header: Header) -> tuple[bool, ...]:
+    layers, types = header.fields["num_layers"], header.get("layer_types")
+    if types is None:
+        return every_layer_but(header.count("full_attention_interval", 4), layers)
+    if len(types) != layers or set(types) - {DELTA, WHOLE}:
+        raise UserError(
+            f"{header.path}: found layer_types {str(types)[:80]}; expected {DELTA} or {WHOLE} for "
+            f"each of {layers} layers."
+        )
+    return tuple(kind == DELTA for kind in types)
+
+
+def _read_recurrent(header: Header) -> tuple[bool, ...]:
+    layers = header.fields["num_layers"]
+    listed = header.get("attention.recurrent_layers")
+    if listed is None:
+        return every_layer_but(header.count("full_attention_interval", 4), layers)
+    if len(listed) != layers:
+        raise UserError(
+            f"{header.path}: found {len(listed)} of {header.arch}.attention.recurrent_layers; "
+            f"expected one for each of {layers} layers. Download the file again."
+        )
+    return tuple(map(bool, listed))
+
+
+def _full_interval(spec: ArchSpec) -> int | None:
+    """Every how many layers attend; None if they lie otherwise."""
+    deltas = tuple(layer.delta for layer in spec.layers)
+    every = (n for n in (4, *range(1, len(deltas) + 2)))
+    return next((n for n in every if every_layer_but(n, len(deltas)) == deltas), None)
+
+
+def _check_full_interval(spec: ArchSpec, _: Family) -> None:
+    if _full_interval(spec) is None:
+        raise UserError(
+            f"found layers {', '.join(_layer_types(spec))[:120]}; expected every so-manieth to "
+            "attend, which is all that a GGUF header says. Export --format=hf, or keep other "
+            "layers (student.layers)."
+        )
+
+
+def _read_value_heads(entry: str) -> Read:
+    def read(header: Header) -> int:
+        heads, groups = header.count(entry), header.fields["delta_key_heads"]
+        if heads % groups:
+            raise UserError(
+                f"{header.path}: found {heads} value heads for {groups} key heads in delta layers; "
+                "expected a multiple of them. Download the file again."
+            )
+        return heads
+
+    return read
+
+
+def _read_inner_size(header: Header) -> int:
+    return header.count("ssm.inner_size") // header.fields["delta_value_heads"]
+
+
+def _check_state(spec: ArchSpec, _: Family) -> None:
+    if spec.delta_key_dim != spec.delta_value_dim:
+        raise UserError(
+            f"found delta layers with keys of {spec.delta_key_dim} and values of "
+            f"{spec.delta_value_dim}; expected one width, as llama.cpp computes. "
+            "Export --format=hf."
+        )
+
+
+def _read_sections(header: Header) -> tuple[int, ...]:
+    """Pairs of columns that turn by each axis; raises `UserError` where a text's would differ.
+
+    The axes take turns, column by column, as far as their sections go (llama.cpp's IMROPE). A text
+    has one position for time, height and width, and none for what no section holds.
+    """
+    name = "rope.dimension_sections"
+    found = header.get(name) if header.arch else header.ropes[0].get("mrope_section")
+    sections = tuple(SECTIONS if found is None else found)
+    sections = (*map(int, sections), *(0,) * (4 - len(sections)))
+    whole = min(sum(sections), header.fields["columns"] // 2)
+    if len(sections) != 4 or not all(i < 3 * sections[i % 3] for i in range(max(whole, 1))):
+        raise UserError(
+            f"{header.path}: found rope sections {list(sections)}; expected time, height and width "
+            f"to share all columns, as {list(SECTIONS)} do. Use a checkpoint of a text model."
+        )
+    return sections
+
+
+def _rope_parameters(spec: ArchSpec) -> dict[str, Any]:
+    scaling = _scaling_entry(spec) or {"rope_type": "default"}
+    return scaling | {
+        "rope_theta": short(spec.rope_theta),
+        "partial_rotary_factor": _rotated_columns(spec) / spec.head_dim,
+        "mrope_section": list(spec.rope_sections[:3]),
+        "mrope_interleaved": True,
+    }
+
+
+def _read_experts_used(header: Header) -> int:
+    count = header.fields["experts"]
+    used = header.count("expert_used_count" if header.arch else "num_experts_per_tok")
+    if used > count:
+        raise UserError(
+            f"{header.path}: found {used} experts used of {count}; expected no more than there "
+            "are. Download the file again."
+        )
+    return used
+
+
+def _check_norm_experts(spec: ArchSpec, family: Family) -> None:
+    if not spec.norm_experts:
+        raise UserError(
+            "found a model with norm_topk_prob=false; expected true, which llama.cpp computes in "
+            f"every {spec.family} model. Export --format=hf."
+        )
+
+
+# Of families that list them, and written in their order.
+OWN = {
+    row.name: row
+    for row in (
+        Row("hidden_act", "hidden_act", write=lambda spec: spec.activation),
+        Row(
+            "hidden_activation",
+            "hidden_activation",
+            read_hf=_read_activation,
+            write=lambda spec: spec.activation,
+        ),
+        Row("attention_bias", "attention_bias", write=lambda spec: spec.o_bias),
+        Row("max_window_layers", "max_window_layers", write=lambda spec: spec.num_layers),
+        *map(
+            _neutral,
+            ("mlp_bias", "use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
+        ),
+        Row("key_length", gguf="attention.key_length", write=lambda spec: spec.head_dim),
+        Row("value_length", gguf="attention.value_length", write=lambda spec: spec.head_dim),
+        Row("rotated_columns", gguf="rope.dimension_count", write=_rotated_columns),
+        Row(
+            "columns",
+            "partial_rotary_factor",
+            read_hf=_read_columns,
+            read_gguf=lambda header: header.count(
+                "rope.dimension_count", header.fields["head_dim"]
+            ),
+            write=lambda spec: _rotated_columns(spec) / spec.head_dim,
+            also=("rope.dimension_count",),
+        ),
+        Row(
+            "original_positions",
+            _ORIGINAL,
+            "rope.scaling.original_context_length",
+            read_hf=lambda header: header.get(_ORIGINAL),
+            write=lambda spec: (spec.rope and spec.rope.original_positions) or spec.max_positions,
+        ),
+        Row(
+            "query_growth",
+            gguf="attention.temperature_scale",
+            read_hf=lambda header: float(header.ropes[0].get(_GROWTH) or 0.0),
+            read_gguf=lambda header: float(header.get("attention.temperature_scale") or 0.0),
+            also=(_GROWTH,),
+        ),
+        Row(
+            "growth_length",
+            gguf="rope.scaling.original_context_length",
+            read_hf=_read_growth_length,
+            read_gguf=lambda h: h.count(
+                "rope.scaling.original_context_length", h.fields["max_positions"]
+            ),
+            write=lambda spec: spec.growth_length or spec.max_positions,
+        ),
+        Row(
+            "yarn_log_multiplier",
+            gguf="rope.scaling.yarn_log_multiplier",
+            read_gguf=lambda header: header.get("rope.scaling.yarn_log_multiplier"),
+            write=lambda _: 0.0,
+        ),
+        Row("no_gguf_window", gguf="attention.sliding_window", write=lambda _: 0),
+        Row("gguf_vocab_size", gguf="vocab_size", write=lambda spec: spec.vocab_size),
+        _count(
+            "experts",
+            "num_experts",
+            "expert_count",
+            read_hf=lambda header: header.count("num_experts", header.get("num_local_experts")),
+            also=("num_local_experts",),  # since Transformers 5
+        ),
+        _count(
+            "experts_used",
+            "num_experts_per_tok",
+            "expert_used_count",
+            read_hf=_read_experts_used,
+            read_gguf=_read_experts_used,
+        ),
+        _count("expert_size", "moe_intermediate_size", "expert_feed_forward_length"),
+        Row(
+            "norm_experts",
+            "norm_topk_prob",
+            read_hf=lambda header: bool(header.get("norm_topk_prob", False)),
+            read_gguf=lambda _: True,
+            check_gguf=_check_norm_experts,
+        ),
+        Row(
+            "attention_scale",
+            "query_pre_attn_scalar",
+            read_hf=_read_query_scalar,
+            read_gguf=lambda header: _gguf_attention_scale(
+                header.family, header.fields["num_layers"], _width(header)
+            ),
+            write=_query_scalar,
+            check_gguf=_check_query_scalar,
+        ),
+        Row(
+            "window",
+            "sliding_window",
+            "attention.sliding_window",
+            read_hf=_read_window,
+            read_gguf=_read_gguf_window,
+            write=lambda spec: spec.window or None,
+            check_gguf=_check_window,
+        ),
+        Row(
+            "local",
+            "layer_types",
+            read_hf=_read_layer_types,
+            read_gguf=_read_pattern,
+            write=_layer_types,
+            also=(
+                "sliding_window_pattern",
+                "_sliding_window_pattern",
+                "attention.sliding_window_pattern",
+            ),
+            check_gguf=_check_pattern,
+            by_layer=True,
+        ),
+        _real(
+            "embedding_multiplier",
+            "embedding_multiplier",
+            "embedding_scale",
+            1.0,
+            field="embedding_scale",
+        ),
+        _real(
+            "residual_multiplier",
+            "residual_multiplier",
+            "residual_scale",
+            1.0,
+            field="residual_scale",
+        ),
+        _real(
+            "attention_multiplier",
+            "attention_multiplier",
+            "attention.scale",
+            lambda header: header.fields["head_dim"] ** -0.5 if header.arch else 1.0,
+            field="attention_scale",
+            write=lambda spec: spec.score_scale,
+        ),
+        _real(
+            "logits_scaling",
+            "logits_scaling",
+            "logit_scale",
+            lambda header: None if header.arch else 1.0,
+            field="logit_scale",
+        ),
+        Row(
+            "rotates", gguf="rope.scaling.finetuned", read_gguf=_read_rotates, write=lambda _: None
+        ),
+        # Of MiniCPM; GGUF files without its three keys are older than these, and of published ones.
+        _real(
+            "scale_emb",
+            "scale_emb",
+            "embedding_scale",
+            lambda header: 12.0 if header.arch else 1.0,
+            field="embedding_scale",
+        ),
+        Row(
+            "scale_depth",
+            "scale_depth",
+            "residual_scale",
+            read_hf=lambda header: header.real("scale_depth", 1.0) / _root_of_layers(header),
+            read_gguf=lambda header: header.real("residual_scale", 1.4 / _root_of_layers(header)),
+            field="residual_scale",
+            write=_write_scale_depth,
+            write_gguf=lambda spec: spec.residual_scale,
+            by_layer=True,
+        ),
+        Row(
+            "dim_model_base",
+            "dim_model_base",
+            "logit_scale",
+            read_hf=lambda h: h.fields["hidden_size"] / h.real("dim_model_base", 1.0),
+            read_gguf=lambda h: h.real("logit_scale", h.fields["hidden_size"] / 256),
+            field="logit_scale",
+            write=_write_base_width,
+            write_gguf=lambda spec: spec.logit_scale,
+        ),
+        # Names the code beside published files; its class is this family's.
+        Row("auto_map", read_hf=lambda _: None, also=("auto_map",)),
+        Row(
+            "rotated",
+            "no_rope_layers",
+            read_hf=_read_rotated,
+            read_gguf=lambda header: every_layer_but(
+                header.family.unrotated_period, header.fields["num_layers"]
+            ),
+            write=lambda spec: [int(rotates) for rotates in _rotated(spec)],
+            also=("no_rope_layer_interval",),
+            check_gguf=_check_rotated,
+            by_layer=True,
+        ),
+        Row(
+            "local_rope_theta",
+            "rope_local_base_freq",
+            "rope.freq_base_swa",
+            read_hf=lambda header: read_number(header.ropes[1], "rope_theta", header.path),
+            read_gguf=lambda header: header.real("rope.freq_base_swa", 10000.0),
+            write=lambda spec: spec.local_rope_theta or None,
+        ),
+        Row(
+            "near_rope_theta",
+            "rope_parameters",
+            read_hf=_read_near_theta,
+            read_gguf=lambda header: header.fields["rope_theta"],
+            write=_ropes_by_type,
+            check_gguf=_check_near_theta,
+        ),
+        Row(
+            "rope_sections",
+            gguf="rope.dimension_sections",
+            read_hf=_read_sections,
+            read_gguf=_read_sections,
+            write=lambda spec: list(spec.rope_sections),
+            also=("mrope_section", "mrope_interleaved"),
+        ),
+        # In place of `rope_theta` and `rope_scaling`, as these models are published.
+        Row("rope_parameters", "rope_parameters", write=_rope_parameters),
+        _count("delta_key_heads", "linear_num_key_heads", "ssm.group_count", _only_hf(16)),
+        Row(
+            "delta_value_heads",
+            "linear_num_value_heads",
+            "ssm.time_step_rank",
+            read_hf=_read_value_heads("linear_num_value_heads"),
+            read_gguf=_read_value_heads("ssm.time_step_rank"),
+        ),
+        _count("delta_key_dim", "linear_key_head_dim", "ssm.state_size", _only_hf(128)),
+        Row(
+            "delta_value_dim",
+            "linear_value_head_dim",
+            read_hf=lambda header: header.count("linear_value_head_dim", 128),
+            read_gguf=_read_inner_size,
+            also=("ssm.inner_size",),
+            check_gguf=_check_state,
+        ),
+        Row(
+            "delta_values",
+            gguf="ssm.inner_size",
+            write=lambda spec: spec.delta_value_heads * spec.delta_value_dim,
+        ),
+        _count("delta_kernel", "linear_conv_kernel_dim", "ssm.conv_kernel", _only_hf(4)),
+        Row(
+            "delta",
+            "layer_types",
+            read_hf=_read_delta_types,
+            read_gguf=_read_recurrent,
+            write=_layer_types,
+            also=("full_attention_interval", "attention.recurrent_layers"),
+            check_gguf=_check_full_interval,
+            by_layer=True,
+        ),
+        Row("full_interval", gguf="full_attention_interval", write=_full_interval),
+    )
+}
+
+
+def _layers(fields: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Makes each layer's facts from the rows of ropes and windows."""
+    layers = _windows(fields)
+    rotated = fields.get("rotated", (True,) * len(layers))
+    return tuple(x if y else x._replace(rope=None) for x, y in zip(layers, rotated, strict=True))
+
+
+def _windows(fields: Mapping[str, Any]) -> tuple[Layer, ...]:
+    columns, window = fields.get("columns", 0), fields.get("window")
+    columns = 0 if columns == fields["head_dim"] else columns
+    whole = Layer(Rope(fields["rope_theta"], fields["rope_scaling"], columns))
+    if "delta" in fields:
+        return tuple(Layer(None, delta=True) if delta else whole for delta in fields["delta"])
+    if not window:
+        return (whole,) * fields["num_layers"]
+    if "local" not in fields:
+        return (Layer(whole.rope, window),) * fields["num_layers"]
+    theta = fields.get("local_rope_theta") or fields["near_rope_theta"]
+    near = Layer(Rope(theta), window)
+    return tuple(near if local else whole for local in fields["local"])
+
+
+def _rows(family: Family) -> Iterator[Row]:
+    yield from (*SHAPE, *COMMON, *(OWN[name] for name in family.fields))
+
+
+def known_entries(family: Family, *, gguf: bool) -> frozenset[str]:
+    """The entries of config.json, or of a GGUF header, that are read for a family."""
+    names = {"model_type"}
+    for row in _rows(family):
+        if (row.read_gguf if gguf else row.read_hf) is not None:
+            names |= {row.gguf if gguf else row.hf, *row.also}
+    return frozenset(names - {""})
+
+
+def spec_from_table(table: TensorTable) -> ArchSpec:
+    """Reads the spec from a checkpoint's header; raises `UserError` for unknown architectures."""
+    header = _open_header(table)
+    for row in _rows(header.family):
+        read = row.read_gguf if header.arch else row.read_hf
+        if read is not None:
+            header.fields[row.field or row.name] = read(header)
+    known = known_entries(header.family, gguf=bool(header.arch))
+    if header.arch:
+        check_gguf_fields(
+            table.metadata,
+            header.arch,
+            header.fields["head_dim"],
+            header.path,
+            known,
+        )
+    names = {field.name for field in dataclasses.fields(ArchSpec)} & set(header.fields)
+    given = {name: header.fields[name] for name in names}
+    return ArchSpec(family=header.family.name, layers=_layers(header.fields), **given)
+
+
+def _open_header(table: TensorTable) -> Header:
+    """The header and its family; config.json's entries are checked."""
+    arch, path = table.metadata.get("general.architecture"), table.paths[0]
+    if arch is not None:
+        family = find_gguf_family(arch, table.metadata)
+        header = Header(table, _known_family(family, arch, path), path, arch)
+        if "token_embd.weight" not in table:
+            raise UserError(f"{path}: no tensor token_embd.weight; this is not a whole model.")
+        return header
+    name = table.metadata.get("model_type")
+    found = FAMILIES.get(name) if isinstance(name, str) else None
+    family = _known_family(found, name, path)
+    header = Header(table, family, path if path.suffix == ".apr" else path.with_name("config.json"))
+    _check_rope_rows(family, table)
+    known = known_entries(family, gguf=False)
+    check_fields(table.metadata, header.ropes, header.path, known)
+    return header
+
+
+def _known_family(family: Family | None, name: object, path: Path) -> Family:
+    if family is None:
+        raise UserError(
+            f"{path} holds a {name!r} model; kdjax knows {', '.join(FAMILIES)}. "
+            "Use a checkpoint of one of these families."
+        )
+    return family
+
+
+def _check_rope_rows(family: Family, table: TensorTable) -> None:
+    """Raises `UserError` for an .apr file whose rows of q and k lie as llama.cpp's do."""
+    found = table.metadata.get(ROPE_TYPE)
+    if family.interleaved and found not in (None, NEOX):
+        raise UserError(
+            f"{table.paths[0]}: found a {family.name} model of rope_type {found}, whose query and "
+            f"key rows are interleaved; expected rope_type {NEOX}, rows in Hugging Face's order. "
+            "Convert it again from Hugging Face's files, or use its GGUF file."
+        )
+
+
+def shape_entries(spec: ArchSpec) -> dict[str, Any]:
+    """The entries of config.json by which every model says its shape."""
+    return _entries(spec, SHAPE)
+
+
+def _entries(spec: ArchSpec, rows: Iterable[Row]) -> dict[str, Any]:
+    values = {row.hf: row.value(spec) for row in rows if row.hf}
+    return {k: short(v) if isinstance(v, float) else v for k, v in values.items()}
+
+
+def layer_entries(spec: ArchSpec, written: Container[str]) -> dict[str, Any]:
+    """The entries of config.json that cut layers change: those of the family, and those `written`.
+
+    Of other families only what a file has: Transformers writes `layer_types` into many.
+    """
+    own = FAMILIES[spec.family].fields
+    rows = (row for row in OWN.values() if row.by_layer)
+    return _entries(spec, (row for row in rows if row.name in own or row.hf in written))
+
+
+def own_entries(spec: ArchSpec) -> dict[str, Any]:
+    """The entries of config.json that its family alone reads, where they say something."""
+    rows = (OWN[name] for name in FAMILIES[spec.family].fields)
+    entries = _entries(spec, (row for row in rows if row.read_hf is not None))
+    return {name: value for name, value in entries.items() if value is not None}
+
+
+def config_entries(spec: ArchSpec, ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that a config.json says of the model; `ids`, of special tokens, stand within.
+
+    Raises `UserError` for a rotation that it cannot name.
+    """
+    rope = {k: v for k, v in _entries(spec, COMMON).items() if v is not None}
+    scaling = {k: rope.pop(k) for k in ("rope_scaling",) if k in rope}
+    own = _entries(spec, (OWN[name] for name in FAMILIES[spec.family].fields))
+    if "rope_parameters" in FAMILIES[spec.family].fields:
+        rope, scaling = {}, {}
+    return {**rope, **shape_entries(spec), **ids, **scaling, **own}
+
+
+def gguf_entries(spec: ArchSpec) -> dict[str, Any]:
+    """The architecture as GGUF key-values; raises `UserError` for one that GGUF cannot tell."""
+    family = FAMILIES[spec.family]
+    for row in _rows(family):
+        if row.check_gguf is not None:
+            row.check_gguf(spec, family)
+    own = [OWN[name] for name in family.fields]
+    if spec.head_dim * spec.num_heads != spec.hidden_size:
+        own = [OWN["key_length"], OWN["value_length"], *own]
+    rows = (row for row in (*SHAPE, *COMMON, *own) if row.gguf)
+    values = {row.gguf: row.value(spec, gguf=True) for row in rows}
+    values = {key: values[key] for key in ("block_count", "context_length")} | values  # as theirs
+    values |= scaling_to_gguf(spec.rope, logs="yarn_log_multiplier" in family.fields)
+    return {f"{family.gguf}.{k}": v for k, v in values.items() if v is not None}

@@ -1,0 +1,128 @@
+"""Losses of layers in a step: their layers exist, their projections begin, their names differ."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kdjax.errors import UserError
+from kdjax.losses.layers import TAKEN, LayerLoss
+from kdjax.models.decoder import STATES, DecoderFunctions, ModelFunctions, Params, check_states
+from kdjax.training.teachers import TeacherKind
+
+_POSITIONS = 64  # of the row that shapes are asked of
+
+
+def choose_losses(
+    extra: LayerLoss | Sequence[LayerLoss],
+    student: ModelFunctions,
+    teacher: ModelFunctions | tuple[ModelFunctions | None, ...] | None,
+    kind: TeacherKind,
+) -> tuple[LayerLoss, ...]:
+    """The losses of `make_step(extra=)`; raises `UserError` for layers that are not there.
+
+    `teacher` is a tuple of several.
+    """
+    given: Any = extra
+    losses: tuple[LayerLoss, ...] = tuple(given) if isinstance(given, Sequence) else (given,)
+    for loss in losses:
+        if not isinstance(loss, LayerLoss):
+            raise UserError(
+                f"found extra={loss!r}; expected a kdjax.LayerLoss, which names the layers that "
+                f'its function takes: LayerLoss(f, student=["blocks/3"]).'
+            )
+        for name in loss.student:
+            _check_name(loss, "student", student, name)
+        runs = kind.runs and teacher is not None and not isinstance(teacher, tuple)
+        if loss.teacher and not runs:
+            found = "several teachers" if isinstance(teacher, tuple) else "one that does not run"
+            raise UserError(
+                f"{loss.name}: found layers of the teacher {list(loss.teacher)}, and {found} "
+                f"({kind.name}); expected one that does: dense, packed or float8."
+            )
+        for name in loss.teacher:
+            _check_name(loss, "teacher", teacher, name)
+    if len({loss.name for loss in losses}) < len(losses):
+        names = ", ".join(loss.name for loss in losses)
+        raise UserError(f"found extra losses called {names}; expected other names: name=...")
+    return losses
+
+
+def _check_name(loss: LayerLoss, side: str, functions: Any, name: str) -> None:
+    if isinstance(functions, DecoderFunctions):
+        try:
+            check_states(functions.spec, name)
+        except UserError as error:
+            raise UserError(f"{loss.name}, the {side}: {error}") from None
+
+
+def read_states(
+    functions: Any, params: Params, *columns: Array, names: Sequence[str]
+) -> tuple[Array, dict[str, Array]]:
+    """Hidden states, and by name those within; a model of which none are asked runs as ever."""
+    if not names:
+        return functions.hidden(params, *columns), {}
+    return functions.hidden_and_states(params, *columns, names=tuple(names))
+
+
+def list_names(losses: Sequence[LayerLoss], side: str) -> tuple[str, ...]:
+    """The layers of "student" or "teacher" that some loss looks at, each once."""
+    return tuple(dict.fromkeys(name for loss in losses for name in getattr(loss, side)))
+
+
+def begin_projections(
+    losses: Sequence[LayerLoss],
+    student: ModelFunctions,
+    params: Params,
+    teacher: ModelFunctions | None,
+    teacher_params: Params | None,
+) -> dict[str, dict[str, Array]]:
+    """The projections by loss and layer, float32; of losses without one nothing. Computes no layer.
+
+    Raises `UserError` for widths that do not fit, for a function that does not give sums, and for
+    a module of one's own that does not give its layers.
+    """
+    ids = jax.ShapeDtypeStruct((1, _POSITIONS), jnp.int32)
+    batch: dict[str, Any] = dict.fromkeys(("tokens", "labels", "segment_ids", "positions"), ids)
+    batch["weights"] = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+    ours = _ask_shapes("student", student, params, ids, list_names(losses, "student"))
+    theirs = _ask_shapes("teacher", teacher, teacher_params, ids, list_names(losses, "teacher"))
+    projections, named = {}, set(TAKEN)
+    for number, loss in enumerate(losses):
+        begun = loss.begin(ours, theirs, number)
+        sums = jax.eval_shape(loss.sum, ours, theirs, batch, begun)
+        if clash := named & sums.keys():
+            raise UserError(
+                f"{loss.name}: found a sum called {min(clash)}, which metrics have already; "
+                "expected another name."
+            )
+        named |= sums.keys()
+        if begun:
+            projections[loss.name] = begun
+    return projections
+
+
+def _ask_shapes(
+    side: str, functions: Any, params: Any, ids: Any, names: tuple[str, ...]
+) -> Mapping[str, Any]:
+    if not names:
+        return {}
+
+    def read(params: Any, *columns: Any) -> Any:
+        return read_states(functions, params, *columns, names=names)[1]
+
+    try:
+        states = jax.eval_shape(read, params, ids, ids, ids)
+    except AttributeError as error:
+        if "hidden_and_states" not in str(error):
+            raise
+        states = {}
+    if lacking := [name for name in names if name not in states]:
+        raise UserError(
+            f"found no layer {lacking[0]!r} of the {side}; expected of a module of your own a "
+            "method hidden_and_states(tokens, segment_ids, positions, names), which gives hidden "
+            f"states and a dict of those named. Models of files have {STATES}."
+        )
+    return states

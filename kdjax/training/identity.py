@@ -1,0 +1,193 @@
+"""Decides whether two runs are the same: for starting, resuming, verifying, caching and rollouts.
+
+The identity of a run is a flat record that every checkpoint holds: the fields of the config that
+decide what is computed and, under names of their own, hashes of what the others name. One rule
+compares two: a field that a record lacks has its default there. So a new field of the config is
+part of every identity, and runs that are older than the field go on.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kdjax.config import Config, count_own_rows, flatten, name_numbers, read_weights
+from kdjax.data.rows import RowSet
+from kdjax.data.teacher_cache import CacheSpec
+from kdjax.errors import UserError
+from kdjax.training.pair import Pair
+from kdjax.training.teachers import CachedHidden, CachedTopK
+
+# Fields that the identity has as a hash, of what lies at a path, and the name of that hash.
+CONTENTS = {
+    "teacher.path": "teacher.sha256",
+    "teacher.cache": "teacher.cache",
+    "student.path": "student.sha256",
+    "student.imatrix": "student.imatrix.sha256",
+    "data.train": "data.rows",
+    "data.heldout": "data.rows",
+    "data.heldout_fraction": "data.rows",
+    "data.tokenizer": "data.rows",
+    "rollout.prompts": "rollout.prompts",
+}
+# Fields, and whole sections, that alter cost, place or reporting: a run goes on with other values.
+FREE = (
+    "student.remat",
+    "data.cache_dir",
+    "loss.chunk_tokens",
+    "train.microbatches",
+    "rollout.batch_size",
+    "rollout.stop_growth",
+    "rollout.allow_other_template",
+    "eval.",
+    "checkpoint.",
+    "mesh.",
+    "log.",
+    "smoke.",
+)
+# What a run that goes on after a finished one may choose anew.
+_SCHEDULE = {
+    "train.steps",
+    "train.after",
+    "optim.learning_rate",
+    "optim.final_learning_rate",
+    "optim.warmup_steps",
+    "loss.final_temperature",
+    "loss.final_alpha",
+}
+# Sections that decide nothing while this field of theirs is empty.
+_SWITCHES = {"rollout.": "rollout.prompts", "student.lora.": "student.lora.rank"}
+# What a round of answers has under other names, its number of rows and its prompts; and what caches
+# have so, or never had: the same weights of the teacher are computed with.
+_ROUNDS = {"rollout.share", "rollout.rounds", "rollout.prompt_tokens"}
+_CACHES = {"teacher.weights", "teacher.param_dtype", "teacher.allow_degenerate"}
+
+
+def identify(config: Config, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a run of this config; `contents` are hashes by the names of `CONTENTS`."""
+    return _decisive(config) | dict(contents)
+
+
+def _flatten(config: Config) -> dict[str, Any]:
+    """The fields of a config, those of equal meaning with one value."""
+    weights = {
+        "teacher.weights": name_numbers(config.teacher.weights),
+        "student.lora.weights": name_numbers(config.student.lora.weights),
+    }
+    return flatten(config) | weights
+
+
+def _renew(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record in today's words."""
+    renewed = dict(record)
+    if compute := renewed.pop("teacher.compute", None):
+        renewed["teacher.weights"] = name_numbers(read_weights(compute))
+    return renewed
+
+
+def _decisive(config: Config) -> dict[str, Any]:
+    """The config's fields that decide what is computed, contents of files apart."""
+    fields = _flatten(config)
+    off = {section for section, switch in _SWITCHES.items() if not fields[switch]}
+    left_out = {*CONTENTS, *FREE, *off}
+    sections = tuple(name for name in left_out if name.endswith("."))
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in left_out and not name.startswith(sections)
+    }
+
+
+def list_differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Name, saved value and current value of every field in which two identities differ."""
+    saved, current, defaults = _renew(saved), _renew(current), _flatten(Config())
+    for name in sorted(saved.keys() | current.keys()):
+        was, now = (record.get(name, defaults.get(name)) for record in (saved, current))
+        if was != now:
+            yield name, was, now
+
+
+def check_same_run(
+    saved: Mapping[str, Any], current: Mapping[str, Any], workdir: Path, step: int = 0
+) -> None:
+    """Raises `UserError` naming every field in which the saved run differs from this one.
+
+    A run that had finished at `step`, of the checkpoint, goes on with another schedule if the
+    current one says so (`train.after`).
+    """
+    finished = step and step == saved.get("train.steps")
+    goes_on = finished and step == current.get("train.after")
+    differences = {
+        name: f"{name}: the checkpoint has {_show(was)}, now {_show(now)}"
+        for name, was, now in list_differences(saved, current)
+        if not (goes_on and name in _SCHEDULE)
+    }
+    if not differences:
+        return
+    remedy = "Restore these values, or give a new --workdir."
+    if finished and current.get("train.steps", 0) > step and differences.keys() <= _SCHEDULE:
+        remedy = (
+            f"That run has finished. To go on from its checkpoint of step {step}, with the same "
+            f"optimizer and the text that follows, add --config.train.after={step}: the learning "
+            "rate rises again over optim.warmup_steps and falls to its final value at train.steps. "
+            + remedy
+        )
+    raise UserError(
+        f"{workdir} holds a checkpoint of another run, which this one would not continue:\n  "
+        + "\n  ".join(differences.values())
+        + f"\n{remedy}"
+    )
+
+
+def _show(value: Any) -> str:
+    return "'(absent)'" if value is None else repr(value)
+
+
+def describe_answers(config: Config) -> dict[str, Any]:
+    """The fields that decide what a round's rows are, beside seed, student and prompts.
+
+    Those of rollouts and of the student that came after the first are in it where they are not at
+    their defaults, so that rounds from before them are found again.
+    """
+    names = ("every", "answers", "temperature", "max_tokens", "train_cut")
+    settings: dict[str, Any] = {name: getattr(config.rollout, name) for name in names}
+    settings |= {"rows": count_own_rows(config), "seq_len": config.data.seq_len}
+    settings |= {"max_segments": config.data.max_segments}
+    said = _ROUNDS | {f"rollout.{name}" for name in names}
+    return settings | _leave_defaults(config, ("rollout.", "student."), said)
+
+
+def _leave_defaults(config: Config, sections: tuple[str, ...], said: set[str]) -> dict[str, Any]:
+    """The fields of these sections that decide something, are not `said`, and have other values."""
+    defaults = _flatten(Config())
+    return {
+        name: value
+        for name, value in _decisive(config).items()
+        if name.startswith(sections) and name not in said and value != defaults[name]
+    }
+
+
+def describe_cache(
+    config: Config, pair: Pair, rows: RowSet, kind: CachedHidden | CachedTopK, teacher: str
+) -> CacheSpec:
+    """Describes what a cache of this run's teacher, of SHA-256 `teacher`, is made of.
+
+    Of a server's answers, which are the run's text, there is no teacher, and its SHA-256 is "".
+    """
+    k = kind.k if isinstance(kind, CachedTopK) else 0
+    return CacheSpec(
+        kind=kind.name,
+        k=k,
+        temperature=config.loss.temperature if k else None,
+        teacher=teacher,
+        rows=rows.key,
+        tokenizer=pair.tokenizer.content_hash,
+        vocabulary=(pair.vocabulary.width, pair.vocabulary.real),
+        positions=config.data.seq_len,
+        width=pair.teacher.spec.hidden_size if pair.teacher else 0,
+        dtype=config.train.compute_dtype,
+        weights=name_numbers(config.teacher.weights),
+        sides=(len(rows.train), len(rows.heldout)),
+        settings=_leave_defaults(config, ("teacher.",), _CACHES),
+    )

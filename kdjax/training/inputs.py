@@ -1,0 +1,142 @@
+"""Reads a run's inputs: its rows and prompts, and the hashes of all that its paths name."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdjax.config import Config, DataConfig, flatten, last_step
+from kdjax.data import pipeline
+from kdjax.data.rows import RowSet, RowSettings, prepare_rows, rows_key, warn_of_marks
+from kdjax.data.teacher_cache import hash_index, join_hashes, read_index, split_caches
+from kdjax.device import cluster
+from kdjax.device.placement import Placement
+from kdjax.errors import MissingFileError, UserError
+from kdjax.formats.imatrix import hash_importance
+from kdjax.formats.saved import read_receipt, saved_run
+from kdjax.models.tokenizer import Tokenizer
+from kdjax.training.identity import CONTENTS, check_same_run, identify
+from kdjax.training.own import NO_CODE, Own
+from kdjax.training.pair import Pair, open_pair
+from kdjax.training.rollouts import answers_key, check_templates, fix_answers, open_prompts
+
+_log = logging.getLogger("kdjax")
+
+
+def prepare_all(config: Config, pair: Pair, placement: Placement) -> RowSet:
+    """The rows of a run: packed text, from the cache if it is there.
+
+    With `rollout.rounds=1` those of training are the start model's answers.
+    """
+    rows = prepare(config.data, pair.tokenizer)
+    if not config.rollout.prompts:
+        return rows
+    if pair.teacher is not None:
+        check_templates(config.rollout, pair.tokenizer, pair.teacher.tokenizer)
+    return fix_answers(config, pair, placement, rows) if config.rollout.rounds == 1 else rows
+
+
+def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
+    """Packed rows of the configured text, from the cache if they are there."""
+    folder = Path(data.cache_dir).expanduser()
+    with cluster.first_before_others("rows"):
+        rows = prepare_rows(row_settings(data, tokenizer), folder)
+    for side in ("train", "heldout"):
+        info = rows.info[side]
+        counts = (f"{info[name]:,}" for name in ("rows", "tokens", "documents"))
+        full = f"{info['fill']:.1%} full"
+        _log.info("text, %s: %s rows, %s tokens of %s documents, %s", side, *counts, full)
+        warn_of_marks(side, info["marks"], tokenizer, data.parse_special)
+    return rows
+
+
+def list_read_rows(config: Config, rows: RowSet) -> np.ndarray:
+    """The rows that a run of this config reads, as a cache numbers them: all held-out ones, too."""
+    train = config.train
+    read = pipeline.list_rows(
+        len(rows.train), batch_size=train.batch_size, seed=train.seed, batches=last_step(config)
+    )
+    heldout = len(rows.train) + np.arange(len(rows.heldout))
+    return np.concatenate([read, heldout])
+
+
+def row_settings(data: DataConfig, tokenizer: Tokenizer) -> RowSettings:
+    """Settings that decide the rows; raises `UserError` for an unknown `data.end_of_document`."""
+    end = tokenizer.end_of_text_id
+    if data.end_of_document:
+        if data.end_of_document not in tokenizer.tokens:
+            raise UserError(
+                f"data.end_of_document={data.end_of_document!r} is not a token of the tokenizer; "
+                "leave it empty for the tokenizer's own end-of-text."
+            )
+        end = tokenizer.tokens.index(data.end_of_document)
+    return RowSettings(
+        train=data.train,
+        heldout=data.heldout,
+        tokenizer=tokenizer,
+        seq_len=data.seq_len,
+        heldout_fraction=data.heldout_fraction,
+        end_of_document_id=end,
+        max_segments=data.max_segments,
+        parse_special=data.parse_special,
+    )
+
+
+def hash_models(pair: Pair) -> dict[str, str | None]:
+    """SHA-256s of the models' files, which one process of a host reads for that."""
+    sides = ("teacher", pair.teacher), ("student", pair.student)
+    return cluster.once_a_host(
+        "models",
+        lambda: {f"{side}.sha256": opened and opened.sha256 for side, opened in sides},
+    )
+
+
+def hash_imatrix(config: Config) -> dict[str, str]:
+    """SHA-256 of the file of importances, if the config names one."""
+    file = config.student.imatrix
+    return {"student.imatrix.sha256": hash_importance(file)} if file else {}
+
+
+def hash_text(config: Config, tokenizer: Tokenizer, student: str | None) -> dict[str, str]:
+    """Hashes of the text and the prompts, from the files alone; `student` is the student's."""
+    rows = rows_key(row_settings(config.data, tokenizer))
+    if not config.rollout.prompts:
+        return {"data.rows": rows}
+    prompts = open_prompts(config, tokenizer)
+    if config.rollout.rounds == 1:
+        return {"data.rows": answers_key(config, rows, student, prompts)}
+    return {"data.rows": rows, "rollout.prompts": prompts.key}
+
+
+def hash_contents(config: Config) -> dict[str, Any]:
+    """Hashes the contents that `identify` asks for, from the files alone; loads nothing."""
+    pair = open_pair(config)
+    contents: dict[str, Any] = hash_text(config, pair.tokenizer, pair.student.sha256)
+    if config.teacher.cache:
+        caches = split_caches(config.teacher.cache)
+        contents["teacher.cache"] = join_hashes(
+            [(weight, hash_index(read_index(folder)[1])) for weight, folder in caches]
+        )
+    return contents | hash_imatrix(config) | hash_models(pair)
+
+
+def check_finished(config: Config, workdir: Path, own: Own = NO_CODE) -> None:
+    """Raises `UserError` unless the finished run in `workdir` is the one of `config` and `own`.
+
+    Loads nothing: models and text are hashed where they are. A file that is gone since is taken as
+    unchanged if the run's receipt has the same path.
+    """
+    saved = saved_run(workdir, config.train.steps)["identity"]
+    try:
+        current = identify(config, hash_contents(config))
+    except MissingFileError:
+        then, now = flatten((read_receipt(workdir) or {}).get("config", {})), flatten(config)
+        if not then:
+            raise
+        moved = [name for name in CONTENTS if now[name] != then.get(name)]
+        current = identify(config, {name: now[name] for name in moved})
+        hashes = CONTENTS.values()
+        saved = {name: value for name, value in saved.items() if name not in hashes}
+        saved |= {name: then.get(name) for name in moved}
+    check_same_run(saved, current | own.identify_finished(saved), workdir)

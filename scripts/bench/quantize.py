@@ -1,0 +1,294 @@
+"""Students that train rounded to GGUF block types, against plain ones, arm after arm.
+
+    python -m scripts.bench.quantize --small=0.5b.gguf --big=1.5b.gguf --text=python:jax,flax \
+        --out=runs/quantize --limit=560
+
+An arm is STUDENT<TEACHER:QUANTIZE, then, if wanted, !, @RATE, #SECONDS, *SEED and /EVERY: models
+are `small` and `big`, a teacher `self` is the student's own numbers at the start, QUANTIZE is as of
+`make_step`, or empty for plain masters; with ! scales are fitted by the importance of the student's
+inputs on `--imatrix-rows` rows, and what is untrained is rounding with an imatrix. Each arm trains
+for its seconds of the device, compilation not counted; the rate follows the clock, and scales are
+held over its last tenth. Judged on held-out rows against the teacher: the student untrained,
+trained, its masters, and, of plain masters, what `--then` makes of them. Arms of two models share
+files, arrays and the compiled evaluation. Each arm is a line of OUT/results.jsonl at once, and,
+with `--files`, OUT/NAME.gguf the blocks that it trained; a later call goes on with the arms that
+are not there. No arm begins that `--limit` leaves no time for; one that fails is told and passed
+over. Exit status: 0 done, 2 bad input.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import kdjax
+from kdjax.config import Config
+from kdjax.data import pipeline
+from kdjax.data.pipeline import TextSource
+from kdjax.data.rows import RowSet
+from kdjax.device import runtime
+from kdjax.errors import UserError, reporting
+from kdjax.formats.imatrix import write_importance
+from kdjax.models.importance import sum_squares
+from kdjax.models.model import Model
+from kdjax.training.forms import choose_form
+from kdjax.training.heldout import held_out
+from kdjax.training.inputs import prepare
+from kdjax.training.step import Step
+
+QUEUE = (
+    "small<big:#60*0; small<big:q4_0#60*0; small<self:q4_0@1e-5#60*0; big<self:blocks=Q2_K#200*0/8;"
+    "big<self:blocks=Q3_K@5e-6#100*0/8; big<self:#12*0; small<self:q4_0@1e-5#60*0/8;"
+    "small<self:q4_0@1e-5#60*0/0; big<self:blocks=Q2_K#60*0/8; big<self:blocks=Q2_K#60*0/0;"
+    "big<self:blocks=Q2_K#60*0/1; small<big:#60*1; small<big:q4_0#60*1; small<big:#60*2;"
+    "small<big:q4_0#60*2; small<big:q4_k_m#60*0; big<self:q2_k#100*0/8; big<self:q3_k_m@5e-6#60*0;"
+    "small<self:q4_0@5e-6#60*0; small<self:q4_0@2e-5#60*0"
+)
+_ARM = re.compile(
+    r"(?P<student>\w+)<(?P<teacher>\w+):(?P<quantize>[^!@#*/]*(?:/[a-z][^!@#*]*)?)(?P<imatrix>!?)"
+    r"(?:@(?P<rate>[\d.e-]+))?(?:#(?P<seconds>[\d.]+))?(?:\*(?P<seed>\d+))?(?:/(?P<every>\d+))?"
+)
+_WARMUP, _LOOK = 10, 8  # steps that the rate rises over, and between two looks at the clock
+_AROUND = 75.0  # seconds that loading, compiling and judging take
+_HOLD = 1 << 30  # the step from which scales are held: set when a tenth of the time is left
+
+
+def _make_optimizer() -> optax.GradientTransformation:
+    """AdamW whose rate is set before each step."""
+
+    def make(learning_rate: Any) -> optax.GradientTransformation:
+        adamw = optax.adamw(learning_rate, b2=0.95, weight_decay=0.01)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    return optax.inject_hyperparams(make)(learning_rate=0.0)
+
+
+class Arm(NamedTuple):
+    """One line of the queue."""
+
+    name: str
+    student: str
+    teacher: str
+    quantize: str
+    rate: float
+    seconds: float
+    seed: int
+    every: int
+    imatrix: bool
+
+    @classmethod
+    def parse(cls, text: str, scale: float) -> "Arm":
+        """Raises `UserError` for what is no arm."""
+        found = _ARM.fullmatch(text)
+        if not found or {found["student"], found["teacher"]} - {"small", "big", "self"}:
+            raise UserError(f"found the arm {text!r}; expected such as small<big:q4_0@2e-5#60*0/8")
+        parts = found.groupdict()
+        return cls(
+            re.sub(r"\W+", "-", text.replace("!", "-imatrix")).strip("-"),
+            found["student"],
+            found["teacher"],
+            found["quantize"],
+            float(parts["rate"] or 2e-5),
+            scale * float(parts["seconds"] or 60),
+            int(parts["seed"] or 0),
+            int(parts["every"] or 1),
+            bool(parts["imatrix"]),
+        )
+
+
+class Bench:
+    """Models, rows and steps, each made when first asked for and kept while arms share it."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._args, self._made = args, {}
+        self.rows = self._prepare()
+
+    def _prepare(self) -> RowSet:
+        config = Config()
+        config.data.train, config.data.heldout = self._args.text, self._args.heldout
+        config.data.seq_len, config.data.cache_dir = (
+            self._args.seq_len,
+            str(self._args.out / "rows"),
+        )
+        tokenizer = kdjax.open_checkpoint(self._args.small).tokenizer
+        return prepare(config.data, tokenizer)
+
+    def _keep(self, key: Any, make: Any) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def models(self, arm: Arm) -> tuple[Model, Model]:
+        """The student, float32 masters, and its teacher, both computing in `--compute`."""
+        args = self._args
+        teacher = arm.student if arm.teacher == "self" else arm.teacher
+
+        def load(name: str, dtype: str) -> Model:
+            path = {"small": args.small, "big": args.big}[name]
+            begin = functools.partial(kdjax.load, path, dtype=dtype, compute_dtype=args.compute)
+            return self._keep((name, dtype), begin)
+
+        return load(arm.student, "float32"), load(teacher, args.compute)
+
+    def step(self, arm: Arm) -> Step:
+        """The step of the arm's types; the evaluation is that of the first of its two models."""
+        student, teacher = self.models(arm)
+        loss = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0)
+        step = kdjax.make_step(
+            student,
+            teacher,
+            loss,
+            _make_optimizer(),
+            quantize=arm.quantize,
+            quantize_every=arm.every,
+            quantize_until=_HOLD,
+            imatrix=self._importance(arm.student, student) if arm.imatrix else "",
+            chunk_tokens=self._args.chunk_tokens,
+        )
+        key = "evaluate", student.source, teacher.source
+        step.sum_evaluation = self._keep(key, lambda: step.sum_evaluation)
+        return step
+
+    def _importance(self, name: str, student: Model) -> str:
+        """The file of a model's importances, measured once on the rows that are trained on."""
+        args, path = self._args, self._args.out / f"{name}.imatrix.gguf"
+        if not path.exists():
+            rows = TextSource(self.rows.train, batch_size=args.batch_size, seed=0)
+            batches = -(-args.imatrix_rows // args.batch_size)
+            tokens = (rows.next(None)["tokens"] for _ in range(batches))
+            sums, count = sum_squares(student, tokens)
+            write_importance(path, sums, count, datasets=[args.text], chunk_size=args.seq_len)
+        return str(path)
+
+    def judge(self, step: Step, teacher: Model, params: Any) -> dict[str, float]:
+        """KL, agreement and cross-entropy of held-out rows, float32 sums."""
+        args = self._args
+        batches = pipeline.eval_batches(
+            self.rows.heldout, batch_size=args.batch_size, limit=args.heldout_rows
+        )
+        placed = (step.put(batch) for batch in batches)
+        figures = held_out(step.sum_evaluation, params, teacher.params, placed, step.spec.head.loss)
+        return {name: figures[name] for name in ("kl", "agreement", "student_ce", "tokens")}
+
+    def run(self, arm: Arm) -> dict[str, Any]:
+        """Trains and judges one arm; its blocks are written beside the results."""
+        args, begun = self._args, time.monotonic()
+        student, teacher = self.models(arm)
+        step = self.step(arm)
+        state = step.init(student.params)
+        found: dict[str, Any] = {"start": self.judge(step, teacher, step.see(state))}
+        state, trained = self.train(step, state, teacher, arm)
+        found |= trained
+        seen = step.see(state)
+        found["trained"] = self.judge(step, teacher, seen)
+        if arm.quantize:
+            found["masters"] = self.judge(step, teacher, state.params)
+            found["better"] = min(("start", "trained"), key=lambda name: found[name]["kl"])
+            del seen
+            if args.files:
+                kept = student.replace(params=jax.device_get(step.pack(state)))
+                path = args.out / f"{arm.name}.gguf"
+                found["file"] = str(kdjax.export_gguf(kept, path, overwrite=True))
+        else:
+            for text in args.then.split(";"):
+                form = choose_form(text, student.spec)
+                round_all = jax.jit(lambda params, form=form: form.see(form.begin(params), params))
+                for name, params in (("then", state.params), ("start_then", student.params)):
+                    found.setdefault(name, {})[text] = self.judge(step, teacher, round_all(params))
+        memory = jax.local_devices()[0].memory_stats() or {}
+        found["peak_gb"] = memory.get("peak_bytes_in_use", 0) / 1e9
+        return found | {"arm_seconds": time.monotonic() - begun, **arm._asdict()}
+
+    def train(self, step: Step, state: Any, teacher: Model, arm: Arm) -> tuple[Any, dict[str, Any]]:
+        """The state after the arm's seconds, and how fast it went."""
+        args = self._args
+        source = TextSource(self.rows.train, batch_size=args.batch_size, seed=arm.seed)
+        begun, spent, times, losses, done, held = 0.0, 0.0, [], [], 0, False
+        for done in itertools.count(1):
+            if spent >= 0.9 * arm.seconds and not held:
+                held, state = True, state.replace(step=state.step + _HOLD)
+            rate = arm.rate * min(done / _WARMUP, 1.0)
+            rate *= 0.5 + 0.5 * math.cos(math.pi * min(spent / arm.seconds, 1.0))
+            state.opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
+            state, metrics = step(state, teacher.params, source.next(None))
+            if done == 2:  # the first compiled
+                jax.block_until_ready(metrics)
+                begun = time.monotonic()
+            elif done > 2 and done % _LOOK == 0:
+                losses.append(metrics.means()["loss"])
+                times.append((time.monotonic() - begun - spent) / _LOOK)
+                spent = time.monotonic() - begun
+                if spent >= arm.seconds:
+                    break
+        tokens = done * args.batch_size * args.seq_len
+        return state, {
+            "steps": done,
+            "tokens": tokens,
+            "train_seconds": spent,
+            "step_ms": 1e3 * float(np.median(times)),
+            "losses": [round(x, 4) for x in losses[:: max(1, len(losses) // 20)]],
+        }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--small", required=True)
+    parser.add_argument("--big", required=True)
+    parser.add_argument("--text", required=True, help="as data.train")
+    parser.add_argument("--heldout", default="", help="as data.heldout")
+    parser.add_argument("--out", type=Path, default=Path("runs/quantize"))
+    parser.add_argument("--arms", default=QUEUE, help="separated by semicolons")
+    parser.add_argument("--then", default="q4_0;q4_k_m", help="what plain masters become")
+    parser.add_argument("--files", action="store_true", help="write what rounded arms trained")
+    parser.add_argument("--scale", type=float, default=1.0, help="times the seconds of each arm")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds of this call")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--imatrix-rows", type=int, default=128, help="of arms with !")
+    parser.add_argument("--heldout-rows", type=int, default=64)
+    parser.add_argument("--chunk-tokens", type=int, default=4096)
+    parser.add_argument("--compute", default="bfloat16", choices=("bfloat16", "float32"))
+    return parser
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Runs the arms that have no result yet; returns the exit status."""
+    begun, args = time.monotonic(), _parser().parse_args(argv)
+    runtime.configure()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = args.out / "results.jsonl"
+    lines = results.read_text().splitlines() if results.exists() else []
+    done = {json.loads(line)["name"] for line in lines}
+    arms = [Arm.parse(text.strip(), args.scale) for text in args.arms.split(";") if text.strip()]
+    bench = Bench(args)
+    for arm in arms:
+        left = args.limit - (time.monotonic() - begun)
+        if arm.name in done or arm.seconds + _AROUND * min(args.scale, 1.0) > left:
+            continue
+        try:
+            record = bench.run(arm)
+        except Exception as error:  # the others go on
+            traceback.print_exc()
+            print(json.dumps({"name": arm.name, "failed": str(error)[:200]}), flush=True)
+            continue
+        with results.open("a") as file:
+            file.write(json.dumps(record | {"device": str(jax.devices()[0])}) + "\n")
+        print(json.dumps(record), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

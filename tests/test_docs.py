@@ -1,0 +1,155 @@
+"""The pages: their length, links that lead somewhere, and every measured figure in a record."""
+
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[1]
+RECORDS = REPOSITORY / "docs" / "records"
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+LINKING = [*PAGES, *RECORDS.glob("*.md"), *(REPOSITORY / "contracts").glob("*.md")]
+LINKING += [REPOSITORY / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+# Lists of fields, of commands and of programs may be longer.
+REFERENCE = ("settings.md", "commands.md", "library.md")
+
+# What is no measurement: settings and their limits, sizes by arithmetic, others' reports.
+SETTINGS = {
+    "cached_teacher.md": ("12 = 332", "a billion positions | 332 GB", "shard is 512 MB"),
+    "cluster.md": ("within 12 seconds",),
+    "commands.md": ("of 40 GB",),
+    "dispatch.md": ("(1.5e-5)",),
+    "evaluation.md": (
+        "Defaults: 15 s",
+        "over 25%",
+        "over 100 times",
+        "200 times for",
+        "below 1.06",
+        "above 98%",
+        "above 35% of",
+        "above 20% of",
+        "by 0.03 nats",
+        "1,024 and 5%",
+        "60% not ASCII",
+    ),
+    "export.md": ("above 5 GB",),
+    "models.md": ("below 1.2e-38",),
+    "onpolicy.md": ("a 95% interval", "9 GB)"),
+    "robustness.md": ("tmpfs of 64 MB", "below 1e-3 nats", "above 98%"),
+    "settings.md": ("the last 10%", "than 200 kB", "34 MB of each file"),
+    "troubleshooting.md": (
+        "below 1e-3 nats",
+        "above 98%",
+        "| 90%:",
+        "| 85%:",
+        "8 GiB and a tenth, 10 to 75%; 4 GiB",
+        "own, 75%",
+        "take 75%",
+        "of 128 GB failed near 30 GB",
+    ),
+}
+
+PACKAGES = "jax|Python|PyTorch|[Tt]orch|[Tt]ransformers|xllamacpp|TRL|Axolotl"
+VERSION = rf"arXiv:[\d.]+|\b(?:{PACKAGES}) \d+(?:\.\d+)+"
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?"
+UNIT = (
+    r"%|(?:tokens|tok|positions|rows|TFLOP|GB|TB)/s\b|(?:tokens|positions|rows|answers) a second\b"
+    r"|(?:ms|us|GB|MB|kB|GiB|s|seconds|nats|points|times|TFLOP|W)\b(?!/)"
+)
+MEASURED = re.compile(
+    rf"(?<![\w.,/-])(?P<first>{NUMBER}(?:,? (?:to|and|or|for|instead of) {NUMBER})*) ?(?:{UNIT})"
+    rf"|(?<![\w.,/-])(?P<bare>\d+\.\d\d+(?:e-?\d+)?|\d\.\d+e-\d+)(?![\w.])"
+)
+
+
+def sections(page):
+    """Headings and texts of a page, without fenced blocks."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+    parts = re.split(r"^(#+ .*)$", text, flags=re.M)
+    return zip(["(top)", *parts[1::2]], [parts[0], *parts[2::2]], strict=True)
+
+
+def figures(text, settings=()):
+    """Measured figures of a text: numbers with a unit, with two decimals or more, of a table."""
+    text = re.sub(rf"`[^`]*`|\]\([^)]*\)|https?://\S+|{VERSION}", "`", text)
+    for phrase in settings:
+        text = text.replace(phrase, "")
+    for match in MEASURED.finditer(text):
+        yield from re.findall(NUMBER, match["first"] or match["bare"])
+    for row in re.findall(r"^ *\|(.*)\|$", text, flags=re.M):
+        for cell in row.split("|")[1:]:  # the first names the row
+            if re.fullmatch(rf"[ *]*{NUMBER}[ *]*", cell):
+                yield cell.strip(" *")
+
+
+def numbers(text):
+    """Every number of a record, front matter apart."""
+    text = text.split("---\n", 2)[2]
+    return {Decimal(found.replace(",", "")) for found in re.findall(NUMBER, text)}
+
+
+def is_found(figure, among):
+    """Whether one of these numbers is the figure, or rounds to it."""
+    plain = figure.replace(",", "")
+    value = Decimal(plain)
+    digits = len(plain) - len(plain.rstrip("0")) if re.fullmatch(r"\d{4,}", plain) else 0
+    half = Decimal(10) ** (digits or value.as_tuple().exponent) / 2
+    return any(abs(value - number) <= half for number in among)
+
+
+def heading_anchors(page):
+    """Anchors that GitHub gives the headings of a page."""
+    for heading, _ in sections(page):
+        words = re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower())
+        yield words.replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_at_most_150_lines(page):
+    assert page.name in REFERENCE or len(page.read_text().splitlines()) <= 150
+
+
+def test_links_lead_to_files_and_headings():
+    broken = []
+    for page in LINKING:
+        for _, text in sections(page):
+            for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text)):
+                if re.match(r"https?://", target):
+                    continue
+                path, _, anchor = target.partition("#")
+                file = page.parent / path if path else page
+                if not file.exists() or (anchor and anchor not in heading_anchors(file)):
+                    broken.append(f"{page.relative_to(REPOSITORY)}: {target}")
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("record", sorted(RECORDS.glob("2*.md")), ids=lambda record: record.stem)
+def test_a_record_says_what_was_run_and_where_its_json_is(record):
+    _, front, body = record.read_text().split("---\n", 2)
+    front = yaml.safe_load(front)
+    asked = {"title", "date", "revision", "command", "hardware", "versions", "json"}
+    assert asked <= set(front) <= asked | {"log"} and all(front.values()), record
+    assert record.name[:10] in front["date"]
+    if front["json"] == "none":
+        assert "JSON that made these tables was not kept" in body[:300]
+    else:
+        assert (RECORDS / front["json"]).exists()
+    assert "log" not in front or (RECORDS / front["log"]).exists()
+    assert f"({record.name})" in (RECORDS / "README.md").read_text()
+
+
+def test_figures_of_pages_are_in_the_records_that_their_section_links():
+    """Rounding is allowed. A small whole number is in most records: this sees wrong digits."""
+    missing = []
+    for page in PAGES:
+        for heading, text in sections(page):
+            linked = {RECORDS / name for name in re.findall(r"records/(2[\w-]+\.md)", text)}
+            among = set().union(*(numbers(record.read_text()) for record in linked))
+            missing += [
+                f"{page.name}, {heading}: {figure}"
+                for figure in figures(text, SETTINGS.get(page.name, ()))
+                if not is_found(figure, among)
+            ]
+    assert not missing, "no record that the section links has\n" + "\n".join(missing)

@@ -1,0 +1,75 @@
+"""Importance matrices: what is summed, the file, and what an export makes of it."""
+
+from unittest import mock
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kdjax
+from kdjax.commands import imatrix
+from kdjax.export import export_gguf
+from kdjax.formats import open_table
+from kdjax.formats.imatrix import read_importance, write_importance
+from kdjax.models import decoder, weights
+from kdjax.models.importance import sum_squares
+
+
+def test_sums_of_squares_are_those_of_what_each_matrix_is_multiplied_with(models, tmp_path):
+    """Beside a forward pass whose products are listened to; the file is read by gguf-py."""
+    student = kdjax.load(models / "student.gguf", dtype="float32")
+    tokens = np.random.default_rng(0).integers(0, student.real_vocab, (4, 24))
+    heard = {}
+
+    def listen(function):
+        def call(x, weights, *rest):
+            for weight in weights if isinstance(weights, list | tuple) else [weights]:
+                note = heard.setdefault(tuple(weight.shape), []).append
+                jax.debug.callback(note, jnp.square(x).sum(axis=0), ordered=True)
+            return function(x, weights, *rest)
+
+        return call
+
+    with (
+        mock.patch.object(decoder, "project", listen(decoder.project)),
+        mock.patch.object(decoder, "project_all", listen(decoder.project_all)),
+        mock.patch.object(weights, "project_all", listen(weights.project_all)),
+    ):
+        columns = tokens, np.ones_like(tokens), np.tile(np.arange(24), (4, 1))
+        jax.jit(lambda *text: student.functions.hidden(student.params, *text))(*columns)
+        jax.effects_barrier()
+    sums, count = sum_squares(student, [tokens[:3], tokens[3:]])
+    assert count == tokens.size and len(sums) == 7 * student.spec.num_layers
+    table, places = open_table(models / "student.gguf"), {}
+    order = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    for layer in range(student.spec.num_layers):
+        for part in order:
+            name = f"blk.{layer}.{part}.weight"
+            shape = tuple(table.info(name).shape)
+            place = places[shape] = places.get(shape, -1) + 1
+            np.testing.assert_allclose(sums[name], heard[shape][place], rtol=1e-4)
+    path = tmp_path / "im.gguf"
+    write_importance(path, sums, count, datasets=["text"], chunk_size=24)
+    back = read_importance(path)
+    read = {t.name: t.data for t in gguf.GGUFReader(path).tensors}
+    for name, values in sums.items():
+        np.testing.assert_allclose(back[name][0], values / count, rtol=1e-6)
+        np.testing.assert_allclose(read[f"{name}.in_sum2"].ravel(), values, rtol=1e-6)
+        assert read[f"{name}.counts"].ravel().tolist() == [count]
+
+
+def test_the_command_measures_what_export_then_weighs_by(models, tmp_path, capsys):
+    text = tmp_path / "a.py"  # its end does not fill the last of eight rows
+    text.write_text("".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(200)))
+    out = tmp_path / "im.gguf"
+    where = [str(models / "student.gguf"), f"--data={text}", f"--out={out}", "--seq-len=32"]
+    assert imatrix.main([*where, "--rows=8"]) == 0
+    assert "14 matrices, 224 positions" in capsys.readouterr().out
+    student = kdjax.load(models / "student.gguf", dtype="float32")
+    for name, path in (("plain", ""), ("weighed", out)):
+        export_gguf(student, tmp_path / f"{name}.gguf", dtype="q4_0", imatrix=path)
+    plain, weighed = (open_table(tmp_path / f"{name}.gguf") for name in ("plain", "weighed"))
+    same = {name: np.array_equal(plain.raw(name), weighed.raw(name)) for name in plain}
+    assert not same["blk.0.ffn_down.weight"] and same["token_embd.weight"]
+    assert imatrix.main([*where, "--rows=0"]) == 2

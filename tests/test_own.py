@@ -1,0 +1,166 @@
+"""Runs with Python of somebody's own in place of what the config names."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import kdjax
+from kdjax.errors import UserError
+from kdjax.formats.saved import saved_params
+from kdjax.losses.divergences import parse_divergence, write_divergence
+from kdjax.training.own import Own
+from kdjax.watch.verify import verify
+
+VOCABULARY = 256
+
+
+def overlap(teacher_log_probs, student_log_probs):
+    """A divergence that no config has a name for."""
+    return 1 - jnp.sum(jnp.exp((teacher_log_probs + student_log_probs) / 2), axis=-1)
+
+
+class Bigram(nnx.Module):
+    """The next id by the last one alone."""
+
+    def __init__(self, rows, seed=0):
+        self.table = nnx.Param(0.1 * jax.random.normal(jax.random.key(seed), (rows, 16)))
+
+    def hidden(self, tokens, segment_ids, positions):
+        return jnp.tanh(self.table[...][tokens])
+
+    def head_weight(self):
+        return self.table[...]
+
+
+class Rows:
+    """The same rows of ids in every step."""
+
+    def __init__(self):
+        ids = np.random.default_rng(0).integers(0, VOCABULARY, (8, 33), dtype=np.int32)
+        self.batch, self.drawn = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}, 0
+
+    def next(self, params):
+        self.drawn += 1
+        return self.batch
+
+    def get_state(self):
+        return {"drawn": self.drawn}
+
+    def set_state(self, state):
+        self.drawn = state["drawn"]
+
+
+def make_own(student):
+    """All that `distill` takes as Python, made anew."""
+    loss = kdjax.KDLoss(overlap, temperature=2.0, alpha=0.2)
+    return dict(optimizer=optax.sgd(0.5), loss=loss, student=student, batches=Rows())
+
+
+@pytest.fixture
+def own_config(tiny_config):
+    tiny_config.train.steps, tiny_config.optim.warmup_steps = 2, 1
+    tiny_config.eval.every = tiny_config.checkpoint.every = 0
+    return tiny_config
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_of_ones_own_python_is_the_loop_of_make_step(own_config, tmp_path):
+    """Optimizer, loss, module, batches, hooks; the receipt says that no hash is of their code."""
+    teacher = kdjax.load(own_config.teacher.path)
+    given = make_own(Bigram(teacher.vocab_size))
+    records, figures = [], []
+    hooks = dict(on_step=records.append, on_eval=figures.append)
+    assert kdjax.distill(own_config, tmp_path / "a", **given, **hooks) == "finished"
+
+    teacher = kdjax.load(own_config.teacher.path, compute_dtype="float32")
+    student = kdjax.Model.from_module(Bigram(teacher.vocab_size), teacher.tokenizer)
+    step = kdjax.make_step(student, teacher, given["loss"], optax.sgd(0.5))
+    state, losses = step.init(student.params), []
+    for _ in range(2):
+        state, metrics = step(state, teacher.params, Rows().batch)
+        losses.append(metrics.means()["loss"])
+    (saved,) = saved_params(tmp_path / "a", 2)
+    np.testing.assert_allclose(saved[1], state.params["table"], rtol=2e-6, atol=1e-8)
+    np.testing.assert_allclose([r.figures["loss"] for r in records], losses, rtol=1e-6)
+    assert "learning_rate" not in records[0].figures  # only the optimizer knows it
+    assert [f["step"] for f in figures] == [0, 2] and losses[1] < losses[0]
+
+    receipt = json.loads((tmp_path / "a" / "receipt.json").read_text())
+    named = receipt["unhashed_python"]
+    assert named["loss"] == "overlap" and named["student"].startswith("Bigram, arrays ")
+    assert set(named) == {"batches", "loss", "optimizer", "student", "on_step", "on_eval"}
+    assert receipt["config"]["loss"]["divergence"] == "own:overlap"
+    assert receipt["config"]["loss"]["temperature"] == 2.0
+    lines = verify(tmp_path / "a")
+    assert "of no hash is the code given as Python: batches (Rows)" in lines[1]
+
+    # Finished: the same Python goes on, less or other is another run.
+    assert kdjax.distill(own_config, tmp_path / "a", **given) == "finished"
+    with pytest.raises(UserError, match=r"own.optimizer: the checkpoint has 'state .*absent"):
+        kdjax.distill(own_config, tmp_path / "a", **given | {"optimizer": None})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
+def test_a_hook_stops_a_run_and_another_optimizer_does_not_go_on(own_config, tmp_path):
+    """A loss of a name is part of the config, and of its hash."""
+    own_config.train.steps, own_config.eval.samples = 3, 0
+    loss = kdjax.KDLoss(kdjax.JensenShannon(0.3), temperature=1.0)
+    reason = kdjax.distill(own_config, tmp_path / "a", loss=loss, on_step=lambda r: r.step == 1)
+    assert reason == "interrupted"
+    receipt = json.loads((tmp_path / "a" / "receipt.json").read_text())
+    assert receipt["config"]["loss"]["divergence"] == "jsd:beta=0.3"
+    assert set(receipt["unhashed_python"]) == {"on_step"}
+    with pytest.raises(UserError, match=r"own.optimizer: .*absent.*, now 'state"):
+        kdjax.distill(own_config, tmp_path / "a", loss=loss, optimizer=optax.sgd(1.0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "forward_kl",
+        "total_variation",
+        "jsd:beta=0.3",
+        "skewed_reverse_kl:skew=0.25",
+        "0.7*forward_kl+0.3*skewed_forward_kl:skew=0.1",
+    ],
+)
+def test_divergences_of_configs_are_written_as_they_are_read(text):
+    divergence = parse_divergence(text)
+    assert parse_divergence(write_divergence(divergence)) == divergence
+
+
+def test_divergences_of_ones_own_have_no_name():
+    whole = kdjax.KDLoss(overlap).divergence
+    assert write_divergence(whole) is None
+    assert write_divergence(kdjax.Mixture(((0.5, whole), (0.5, kdjax.forward_kl)))) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizer": 1e-4}, "found optimizer=0.0001; expected an optax.GradientTransformation"),
+        ({"loss": "jsd"}, "found loss='jsd'; expected a kdjax.KDLoss"),
+        ({"student": "student.gguf"}, "expected a Flax NNX module"),
+        ({"batches": []}, "expected an object with next"),
+        ({"on_step": "print"}, "found on_step='print'; expected a function"),
+    ],
+)
+def test_what_is_no_such_thing_is_refused(given, message, request):
+    jaxtyping.config.update("jaxtyping_disable", True)  # as a user's run has it
+    request.addfinalizer(lambda: jaxtyping.config.update("jaxtyping_disable", False))
+    with pytest.raises(UserError, match=message):
+        Own(**given)
+
+
+@pytest.mark.parametrize("name", ["layers", "quantize"])
+def test_a_module_of_ones_own_has_no_settings_of_files(tiny_config, tmp_path, name):
+    setattr(tiny_config.student, name, "0")
+    with pytest.raises(UserError, match=f"student.{name}='0' and a student of your own, Bigram"):
+        kdjax.distill(tiny_config, tmp_path, student=Bigram(8))

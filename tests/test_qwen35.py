@@ -1,0 +1,334 @@
+"""Qwen3.5: delta layers and gated attention, read, written, trained and continued."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import chex
+import jax
+import numpy as np
+import pytest
+from conftest import make_tiny_config, start_over
+from exporting import ask_llama_cpp
+from test_run import Recorder, go, saved
+from test_speculation import near
+
+import kdjax
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_mesh
+from kdjax.errors import UserError
+from kdjax.export import export_gguf, export_hf
+from kdjax.formats import open_table
+from kdjax.formats.gguf import write_gguf
+from kdjax.formats.safetensors import write_folder
+from kdjax.models import names
+from kdjax.models.checkpoint import cut_layers, open_checkpoint
+from kdjax.models.decoding import count_slots
+from kdjax.models.importance import sum_squares
+from kdjax.models.model import load_model
+from kdjax.training.job import assemble
+from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
+
+# Three value heads a key head; no row of the head is padding, which llama.cpp would draw.
+SHAPE = QWEN35_SHAPES["tiny-delta-teacher"]._replace(
+    layers=4, hidden=128, heads=4, ffn=256, rows=305, delta_width=32
+)
+PROMPT = np.random.default_rng(1).integers(0, 300, 75).tolist()
+
+_ASK = r"""
+import json, os, sys, urllib.request, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 256, 1, False
+params.n_gpu_layers = 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+server = xllamacpp.Server(params)
+asked = dict(prompt=json.loads(sys.argv[2]), n_predict=12, temperature=0.0, ignore_eos=True)
+asked |= dict(cache_prompt=False, n_probs=400, return_tokens=True)
+head = {"Content-Type": "application/json"}
+request = urllib.request.Request(
+    server.listening_address + "/completion", json.dumps(asked).encode(), head
+)
+answer = json.load(urllib.request.urlopen(request))
+first = answer["completion_probabilities"][0]
+kept = {x["id"]: x["logprob"] for x in first["top_logprobs"]}
+assert first["id"] == answer["tokens"][0]  # ids that end no character are left out
+print("FOUND" + json.dumps([answer["tokens"], kept]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen35") / "m.gguf"
+    write_random_gguf(path, SHAPE, recipe="f32")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return kdjax.load(path, dtype="float32")
+
+
+def ask_llama(path, prompt):
+    """llama.cpp's 12 greedy ids, and the log-probabilities `[V]` from which it took the first."""
+    pytest.importorskip("xllamacpp")
+    command = [sys.executable, "-c", _ASK, str(path), json.dumps(prompt)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    line = next((line for line in done.stdout.splitlines() if "FOUND[" in line), None)
+    assert line, done.stderr[-2000:]
+    ids, kept = json.loads(line.partition("FOUND")[2])
+    return ids, np.array([kept[str(i)] for i in range(len(kept))])
+
+
+def test_llama_cpp_writes_the_same(path, model):
+    """Its order of value heads is the file's: Transformers, through our export, sees another."""
+    ids, theirs = ask_llama(path, PROMPT)
+    ours = np.asarray(jax.nn.log_softmax(model.logits([PROMPT + ids])))[0, len(PROMPT) - 1 : -1]
+    assert np.abs(ours[0] - theirs).max() < 1e-3 * theirs.std()
+    assert ours.argmax(-1).tolist() == ids
+    answers = model.generate([PROMPT, PROMPT[:1], PROMPT[:30]], max_tokens=12, stop_ids=())
+    assert answers[0].ids == ids
+    assert model.generate([PROMPT], max_tokens=12, stop_ids=())[0].ids == ids  # narrow weights
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("kept", "values"), [((0, 3), 2), ((0, 1, 3), 6), (None, 2), (None, 6)])
+def test_llama_cpp_computes_the_same_logits(kept, values, tmp_path):
+    """Of value heads equal to and three times the key heads, after 1, 16 and 75 ids.
+
+    It aborts on a model of one kind of layers ("GGML_ASSERT(buffer) failed"): two are the fewest.
+    """
+    write_random_gguf(tmp_path / "m.gguf", SHAPE._replace(delta_values=values), recipe="f32")
+    whole = open_checkpoint(tmp_path / "m.gguf")
+    placement = Placement.on(make_mesh(1, 1, 1, jax.devices()[:1]))
+    ours = load_model(cut_layers(whole, kept or ()), placement=placement, dtype="float32")
+    export_gguf(ours, tmp_path / "e.gguf", dtype="f32")
+    prompts = [PROMPT[:n] for n in (1, 16, 75)]
+    answers = ask_llama_cpp(tmp_path / "e.gguf", prompts, 305)
+    logits = np.asarray(ours.logits([PROMPT]), np.float64)[0]
+    for prompt, theirs in zip(prompts, answers, strict=True):
+        row = logits[len(prompt) - 1]
+        difference = [row[i] - theirs[i] for i in range(305)]  # equal but for a constant
+        assert np.ptp(row) > 0.5 and np.ptp(difference) < 1e-5 * np.ptp(row)
+
+
+def tensors(path):
+    table = open_table(path)
+    return {name: (table.info(name).shape, table.raw(name).tobytes()) for name in table}
+
+
+def test_both_formats_hold_the_same(path, model, tmp_path):
+    """GGUF to GGUF in float32, and a folder in bf16 to GGUF and back, bit for bit."""
+    export_gguf(model, tmp_path / "again.gguf", dtype="f32")
+    ours, theirs = tensors(tmp_path / "again.gguf"), tensors(path)
+    rates = [name for name in theirs if name.endswith("ssm_a")]
+    assert len(rates) == 3
+    for name in rates:  # the logarithm of a float32 is rounded
+        a, b = (np.frombuffer(x.pop(name)[1], np.float32) for x in (ours, theirs))
+        np.testing.assert_allclose(a, b, rtol=3e-7)
+    assert ours == theirs
+    export_hf(model, tmp_path / "hf", dtype="bf16")
+    export_gguf(kdjax.load(tmp_path / "hf", dtype="float32"), tmp_path / "b.gguf", dtype="f32")
+    export_hf(kdjax.load(tmp_path / "b.gguf", dtype="float32"), tmp_path / "back", dtype="bf16")
+    assert tensors(tmp_path / "back") == tensors(tmp_path / "hf")
+    configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("hf", "back")]
+    assert configs[0] == configs[1]
+    assert configs[0]["layer_types"] == 3 * ["linear_attention"] + ["full_attention"]
+
+
+def test_the_text_part_of_a_folder_of_images_is_read(model, tmp_path, caplog):
+    """As published: the text model within, beside images' tensors and blocks of later tokens."""
+    export_hf(model, tmp_path / "hf", dtype="f32")
+    table, folder = open_table(tmp_path / "hf"), tmp_path / "whole"
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    inner = {**config, "mtp_num_hidden_layers": 1, "attn_output_gate": True}
+    outer = {"model_type": "qwen3_5", "text_config": inner, "vision_config": {"depth": 1}}
+    outer |= {"tie_word_embeddings": inner.pop("tie_word_embeddings")}
+    rows = [
+        (n.replace("model.", "model.language_model.", 1), "F32", i.shape, table.raw(n))
+        for n, i in ((n, table.info(n)) for n in table)
+    ]
+    extra = np.zeros((4, 4 * 4), np.uint8)
+    rows += [(n, "F32", (4, 4), extra) for n in ("model.visual.a.weight", "mtp.fc.weight")]
+    folder.mkdir()
+    write_folder(folder, rows)
+    (folder / "config.json").write_text(json.dumps(outer))
+    for file in (tmp_path / "hf").glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    with caplog.at_level(logging.WARNING, "kdjax"):
+        whole = open_checkpoint(folder)
+    assert "2 tensors of 58 are left out" in caplog.text
+    assert whole.spec == open_checkpoint(tmp_path / "hf").spec
+    tokens = np.asarray([PROMPT[:9]])
+    found = kdjax.load(folder, dtype="float32").logits(tokens)
+    np.testing.assert_allclose(found, model.logits(tokens), atol=1e-5)
+
+
+def rewrite(path, target, more=(), **entries):
+    """The file with other entries of its header, None for none, and more tensors."""
+    table = open_table(path)
+    metadata = {key: table.metadata[key] for key in table.metadata}
+    metadata |= {f"qwen35.{key.replace('__', '.')}": value for key, value in entries.items()}
+    rows = [(n, table.info(n).dtype, table.info(n).shape, table.raw(n)) for n in table]
+    write_gguf(target, {k: v for k, v in metadata.items() if v is not None}, [*rows, *more])
+    return target
+
+
+def test_a_rounded_rate_is_refused(path, tmp_path):
+    table = open_table(path)
+    rows = [(n, table.info(n).dtype, table.info(n).shape, table.raw(n)) for n in table]
+    at = next(i for i, row in enumerate(rows) if row[0] == "blk.1.ssm_a")
+    rows[at] = ("blk.1.ssm_a", "F16", (6,), np.full((12,), 0xBC, np.uint8))
+    write_gguf(tmp_path / "r.gguf", {k: table.metadata[k] for k in table.metadata}, rows)
+    with pytest.raises(UserError, match=r"blk\.1\.ssm_a in F16"):
+        kdjax.load(tmp_path / "r.gguf")
+
+
+def test_factors_of_matrices_are_refused(path, tmp_path):
+    """As files of NVFP4 may have them, one number beside a matrix."""
+    factor = [("blk.0.ffn_up.scale", "F32", (1,), np.ones(4, np.uint8))]
+    with pytest.raises(
+        UserError, match=r"blk\.0\.ffn_up\.scale: a factor of a matrix, as of NVFP4"
+    ):
+        open_checkpoint(rewrite(path, tmp_path / "f.gguf", factor)).names  # noqa: B018
+
+
+def test_blocks_that_draft_are_left_out(path, model, tmp_path, caplog):
+    """`nextn_predict_layers` counts among the blocks of a file."""
+    block = [("blk.4.nextn.eh_proj.weight", "F32", (128, 256), np.zeros((128, 1024), np.uint8))]
+    counts = {"block_count": 5, "nextn_predict_layers": 1}
+    with caplog.at_level(logging.WARNING, "kdjax"):
+        opened = open_checkpoint(rewrite(path, tmp_path / "n.gguf", block, **counts))
+    assert "1 tensors of 57 are left out" in caplog.text
+    assert opened.spec == model.spec and opened.names
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"rope__dimension_sections": [0, 2, 2, 0]}, "rope sections"),
+        ({"rope__dimension_sections": [0, 0, 0, 16]}, "rope sections"),
+        ({"ssm__time_step_rank": 5}, "5 value heads for 2 key heads"),
+        ({"ssm__group_count": None}, "ssm.group_count"),
+        ({"attention__gate_kind": 3}, "attention.gate_kind"),
+    ],
+)
+def test_what_is_not_computed_is_refused(path, tmp_path, entries, message):
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(rewrite(path, tmp_path / "x.gguf", **entries)).names  # noqa: B018
+
+
+def test_a_form_without_its_products_is_refused(path):
+    with pytest.raises(UserError, match=r"delta layers.*float8"):
+        kdjax.load(path, weights="float8")
+
+
+def draft_by_hand(big, small, prompt, count, drafts):
+    """Greedy rounds over whole texts, read anew each time: the text, passes, accepted drafts."""
+    ids, passes, kept = list(prompt), 0, 0
+
+    def follow(model, ids):
+        row = np.zeros((1, 64), np.int32)
+        row[0, : len(ids)] = ids
+        return np.asarray(model.logits(row))[0, : len(ids), :305].argmax(-1).tolist()
+
+    while len(ids) < len(prompt) + count:
+        drafted = list(ids)
+        for _ in range(drafts):
+            drafted += follow(small, drafted)[-1:]
+        told = follow(big, drafted)[len(ids) - 1 :]
+        same = [a == b for a, b in zip(drafted[len(ids) :], told, strict=False)]
+        accepted = [*same, False].index(False)
+        passes, kept = passes + 1, kept + accepted
+        ids += told[: accepted + 1]
+    return ids[len(prompt) : len(prompt) + count], passes, kept
+
+
+@pytest.mark.slow
+def test_states_step_back_to_the_last_accepted_draft(model):
+    """Texts, passes and accepted drafts are those of whole texts read anew; also from one id on."""
+    small, how = near(model, 0.05), dict(max_tokens=16, stop_ids=(), draft_tokens=3)
+    prompts = [PROMPT[:1], PROMPT[1:3], PROMPT[9:40]]
+    found = model.generate(prompts, draft=small, batch_size=2, **how)
+    for prompt, answer in zip(prompts, found, strict=True):
+        ids, *counts = draft_by_hand(model, small, prompt, 16, 3)
+        assert answer.ids == ids and [*answer.drafted] == counts
+    assert any(answer.drafted.accepted for answer in found)
+    own = model.generate(prompts, draft=model, batch_size=2, **how)
+    assert [a.drafted for a in own] == [(4, 12)] * 3
+    assert [a.ids for a in own] == [a.ids for a in found]
+
+
+def test_slots_count_states(model):
+    """Of three delta layers: 6 heads of 32 x 32 in float32, 3 inputs of 320 columns."""
+    parts = count_slots(model.spec, 2, 10, 50, 50, kernel=True)
+    assert parts["states"] == 10 * 3 * (4 * 6 * 32 * 32 + 2 * 3 * 320)
+    assert parts["keys and values"] == 10 * 128 * 2 * 2 * 32 * 2
+
+
+def test_importance_is_of_both_kinds_of_layers(model):
+    """The first delta layer's matrices take the normalised embedding, all of a layer the same."""
+    found, count = sum_squares(model, [np.asarray([PROMPT[:40]])])
+    x = np.asarray(model.params["embed"], np.float64)[PROMPT[:40]]
+    x /= np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.spec.rms_eps)
+    x *= 1 + np.asarray(model.params["deltas"]["attn_norm"]["weight"], np.float64)[0]
+    for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"):
+        np.testing.assert_allclose(found[f"blk.0.{part}.weight"], (x * x).sum(0), rtol=1e-4)
+    assert count == 40 and len(found) == 4 * 3 + 3 * 5 + 4
+    assert found["blk.3.attn_q.weight"].shape == (128,) and "blk.3.attn_qkv.weight" not in found
+
+
+def test_rates_of_states_come_back():
+    """-exp and back: all numbers of bfloat16, and float32 within its own rounding."""
+    short = np.arange(0x3C00, 0x4040, dtype=np.uint32) << 16  # 0.0078 to 3
+    rates = np.concatenate([short, short | (1 << 31)]).view(np.float32)
+    np.testing.assert_array_equal(names.read_rate(names.write_rate(rates)), rates)
+    rates = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    np.testing.assert_allclose(names.read_rate(names.write_rate(rates)), rates, atol=1.2e-7)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Config, folder and steps of a run: a packed teacher of both kinds of layers, a student too.
+
+    The job serves other runs, so that its step is compiled once.
+    """
+    folder = tmp_path_factory.mktemp("pair")
+    student = QWEN35_SHAPES["tiny-delta"]._replace(hidden=64, ffn=128, rows=305, delta_width=16)
+    write_random_gguf(folder / "teacher.gguf", SHAPE)
+    write_random_gguf(folder / "student.gguf", student, seed=1)
+    config = make_tiny_config(folder, folder)
+    config.teacher.weights, config.eval.samples = "packed", 0
+    config.train.steps, config.eval.every, config.checkpoint.every = 6, 3, 3
+    job, steps = assemble(config, folder / "straight"), Recorder()
+    again = start_over(job, folder / "again")
+    assert go(config, folder / "straight", steps, job=job) == "finished"
+    return config, folder, steps, again
+
+
+@pytest.mark.slow
+def test_a_pair_trains_and_resumes_bit_for_bit(run):
+    config, folder, straight, again = run
+    first, second = Recorder(stop_at=2), Recorder()
+    config.checkpoint.every = 0
+    assert go(config, folder / "again", first, job=again) == "interrupted"
+    more = start_over(again, folder / "again")
+    assert go(config, folder / "again", second, job=more) == "finished"
+    (a, one), (b, two) = (saved(again, folder / name) for name in ("straight", "again"))
+    assert a == b == 6
+    chex.assert_trees_all_equal(one, two)
+    losses = [call[2]["loss"] for call in straight.calls if call[0] == "step"]
+    assert losses[-1] < losses[0] and second.calls[0] == ("begin", 3)
+
+
+@pytest.mark.slow
+def test_llama_cpp_writes_what_the_trained_student_writes(run, tmp_path):
+    _, folder, _, job = run
+    start = kdjax.load(folder / "student.gguf", dtype="float32")
+    params = jax.tree.map(jax.numpy.asarray, saved(job, folder / "straight")[1].params)
+    trained = start.replace(params=params)
+    assert np.any(np.asarray(start.params["embed"]) != params["embed"])
+    export_gguf(trained, tmp_path / "t.gguf", dtype="f32")
+    ids, _ = ask_llama(tmp_path / "t.gguf", PROMPT[:40])
+    assert trained.generate([PROMPT[:40]], max_tokens=12, stop_ids=())[0].ids == ids
