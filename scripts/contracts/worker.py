@@ -8,6 +8,7 @@ of imports instead of five, and no run sees another's modules.
 """
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -66,10 +67,20 @@ def _run_tests(request: dict[str, Any], answer: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    # Into the log itself: pytest puts files of its own in the place of 1 and 2.
+    faulthandler.dump_traceback_later(0.9 * request["timeout"], file=log)
     watch = _Watch()
     code = int(pytest.main([*_OPTIONS, *request["tests"]], plugins=[watch]))
     sets = dict(failed=sorted(watch.failed), passed=sorted(watch.passed))
     answer.write_text(json.dumps(dict(code=code, broken=watch.broken, **sets)))
+
+
+def _stack(answer: Path) -> str:
+    """Where the thread that ran the tests was when its time was nearly over."""
+    log = answer.with_suffix(".log").read_text(errors="replace")
+    _, found, stack = log.rpartition("(most recent call first):\n")
+    frames = [line.strip() for line in stack.splitlines()[:6]]
+    return f" in {' < '.join(frames)}" if found else ""
 
 
 def _serve(request: dict[str, Any], answer: Path) -> dict[str, Any]:
@@ -90,7 +101,7 @@ def _serve(request: dict[str, Any], answer: Path) -> dict[str, Any]:
         if time.monotonic() > deadline:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            return dict(code=-1, failed=[], passed=[], broken=["ran out of time"])
+            return dict(code=-1, failed=[], passed=[], broken=[f"ran out of time{_stack(answer)}"])
         time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what a broken test left running
@@ -117,7 +128,8 @@ def main() -> None:
     gc.freeze()  # no child looks through what the libraries hold
     for line in sys.stdin:
         found = _serve(json.loads(line), Path(answer))
-        if found["code"] == -2:  # one of 235 did on a busy machine, and never again
+        # A child died, another hung: one of 235 and one of 329 did on a busy machine, never again.
+        if found["code"] in (-1, -2):
             found = _serve(json.loads(line), Path(answer))
         print(json.dumps(found), flush=True)
 
