@@ -4,8 +4,10 @@
 
 Student: float32 weights under bf16 autocast, fused AdamW; teacher: bf16, frozen; attention: SDPA;
 loss as in kdjax.losses. No gradient clipping and no schedule, which kdjax has. Teacher and student
-are Qwen2, Qwen3 or Qwen3-MoE models of the same shapes with random weights, the tokens are kdjax's;
-experts are Transformers' grouped products ("grouped_mm").
+are Qwen2, Qwen3, Qwen3-MoE or Qwen3.5 models of the same shapes with random weights, the tokens are
+kdjax's; experts are Transformers' grouped products ("grouped_mm"). Delta rules are those of
+flash-linear-attention where it is installed, which Transformers looks for itself, else its own in
+torch; `delta_rule` says which.
 """
 
 # pyright: reportMissingImports=false
@@ -34,6 +36,14 @@ MODES = {
     "lora-eager": dict(compiled=False, checkpointed=True, chunked=True, adapted=True),
 }
 
+# Families by their names in Transformers' classes.
+_CLASSES = {
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen3_5_text": "Qwen3_5Text",
+}
+
 
 def kd_loss(student: Any, teacher: Any, labels: Any, temperature: float, alpha: float) -> Any:
     """Summed alpha * CE + (1 - alpha) * T^2 * KL(teacher_T || student_T) of logits `[N, V]`."""
@@ -56,8 +66,16 @@ def build(shape: dict[str, Any], dtype: Any, device: str) -> Any:
     import torch
     import transformers
 
-    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[shape["family"]]
-    sizes, options = {}, {}
+    name = _CLASSES[shape["family"]]
+    sizes, options, rope = {}, {}, {}
+    if name == "Qwen3_5Text":
+        sizes = dict(
+            linear_num_key_heads=shape["delta_key_heads"],
+            linear_num_value_heads=shape["delta_value_heads"],
+            linear_key_head_dim=shape["delta_key_dim"],
+            linear_value_head_dim=shape["delta_value_dim"],
+        )
+        rope = dict(partial_rotary_factor=0.25)
     if shape["experts"]:
         sizes = dict(
             num_experts=shape["experts"],
@@ -76,12 +94,12 @@ def build(shape: dict[str, Any], dtype: Any, device: str) -> Any:
         vocab_size=shape["vocab_size"],
         tie_word_embeddings=shape["tied"],
         max_position_embeddings=shape["max_positions"],
-        rope_parameters=dict(rope_type="default", rope_theta=shape["rope_theta"]),
+        rope_parameters=dict(rope_type="default", rope_theta=shape["rope_theta"]) | rope,
         **sizes,
     )
     torch.set_default_dtype(dtype)
     with torch.device(device):
-        kind = getattr(transformers, f"{name}ForCausalLM")
+        kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
         model = kind._from_config(config, attn_implementation="sdpa", **options)
     torch.set_default_dtype(torch.float32)
     return model
@@ -170,9 +188,21 @@ def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
         if processes > 1:
             forwards = [averaged(student, forward) for forward in forwards]
         figures = {"length": length} | timed(forwards, adamw, request, device, length)
+        if teacher.config.model_type.startswith("qwen3_5"):
+            figures["delta_rule"] = find_delta_rule()
         figures["tokens_per_s"] *= processes
         found.append(figures)
     return found
+
+
+def find_delta_rule() -> str:
+    """Name of the library whose delta rule Transformers runs."""
+    try:
+        import fla
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: F401
+    except Exception as error:
+        return f"torch (flash-linear-attention: {str(error)[:80]})"
+    return f"flash-linear-attention {fla.__version__}"
 
 
 def add_adapters(student: Any) -> None:

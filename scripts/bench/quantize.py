@@ -1,19 +1,21 @@
-"""Students that train rounded to GGUF block types, against plain ones, arm after arm.
+"""Students that train rounded to GGUF block types or by adapters, against plain ones, arm by arm.
 
     python -m scripts.bench.quantize --small=0.5b.gguf --big=1.5b.gguf --text=python:jax,flax \
         --out=runs/quantize --limit=560
 
 An arm is STUDENT<TEACHER:QUANTIZE, then, if wanted, !, @RATE, #SECONDS, *SEED and /EVERY: models
 are `small` and `big`, a teacher `self` is the student's own numbers at the start, QUANTIZE is as of
-`make_step`, or empty for plain masters; with ! scales are fitted by the importance of the student's
-inputs on `--imatrix-rows` rows, and what is untrained is rounding with an imatrix. Each arm trains
-for its seconds of the device, compilation not counted; the rate follows the clock, and scales are
-held over its last tenth. Judged on held-out rows against the teacher: the student untrained,
-trained, its masters, and, of plain masters, what `--then` makes of them. Arms of two models share
-files, arrays and the compiled evaluation. Each arm is a line of OUT/results.jsonl at once, and,
-with `--files`, OUT/NAME.gguf the blocks that it trained; a later call goes on with the arms that
-are not there. No arm begins that `--limit` leaves no time for; one that fails is told and passed
-over. Exit status: 0 done, 2 bad input.
+`make_step`, or empty for plain masters, or lora16 for adapters of that rank beside the packed
+student; with ! scales are fitted by the importance of the student's inputs on `--imatrix-rows`
+rows, and what is untrained is rounding with an imatrix. Each arm trains for its seconds of the
+device, compilation not counted; the rate follows the clock, and scales are held over its last
+tenth. Judged on held-out rows against the teacher: the student untrained, trained, its masters,
+and, of plain masters, what `--then` makes of them; on the texts of `--beside=prose=DIR,c=DIR` its
+cross-entropy, for what it keeps outside its own text. Arms of two models share files, arrays and
+the compiled evaluation. Each arm is a line of OUT/results.jsonl at once, and, with `--files`,
+OUT/NAME.gguf the blocks that it trained and OUT/NAME-start.gguf those before; a later call goes on
+with the arms that are not there. No arm begins that `--limit` leaves no time for; one that fails is
+told and passed over. Exit status: 0 done, 2 bad input.
 """
 
 import argparse
@@ -37,7 +39,7 @@ import kdjax
 from kdjax.config import Config
 from kdjax.data import pipeline
 from kdjax.data.pipeline import TextSource
-from kdjax.data.rows import RowSet
+from kdjax.data.rows import Rows, RowSet
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.formats.imatrix import write_importance
@@ -88,6 +90,11 @@ class Arm(NamedTuple):
     every: int
     imatrix: bool
 
+    @property
+    def rank(self) -> int:
+        """That of the adapters, or 0."""
+        return int(self.quantize.removeprefix("lora")) if self.quantize[:4] == "lora" else 0
+
     @classmethod
     def parse(cls, text: str, scale: float) -> "Arm":
         """Raises `UserError` for what is no arm."""
@@ -113,11 +120,14 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self._args, self._made = args, {}
-        self.rows = self._prepare()
+        self.rows = self._prepare(args.text, args.heldout)
+        named = (pair.split("=", 1) for pair in filter(None, args.beside.split(",")))
+        self._beside = {name: self._prepare(text, "", 0.5).train for name, text in named}
 
-    def _prepare(self) -> RowSet:
+    def _prepare(self, train: str, heldout: str, fraction: float = 0.02) -> RowSet:
         config = Config()
-        config.data.train, config.data.heldout = self._args.text, self._args.heldout
+        config.data.heldout_fraction = fraction
+        config.data.train, config.data.heldout = train, heldout
         config.data.seq_len, config.data.cache_dir = (
             self._args.seq_len,
             str(self._args.out / "rows"),
@@ -131,16 +141,24 @@ class Bench:
         return self._made[key]
 
     def models(self, arm: Arm) -> tuple[Model, Model]:
-        """The student, float32 masters, and its teacher, both computing in `--compute`."""
+        """The student and its teacher, both computing in `--compute`.
+
+        A student has float32 masters, or adapters beside its file's blocks.
+        """
         args = self._args
         teacher = arm.student if arm.teacher == "self" else arm.teacher
 
-        def load(name: str, dtype: str) -> Model:
+        def load(name: str, **form: Any) -> Model:
             path = {"small": args.small, "big": args.big}[name]
-            begin = functools.partial(kdjax.load, path, dtype=dtype, compute_dtype=args.compute)
-            return self._keep((name, dtype), begin)
+            begin = functools.partial(kdjax.load, path, compute_dtype=args.compute, **form)
+            return self._keep((name, *form.values()), begin)
 
-        return load(arm.student, "float32"), load(teacher, args.compute)
+        if arm.rank:
+            base = load(arm.student, weights="packed")
+            student = kdjax.add_lora(base, rank=arm.rank, seed=arm.seed)
+        else:
+            student = load(arm.student, dtype="float32")
+        return student, load(teacher, dtype=args.compute)
 
     def step(self, arm: Arm) -> Step:
         """The step of the arm's types; the evaluation is that of the first of its two models."""
@@ -151,13 +169,13 @@ class Bench:
             teacher,
             loss,
             _make_optimizer(),
-            quantize=arm.quantize,
+            quantize="" if arm.rank else arm.quantize,
             quantize_every=arm.every,
             quantize_until=_HOLD,
             imatrix=self._importance(arm.student, student) if arm.imatrix else "",
             chunk_tokens=self._args.chunk_tokens,
         )
-        key = "evaluate", student.source, teacher.source
+        key = "evaluate", student.source, teacher.source, arm.rank
         step.sum_evaluation = self._keep(key, lambda: step.sum_evaluation)
         return step
 
@@ -173,14 +191,23 @@ class Bench:
         return str(path)
 
     def judge(self, step: Step, teacher: Model, params: Any) -> dict[str, float]:
-        """KL, agreement and cross-entropy of held-out rows, float32 sums."""
+        """KL, agreement and cross-entropy of held-out rows, float32 sums.
+
+        And the cross-entropy on each text of `--beside`.
+        """
         args = self._args
-        batches = pipeline.eval_batches(
-            self.rows.heldout, batch_size=args.batch_size, limit=args.heldout_rows
-        )
-        placed = (step.put(batch) for batch in batches)
-        figures = held_out(step.sum_evaluation, params, teacher.params, placed, step.spec.head.loss)
-        return {name: figures[name] for name in ("kl", "agreement", "student_ce", "tokens")}
+
+        def measure(rows: Rows) -> dict[str, float]:
+            batches = pipeline.eval_batches(
+                rows, batch_size=args.batch_size, limit=args.heldout_rows
+            )
+            placed, loss = (step.put(batch) for batch in batches), step.spec.head.loss
+            return held_out(step.sum_evaluation, params, teacher.params, placed, loss)
+
+        found = measure(self.rows.heldout)
+        kept = {name: found[name] for name in ("kl", "agreement", "student_ce", "tokens")}
+        beside = {f"{name}_ce": measure(rows)["student_ce"] for name, rows in self._beside.items()}
+        return kept | beside
 
     def run(self, arm: Arm) -> dict[str, Any]:
         """Trains and judges one arm; its blocks are written beside the results."""
@@ -189,18 +216,20 @@ class Bench:
         step = self.step(arm)
         state = step.init(student.params)
         found: dict[str, Any] = {"start": self.judge(step, teacher, step.see(state))}
+        if args.files and arm.quantize and not arm.rank:
+            self.write_blocks(step, student, state, f"{arm.name}-start")
         state, trained = self.train(step, state, teacher, arm)
         found |= trained
         seen = step.see(state)
         found["trained"] = self.judge(step, teacher, seen)
-        if arm.quantize:
+        if arm.rank:
+            found["trained_parameters"] = sum(x.size for x in jax.tree.leaves(state.params))
+        elif arm.quantize:
             found["masters"] = self.judge(step, teacher, state.params)
             found["better"] = min(("start", "trained"), key=lambda name: found[name]["kl"])
             del seen
             if args.files:
-                kept = student.replace(params=jax.device_get(step.pack(state)))
-                path = args.out / f"{arm.name}.gguf"
-                found["file"] = str(kdjax.export_gguf(kept, path, overwrite=True))
+                found["file"] = self.write_blocks(step, student, state, arm.name)
         else:
             for text in args.then.split(";"):
                 form = choose_form(text, student.spec)
@@ -210,6 +239,11 @@ class Bench:
         memory = jax.local_devices()[0].memory_stats() or {}
         found["peak_gb"] = memory.get("peak_bytes_in_use", 0) / 1e9
         return found | {"arm_seconds": time.monotonic() - begun, **arm._asdict()}
+
+    def write_blocks(self, step: Step, student: Model, state: Any, name: str) -> str:
+        """Writes the blocks that the state's student is seen in; returns the file."""
+        kept = student.replace(params=jax.device_get(step.pack(state)))
+        return str(kdjax.export_gguf(kept, self._args.out / f"{name}.gguf", overwrite=True))
 
     def train(self, step: Step, state: Any, teacher: Model, arm: Arm) -> tuple[Any, dict[str, Any]]:
         """The state after the arm's seconds, and how fast it went."""
@@ -248,6 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--big", required=True)
     parser.add_argument("--text", required=True, help="as data.train")
     parser.add_argument("--heldout", default="", help="as data.heldout")
+    parser.add_argument("--beside", default="", metavar="NAME=TEXT,...", help="texts of others")
     parser.add_argument("--out", type=Path, default=Path("runs/quantize"))
     parser.add_argument("--arms", default=QUEUE, help="separated by semicolons")
     parser.add_argument("--then", default="q4_0;q4_k_m", help="what plain masters become")

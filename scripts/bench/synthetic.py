@@ -104,6 +104,10 @@ QWEN3_SHAPES: dict[str, ModelShape] = {
         experts_used=8,
         expert_ffn=768,
     ),
+    # The widths of Qwen3.5's 0.8B, 9B and 27B with plain attention in every layer.
+    "plain-0.8b": ModelShape("plain-0.8b", 24, 1024, 8, 2, 3584, 248320, True, head=256),
+    "plain-9b": ModelShape("plain-9b", 32, 4096, 16, 4, 12288, 248320, False, head=256),
+    "plain-27b": ModelShape("plain-27b", 64, 5120, 24, 4, 17408, 248320, False, head=256),
     "tiny-experts": ModelShape(
         "tiny-experts",
         3,
