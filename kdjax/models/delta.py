@@ -177,6 +177,8 @@ def apply_delta_rule(
     state = state.reshape(rows, repeats, groups, *state.shape[2:])
 
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    # A GPU sums products of float32 rounded to TensorFloat-32 (10 bits) where bfloat16 (7) is read.
+    exact = jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     since = jnp.cumsum(decay, axis=-1)  # [N, B, R, G, C]
     place = jnp.arange(CHUNK, dtype=jnp.int32)
     known = (place[:, None] >= place[None])[None, None] & (ids[..., :, None] == ids[..., None, :])
@@ -186,13 +188,13 @@ def apply_delta_rule(
     later = place[:, None] > place[None]
     steps = jnp.where(later[(None,) * (decay.ndim - 1)], decay[..., :, None], 0.0)
     upto = (place[:, None] >= place[None]).astype(jnp.float32)
-    between = jnp.einsum("CT,NBRGTD->NBRGCD", upto, steps, precision=jax.lax.Precision.HIGHEST)
+    between = jnp.einsum("CT,NBRGTD->NBRGCD", upto, steps, precision=exact)
     gaps = jnp.where(known, between, 0.0)
     faded = jnp.where(known, jnp.exp(gaps), 0.0)  # [N, B, R, G, C, C]
     likeness = dot("NBGCK,NBGDK->NBGCD", k, k)[:, :, None]
     own = jnp.eye(CHUNK, dtype=bool)[None, None, None, None]
     mixing = jnp.where(own, 0.0, beta[..., None] * faded * likeness)
-    solve = invert_unit_lower(mixing).astype(v.dtype)
+    solve = invert_unit_lower(mixing, exact).astype(v.dtype)
     reads = (dot("NBGCK,NBGDK->NBGCD", q, k)[:, :, None] * faded).astype(v.dtype)
     # Of the state before a chunk only its own document knows, and it only of a chunk's last one.
     last = jnp.concatenate([ids[:1, :, :1], ids[:-1, :, -1:]])  # [N, B, 1]
@@ -200,35 +202,64 @@ def apply_delta_rule(
     stays = (ids == ids[..., -1:])[:, :, None, None]
     to_end = jnp.where(stays, jnp.exp(between[..., -1, :]), 0.0)
 
-    @jax.checkpoint
-    def step(state: Array, at: Any) -> tuple[Array, Array]:
-        q, k, v, beta, carried, to_end, solve, reads = at
-        before = state.astype(v.dtype)
-        known = carried[..., None] * dot("BGCK,BRGKV->BRGCV", k, before)
-        news = (beta[..., None] * (v.astype(jnp.float32) - known)).astype(v.dtype)
-        news = dot("BRGCD,BRGDV->BRGCV", solve, news)
-        out = carried[..., None] * dot("BGCK,BRGKV->BRGCV", q, before)
-        out += dot("BRGCD,BRGDV->BRGCV", reads, news.astype(v.dtype))
-        learnt = (to_end[..., None] * news).astype(v.dtype)
-        state = state * carried[..., -1:, None] + dot("BGCK,BRGCV->BRGKV", k, learnt)
-        return state, out.astype(v.dtype)
+    # What a chunk learns is `fresh` less `seen` times the state before it; the loop over chunks has
+    # these two products alone: its small kernels, one chunk after the other, bound the time.
+    fresh = dot("NBRGCD,NBRGDV->NBRGCV", solve, (beta[..., None] * v).astype(v.dtype))
+    weighed = ((beta * carried)[..., None] * k[:, :, None]).astype(v.dtype)
+    seen = dot("NBRGCD,NBRGDK->NBRGCK", solve, weighed).astype(v.dtype)
+    kept = (to_end[..., None] * k[:, :, None]).astype(v.dtype)
 
-    inputs = q, k, v, beta, carried, to_end, solve, reads
-    state, out = jax.lax.scan(step, state, inputs)
+    @jax.checkpoint
+    def step(state: Array, at: Any) -> tuple[Array, tuple[Array, Array]]:
+        fresh, seen, kept, carried = at
+        before = state.astype(v.dtype)
+        news = (fresh - dot("BRGCK,BRGKV->BRGCV", seen, before)).astype(v.dtype)
+        state = state * carried[..., None, None] + dot("BRGCK,BRGCV->BRGKV", kept, news)
+        return state, (before, news)
+
+    state, (before, news) = jax.lax.scan(step, state, (fresh, seen, kept, carried[..., -1]))
+    out = carried[..., None] * dot("NBGCK,NBRGKV->NBRGCV", q, before)
+    out = (out + dot("NBRGCD,NBRGDV->NBRGCV", reads, news)).astype(v.dtype)
     out = jnp.moveaxis(out, -2, 2).swapaxes(0, 1)  # [B, N, C, R, G, V]
     out = out.reshape(rows, -1, heads, width)[:, :length]
     return out, state.reshape(rows, heads, *state.shape[3:])
 
 
-@jax.custom_vjp
-def invert_unit_lower(lower: Float32[Array, "*B C C"]) -> Float32[Array, "*B C C"]:
+_BLOCK = 16  # size of the blocks whose inverses come first
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def invert_unit_lower(
+    lower: Float32[Array, "*B C C"], precision: jax.lax.Precision = jax.lax.Precision.HIGHEST
+) -> Float32[Array, "*B C C"]:
     """(I + lower)^-1 of strictly lower triangular matrices, C a power of two; in products.
 
     The inverse of [[P, 0], [Q, S]] is [[P', 0], [-S' Q P', S']]: blocks of 1, 2, 4, ... are joined
     so. Powers of `lower` would cancel where keys are alike: they grow as binomials.
     """
+    times = functools.partial(jnp.matmul, precision=precision)
+    size = lower.shape[-1]
+    block = min(_BLOCK, size)
+    inverse = _invert_blocks(_take_diagonal(lower, block), times)  # [*B, C / 16, 16, 16]
+    while block < size:
+        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        left = _take_diagonal(lower, 2 * block)[..., block:, :block]
+        joined = -times(times(second, left), first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([above, jnp.concatenate([joined, second], axis=-1)], axis=-2)
+        block *= 2
+    return inverse[..., 0, :, :]
+
+
+def _take_diagonal(x: Array, block: int) -> Array:
+    """The square blocks on the diagonal, `[*B, C / block, block, block]`."""
+    starts = range(0, x.shape[-1], block)
+    return jnp.stack([x[..., i : i + block, i : i + block] for i in starts], axis=-3)
+
+
+def _invert_blocks(lower: Array, times: Any) -> Array:
+    """`invert_unit_lower` of small matrices, each join as a product of them whole."""
     size, block = lower.shape[-1], 1
-    times = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     place = jnp.arange(size, dtype=jnp.int32)
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
     while block < size:
@@ -241,15 +272,15 @@ def invert_unit_lower(lower: Float32[Array, "*B C C"]) -> Float32[Array, "*B C C
     return inverse
 
 
-def _differentiate(inverse: Array, gradient: Array) -> tuple[Array]:
+def _differentiate(precision: Any, inverse: Array, gradient: Array) -> tuple[Array]:
     """d(M^-1) = -M^-1 dM M^-1."""
-    times = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    times = functools.partial(jnp.matmul, precision=precision)
     turned = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.tril(times(times(turned, gradient), turned), -1),)
 
 
-def _invert_and_keep(lower: Array) -> tuple[Array, Array]:
-    inverse = invert_unit_lower(lower)
+def _invert_and_keep(lower: Array, precision: Any) -> tuple[Array, Array]:
+    inverse = invert_unit_lower(lower, precision)
     return inverse, inverse
 
 
