@@ -646,14 +646,20 @@ class Decoder(nnx.Module):
     def _recall(self, segment_ids: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
         """Reads the states of a delta net within segments; returns also the last ones."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
-        return read_states(inputs, groups, width, segment_ids)
+        return read_states(inputs, groups, width, segment_ids, in_kernels=self._in_kernels)
 
     def _recall_and_keep(
         self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, *behind: Array
     ) -> tuple[Array, Any]:
         """Reads the states of a delta net for a row that goes on; `behind` as of `Cache`."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
-        return read_and_keep(inputs, groups, width, segment_ids, lengths, *behind)
+        run = functools.partial(read_and_keep, in_kernels=self._in_kernels)
+        return run(inputs, groups, width, segment_ids, lengths, *behind)
+
+    @property
+    def _in_kernels(self) -> bool:
+        placement = self.compute.placement
+        return placement is not None and placement.kernels
 
     def _splits_heads(self, placement: Placement) -> bool:
         """Whether each device of `tensor` has whole heads of queries, keys and values."""

@@ -20,6 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from kdjax.models import kernels
+from kdjax.models.kernels import states_fit
+
 CHUNK = 64
 _FEW = 16  # positions that are read one after the other sooner than as a chunk
 
@@ -40,15 +43,21 @@ def read_states(
     segment_ids: Int[Array, "B T"],
     before: Float[Array, "B W1 E"] | None = None,
     state: Float32[Array, "B H K V"] | None = None,
+    in_kernels: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
-    """Outputs of the heads, and the last state: `convolve`, unit lengths, `apply_delta_rule`."""
+    """Outputs of the heads, and the last state: `convolve`, unit lengths, `apply_delta_rule`.
+
+    With `in_kernels` a kernel passes the states on where `kernels.states_fit`.
+    """
     mixed = convolve(inputs.mixed, inputs.kernel, segment_ids, before)
     lead, heads = mixed.shape[:2], inputs.beta.shape[2]
     q, k, v = jnp.split(mixed, [groups * key_dim, 2 * groups * key_dim], axis=-1)
     q, k = (normalize_heads(x.reshape(*lead, groups, key_dim)) for x in (q, k))
-    rule = recur if lead[1] <= _FEW else apply_delta_rule
-    columns = q * key_dim**-0.5, k, v.reshape(*lead, heads, -1), inputs.decay, inputs.beta
-    return rule(*columns, segment_ids, state)
+    v = v.reshape(*lead, heads, -1)
+    columns = q * key_dim**-0.5, k, v, inputs.decay, inputs.beta, segment_ids, state
+    if lead[1] <= _FEW:
+        return recur(*columns)
+    return apply_delta_rule(*columns, in_kernels and states_fit(key_dim, v.shape[3], v.dtype))
 
 
 def read_and_keep(
@@ -59,6 +68,7 @@ def read_and_keep(
     lengths: Int[Array, " B"],
     before: Float[Array, "B W1 E"] | None = None,
     state: Float32[Array, "B H K V"] | None = None,
+    in_kernels: bool = False,
 ) -> tuple[Float[Array, "B T H V"], tuple[Float32[Array, "B H K V"], Float[Array, "B W1 E"]]]:
     """`read_states`, and what a row that goes on needs: the state, the convolution's last inputs.
 
@@ -68,7 +78,7 @@ def read_and_keep(
     read = (jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None])[..., None]
     decay, beta = (jnp.where(read, x, 0.0) for x in (inputs.decay, inputs.beta))
     inputs = inputs._replace(decay=decay, beta=beta)
-    out, state = read_states(inputs, groups, key_dim, segment_ids, before, state)
+    out, state = read_states(inputs, groups, key_dim, segment_ids, before, state, in_kernels)
     rows, _, width = inputs.mixed.shape
     behind = inputs.kernel.shape[1] - 1
     if before is None:
@@ -151,6 +161,7 @@ def apply_delta_rule(
     beta: Float32[Array, "B T H"],
     segment_ids: Int[Array, "B T"],
     state: Float32[Array, "B H K V"] | None = None,
+    in_kernels: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
     """Reads and changes the states: outputs `[B, T, H, V]`, and the state behind the last position.
 
@@ -208,21 +219,41 @@ def apply_delta_rule(
     weighed = ((beta * carried)[..., None] * k[:, :, None]).astype(v.dtype)
     seen = dot("NBRGCD,NBRGDK->NBRGCK", solve, weighed).astype(v.dtype)
     kept = (to_end[..., None] * k[:, :, None]).astype(v.dtype)
-
-    @jax.checkpoint
-    def step(state: Array, at: Any) -> tuple[Array, tuple[Array, Array]]:
-        fresh, seen, kept, carried = at
-        before = state.astype(v.dtype)
-        news = (fresh - dot("BRGCK,BRGKV->BRGCV", seen, before)).astype(v.dtype)
-        state = state * carried[..., None, None] + dot("BRGCK,BRGCV->BRGKV", kept, news)
-        return state, (before, news)
-
-    state, (before, news) = jax.lax.scan(step, state, (fresh, seen, kept, carried[..., -1]))
+    turns = fresh.astype(v.dtype), seen, kept, carried[..., -1]
+    turns = [x.reshape(len(x), -1, *x.shape[4:]) for x in turns]
+    run = kernels.pass_states if in_kernels else pass_states
+    state, before, news = run(*turns, state.reshape(-1, *state.shape[3:]))
+    before, news = (x.reshape(*v.shape[:4], *x.shape[2:]) for x in (before, news))
     out = carried[..., None] * dot("NBGCK,NBRGKV->NBRGCV", q, before)
     out = (out + dot("NBRGCD,NBRGDV->NBRGCV", reads, news)).astype(v.dtype)
     out = jnp.moveaxis(out, -2, 2).swapaxes(0, 1)  # [B, N, C, R, G, V]
     out = out.reshape(rows, -1, heads, width)[:, :length]
-    return out, state.reshape(rows, heads, *state.shape[3:])
+    return out, state.reshape(rows, heads, *state.shape[1:])
+
+
+def pass_states(
+    fresh: Float[Array, "N P C V"],
+    seen: Float[Array, "N P C K"],
+    kept: Float[Array, "N P C K"],
+    stays: Float32[Array, "N P"],
+    state: Float32[Array, "P K V"],
+) -> tuple[Float32[Array, "P K V"], Float[Array, "N P K V"], Float[Array, "N P C V"]]:
+    """Passes P states through N chunks; returns the last ones, those before each, and its news.
+
+    News are fresh - seen S; of S `stays` stays, and kept^T news are added.
+    """
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    @jax.checkpoint
+    def step(state: Array, at: Any) -> tuple[Array, tuple[Array, Array]]:
+        fresh, seen, kept, stays = at
+        before = state.astype(fresh.dtype)
+        news = (fresh.astype(jnp.float32) - dot("PCK,PKV->PCV", seen, before)).astype(fresh.dtype)
+        state = state * stays[:, None, None] + dot("PCK,PCV->PKV", kept, news)
+        return state, (before, news)
+
+    state, (before, news) = jax.lax.scan(step, state, (fresh, seen, kept, stays))
+    return state, before, news
 
 
 _BLOCK = 16  # size of the blocks whose inverses come first
