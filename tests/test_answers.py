@@ -1,4 +1,4 @@
-"""What a server said of its answers: each form of it, as rows, as a cache, and in training."""
+"""A server's answers in each form, as rows, as a cache, and in training."""
 
 import dataclasses
 import functools

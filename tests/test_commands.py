@@ -442,7 +442,7 @@ def test_the_modules_that_run_a_command_are_the_package_and_main():
 
 @pytest.mark.parametrize(("module", "status"), [("strange_plugin", 0), ("kdjax.x", 1)])
 def test_warnings_of_plugins_that_happen_to_be_installed_are_no_errors(tmp_path, module, status):
-    """As pytest-benchmark 5.0 gives one beside xdist; ours are errors."""
+    """Pytest-benchmark 5.0 gives one beside xdist; ours are errors."""
     table = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     filters = table["tool"]["pytest"]["ini_options"]["filterwarnings"]
     lines = "".join(f"    {line}\n" for line in filters)

@@ -11,7 +11,7 @@ from scripts.checks import compare_passk as compare
 
 
 def benchmark(passes, samples=2, wording="instruct"):
-    """As evaluated: of each problem, so many of its samples passed."""
+    """An evaluation's result: so many samples of each problem passed."""
     made = [
         passk.Sample(f"T/{i}", "passed" if k < count else "wrong answer", "", "stop", "")
         for i, count in enumerate(passes)

@@ -124,7 +124,7 @@ def test_texts_open_with_bos_where_the_file_asks(models, tokenizer, tmp_path):
 
 
 def test_llama_3_takes_a_piece_that_is_a_token_whole(models):
-    """As llama.cpp does: of Llama 3's tokens, 588 are out of their merges' reach."""
+    """Llama.cpp does so: 588 of Llama 3's tokens are out of their merges' reach."""
     metadata = dict(open_table(models / "student.gguf").metadata)
     values = {"tokens": ["a", "b", "c", "ab", "abc", "<end>"], "token_type": [1] * 5 + [3]}
     values |= {"merges": ["a b"], "eos_token_id": 5}

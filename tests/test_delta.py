@@ -224,7 +224,7 @@ def read_by_formulas(tensors, tokens):
 
 
 def test_layers_are_the_published_formulas():
-    """Of documents of 5, 20 and 1 positions, in a row and by hand each alone."""
+    """Documents of 5, 20 and 1 positions, in a row and by hand each alone."""
     table = open_table(GOLDEN)
     tensors = {
         name: table.raw(name).view(np.float32).reshape(table.info(name).shape).astype(np.float64)

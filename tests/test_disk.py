@@ -121,7 +121,7 @@ class FillingUp(Recorder):
 
 
 def test_a_save_that_does_not_fit_loses_nothing(tiny_config, tmp_path, capfd):
-    """What Orbax and its threads say stays with them; the run goes on as if nothing had been."""
+    """Orbax's and its threads' words stay with them; the run goes on as if nothing had been."""
     job = assemble(tiny_config, tmp_path / "straight")
     straight, resumed = Recorder(), Recorder()
     go(tiny_config, tmp_path / "straight", straight, job=job)

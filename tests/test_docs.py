@@ -1,4 +1,4 @@
-"""The pages: their length, links that lead somewhere, and every measured figure in a record."""
+"""Pages: their length, links and measured figures, each in a record. Docstrings: first words."""
 
 import re
 from decimal import Decimal
@@ -153,3 +153,11 @@ def test_figures_of_pages_are_in_the_records_that_their_section_links():
                 if not is_found(figure, among)
             ]
     assert not missing, "no record that the section links has\n" + "\n".join(missing)
+
+
+def test_no_docstring_begins_without_its_subject():
+    found = []
+    for path in [*REPOSITORY.glob("[kst]*/**/*.py"), *REPOSITORY.glob("configs/*.py")]:
+        first = re.findall(r'^ *[a-z]?"""(?:As|Of|What|That)\b.*', path.read_text(), flags=re.M)
+        found += [f"{path.relative_to(REPOSITORY)}: {line.strip()}" for line in first]
+    assert not found, "\n".join(found)

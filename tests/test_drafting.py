@@ -147,7 +147,7 @@ def test_flags_that_cannot_work(flags, message, capsys):
 
 
 def test_a_student_of_some_layers_is_those_layers(models, tiny_config):
-    """Of the teacher's file, as the config's student, and in a file that was exported of it."""
+    """The first layers of the teacher's file, as the config's student and in an exported file."""
     path = f"{models}/teacher.gguf"
     whole = load(path, dtype="float32")
     tiny_config.student.path, tiny_config.student.layers = path, "0,2"

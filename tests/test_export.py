@@ -135,7 +135,7 @@ def test_q4_k_m_has_the_types_of_llama_quantize(exported, models):
 
 
 def test_iq4_gives_shared_values_and_early_layers_more_bits():
-    """As `llama_tensor_get_type` does for a model of 24 layers whose values 7 heads share."""
+    """`llama_tensor_get_type` does so for a model of 24 layers whose values 7 heads share."""
 
     def types(part, groups, layers=24, width=1024):
         sizes = dict(layers=layers, groups=groups, tied=False)
@@ -149,7 +149,7 @@ def test_iq4_gives_shared_values_and_early_layers_more_bits():
 
 
 def test_fewer_bits_are_mixed_as_llama_quantize_mixes_them():
-    """Of 24 and 32 layers; rows of 896 are no whole blocks of 256."""
+    """Models of 24 and 32 layers; rows of 896 are no whole blocks of 256."""
 
     def types(kind, part, *, layers=24, width=1024, groups=7, experts=0):
         sizes = dict(layers=layers, groups=groups, tied=False, experts=experts)
@@ -181,7 +181,7 @@ def test_a_tied_head_is_exported_tied(student, exported):
 
 
 def test_transformers_is_told_a_version_that_made_the_tokenizer(student, exported, tmp_path):
-    """Of a large vocabulary without one, 4.57.3 to 5.17 say at each load that it splits wrongly."""
+    """Without it, 4.57.3 to 5.17 say at each load that a large vocabulary is split wrongly."""
 
     def config(folder):
         return json.loads((folder / "config.json").read_text())
@@ -647,7 +647,7 @@ def test_the_page_on_exports_runs(models, tmp_path, monkeypatch, capsys):
     ("kind", "file"), [("hf", "hf/model.safetensors"), ("gguf", "a.gguf"), ("apr", "a.apr")]
 )
 def test_a_cut_file_says_its_whole_size_and_its_header_can_be_read(models, tmp_path, kind, file):
-    """Of every format: what is there is read, what is not there is named."""
+    """Each format: what is there is read, what is not there is named."""
     path = tmp_path / file
     out = path if path.parent == tmp_path else path.parent
     EXPORTS[kind](a_student(models / "student.gguf"), out)

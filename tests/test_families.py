@@ -290,7 +290,7 @@ def test_what_llama_cpp_does_not_compute_of_an_olmo_is_refused(tokenizer, tmp_pa
 
 
 def test_longrope_turns_by_the_longest_text(tokenizer):
-    """As in Transformers: a text beyond the original 16 positions turns otherwise from its start.
+    """Transformers does so: a text beyond the original 16 positions turns otherwise from its start.
 
     What is generated turns by its prompt and the most that may follow.
     """

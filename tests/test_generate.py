@@ -307,7 +307,7 @@ def test_the_kernel_draws_what_is_defined(how):
 
 
 def test_unlikely_ids_keep_their_own_probabilities():
-    """Of 2e-9 each: 24 bits for all ids would give some of them 6e-8 and the others nothing."""
+    """Ids of 2e-9 each: 24 bits for all would give some of them 6e-8 and the others nothing."""
     logits = jnp.full((1, 2048), -20.0).at[0, 5].set(0.0)
     uniform = jnp.linspace(0, 1, 4096, endpoint=False, dtype=jnp.float32)
     block = jnp.exp(jnp.broadcast_to(logits[:, 16:32], (4096, 16)))

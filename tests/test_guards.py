@@ -113,7 +113,7 @@ def test_a_copy_trains_on_text_alone_and_then_with_its_teacher(job, folder, tmp_
 
 
 def test_a_rounded_copy_is_not_compared(job, tmp_path):
-    """What it learns is to predict its teacher's text in spite of its rounding."""
+    """It learns to predict its teacher's text in spite of its rounding."""
     config = copy.deepcopy(job.config)
     config.student.quantize = "q4_0"
     with Checkpoints(tmp_path, 1) as checkpoints:

@@ -208,7 +208,7 @@ def test_importances_are_known_by_their_bytes(tiny_config, tmp_path):
 
 
 def test_a_new_setting_is_asked_for_everywhere_from_one_place(monkeypatch):
-    """As the next capability adds it to the config: runs, rounds and caches differ by it."""
+    """The next capability adds one so: runs, rounds and caches differ by it."""
 
     @dataclasses.dataclass
     class Student(StudentConfig):

@@ -115,7 +115,7 @@ def test_blocks_of_every_sort_lose_no_more_and_most_less(dtype, rng):
 
 @pytest.mark.parametrize("dtype", SIGNED)
 def test_numbers_of_a_file_come_back(dtype, rng):
-    """Of llama.cpp's blocks all, since their largest is at the end of the range; of ours too."""
+    """All of llama.cpp's blocks, since their largest is at the end of the range, and ours."""
     x = rng.standard_normal((64, 1024)).astype(np.float32) * np.float32(0.02)
     theirs = decoded(gguf.quants.quantize(x, gguf.GGMLQuantizationType[dtype]), dtype)
     np.testing.assert_array_equal(there_and_back(theirs, dtype), theirs)

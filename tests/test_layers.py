@@ -74,7 +74,7 @@ def loss_by_hand(params, projections, student, teacher, batch, real, pairs, weig
     cases(("packed", 1, 2), slow=[("packed", 4, 1), ("dense", 1, 1)]),
 )
 def test_gradients_are_those_of_the_loss_written_out(models, weights, devices, microbatches):
-    """Of every parameter and of the projections, by one step of sgd at rate 1."""
+    """Every parameter's and the projections', by one step of sgd at rate 1."""
     student, teacher = load_pair(models, devices, weights)
     plain_student, plain_teacher = load_pair(models)
     pairs, matrices = [(0, 1), (1, 2)], {}

@@ -147,8 +147,8 @@ def _inner(jaxpr):
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_dense_gradient_and_no_second_base(bases, teacher, form, remat):
-    """Of what a step computes nothing is a stack of matrices, or a copy of blocks or of the head's
-    gradient: a layer's numbers exist within the loops alone."""
+    """A step computes no stack of matrices and no copy of blocks or of the head's gradient: a
+    layer's numbers exist within the loops alone."""
     base = bases[form]
     compute = dataclasses.replace(base.functions.compute, remat=remat)
     student = kdjax.add_lora(base.replace(functions=functional(base.spec, compute)[0]), rank=3)

@@ -189,7 +189,7 @@ def test_greedy_decoding_of_the_published_half_billion():
 
 
 def test_assisted_generation_accepts_as_many_drafts(models, tmp_path):
-    """Of both folders as exported: the same greedy text, in as many passes but for the first.
+    """Both exported folders write the same greedy text, in as many passes but for the first.
 
     The draft is the big model in four bits, which agrees with it half of the time and more.
     """

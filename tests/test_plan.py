@@ -494,7 +494,7 @@ def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, c
 
 
 def test_headers_alone_are_planned_as_the_files_are(tiny_config, tmp_path):
-    """As a download leaves them that has only begun; training does not start from them."""
+    """A download that has only begun leaves them so; training does not start from them."""
     whole = survey(tiny_config)[2]
     for side in (tiny_config.teacher, tiny_config.student):
         table = GGUFTable(side.path)

@@ -95,7 +95,7 @@ def test_llama_cpp_writes_the_same(path, model):
 @pytest.mark.parity
 @pytest.mark.parametrize(("kept", "values"), [((0, 3), 2), ((0, 1, 3), 6), (None, 2), (None, 6)])
 def test_llama_cpp_computes_the_same_logits(kept, values, tmp_path):
-    """Of value heads equal to and three times the key heads, after 1, 16 and 75 ids.
+    """Value heads equal to and three times the key heads, after 1, 16 and 75 ids.
 
     It aborts on a model of one kind of layers ("GGML_ASSERT(buffer) failed"): two are the fewest.
     """
@@ -138,7 +138,7 @@ def test_both_formats_hold_the_same(path, model, tmp_path):
 
 
 def test_the_text_part_of_a_folder_of_images_is_read(model, tmp_path, caplog):
-    """As published: the text model within, beside images' tensors and blocks of later tokens."""
+    """A published folder: the text model beside images' tensors and blocks of later tokens."""
     export_hf(model, tmp_path / "hf", dtype="f32")
     table, folder = open_table(tmp_path / "hf"), tmp_path / "whole"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -186,7 +186,7 @@ def test_a_rounded_rate_is_refused(path, tmp_path):
 
 
 def test_factors_of_matrices_are_refused(path, tmp_path):
-    """As files of NVFP4 may have them, one number beside a matrix."""
+    """Files of NVFP4 may have them so, one number beside a matrix."""
     factor = [("blk.0.ffn_up.scale", "F32", (1,), np.ones(4, np.uint8))]
     with pytest.raises(
         UserError, match=r"blk\.0\.ffn_up\.scale: a factor of a matrix, as of NVFP4"
@@ -261,7 +261,7 @@ def test_states_step_back_to_the_last_accepted_draft(model):
 
 
 def test_slots_count_states(model):
-    """Of three delta layers: 6 heads of 32 x 32 in float32, 3 inputs of 320 columns."""
+    """Three delta layers: 6 heads of 32 x 32 in float32, 3 inputs of 320 columns."""
     parts = count_slots(model.spec, 2, 10, 50, 50, kernel=True)
     assert parts["states"] == 10 * 3 * (4 * 6 * 32 * 32 + 2 * 3 * 320)
     assert parts["keys and values"] == 10 * 128 * 2 * 2 * 32 * 2

@@ -208,7 +208,7 @@ class Rounds(Recorder):
 
 
 class Death(BaseException):
-    """As sudden as kill -9: nothing catches it."""
+    """An end as sudden as kill -9: nothing catches it."""
 
 
 class Dies(Hook):

@@ -132,7 +132,7 @@ def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_pa
 
 
 def test_hooks_are_called_in_order(tiny_config, tmp_path):
-    """Of a finished run, started once more, none is called."""
+    """A finished run that is started once more calls none."""
     tiny_config.train.steps = 4
     tiny_config.eval.every = tiny_config.checkpoint.every = 2
     recorder, again = Recorder(), Recorder()
@@ -462,7 +462,7 @@ def test_each_step_is_delivered_once_in_order_one_late():
 
 
 def test_a_delivery_starts_nothing_on_the_device():
-    """What it started would run behind the step in flight, and the host would wait for both."""
+    """Work that it started would run behind the step in flight, and the host wait for both."""
     listener, asked = Listener(), []
     delivery = _Delivery([listener], constant_rate)
     delivery._schedule = lambda step: asked.append(int(step)) or constant_rate(step)

@@ -225,7 +225,7 @@ def test_what_the_judge_says(program, tests, reason, error):
 
 
 def test_objects_stay_with_the_program_and_can_be_used():
-    """As MBPP 367 does: a tree of the solution's own class, made by the tests."""
+    """MBPP 367 does so: a tree of the solution's own class, made by the tests."""
     program = (
         "class Node:\n    def __init__(self, data): self.data, self.left = data, None\n"
         "def depth(node): return 1 + depth(node.left) if node else 0"

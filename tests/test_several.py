@@ -94,7 +94,7 @@ def test_held_out_figures_are_the_mixtures_and_weights_may_be_the_kinds(models):
 
 
 def test_likeliest_ids_of_two_are_the_weighted_sum_and_one_of_them_is_itself(models):
-    """Of all ids its gradient under the forward KL is the mixture's, computed by hand."""
+    """Its gradient over all ids, under the forward KL, is the mixture's, computed by hand."""
     *teachers, student = trio(models)
     kind = kdjax.Teachers((kdjax.TeacherInBatch("tail"),) * 2)
 

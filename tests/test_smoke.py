@@ -191,7 +191,7 @@ def test_the_verdict_is_on_the_minimised_loss(after, verdict):
     ("divergence", "verdict"), [("forward_kl", "PASS"), ("reverse_kl", "FAIL"), ("jsd", "FAIL")]
 )
 def test_the_verdict_is_on_the_trained_divergence(divergence, verdict):
-    """Of logits, beside the loss worked out here in float64 at T = 1 and alpha = 0.01."""
+    """Logits, beside the loss worked out here in float64 at T = 1 and alpha = 0.01."""
     q, one_mode, spread = (np.asarray(p) for p in ((495, 495, 10), (980, 10, 10), (200, 200, 600)))
     config = Config()
     config.smoke.steps, config.loss.divergence = 1, divergence

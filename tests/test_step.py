@@ -464,7 +464,7 @@ def plain(data):
 
 @pytest.mark.parametrize("put", [np.asarray, jnp.asarray], ids=["host", "device"])
 def test_labels_of_minus_100_do_not_train(put):
-    """As with weight 0 there, whether weights are given or filled in."""
+    """They count like weight 0, whether weights are given or filled in."""
     built, data = build(), plain(batch())
     drop = np.random.default_rng(1).random((ROWS, LENGTH)) < 0.2
     ignored = {**data, "labels": np.where(drop, -100, data["labels"])}

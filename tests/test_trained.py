@@ -81,7 +81,7 @@ def make_batch(rows=8):
 
 @functools.cache
 def all_gradients():
-    """Of every parameter, from a step that trains all."""
+    """Every parameter's, from a step that trains all."""
     made, state, teacher, _ = build(optax.sgd(1.0), {})
     after, _ = made(state, teacher, make_batch())
     return jax.tree.map(lambda a, b: np.asarray(b) - np.asarray(a), after.params, model_params())

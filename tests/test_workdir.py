@@ -149,7 +149,7 @@ def test_a_finished_run_may_have_lost_its_files(done, tmp_path):
 
 
 def test_a_checksum_is_the_same_on_the_host_and_on_any_mesh(rng):
-    """Of scalars and matrices, of 1, 2 and 4 bytes an element, longer than a block of the host."""
+    """Scalars and matrices of 1, 2 and 4 bytes an element, longer than a block of the host."""
     devices = np.asarray(jax.devices()[:8]).reshape(2, 4)
     split = NamedSharding(Mesh(devices, ("a", "b")), PartitionSpec("a", "b"))
     for dtype in ("float32", "bfloat16", "int32", "uint8"):
@@ -204,7 +204,7 @@ def test_one_flipped_bit_is_named_kept_and_trained_again(done, caplog):
 
 
 def test_no_reader_takes_a_damaged_step(done):
-    """As export, evaluate and generate read it."""
+    """Export, evaluate and generate read it so."""
     _, workdir = done
     for path in (workdir / "checkpoints" / "2").rglob("*"):
         if path.stat().st_size > 100_000:

@@ -50,7 +50,7 @@ def _parser() -> Parser:
 
 
 def _tell(args: argparse.Namespace, target: Target, exercises: list[problems.Problem]) -> dict:
-    """What decides the answers: where any of it differs, a file of answers is another one."""
+    """Everything that decides the answers: a file with any of it different is another one."""
     asked = hashlib.sha256()
     for exercise in exercises:
         asked.update(f"{exercise.prompt}\0{exercise.checks}\0".encode("utf-8", "surrogatepass"))

@@ -116,7 +116,7 @@ class Request:
 
     @property
     def asked(self) -> dict[str, tuple[list[problems.Problem], Round]]:
-        """What is asked, and how, by the name that its figures have in the document."""
+        """Problems and how they are asked, by the name of their figures in the document."""
         every = itertools.product(self.benchmarks.items(), self.rounds)
         return {f"{name}{way.name}": (benchmark, way) for (name, benchmark), way in every}
 

@@ -1,4 +1,4 @@
-"""What a server said of its answers: the log-probabilities of each token's likeliest alternatives.
+"""A server's answers with the log-probabilities that it gave each token's alternatives.
 
 A line of a .jsonl file is one request and its response:
 
@@ -88,7 +88,7 @@ def read_answers(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -
 def _read_choices(
     record: Mapping[str, Any], tokenizer: Tokenizer
 ) -> Iterator[tuple[Sequence[int], Iterable[tuple[_Token, Sequence[_Token]]]]]:
-    """Of each answer the ids of its prompt, and its tokens with their alternatives."""
+    """Yields for each answer its prompt's ids, and its tokens with their alternatives."""
     if "teacher_ids" in record:
         ids, start = record["tokens"], record["start"]
         own = ({"id": i, "logprob": float("nan")} for i in ids[start:])

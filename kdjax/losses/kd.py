@@ -39,7 +39,7 @@ _END = 2**30  # a step at which a schedule has its last value
 
 
 class Schedules(NamedTuple):
-    """What changes with the optimizer step; None: it does not."""
+    """Values that change with the optimizer step; None: it does not change."""
 
     temperature: Schedule | None
     alpha: Schedule | None
@@ -141,25 +141,25 @@ class WeighedLoss:
 
     @property
     def alpha(self) -> Array:
-        """Of the logits of a position, `[B, C, 1]`."""
+        """Each position's alpha, beside its logits: `[B, C, 1]`."""
         return self.ce_weights[..., None]
 
     @property
     def temperature(self) -> Array:
-        """Likewise."""
+        """Each position's temperature, `[B, C, 1]`."""
         return self.temperatures[..., None]
 
     @property
     def gradient_scale(self) -> Array:
-        """As `KDLoss.gradient_scale`, likewise."""
+        """Each position's `KDLoss.gradient_scale`, `[B, C, 1]`."""
         return (self.divergence_weights * self.temperatures)[..., None]
 
     def combine(self, ce: Array, divergence: Array) -> Array:
-        """As `KDLoss.combine`."""
+        """Each position's `KDLoss.combine`."""
         return self.ce_weights * ce + self.divergence_weights * self.temperatures**2 * divergence
 
     def without_teacher(self) -> "WeighedLoss":
-        """As `KDLoss.without_teacher`."""
+        """The same without a divergence that could see two equal sides."""
         return dataclasses.replace(self, divergence=forward_kl)
 
 

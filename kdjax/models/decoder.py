@@ -807,7 +807,7 @@ STATES = "embed, blocks/N, blocks/N/attn/q, blocks/N/attn/k, blocks/N/attn/v"
 
 
 def check_states(spec: ArchSpec, name: str) -> tuple[str, int]:
-    """What a name of a state means: the part of a layer, and the layer's number.
+    """Reads the name of a state: the part of a layer, and the layer's number.
 
     Raises `UserError` for one that the architecture does not have.
     """

@@ -36,7 +36,7 @@ _DECIDING = ("optimizer", "student", "extra")  # which arrays a state has
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """What `distill` was given as Python; None: as the config says.
+    """The parts of a run that `distill` was given as Python; None: the config decides.
 
     Raises `UserError` for something else than its name expects.
     """

@@ -112,7 +112,7 @@ class Teachers(TeacherKind):
 
     @property
     def logit_bytes(self) -> int:  # type: ignore[override]
-        """Of all of their logits."""
+        """Bytes of all of their logits."""
         return sum(kind.logit_bytes for kind in self.kinds)
 
     @property

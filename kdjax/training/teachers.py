@@ -317,7 +317,7 @@ class CachedTopK(TeacherKind):
 
 @dataclasses.dataclass(frozen=True)
 class TeacherInBatch(TeacherKind):
-    """What a teacher said comes with the batch: of a server, an ensemble, a model of one's own.
+    """A teacher whose words come with the batch: a server's, an ensemble's, your own model's.
 
         step = make_step(student, None, loss, tx, kind=TeacherInBatch(rest="tail"))
 

@@ -60,7 +60,7 @@ def ask(model: Path, out: Path, tokens: int, k: int) -> None:
 
 
 def _read(cache: TeacherCache) -> list[tuple[dict[int, float], float, float]]:
-    """Of each position of an answer: log-probabilities by id, the tail's, and the label's."""
+    """For each position of an answer: log-probabilities by id, the tail's, the label's."""
     positions = []
     for row in range(sum(cache.spec.sides)):
         columns = cache.read(row)
