@@ -1,6 +1,7 @@
 """Shared by tests of exports: a student to export, and ways to look at what came of it."""
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +13,10 @@ import pytest
 import kdjax
 from kdjax.formats.gguf import write_gguf
 from scripts.bench.synthetic import byte_alphabet
+
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("xllamacpp") is None, reason="needs xllamacpp"
+)
 
 
 def load(path):
@@ -101,7 +106,6 @@ os._exit(0)
 
 def ask_llama_cpp(path, prompts, count=160, adapters=()):
     """Log-probabilities of the `count` likeliest ids after each prompt of ids, by llama.cpp."""
-    pytest.importorskip("xllamacpp")
     given = [json.dumps(value) for value in (prompts, count, [str(path) for path in adapters])]
     command = [sys.executable, "-c", _WORKER, str(path), *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

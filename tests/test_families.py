@@ -11,7 +11,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-from exporting import ask_llama_cpp, assert_same, load, logits_of, short, write_small_tokenizer
+from exporting import (
+    ask_llama_cpp,
+    assert_same,
+    load,
+    logits_of,
+    needs_llama_cpp,
+    short,
+    write_small_tokenizer,
+)
 from quick import cases
 
 import kdjax
@@ -364,6 +372,7 @@ def test_transformers_computes_the_same_of_a_written_folder(case, tokenizer, tmp
         np.testing.assert_allclose(ours, wanted[..., : ours.shape[-1]], atol=1e-4)
 
 
+@needs_llama_cpp
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "case",

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import start_over
-from exporting import ask_llama_cpp
+from exporting import ask_llama_cpp, needs_llama_cpp
 from flax.traverse_util import flatten_dict
 from quick import cases
 from test_run import Recorder, go, saved
@@ -86,6 +86,7 @@ def test_the_step_sees_what_the_exporter_writes(pair, rounded, tmp_path):
         assert np.mean(tables[0].raw(name) == tables[1].raw(name)) > 0.999, name
 
 
+@needs_llama_cpp
 def test_llama_cpp_computes_with_what_the_step_saw(pair, rounded, tmp_path):
     """Logits and perplexity of the file; llama.cpp rounds what it multiplies the blocks with."""
     step, _, state, _ = rounded

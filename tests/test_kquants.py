@@ -311,9 +311,10 @@ def test_an_importance_lowers_the_errors_that_it_weighs(dtype, rng):
     + [(t, True) for t in [*SEARCHED, "Q4_K", "Q5_K", "Q6_K", "Q5_0", "IQ4_XS"]],
 )
 def test_errors_weighted_by_importance_are_no_larger_than_llama_cpps(dtype, weighted, rng):
+    encode_theirs = llama_cpp()
     x = rng.standard_t(5, (64, 1024)).astype(np.float32) * np.float32(0.02)
     importance = np.exp(rng.standard_normal(1024)).astype(np.float32) if weighted else None
-    ours, theirs = encode(x, dtype, importance), llama_cpp()(x, dtype, importance)
+    ours, theirs = encode(x, dtype, importance), encode_theirs(x, dtype, importance)
     weights = 1 if importance is None else importance
     lost = [weights * np.square(np.float64(decoded(raw, dtype)) - x) for raw in (ours, theirs)]
     assert lost[0].sum() <= lost[1].sum()

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from exporting import ask_llama_cpp, write_small_tokenizer
+from exporting import ask_llama_cpp, needs_llama_cpp, write_small_tokenizer
 from test_lora import shake
 
 import kdjax
@@ -113,6 +113,7 @@ def test_peft_computes_the_same_logits(case, tokenizer, tmp_path):
     same_adapters(back, student)
 
 
+@needs_llama_cpp
 @pytest.mark.parity
 @pytest.mark.parametrize("case", ["qwen2_tied", "llama"])
 def test_llama_cpp_computes_the_same_logits(case, tokenizer, tmp_path):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_tiny_config, start_over
-from exporting import ask_llama_cpp
+from exporting import ask_llama_cpp, needs_llama_cpp
 from test_run import Recorder, go, saved
 from test_speculation import near
 
@@ -72,7 +72,6 @@ def model(path):
 
 def ask_llama(path, prompt):
     """llama.cpp's 12 greedy ids, and the log-probabilities `[V]` from which it took the first."""
-    pytest.importorskip("xllamacpp")
     command = [sys.executable, "-c", _ASK, str(path), json.dumps(prompt)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     line = next((line for line in done.stdout.splitlines() if "FOUND[" in line), None)
@@ -81,6 +80,7 @@ def ask_llama(path, prompt):
     return ids, np.array([kept[str(i)] for i in range(len(kept))])
 
 
+@needs_llama_cpp
 def test_llama_cpp_writes_the_same(path, model):
     """Its order of value heads is the file's: Transformers, through our export, sees another."""
     ids, theirs = ask_llama(path, PROMPT)
@@ -92,6 +92,7 @@ def test_llama_cpp_writes_the_same(path, model):
     assert model.generate([PROMPT], max_tokens=12, stop_ids=())[0].ids == ids  # narrow weights
 
 
+@needs_llama_cpp
 @pytest.mark.parity
 @pytest.mark.parametrize(("kept", "values"), [((0, 3), 2), ((0, 1, 3), 6), (None, 2), (None, 6)])
 def test_llama_cpp_computes_the_same_logits(kept, values, tmp_path):
@@ -322,6 +323,7 @@ def test_a_pair_trains_and_resumes_bit_for_bit(run):
     assert losses[-1] < losses[0] and second.calls[0] == ("begin", 3)
 
 
+@needs_llama_cpp
 @pytest.mark.slow
 def test_llama_cpp_writes_what_the_trained_student_writes(run, tmp_path):
     _, folder, _, job = run

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -243,7 +243,7 @@ def load_params(
             "Load it packed or dense (@packed or @dense; teacher.weights=packed)."
         )
     sources = tensor_names(table, spec)
-    params = {}
+    planned: dict[tuple[str, ...], list[_Stack]] = {}
     for path, leaf in named_leaves(abstract):
         form, layout = "dense", _layout(path, spec, table)
         if len(leaf.shape) - (path[0] in STACKS) >= 2 and not set(names.EXACT) & set(path):
@@ -253,7 +253,16 @@ def load_params(
         readings = {
             name: _Reading(form, table.info(name).dtype, dtype, layout) for name in sources[path]
         }
-        params[path] = _load(table, readings, path, leaf, mesh)
+        planned[path] = [
+            _plan_stack(table, group, path, leaf, mesh)
+            for group in _group(table, readings, path, leaf)
+        ]
+    shapes, tree = jax.tree.flatten({path: [s.whole for s in planned[path]] for path in planned})
+    begun = jax.tree.unflatten(tree, _make_zeros(tuple(shapes)) if shapes else [])
+    params = {}
+    for path, stacks in planned.items():
+        filled = [_fill(table, *pair, mesh) for pair in zip(stacks, begun.pop(path), strict=True)]
+        params[path] = filled[0] if len(filled) == 1 else _mix(sources[path], stacks, filled, mesh)
     return unflatten_dict(params)
 
 
@@ -264,41 +273,52 @@ def _stacked(table: TensorTable, path: tuple[str, ...]) -> int:
     return 2 if path in names.APART and not is_gguf(table) else 1
 
 
-def _load(
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """Tensors that become one weight: how each is read, and the shapes and places of its arrays."""
+
+    readings: Mapping[str, _Reading]  # by name, in order
+    place: Any  # shardings, of one tensor's arrays or of the stack's
+    whole: Any  # shapes of the stack's arrays; None for a tensor that stands alone
+
+
+def _group(
     table: TensorTable,
     readings: Mapping[str, _Reading],
     path: tuple[str, ...],
     leaf: jax.ShapeDtypeStruct,
-    mesh: Mesh,
-) -> Weight:
-    """The weight that tensors become; of blocks of several types one stack a type."""
-    types = [reading.block for reading in readings.values()]
-    kinds = sorted(set(types))
+) -> list[dict[str, _Reading]]:
+    """The tensors of a parameter by stack: packed blocks of several types make one a type."""
+    kinds = sorted({reading.block for reading in readings.values()})
     if len(kinds) == 1 or not all(reading.form == "packed" for reading in readings.values()):
-        return _fill(table, readings, path, leaf, mesh)
-    if len(types) > leaf.shape[0]:
+        return [dict(readings)]
+    if len(readings) > leaf.shape[0]:
         raise UserError(
             f"{table.paths[0]} stores the experts of {'/'.join(path)} in several types: "
             f"{', '.join(kinds)}; expected one. Load it dense."
         )
-    stacks = tuple(
-        _fill(table, {n: r for n, r in readings.items() if r.block == kind}, path, leaf, mesh)
-        for kind in kinds
-    )
-    which = [kinds.index(kind) for kind in types]
-    slot = [types[:layer].count(kind) for layer, kind in enumerate(types)]
-    index = functools.partial(jnp.asarray, dtype=jnp.int32, device=replicated(mesh))
-    return Mixed(stacks, index(which), index(slot))
+    return [{n: r for n, r in readings.items() if r.block == kind} for kind in kinds]
 
 
-def _fill(
+def _mix(
+    layers: Sequence[str], stacks: Sequence[_Stack], filled: Sequence[Any], mesh: Mesh
+) -> Mixed:
+    """One weight of stacks of several block types, and where in them each layer is."""
+    orders = [list(stack.readings) for stack in stacks]
+    which = [next(i for i, order in enumerate(orders) if name in order) for name in layers]
+    slot = [orders[i].index(name) for i, name in zip(which, layers, strict=True)]
+    index = [jax.device_put(np.array(x, np.int32), replicated(mesh)) for x in (which, slot)]
+    return Mixed(tuple(filled), *index)
+
+
+def _plan_stack(
     table: TensorTable,
     readings: Mapping[str, _Reading],
     path: tuple[str, ...],
     leaf: jax.ShapeDtypeStruct,
     mesh: Mesh,
-) -> Weight:
-    """The weight that tensors become, on the mesh: a stack, filled in order, or one tensor."""
+) -> _Stack:
+    """Shapes and places of what tensors become: a stack, or one that stands alone."""
     name, reading = next(iter(readings.items()))
     info, stacked = table.info(name), _stacked(table, path)
     size = row_bytes(info.dtype, info.shape[-1])
@@ -312,16 +332,30 @@ def _fill(
         whole = (*shape, 1)[: len(leaf.shape)]
         return NamedSharding(mesh, P(*parameter_spec(path, whole, mesh)[: len(shape)]))
 
+    def stack(array: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, *array.shape), array.dtype, sharding=place)
+
     place = jax.tree.map(place_array, one)
-    if not stacked:
-        return _read(_to_device(table, name, mesh, reading, place), reading, place)
-    stack = jax.tree.map(
-        lambda array, at: jnp.zeros((*lead, *array.shape), array.dtype, device=at), one, place
-    )
-    for number, (name, reading) in enumerate(readings.items()):
-        raw = _to_device(table, name, mesh, reading, place)
-        stack = _store(stack, raw, jnp.int32(number), reading, place)
-    return stack
+    return _Stack(readings, place, jax.tree.map(stack, one, place) if stacked else None)
+
+
+@functools.partial(jax.jit, static_argnames="arrays")
+def _make_zeros(arrays: tuple[jax.ShapeDtypeStruct, ...]) -> list[Array]:
+    """All stacks of a model by one program: one for each shape took 18 ms a shape to compile."""
+    return [
+        jax.lax.with_sharding_constraint(jnp.zeros(array.shape, array.dtype), array.sharding)
+        for array in arrays
+    ]
+
+
+def _fill(table: TensorTable, stack: _Stack, begun: Any, mesh: Mesh) -> Weight:
+    """The weight that tensors become: `begun`, zeros, filled in order, or a tensor alone."""
+    for number, (name, reading) in enumerate(stack.readings.items()):
+        raw = _to_device(table, name, mesh, reading, stack.place)
+        if stack.whole is None:
+            return _read(raw, reading, stack.place)
+        begun = _store(begun, raw, jnp.int32(number), reading, stack.place)
+    return begun
 
 
 def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, places: Any) -> Array:

@@ -37,7 +37,7 @@ from kdjax.models.loading import load_params
 from kdjax.models.shards import Spread, gather_shards, map_rows
 from kdjax.models.speculation import DraftWriter
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import Scaled, decode_weight, to_bits, unembed
+from kdjax.models.weights import Scaled, decode_weight, hold_bits, to_bits, unembed
 
 _log = logging.getLogger("kdjax")
 
@@ -384,7 +384,7 @@ def attach_adapters(model: Model, lora: Lora, adapters: Params) -> Model:
 def _prepare(params: Params, placement: Placement, *, precise: bool = False) -> Params:
     """Arrays as a scan slices them without copies: bits on a CPU; products as placed."""
     if placement.platform == "cpu":
-        params = jax.tree.map(jax.jit(to_bits, donate_argnums=0), params)
+        params = jax.tree.map(hold_bits, params)
     return jax.tree.map(
         lambda weight: (
             dataclasses.replace(weight, precise=precise, kernels=placement.kernels)

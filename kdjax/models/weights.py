@@ -39,6 +39,14 @@ def to_bits(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, _BITS[x.dtype]) if x.dtype in _BITS else x
 
 
+_donate_to_bits = jax.jit(to_bits, donate_argnums=0)
+
+
+def hold_bits(x: Array) -> Array:
+    """`to_bits` of an array on devices, which is donated; one that has none comes back itself."""
+    return _donate_to_bits(x) if x.dtype in _BITS else x
+
+
 def from_bits(x: Array) -> Array:
     """Undoes `to_bits`."""
     return jax.lax.bitcast_convert_type(x, _NUMBERS[x.dtype]) if x.dtype in _NUMBERS else x

@@ -25,9 +25,10 @@ _HASHES = PycInvalidationMode.CHECKED_HASH
 _TIMEOUT = 120.0  # seconds for the tests of one mutant
 # What the tests import, and takes long.
 _LIBRARIES = (
-    "pytest hypothesis numpy scipy.special jax flax.nnx optax chex absl.flags orbax.checkpoint "
-    "grain tokenizers transformers gguf pyarrow safetensors.numpy ml_collections.config_flags "
-    "jaxtyping tensorboardX yaml"
+    "pytest hypothesis numpy scipy.special scipy.optimize scipy.stats jax "
+    "jax.experimental.pallas.triton flax.nnx optax chex absl.flags orbax.checkpoint grain "
+    "tokenizers transformers gguf pyarrow safetensors.numpy ml_collections.config_flags jaxtyping "
+    "matplotlib.figure tensorboardX yaml"
 )
 
 
@@ -52,6 +53,7 @@ class Worker:
             # Read by tests/conftest.py: all programs but the mutated ones are compiled already.
             "KDJAX_TEST_CACHE": str(Path(cache).resolve()),
             "OPENBLAS_NUM_THREADS": "1",  # threads do not survive the fork
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # a tenth of a second each; none is needed
         }
         script = Path(__file__).with_name("worker.py")
         self._process = subprocess.Popen(
@@ -93,10 +95,10 @@ class Worker:
 
 def _why_alive(
     worker: Worker, mutant: Mutant, tests: dict[str, str], timeout: float
-) -> tuple[str, list[str]]:
+) -> tuple[str, dict[str, Any]]:
     """Plants one fault; "" if every test that it names fails by what the test compares.
 
-    And the cases that failed.
+    And the worker's answer.
     """
     (place,) = locate(worker.folder, mutant)
     whole = place.file.read_text(encoding="utf-8")
@@ -108,10 +110,10 @@ def _why_alive(
     failed = {case.split("[")[0] for case in answer["failed"]}
     green = [name for name in mutant.kills if tests[name] not in failed]
     if answer["broken"]:
-        return f"it does not run: {'; '.join(answer['broken'][:2])}", answer["failed"]
+        return f"it does not run: {'; '.join(answer['broken'][:2])}", answer
     if answer["code"] not in (0, 1):
-        return f"pytest ended with {answer['code']}", answer["failed"]
-    return (f"still green: {', '.join(green)}" if green else ""), answer["failed"]
+        return f"pytest ended with {answer['code']}", answer
+    return (f"still green: {', '.join(green)}" if green else ""), answer
 
 
 def _share_by_file(cases: Iterable[str], jobs: int) -> list[list[str]]:
@@ -135,6 +137,8 @@ def mutate(
 ) -> dict[str, str]:
     """Mutants by id: "" for a killed one, for a survivor why; `say` gets a line for each.
 
+    The line has the seconds of processor time that the tests took.
+
     Runs the cases that failed again, without a fault; raises `UserError` unless all pass then.
     """
     by_claim = {claim.id: claim.test for claim in claims}
@@ -149,11 +153,11 @@ def mutate(
         while not waiting.empty():
             with contextlib.suppress(queue.Empty):
                 mutant = waiting.get_nowait()
-                why, failed = _why_alive(worker, mutant, by_claim, timeout)
+                why, answer = _why_alive(worker, mutant, by_claim, timeout)
                 verdicts[mutant.id] = why
-                red.update(failed)
+                red.update(answer["failed"])
                 state = f"SURVIVED ({why})" if why else "killed"
-                say(f"{state} {mutant.id}: {mutant.fault}")
+                say(f"{state} {mutant.id} in {answer['seconds']:.1f} s: {mutant.fault}")
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kdjax-mutants-")))

@@ -97,19 +97,22 @@ def _serve(request: dict[str, Any], answer: Path) -> dict[str, Any]:
             sys.stderr.flush()
             os._exit(0)
     deadline = time.monotonic() + request["timeout"]
-    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+    while not (ended := os.wait4(pid, os.WNOHANG))[0]:
         if time.monotonic() > deadline:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            return dict(code=-1, failed=[], passed=[], broken=[f"ran out of time{_stack(answer)}"])
+            why = f"ran out of time{_stack(answer)}"
+            return dict(code=-1, failed=[], passed=[], broken=[why], seconds=request["timeout"])
         time.sleep(0.01)
+    seconds = ended[2].ru_utime + ended[2].ru_stime
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what a broken test left running
     try:
-        return json.loads(answer.read_text())
+        return json.loads(answer.read_text()) | dict(seconds=seconds)
     except (OSError, ValueError):
         said = answer.with_suffix(".log").read_text(errors="replace").strip()[-300:]
-        return dict(code=-2, failed=[], passed=[], broken=[f"the process died: {said}"])
+        why = f"the process died: {said}"
+        return dict(code=-2, failed=[], passed=[], broken=[why], seconds=seconds)
 
 
 def main() -> None:
