@@ -328,4 +328,4 @@ def test_names_of_several_caches_are_read_and_refused(answered, tmp_path):
     config.teacher.cache = f"{tmp_path}/cache,{tmp_path}/cache"
     config.teacher.path = config.student.path
     with pytest.raises(UserError, match=r"of 2 caches and teacher.path=.*; expected"):
-        ask_kinds(config)
+        ask_kinds(config.teacher)

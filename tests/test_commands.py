@@ -212,7 +212,7 @@ def test_weights_that_would_be_ignored_are_refused(tmp_path):
     config.teacher.path, config.teacher.cache = "teacher.gguf", str(tmp_path)
     parsing.apply_environment(config, {"KDJAX_TEACHER_WEIGHTS": "packed"})
     with pytest.raises(UserError, match=r"teacher.weights='packed' .*or KDJAX_TEACHER_WEIGHTS"):
-        ask_kinds(config)
+        ask_kinds(config.teacher)
 
 
 def test_variables_of_earlier_systems_choose_the_weights():

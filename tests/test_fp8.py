@@ -215,7 +215,7 @@ def teacher_of(weights):
 
 def test_float8_is_one_of_the_ways_to_keep_a_teacher(tiny_config):
     tiny_config.teacher.weights = "float8_precise"
-    assert ask_kinds(tiny_config) == (Float8Precise(),)
+    assert ask_kinds(tiny_config.teacher) == (Float8Precise(),)
     tiny_config.teacher.weights = "fp4"
     with pytest.raises(
         UserError, match=r"weights='fp4': must be one of auto, dense, packed, float"

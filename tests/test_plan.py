@@ -591,7 +591,7 @@ def test_every_pair_of_settings_chooses_one_kind():
         config = Config()
         config.teacher.path, config.teacher.weights = "teacher.gguf", configured
         apply_environment(config, {"KDJAX_TEACHER_WEIGHTS": environ} if environ else {})
-        kinds = ask_kinds(config)
+        kinds = ask_kinds(config.teacher)
         assert [kind.name for kind in kinds] == names[environ or configured]
 
 

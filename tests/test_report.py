@@ -20,7 +20,6 @@ from kdjax.training.hooks import Run
 from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.report import ReportPage, page
 from kdjax.watch.report.workdir import read_run, read_runs
-from scripts.checks import report as check_report
 
 REPOSITORY = Path(__file__).parent.parent
 PICTURES = [
@@ -469,23 +468,3 @@ def test_matplotlib_waits_for_the_first_drawing():
 
     code = "import sys, kdjax.main, kdjax.watch.report.page; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
-
-
-@pytest.mark.slow
-def test_it_renders_in_a_browser(whole, tmp_path, drawing):
-    """Headless, at both widths, light and dark: no error, no request, nothing wider than it."""
-    if check_report.browser() is None:
-        pytest.skip("no chromium")
-    other = workdir(
-        tmp_path / ("a-long-name-without-a-break-" * 4),
-        WHOLE,
-        receipt(data_train="/text/" + "x" * 300),
-    )
-    for report in (page.write_page([whole]), page.write_page([whole, other])):
-        assert check_report.check(report) == []
-    broken = tmp_path / "broken.html"
-    wide = '<div style="width: 900px">x</div><script>undefined.x</script><img src="no.png">'
-    broken.write_text(wide)
-    problems = "\n".join(check_report.check(broken))
-    for problem in ("pixels wide", "says", "asks for", "shows no figure"):
-        assert problem in problems

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.config import Config, DataConfig, flatten, last_step
+from kdjax.config import Config, DataConfig, StudentConfig, flatten, last_step
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, RowSettings, prepare_rows, rows_key, warn_of_marks
 from kdjax.data.teacher_cache import hash_index, join_hashes, read_index, split_caches
@@ -92,10 +92,11 @@ def hash_models(pair: Pair) -> dict[str, str | None]:
     )
 
 
-def hash_imatrix(config: Config) -> dict[str, str]:
+def hash_imatrix(student: StudentConfig) -> dict[str, str]:
     """SHA-256 of the file of importances, if the config names one."""
-    file = config.student.imatrix
-    return {"student.imatrix.sha256": hash_importance(file)} if file else {}
+    if not student.imatrix:
+        return {}
+    return {"student.imatrix.sha256": hash_importance(student.imatrix)}
 
 
 def hash_text(config: Config, tokenizer: Tokenizer, student: str | None) -> dict[str, str]:
@@ -118,7 +119,7 @@ def hash_contents(config: Config) -> dict[str, Any]:
         contents["teacher.cache"] = join_hashes(
             [(weight, hash_index(read_index(folder)[1])) for weight, folder in caches]
         )
-    return contents | hash_imatrix(config) | hash_models(pair)
+    return contents | hash_imatrix(config.student) | hash_models(pair)
 
 
 def check_finished(config: Config, workdir: Path, own: Own = NO_CODE) -> None:

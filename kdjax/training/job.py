@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from kdjax.config import Config, EvalConfig, MeshConfig, TrainConfig, choose_optim, count_own_rows
+from kdjax.config import (
+    Config,
+    EvalConfig,
+    MeshConfig,
+    TeacherConfig,
+    TrainConfig,
+    choose_optim,
+    count_own_rows,
+)
 from kdjax.data import pipeline
 from kdjax.data.pipeline import Source, TextSource
 from kdjax.data.rows import RowSet
@@ -114,7 +122,7 @@ class Job:
         if own := self.own.open_student(self.pair.tokenizer, self.step.placement):
             params = jax.device_put(own.params, shardings.params)
             return self.step.init(params)
-        if lora := open_adapters(self.config, student):
+        if lora := open_adapters(self.config.student.lora, student):
             params = begin_adapters(self.config, student, lora)
             params = jax.device_put(params, shardings.params)
         elif self.config.student.init == "checkpoint":
@@ -174,12 +182,12 @@ def _check_batches(train: TrainConfig, evaluation: EvalConfig, placement: Placem
             )
 
 
-def ask_kinds(config: Config) -> tuple[TeacherKind, ...]:
+def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
     """The kinds that the config allows, fastest first: one, or with weights "auto" two.
 
     Raises `UserError` for settings that contradict each other.
     """
-    teacher, weights = config.teacher, config.teacher.weights
+    weights = teacher.weights
     if not teacher.path and not teacher.cache:
         return (NoTeacher(),)
     if teacher.cache:
@@ -218,7 +226,7 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     With `whole=False` the models' files may end behind their headers, as in a download under way.
     Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
     """
-    kinds = ask_kinds(config)
+    kinds = ask_kinds(config.teacher)
     meshes = list(_ask_meshes(config.mesh))
     placement = Placement.on(meshes[0])
     for kind in kinds:
@@ -289,7 +297,7 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
             _log.info("%s", cache)
         teacher, step, schedule = build_step(config, pair, placement, plan.kind, own=own)
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
-    made_of |= hash_imatrix(config) | own.identify(step.abstract)
+    made_of |= hash_imatrix(config.student) | own.identify(step.abstract)
     if own.batches is None:
         source = make_source(config, workdir, pair, rows, cache, step, teacher)
     else:
@@ -449,7 +457,7 @@ def _open_student_model(
     config: Config, pair: Pair, compute: Compute, teacher: Model | None, kind: TeacherKind
 ) -> Model:
     """The student as the step takes it: shapes, or its frozen base and the shapes of adapters."""
-    spec, lora = pair.student.spec, open_adapters(config, pair.student)
+    spec, lora = pair.student.spec, open_adapters(config.student.lora, pair.student)
     if lora is None:
         functions, shapes = functional(spec, compute)
         return Model(functions, shapes, spec.vocab_size, spec=spec, placement=compute.placement)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kdjax.config import SELF, Config, split_layers
+from kdjax.config import SELF, Config, LoraConfig, split_layers
 from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
 from kdjax.models.adapters import Lora, choose_lora, draw_adapters
@@ -57,8 +57,8 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     # A rounded student is another model than the numbers it is rounded from.
     plain = config.student.init == "checkpoint" and not config.student.quantize
     if teacher and plain and same_weights(teacher, student):
-        _refuse_degenerate(config, teacher, student)
-    open_adapters(config, student)
+        _refuse_degenerate(teacher, student, allowed=config.teacher.allow_degenerate)
+    open_adapters(config.student.lora, student)
     teacher = teacher and teacher.fall_back(config.data.tokenizer)
     drafts = config.student.layers or "total_variation" in config.loss.divergence
     headers = (x.header.metadata for x in (teacher, student) if x)
@@ -87,12 +87,11 @@ def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
     return dataclasses.replace(student, spec=tie_head(student, config.student.head))
 
 
-def open_adapters(config: Config, student: Checkpoint) -> Lora | None:
+def open_adapters(asked: LoraConfig, student: Checkpoint) -> Lora | None:
     """The adapters that train, those of `student.path` if it has some; None: all of it trains.
 
     Raises `UserError` for targets and ranks that the student does not have.
     """
-    asked = config.student.lora
     if not asked.rank:
         return None
     if student.adapters is None:
@@ -159,9 +158,9 @@ def refuse_same(teacher: Model, student: Model) -> None:
         )
 
 
-def _refuse_degenerate(config: Config, teacher: Checkpoint, student: Checkpoint) -> None:
+def _refuse_degenerate(teacher: Checkpoint, student: Checkpoint, *, allowed: bool) -> None:
     paths = f"{teacher.table.paths[0]} (teacher) and {student.table.paths[0]} (student)"
-    if config.teacher.allow_degenerate:
+    if allowed:
         _log.warning("%s hold the same weights: the KL starts at 0", paths)
         return
     raise UserError(

@@ -109,7 +109,7 @@ class Plan:
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
     """The plan of one kind of teacher and of a `student.remat` by name; allocates nothing."""
-    lora = open_adapters(config, pair.student)
+    lora = open_adapters(config.student.lora, pair.student)
     shapes = functional(pair.student.spec, Compute())[1]
     if lora is not None:
         shapes = shape_adapters(lora, pair.student.spec)

@@ -247,7 +247,7 @@ class _Recheck:
             _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
             return f"a module of your own, what it began with is not kept; {digest.hexdigest()}"
         student, init, seed = open_student(config), config.student.init, config.train.seed
-        lora = open_adapters(config, student)
+        lora = open_adapters(config.student.lora, student)
         adapters = lora and begin_adapters(config, student, lora)
         changed = changed_tensors(
             read_params(), student.table, student.spec, init=init, seed=seed, adapters=adapters

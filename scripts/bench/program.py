@@ -84,7 +84,7 @@ def make_job(request: Request, config: Config) -> Any:
     if pair.vocabulary.real < width - 1000:  # a random file's tokenizer knows few ids
         pair = dataclasses.replace(pair, vocabulary=Vocabulary(width, ids_of(width)))
     cached = {"topk": CachedTopK(request.k), "hidden": CachedHidden()}
-    kind = cached.get(request.teacher_cache) or ask_kinds(config)[0]
+    kind = cached.get(request.teacher_cache) or ask_kinds(config.teacher)[0]
     teacher, step, schedule = build_step(config, pair, Placement.on(mesh), kind)
     rows = random_rows(config, pair.vocabulary.real, request.documents)
     source = text_source(config, rows, None)
