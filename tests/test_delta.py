@@ -11,13 +11,14 @@ import pytest
 import kdjax
 from kdjax.formats import open_table
 from kdjax.models import delta
-from kdjax.models.delta import DeltaInputs, invert_unit_lower, normalize_heads, read_and_keep
+from kdjax.models.delta import DeltaInputs, invert_unit_lower, normalize_heads
 
 GOLDEN = Path(__file__).parent / "goldens" / "qwen3_5"
 # Operation by operation each shape of each would be a program of its own.
 apply_delta_rule, recur, convolve = map(
     jax.jit, (delta.apply_delta_rule, delta.recur, delta.convolve)
 )
+read_and_keep = jax.jit(delta.read_and_keep, static_argnums=(1, 2))
 DOCUMENTS = (1, 2, 3, 64, 5, 127, 1, 70, 28)  # 301 positions; borders on, before and in chunks
 
 
@@ -77,32 +78,31 @@ def test_documents_of_a_row_do_not_meet():
     """Packed rows are their documents apart; the convolution as well, to the last bit."""
     ids = number(DOCUMENTS)
     inputs = draw(ids.shape[1])
-    out, _ = apply_delta_rule(*inputs, ids)
+    out = np.asarray(apply_delta_rule(*inputs, ids)[0])
     rng = np.random.default_rng(2)
-    x = jnp.asarray(rng.normal(size=(2, ids.shape[1], 12)), jnp.float32)
-    kernel = jnp.asarray(rng.normal(size=(12, 4)), jnp.float32)
-    mixed, start = convolve(x, kernel, ids), 0
+    x = rng.normal(size=(2, ids.shape[1], 12)).astype(np.float32)
+    kernel = rng.normal(size=(12, 4)).astype(np.float32)
+    mixed, start = np.asarray(convolve(x, kernel, ids)), 0
     for length in DOCUMENTS:  # each alone, before padding
         part = slice(start, start + length)
-        one = jnp.where(jnp.arange(128) < length, 1, 0)[None].repeat(2, 0)
+        one = np.repeat((np.arange(128) < length)[None].astype(np.int32), 2, 0)
         *first, text = (
-            jnp.pad(y[:, part], [(0, 0), (0, 128 - length), *[(0, 0)] * (y.ndim - 2)])
-            for y in (*inputs, x)
+            np.pad(y[:, part], [(0, 0), (0, 128 - length), *[(0, 0)] * (y.ndim - 2)])
+            for y in map(np.asarray, (*inputs, x))
         )
         alone, _ = apply_delta_rule(*first, one)
-        assert_close(out[:, part], alone[:, :length], 1e-5)
-        apart = convolve(text, kernel, one)[:, :length]
+        assert_close(out[:, part], np.asarray(alone)[:, :length], 1e-5)
+        apart = np.asarray(convolve(text, kernel, one))[:, :length]
         np.testing.assert_array_equal(mixed[:, part], apart)
         start += length
 
 
 def test_a_text_may_be_read_in_parts():
     """State and the last inputs of the convolution carry a document from call to call."""
-    ids = number((150,))
-    inputs = draw(150)
+    ids, inputs = np.asarray(number((150,))), [np.asarray(x) for x in draw(150)]
     whole, last = apply_delta_rule(*inputs, ids)
-    x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 150, 12)), jnp.float32)
-    kernel = jnp.asarray(np.random.default_rng(4).normal(size=(12, 4)), jnp.float32)
+    x = np.random.default_rng(3).normal(size=(2, 150, 12)).astype(np.float32)
+    kernel = np.random.default_rng(4).normal(size=(12, 4)).astype(np.float32)
     state = before = None
     outs, mixed = [], []
     for part, run in ((slice(0, 100), apply_delta_rule), (slice(100, 101), recur),
@@ -111,8 +111,8 @@ def test_a_text_may_be_read_in_parts():
         outs.append(out)
         mixed.append(convolve(x[:, part], kernel, ids[:, part], before))
         before = x[:, part.stop - 3 : part.stop]
-    assert_close((jnp.concatenate(outs, 1), state), (whole, last), 1e-5)
-    np.testing.assert_array_equal(jnp.concatenate(mixed, 1), convolve(x, kernel, ids))
+    assert_close((np.concatenate(outs, 1), state), (whole, last), 1e-5)
+    np.testing.assert_array_equal(np.concatenate(mixed, 1), convolve(x, kernel, ids))
 
 
 def test_the_inverse_is_exact_where_powers_cancel():
