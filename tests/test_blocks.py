@@ -1,5 +1,6 @@
-"""Block codecs against gguf-py, the reference implementation in Python."""
+"""Block codecs against gguf-py, the reference implementation in Python, and ggml's own in C."""
 
+import ctypes
 import os
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,23 @@ DECODE = jax.jit(decode, static_argnums=(1, 2))
 ENCODED = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "MXFP4")  # without a search
 
 
+THEIRS = ("Q1_0", "Q2_0")  # gguf-py decodes neither: ggml's own functions judge
+
+
+def ggml():
+    """The library that xllamacpp brings."""
+    folder = Path(pytest.importorskip("xllamacpp").__file__).parent
+    return ctypes.CDLL(str(next(folder.glob("*.so"))))
+
+
 def reference(raw, dtype):
+    if dtype in THEIRS:
+        decode_theirs = getattr(ggml(), f"dequantize_row_{dtype.lower()}")
+        decode_theirs.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        raw, block = np.ascontiguousarray(raw), BLOCKS[dtype]
+        out = np.empty((*raw.shape[:-1], raw.shape[-1] // block.nbytes * block.elements), "f4")
+        decode_theirs(raw.ctypes.data, out.ctypes.data, out.size)
+        return out
     kind = gguf.GGMLQuantizationType[dtype]
     with np.errstate(all="ignore"):  # arbitrary bytes hold infinities and NaN
         return gguf.quants.dequantize(raw, kind)
@@ -35,9 +52,22 @@ def arbitrary_rows(rng, dtype, rows=24, elements=768):
 
 def test_the_table_agrees_with_gguf_py():
     for name, block in BLOCKS.items():
+        if name in THEIRS:
+            continue
         kind = gguf.GGMLQuantizationType[name]
         assert kind.value == block.ggml
         assert gguf.GGML_QUANT_SIZES[kind] == (block.elements, block.nbytes)
+
+
+def test_the_table_agrees_with_ggml():
+    library = ggml()
+    library.ggml_type_name.restype = ctypes.c_char_p
+    library.ggml_blck_size.restype = ctypes.c_int64
+    library.ggml_type_size.restype = ctypes.c_size_t
+    for name, block in BLOCKS.items():
+        assert library.ggml_type_name(block.ggml).decode().upper() == name
+        sizes = library.ggml_blck_size(block.ggml), library.ggml_type_size(block.ggml)
+        assert sizes == (block.elements, block.nbytes)
 
 
 @pytest.mark.parametrize("dtype", BLOCKS)
@@ -181,11 +211,22 @@ def test_iq3_s_by_hand():
     assert got[-1] < 0 < got[-2] and got[-1] % 14 == 0
 
 
+def test_q1_0_and_q2_0_by_hand():
+    block = np.zeros(18, np.uint8)
+    block[0:2] = np.array([0.5], np.float16).view(np.uint8)
+    block[2], block[17] = 0b00000010, 0xC0
+    got = np.asarray(DECODE(block, "Q1_0"))
+    assert got[:3].tolist() == [-0.5, 0.5, -0.5] and got[-3:].tolist() == [-0.5, 0.5, 0.5]
+    block[2] = 0b11100100  # 0, 1, 2, 3, the lowest bits first
+    got = np.asarray(DECODE(block, "Q2_0"))
+    assert got[:5].tolist() == [-0.5, 0, 0.5, 1, -0.5] and got[-1] == 1
+
+
 def test_errors_say_what_fits():
     with pytest.raises(UserError, match=r"rows of 896 elements stored as Q4_K.*256.*Q8_0"):
         row_bytes("Q4_K", 896)
     with pytest.raises(
-        UserError, match=r"'IQ1_S'.*expected one of F32, F16, .*, MXFP4, NVFP4, TQ1_0"
+        UserError, match=r"'IQ1_S'.*expected one of F32, F16, .*, MXFP4, NVFP4, Q1_0, Q2_0, TQ1_0"
     ):
         row_bytes("IQ1_S", 256)
     with pytest.raises(UserError, match=r"rows of 145 bytes stored as Q4_K.*multiple of 144"):

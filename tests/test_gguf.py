@@ -85,7 +85,8 @@ def test_round_trip(tmp_path, rng):
 
 
 def test_gguf_py_reads_what_we_write(tmp_path, rng):
-    tensors = list(some_tensors(rng))[:-1]
+    known = gguf.GGMLQuantizationType.__members__
+    tensors = [tensor for tensor in some_tensors(rng) if tensor[1] in known][:-1]
     write_gguf(tmp_path / "x.gguf", METADATA, tensors)
     reader = gguf.GGUFReader(tmp_path / "x.gguf")
     for key, value in METADATA.items():

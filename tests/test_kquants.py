@@ -4,7 +4,6 @@ llama.cpp's own encoder, on real tensors, is the measure of `scripts/checks/llam
 """
 
 import ctypes
-from pathlib import Path
 
 import gguf
 import hypothesis
@@ -12,6 +11,7 @@ import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from test_blocks import ggml
 
 from kdjax.errors import UserError
 from kdjax.formats import blocks, codebooks
@@ -277,8 +277,7 @@ def test_few_bits_lose_as_little_as_they_must(dtype, rng):
 
 def llama_cpp():
     """`ggml_quantize_chunk` of the library that xllamacpp brings."""
-    folder = Path(pytest.importorskip("xllamacpp").__file__).parent
-    quantize = ctypes.CDLL(str(next(folder.glob("*.so")))).ggml_quantize_chunk
+    quantize = ggml().ggml_quantize_chunk
     floats = ctypes.POINTER(ctypes.c_float)
     quantize.restype = ctypes.c_size_t
     quantize.argtypes = [ctypes.c_int, floats, ctypes.c_void_p, *[ctypes.c_int64] * 3, floats]

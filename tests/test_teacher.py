@@ -386,7 +386,7 @@ def test_generate_takes_the_tokenizer_that_the_message_asks_for(models, tmp_path
 @pytest.mark.slow
 def test_every_block_type_stays_in_its_blocks():
     """The bytes of a packed matrix are those of its file, and its numbers the decoded ones."""
-    assert len(BLOCKS) == 21
+    assert len(BLOCKS) == 23
     rng = np.random.default_rng(0)
     for name, block in BLOCKS.items():
         raw = rng.integers(0, 60, (4, 3 * block.nbytes), dtype=np.uint8)

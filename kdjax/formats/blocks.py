@@ -89,6 +89,11 @@ def _quarters(data: Array, group: int = 32) -> Array:
     return fields.reshape(*data.shape[:-1], 4 * data.shape[-1])
 
 
+def _flatten(data: Array) -> Array:
+    """Joins the last two axes."""
+    return data.reshape(*data.shape[:-2], -1)
+
+
 def _along(data: Array, numbers: Sequence[int]) -> Array:
     """The numbers in data's dtype, along an axis of their own after its last."""
     return jnp.asarray(np.array(numbers, data.dtype).reshape((1,) * data.ndim + (-1,)))
@@ -207,6 +212,15 @@ def _tq2_0(low: Array, d: Array) -> Array:
     return _f16(d) * (_quarters(low).astype(jnp.int8) - 1).astype(jnp.float32)
 
 
+def _q1_0(d: Array, low: Array) -> Whole:
+    """A sign a bit: no number is 0."""
+    return Whole(_flatten(_bits(low, range(8), 1)).astype(jnp.int8) * 2 - 1, _f16(d))
+
+
+def _q2_0(d: Array, low: Array) -> Whole:
+    return Whole(_flatten(_bits(low, range(0, 8, 2), 3)).astype(jnp.int8) - 1, _f16(d))
+
+
 def _iq4_nl(d: Array, low: Array) -> Array:
     return _f16(d) * codebooks.look_up(codebooks.IQ4, _nibbles(low, 16))
 
@@ -287,6 +301,8 @@ BLOCKS: dict[str, BlockType] = {
     "IQ3_XXS": BlockType(256, (2, 64, 32), 18, _iq3_xxs),
     "MXFP4": BlockType(32, (1, 16), 39, _mxfp4),
     "NVFP4": BlockType(64, (4, 32), 40, _nvfp4),
+    "Q1_0": BlockType(128, (2, 16), 41, _q1_0),
+    "Q2_0": BlockType(64, (2, 16), 42, _q2_0),
     "TQ1_0": BlockType(256, (48, 4, 2), 34, _tq1_0),
     "TQ2_0": BlockType(256, (64, 2), 35, _tq2_0),
 }

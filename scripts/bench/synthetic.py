@@ -221,13 +221,15 @@ def tensor_plan(
 
 
 # Root mean square of a weight for d = 1, when all integers of a block are drawn uniformly:
-# of q alone, and for types of 256 times that of the scales.
+# of q alone, by type or by what its name begins with, and for types of 256 times that of the scales.
 _RMS_Q = {
     "Q4": 4.61,
     "Q5": 9.23,
     "Q6": 18.5,
     "Q8": 73.9,
     "Q2": 1.12,
+    "Q1_0": 1.0,
+    "Q2_0": 1.22,
     "Q3": 2.35,
     "IQ4": 67.4,
     "TQ1": 0.816,
@@ -285,7 +287,8 @@ def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float)
     # Scales differ from block to block, by up to a quarter; types whose q range is lopsided
     # (-8 to 7) get either sign, else every row would share a mean of -d/2.
     d = rng.random((blocks, 1), np.float32) * np.float32(0.5) + np.float32(0.75)
-    d *= std / (_RMS_Q[dtype.split("_")[0]] * _RMS_SCALE.get(dtype, 1.0))
+    of_q = _RMS_Q.get(dtype) or _RMS_Q[dtype.split("_")[0]]
+    d *= std / (of_q * _RMS_SCALE.get(dtype, 1.0))
     middle = _MIDDLE.get(dtype)
     if middle is None:
         d *= np.float32(1) - 2 * (data[:, -3:-2] & 1).astype(np.float32)
