@@ -34,8 +34,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-# Where the layers of each kind lie in a tree of parameters, and whether they are delta nets.
-STACKS = {"blocks": False, "deltas": True}
+# Where the layers of each kind lie in a tree of parameters, and whether they are delta nets; None:
+# no layers, but the block behind them that drafts.
+STACKS: dict[str, bool | None] = {"blocks": False, "deltas": True, "mtp": None}
 
 
 class Layer(NamedTuple):
@@ -89,6 +90,8 @@ class ArchSpec:
     delta_value_dim: int = 0
     delta_kernel: int = 0
     rope_sections: tuple[int, ...] = ()  # pairs by axis of an image's positions; a text has one
+    # 1: behind the layers is a block that drafts, of a token and the hidden state before it.
+    drafts: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -100,8 +103,10 @@ class ArchSpec:
         """Factor of the products of queries and keys."""
         return self.attention_scale or self.head_dim**-0.5
 
-    def places(self, *, delta: bool) -> tuple[int, ...]:
-        """The numbers of the layers of one kind, delta nets or attention."""
+    def places(self, *, delta: bool | None) -> tuple[int, ...]:
+        """The numbers of the layers of one kind, as of `STACKS`; the block counts behind them."""
+        if delta is None:
+            return tuple(range(self.num_layers, self.num_layers + self.drafts))
         return tuple(i for i, layer in enumerate(self.layers) if layer.delta == delta)
 
     def period(self) -> tuple[bool, ...]:

@@ -283,16 +283,36 @@ def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
             f"{checkpoint}: found no layer {max(layers)} to keep; expected 0 to "
             f"{spec.num_layers - 1}. Mend student.layers."
         )
-    spec = dataclasses.replace(spec, layers=tuple(spec.layers[i] for i in layers))
+    checkpoint = drop_block(checkpoint)
+    spec = dataclasses.replace(
+        checkpoint.spec, layers=tuple(spec.layers[i] for i in layers)
+    )
     table = _PartOf(checkpoint.table, lambda name: renumber(name, layers))
     return dataclasses.replace(checkpoint, table=table, spec=spec)
+
+
+def drop_block(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model without the block that drafts, if it has one."""
+    spec, table = checkpoint.spec, checkpoint.table
+    if not spec.drafts or checkpoint.saved is not None:
+        return checkpoint
+    block = f"blk.{spec.num_layers}."
+    kept = {
+        key: value
+        for key, value in table.metadata.items()
+        if not key.endswith((".nextn_predict_layers", "mtp_num_hidden_layers"))
+    }
+    part = _PartOf(
+        table, lambda name: None if name.startswith((block, "mtp.", "mtp/")) else name, kept
+    )
+    return dataclasses.replace(checkpoint, table=part, spec=dataclasses.replace(spec, drafts=0))
 
 
 def take_text(table: TensorTable) -> TensorTable:
     """The text model of files that hold more; what is left out is told by a line of the log.
 
-    A multimodal folder has it beside a model of images, and published files of some families have
-    blocks behind the last layer that draft later tokens.
+    A multimodal folder has it beside a model of images. The block behind the last layer that drafts
+    stays, where it is one and uses the model's own embedding and head.
     """
     if "general.architecture" in table.metadata:
         part = _take_trunk(table)
@@ -301,8 +321,8 @@ def take_text(table: TensorTable) -> TensorTable:
     left = len(table) - len(part)
     if left:
         _log.warning(
-            "%s: %d tensors of %d are left out: they see images or draft later tokens, and kdjax "
-            "reads the text model alone",
+            "%s: %d tensors of %d are left out: they see images or draft by other parts than one "
+            "block, and kdjax reads the text model alone",
             table.paths[0].name,
             left,
             len(table),
@@ -325,14 +345,18 @@ def _take_language_model(table: TensorTable) -> TensorTable:
             "text_config; expected the entries of its text model there. Download the folder again."
         )
 
+    drafts = text.get(told := "mtp_num_hidden_layers")
+    kept = drafts == 1 and "mtp.norm.weight" in table and "mtp.embed_tokens.weight" not in table
+    left = ("model.visual.", "model.mtp.", *(() if kept else ("mtp.",)))
+
     def rename(name: str) -> str | None:
-        if name.startswith(("model.visual.", "mtp.", "model.mtp.")):
+        if name.startswith(left):
             return None
         return name.replace("model.language_model.", "model.", 1)
 
     tied = "tie_word_embeddings"
     metadata = {**text, "model_type": family.name, "architectures": [family.hf_architecture]}
-    metadata |= {"mtp_num_hidden_layers": 0} if "mtp_num_hidden_layers" in text else {}
+    metadata |= {told: 0} if drafts and not kept else {}
     metadata |= {tied: outer[tied]} if tied in outer else {}
     return _PartOf(table, rename, metadata)
 
@@ -342,7 +366,11 @@ def _take_trunk(table: TensorTable) -> TensorTable:
     family = find_gguf_family(arch, table.metadata)
     names = [f"{arch}.{key}" for key in ("nextn_predict_layers", "block_count")]
     drafts, blocks = (table.metadata.get(name, 0) for name in names)
-    if family is None or not family.delta or not 0 < drafts < blocks:
+    if family is None or "drafts" not in family.fields or not 0 < drafts < blocks:
+        return table
+    block, own = f"blk.{blocks - 1}.nextn", ("embed_tokens", "shared_head_head")
+    parts = {part: f"{block}.{part}.weight" in table for part in (*own, "shared_head_norm")}
+    if drafts == 1 and parts.pop("shared_head_norm") and not any(parts.values()):
         return table
     trunk = range(blocks - drafts)
     metadata = {k: v for k, v in table.metadata.items() if k != names[0]}
@@ -388,7 +416,8 @@ def open_step(
         return _open_adapted_step(table, workdir, step, source, identity)
     source = cut_layers(source, split_layers(identity.get("student.layers", "")))
     # The run may have tied a head that the student's file stores twice, or untied one.
-    spec = dataclasses.replace(source.spec, tied="head" not in table)
+    drafts = int("mtp/norm/weight" in table)
+    spec = dataclasses.replace(source.spec, tied="head" not in table, drafts=drafts)
     saved = Saved(workdir, step, identity["student.init"], int(identity["train.seed"]), source)
     return Checkpoint(table, spec, source.tokenizer_path, saved)
 

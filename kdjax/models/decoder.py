@@ -357,6 +357,30 @@ class Block(nnx.Module):
         return (rows + _scale(widened, self.residual_scale)).reshape(x.shape), kept
 
 
+class NextToken(Block):
+    """The block behind the layers that drafts: one of them, with attention, of two inputs.
+
+    Of a token and the hidden state of the position before it, both normalised, beside each other
+    and projected to the width. Hidden states come out as the decoder's do, for the same head.
+    (llama.cpp's qwen35.cpp `graph_mtp`, vLLM's qwen3_5_mtp.py.)
+    """
+
+    def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
+        super().__init__(spec, compute, rngs)
+        width, dtype = spec.hidden_size, compute.param_dtype
+
+        def norm() -> RMSNorm:
+            return RMSNorm(width, spec.rms_eps, dtype, offset=spec.norm_offset)
+
+        self.enorm, self.hnorm, self.norm = norm(), norm(), norm()
+        self.proj = Linear(2 * width, width, False, dtype, rngs)
+
+    def join(self, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> Array:
+        """The block's input, of embedded tokens and the hidden states before them."""
+        both = jnp.concatenate([self.enorm(x), self.hnorm(before.astype(x.dtype))], axis=-1)
+        return self.proj(both.reshape(-1, both.shape[-1])).reshape(x.shape)
+
+
 class Kind(NamedTuple):
     """Facts in which a layer of a scan differs from others; None where all are alike."""
 
@@ -368,8 +392,10 @@ class Decoder(nnx.Module):
     """Tokens to hidden states; the head stays apart, for losses that never hold all logits."""
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
-        def stack(*, delta: bool) -> Block | None:
+        def stack(*, delta: bool | None) -> Any:
             def block(rngs: nnx.Rngs) -> Block:
+                if delta is None:
+                    return NextToken(spec, compute, rngs)
                 return Block(spec, compute, rngs, delta=delta)
 
             count = len(spec.places(delta=delta))
@@ -386,6 +412,7 @@ class Decoder(nnx.Module):
             spec.hidden_size, spec.rms_eps, compute.param_dtype, offset=spec.norm_offset
         )
         self.head = None if spec.tied else table()
+        self.mtp = stack(delta=None)  # a stack of one
         self.spec = spec
         self.compute = compute
 
@@ -684,6 +711,24 @@ class Decoder(nnx.Module):
         `capacity` counts positions, prompt and what is to come, and is at least T. `layers` as of
         `extend`.
         """
+        x, cache = self._read_prompts(tokens, lengths, capacity, layers)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return self._finish(last)[:, 0], cache
+
+    def prefill_whole(
+        self,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        capacity: int,
+        layers: "Layers | None" = None,
+    ) -> tuple[Float[Array, "B T D"], "Cache"]:
+        """Reads prompts as `prefill` does; hidden states of all ids."""
+        x, cache = self._read_prompts(tokens, lengths, capacity, layers)
+        return self._finish(x), cache
+
+    def _read_prompts(
+        self, tokens: Array, lengths: Array, capacity: int, layers: "Layers | None"
+    ) -> tuple[Array, "Cache"]:
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(at, tokens.shape)
         angles = self._angles(positions, self.compute.long)
@@ -700,10 +745,89 @@ class Decoder(nnx.Module):
         for delta in (False, True):
             places = [output for output, kind in zip(outputs, period, strict=True) if kind == delta]
             kept += _stack_layers(places) if places else (None, None)
-        room = ((0, 0), (0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0))
-        kept[:2] = (x if x is None else jnp.pad(x.swapaxes(2, 3), room) for x in kept[:2])
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return self._finish(last)[:, 0], Cache(*kept)
+        kept[:2] = (x if x is None else _lay_out(x, capacity) for x in kept[:2])
+        return x, Cache(*kept)
+
+    def draft_hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """Hidden states of the block that drafts, at each token of texts that the layers read.
+
+        The layers get no gradient. A document's first token has zeros before it, as in llama.cpp.
+        """
+        before = shift_states(
+            jax.lax.stop_gradient(self.hidden(tokens, segment_ids, positions)), segment_ids
+        )
+        mix = functools.partial(self._mix, segment_ids, None)
+        return self._run_block(tokens, before, positions, mix)[0]
+
+    def draft_prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        before: Float[Array, "B T D"],
+        lengths: Int[Array, " B"],
+        capacity: int,
+        block: Params | None = None,
+    ) -> "Cache":
+        """What the block that drafts keeps of prompts; `before` are the states before each id.
+
+        `block` are its weights as `models.ready` lays them out.
+        """
+        at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        real = (at < lengths[:, None]).astype(jnp.int32)
+        mix = functools.partial(self._mix, real, None, prompt=True)
+        positions = jnp.broadcast_to(at, tokens.shape)
+        _, kept = self._run_block(tokens, before, positions, mix, block)
+        return Cache(*(_lay_out(x[None], capacity) for x in kept))
+
+    def draft_extend(
+        self,
+        tokens: Int[Array, "B T"],
+        before: Float[Array, "B T D"],
+        positions: Int[Array, " B"],
+        cache: "Cache",
+        block: Params | None = None,
+    ) -> tuple[Float[Array, "B T D"], "Cache"]:
+        """T more ids a row for the block that drafts, as `extend` for the layers."""
+        at = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+
+        def mix(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            return attend_and_keep(
+                q,
+                k,
+                v,
+                (cache.k, cache.v),
+                jnp.int32(0),
+                positions,
+                None,
+                scale=self.spec.score_scale,
+                window=0,
+                kernel=self._has_kernel(q.dtype),
+            )
+
+        hidden, kept = self._run_block(tokens, before, at, mix, block)
+        return hidden, Cache(*kept)
+
+    def _run_block(
+        self, tokens: Array, before: Array, positions: Array, mix: Mix, block: Params | None = None
+    ) -> tuple[Array, Any]:
+        """Hidden states of the block that drafts, and what `mix` keeps."""
+        graph, stacked = nnx.split(self.mtp)
+        if block is None:
+            slices, read = slice_layers(stacked)
+            run = nnx.merge(graph, read(_take_layer(slices, 0)))
+        else:
+            run = nnx.merge(graph, block)
+        turn = self._turn(positions, self._angles(positions, self.compute.long), Kind(None, None))
+
+        def recall(_: DeltaInputs) -> tuple[Array, Any]:
+            raise TypeError("the block that drafts attends")
+
+        x, kept = run(run.join(self._embed_tokens(tokens), before), turn, mix, recall)
+        return _scale(run.norm(x), 1 / self.spec.logit_scale), kept
 
     def extend(
         self,
@@ -824,6 +948,20 @@ def check_states(spec: ArchSpec, name: str) -> tuple[str, int]:
             "no attention."
         )
     return found[2] or _STREAM, int(found[1])
+
+
+def shift_states(
+    hidden: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """The state of the position before each, zeros before a document's first."""
+    same = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(same[..., None], jnp.roll(hidden, 1, axis=1), 0)
+
+
+def _lay_out(x: Float[Array, "L B T K E"], capacity: int) -> Float[Array, "L B K S E"]:
+    """Keys or values of prompts as a cache has them, with room for so many positions."""
+    room = ((0, 0), (0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0))
+    return jnp.pad(x.swapaxes(2, 3), room)
 
 
 def _take_layer(tree: Any, index: int) -> Any:
@@ -964,7 +1102,8 @@ class DecoderFunctions(ModuleFunctions):
         long = 0 < original < positions
         if long == self.compute.long:
             return self
-        return functional(self.spec, dataclasses.replace(self.compute, long=long))[0]
+        functions = functional(self.spec, dataclasses.replace(self.compute, long=long))[0]
+        return dataclasses.replace(self, graph=functions.graph, compute=functions.compute)
 
     def stored_head(self, params: Params) -> Array | Scaled:
         """See `Decoder.stored_head`."""
@@ -972,7 +1111,26 @@ class DecoderFunctions(ModuleFunctions):
 
     hidden_in_parts = _of_params(Decoder.hidden_in_parts)
     prefill = _of_params(Decoder.prefill)
+    prefill_whole = _of_params(Decoder.prefill_whole)
     extend = _of_params(Decoder.extend)
+    draft_prefill = _of_params(Decoder.draft_prefill)
+    draft_extend = _of_params(Decoder.draft_extend)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftFunctions(DecoderFunctions):
+    """The block that drafts, with the layers before it, as a model of its own for losses.
+
+    Its hidden states give, by the same head, the same tokens' probabilities as the layers' do.
+    """
+
+    hidden = _of_params(Decoder.draft_hidden)
+
+    def hidden_in_parts(
+        self, params: Params, tokens: Array, segment_ids: Array, positions: Array, parts: int
+    ) -> Float[Array, "B T D"]:
+        """See `Decoder.draft_hidden`; all rows at once."""
+        return self.hidden(params, tokens, segment_ids, positions)
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:
@@ -980,6 +1138,16 @@ def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Para
     abstract = nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     return DecoderFunctions(graph, spec, compute), nnx.to_pure_dict(state)
+
+
+def draw_block(spec: ArchSpec, seed: int) -> Params:
+    """Random float32 parameters of the block that drafts, a stack of one, as `initialise` draws."""
+
+    def draw(rngs: nnx.Rngs) -> NextToken:
+        return NextToken(spec, Compute(), rngs)
+
+    block = nnx.split_rngs(splits=1)(nnx.vmap(draw))(nnx.Rngs(seed))
+    return nnx.to_pure_dict(nnx.state(block))
 
 
 def initialise(spec: ArchSpec, compute: Compute, seed: int) -> Params:

@@ -289,6 +289,7 @@ FAMILIES = {
                 "delta_value_dim",
                 "delta_values",
                 "delta_kernel",
+                "drafts",
                 "delta",
                 "full_interval",
             ),

@@ -58,7 +58,8 @@ NEUTRAL: dict[str, Any] = {
     # every layer has experts, and nothing beside them
     "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0,
     "num_shared_experts": 0, "n_shared_experts": 0,
-    # blocks of later tokens' (`checkpoint`), a gate of attention's output, states in float32
+    # a block that drafts, where a family is not known to have one, and an embedding of its own; a
+    # gate of attention's output, states in float32
     "mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "attn_output_gate": True,
     "mamba_ssm_dtype": "float32",
 }

@@ -61,17 +61,17 @@ def merge_lora(model: Model, dtype: DTypeLike = "float32") -> Model:
 
     @jax.jit
     def merge(weight: Array | Packed | Mixed | Scaled | Adapted) -> Array:
-        numbers = _read_stack(weight).astype(dtype)
+        numbers = read_numbers(weight).astype(dtype)
         return to_bits(numbers) if on_cpu else numbers
 
     flat = {path: merge(leaf) for path, leaf in flatten_dict(model.params).items()}
     return model.replace(params=unflatten_dict(flat), kind=f"dense ({jnp.dtype(dtype).name})")
 
 
-def _read_stack(weight: Array | Packed | Mixed | Scaled | Adapted) -> Array:
+def read_numbers(weight: Array | Packed | Mixed | Scaled | Adapted) -> Array:
     """The numbers of a weight of all layers."""
     if isinstance(weight, Adapted):
-        numbers = _read_stack(weight.base).astype(jnp.float32)
+        numbers = read_numbers(weight.base).astype(jnp.float32)
         return numbers if weight.a is None else numbers + weight.change
     if isinstance(weight, Mixed):
         layers = [

@@ -26,6 +26,7 @@ from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.decoder import (
     Compute,
     DecoderFunctions,
+    DraftFunctions,
     ModelFunctions,
     ModuleFunctions,
     Params,
@@ -35,7 +36,7 @@ from kdjax.models.decoding import Completion, Sampling, StepWriter, Writer, writ
 from kdjax.models.drafts import check_same_ids
 from kdjax.models.loading import load_params
 from kdjax.models.shards import Spread, gather_shards, map_rows
-from kdjax.models.speculation import DraftWriter
+from kdjax.models.speculation import BlockWriter, DraftWriter
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Scaled, decode_weight, hold_bits, to_bits, unembed
 
@@ -225,7 +226,8 @@ class Model:
             check_same_ids(tokenizer, draft._known_tokenizer())
             params = self.params, draft.params
             sides = self.as_writer("generate"), draft.as_writer("draft")
-            writer = DraftWriter.of(*sides, params, draft_tokens)
+            kind = BlockWriter if isinstance(draft.functions, DraftFunctions) else DraftWriter
+            writer = kind.of(*sides, params, draft_tokens)
         with self.precision():
             return write_answers(
                 writer,
@@ -243,6 +245,11 @@ class Model:
         """Functions that write an id a step; raises `UserError` for a model without a decoder."""
         if not isinstance(self.functions, DecoderFunctions):
             raise UserError(f"{self}: has no decoder to {verb} with.")
+        if verb != "draft" and isinstance(self.functions, DraftFunctions):
+            raise UserError(
+                f"{self}: found a block that drafts; expected a model to {verb} with. Give the "
+                "block to its own model: model.generate(prompts, draft=block)."
+            )
         return StepWriter(self.functions, self.real_vocab, self.spread)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:

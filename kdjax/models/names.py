@@ -92,7 +92,18 @@ _DELTA = tuple(
         "blk.{i}.post_attention_norm.weight",
         "model.layers.{i}.post_attention_layernorm.weight",
     )
-    for stack in STACKS
+    for stack in ("blocks", "deltas")
+)
+
+# Of the block that drafts, behind the layers: one of them, and what makes its input and output.
+_MTP = tuple(
+    Name(("mtp", path, "weight"), f"blk.{{i}}.nextn.{gguf}.weight", f"mtp.{hf}.weight")
+    for path, gguf, hf in (
+        ("enorm", "enorm", "pre_fc_norm_embedding"),
+        ("hnorm", "hnorm", "pre_fc_norm_hidden"),
+        ("proj", "eh_proj", "fc"),
+        ("norm", "shared_head_norm", "norm"),
+    )
 )
 
 # Tensors a checkpoint may hold that are not parameters: derived or metadata.
@@ -114,6 +125,11 @@ _BY_PATH_DELTA = (
     | {("deltas", *name.path[1:]): name for name in _LAYER}
     | {name.path: name for name in _DELTA}
 )
+_BY_PATH_DELTA |= {
+    ("mtp", *path[1:]): name._replace(hf=name.hf.replace("model.layers.{i}", "mtp.layers.0"))
+    for path, name in _BY_PATH_DELTA.items()
+    if path[0] == "blocks"
+} | {name.path: name for name in _MTP}
 # Parameters that stay numbers in every form, in float32: small, and the choices, or the fading of
 # states, that they make are those of float32.
 EXACT = ("router", "conv")

@@ -44,6 +44,7 @@ _SHARING = [
     ("delta", ("out",)),
     ("mlp", ("gate", "up")),
     ("mlp", ("down",)),
+    ("proj", ()),  # itself
 ]
 
 
@@ -108,19 +109,35 @@ def unstack_layers(params: Params, functions: DecoderFunctions, *, narrow: bool)
     def one(number: int) -> Params:
         delta = spec.layers[number].delta
         (slices, read), index = stacks[delta], spec.places(delta=delta).index(number)
-        weights = read(jax.tree.map(lambda x: x[index], slices))
-        for part, names in _SHARING:
-            if part not in weights:
-                continue
-            linears = [weights[part][name] for name in names]
-            found = [linear["weight"] for linear in linears]
-            if not isinstance(found[0], Scaled):
-                found = join([make_ready(x, dtype, narrow=narrow) for x in found])
-            for linear, weight in zip(linears, found, strict=True):
-                linear["weight"] = weight
-        return weights
+        return _share(read(jax.tree.map(lambda x: x[index], slices)), dtype, narrow=narrow)
 
     return tuple(map(one, range(spec.num_layers)))
+
+
+@functools.partial(jax.jit, static_argnames=("functions", "spread"))
+def prepare_block(params: Params, *, functions: DecoderFunctions, spread: Spread | None) -> Params:
+    """The weights of the block that drafts as `unstack_layers` makes those of a layer."""
+
+    def prepare(params: Params) -> Params:
+        slices, read = slice_layers(params["mtp"])
+        dtype = product_dtype(functions.compute)
+        return _share(read(jax.tree.map(lambda x: x[0], slices)), dtype, narrow=False)
+
+    return map_rows(prepare, spread, outs=P())(params)
+
+
+def _share(weights: Params, dtype: DTypeLike, *, narrow: bool) -> Params:
+    """The weights of a layer, with those that multiply the same rows joined."""
+    for part, names in _SHARING:
+        if part not in weights:
+            continue
+        linears = [weights[part][name] for name in names] if names else [weights[part]]
+        found = [linear["weight"] for linear in linears]
+        if not isinstance(found[0], Scaled):
+            found = join([make_ready(x, dtype, narrow=narrow) for x in found])
+        for linear, weight in zip(linears, found, strict=True):
+            linear["weight"] = weight
+    return weights
 
 
 def ready_head(params: Params, compute: Compute, *, narrow: bool) -> Array | Grouped | Joined:

@@ -179,8 +179,15 @@ def _read_hf_layer_count(header: Header) -> int:
     return layers
 
 
+def _read_drafts(header: Header) -> int:
+    """Blocks behind the layers: those told of that are there (`checkpoint.take_text`)."""
+    known = "drafts" in header.family.fields
+    name = "nextn_predict_layers" if header.arch else "mtp_num_hidden_layers"
+    return int(header.get(name) or 0) if known else 0
+
+
 def _read_gguf_layer_count(header: Header) -> int:
-    layers = header.count("block_count")
+    layers = header.count("block_count") - _read_drafts(header)
     if layers > len(header.table):
         raise UserError(
             f"{header.path}: found {header.arch}.block_count = {layers}; expected at most its "
@@ -212,6 +219,7 @@ SHAPE = (
         "block_count",
         read_hf=_read_hf_layer_count,
         read_gguf=_read_gguf_layer_count,
+        write_gguf=lambda spec: spec.num_layers + spec.drafts,
     ),
     _count("num_heads", "num_attention_heads", "attention.head_count"),
     _count(
@@ -564,6 +572,8 @@ def _read_recurrent(header: Header) -> tuple[bool, ...]:
     listed = header.get("attention.recurrent_layers")
     if listed is None:
         return every_layer_but(header.count("full_attention_interval", 4), layers)
+    if len(listed) == layers + header.fields["drafts"]:
+        listed = listed[:layers]
     if len(listed) != layers:
         raise UserError(
             f"{header.path}: found {len(listed)} of {header.arch}.attention.recurrent_layers; "
@@ -902,6 +912,15 @@ OWN = {
             write=lambda spec: spec.delta_value_heads * spec.delta_value_dim,
         ),
         _count("delta_kernel", "linear_conv_kernel_dim", "ssm.conv_kernel", _only_hf(4)),
+        Row(
+            "drafts",
+            "mtp_num_hidden_layers",
+            "nextn_predict_layers",
+            read_hf=_read_drafts,
+            read_gguf=_read_drafts,
+            write_gguf=lambda spec: spec.drafts or None,
+            by_layer=True,
+        ),
         Row(
             "delta",
             "layer_types",

@@ -3,7 +3,8 @@
 What comes out is the big model's own: greedily the same ids, at a temperature the same distribution
 (Leviathan, Kalman, Matias 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). Rows accept
 different numbers of drafts, so each goes on at its own position. `DraftWriter` is how slots of the
-engine (`models.decoding`) advance so.
+engine (`models.decoding`) advance so, `BlockWriter` how they do by the block of the big model's own
+that drafts.
 
 Letters: B rows, K drafts a round, N = K + 1, V vocabulary.
 """
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.device.sharding import ROW_AXES
 from kdjax.errors import UserError
-from kdjax.models.decoder import Cache, Params, step_back
+from kdjax.models.decoder import Cache, Params, shift_states, step_back
 from kdjax.models.decoding import (
     STEPS,
     Drawn,
@@ -30,6 +31,7 @@ from kdjax.models.decoding import (
     find_least,
     find_stops,
 )
+from kdjax.models.ready import prepare_block
 from kdjax.models.shards import Spread
 from kdjax.models.weights import mask_padding, unembed
 
@@ -162,7 +164,7 @@ class DraftWriter:
         before = jnp.take_along_axis(read, accepted[:, None], axis=1)[:, 0]
         added = Drawn(ids, _log_probs_of(logits, ids), told, jnp.where(slots.done, -1, accepted))
         slots = slots._replace(
-            cache=(cache, keep_first(accepted + 1)),
+            cache=(cache, keep_first(accepted + 1, read, hidden)),
             before=before,
             last=following,
             positions=slots.positions + accepted + 1,
@@ -179,21 +181,16 @@ class DraftWriter:
 
     def _draft(
         self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
-    ) -> tuple[Array, Array | None, Callable[[Array], Cache]]:
+    ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
         """Drafts `[B, K]`, and what they were drawn from `[B, K, V]`.
 
         Also a function that gives the small model's cache for the next round: behind the first so
-        many ids of those that it read, the id before the last and all drafts but the last.
+        many ids of those that it read, the id before the last and all drafts but the last. It is
+        given what the big model read and its hidden states there, too.
         """
         layers, head = weights
         start, extend = slots.places, self.small.functions.extend
-
-        def choose(hidden: Array, keys: Any) -> tuple[Array, Array | None]:
-            logits = self._logits(hidden, head, self.small.real)
-            if sampling.temperature == 0:
-                return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), None
-            weights = jnp.exp(_log_probs(logits, sampling)[:, 0])
-            return _draw(weights, keys, _DRAFT), logits[:, 0]
+        choose = functools.partial(self._choose, head=head, sampling=sampling)
 
         def step(carry: tuple[Array, Cache], number: Array) -> tuple[Any, Any]:
             last, cache = carry
@@ -219,7 +216,7 @@ class DraftWriter:
             lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), drawn, others
         )
 
-        def keep_first(lengths: Array) -> Cache:
+        def keep_first(lengths: Array, _: Array, __: Array) -> Cache:
             read = cache.read
             if read is not None:
                 both = jax.tree.map(
@@ -233,6 +230,79 @@ class DraftWriter:
             document = jnp.concatenate([ids, jnp.ones_like(drafts[:, 1:])], axis=1)
             spec = self.small.functions.spec
             return step_back(spec, slots.cache[1], last, read, lengths, document)
+
+        return drafts, logits, keep_first
+
+    def _choose(
+        self, hidden: Array, keys: Any, *, head: Array, sampling: Sampling
+    ) -> tuple[Array, Array | None]:
+        """A draft a row, of its hidden state `[B, 1, D]`, and the logits that it was drawn from."""
+        logits = self._logits(hidden, head, self.small.real)
+        if sampling.temperature == 0:
+            return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), None
+        weights = jnp.exp(_log_probs(logits, sampling)[:, 0])
+        return _draw(weights, keys, _DRAFT), logits[:, 0]
+
+
+class BlockWriter(DraftWriter):
+    """A model that writes what its own block drafts: `small` has the block among its parameters.
+
+    The block reads each id with the hidden state of the one before it: the model's, and behind the
+    last id that the model has read the block's own. A round ends with the ids that the model read,
+    of which the block then keeps what it would have kept of the model's states. (llama.cpp's
+    `draft-mtp`, common/speculative.cpp.)
+    """
+
+    def prepare(self, params: tuple[Params, Params], rows: int) -> Any:
+        """See `StepWriter.prepare`; the block has the model's head."""
+        ready = self.big.prepare(params[0], None)
+        functions, spread = self.small.functions, self.small.spread
+        return ready, (prepare_block(params[1], functions=functions, spread=spread), ready[1])
+
+    def open_cache(self, slots: int, capacity: int) -> tuple[Cache, Any]:
+        """See `Writer`; the block's own, and the last hidden state that was read, `[1, B, 1, D]`."""
+        spec, dtype = self.small.functions.spec, self.small.functions.compute.dtype
+        half = jnp.zeros((1, slots, spec.num_kv_heads, capacity, spec.head_dim), dtype)
+        before = jnp.zeros((1, slots, 1, spec.hidden_size), dtype)
+        return self.big.open_cache(slots, capacity), (Cache(half, half), before)
+
+    def read(
+        self, params: tuple[Params, Params], weights: Any, tokens: Array, lengths: Array
+    ) -> tuple[Cache, Any]:
+        """See `Writer`."""
+        known = jnp.maximum(lengths - 1, 0)  # the last id is read in the first round
+        whole, room = self.big.functions.prefill_whole, tokens.shape[1]
+        hidden, cache = whole(params[0], tokens, known, room, weights[0][0])
+        before = shift_states(hidden, jnp.ones_like(tokens))
+        of_block = self.small.functions.draft_prefill(
+            params[1], tokens, before, known, room, weights[1][0]
+        )
+        last = jnp.take_along_axis(before, known[:, None, None], axis=1)
+        return cache, (of_block, last[None])
+
+    def _draft(
+        self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
+    ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
+        """Drafts as `DraftWriter._draft` gives them."""
+        (block, head), start = weights, slots.places
+        extend = functools.partial(self.small.functions.draft_extend, params, block=block)
+        cache, before = slots.cache[1]
+        choose = functools.partial(self._choose, head=head, sampling=sampling)
+
+        def step(carry: tuple[Array, Array, Cache], number: Array) -> tuple[Any, Any]:
+            last, before, cache = carry
+            hidden, cache = extend(last[:, None], before, start + number, cache)
+            drawn = choose(hidden, keys[:, number])
+            return (drawn[0], hidden, cache), drawn
+
+        numbers = jnp.arange(self.drafts, dtype=jnp.int32)
+        _, drawn = jax.lax.scan(step, (slots.last, before[0], cache), numbers)
+        drafts, logits = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
+
+        def keep_first(lengths: Array, read: Array, hidden: Array) -> Any:
+            states = jnp.concatenate([before[0], hidden.astype(before.dtype)], axis=1)
+            _, kept = extend(read, states[:, :-1], start, cache)
+            return kept, jnp.take_along_axis(states, lengths[:, None, None], axis=1)[None]
 
         return drafts, logits, keep_first
 

@@ -103,6 +103,26 @@ class Adapting(Form):
 
 
 @dataclasses.dataclass(frozen=True)
+class Drafting(Form):
+    """The block that drafts is the masters; all else is the base, as that of `Adapting`.
+
+    A teacher of the same arrays is the model that the block drafts for.
+    """
+
+    def masters(self, params: Params) -> Params:
+        """The block, or, of a block alone, all."""
+        return {"mtp": params["mtp"]}
+
+    def base(self, params: Params) -> Params | None:
+        """All but the block."""
+        return {name: x for name, x in params.items() if name != "mtp"}
+
+    def see(self, kept: Kept, params: Params) -> Params:
+        """The base with the block; no array is copied."""
+        return {**kept, **params}
+
+
+@dataclasses.dataclass(frozen=True)
 class Rounded(Form):
     """Masters rounded to block types by the exporter's own search; gradients go straight through.
 

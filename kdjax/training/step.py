@@ -42,12 +42,12 @@ from kdjax.losses.layers import ExtraSums, LayerLoss
 from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.adapters import Lora, split_adapters
-from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
+from kdjax.models.decoder import DecoderFunctions, DraftFunctions, ModelFunctions, Params
 from kdjax.models.model import Model
 from kdjax.models.shards import Spread, sum_rows
 from kdjax.models.weights import name_numbers
 from kdjax.training.extra import begin_projections, choose_losses, list_names, read_states
-from kdjax.training.forms import PLAIN, Adapting, Form, choose_form
+from kdjax.training.forms import PLAIN, Adapting, Drafting, Form, choose_form
 from kdjax.training.heldout import held_out
 from kdjax.training.pair import Vocabulary, refuse_same, share_vocabulary
 from kdjax.training.several import Arrays, Teachers, name_arrays, spread_weights
@@ -800,6 +800,13 @@ def make_step(
                     "what is trained, beside a base that stays as it is. Leave it out."
                 )
         form = Adapting(lora)
+    if block := isinstance(student.functions, DraftFunctions):
+        if quantize:
+            raise UserError(
+                f"found quantize={quantize!r} for a block that drafts; expected none: it trains as "
+                "numbers beside layers that stay as they are stored. Leave it out."
+            )
+        form = Drafting()
     dtypes = {x.dtype for x in jax.tree.leaves(form.masters(student.params))}
     odd = {t for t in dtypes if t.itemsize == 1 or not jnp.issubdtype(t, jnp.floating)}
     if odd:
@@ -809,13 +816,15 @@ def make_step(
             'Load it with dtype="float32" and weights="dense".'
         )
     # A rounded student can learn, and one whose adapters have.
-    if not (allow_degenerate or quantize or _has_learned(student, lora)):
+    if not (allow_degenerate or quantize or block or _has_learned(student, lora)):
         for model in models:
             refuse_same(model, student)
     if vocabulary is None:  # the same of all: the student's own
         vocabulary, *_ = [share_vocabulary(student, model) for model in models or [None]]
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
-    optimizer, layers = train_only(optimizer, student.params, student.spec, trainable)
+    optimizer, layers = train_only(
+        optimizer, form.masters(student.params), student.spec, trainable
+    )
     functions: Any = models[0].functions if models else None
     arrays: Any = models[0].params if models else None
     if several is not None:

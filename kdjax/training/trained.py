@@ -19,7 +19,7 @@ from kdjax.models.model import Model
 from kdjax.models.shards import Shard
 
 FROZEN, TRAINED = "frozen", "trained"
-_STACKED = "blocks/"  # parameters whose first axis counts layers
+_BLOCK = "mtp"  # the block that drafts: trained alone, or not at all
 
 
 def _is_leaf(x: Any) -> bool:
@@ -44,15 +44,17 @@ class _Leaf(NamedTuple):
 
 def _list_leaves(params: Params, spec: ArchSpec | None) -> Iterator[_Leaf]:
     for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf):
-        ours, gguf = _path_name(path), ""
-        if spec is not None:
-            gguf = names.name_of(tuple(key.key for key in path), spec).gguf
-        if spec is None or not ours.startswith(_STACKED):
-            yield _Leaf(ours, [(ours, gguf)])
+        ours = _path_name(path)
+        if spec is None:
+            yield _Leaf(ours, [(ours, "")])
             continue
-        rest, count = ours.removeprefix(_STACKED), spec.num_layers
-        layers = [(f"{_STACKED}{i}/{rest}", gguf.format(i=i)) for i in range(count)]
-        yield _Leaf(ours, layers)
+        keys = tuple(key.key for key in path)
+        gguf, layers = names.name_of(keys, spec).gguf, names.layers_of(keys, spec)
+        if layers is None or keys[0] == _BLOCK:
+            yield _Leaf(ours, [(ours, gguf.format(i=spec.num_layers))])
+            continue
+        stack, rest = ours.split("/", 1)
+        yield _Leaf(ours, [(f"{stack}/{i}/{rest}", gguf.format(i=i)) for i in layers])
 
 
 def parameter_names(model: Model) -> dict[str, str]:
@@ -110,11 +112,14 @@ def train_only(
 ) -> tuple[optax.GradientTransformation, Layers]:
     """`optimizer` for the parameters of `choose_layers`, none for the others; all if it is empty.
 
+    All but the block that drafts, which the loss of the others does not reach.
     The others have no moments either. Of a stack of which some layers are chosen all have moments,
     and only those are moved; such stacks are the second result. `params` may be shapes.
     """
     if not patterns:
-        return optimizer, ()
+        if _BLOCK not in params or len(params) == 1:
+            return optimizer, ()
+        patterns = [name for name in params if name != _BLOCK]
     chosen = choose_layers(params, spec, patterns)
     layers = tuple((path, on) for path, on in chosen.items() if any(on) and not all(on))
 

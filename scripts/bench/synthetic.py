@@ -59,6 +59,7 @@ class ModelShape(NamedTuple):
     delta_keys: int = 0  # of a Qwen3.5: heads of keys and of values in its delta layers,
     delta_values: int = 0
     delta_width: int = 0  # and the width of each
+    drafts: int = 0  # 1: behind the layers is the block that drafts
 
     @property
     def family(self) -> str:
@@ -189,10 +190,11 @@ def tensor_plan(
     # The rule for more bits counts layers in the order in which they stand in the file. Converters
     # of 2024 wrote them sorted as text (0, 1, 10, 11, ..., 2, 20, ...), so that in the published
     # files the richer layers look scattered: 0, 1, 5-10, 13, 16, ... of 28.
-    order = sorted(range(shape.layers), key=str if layer_order == "published" else int)
+    blocks = shape.layers + shape.drafts
+    order = sorted(range(blocks), key=str if layer_order == "published" else int)
     for place, layer in enumerate(order):
         block = f"blk.{layer}"
-        more = recipe.more if gets_more_bits(place, shape.layers) else recipe.base
+        more = recipe.more if gets_more_bits(place, blocks) else recipe.base
         plan.append((f"{block}.attn_norm.weight", "F32", (hidden,)))
         if shape.experts:
             stack = shape.experts, shape.expert_ffn
@@ -206,7 +208,11 @@ def tensor_plan(
             matrix(f"{block}.ffn_up", recipe.base, shape.ffn, hidden)
         second = "post_attention_norm" if shape.delta_keys else "ffn_norm"
         plan.append((f"{block}.{second}.weight", "F32", (hidden,)))
-        if shape.delta_keys and (layer + 1) % 4:
+        if layer >= shape.layers:
+            matrix(f"{block}.nextn.eh_proj", recipe.base, hidden, 2 * hidden)
+            for name in ("enorm", "hnorm", "shared_head_norm"):
+                plan.append((f"{block}.nextn.{name}.weight", "F32", (hidden,)))
+        elif shape.delta_keys and (layer + 1) % 4:
             delta_net()
             continue
         if shape.window:
@@ -391,7 +397,7 @@ def _tokenizer(rows: int, source: str | os.PathLike[str] | None) -> dict[str, An
 def _metadata(shape: ModelShape, recipe: Recipe) -> dict[str, Any]:
     family = shape.family.capitalize()
     values: dict[str, Any] = {
-        "block_count": shape.layers,
+        "block_count": shape.layers + shape.drafts,
         "context_length": 32768,
         "embedding_length": shape.hidden,
         "feed_forward_length": shape.ffn,
@@ -414,6 +420,7 @@ def _metadata(shape: ModelShape, recipe: Recipe) -> dict[str, Any]:
             "ssm.time_step_rank": shape.delta_values,
             "ssm.inner_size": shape.delta_values * shape.delta_width,
             "full_attention_interval": 4,
+            **({"nextn_predict_layers": shape.drafts} if shape.drafts else {}),
         }
     if shape.experts:
         values |= {

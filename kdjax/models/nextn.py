@@ -1,0 +1,52 @@
+"""The block behind a model's layers that drafts, as a model of its own: taken, drawn, put on it."""
+
+import dataclasses
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
+
+from kdjax.errors import UserError
+from kdjax.models.decoder import DecoderFunctions, DraftFunctions, draw_block, functional
+from kdjax.models.families import FAMILIES
+from kdjax.models.lora import read_numbers
+from kdjax.models.model import Model
+
+
+def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "float32") -> Model:
+    """The next-token block of a model (MTP, `nextn`), as a model that drafts for it.
+
+    Its parameters are the model's own arrays and the block's numbers of `dtype`. It drafts
+    (`model.generate(prompts, draft=block)`), it trains (`make_step(block, model, loss, tx)` moves
+    the block alone, beside layers that stay as they are stored), and it is exported as the whole:
+    the model with this block. With a `seed` the block is drawn anew, also for a model of a family
+    with such blocks that has none. Raises `UserError` for a model without one.
+
+        model = kdjax.load("model-q4_k_m.gguf", weights="packed")
+        block = kdjax.take_block(model)
+    """
+    spec = model.spec
+    if spec is None or not isinstance(model.functions, DecoderFunctions):
+        raise UserError(f"{model}: found a module of your own; expected a model of kdjax.load.")
+    if "drafts" not in FAMILIES[spec.family].fields:
+        known = ", ".join(name for name, x in FAMILIES.items() if "drafts" in x.fields)
+        raise UserError(
+            f"{model}: found a {spec.family} model; expected one of {known}, whose files have a "
+            "block that drafts. Train a small model as the draft (docs/drafts.md)."
+        )
+    if seed is None and not spec.drafts:
+        raise UserError(
+            f"{model}: found no block that drafts; expected blk.{spec.num_layers}.nextn.* or "
+            "mtp.* in the file. Begin a new one: take_block(model, seed=0)."
+        )
+    params = dict(model.params)
+    if seed is not None:
+        spec = dataclasses.replace(spec, drafts=1)
+        params["mtp"] = draw_block(spec, seed)
+    read = jax.jit(lambda weight: read_numbers(weight).astype(dtype))
+    flat = {path: read(leaf) for path, leaf in flatten_dict(params["mtp"]).items()}
+    params["mtp"] = unflatten_dict(flat)
+    functions, _ = functional(spec, model.functions.compute)
+    draft = DraftFunctions(functions.graph, spec, functions.compute)
+    kind = f"{model.kind}, its block that drafts"
+    return model.replace(functions=draft, params=params, spec=spec, kind=kind)
