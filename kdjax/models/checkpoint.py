@@ -284,9 +284,7 @@ def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
             f"{spec.num_layers - 1}. Mend student.layers."
         )
     checkpoint = drop_block(checkpoint)
-    spec = dataclasses.replace(
-        checkpoint.spec, layers=tuple(spec.layers[i] for i in layers)
-    )
+    spec = dataclasses.replace(checkpoint.spec, layers=tuple(spec.layers[i] for i in layers))
     table = _PartOf(checkpoint.table, lambda name: renumber(name, layers))
     return dataclasses.replace(checkpoint, table=table, spec=spec)
 
@@ -296,15 +294,8 @@ def drop_block(checkpoint: Checkpoint) -> Checkpoint:
     spec, table = checkpoint.spec, checkpoint.table
     if not spec.drafts or checkpoint.saved is not None:
         return checkpoint
-    block = f"blk.{spec.num_layers}."
-    kept = {
-        key: value
-        for key, value in table.metadata.items()
-        if not key.endswith((".nextn_predict_layers", "mtp_num_hidden_layers"))
-    }
-    part = _PartOf(
-        table, lambda name: None if name.startswith((block, "mtp.", "mtp/")) else name, kept
-    )
+    block = f"blk.{spec.num_layers}.", "mtp."
+    part = _PartOf(table, lambda name: None if name.startswith(block) else name)
     return dataclasses.replace(checkpoint, table=part, spec=dataclasses.replace(spec, drafts=0))
 
 

@@ -30,7 +30,8 @@ def sum_squares(
         what = "experts" if spec else "a module of one's own"
         raise UserError(f"found a model of {what}; expected a dense one of a known architecture.")
     flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
-    paths = [p for p in flat if p[0] in STACKS and p[-1] == "weight" and "norm" not in p[-2]]
+    stacks = {name for name, delta in STACKS.items() if delta is not None}
+    paths = [p for p in flat if p[0] in stacks and p[-1] == "weight" and "norm" not in p[-2]]
     layers = {name: spec.places(delta=delta) for name, delta in STACKS.items()}
     zeros = {path: jnp.zeros((len(layers[path[0]]), flat[path].shape[-1])) for path in paths}
 

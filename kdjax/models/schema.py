@@ -918,7 +918,6 @@ OWN = {
             "nextn_predict_layers",
             read_hf=_read_drafts,
             read_gguf=_read_drafts,
-            write_gguf=lambda spec: spec.drafts or None,
             by_layer=True,
         ),
         Row(

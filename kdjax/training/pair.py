@@ -10,7 +10,7 @@ from kdjax.config import SELF, Config, LoraConfig, split_layers
 from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
 from kdjax.models.adapters import Lora, choose_lora, draw_adapters
-from kdjax.models.checkpoint import Checkpoint, cut_layers, open_checkpoint, tie_head
+from kdjax.models.checkpoint import Checkpoint, cut_layers, drop_block, open_checkpoint, tie_head
 from kdjax.models.decoder import Params
 from kdjax.models.drafts import why_refused
 from kdjax.models.model import Model
@@ -48,6 +48,7 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     path = config.teacher.path
     student = open_student(config, whole=whole)
     teacher = student.base if path == SELF else open_checkpoint(path, whole=whole) if path else None
+    teacher = teacher and drop_block(teacher)
     for name, checkpoint in (("teacher", teacher), ("student", student)):
         if checkpoint and config.data.seq_len > checkpoint.spec.max_positions:
             raise UserError(

@@ -1,0 +1,332 @@
+"""The block that drafts (MTP): read, written, computed, written with and trained."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+import kdjax
+from kdjax.errors import UserError
+from kdjax.export import export_gguf, export_hf
+from kdjax.formats import open_table
+from kdjax.models.checkpoint import cut_layers, drop_block, open_checkpoint
+from kdjax.models.importance import sum_squares
+from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
+
+SHAPE = QWEN35_SHAPES["tiny-delta"]._replace(rows=305, drafts=1)
+PROMPTS = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in (24, 2, 9)]
+NEW = dict(max_tokens=30, stop_ids=())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A model whose layers change little, and a block that passes its token on: it guesses well."""
+    folder = tmp_path_factory.mktemp("nextn")
+    write_random_gguf(folder / "random.gguf", SHAPE, recipe="f32")
+    model = kdjax.load(folder / "random.gguf", dtype="float32")
+    flat = flatten_dict(model.params)
+    for key in flat:
+        if len(key) > 1 and key[-2] in ("o", "out", "down"):
+            flat[key] *= 0.3
+    width = SHAPE.hidden
+    only_token = jnp.concatenate([jnp.eye(width), jnp.zeros((width, width))], axis=1)[None]
+    flat["mtp", "proj", "weight"] = only_token + 0.3 * flat["mtp", "proj", "weight"]
+    model = model.replace(params=unflatten_dict(flat))
+    export_gguf(model, folder / "m.gguf", dtype="f32")
+    return folder / "m.gguf"
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return kdjax.load(path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def block(model):
+    return kdjax.take_block(model)
+
+
+def run_block(model, tokens, before):
+    """Hidden states of the block in NumPy, for one text and the states before each token."""
+    spec, params = model.spec, flatten_dict(model.params)
+    w = {k[1:-1]: np.asarray(x[0], np.float64) for k, x in params.items() if k[0] == "mtp"}
+    heads, groups, width, length = spec.num_heads, spec.num_kv_heads, spec.head_dim, len(tokens)
+
+    def norm(x, weight):
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + spec.rms_eps) * (1 + weight)
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    def rotate(x):  # the first quarter of a head, halves (i, i + R / 2)
+        half = spec.rope.columns // 2
+        angle = np.arange(length)[:, None] / spec.rope_theta ** (np.arange(half) / half)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+    token = np.asarray(model.params["embed"], np.float64)[tokens]
+    both = np.concatenate([norm(token, w["enorm",]), norm(before, w["hnorm",])], axis=-1)
+    x = both @ w["proj",].T
+    y = norm(x, w["attn_norm",])
+    q, gate = np.split((y @ w["attn", "q"].T).reshape(length, heads, 2 * width), 2, axis=-1)
+    k, v = ((y @ w["attn", name].T).reshape(length, groups, width) for name in "kv")
+    q, k = rotate(norm(q, w["attn", "q_norm"])), rotate(norm(k, w["attn", "k_norm"]))
+    out = np.zeros_like(q)
+    for head in range(heads):
+        group = head * groups // heads
+        scores = q[:, head] @ k[:, group].T / np.sqrt(width)
+        scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, group]
+    x = x + (out * sigmoid(gate)).reshape(length, -1) @ w["attn", "o"].T
+    y = norm(x, w["mlp_norm",])
+    gated, up = y @ w["mlp", "gate"].T, y @ w["mlp", "up"].T
+    x = x + (gated * sigmoid(gated) * up) @ w["mlp", "down"].T
+    return norm(x, w["norm",])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layers(functions, params, *columns):
+    return functions.hidden(params, *columns)
+
+
+def read_states(model, tokens):
+    """The layers' hidden states of one text, read anew; texts are padded to one length."""
+    row = np.zeros((1, 64), np.int32)
+    row[0, : len(tokens)] = tokens
+    columns = row, np.ones_like(row), np.arange(64, dtype=np.int32)[None]
+    hidden = _run_layers(model.functions, model.params, *columns)
+    return np.asarray(hidden, np.float64)[0, : len(tokens)]
+
+
+def head_of(model):
+    params = model.params
+    return np.asarray(params.get("head", params["embed"]), np.float64)[: model.real_vocab]
+
+
+def test_the_block_computes_its_formula(model, block):
+    """Of documents packed in a row; the first token of each has zeros before it."""
+    rows = np.asarray([PROMPTS[0] + PROMPTS[2] + PROMPTS[1]])
+    lengths = [24, 9, 2]
+    ids = np.repeat([1, 2, 3], lengths)[None]
+    at = np.concatenate([np.arange(n) for n in lengths])[None]
+    found = np.asarray(block.logits(rows, ids, at))[0]
+    start = 0
+    for tokens in (PROMPTS[0], PROMPTS[2], PROMPTS[1]):
+        states = read_states(model, tokens)
+        before = np.concatenate([np.zeros((1, states.shape[1])), states[:-1]])
+        expected = run_block(model, tokens, before) @ head_of(model).T
+        np.testing.assert_allclose(found[start : start + len(tokens)], expected, atol=2e-5)
+        start += len(tokens)
+
+
+def tensors(path):
+    table = open_table(path)
+    return {name: (table.info(name).shape, table.raw(name).tobytes()) for name in table}
+
+
+@pytest.mark.slow
+def test_files_keep_the_block(path, model, tmp_path):
+    """GGUF to GGUF in float32, and a folder in bf16 to GGUF and back, bit for bit."""
+    export_gguf(model, tmp_path / "again.gguf", dtype="f32")
+    ours, theirs = tensors(tmp_path / "again.gguf"), tensors(path)
+    blocks = {name for name in theirs if name.startswith("blk.4.")}
+    assert len(blocks) == 15 and {n for n in blocks if ".nextn." in n} == {
+        f"blk.4.nextn.{part}.weight" for part in ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+    }
+    assert all(ours[name] == theirs[name] for name in blocks)
+    header = open_table(tmp_path / "again.gguf").metadata
+    assert (header["qwen35.block_count"], header["qwen35.nextn_predict_layers"]) == (5, 1)
+    export_hf(model, tmp_path / "hf", dtype="bf16")
+    export_gguf(kdjax.load(tmp_path / "hf", dtype="float32"), tmp_path / "b.gguf", dtype="f32")
+    export_hf(kdjax.load(tmp_path / "b.gguf", dtype="float32"), tmp_path / "back", dtype="bf16")
+    assert tensors(tmp_path / "back") == tensors(tmp_path / "hf")
+    assert {n for n in tensors(tmp_path / "hf") if n.startswith("mtp.") and "layers" not in n} == {
+        f"mtp.{n}.weight" for n in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    }
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["mtp_num_hidden_layers"], config["num_hidden_layers"]) == (1, 4)
+    read = kdjax.load(tmp_path / "b.gguf", dtype="float32").params["mtp"]["proj"]["weight"]
+    np.testing.assert_array_equal(read, model.params["mtp"]["proj"]["weight"].astype("bfloat16"))
+
+
+@pytest.mark.slow
+def test_the_layers_are_those_without_the_block(path, model, tmp_path):
+    """It is in no result, no importance and no cut model."""
+    dropped = drop_block(open_checkpoint(path))
+    assert dropped.names and dropped.spec == dataclasses.replace(model.spec, drafts=0)
+    params = {name: x for name, x in model.params.items() if name != "mtp"}
+    export_gguf(model.replace(params=params, spec=dropped.spec), tmp_path / "t.gguf", dtype="f32")
+    trunk = kdjax.load(tmp_path / "t.gguf", dtype="float32")
+    assert "mtp" not in trunk.params and "nextn" not in "".join(open_table(tmp_path / "t.gguf"))
+    np.testing.assert_array_equal(trunk.logits([PROMPTS[0]]), model.logits([PROMPTS[0]]))
+    names = sum_squares(model, [np.asarray(PROMPTS[:1])])[0]
+    assert len(names) == 4 * 3 + 3 * 5 + 4 and not any(x.startswith("blk.4.") for x in names)
+    cut = cut_layers(open_checkpoint(path), (0, 3))
+    assert cut.names and cut.spec.drafts == 0
+
+
+def draft_by_hand(model, prompt, count, drafts):
+    """Greedy rounds over whole texts, read anew each time: the text, passes, accepted drafts."""
+    ids, passes, kept, head = list(prompt), 0, 0, head_of(model)
+    while len(ids) < len(prompt) + count:
+        states = read_states(model, ids)
+        before = np.concatenate([np.zeros((1, states.shape[1])), states[:-1]])
+        drafted = list(ids)
+        for _ in range(drafts):
+            own = run_block(model, drafted, before)[-1]
+            drafted.append(int((head @ own).argmax()))
+            before = np.concatenate([before, own[None]])
+        told = (read_states(model, drafted) @ head.T).argmax(-1).tolist()[len(ids) - 1 :]
+        same = [a == b for a, b in zip(drafted[len(ids) :], told, strict=False)]
+        accepted = [*same, False].index(False)
+        passes, kept = passes + 1, kept + accepted
+        ids += told[: accepted + 1]
+    return ids[len(prompt) : len(prompt) + count], passes, kept
+
+
+@pytest.mark.slow
+def test_the_block_drafts_and_the_text_stays(model, block):
+    """Texts, passes and accepted drafts are those of whole texts read anew; slots are refilled."""
+    found = model.generate(PROMPTS, draft=block, draft_tokens=3, batch_size=2, **NEW)
+    plain = model.generate(PROMPTS, **NEW)
+    for prompt, answer, alone in zip(PROMPTS, found, plain, strict=True):
+        ids, *counts = draft_by_hand(model, prompt, 30, 3)
+        assert answer.ids == ids == alone.ids and [*answer.drafted] == counts
+    assert sum(answer.drafted.accepted for answer in found) > 10
+
+
+@pytest.mark.slow
+def test_a_drawn_text_is_drawn_from_the_model(model, block):
+    """At T = 1 the first ids of many answers are spread as the model's probabilities are."""
+    prompts, how = [PROMPTS[2]] * 2000, dict(max_tokens=2, stop_ids=(), batch_size=500)
+    answers = model.generate(prompts, draft=block, draft_tokens=2, temperature=1.0, seed=3, **how)
+    for place in range(2):
+        counts = np.bincount([answer.ids[place] for answer in answers], minlength=305) / 2000
+        text = PROMPTS[2] + [answers[0].ids[0]] * place
+        if place:
+            continue  # what follows depends on the first
+        p = np.asarray(jax.nn.softmax(model.logits([text])[0, -1]))
+        assert np.abs(counts - p).sum() < 1.5 * np.sqrt(2 / np.pi / 2000) * np.sqrt(p).sum()
+    assert any(answer.drafted.accepted for answer in answers)
+
+
+_ASK = r"""
+import json, os, sys, urllib.request, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 256, 1, False
+params.n_gpu_layers = 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+kinds = xllamacpp.common_speculative_type
+params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+params.speculative.draft.n_max, params.speculative.draft.p_min = 3, 0.0
+server = xllamacpp.Server(params)
+for prompt in json.loads(sys.argv[2]):
+    asked = dict(prompt=prompt, n_predict=30, temperature=0.0, ignore_eos=True)
+    asked |= dict(cache_prompt=False, return_tokens=True)
+    head = {"Content-Type": "application/json"}
+    address = server.listening_address + "/completion"
+    request = urllib.request.Request(address, json.dumps(asked).encode(), head)
+    answer = json.load(urllib.request.urlopen(request))
+    counts = [answer["timings"][key] for key in ("draft_n", "draft_n_accepted")]
+    print("FOUND" + json.dumps([answer["tokens"], *counts]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_llama_cpp_accepts_as_many(path, model, block):
+    """Its `draft-mtp`, from the second id on: it draws the first from the prompt's pass."""
+    pytest.importorskip("xllamacpp")
+    command = [sys.executable, "-c", _ASK, str(path), json.dumps(PROMPTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = [json.loads(x.partition("FOUND")[2]) for x in done.stdout.splitlines() if "FOUND" in x]
+    assert len(found) == len(PROMPTS), done.stderr[-2000:]
+    how = dict(draft=block, draft_tokens=3, max_tokens=29, stop_ids=())
+    for prompt, (ids, drafted, accepted) in zip(PROMPTS, found, strict=True):
+        ours = model.generate([prompt + ids[:1]], **how)[0]
+        assert ours.ids == ids[1:]
+        # It drafts no further than the answer goes; of the last round kdjax counts all.
+        rounds = 29 - accepted
+        assert 3 * (rounds - 2) < drafted <= 3 * rounds
+        assert 0 <= ours.drafted.accepted - accepted <= 2
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rows = np.random.default_rng(5).integers(0, 300, (2, 33))
+    return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+def test_the_block_alone_trains(path, batch, tmp_path):
+    """Beside packed layers, towards what they say; the result is a file with another block."""
+    write_random_gguf(tmp_path / "q.gguf", SHAPE._replace(hidden=256, ffn=256), recipe="q4_k_m")
+    model = kdjax.load(tmp_path / "q.gguf", weights="packed", dtype="float32")
+    block = kdjax.take_block(model)
+    loss = kdjax.KDLoss(kdjax.total_variation)
+    step = kdjax.make_step(block, model, loss, optax.adam(3e-3))
+    state = step.init(block.params)
+    assert set(state.params) == {"mtp"} and step.base["blocks"] is model.params["blocks"]
+    losses = []
+    for _ in range(8):
+        state, metrics = step(state, model.params, batch)
+        losses.append(metrics.means()["divergence"])
+    assert losses[-1] < 0.9 * losses[0]
+    trained = block.replace(params=step.see(state))
+    export_gguf(trained, tmp_path / "t.gguf")  # layers in the blocks that they have
+    before, after = tensors(tmp_path / "q.gguf"), tensors(tmp_path / "t.gguf")
+    changed = {n for n in before if before[n] != after[n] and not n.endswith("ssm_a")}  # rounded
+    assert changed and all(name.startswith("blk.4.") for name in changed)
+    again = kdjax.take_block(kdjax.load(tmp_path / "t.gguf", weights="packed", dtype="float32"))
+    rows = batch["tokens"]
+    np.testing.assert_allclose(again.logits(rows), trained.logits(rows), atol=1e-5)
+
+
+def test_a_student_keeps_the_block_that_it_has(model, batch):
+    """Its loss reaches the layers alone, and no decay moves the block."""
+    loss = kdjax.KDLoss(kdjax.forward_kl, alpha=1.0)
+    step = kdjax.make_step(model, None, loss, optax.adamw(1e-2, weight_decay=0.5))
+    state, _ = step(step.init(model.params), None, batch)
+    for key, x in flatten_dict(state.params).items():
+        same = np.array_equal(x, flatten_dict(model.params)[key])
+        assert same == (key[0] == "mtp"), key
+    names = kdjax.parameter_names(model)
+    assert names["mtp/proj/weight"] == "blk.4.nextn.eh_proj.weight"
+    assert names["blocks/3/attn/q/weight"] == "blk.3.attn_q.weight" and "deltas/3/conv" not in names
+
+
+@pytest.mark.slow
+def test_a_new_block_is_drawn_for_a_model_without_one(tmp_path):
+    write_random_gguf(tmp_path / "m.gguf", SHAPE._replace(drafts=0), recipe="f32")
+    model = kdjax.load(tmp_path / "m.gguf", dtype="float32")
+    with pytest.raises(UserError, match=r"no block that drafts; expected blk\.4\.nextn"):
+        kdjax.take_block(model)
+    block = kdjax.take_block(model, seed=1)
+    answers = model.generate(PROMPTS[2:], draft=block, max_tokens=4, stop_ids=())
+    assert answers[0].ids == model.generate(PROMPTS[2:], max_tokens=4, stop_ids=())[0].ids
+    export_gguf(block, tmp_path / "b.gguf", dtype="f32")
+    read = kdjax.load(tmp_path / "b.gguf", dtype="float32")
+    assert read.spec.drafts == 1
+    np.testing.assert_array_equal(
+        read.params["mtp"]["proj"]["weight"], block.params["mtp"]["proj"]["weight"]
+    )
+
+
+def test_what_is_no_block_is_refused(models, block, model):
+    with pytest.raises(UserError, match="found a block that drafts; expected a model to generate"):
+        block.generate(PROMPTS[:1], max_tokens=2)
+    other = kdjax.load(models / "student.gguf", dtype="float32")
+    with pytest.raises(UserError, match=r"a qwen2 model; expected one of qwen3_5_text"):
+        kdjax.take_block(other)
+    loss = kdjax.KDLoss(kdjax.total_variation)
+    with pytest.raises(UserError, match=r"quantize='q4_0' for a block that drafts"):
+        kdjax.make_step(block, model, loss, optax.sgd(1.0), quantize="q4_0")
