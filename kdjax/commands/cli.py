@@ -25,6 +25,7 @@ COMMANDS = {
     "evaluate": "measure a model: held-out text, a teacher, HumanEval, MBPP, its health",
     "generate": "write text with a model",
     "answers": "let a model answer exercises and keep what passes their tests",
+    "draft": "train the block of a model that drafts for it",
     "imatrix": "measure which inputs of a model's matrices matter on a text",
     "export": "write a trained student for Transformers, llama.cpp or as .apr",
     "report": "draw what runs left behind: one HTML page, and PNG files",

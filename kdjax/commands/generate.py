@@ -7,7 +7,8 @@ MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the H
 (its newest checkpoint) or a step folder of one. After it `@dense` (the default), `@packed`,
 `@float8` or `@float8_precise` says how the weights are kept, then nothing or `:bfloat16` or
 `:float32`. With `--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in
-fewer passes of the big one; how many is said on standard error. Of several processes that an engine
+fewer passes of the big one; how many is said on standard error. `--draft=own` takes the block that
+the model's file has for it. Of several processes that an engine
 started the first alone answers: a prompt is one row.
 """
 
@@ -22,6 +23,9 @@ from kdjax.device import sharding
 from kdjax.errors import FINISHED, PEER_LOST, reporting
 from kdjax.evaluation.target import open_target, warn_if_refused
 from kdjax.models.decoding import Sampling
+from kdjax.models.nextn import take_block
+
+_OWN = "own"  # of --draft
 
 
 class Stream:
@@ -54,7 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of what is drawn at a temperature above 0")
     add("--student", default="", metavar="PATH", help="what a checkpoint's run began with")
     add("--tokenizer", default="", metavar="PATH", help="instead of the model's own")
-    add("--draft", default="", metavar="SMALL", help="a model that drafts, in any of these forms")
+    add(
+        "--draft",
+        default="",
+        metavar="SMALL",
+        help=f"a model that drafts, in any of these forms, or {_OWN}: the model's own block",
+    )
     add("--draft-tokens", type=int, default=5, help="drafted a pass (%(default)s)")
     add_cluster_flags(parser)
     args = parser.parse_args(argv)
@@ -66,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write_text(args: argparse.Namespace) -> None:
     target = open_target(args.model, args.student, args.tokenizer)
-    small = open_target(args.draft, fallback=args.tokenizer) if args.draft else None
+    other = args.draft if args.draft != _OWN else ""
+    small = open_target(other, fallback=args.tokenizer) if other else None
     if small is not None:
         warn_if_refused(target, small)
     tokenizer = target.checkpoint.tokenizer
@@ -85,6 +95,8 @@ def _write_text(args: argparse.Namespace) -> None:
     sampling.check()
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
     model, draft = target.load(mesh), small.load(mesh) if small else None
+    if args.draft == _OWN:
+        draft = take_block(model)
     begun = time.monotonic()
     (completion,) = model.generate(
         [text], sampling, draft=draft, draft_tokens=args.draft_tokens, on_text=Stream()

@@ -3,14 +3,19 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from kdjax.errors import UserError
+from kdjax.formats.blocks import encode, split
+from kdjax.formats.recipes import fitting
 from kdjax.models.decoder import DecoderFunctions, DraftFunctions, draw_block, functional
 from kdjax.models.families import FAMILIES
 from kdjax.models.lora import read_numbers
 from kdjax.models.model import Model
+from kdjax.models.weights import Packed
 
 
 def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "float32") -> Model:
@@ -50,3 +55,20 @@ def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "flo
     draft = DraftFunctions(functions.graph, spec, functions.compute)
     kind = f"{model.kind}, its block that drafts"
     return model.replace(functions=draft, params=params, spec=spec, kind=kind)
+
+
+def pack_block(model: Model, dtype: str) -> Model:
+    """The model with the matrices of its block that drafts in blocks of a type, to be exported so.
+
+    Rows that are no whole blocks of it get what `llama-quantize` takes for them.
+    """
+
+    def pack(x: jax.Array) -> jax.Array | Packed:
+        if x.ndim < 3:
+            return x
+        kind = fitting(dtype, x.shape[-1])
+        return Packed(split(encode(np.asarray(x, np.float32), kind), kind), kind, jnp.float32)
+
+    flat = flatten_dict(model.params["mtp"])
+    packed = unflatten_dict({path: pack(x) for path, x in flat.items()})
+    return model.replace(params={**model.params, "mtp": packed})

@@ -822,9 +822,7 @@ def make_step(
     if vocabulary is None:  # the same of all: the student's own
         vocabulary, *_ = [share_vocabulary(student, model) for model in models or [None]]
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
-    optimizer, layers = train_only(
-        optimizer, form.masters(student.params), student.spec, trainable
-    )
+    optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)
     functions: Any = models[0].functions if models else None
     arrays: Any = models[0].params if models else None
     if several is not None:
