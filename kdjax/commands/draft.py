@@ -1,12 +1,12 @@
-"""Trains the block of a model that drafts for it (MTP, `nextn`), towards what the model itself says.
+"""Trains the block of a model that drafts for it (MTP, `nextn`), towards what the model says.
 
     kdjax draft model-q4_k_m.gguf --data=answers.jsonl --out=model-drafting.gguf
     llama-server -m model-drafting.gguf --spec-type draft-mtp --spec-draft-n-max 3
 
-MODEL is the file that is served, as of `kdjax evaluate`, packed unless it says otherwise: its layers
-stay as they are, bit for bit, and the block is trained beside them by total variation, which is the
-share of its drafts that the model rejects. A model whose file has no block begins a new one with
---new. A sixteenth of the text's rows are kept apart, to judge by.
+MODEL is the file that is served, as of `kdjax evaluate`, packed unless it says otherwise: its
+layers stay as they are, bit for bit, and the block is trained beside them by total variation, which
+is the share of its drafts that the model rejects. A model whose file has no block begins a new one
+with --new. A sixteenth of the text's rows are kept apart, to judge by.
 """
 
 import itertools
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     held = np.arange(len(text.rows)) % _HELD_OUT == _HELD_OUT - 1
     if not held.any():
         raise UserError(
-            f"{args.data}: found {len(held)} rows of {args.seq_len} positions; expected {_HELD_OUT} "
-            "or more. Give more text, or lower --seq-len."
+            f"{args.data}: found {len(held)} rows of {args.seq_len} positions; expected "
+            f"{_HELD_OUT} or more. Give more text, or lower --seq-len."
         )
     segments = int(rows["segment_ids"].max())
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])

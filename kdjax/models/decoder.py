@@ -1124,7 +1124,11 @@ class DraftFunctions(DecoderFunctions):
     Its hidden states give, by the same head, the same tokens' probabilities as the layers' do.
     """
 
-    hidden = _of_params(Decoder.draft_hidden)
+    def hidden(
+        self, params: Params, tokens: Array, segment_ids: Array, positions: Array
+    ) -> Float[Array, "B T D"]:
+        """See `Decoder.draft_hidden`."""
+        return self._merge(params).draft_hidden(tokens, segment_ids, positions)
 
     def hidden_in_parts(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array, parts: int

@@ -260,7 +260,7 @@ class BlockWriter(DraftWriter):
         return ready, (prepare_block(params[1], functions=functions, spread=spread), ready[1])
 
     def open_cache(self, slots: int, capacity: int) -> tuple[Cache, Any]:
-        """See `Writer`; the block's own, and the last hidden state that was read, `[1, B, 1, D]`."""
+        """See `Writer`; the block's has the last hidden state that was read, `[1, B, 1, D]`."""
         spec, dtype = self.small.functions.spec, self.small.functions.compute.dtype
         half = jnp.zeros((1, slots, spec.num_kv_heads, capacity, spec.head_dim), dtype)
         before = jnp.zeros((1, slots, 1, spec.hidden_size), dtype)

@@ -227,7 +227,7 @@ def tensor_plan(
 
 
 # Root mean square of a weight for d = 1, when all integers of a block are drawn uniformly:
-# of q alone, by type or by what its name begins with, and for types of 256 times that of the scales.
+# of q alone, by type or the begin of its name, and for types of 256 times that of the scales.
 _RMS_Q = {
     "Q4": 4.61,
     "Q5": 9.23,

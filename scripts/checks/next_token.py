@@ -6,7 +6,8 @@ Trains a tiny Qwen3.5 on the demo's text, then its block on that text alone, as 
 published, and writes both as a Q4_K_M file, which is served. Of this file, packed, the block is
 then trained by total variation, and for comparison on the text alone for as many steps. Greedy
 answers to held-out beginnings are counted by kdjax and by llama.cpp's `draft-mtp` (xllamacpp), 3
-drafts a pass. What lies in --out is used again. Exit status: 0 if the accepted drafts a pass rise by 30%, 1 if not.
+drafts a pass. What lies in --out is used again. Exit status: 0 if the accepted drafts a pass rise
+by 30%, 1 if not.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import optax
 
 import kdjax
 from kdjax import demo
+from kdjax.commands.parsing import log_to_terminal
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
@@ -119,13 +121,13 @@ def count_theirs(file: Path, prompts: list[list[int]], folder: Path) -> dict[str
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the experiment; see the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=300, help="of each training")
     parser.add_argument("--trunk-steps", type=int, default=600)
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_terminal()
     out: Path = flags.out
     out.mkdir(parents=True, exist_ok=True)
     served = out / "served-q4_k_m.gguf"
