@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nextn")
     write_random_gguf(folder / "random.gguf", SHAPE, recipe="f32")
     model = kdjax.load(folder / "random.gguf", dtype="float32")
-    flat = flatten_dict(model.params)
+    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
     for key in flat:
         if len(key) > 1 and key[-2] in ("o", "out", "down"):
             flat[key] *= 0.3
@@ -58,7 +59,8 @@ def block(model):
 
 def run_block(model, tokens, before):
     """Hidden states of the block in NumPy, for one text and the states before each token."""
-    spec, params = model.spec, flatten_dict(model.params)
+    params: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+    spec = model.spec
     w = {k[1:-1]: np.asarray(x[0], np.float64) for k, x in params.items() if k[0] == "mtp"}
     heads, groups, width, length = spec.num_heads, spec.num_kv_heads, spec.head_dim, len(tokens)
 
@@ -299,8 +301,10 @@ def test_a_student_keeps_the_block_that_it_has(model, batch):
     loss = kdjax.KDLoss(kdjax.forward_kl, alpha=1.0)
     step = kdjax.make_step(model, None, loss, optax.adamw(1e-2, weight_decay=0.5))
     state, _ = step(step.init(model.params), None, batch)
-    for key, x in flatten_dict(state.params).items():
-        same = np.array_equal(x, flatten_dict(model.params)[key])
+    trained: dict[tuple[str, ...], Any] = flatten_dict(state.params)
+    began: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+    for key, x in trained.items():
+        same = np.array_equal(x, began[key])
         assert same == (key[0] == "mtp"), key
     names = kdjax.parameter_names(model)
     assert names["mtp/proj/weight"] == "blk.4.nextn.eh_proj.weight"

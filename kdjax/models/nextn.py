@@ -1,6 +1,7 @@
 """The block behind a model's layers that drafts, as a model of its own: taken, drawn, put on it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,6 @@ def pack_block(model: Model, dtype: str) -> Model:
         kind = fitting(dtype, x.shape[-1])
         return Packed(split(encode(np.asarray(x, np.float32), kind), kind), kind, jnp.float32)
 
-    flat = flatten_dict(model.params["mtp"])
+    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params["mtp"])
     packed = unflatten_dict({path: pack(x) for path, x in flat.items()})
     return model.replace(params={**model.params, "mtp": packed})

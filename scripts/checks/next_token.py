@@ -6,8 +6,8 @@ Trains a tiny Qwen3.5 on the demo's text, then its block on that text alone, as 
 published, and writes both as a Q4_K_M file, which is served. Of this file, packed, the block is
 then trained by total variation, and for comparison on the text alone for as many steps. Greedy
 answers to held-out beginnings are counted by kdjax and by llama.cpp's `draft-mtp` (xllamacpp), 3
-drafts a pass. What lies in --out is used again. Exit status: 0 if the accepted drafts a pass rise
-by 30%, 1 if not.
+drafts a pass. What lies in --out is used again. Exit status: 0 if the greedily accepted drafts a
+pass rise by 30% by both, 1 if not.
 """
 
 import argparse
@@ -167,9 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     found |= {"drafts": DRAFTS, "ids": NEW, "rows": rows}
     if flags.json:
         flags.json.write_text(json.dumps(found, indent=1) + "\n")
-    gains = [rows[-1][by]["a pass"] / rows[0][by]["a pass"] for by in list(rows[0])[1:]]
-    _log.info("gains: %s", [round(x, 2) for x in gains])
-    return 0 if min(gains) >= ENOUGH else 1
+    gains = {by: rows[-1][by]["a pass"] / rows[0][by]["a pass"] for by in list(rows[0])[1:]}
+    _log.info("times as many as before: %s", {by: round(x, 2) for by, x in gains.items()})
+    return 0 if min(x for by, x in gains.items() if "greedy" in by) >= ENOUGH else 1
 
 
 if __name__ == "__main__":
