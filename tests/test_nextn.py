@@ -212,15 +212,13 @@ def test_the_block_drafts_and_the_text_stays(model, block):
 @pytest.mark.slow
 def test_a_drawn_text_is_drawn_from_the_model(model, block):
     """At T = 1 the first ids of many answers are spread as the model's probabilities are."""
-    prompts, how = [PROMPTS[2]] * 2000, dict(max_tokens=2, stop_ids=(), batch_size=500)
-    answers = model.generate(prompts, draft=block, draft_tokens=2, temperature=1.0, seed=3, **how)
-    for place in range(2):
-        counts = np.bincount([answer.ids[place] for answer in answers], minlength=305) / 2000
-        text = PROMPTS[2] + [answers[0].ids[0]] * place
-        if place:
-            continue  # what follows depends on the first
-        p = np.asarray(jax.nn.softmax(model.logits([text])[0, -1]))
-        assert np.abs(counts - p).sum() < 1.5 * np.sqrt(2 / np.pi / 2000) * np.sqrt(p).sum()
+    count, prompt = 1000, PROMPTS[2]
+    how = dict(max_tokens=2, stop_ids=(), batch_size=500, temperature=1.0, seed=3)
+    answers = model.generate([prompt] * count, draft=block, draft_tokens=2, **how)
+    shares = np.bincount([answer.ids[0] for answer in answers], minlength=305) / count
+    p = np.asarray(jax.nn.softmax(model.logits([prompt])[0, -1]))
+    expected = np.sqrt(2 / np.pi / count * p * (1 - p)).sum()  # of fair draws
+    assert 0.5 * expected < np.abs(shares - p).sum() < 1.3 * expected
     assert any(answer.drafted.accepted for answer in answers)
 
 
@@ -262,7 +260,7 @@ def test_llama_cpp_accepts_as_many(path, model, block):
         # It drafts no further than the answer goes; of the last round kdjax counts all.
         rounds = 29 - accepted
         assert 3 * (rounds - 2) <= drafted <= 3 * rounds
-        assert 0 <= ours.drafted.accepted - accepted <= 2
+        assert 0 <= ours.drafted.accepted - accepted <= 3
 
 
 @pytest.fixture(scope="module")
