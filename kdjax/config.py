@@ -5,12 +5,13 @@ A file in `configs/` returns a `Config` from `get_config()`; flags such as
 `kdjax train --help` and docs/settings.md show it. Nothing here imports JAX.
 """
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from kdjax.errors import UserError
+from kdjax.errors import UserError, suggest
 
 WEIGHTS = ("dense", "packed", "float8", "float8_precise")  # how a model's weights are kept
 # What earlier versions, and the reference system (aprender), called them: read, never written.
@@ -154,6 +155,8 @@ class TrainConfig:
 
     steps: int = 1000  # optimizer steps
     after: int = 0  # goes on from this last step of a finished run, with a new warmup and decay
+    seconds: float = 0.0  # of steps and rounds, after which it ends before train.steps; 0: no limit
+    until: str = ""  # overlap: ends when that of the rounds rises no more; "": train.steps
     batch_size: int = 16  # rows an optimizer step, over all devices
     microbatches: int = 1  # parts a batch is computed in; saves memory, changes no result
     seed: int = 0  # of the data's order and of random weights
@@ -166,6 +169,7 @@ class RolloutConfig:
     """Rows of the student's own answers, written in rounds; off while `prompts` is empty."""
 
     prompts: str = ""  # as data.train; `messages` are answered, `text` is cut and continued
+    writer: str = "student"  # student | teacher: whose answers are trained on
     share: float = 1.0  # rows of a batch that are the student's own; the rest is data.train
     every: int = 8  # optimizer steps that a round of answers lasts
     rounds: int = 0  # 1: all text is written once, by the start model; 0: a new round each time
@@ -187,6 +191,8 @@ class EvalConfig:
     rows: int = 64  # at most this many held-out rows; 0: all
     batch_size: int = 8  # rows at a time, over all devices
     samples: int = 3  # beginnings that the student continues before and after; 0: none
+    best: str = ""  # figure that the best checkpoint is chosen by: loss, kl, agreement; "": loss
+    stop_worse: float = 2.0  # standard errors worse than at its begin that stop a phase; 0: none
 
 
 @dataclasses.dataclass
@@ -194,7 +200,7 @@ class CheckpointConfig:
     """Saved state: student, optimizer, data position."""
 
     every: int = 100  # optimizer steps; 0: only at the end
-    keep: int = 2  # newest checkpoints kept
+    keep: int = 2  # newest checkpoints kept, and the best beside them
 
 
 @dataclasses.dataclass
@@ -238,6 +244,9 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     log: LogConfig = field(default_factory=LogConfig)
     smoke: SmokeConfig = field(default_factory=SmokeConfig)
+    # Phases that follow: of each the fields that differ from those above, by their names, such as
+    # ({"train.steps": 200, "rollout.prompts": "prompts.jsonl"},). `list_phases` reads them.
+    then: tuple[dict[str, Any], ...] = ()
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -246,17 +255,104 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in items.items():
         name = f"{prefix}{key}"
+        if isinstance(value, list | tuple) and all(isinstance(item, dict) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}  # phases
         flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
 
 
 def read_section(default: Any, values: dict[str, Any]) -> Any:
     """A section, or a whole config, of what `dataclasses.asdict` made of it."""
-    inner = {
-        name: read_section(getattr(default, name), value) if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return type(default)(**inner)
+
+    def read(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return read_section(getattr(default, name), value)
+        return tuple(value) if isinstance(value, list) else value
+
+    return type(default)(**{name: read(name, value) for name, value in values.items()})
+
+
+# Fields, and sections, that a phase may change: all that keeps the shape of what is saved, the
+# models, and what is held out.
+PHASED = (
+    "data.train",
+    "loss.",
+    "optim.",
+    "rollout.",
+    "student.lora.learning_rate",
+    "train.steps",
+    "train.seconds",
+    "train.until",
+)
+_UNPHASED = ("optim.name", "optim.trainable", "optim.clip_norm", "optim.moment_dtype")
+_LENGTHS = ("train.steps", "train.seconds")
+TEXTS = ("data.train", "rollout.prompts")  # of them those that name files
+
+
+def is_phased(config: Config) -> bool:
+    """Whether steps alone do not tell where in the run a checkpoint is."""
+    return bool(config.then or config.train.seconds or config.train.until)
+
+
+def list_phases(config: Config) -> list[Config]:
+    """A config of each phase, without `then`: the run's own fields, then those changed by each.
+
+    `train.steps` is a phase's own number; the text of each has an order of its own.
+    """
+    phases = [dataclasses.replace(config, then=())]
+    for number, changes in enumerate(config.then, 1):
+        phase = copy.deepcopy(phases[0])
+        phase.train.seed += number
+        phase.train.seconds, phase.train.until = 0.0, ""
+        for name, value in changes.items():
+            *sections, last = name.split(".")
+            section: Any = phase
+            for part in sections:
+                section = getattr(section, part)
+            setattr(section, last, value)
+        phases.append(phase)
+    return phases
+
+
+def place_phase(config: Config, number: int, begun: int) -> Config:
+    """The config of the phase of this number, from step `begun` of the run on."""
+    phase = list_phases(config)[number]
+    if not number:
+        return phase
+    steps = {"after": begun, "steps": begun + phase.train.steps}
+    return dataclasses.replace(phase, train=dataclasses.replace(phase.train, **steps))
+
+
+def _has_one_loss(config: Config) -> bool:
+    """Whether all phases minimise the same."""
+    phases = list_phases(config)
+    losses = [dataclasses.replace(phase.loss, chunk_tokens=0) for phase in phases]
+    return all(loss == losses[0] for loss in losses)
+
+
+def choose_figure(config: Config) -> str:
+    """The held-out figure by which checkpoints are compared.
+
+    By default the trained loss; where phases have several, which do not compare, the forward KL.
+    """
+    if config.eval.best:
+        return config.eval.best
+    if _has_one_loss(config):
+        return "loss"
+    return "kl" if config.teacher.path or config.teacher.cache else "student_ce"
+
+
+def change_texts(config: Config, change: Callable[[str], str]) -> tuple[dict[str, Any], ...]:
+    """The phases of `then` with other names of text and prompts."""
+    return tuple(
+        {name: change(value) if name in TEXTS else value for name, value in changes.items()}
+        for changes in config.then
+    )
+
+
+def count_steps(config: Config) -> int:
+    """The most optimizer steps that a run has, over all its phases, or its smoke trial."""
+    return config.smoke.steps or sum(phase.train.steps for phase in list_phases(config))
 
 
 def name_numbers(weights: str) -> str:
@@ -390,6 +486,7 @@ _POSITIVE = (lambda v: v > 0), "greater than 0"
 _NON_NEGATIVE = (lambda v: v >= 0), "0 or more"
 _FRACTION = (lambda v: 0 <= v <= 1), "between 0 and 1"
 _BETA = (lambda v: 0 <= v < 1), "at least 0 and below 1"
+_TAUGHT = ("kl", "divergence", "agreement", "acceptance")  # figures that need a teacher
 _PRESENT = bool, "set: a GGUF file, a Hugging Face folder or hf:ORG/REPO/FILE"
 
 _RULES: dict[str, _Rule] = {
@@ -433,10 +530,13 @@ _RULES: dict[str, _Rule] = {
     "optim.moment_dtype": _choice("float32", "bfloat16"),
     "train.steps": _POSITIVE,
     "train.after": _NON_NEGATIVE,
+    "train.seconds": _NON_NEGATIVE,
+    "train.until": ((lambda v: v in ("", "overlap")), "empty, or overlap"),
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,
     "train.compute_dtype": _choice("bfloat16", "float32"),
     "train.reduce_dtype": _choice("bfloat16", "float32"),
+    "rollout.writer": _choice("student", "teacher"),
     "rollout.share": ((lambda v: 0 < v <= 1), "above 0 and at most 1"),
     "rollout.every": _POSITIVE,
     "rollout.rounds": _NON_NEGATIVE,
@@ -450,6 +550,11 @@ _RULES: dict[str, _Rule] = {
     "eval.rows": _NON_NEGATIVE,
     "eval.batch_size": _POSITIVE,
     "eval.samples": _NON_NEGATIVE,
+    "eval.best": (
+        (lambda v: v in ("", "loss", "student_ce", *_TAUGHT)),
+        f"empty, or one of {', '.join(('loss', 'student_ce', *_TAUGHT))}",
+    ),
+    "eval.stop_worse": _NON_NEGATIVE,
     "checkpoint.every": _NON_NEGATIVE,
     "checkpoint.keep": _POSITIVE,
     "mesh.data": ((lambda v: v == -1 or v > 0), "-1 or greater than 0"),
@@ -460,8 +565,74 @@ _RULES: dict[str, _Rule] = {
 }
 
 
+def _list_odd_changes(config: Config) -> list[str]:
+    """What is wrong with the phases of `then`, each by itself."""
+    fields, problems = flatten(dataclasses.replace(config, then=())), []
+    phased = [name for name in fields if name.startswith(PHASED) and name not in _UNPHASED]
+    for number, changes in enumerate(config.then):
+        name = f"then[{number}]"
+        if not isinstance(changes, Mapping):
+            problems.append(
+                f'{name}={changes!r}: must be a dict of fields, such as {{"train.steps": 100}}'
+            )
+            continue
+        if not any(changes.get(length) for length in _LENGTHS):
+            problems.append(f"{name}: must have train.steps or train.seconds, how long it is")
+        for field_name, value in changes.items():
+            shown = f"{name}: {field_name}={value!r}"
+            if field_name not in fields:
+                problems.append(f"{shown}: no such field.{suggest(str(field_name), phased)}")
+            elif field_name not in phased:
+                problems.append(
+                    f"{shown}: must be the same in all phases; a phase may change "
+                    f"{', '.join(PHASED).replace('., ', '.*, ')}, but for {', '.join(_UNPHASED)}"
+                )
+            elif not _is_alike(value, fields[field_name]):
+                kind = type(fields[field_name]).__name__
+                problems.append(f"{shown}: must be of type {kind}, as the run's")
+    return problems
+
+
+def _is_alike(value: Any, other: Any) -> bool:
+    """Whether the one may stand where the other does, a whole number for any."""
+    if isinstance(value, bool) or isinstance(other, bool):
+        return type(value) is type(other)
+    return isinstance(value, (int, float) if isinstance(other, float) else type(other))
+
+
 def validate(config: Config) -> None:
     """Raises one `UserError` that lists every field that cannot work, its value and what would."""
+    problems = _list_odd_changes(config)
+    if not problems:
+        first, *others = list_phases(config)
+        problems = _list_problems(first)
+        for number, phase in enumerate(others):
+            own = (problem for problem in _list_problems(phase) if problem not in problems)
+            problems += [f"then[{number}]: {problem}" for problem in own]
+    if problems:
+        raise UserError(_refusal(problems))
+    if config.then and config.teacher.cache:
+        problems.append(
+            f"then: needs a teacher that runs; teacher.cache={config.teacher.cache!r} has read the "
+            "text of one phase"
+        )
+    if config.eval.best in ("loss", "divergence") and not _has_one_loss(config):
+        problems.append(
+            f"eval.best={config.eval.best!r}: must be another, such as kl, where phases differ in "
+            "their loss: it would not compare"
+        )
+    if config.then and config.train.after:
+        problems.append(f"train.after={config.train.after}: must be 0 with then")
+    if problems:
+        raise UserError(_refusal(problems))
+
+
+def _refusal(problems: Sequence[str]) -> str:
+    return "the config cannot run:\n  " + "\n  ".join(problems)
+
+
+def _list_problems(config: Config) -> list[str]:
+    """Lists every field of a phase that cannot work."""
     flat = flatten(config)
     problems = [
         f"{name}={flat[name]!r}: must be {wanted}"
@@ -545,8 +716,22 @@ def validate(config: Config) -> None:
                 f"rollout.rounds={rollout.rounds}: must be 1 with a cached teacher, which has read "
                 "the text of one round"
             )
-    if problems:
-        raise UserError("the config cannot run:\n  " + "\n  ".join(problems))
+        if rollout.writer == "teacher" and (not config.teacher.path or config.teacher.cache):
+            problems.append("rollout.writer='teacher': needs teacher.path, and no teacher.cache")
+        elif rollout.writer == "teacher" and rollout.rounds == 1:
+            problems.append(
+                "rollout.writer='teacher': needs rollout.rounds other than 1: 0 for a new round "
+                "each time"
+            )
+    reads = config.teacher.path and not config.teacher.cache
+    if train.until and not (rollout.prompts and rollout.rounds != 1 and reads):
+        problems.append(
+            f"train.until={train.until!r}: needs rollout.prompts, rollout.rounds other than 1 and "
+            "teacher.path: rounds that both models read"
+        )
+    if config.eval.best in _TAUGHT and not (config.teacher.path or config.teacher.cache):
+        problems.append(f"eval.best={config.eval.best!r}: needs a teacher to compare with")
+    return problems
 
 
 def tiny(config: Config) -> Config:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kdjax.config import Config
+from kdjax.config import Config, change_texts
 from kdjax.errors import MissingFileError, UserError, WriteError, suggest
 
 _log = logging.getLogger("kdjax")
@@ -178,12 +178,21 @@ def _name_paths(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def _name_text(config: Config) -> dict[str, tuple[str, ...]]:
-    parts = f"{config.data.train},{config.data.heldout}".split(",")
+    phases = (str(changes.get("data.train", "")) for changes in config.then)
+    parts = ",".join((config.data.train, config.data.heldout, *phases)).split(",")
     return {part.strip(): TEXT for part in parts if part.strip().startswith(PREFIX)}
 
 
 def _replace_paths(config: Config, local: Mapping[str, str]) -> Config:
     config = copy.deepcopy(config)
+
+    def replace(names: str) -> str:
+        parts = [part.strip() for part in names.split(",")]
+        if local.keys().isdisjoint(parts):
+            return names
+        return ",".join(local.get(part, part) for part in parts)
+
+    config.then = change_texts(config, replace)
     for section, name in (
         (config.teacher, "path"),
         (config.student, "path"),
@@ -191,9 +200,7 @@ def _replace_paths(config: Config, local: Mapping[str, str]) -> Config:
         (config.data, "train"),
         (config.data, "heldout"),
     ):
-        parts: list[str] = [part.strip() for part in getattr(section, name).split(",")]
-        if not local.keys().isdisjoint(parts):
-            setattr(section, name, ",".join(local.get(part, part) for part in parts))
+        setattr(section, name, replace(getattr(section, name)))
     return config
 
 

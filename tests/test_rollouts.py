@@ -20,7 +20,7 @@ from test_disk import no_file_beyond
 from test_run import Recorder, go, saved
 
 from kdjax import config as config_module
-from kdjax.config import validate
+from kdjax.config import RolloutConfig, validate
 from kdjax.data.pipeline import TextSource, example
 from kdjax.data.rollouts import (
     FOLDER,
@@ -492,7 +492,7 @@ def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, c
         folder = tmp_path / "checkpoints" / str(step)
         folder.mkdir(parents=True)
         (folder / "_CHECKPOINT_METADATA").touch()
-    guard = CollapseGuard(tmp_path, every=8, growth=2.0)
+    guard = CollapseGuard(tmp_path, RolloutConfig(every=8, stop_growth=2.0))
     guard.news(1, "round", round_figures(0))
     guard.news(9, "round", round_figures(1, length=79.0, divergence=0.05))
     with pytest.raises(CollapseError) as caught:
@@ -501,12 +501,13 @@ def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, c
     assert caught.value.status == COLLAPSED and found in message
     assert "the student of step 16 still wrote good ones" in message
     assert f"The last good checkpoint is {tmp_path / 'checkpoints' / '12'}." in message
-    CollapseGuard(tmp_path, 8, 0.0).news(25, "round", round_figures(3, **changes))
+    free = RolloutConfig(every=8, stop_growth=0.0)
+    CollapseGuard(tmp_path, free).news(25, "round", round_figures(3, **changes))
 
 
 def test_a_resumed_run_is_compared_with_its_first_round(job, straight):
     workdir, recorder = straight
-    guard = CollapseGuard(workdir, 4, 1.5)
+    guard = CollapseGuard(workdir, RolloutConfig(every=4, stop_growth=1.5))
     figures = recorder.last()["round", 1] | {"round": 1.0}
     guard.news(5, "round", figures)
     with pytest.raises(CollapseError, match=r"raise checkpoint.keep"):

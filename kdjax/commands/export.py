@@ -27,7 +27,7 @@ from kdjax.export.check import ExportSummary
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
 from kdjax.export.staging import check_target
 from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run
-from kdjax.models.checkpoint import Checkpoint, open_step
+from kdjax.models.checkpoint import NEWEST, Checkpoint, open_step
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.model import Model, load_model
 from kdjax.models.weights import stack_blocks
@@ -92,6 +92,10 @@ def export(args: argparse.Namespace) -> ExportSummary:
     return export_hf(model, out, card=card, **options)
 
 
+def _read_step(text: str) -> int | str:
+    return text if text == NEWEST else int(text)
+
+
 def _parser() -> Parser:
     parser = Parser("export", __doc__, CHECK_FAILED)
     parser.add_argument("workdir", metavar="WORKDIR", help="of a run that has saved")
@@ -107,7 +111,8 @@ def _parser() -> Parser:
     parser.add_argument("--masters", action="store_true", help=text)
     text = "gguf: a file of llama-imatrix, by which errors are weighed (--type=q4_k_m and below)"
     parser.add_argument("--imatrix", default="", metavar="FILE", help=text)
-    parser.add_argument("--step", type=int, help="a saved step; the newest by default")
+    text = f"a saved step, or {NEWEST}; by default the best by held-out text, as the run judged it"
+    parser.add_argument("--step", type=_read_step, help=text)
     text = "the file or folder the run started from, if receipt.json does not say or it has moved"
     parser.add_argument("--student", metavar="PATH", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace --out if it is there")

@@ -19,7 +19,7 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from kdjax import hub
-from kdjax.config import SELF, WEIGHTS, Config, flatten, read_weights, validate
+from kdjax.config import SELF, TEXTS, WEIGHTS, Config, flatten, read_weights, validate
 from kdjax.data.text import find_files
 from kdjax.device import cluster, runtime
 from kdjax.device.cluster import JOIN_TIMEOUT
@@ -42,6 +42,7 @@ _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 _OLD_FLAG = re.compile(r"--?config\.teacher\.(backend|compute)(?:=(.*))?")
+_PHASE_FLAG = re.compile(r"--?config\.then\.(\d+)\.([^=]+)=(.*)", re.DOTALL)
 _ILLEGAL = re.compile(r"flag --config\.([^=]+)=(.*?): ", re.DOTALL)
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
 _FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
@@ -176,7 +177,8 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
 def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
     """A copy of the config with each `--config.field=value` in it, read as the field's type."""
     config, argv = _take_old_flags(config, argv)
-    fields = flatten(config)
+    config, argv = _take_phases(config, argv, parser)
+    fields = flatten(dataclasses.replace(config, then=()))
     for arg in argv:
         match = _OVERRIDE.match(arg)
         if match and match[1] not in fields:
@@ -216,6 +218,29 @@ def _take_old_flags(config: Config, argv: Sequence[str]) -> tuple[Config, list[s
     return config, others
 
 
+def _take_phases(config: Config, argv: Sequence[str], parser: Parser) -> tuple[Config, list[str]]:
+    """A copy of the config with the flags of phases in `then`, and the other flags.
+
+    `--config.then.0.train.steps=100` changes the first phase; the number behind the last adds one.
+    """
+    phases, rest = [dict(changes) for changes in config.then], list[str]()
+    for arg in argv:
+        match = _PHASE_FLAG.fullmatch(arg)
+        if match is None:
+            rest.append(arg)
+            continue
+        number, field = int(match[1]), match[2]
+        if number > len(phases):
+            raise UserError(f"{arg}: found {len(phases)} phases; expected then.{len(phases)} next.")
+        plain = dataclasses.replace(config, then=())
+        value = flatten(override(plain, [f"--config.{field}={match[3]}"], parser))[field]
+        phases[number:] = [
+            {**(phases[number] if number < len(phases) else {}), field: value},
+            *phases[number + 1 :],
+        ]
+    return dataclasses.replace(config, then=tuple(phases)), rest
+
+
 def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
     """Says which fields there are instead: the nearest one, then those of its section."""
     section = wrong.partition(".")[0]
@@ -233,7 +258,8 @@ def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
 
 def describe_fields() -> dict[str, dict[str, tuple[str, str]]]:
     """Section -> field -> (default as it is written, the comment beside it), of `kdjax.config`."""
-    return {section: _describe_section(fields) for section, fields in vars(Config()).items()}
+    sections = {n: x for n, x in vars(Config()).items() if dataclasses.is_dataclass(x)}
+    return {name: _describe_section(fields) for name, fields in sections.items()}
 
 
 def _describe_section(section: Any) -> dict[str, tuple[str, str]]:
@@ -294,6 +320,8 @@ def require_files(run: Run, *, text: bool = True) -> None:
     }
     texts = {"data.train": config.data.train, "data.heldout": config.data.heldout}
     texts["rollout.prompts"] = config.rollout.prompts
+    for number, changes in enumerate(config.then):
+        texts |= {f"then.{number}.{name}": changes[name] for name in TEXTS if name in changes}
     if not text:
         texts = {}
     for field, path in (models | texts).items():

@@ -95,11 +95,12 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
         return INTERRUPTED
     import jax
 
+    from kdjax.formats.saved import saved_steps
     from kdjax.watch.report.page import closing_lines
 
     if jax.process_index() != 0:
         return FINISHED
-    print(f"done: {workdir}", *closing_lines(workdir, config.train.steps), sep="\n")
+    print(f"done: {workdir}", *closing_lines(workdir, saved_steps(workdir)[-1]), sep="\n")
     return FINISHED
 
 

@@ -211,6 +211,11 @@ def hash_columns(rows: Rows) -> str:
     return digest.hexdigest()
 
 
+def rounds_folder(workdir: Path, phase: int = 0) -> Path:
+    """The folder of a phase's rounds."""
+    return workdir / (f"{FOLDER}-{phase}" if phase else FOLDER)
+
+
 def round_path(folder: Path, number: int) -> Path:
     """The file of a round."""
     return folder / f"round-{number:05}.npz"

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from kdjax.formats.table import TensorInfo, TensorTable
 RECEIPT = "receipt.json"
 FORM = "form"  # of a rounded student, in `run`: what its types were chosen by, and the types
 LORA = "lora"  # in it, of a student with adapters: their size and their matrices
+BEST = "best"  # in `run`: which saved step was the best so far, by which held-out figure
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays, and of all else in `run`
 _PARAMS = "params/"  # before the names of the student's parameters
 _SCALES = "kept/"  # before those of its scales, if it is rounded
@@ -46,6 +47,25 @@ def step_folder(workdir: Path, step: int) -> Any:
 def saved_steps(workdir: Path) -> list[int]:
     """The complete steps under `workdir`, in order; touches nothing, unlike Orbax's manager."""
     return sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
+
+
+class Best(NamedTuple):
+    """The best saved step by a held-out figure."""
+
+    step: int
+    name: str
+    value: float
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> "Best | None":
+        """That of a saved step's record; None of versions that chose none."""
+        saved = record.get(BEST)
+        return saved and cls(saved["step"], saved["name"], saved["value"])
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a saved step holds of it."""
+        return {BEST: self._asdict()}
 
 
 class DamagedError(CheckError):
@@ -87,6 +107,13 @@ def saved_run(workdir: Path, step: int) -> dict[str, Any]:
         if saved not in (None, record_digest(record)):
             raise DamagedError(folder, "run/metadata holds other values than were saved")
     return record
+
+
+def find_best(workdir: Path) -> Best | None:
+    """The best step of those that are there, as the newest says; None if it says none."""
+    steps = saved_steps(workdir)
+    best = Best.read(saved_run(workdir, steps[-1])) if steps else None
+    return best if best and best.step in steps else None
 
 
 def record_digest(record: Mapping[str, Any]) -> str:

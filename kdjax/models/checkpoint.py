@@ -20,6 +20,7 @@ from kdjax.formats.saved import (
     LORA,
     RECEIPT,
     SavedTable,
+    find_best,
     read_receipt,
     resolve_path,
     saved_run,
@@ -40,6 +41,7 @@ from kdjax.models.tokenizer import (
 )
 
 _log = logging.getLogger("kdjax")
+NEWEST = "newest"  # in place of a step's number
 _DTYPES = ("bfloat16", "float32")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hugging Face Hub
 
@@ -195,7 +197,8 @@ def open_checkpoint(
     An `hf:` path of these is downloaded first (`kdjax.hub`). A folder of PEFT's with an adapter is
     the model that it names as its base, or `student`, with the adapter.
 
-    A folder with `checkpoints/` is a workdir, of which the newest step counts. A step has neither
+    A folder with `checkpoints/` is a workdir, of which the best step counts, as the run judged it
+    by held-out text; `checkpoints/newest` in it is the newest. A step has neither
     architecture nor tokenizer: they come from the student that its run began with, which is
     `student` or what the run's receipt names. `tokenizer` names another file or folder for the
     tokenizer alone; with `shapes` a folder may hold its `config.json` and no weights, with
@@ -207,8 +210,8 @@ def open_checkpoint(
         return _open_adapter(path, student, tokenizer, whole=whole)
     if (path / "checkpoints").is_dir():
         return open_step(path, student=student, tokenizer=tokenizer)
-    if path.name.isdigit() and path.parent.name == "checkpoints":
-        workdir, step = path.parent.parent, int(path.name)
+    if path.parent.name == "checkpoints" and (path.name.isdigit() or path.name == NEWEST):
+        workdir, step = path.parent.parent, path.name if path.name == NEWEST else int(path.name)
         return open_step(workdir, step, student=student, tokenizer=tokenizer)
     table = take_text((open_shapes if shapes else open_table)(path, whole=whole))
     spec = spec_from_table(table)
@@ -372,9 +375,9 @@ def _take_trunk(table: TensorTable) -> TensorTable:
 
 
 def open_step(
-    workdir: Path, step: int | None = None, *, student: str = "", tokenizer: str = ""
+    workdir: Path, step: int | str | None = None, *, student: str = "", tokenizer: str = ""
 ) -> Checkpoint:
-    """Opens a run's saved step, the newest by default; otherwise as `open_checkpoint`.
+    """Opens a run's saved step, by default the best, or `NEWEST`; otherwise as `open_checkpoint`.
 
     Raises `MissingFileError` for a workdir or step that is not there.
     """
@@ -388,7 +391,8 @@ def open_step(
             f"{workdir} holds no complete checkpoint; expected some under {workdir}/checkpoints. "
             "Name the --workdir of a run that has saved."
         )
-    step = steps[-1] if step is None else step
+    step = _find_step(workdir, steps[-1]) if step is None else step
+    step = steps[-1] if step == NEWEST else int(step)
     if step not in steps:
         raise MissingFileError(
             f"found no step {step} in {workdir}; expected one of {', '.join(map(str, steps))}."
@@ -431,6 +435,19 @@ def _open_adapted_step(
     saved = Saved(workdir, step, "checkpoint", int(identity["train.seed"]), source)
     adapters = saved_adapters(table, f"{workdir}, step {step}")
     return dataclasses.replace(_adapt(base, adapters), saved=saved)
+
+
+def _find_step(workdir: Path, newest: int) -> int:
+    """The best step by held-out text; says so if it is not the newest."""
+    best = find_best(workdir)
+    if best is None or best.step == newest:
+        return newest
+    _log.warning(
+        "%s: step %d is taken, the best by held-out %s (%.6g); the newest, %d, is "
+        "checkpoints/%s there",
+        *(workdir, best.step, best.name, best.value, newest, NEWEST),
+    )
+    return best.step
 
 
 def tie_head(checkpoint: Checkpoint, head: str) -> ArchSpec:

@@ -12,6 +12,7 @@ from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
 
+Sums = EvalSums | TopEvalSums | ExtraSums  # of a batch
 _COMPARED = ("divergence", "kl", "acceptance")
 _MASTERS = ("loss", "student_ce", "kl", "kl_topk", "agreement")
 
@@ -53,6 +54,12 @@ def held_out_figures(
     return figures | {"tokens": count}
 
 
+def split_figures(given: Sequence[Sums], loss: KDLoss) -> list[dict[str, float]]:
+    """The figures of each batch that has a position of weight, in order."""
+    counts = [float((x.sums if isinstance(x, ExtraSums) else x).count) for x in given]
+    return [merge_sums([x], loss) for x, count in zip(given, counts, strict=True) if count]
+
+
 def masters_figures(figures: Mapping[str, float]) -> dict[str, float]:
     """Renames figures to those of a rounded student's masters; the gap is the cost of rounding."""
     return {f"masters_{name}": figures[name] for name in _MASTERS if name in figures}
@@ -72,18 +79,29 @@ def judge_rounded(first: Mapping[str, float], last: Mapping[str, float]) -> tupl
 
 
 def held_out(
-    eval_step: Callable[..., EvalSums | TopEvalSums | ExtraSums],
+    eval_step: Callable[..., Sums],
     params: Params,
     teacher: Params,
     batches: Iterable[dict[str, Any]],
     loss: KDLoss,
     covered: int = 0,
 ) -> dict[str, float]:
-    """`held_out_figures` over all batches. Sums stay on the device until the last is dispatched.
+    """`held_out_figures` over all batches. Sums stay on the device until the last is dispatched."""
+    return merge_sums(read_sums(eval_step, params, teacher, batches), loss, covered)
+
+
+def read_sums(
+    eval_step: Callable[..., Sums], params: Params, teacher: Params, batches: Iterable[Any]
+) -> list[Sums]:
+    """The sums of each batch, on the host."""
+    return jax.device_get([eval_step(params, teacher, batch) for batch in batches])
+
+
+def merge_sums(given: Sequence[Sums], loss: KDLoss, covered: int = 0) -> dict[str, float]:
+    """`held_out_figures` of batches' sums.
 
     With layer losses `loss` has them in it, and each has a figure of its own.
     """
-    given = jax.device_get([eval_step(params, teacher, batch) for batch in batches])
     extra = [x for x in given if isinstance(x, ExtraSums)]
     sums: Any = [x.sums if isinstance(x, ExtraSums) else x for x in given]
     figures = held_out_figures(sums, loss, covered)

@@ -16,12 +16,13 @@ class Run:
 
     workdir: Path
     start_step: int  # optimizer steps already done
-    total_steps: int  # the last step that this process will do
+    total_steps: int  # the last step of the run; by seconds or a rule it may end before
     tokens_per_step: int  # positions, padding included
     flops_per_token: float  # of teacher forward, student forward and backward
     peak_flops: float | None  # of all devices together, dense bf16, where known
     log_every: int
     config: Mapping[str, object]
+    phase: int = 0  # the number of the phase that the run is in
     eval_every: int = 0  # steps between held-out evaluations; 0: only before and after training
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.config import Config, DataConfig, StudentConfig, flatten, last_step
+from kdjax.config import Config, DataConfig, StudentConfig, flatten, last_step, list_phases
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, RowSettings, prepare_rows, rows_key, warn_of_marks
 from kdjax.data.teacher_cache import hash_index, join_hashes, read_index, split_caches
@@ -14,7 +14,7 @@ from kdjax.device import cluster
 from kdjax.device.placement import Placement
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.imatrix import hash_importance
-from kdjax.formats.saved import read_receipt, saved_run
+from kdjax.formats.saved import read_receipt, saved_run, saved_steps
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import CONTENTS, check_same_run, identify
 from kdjax.training.own import NO_CODE, Own
@@ -110,6 +110,11 @@ def hash_text(config: Config, tokenizer: Tokenizer, student: str | None) -> dict
     return {"data.rows": rows, "rollout.prompts": prompts.key}
 
 
+def hash_texts(config: Config, tokenizer: Tokenizer, student: str | None) -> list[dict[str, str]]:
+    """`hash_text` of each phase of `then`."""
+    return [hash_text(phase, tokenizer, student) for phase in list_phases(config)[1:]]
+
+
 def hash_contents(config: Config) -> dict[str, Any]:
     """Hashes the contents that `identify` asks for, from the files alone; loads nothing."""
     pair = open_pair(config)
@@ -128,16 +133,20 @@ def check_finished(config: Config, workdir: Path, own: Own = NO_CODE) -> None:
     Loads nothing: models and text are hashed where they are. A file that is gone since is taken as
     unchanged if the run's receipt has the same path.
     """
-    saved = saved_run(workdir, config.train.steps)["identity"]
+    saved = saved_run(workdir, saved_steps(workdir)[-1])["identity"]
     try:
-        current = identify(config, hash_contents(config))
+        texts = []
+        if config.then:
+            pair = open_pair(config)
+            texts = hash_texts(config, pair.tokenizer, pair.student.sha256)
+        current = identify(config, hash_contents(config), texts)
     except MissingFileError:
         then, now = flatten((read_receipt(workdir) or {}).get("config", {})), flatten(config)
         if not then:
             raise
         moved = [name for name in CONTENTS if now[name] != then.get(name)]
-        current = identify(config, {name: now[name] for name in moved})
-        hashes = CONTENTS.values()
-        saved = {name: value for name, value in saved.items() if name not in hashes}
+        current = identify(config, {name: now[name] for name in moved}, [{}] * len(config.then))
+        hashes = tuple(CONTENTS.values())  # of the run and of its phases
+        saved = {name: value for name, value in saved.items() if not name.endswith(hashes)}
         saved |= {name: then.get(name) for name in moved}
     check_same_run(saved, current | own.identify_finished(saved), workdir)

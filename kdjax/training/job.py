@@ -25,6 +25,9 @@ from kdjax.config import (
     TrainConfig,
     choose_optim,
     count_own_rows,
+    is_phased,
+    list_phases,
+    place_phase,
 )
 from kdjax.data import pipeline
 from kdjax.data.pipeline import Source, TextSource
@@ -48,10 +51,19 @@ from kdjax.models.loading import load_params
 from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.training import optim
 from kdjax.training.identity import check_same_run, describe_cache, identify
-from kdjax.training.inputs import hash_imatrix, hash_models, list_read_rows, prepare_all
+from kdjax.training.inputs import (
+    hash_imatrix,
+    hash_models,
+    hash_text,
+    hash_texts,
+    list_read_rows,
+    prepare_all,
+)
 from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, begin_adapters, open_adapters, open_pair
+from kdjax.training.phases import Progress
 from kdjax.training.plan import (
+    REMATS,
     Plan,
     choose_plan,
     count_step_flops,
@@ -92,12 +104,33 @@ class Job:
     plan: Plan | None = None  # None where nothing was planned: a benchmark
     cache: TeacherCache | SeveralCaches | None = None  # of the teacher, which is then not loaded
     own: Own = NO_CODE  # what a user gave as Python
+    phased: bool = False  # whether steps alone do not tell where a checkpoint is
+    last_phase: int = 0  # the number of the run's last phase
+
+    def begin_phase(self, progress: Progress) -> "Job":
+        """The job of the phase that `progress` is in, with the same models; itself if the first.
+
+        What is held out stays the same.
+        """
+        number = progress.number
+        if not number:
+            return self
+        config = place_phase(self.config, number, progress.begun)
+        placement = self.step.placement
+        rows = prepare_all(config, self.pair, placement)
+        rows = rows._replace(heldout=self.rows.heldout)
+        parts = config, self.pair, placement, self.kind, self.teacher
+        teacher, step, schedule = build_step(*parts, own=self.own, before=self.step)
+        inputs = self.pair, rows, None, step, teacher
+        source = make_source(config, self.workdir, *inputs, phase=number)
+        made = {"rows": rows, "step": step, "schedule": schedule, "source": source}
+        return dataclasses.replace(self, config=config, **made)
 
     def restore(self, checkpoints: Checkpoints) -> TrainState:
         """The state to start from: own checkpoint, else the student's file or random weights.
 
-        A checkpoint also moves `source` to where the run was. Raises `UserError` if it is of a run
-        that this config would not continue.
+        A checkpoint also moves `source` to where the run was, unless a phase begins there. Raises
+        `UserError` if it is of a run that this config would not continue.
         """
         latest = checkpoints.latest()
         if latest is None:
@@ -107,7 +140,8 @@ class Job:
                     f"of a run that has finished its {after} steps. Give that --workdir."
                 )
             return self.make_state()
-        self.source.set_state(self.read_record(latest)["data"])
+        if (position := self.read_record(latest)["data"]) is not None:
+            self.source.set_state(position)
         return checkpoints.restore(latest, self.step.abstract, self.step.shardings)
 
     def read_record(self, step: int) -> dict[str, Any]:
@@ -240,8 +274,26 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     else:
         _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
-    mesh, plan = _choose_mesh(config, pair, meshes, kinds)
+    mesh, plan = _choose_for_all(config, pair, meshes, kinds)
     return Placement.on(mesh), pair, plan
+
+
+def _choose_for_all(
+    config: Config, pair: Pair, meshes: Sequence[Mesh], kinds: Sequence[TeacherKind]
+) -> tuple[Mesh, Plan]:
+    """The mesh and the plan of the phase that needs most, in the form in which all phases fit."""
+    phases = list_phases(config)
+    chosen = [_choose_mesh(phase, pair, meshes, kinds) for phase in phases]
+    if len(chosen) == 1:
+        return chosen[0]
+    plans = [plan for _, plan in chosen]
+    mesh = max((mesh for mesh, _ in chosen), key=meshes.index)
+    kind = max((plan.kind for plan in plans), key=kinds.index)
+    remat = max((plan.remat for plan in plans), key=REMATS.index)
+    chunk = min(plan.chunk_tokens for plan in plans)
+    fixed = [replace_settings(phase, remat, chunk) for phase in phases]
+    again = (choose_plan(phase, pair, mesh, device_summary(), (kind,)) for phase in fixed)
+    return mesh, max(again, key=lambda plan: plan.peak)
 
 
 def _ask_meshes(asked: MeshConfig) -> Iterator[Mesh]:
@@ -298,6 +350,12 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
         teacher, step, schedule = build_step(config, pair, placement, plan.kind, own=own)
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
     made_of |= hash_imatrix(config.student) | own.identify(step.abstract)
+    texts = []
+    if config.then:
+        own.refuse_phases()
+        made = pair.tokenizer, hashed.result()["student.sha256"]
+        made_of |= hash_text(config, *made)
+        texts = hash_texts(config, *made)
     if own.batches is None:
         source = make_source(config, workdir, pair, rows, cache, step, teacher)
     else:
@@ -312,10 +370,12 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
         kind=plan.kind,
         schedule=schedule,
         source=source,
-        identity=identify(config, hashed.result() | made_of | source.identity),
+        identity=identify(config, hashed.result() | made_of | source.identity, texts),
         plan=plan,
         cache=cache,
         own=own,
+        phased=is_phased(config),
+        last_phase=0 if config.smoke.steps else len(config.then),
     )
 
 
@@ -343,8 +403,13 @@ def make_source(
     cache: TeacherCache | SeveralCaches | None,
     step: Step,
     teacher: Model | None,
+    *,
+    phase: int = 0,
 ) -> Source:
-    """The batches of the config: of its rows, or, in rounds, of the student's own answers."""
+    """The batches of the config: of its rows, or, in rounds, of answers.
+
+    `phase` is the number of the run's phase that the config is of.
+    """
     if not config.rollout.prompts or config.rollout.rounds == 1:
         return text_source(config, rows, cache)
     others = config.train.batch_size - count_own_rows(config)
@@ -357,7 +422,7 @@ def make_source(
     functions = functional(spec, alone)[0]
     student = Model(functions, step.abstract.params, spec.vocab_size, placement=step.placement)
     loss = step.spec.head.loss
-    return answer_source(config, workdir, pair, student, teacher, text or None, loss)
+    return answer_source(config, workdir, pair, student, teacher, text or None, loss, phase)
 
 
 def text_source(
@@ -399,8 +464,12 @@ def build_step(
     teacher: Model | None = None,
     *,
     own: Own = NO_CODE,
+    before: Step | None = None,
 ) -> tuple[Model | None, Step, optax.Schedule | None]:
-    """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing."""
+    """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing.
+
+    `before` is the step of another phase, whose frozen student this one takes.
+    """
     teacher = teacher or load_teacher(config, pair, kind, placement)
     compute = Compute(
         dtype=jnp.dtype(config.train.compute_dtype),
@@ -418,6 +487,7 @@ def build_step(
         tx, schedule = optim.optimizer(asked, *steps), optim.schedule(asked, *steps)
     step = make_step(
         own.open_student(pair.tokenizer, placement)
+        or (before and before.describe_student(pair.student.spec))
         or _open_student_model(config, pair, compute, teacher, kind),
         teacher,
         own.loss or _make_loss(config),

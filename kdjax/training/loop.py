@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -12,30 +13,41 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kdjax.config import last_step
+from kdjax.config import count_steps
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import WriteError
 from kdjax.formats.saved import FORM
 from kdjax.models.decoder import Params
-from kdjax.training.heldout import held_out, judge_rounded, masters_figures
+from kdjax.training.best import Judge
+from kdjax.training.heldout import (
+    judge_rounded,
+    masters_figures,
+    merge_sums,
+    read_sums,
+    split_figures,
+)
 from kdjax.training.hooks import Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
+from kdjax.training.phases import PHASE, Pace, Progress
 from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.training.step import StepMetrics, TrainState
 
 _log = logging.getLogger("kdjax")
+_UNJUDGED = "unjudged"  # in a step's record: a stop came before its held-out evaluation
 _FIRST = "first"  # in a step's record: held-out figures of a rounded student before the first
 
 
 class _Delivery:
     """Hands each step's figures to the hooks one step late, when the device has them anyway."""
 
-    def __init__(self, hooks: Sequence[Hook], schedule: optax.Schedule | None):
+    def __init__(
+        self, hooks: Sequence[Hook], schedule: optax.Schedule | None, *, stop: bool = False
+    ):
         self._hooks, self._schedule = hooks, schedule and jax.jit(schedule)
         self._pending: tuple[int, StepMetrics, Any, Mapping[str, np.ndarray]] | None = None
         self._last = time.perf_counter()
-        self.stop = False
+        self.stop = stop  # whether a hook has asked for it
 
     def push(self, step: int, metrics: StepMetrics, batch: Mapping[str, np.ndarray]) -> None:
         """Delivers the previous step and keeps this one."""
@@ -73,14 +85,18 @@ def train(
     raised passes through, after every hook's `train_end("failed", error)`. Raises `UserError` for
     a smoke run over a checkpoint, and for the checkpoint of another run.
     """
-    if is_finished(checkpoints.latest(), job.config, job.workdir):
-        job.read_record(job.config.train.steps)
+    latest = checkpoints.latest()
+    record = {} if latest is None else job.read_record(latest)
+    if is_finished(latest, job.config, job.workdir):
         return "finished"
-    state = job.restore(checkpoints)
+    progress, judge = Progress.read(record), Judge.of(job.config, record)
+    phase = job.begin_phase(progress)
+    state, checkpoints.best = phase.restore(checkpoints), judge.best
     run = Run(
         workdir=job.workdir,
         start_step=int(state.step),
-        total_steps=last_step(job.config),
+        total_steps=count_steps(job.config),
+        phase=progress.number,
         tokens_per_step=job.config.train.batch_size * job.config.data.seq_len,
         flops_per_token=job.flops_per_token(),
         peak_flops=peak_flops,
@@ -89,6 +105,7 @@ def train(
         config=job.identity,
     )
     begun: list[Hook] = []
+    smoke = bool(job.config.smoke.steps)
 
     def end(reason: str, error: BaseException | None = None) -> None:
         with contextlib.ExitStack() as ends:  # calls all, whatever one of them raises
@@ -100,7 +117,11 @@ def train(
             hook.train_begin(run)
             begun.append(hook)
         with StopSignals() as signals:
-            reason = _run_steps(job, checkpoints, hooks, signals, state)
+            loop = _Loop(checkpoints, hooks, signals, judge, record)
+            reason, state, progress = loop.run_phase(phase, state, progress)
+            while reason == "finished" and progress.number <= len(job.config.then) and not smoke:
+                phase = job.begin_phase(progress)
+                reason, state, progress = loop.run_phase(phase, state, progress)
     except BaseException as error:
         with contextlib.suppress(WriteError):  # of the same disk, if `error` is not the news
             end("failed", error)
@@ -117,94 +138,140 @@ def _begin_again(job: Job, state: TrainState) -> TrainState:
     return dataclasses.replace(begun, step=jax.device_put(steps, job.step.shardings.step))
 
 
-def _run_steps(
-    job: Job,
-    checkpoints: Checkpoints,
-    hooks: Sequence[Hook],
-    signals: StopSignals,
-    state: TrainState,
-) -> str:
-    config, start, last = job.config, int(state.step), last_step(job.config)
-    saves = not config.smoke.steps  # a trial leaves nothing that the run could resume from
-    delivery = _Delivery(hooks, job.schedule)
-    first: dict[str, float] = job.read_record(start).get(_FIRST, {}) if start else {}
-    stop = SharedFlag(job.step.placement.mesh)
+class _Loop:
+    """Runs phases, one after another; `record` is that of the step that the run goes on from."""
 
-    def due(every: int, step: int) -> bool:
-        return step == last or (every > 0 and step % every == 0)
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        hooks: Sequence[Hook],
+        signals: StopSignals,
+        judge: Judge,
+        record: Mapping[str, Any],
+    ):
+        self._checkpoints, self._hooks, self._signals = checkpoints, hooks, signals
+        self._judge = judge
+        self._first: dict[str, float] = dict(record.get(_FIRST, {}))
+        self._unjudged = bool(record.get(_UNJUDGED))
+        self._stop = False  # what a hook asked for at the last step of the phase before
 
-    def evaluate(step: int, state: TrainState) -> TrainState:
+    def run_phase(
+        self, job: Job, state: TrainState, progress: Progress
+    ) -> tuple[str, TrainState, Progress]:
+        """Runs the phase to its end, "finished", or to a stop request, "interrupted"."""
+        config, start = job.config, int(state.step)
+        mesh = job.step.placement.mesh
+        pace = Pace(config, progress, SharedFlag(mesh))
+        hooks = [*self._hooks, pace]
+        delivery, stop = _Delivery(hooks, job.schedule, stop=self._stop), SharedFlag(mesh)
+        saves = not config.smoke.steps  # a trial leaves nothing that the run could resume from
+        final = progress.number == job.last_phase
+
+        def due(every: int, step: int, ending: bool) -> bool:
+            return ending or (every > 0 and step % every == 0)
+
+        def evaluate(step: int, state: TrainState, *, chosen: bool = False) -> TrainState:
+            """Returns the state, or, if what a run ends with is `chosen`, the better one."""
+            state = self._evaluate(job, step, state, hooks, chosen=chosen)
+            delivery.restart_clock()
+            return state
+
+        def save(step: int, state: TrainState, *, ended: bool, unjudged: bool) -> None:
+            over = ended and not final  # the next phase begins here, with batches of its own
+            if over:
+                self._judge.begin_phase(step)
+            record: dict[str, Any] = {"data": None if over else job.source.get_state()}
+            record["identity"] = job.identity
+            if form := job.step.spec.form.record:
+                record[FORM] = form
+            if self._first:
+                record[_FIRST] = self._first
+            if unjudged:
+                record[_UNJUDGED] = True
+            if job.phased:
+                now = pace.progress.end(step) if ended else pace.progress
+                record[PHASE] = dataclasses.asdict(now)
+            self._checkpoints.best = self._judge.note_saved(step)
+            self._checkpoints.save(step, state, record | self._judge.record)
+            for hook in hooks:
+                hook.save_begin(step)
+            delivery.restart_clock()
+
+        if start == 0 or self._unjudged:
+            evaluate(start, state)
+            self._unjudged = False
+            if start == progress.begun:
+                self._judge.begin_phase(start)
+        if progress.number and start == progress.begun:
+            news = {"phase": float(progress.number), "steps": float(config.train.steps - start)}
+            for hook in hooks:
+                hook.news(start + 1, PHASE, news)
+        # The order is a contract: the batch is drawn after the save that recorded the position
+        # before it; a step's figures pass the hooks (the NaN guard among them) before that step is
+        # saved.
+        for step in itertools.count(start + 1):
+            params = state.params
+            if job.source.pauses:
+                delivery.flush()
+                params = job.step.see(state)
+            batch = job.source.next(params)
+            del params
+            if news := job.source.take_news():
+                for hook in hooks:
+                    hook.news(step, *news)
+                delivery.restart_clock()
+            placed = job.step.put(batch)
+            with jax.transfer_guard("disallow"):
+                state, metrics = job.step.train(state, job.teacher_params, placed)
+            delivery.push(step, metrics, batch)
+            self._checkpoints.raise_failed()
+            stopping = stop.any(self._signals.requested or delivery.stop)
+            ending = pace.is_over(step)
+            evaluates = due(config.eval.every, step, ending)
+            saving = saves and (stopping or due(config.checkpoint.every, step, ending))
+            if stopping or saving or evaluates:
+                delivery.flush()
+            # What a run or a phase ends with is judged; else who stops does not wait for it.
+            chosen = ending and final and job.step.spec.form.rounds
+            judged = evaluates and (chosen or not stopping or (ending and job.last_phase > 0))
+            if judged:
+                state = evaluate(step, state, chosen=chosen and saves)
+            if saving:
+                save(step, state, ended=ending, unjudged=evaluates and not judged)
+            if stopping and not (ending and final):
+                return "interrupted", state, pace.progress
+            if ending:
+                self._stop = delivery.stop
+                return "finished", state, pace.progress.end(step)
+        raise AssertionError("a phase has a last step")
+
+    def _evaluate(
+        self, job: Job, step: int, state: TrainState, hooks: Sequence[Hook], *, chosen: bool
+    ) -> TrainState:
         """Returns the state, or the first if a rounded student ends worse than it began."""
+        loss = job.step.spec.head.loss
 
-        def judge(params: Params) -> dict[str, float]:
-            return held_out(
-                job.step.sum_evaluation,
-                params,
-                job.teacher_params,
-                job.eval_batches(),
-                job.step.spec.head.loss,
-                job.heldout_bytes,
-            )
+        def measure(params: Params) -> tuple[dict[str, float], list[dict[str, float]]]:
+            inputs = params, job.teacher_params, job.eval_batches()
+            given = read_sums(job.step.sum_evaluation, *inputs)
+            return merge_sums(given, loss, job.heldout_bytes), split_figures(given, loss)
 
         seen = job.step.see(state)
-        figures = judge(job.step.add_extra(seen, state))
+        figures, parts = measure(job.step.add_extra(seen, state))
         if job.step.spec.form.rounds:
             masters = job.step.add_extra(state.params, state)
-            figures |= masters_figures(judge(masters))
-            first.update({} if step else figures)
-            if step == last and first and saves:
-                better, news = judge_rounded(first, figures)
+            figures |= masters_figures(measure(masters)[0])
+            self._first.update({} if step else figures)
+            if chosen and self._first:
+                better, news = judge_rounded(self._first, figures)
                 _log.info("%s", news)
                 if not better:
                     del seen
-                    state, figures = _begin_again(job, state), first
+                    state, figures, parts = _begin_again(job, state), self._first, []
                     seen = job.step.see(state)
         for hook in hooks:
             hook.eval_end(step, figures)
         for hook in hooks:
             hook.student(step, seen)
-        delivery.restart_clock()
+        self._judge.see(step, figures, parts)
         return state
-
-    def save(step: int, state: TrainState) -> None:
-        record = {"data": job.source.get_state(), "identity": job.identity}
-        if form := job.step.spec.form.record:
-            record[FORM] = form
-        if first:
-            record[_FIRST] = first
-        checkpoints.save(step, state, record)
-        for hook in hooks:
-            hook.save_begin(step)
-        delivery.restart_clock()
-
-    if start == 0:
-        evaluate(0, state)
-    # The order is a contract: the batch is drawn after the save that recorded the position before
-    # it; a step's figures pass the hooks (the NaN guard among them) before that step is saved.
-    for step in range(start + 1, last + 1):
-        params = state.params
-        if job.source.pauses:
-            delivery.flush()
-            params = job.step.see(state)
-        batch = job.source.next(params)
-        del params
-        if news := job.source.take_news():
-            for hook in hooks:
-                hook.news(step, *news)
-            delivery.restart_clock()
-        placed = job.step.put(batch)
-        with jax.transfer_guard("disallow"):
-            state, metrics = job.step.train(state, job.teacher_params, placed)
-        delivery.push(step, metrics, batch)
-        checkpoints.raise_failed()
-        stopping = stop.any(signals.requested or delivery.stop)
-        if stopping or due(config.checkpoint.every, step) or due(config.eval.every, step):
-            delivery.flush()
-        chosen = step == last and job.step.spec.form.rounds  # what the run ends with is judged
-        if due(config.eval.every, step) and (chosen or not stopping):
-            state = evaluate(step, state)
-        if saves and (due(config.checkpoint.every, step) or stopping):
-            save(step, state)
-        if stopping and step < last:
-            return "interrupted"
-    return "finished"

@@ -19,7 +19,6 @@ import numpy as np
 from kdjax.config import Config, RolloutConfig, count_own_rows
 from kdjax.data.pipeline import News, Source, TextSource, example
 from kdjax.data.rollouts import (
-    FOLDER,
     ROUND,
     Answer,
     Prompts,
@@ -30,6 +29,7 @@ from kdjax.data.rollouts import (
     read_prompts,
     read_round,
     round_path,
+    rounds_folder,
     write_round,
 )
 from kdjax.data.rows import Rows, RowSet
@@ -98,9 +98,12 @@ class Author:
         begun = time.perf_counter()
         settings, room = self.config.rollout, self.room
         student = self.student.replace(params=cast_params(self.student, params))
+        writer = self.teacher if settings.writer == "teacher" else student
+        assert writer is not None  # `answer_source` asks for a teacher that writes
         drawn: list[Answer] = []
         kept: list[int] = []  # those of `drawn` that train
-        asked = PROBES if self.teacher is not None else 0  # the same in every round, same draws
+        # The same in every round, with the same draws, and always the student's.
+        asked = [self.prompts[n] for n in range(PROBES)] if self.teacher is not None else []
         probes: list[Answer] = []
         following = map(self.prompts.__getitem__, range(first, first + _MEASURED))
         mean = np.mean([len(prompt.ids) for prompt in following])
@@ -111,10 +114,9 @@ class Author:
             start = first * settings.answers + len(drawn)
             numbers = range(start, start + count)
             prompts = [self.prompts[n // settings.answers] for n in numbers]
-            if not drawn:  # together with the first: a call of their own would take as long
-                prompts += [self.prompts[n] for n in range(asked)]
-                numbers = [*numbers, *range(_PROBE_NUMBERS, _PROBE_NUMBERS + asked)]
-            written = self._complete(student, prompts, numbers)
+            if not drawn and writer is student:  # together: a call of their own takes as long
+                prompts, numbers = prompts + asked, [*numbers, *_number_probes(asked)]
+            written = self._complete(writer, prompts, numbers)
             drawn, probes = drawn + written[:count], probes or written[count:]
             kept = [i for i, a in enumerate(drawn) if settings.train_cut or not a.cut]
             if not kept:
@@ -130,6 +132,8 @@ class Author:
         figures = measure_answers(used)
         figures |= {"padding": 1 - ids / (room.rows * room.row_length)}
         figures |= {"tokens": float(rows.mask.sum())}
+        if writer is not student:
+            probes = self._complete(student, asked, _number_probes(asked))
         compared, shown = self._compare(student, probes)
         seconds = time.perf_counter() - begun
         tokens = sum(len(a.log_probs) for a in drawn)
@@ -148,7 +152,7 @@ class Author:
         return rows, {"next": following, "figures": figures | compared, "samples": shown}
 
     def _complete(
-        self, student: Model, prompts: Sequence[Any], numbers: Sequence[int]
+        self, writer: Model, prompts: Sequence[Any], numbers: Sequence[int]
     ) -> list[Answer]:
         settings = self.config.rollout
         sampling = Sampling(
@@ -157,15 +161,15 @@ class Author:
             stop_ids=tuple(i for i in self.tokenizer.stop_ids if i < self.real),
             seed=self.config.train.seed,
         )
-        assert isinstance(student.functions, DecoderFunctions)
-        with student.precision():
+        assert isinstance(writer.functions, DecoderFunctions)
+        with writer.precision():
             completions = complete(
-                student.functions,
-                student.params,
+                writer.functions,
+                writer.params,
                 [prompt.ids for prompt in prompts],
                 sampling,
                 real=self.real,
-                spread=student.spread,
+                spread=writer.spread,
                 batch_size=settings.batch_size,
                 room=_longest_prompt(self.config) + settings.max_tokens,  # as any round's
                 numbers=numbers,
@@ -206,8 +210,13 @@ class Author:
         return figures, shown
 
 
+def _number_probes(asked: Sequence[Any]) -> Sequence[int]:
+    """The numbers by which the answers to these prompts are drawn."""
+    return range(_PROBE_NUMBERS, _PROBE_NUMBERS + len(asked))
+
+
 class AnswerSource(Source):
-    """Batches of the student's own answers beside batches of text.
+    """Batches of answers, the student's own or the teacher's, beside batches of text.
 
     The own rows come first in a batch. A round lasts `rollout.every` batches; after the last round
     its rows go on in other orders. Of several processes each makes the whole batch and has rows of
@@ -220,10 +229,12 @@ class AnswerSource(Source):
         text: TextSource | None,  # of whole batches
         workdir: Path,
         *,
+        phase: int = 0,
         process_index: int = 0,
         process_count: int = 1,
     ):
-        self._author, self._text, self._folder = author, text, workdir / FOLDER
+        self._author, self._text = author, text
+        self._folder = rounds_folder(workdir, phase)
         self._index, self._count = process_index, process_count
         self._batches = self._first = 0  # drawn; the next round's first prompt
         self._round: Round | None = None
@@ -453,9 +464,16 @@ def answer_source(
     teacher: Model | None,
     text: TextSource | None,
     loss: KDLoss | None = None,
+    phase: int = 0,
 ) -> AnswerSource:
-    """The source of a run whose student answers anew each round."""
+    """The source of a run, or of its phase of that number, in which answers are written anew each
+    round."""
     reads = teacher is not None and isinstance(teacher.functions, DecoderFunctions)
+    if config.rollout.writer == "teacher" and not reads:
+        raise UserError(
+            "found rollout.writer='teacher' and a teacher that does not run as a decoder; expected "
+            "one that does: dense, packed or float8."
+        )
     author = Author(
         config,
         student,
@@ -467,4 +485,4 @@ def answer_source(
     )
     _log.info("prompts: %d, at most %d tokens", len(author.prompts), _longest_prompt(config))
     place = dict(process_index=jax.process_index(), process_count=jax.process_count())
-    return AnswerSource(author, text, workdir, **place)
+    return AnswerSource(author, text, workdir, phase=phase, **place)

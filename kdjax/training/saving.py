@@ -7,6 +7,7 @@ and compared with what lies on the disk before a run goes on from it.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
-from kdjax.config import Config
+from kdjax.config import Config, is_phased
 from kdjax.device.sharding import make_mesh
 from kdjax.errors import CheckError, UserError, WriteError
 from kdjax.formats import TensorTable
@@ -34,6 +36,7 @@ from kdjax.formats.saved import (
     CHECKSUMS,
     DIGEST,
     RECEIPT,
+    Best,
     DamagedError,
     array_name,
     find_damage,
@@ -46,6 +49,7 @@ from kdjax.formats.saved import (
 from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
+from kdjax.training.phases import Progress
 from kdjax.training.step import Step, TrainState, refuse_donated
 
 _log = logging.getLogger("kdjax")
@@ -53,6 +57,20 @@ _log = logging.getLogger("kdjax")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore says it
 _STATE = "state"  # in `run`, of a loop of one's own: its arrays
 _REDRAWN = 1e-5  # random numbers are the same on other hardware but for their last bits
+
+
+@dataclasses.dataclass
+class _Kept(PreservationPolicy):
+    """Keeps the newest steps and the best one."""
+
+    newest: int
+    checkpoints: "Checkpoints"
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """For each, in order of steps."""
+        best = self.checkpoints.best
+        old = max(len(checkpoints) - self.newest, 0)
+        return [i >= old or bool(best and best.step == c.step) for i, c in enumerate(checkpoints)]
 
 
 class Checkpoints:
@@ -77,6 +95,7 @@ class Checkpoints:
             asynchronous = not on_cpu
         handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
         self._workdir = workdir
+        self.best: Best | None = None  # a step that stays, beside the newest
         self._folder = (workdir / "checkpoints").resolve()
         self._in_flight = False
         self._quiet = contextlib.ExitStack()
@@ -89,7 +108,8 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self._folder,
                 options=ocp.CheckpointManagerOptions(
-                    max_to_keep=keep, enable_async_checkpointing=asynchronous
+                    preservation_policy=_Kept(keep, self),
+                    enable_async_checkpointing=asynchronous,
                 ),
                 item_names=("state", "run"),
                 item_handlers={"state": handler, "run": ocp.JsonCheckpointHandler()},
@@ -405,4 +425,6 @@ def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
             "the student's own weights and saves nothing. Give it another --workdir, or set "
             "smoke.steps=0 to resume the run."
         )
-    return latest == config.train.steps
+    if latest is None or not is_phased(config):
+        return latest == config.train.steps
+    return Progress.read(saved_run(workdir, latest)).number > len(config.then)

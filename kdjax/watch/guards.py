@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.data.rollouts import FOLDER, ROUND, read_round, round_path
+from kdjax.config import RolloutConfig
+from kdjax.data.rollouts import ROUND, read_round, round_path, rounds_folder
 from kdjax.errors import COLLAPSED, NOT_FINITE, KdjaxError, UserError
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import saved_steps, step_folder
-from kdjax.training.hooks import Hook, StepRecord, kl_names
+from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
+from kdjax.training.phases import PHASE
 
 
 class NonFiniteError(KdjaxError, FloatingPointError):
@@ -101,31 +103,38 @@ class CollapseGuard(Hook):
     # What round 0 counts as at least, since noise doubles less: a share of ids, and nats.
     _LEAST_REPEATED, _LEAST_DIVERGENCE = 0.05, 0.02
 
-    def __init__(self, workdir: Path, every: int, growth: float):
-        self._workdir, self._every, self._growth = workdir, every, growth
+    def __init__(self, workdir: Path, *phases: RolloutConfig):
+        """`phases` are the settings of each phase of the run; in each it begins anew."""
+        self._workdir, self._phases, self._phase = workdir, phases, 0
         self._first: Mapping[str, float] = {}
+
+    def train_begin(self, run: Run) -> None:
+        self._phase = run.phase
 
     def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         """Raises `CollapseError`, with both rounds' figures and the last good checkpoint."""
+        if kind == PHASE:
+            self._phase, self._first = int(figures["phase"]), {}
         if kind != ROUND:
             return
-        number, folder = int(figures["round"]), self._workdir / FOLDER
+        settings = self._phases[self._phase]
+        number, folder = int(figures["round"]), rounds_folder(self._workdir, self._phase)
         if number == 0:
             self._first = figures
-        if number == 0 or not self._growth:
+        if number == 0 or not settings.stop_growth:
             return
         if not self._first:  # a resumed run
             self._first = read_round(round_path(folder, 0)).record["figures"]
-        first = self._first
+        first, growth = self._first, settings.stop_growth
         limits = {
-            "length": self._growth * max(first["length"], 1.0),
-            "repeated": self._growth * max(first["repeated"], self._LEAST_REPEATED),
+            "length": growth * max(first["length"], 1.0),
+            "repeated": growth * max(first["repeated"], self._LEAST_REPEATED),
         }
         if first["cut_off"] < 0.5:
-            limits["cut_off"] = max(self._growth * first["cut_off"], 0.5)
+            limits["cut_off"] = max(growth * first["cut_off"], 0.5)
         if "divergence" in first:  # with a teacher that can read
             least = max(first["divergence"], self._LEAST_DIVERGENCE)
-            limits["divergence"] = self._growth * least
+            limits["divergence"] = growth * least
         over = [name for name, limit in limits.items() if figures[name] >= limit]
         if not over:
             return
@@ -134,7 +143,7 @@ class CollapseGuard(Hook):
             f"{limits[name]:.4g}"
             for name in over
         )
-        good = max(step - 1 - self._every, 0)  # the student there wrote the round before
+        good = max(step - 1 - settings.every, 0)  # the student there wrote the round before
         steps = [saved for saved in saved_steps(self._workdir) if saved <= good]
         kept = "No checkpoint from before it is kept: raise checkpoint.keep."
         if steps:

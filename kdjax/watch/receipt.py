@@ -29,6 +29,7 @@ from kdjax.formats.saved import RECEIPT, saved_params
 from kdjax.hub import origin
 from kdjax.training.hooks import Hook, Run, StepRecord, exit_status
 from kdjax.training.job import Job
+from kdjax.training.phases import PHASE
 from kdjax.training.saving import Checkpoints
 from kdjax.watch.provenance import FORMAT, config_hash, params_hash, read, source_revision
 from kdjax.watch.smoke import Verdict
@@ -97,7 +98,9 @@ class Receipt(Hook):
             "tokens_at_saves": saves,
             "positions": run.start_step * self._per_step,  # padding included
             "held_out": {"first": resumed.get("held_out", {}).get("first"), "final": None},
+            "phases": [p for p in resumed.get("phases", []) if p["begun"] < max(run.start_step, 1)],
             "output": None,
+            "best": resumed.get("best"),
             "smoke": None,
         }
         session = {"started": started, "ended": None, "start_step": run.start_step, "reason": None}
@@ -111,6 +114,11 @@ class Receipt(Hook):
         if self._record["tokens"] is not None:
             self._record["tokens"] += record.figures["tokens"]
 
+    def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        """Notes where a phase begins."""
+        if kind == PHASE:
+            self._record["phases"].append({"number": int(figures["phase"]), "begun": step - 1})
+
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the first and the latest held-out figures."""
         held_out = self._record["held_out"]
@@ -120,6 +128,8 @@ class Receipt(Hook):
     def save_begin(self, step: int) -> None:
         """Renews the receipt, so that one left by a kill says how far the run came."""
         self._record["tokens_at_saves"][str(step)] = self._record["tokens"]
+        best = self._checkpoints.best
+        self._record["best"] = best and best._asdict()
         self._write("running")
 
     def train_end(self, reason: str, error: BaseException | None) -> None:

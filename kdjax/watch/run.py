@@ -11,7 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import Config, flatten, validate
+from kdjax.config import Config, count_steps, flatten, is_phased, list_phases, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
@@ -97,14 +97,11 @@ def distill(
         checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         if is_finished(checkpoints.latest(), config, workdir):
             check_finished(config, workdir, own)
-            steps = config.train.steps
+            step = checkpoints.latest()
+            more = f"More steps: a larger train.steps and train.after={step}."
             _log.info(
-                "%s already holds step %d of %d: nothing to do. More steps: a larger train.steps "
-                "and train.after=%d.",
-                workdir,
-                steps,
-                steps,
-                steps,
+                "%s already holds step %d of %d: nothing to do.%s",
+                *(workdir, step, count_steps(config), "" if is_phased(config) else f" {more}"),
             )
             return "finished"
         job = assemble(config, workdir, own)
@@ -159,8 +156,9 @@ def make_hooks(
             writers.JsonLines(workdir),
             writers.Terminal(),
         ]
-    if config.rollout.prompts:  # behind the writers, which have the figures that it stops at
-        hooks.append(CollapseGuard(workdir, config.rollout.every, config.rollout.stop_growth))
+    rollouts = [phase.rollout for phase in list_phases(config)]
+    if any(rollout.prompts for rollout in rollouts):  # behind the writers of what it stops at
+        hooks.append(CollapseGuard(workdir, *rollouts))
     if verdict:
         return [*hooks, verdict]  # which decides the exit status, of every process
     if first and config.log.tensorboard:

@@ -10,16 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.config import SELF, Config, read_section
+from kdjax.config import SELF, Config, change_texts, read_section
 from kdjax.data.rollouts import read_round
 from kdjax.data.rows import packed_hash
 from kdjax.data.text import split_sources
 from kdjax.errors import CheckError, UserError, suggest_path
 from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
-from kdjax.models.tokenizer import load_tokenizer
+from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 from kdjax.training.identity import identify, list_differences
-from kdjax.training.inputs import hash_text
+from kdjax.training.inputs import hash_text, hash_texts
 from kdjax.training.pair import begin_adapters, open_adapters, open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
@@ -96,7 +96,9 @@ class _Recheck:
     def config(self) -> Config:
         """The run's config, with paths that hold whatever the current directory is."""
         nested = self.receipt["config"]
-        config = read_section(Config(), {name: nested[name] for name in vars(Config())})
+        # Older runs lack what came later: that has its default.
+        known = {name: value for name, value in nested.items() if name in vars(Config())}
+        config = read_section(Config(), known)
         for section, name in (
             (config.data, "tokenizer"),
             (config.student, "path"),
@@ -109,11 +111,15 @@ class _Recheck:
             (config.data, "heldout"),
             (config.rollout, "prompts"),
         ):
-            paths, packages = split_sources(getattr(section, name))
-            paths = [resolve_path(self.receipt, path) for path in paths]
-            paths += [f"python:{','.join(packages)}"] if packages else []
-            setattr(section, name, ",".join(paths))
+            setattr(section, name, self._resolve_text(getattr(section, name)))
+        config.then = change_texts(config, self._resolve_text)
         return config
+
+    def _resolve_text(self, names: str) -> str:
+        paths, packages = split_sources(names)
+        paths = [resolve_path(self.receipt, path) for path in paths]
+        paths += [f"python:{','.join(packages)}"] if packages else []
+        return ",".join(paths)
 
     @property
     def python(self) -> dict[str, str]:
@@ -123,9 +129,14 @@ class _Recheck:
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
         """Hashes of the identity's text and prompts, from the files as they are now."""
+        return hash_text(*self._text_of)
+
+    @functools.cached_property
+    def _text_of(self) -> tuple[Config, Tokenizer, str]:
+        """What decides the text beside its files: the config, the tokenizer, the student's hash."""
         config = self.config
         tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
-        return hash_text(config, tokenizer, self.receipt["student"]["sha256"])
+        return config, tokenizer, self.receipt["student"]["sha256"]
 
     def end(self) -> str:
         if self.receipt["status"] == "running":
@@ -213,7 +224,8 @@ class _Recheck:
                 contents[name] = self.hashes.get(name)
         named = {f"own.{name}": text for name, text in self.python.items()}
         contents |= {name: text for name, text in named.items() if name in saved}
-        for name, was, stated in list_differences(saved, identify(self.config, contents)):
+        texts = hash_texts(*self._text_of) if self.config.then else []
+        for name, was, stated in list_differences(saved, identify(self.config, contents, texts)):
             _expect(f"in the checkpoint {name}", was, stated)
         return f"{path}, of the same config, models and rows"
 

@@ -17,7 +17,7 @@ from kdjax import __version__
 from kdjax.config import Config, flatten
 from kdjax.errors import UserError, WriteError
 from kdjax.formats.files import replacing
-from kdjax.formats.saved import RECEIPT
+from kdjax.formats.saved import RECEIPT, find_best
 from kdjax.watch.report import FILE
 from kdjax.watch.report.workdir import SAMPLES, RunRecord, read_run, read_runs
 from kdjax.watch.writers import METRICS
@@ -108,6 +108,9 @@ def closing_lines(workdir: Path, step: int) -> list[str]:
                 lines.append("  ".join([label.ljust(first), *aligned]))
     except UserError as error:
         lines.append(f"no held-out figures: {error}")
+    best = find_best(workdir)
+    if best and best.step != step:
+        lines += ["", f"the best by held-out {best.name} is step {best.step}, {best.value:.6g}"]
     places = {name: workdir / path.format(step=step) for name, path in _PLACES.items()}
     return [*lines, "", *(f"{name:<10}  {path}" for name, path in places.items() if path.exists())]
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,16 +89,17 @@ def read_run(path: Path, label: str = "") -> RunRecord:
             figures["positions"] = figures.get("tokens", math.nan)
             figures["tokens"] = float(trained[-1]) if len(trained) else 0.0
             evals.append(figures)
-    rounds = _read_rounds(path / FOLDER, notes)
+    rounds = _read_rounds(path, notes)
     name = label or path.resolve().name
     run = RunRecord(path, name, train, evals, receipt, samples, rounds, notes)
     notes[:0] = _describe_end(run)
     return run
 
 
-def _read_rounds(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _read_rounds(workdir: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Reads the first round of own answers and the last, if both have answers to be shown."""
-    files = sorted(folder.glob("round-*.npz"))
+    folders = sorted(workdir.glob(f"{FOLDER}*"), key=lambda folder: (len(folder.name), folder.name))
+    files = [file for folder in folders for file in sorted(folder.glob("round-*.npz"))]
     try:
         records = [read_round(path).record for path in dict.fromkeys([*files[:1], *files[-1:]])]
     except CheckError as error:
@@ -149,7 +151,9 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
 def _describe_end(run: RunRecord) -> list[str]:
     """How the run stands, and what of it is not there."""
     receipt, steps = run.receipt, run.train["step"]
-    planned = run.config.get("train.steps")
+    then = r"then\.\d+\.train\.steps"
+    parts = [v for k, v in run.config.items() if k == "train.steps" or re.fullmatch(then, k)]
+    planned = sum(parts)
     done = f"{int(steps[-1]) if len(steps) else 0:,}" + (f" of {planned:,}" if planned else "")
     notes = []
     match receipt.get("status"):

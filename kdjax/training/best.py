@@ -1,0 +1,114 @@
+"""Chooses the best saved step by a held-out figure, and stops a phase that makes it worse."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kdjax.config import Config, choose_figure
+from kdjax.errors import COLLAPSED, KdjaxError, UserError
+from kdjax.formats.saved import Best
+
+RISING = ("agreement", "acceptance")  # figures of which more is better
+BEGIN = "begin"  # in a step's record: the figure where its phase began, by batch
+
+
+class Part(NamedTuple):
+    """A held-out figure on one batch: its mean, and the positions that it is of."""
+
+    mean: float
+    count: float
+
+
+class WorseError(KdjaxError):
+    """A phase made the student worse on the development set."""
+
+    status = COLLAPSED
+
+
+def read_figure(figures: Mapping[str, float], name: str) -> tuple[str, float]:
+    """The figure of that name, or what a cache of likeliest ids has in its place, and its name.
+
+    Raises `UserError` for one that is not there.
+    """
+    found = next((n for n in (name, f"{name}_topk") if n in figures), None)
+    if found is None:
+        raise UserError(
+            f"found no held-out figure {name!r} to choose the best checkpoint by; expected one of "
+            f"{', '.join(figures)}. Set eval.best."
+        )
+    return found, figures[found]
+
+
+def compare_parts(before: Sequence[Part], now: Sequence[Part]) -> tuple[float, float]:
+    """How much a mean over the same batches has grown, and the standard error of that.
+
+    Batches are paired, so that what is hard in both counts in neither. Of one batch the error is
+    not known: infinite.
+    """
+    pairs = [(b.mean, a.mean, a.count) for b, a in zip(before, now, strict=True)]
+    total, n = math.fsum(count for *_, count in pairs), len(pairs)
+    grown = math.fsum((a - b) * count for b, a, count in pairs) / total
+    if n < 2:
+        return grown, math.inf
+    squares = math.fsum(((a - b - grown) * count) ** 2 for b, a, count in pairs)
+    return grown, math.sqrt(squares * n / (n - 1)) / total
+
+
+class Judge:
+    """Compares each held-out evaluation with the best saved step's and with the phase's begin."""
+
+    def __init__(self, name: str, errors: float, record: Mapping[str, Any]):
+        """`record` is that of the step that the run goes on from, empty for none; `errors` are the
+        standard errors that a phase may be worse by, 0: it is not compared."""
+        self._name, self._errors = name, errors
+        self.best = Best.read(record)
+        begin = record.get(BEGIN)
+        self._begin = begin and [Part(*part) for part in begin]
+        self._now: tuple[int, str, float, list[Part]] | None = None
+
+    @classmethod
+    def of(cls, config: Config, record: Mapping[str, Any]) -> "Judge":
+        """The judge of a run; without phases, and in a smoke trial, nothing stops it."""
+        stops = config.then and not config.smoke.steps
+        return cls(choose_figure(config), config.eval.stop_worse if stops else 0.0, record)
+
+    def see(self, step: int, figures: Mapping[str, float], parts: Sequence[Any]) -> None:
+        """Takes an evaluation, and the figures of each of its batches.
+
+        Raises `WorseError` if the phase under way has made the figure worse by more than its error.
+        """
+        name, value = read_figure(figures, self._name)
+        now = [Part(part[name], part["tokens"]) for part in parts]
+        self._now = step, name, value, now
+        if not self._errors or not self._begin or len(self._begin) != len(now):
+            return
+        grown, error = compare_parts(self._begin, now)
+        worse = -grown if name in RISING else grown
+        if worse > self._errors * error:
+            kept = f"step {self.best.step} is the best saved" if self.best else "no step was saved"
+            raise WorseError(
+                f"step {step}: the phase has made the held-out {name} worse by {worse:.4g}, to "
+                f"{value:.4g}; its standard error is {error:.2g}, and {self._errors:g} of them are "
+                f"allowed. {kept}. Lower optim.learning_rate, leave the phase out, choose another "
+                "figure (eval.best), or let it go on with eval.stop_worse=0."
+            )
+
+    def begin_phase(self, step: int) -> None:
+        """Has what was last evaluated, if at this step, stand for where the phase begins."""
+        judged = self._errors and self._now and self._now[0] == step
+        self._begin = self._now[3] if judged and self._now else None
+
+    def note_saved(self, step: int) -> Best | None:
+        """The best saved step once this one is saved."""
+        if self._now and self._now[0] == step:
+            _, name, value, _ = self._now
+            sign = -1 if name in RISING else 1
+            if self.best is None or self.best.name != name or sign * (value - self.best.value) < 0:
+                self.best = Best(step, name, value)
+        return self.best
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a saved step holds of it."""
+        begin = {BEGIN: [list(part) for part in self._begin]} if self._begin else {}
+        return begin | (self.best.record if self.best else {})
