@@ -351,8 +351,8 @@ def change_texts(config: Config, change: Callable[[str], str]) -> tuple[dict[str
 
 
 def count_steps(config: Config) -> int:
-    """The most optimizer steps that a run has, over all its phases, or its smoke trial."""
-    return config.smoke.steps or sum(phase.train.steps for phase in list_phases(config))
+    """The most optimizer steps that a run has, over all its phases."""
+    return sum(phase.train.steps for phase in list_phases(config))
 
 
 def name_numbers(weights: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import make_tiny_config, start_over
 from quick import cases
+from test_lora_run import adapt
 from test_rollouts import Death, Dies, Rounds
 from test_run import go, saved
 
@@ -64,7 +65,8 @@ def steps_stay():
     built, build = {}, job_module.build_step
 
     def build_once(config, *parts, **more):
-        key = str((config.train, config.optim, config.loss, config.student))
+        train = dataclasses.replace(config.train, seconds=0.0, until="", seed=0)
+        key = str((train, config.optim, config.loss, config.student))
         if key not in built:
             built[key] = build(config, *parts, **more)
         return built[key]
@@ -75,13 +77,18 @@ def steps_stay():
 
 
 @pytest.fixture(scope="module")
-def straight(models, tmp_path_factory, steps_stay):
-    """The config and workdir of a run that nothing stopped, its job and what was recorded."""
+def job(models, tmp_path_factory, steps_stay):
+    """The job of such a run, to be started over."""
     folder = tmp_path_factory.mktemp("phases")
-    config, recorder = make_config(models, folder), Rounds()
-    job = assemble(config, folder / "run")
-    assert go(config, folder / "run", recorder, job=job) == "finished"
-    return config, folder / "run", job, recorder
+    return assemble(make_config(models, folder), folder / "never")
+
+
+@pytest.fixture(scope="module")
+def straight(job, tmp_path_factory):
+    """The workdir of a run that nothing stopped, and what was recorded of it."""
+    workdir, recorder = tmp_path_factory.mktemp("straight") / "run", Rounds()
+    assert go(job.config, workdir, recorder, job=start_over(job, workdir)) == "finished"
+    return workdir, recorder
 
 
 def last_figures(*recorders):
@@ -91,8 +98,8 @@ def last_figures(*recorders):
     return figures
 
 
-def test_a_run_goes_through_its_phases(straight):
-    _, workdir, job, recorder = straight
+def test_a_run_goes_through_its_phases(job, straight):
+    workdir, recorder = straight
     figures = last_figures(recorder)
     begun = {step: f["phase"] for (kind, step), f in figures.items() if kind == PHASE}
     assert begun == {3: 1.0, 7: 2.0}
@@ -126,10 +133,9 @@ def test_a_run_goes_through_its_phases(straight):
     ),
 )
 def test_a_run_of_phases_killed_anywhere_resumed_is_the_same_bit_for_bit(
-    straight, tmp_path, event, at
+    job, straight, tmp_path, event, at
 ):
-    config, whole, job, recorder = straight
-    workdir = tmp_path / "run"
+    (whole, recorder), workdir, config = straight, tmp_path / "run", job.config
     first, second = Rounds(at - 1 if event == "stop" else None), Rounds()
     with contextlib.suppress(Death):
         fresh = start_over(job, workdir)
@@ -143,9 +149,8 @@ def test_a_run_of_phases_killed_anywhere_resumed_is_the_same_bit_for_bit(
     chex.assert_trees_all_equal(one, two)
 
 
-def test_the_teacher_writes_what_it_would_write(straight):
+def test_the_teacher_writes_what_it_would_write(job):
     """Greedily, its own next ids; the compared answers are the student's."""
-    _, _, job, _ = straight
     phase = job.begin_phase(Progress(1, 2))
     author = phase.source._author
     cold = dataclasses.replace(phase.config.rollout, temperature=0.0)
@@ -230,27 +235,49 @@ def test_where_the_clock_ended_a_phase_is_saved(models, tmp_path, monkeypatch, s
 # ---- the best step
 
 
-def test_the_best_step_stays_and_is_the_one_that_is_taken(
-    tiny_config, tmp_path, monkeypatch, caplog, capsys
-):
-    losses, merge = iter([5.0, 3.0, 4.0, 6.0]), loop.merge_sums
-    monkeypatch.setattr(loop, "merge_sums", lambda *x: merge(*x) | {"loss": next(losses)})
-    config = tiny_config
-    config.train.steps, config.eval.every, config.checkpoint.every = 6, 2, 1
+@pytest.fixture(scope="module")
+def judged(models, tmp_path_factory, undrawn):
+    """The config and workdir of a run of two phases whose second is, by its figures, the worse."""
+    folder = tmp_path_factory.mktemp("judged")
+    config = make_tiny_config(models, folder)
+    config.train.steps, config.optim.warmup_steps = 2, 1
+    config.eval.every = config.eval.samples = 0
     config.checkpoint.keep = 1
-    workdir = tmp_path / "run"
-    kdjax.distill(config, workdir)
-    assert saved_steps(workdir) == [2, 6]
+    config.then = ({"train.steps": 2, "optim.weight_decay": 0.5},)
+    losses, merge = iter([5.0, 3.0, 4.0]), loop.merge_sums
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "merge_sums", lambda *x: merge(*x) | {"loss": next(losses)})
+        assert kdjax.distill(config, folder / "run") == "finished"
+    return config, folder / "run"
+
+
+def test_the_best_step_stays_and_is_the_one_that_is_taken(judged, tmp_path, caplog, capsys):
+    _, workdir = judged
+    assert saved_steps(workdir) == [2, 4]
     assert find_best(workdir) == Best(2, "loss", 3.0)
+    assert read_receipt(workdir)["best"] == {"step": 2, "name": "loss", "value": 3.0}
     with caplog.at_level(logging.WARNING):
         assert open_checkpoint(workdir).saved.step == 2
-    assert "step 2 is taken, the best by held-out loss (3); the newest, 6, is" in caplog.text
-    assert open_checkpoint(workdir / "checkpoints" / "newest").saved.step == 6
-    assert read_receipt(workdir)["best"] == {"step": 2, "name": "loss", "value": 3.0}
-    for more, step in ((), 2), (("--step=newest",), 6):
+    assert "step 2 is taken, the best by held-out loss (3); the newest, 4, is" in caplog.text
+    assert open_checkpoint(workdir / "checkpoints" / "newest").saved.step == 4
+    for more, step in ((), 2), (("--step=newest",), 4):
         out = tmp_path / f"{step}.gguf"
         assert export([str(workdir), "--format=gguf", f"--out={out}", *more]) == 0
         assert f"{workdir} step {step}: gguf" in capsys.readouterr().err
+
+
+def test_a_run_of_phases_is_one_run(judged):
+    """One receipt, which is verified; another phase is another run."""
+    config, workdir = judged[0], judged[1]
+    assert any(line.startswith("ok    checkpoint") for line in verify(workdir))
+    assert read_receipt(workdir)["phases"] == [{"number": 1, "begun": 2}]
+    assert kdjax.distill(config, workdir) == "finished"
+    others = {0.4: ({"train.steps": 2, "optim.weight_decay": 0.4},), 0.01: ()}
+    for now, then in others.items():
+        other = dataclasses.replace(config, then=then)
+        found = rf"then.0.optim.weight_decay: the checkpoint has 0.5, now {now}"
+        with pytest.raises(UserError, match=found):
+            kdjax.distill(other, workdir)
 
 
 def parts(*means):
@@ -283,35 +310,44 @@ def test_a_phase_is_worse_if_it_is_by_more_than_its_error():
         Judge("kl", 2.0, {}).see(0, {"loss": 1.0}, [])
 
 
-def test_a_phase_that_makes_it_worse_stops_the_run(tiny_config, tmp_path):
+def test_a_phase_that_makes_it_worse_stops_the_run(tiny_config, tmp_path, steps_stay):
     config = tiny_config
-    config.train.steps, config.optim.warmup_steps = 4, 1
-    config.eval.every, config.eval.rows = 0, 16
-    config.then = ({"train.steps": 2, "optim.learning_rate": 3.0},)
-    with pytest.raises(WorseError, match=r"step 6: the phase has made the held-out loss worse"):
+    config.eval.every, config.eval.rows, config.checkpoint.every = 0, 16, 1
+    config.then = ({"train.steps": 3, "optim.learning_rate": 3.0},)
+    with pytest.raises(WorseError, match=r"step 13: the phase has made the held-out loss worse"):
         go(config, tmp_path / "run")
-    assert find_best(tmp_path / "run").step == 4 and saved_steps(tmp_path / "run")[-1] == 5
+    assert find_best(tmp_path / "run").step == 10 and saved_steps(tmp_path / "run")[-1] == 12
 
 
-# ---- one run
+@pytest.mark.slow
+def test_adapters_go_through_phases_on_one_base(tiny_config, tmp_path):
+    """A packed teacher writes; the frozen student is not loaded again; resumed bit for bit."""
+    config = adapt(tiny_config)
+    config.train.steps, config.optim.warmup_steps, config.checkpoint.every = 2, 1, 1
+    config.then = (
+        {
+            "train.steps": 3,
+            "rollout.prompts": config.data.train,
+            "rollout.writer": "teacher",
+            "rollout.every": 2,
+            "rollout.max_tokens": 8,
+            "rollout.prompt_tokens": 12,
+            "rollout.batch_size": 16,
+            "student.lora.learning_rate": 1e-3,
+        },
+    )
+    job = assemble(config, tmp_path / "whole")
+    assert job.begin_phase(Progress(1, 2)).step.base is job.step.base
+    assert go(config, tmp_path / "whole", job=job) == "finished"
+    resumed = start_over(job, tmp_path / "resumed")
+    assert go(config, tmp_path / "resumed", Rounds(3), job=resumed) == "interrupted"
+    assert go(config, tmp_path / "resumed") == "finished"
+    (a, one), (b, two) = (saved(job, tmp_path / name) for name in ("whole", "resumed"))
+    assert a == b == 5
+    chex.assert_trees_all_equal(one, two)
 
 
-def test_a_run_of_phases_is_one_run(tiny_config, tmp_path):
-    """One receipt, which is verified; another phase is another run."""
-    config = tiny_config
-    config.train.steps, config.optim.warmup_steps, config.eval.every = 2, 1, 0
-    config.eval.samples, config.eval.stop_worse = 0, 0.0
-    config.then = ({"train.steps": 2, "loss.alpha": 0.5},)
-    workdir = tmp_path / "run"
-    assert kdjax.distill(config, workdir) == "finished"
-    assert any(line.startswith("ok    checkpoint") for line in verify(workdir))
-    assert kdjax.distill(config, workdir) == "finished"
-    config.then[0]["loss.alpha"] = 0.4
-    with pytest.raises(UserError, match=r"then.0.loss.alpha: the checkpoint has 0.5, now 0.4"):
-        kdjax.distill(config, workdir)
-    config.then = ()
-    with pytest.raises(UserError, match=r"then.0.loss.alpha: the checkpoint has 0.5, now 0.3"):
-        kdjax.distill(config, workdir)
+# ---- what cannot be
 
 
 @pytest.mark.parametrize(
@@ -350,7 +386,7 @@ def test_flags_change_phases_and_add_them(tiny_config):
 
 
 def test_a_round_of_a_phase_lies_in_a_folder_of_its_own(straight):
-    _, workdir, _, _ = straight
+    workdir, _ = straight
     first, second = (read_round(round_path(rounds_folder(workdir, n), 0)).record for n in (1, 2))
     assert first["settings"]["rollout.writer"] == "teacher" and first["seed"] == 1
     assert "rollout.writer" not in second["settings"] and second["seed"] == 2

@@ -3,7 +3,7 @@
     kdjax evaluate runs/a --data=corpus/heldout --teacher=teacher.gguf@packed
     kdjax evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl --json=out.json
 
-TARGET is a workdir (its newest checkpoint), a step folder of one, a GGUF or .apr file, a Hugging
+TARGET is a workdir (its best checkpoint), a step folder of one, a GGUF or .apr file, a Hugging
 Face folder, or hf:ORG/REPO[/FILE] of the Hub. FORM is dense (the default), packed, float8 or
 float8_precise, then nothing or :bfloat16 or :float32. Processes that an engine started share rows,
 answers and programs; the first prints.

@@ -4,7 +4,7 @@
     kdjax generate runs/demo --prompt='import '
 
 MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the Hub, a run's workdir
-(its newest checkpoint) or a step folder of one. After it `@dense` (the default), `@packed`,
+(its best checkpoint) or a step folder of one. After it `@dense` (the default), `@packed`,
 `@float8` or `@float8_precise` says how the weights are kept, then nothing or `:bfloat16` or
 `:float32`. With `--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in
 fewer passes of the big one; how many is said on standard error. `--draft=own` takes the block that

@@ -95,7 +95,7 @@ def train(
     run = Run(
         workdir=job.workdir,
         start_step=int(state.step),
-        total_steps=count_steps(job.config),
+        total_steps=job.config.smoke.steps or count_steps(job.config),
         phase=progress.number,
         tokens_per_step=job.config.train.batch_size * job.config.data.seq_len,
         flops_per_token=job.flops_per_token(),
