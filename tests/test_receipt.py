@@ -102,7 +102,7 @@ def test_a_finished_run_records_everything(finished):
     assert found["status"] == "finished"
     assert found["exit"] == dict(reason="finished", error=None, message=None, status=0)
     assert found["kdjax"]["version"] == __version__
-    assert found["config"] == dataclasses.asdict(config)
+    assert found["config"] == json.loads(json.dumps(dataclasses.asdict(config)))
     text = json.dumps(found["config"], sort_keys=True, separators=(",", ":"))
     assert found["config_sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert found["teacher"]["sha256"] == sha256(config.teacher.path)
