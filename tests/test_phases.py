@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import types
 
@@ -32,6 +33,7 @@ from kdjax.training.best import Judge, Part, WorseError, compare_parts
 from kdjax.training.hooks import StepRecord
 from kdjax.training.job import assemble
 from kdjax.training.phases import PHASE, Pace, Progress
+from kdjax.training.saving import _Kept
 from kdjax.watch.verify import verify
 
 ENDED = (2, 6, 9)  # text, the teacher's answers, own answers
@@ -213,6 +215,19 @@ def test_seconds_end_a_phase_and_what_compiles_is_not_counted():
     assert pace.is_over(6)
 
 
+def test_what_ended_a_phase_is_saved_and_the_next_begins_anew():
+    under_way = Progress(1, 4, seconds=2.5, readings=(0.5, 0.6), last=9, ended=(4,))
+    for progress in (Progress(), under_way, under_way.end(9)):
+        assert Progress.read(json.loads(json.dumps({PHASE: dataclasses.asdict(progress)}))) == (
+            progress
+        )
+    assert under_way.end(9) == Progress(2, 9, ended=(4, 9))
+    pace = make_pace(under_way, seconds=4.0)
+    for step in (6, 7):  # of a resumed process; the first compiles
+        pace.step_end(StepRecord(step, {}, 1.5, {}))
+    assert pace.progress.seconds == 4.0 and pace.is_over(8)
+
+
 def test_where_the_clock_ended_a_phase_is_saved(models, tmp_path, monkeypatch, steps_stay):
     """A run that is resumed behind it, by another clock, is the same run."""
     config = make_tiny_config(models, tmp_path)
@@ -249,6 +264,16 @@ def judged(models, tmp_path_factory, undrawn):
         patched.setattr(loop, "merge_sums", lambda *x: merge(*x) | {"loss": next(losses)})
         assert kdjax.distill(config, folder / "run") == "finished"
     return config, folder / "run"
+
+
+def test_the_newest_steps_and_the_best_one_are_kept():
+    for best, kept in ((None, [4, 6]), (2, [2, 4, 6]), (6, [4, 6])):
+        found = best and Best(best, "loss", 3.0)
+        policy = _Kept(2, types.SimpleNamespace(best=found))
+        steps = [types.SimpleNamespace(step=step) for step in (1, 2, 4, 6)]
+        chosen = policy.should_preserve(steps, context=None)
+        assert [s.step for s, keeps in zip(steps, chosen, strict=True) if keeps] == kept
+        assert policy.should_preserve(steps[:1], context=None) == [True]
 
 
 def test_the_best_step_stays_and_is_the_one_that_is_taken(judged, tmp_path, caplog, capsys):
