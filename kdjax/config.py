@@ -177,6 +177,9 @@ class RolloutConfig:
     batch_size: int = 1024  # answers written at a time, over all devices
     stop_growth: float = 2.0  # times round 0's length, repetition or divergence that stops; 0: none
     allow_other_template: bool = False  # accept a teacher whose chat template renders otherwise
+    hints: bool = False  # whether the teacher, and it alone, reads the `hint` of a prompt's line
+    hint_tokens: int = 0  # positions that its rows have beyond data.seq_len for them; 0: as many
+    gap_exercises: int = 64  # exercises with hints held out of training: what do hints gain there?
 
 
 @dataclasses.dataclass
@@ -268,6 +271,17 @@ def count_own_rows(config: Config) -> int:
     """The rows of a batch, over all processes, that are the student's own answers."""
     rollout = config.rollout
     return round(rollout.share * config.train.batch_size) if rollout.prompts else 0
+
+
+def has_hints(config: Config) -> bool:
+    """Whether the teacher's prompts hold what the student's do not."""
+    return bool(config.rollout.prompts) and config.rollout.hints
+
+
+def count_teacher_positions(config: Config) -> int:
+    """The positions of a row that the teacher reads in training."""
+    length = config.data.seq_len
+    return length + (config.rollout.hint_tokens or length) if has_hints(config) else length
 
 
 def choose_optim(config: Config) -> OptimConfig:
@@ -445,6 +459,8 @@ _RULES: dict[str, _Rule] = {
     "rollout.max_tokens": _POSITIVE,
     "rollout.prompt_tokens": _NON_NEGATIVE,
     "rollout.batch_size": _POSITIVE,
+    "rollout.hint_tokens": _NON_NEGATIVE,
+    "rollout.gap_exercises": _POSITIVE,
     "rollout.stop_growth": ((lambda v: v == 0 or v > 1), "0 or greater than 1"),
     "eval.every": _NON_NEGATIVE,
     "eval.rows": _NON_NEGATIVE,
@@ -523,6 +539,8 @@ def validate(config: Config) -> None:
             "that it tries"
         )
     rollout = config.rollout
+    if rollout.hints and not rollout.prompts:
+        problems.append("rollout.hints=True: needs rollout.prompts, whose lines hold them")
     if rollout.prompts:
         room = config.data.seq_len - rollout.max_tokens
         if room < max(rollout.prompt_tokens, 1):
@@ -539,6 +557,11 @@ def validate(config: Config) -> None:
         if rollout.rounds == 1 and config.student.init == "random":
             problems.append(
                 "rollout.rounds=1: needs student.init=checkpoint, a student that writes"
+            )
+        if rollout.hints and (config.loss.alpha == 1 or config.loss.final_alpha == 1):
+            problems.append(
+                "rollout.hints=True: needs a teacher that reads them, loss.alpha and "
+                "loss.final_alpha below 1"
             )
         if config.teacher.cache and rollout.rounds != 1:
             problems.append(

@@ -96,8 +96,8 @@ def choose_prompts(
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
     prompts = [
-        tokenizer.encode(text) if chat else begin_text(text, tokenizer)
-        for text, chat in (every[at] for at in places)
+        tokenizer.encode(one.text) if one.chat else begin_text(one.text, tokenizer)
+        for one in (every[at] for at in places)
     ]
     fitting = list(dict.fromkeys(tuple(ids) for ids in prompts if 0 < len(ids) <= most))
     if not fitting:
