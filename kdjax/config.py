@@ -128,6 +128,7 @@ class LossConfig:
     final_temperature: float = 0.0  # T at the last step, on a straight line; 0: as the first
     final_alpha: float = -1.0  # alpha at the last step, likewise; -1: as the first
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
+    beyond: float = 1.0  # 1.25: target p_teacher (p_teacher / p_start)^0.25; 1: the teacher alone
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 
@@ -434,6 +435,7 @@ _RULES: dict[str, _Rule] = {
         _is_read_by(split_divergence),
         f"one of {', '.join(_forms())}, or a mixture such as 0.5*forward_kl+0.5*reverse_kl",
     ),
+    "loss.beyond": _POSITIVE,
     "loss.chunk_tokens": _NON_NEGATIVE,
     "optim.name": _choice("adamw", "muon"),
     "optim.learning_rate": _POSITIVE,
@@ -510,6 +512,11 @@ def validate(config: Config) -> None:
         problems.append(
             f"loss.final_alpha={config.loss.final_alpha}: must be -1 with loss.alpha=1, which "
             "trains without the teacher; begin below 1"
+        )
+    if config.loss.beyond != 1 and (config.loss.alpha == 1 or config.student.init == "random"):
+        problems.append(
+            f"loss.beyond={config.loss.beyond}: needs a teacher (loss.alpha below 1) and a student "
+            "that starts from a file (student.init=checkpoint)"
         )
     if train.microbatches > 0 and train.batch_size % train.microbatches:
         problems.append(

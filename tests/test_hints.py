@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 
 import chex
 import numpy as np
@@ -12,15 +13,20 @@ from quick import cases
 from test_rollouts import Death, Dies, Rounds, begin, rounds_of
 from test_run import go, saved
 
+from kdjax.commands import train as main
+from kdjax.commands import verify as kdjax_verify
 from kdjax.config import RolloutConfig, validate
 from kdjax.data.pipeline import example
 from kdjax.data.rollouts import FOLDER, Answer, Prompt, Room, read_prompts, read_round, round_path
-from kdjax.errors import UserError
+from kdjax.errors import BAD_INPUT, UserError
+from kdjax.evaluation import gap
+from kdjax.losses.divergences import log_softmax
 from kdjax.losses.kd import kd_loss
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import Model
 from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
+from kdjax.training.rollouts import open_prompts
 from kdjax.training.step import complete_batch
 from kdjax.training.teachers import CachedHidden
 
@@ -255,3 +261,84 @@ def test_columns_of_a_teachers_rows_are_all_there_and_inside(job):
     ):
         with pytest.raises(UserError, match=found):
             complete_batch(batch | wrong)
+
+
+# ---- the gap
+
+
+def answer_as(told):
+    """A stand-in for a model's answers: right in the second half, where prompts have hints."""
+
+    def answer(job, model, prompts, temperature):
+        if temperature:  # the student's
+            return [[40 + i, 50] for i in range(len(prompts))]
+        assert len(prompts) == 6 and all(map(len, prompts))
+        texts = []
+        for n, prompt in enumerate(prompts):
+            name = job.pair.tokenizer.decode(list(prompt)).split("add ")[1][0]
+            right = n >= 3 if told == "hints" else bool(told)
+            texts.append(f"def add{name}(a):\n    return a + {name if right else 'b'}\n```\n")
+        return [job.pair.tokenizer.encode(text) for text in texts]
+
+    return answer
+
+
+def test_the_gap_is_measured_on_held_exercises_printed_and_kept(job, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(gap, "_answer", answer_as("hints"))
+    fresh = begin(job, tmp_path / "run")
+    with caplog.at_level(logging.INFO):
+        gap.check_gap(fresh)
+    said = "solves 0.0% of 3 exercises held out of training, 100.0% with hints: +100.0 points"
+    assert said in caplog.text
+    figures = json.loads((tmp_path / "run" / gap.GAP).read_text())
+    assert (figures["low"], figures["high"]) == (1.0, 1.0)
+    # The KL, written out from the logits behind both prompts.
+    held = open_prompts(job.config, job.pair.tokenizer).held
+    real, values = job.pair.vocabulary.real, []
+    for i, one in enumerate(held):
+        both = [
+            log_softmax(np.asarray(job.teacher.logits([ids]))[0, -2:, :real], 1.0)
+            for ids in ([*one.prompt.hinted, 40 + i], [*one.prompt.ids, 40 + i])
+        ]
+        values += np.sum(np.exp(both[0]) * (both[0] - both[1]), axis=-1).tolist()
+    np.testing.assert_allclose(figures["kl"], np.mean(values), rtol=1e-3)
+    assert figures["kl"] > 1e-3
+    # The same run, begun again, has it; another one measures anew.
+    monkeypatch.setattr(gap, "measure_gap", None)
+    gap.check_gap(fresh)
+    with pytest.raises(TypeError):
+        gap.check_gap(dataclasses.replace(fresh, identity=fresh.identity | {"train.seed": 1}))
+
+
+def test_without_a_gap_the_run_stops_unless_told_to_go_on(job, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(gap, "_answer", answer_as(True))
+    fresh = begin(job, tmp_path / "run")
+    with pytest.raises(UserError, match=r"hints do not help this teacher: .*\+0.0 points .*95%"):
+        gap.check_gap(fresh)
+    allowed = dataclasses.replace(job.config.teacher, allow_degenerate=True)
+    gap.check_gap(begin(job, tmp_path / "run", teacher=allowed))
+    assert "hints do not help this teacher" in caplog.text
+    # Measured is below two points in a hundred and above 0 for sure: it goes on.
+    sure = {"exercises": 900, "plain": 0.5, "hinted": 0.51, "gain": 0.01, "low": 0.002}
+    monkeypatch.setattr(gap, "measure_gap", lambda _: sure | {"high": 0.018, "kl": 0.1})
+    gap.check_gap(begin(job, tmp_path / "another"))
+    monkeypatch.undo()
+    cached = dataclasses.replace(fresh, kind=CachedHidden(), workdir=tmp_path / "cached")
+    with pytest.raises(UserError, match=r"cannot be measured: found a teacher that comes from a c"):
+        gap.check_gap(cached)
+    rollout = dataclasses.replace(job.config.rollout, hints=False)
+    gap.check_gap(begin(job, tmp_path / "plain", rollout=rollout))  # nothing to do
+    assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.slow
+def test_a_command_whose_hints_do_not_help_ends_before_step_one(models, tmp_path, capsys):
+    """Nothing is stood in for: a teacher of random weights solves nothing, with hints too."""
+    config = make_config(models, tmp_path)
+    assert main.train_and_report(config, tmp_path / "run") == BAD_INPUT
+    assert "the teacher solves 0.0% of 3 exercises held out of training" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert json.loads((tmp_path / "run" / gap.GAP).read_text())["kl"] > 1e-3
+    config.teacher.allow_degenerate, config.train.steps = True, 3
+    assert main.train_and_report(config, tmp_path / "run") == 0
+    assert kdjax_verify.main([str(tmp_path / "run")]) == 0

@@ -49,10 +49,11 @@ from kdjax.training.plan import (
     count_step_flops,
     replace_settings,
     shares_base,
+    shares_start,
 )
 from kdjax.training.rollouts import answer_source
 from kdjax.training.saving import Checkpoints
-from kdjax.training.several import Teachers
+from kdjax.training.several import Beyond, Teachers, name_arrays
 from kdjax.training.step import Step, TrainState, make_step
 from kdjax.training.teachers import (
     RUNNING,
@@ -84,6 +85,7 @@ class Job:
     plan: Plan | None = None  # None where nothing was planned: a benchmark
     cache: TeacherCache | SeveralCaches | None = None  # of the teacher, which is then not loaded
     own: Own = NO_CODE  # what a user gave as Python
+    start: Model | None = None  # the student's, beside the teacher; None: no `loss.beyond`
 
     def restore(self, checkpoints: Checkpoints) -> TrainState:
         """The state to start from: own checkpoint, else the student's file or random weights.
@@ -142,7 +144,8 @@ class Job:
     @property
     def teacher_params(self) -> Params:
         """Arrays that the steps take for the teacher."""
-        return self.teacher.params if self.teacher else {}
+        arrays = self.teacher.params if self.teacher else {}
+        return name_arrays([arrays, self.start.params]) if self.start else arrays
 
     @functools.cached_property
     def heldout_bytes(self) -> int:
@@ -223,6 +226,7 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     placement = Placement.on(meshes[0])
     for kind in kinds:
         kind.check(placement)
+        _go_beyond(config, kind)
     _check_batches(config.train, config.eval, placement)
     pair = open_pair(config, whole=whole)
     _log.info("student: %s", pair.student.describe())
@@ -287,7 +291,11 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
             teacher_hash = hashed.result()["teacher.sha256"] or ""
             cache = _open_caches(config, pair, rows, plan.kind, teacher_hash)
             _log.info("%s", cache)
-        teacher, step, schedule = build_step(config, pair, placement, plan.kind, own=own)
+        teacher = load_teacher(config, pair, plan.kind, placement)
+        start = load_start(config, pair, plan.kind, placement, teacher)
+        _, step, schedule = build_step(
+            config, pair, placement, plan.kind, teacher, own=own, start=start
+        )
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
     made_of |= hash_imatrix(config) | own.identify(step.abstract)
     if own.batches is None:
@@ -308,6 +316,7 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
         plan=plan,
         cache=cache,
         own=own,
+        start=start,
     )
 
 
@@ -341,15 +350,19 @@ def make_source(
         return text_source(config, rows, cache)
     others = config.train.batch_size - count_own_rows(config)
     text = others and TextSource(rows.train, batch_size=others, seed=config.train.seed)
+    student, loss = open_writer(pair, step), step.spec.head.loss
+    return answer_source(config, workdir, pair, student, teacher, text or None, loss)
+
+
+def open_writer(pair: Pair, step: Step) -> Model:
+    """The student as it writes and is compared; its parameters are shapes, to be replaced."""
     spec, trained = pair.student.spec, step.spec.student
     assert isinstance(trained, DecoderFunctions)
-    # As it writes and is compared: no gradients, so that layers are a loop and compile as one
-    # (17 s less of a 0.5B on an H200), and one text a row, which needs no packed attention.
+    # No gradients, so that layers are a loop and compile as one (17 s less of a 0.5B on an H200),
+    # and one text a row, which needs no packed attention.
     alone = dataclasses.replace(trained.compute, remat="none", scan=True, max_segments=1)
     functions = functional(spec, alone)[0]
-    student = Model(functions, step.abstract.params, spec.vocab_size, placement=step.placement)
-    loss = step.spec.head.loss
-    return answer_source(config, workdir, pair, student, teacher, text or None, loss)
+    return Model(functions, step.abstract.params, spec.vocab_size, placement=step.placement)
 
 
 def text_source(
@@ -364,6 +377,24 @@ def text_source(
         process_count=jax.process_count(),
         more=cache and cache.train,
     )
+
+
+def _go_beyond(config: Config, kind: TeacherKind) -> TeacherKind:
+    """The kind of the step: with `loss.beyond` the start runs beside the teacher."""
+    if config.loss.beyond == 1:
+        return kind
+    return Beyond(kinds=(kind, Dense()), strength=config.loss.beyond)
+
+
+def load_start(
+    config: Config, pair: Pair, kind: TeacherKind, placement: Placement, teacher: Model | None
+) -> Model | None:
+    """The student's start, frozen, for `loss.beyond`; the teacher's arrays where it is that."""
+    if config.loss.beyond == 1:
+        return None
+    if shares_start(config, pair, kind):
+        return teacher
+    return load_teacher(config, dataclasses.replace(pair, teacher=pair.student), Dense(), placement)
 
 
 def load_teacher(
@@ -391,6 +422,7 @@ def build_step(
     teacher: Model | None = None,
     *,
     own: Own = NO_CODE,
+    start: Model | None = None,
 ) -> tuple[Model | None, Step, optax.Schedule | None]:
     """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing."""
     teacher = teacher or load_teacher(config, pair, kind, placement)
@@ -411,13 +443,13 @@ def build_step(
     step = make_step(
         own.open_student(pair.tokenizer, placement)
         or _open_student_model(config, pair, compute, teacher, kind),
-        teacher,
+        [teacher, start] if start else teacher,
         own.loss or _make_loss(config),
         tx,
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
         reduce_dtype=config.train.reduce_dtype,
-        kind=kind,
+        kind=_go_beyond(config, kind),
         vocabulary=pair.vocabulary,
         allow_degenerate=True,  # `open_pair` has judged that
         quantize=config.student.quantize,
