@@ -18,6 +18,7 @@ from kdjax.commands import verify as kdjax_verify
 from kdjax.config import RolloutConfig, validate
 from kdjax.data.pipeline import example
 from kdjax.data.rollouts import FOLDER, Answer, Prompt, Room, read_prompts, read_round, round_path
+from kdjax.device.runtime import device_summary
 from kdjax.errors import BAD_INPUT, UserError
 from kdjax.evaluation import gap
 from kdjax.losses.divergences import log_softmax
@@ -26,9 +27,10 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import Model
 from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
+from kdjax.training.plan import count_step_flops, make_plan
 from kdjax.training.rollouts import open_prompts
 from kdjax.training.step import complete_batch
-from kdjax.training.teachers import CachedHidden
+from kdjax.training.teachers import CachedHidden, Dense
 
 
 def write_hints(path, count=12, exercises=8):
@@ -213,6 +215,20 @@ def test_a_run_taught_by_its_own_start_learns_from_hints_and_resumes_bit_for_bit
     assert first.last() | second.last() == figures
     assert rounds_of(again) == rounds_of(workdir)
     chex.assert_trees_all_equal(saved(job, again)[1], saved(job, workdir)[1])
+
+
+def test_the_plan_counts_the_teachers_longer_rows(job):
+    rollout = dataclasses.replace(job.config.rollout, hints=False)
+    plain = dataclasses.replace(job.config, rollout=rollout)
+    asked = job.step.placement.mesh, device_summary(), Dense()
+    phases = [make_plan(c, job.pair, *asked).phases for c in (plain, job.config)]
+    sizes = [one["the teacher runs forward"]["teacher's activations"] for one in phases]
+    assert sizes[1] == pytest.approx(sizes[0] * 104 / 64)
+    before, after = (count_step_flops(c, job.pair, Dense()) for c in (plain, job.config))
+    assert after - before > 0.6 * job.pair.teacher.spec.forward_flops(64)
+    short = dataclasses.replace(job.config.rollout, hint_tokens=10**6)
+    with pytest.raises(UserError, match=r"rows of 1000064 positions; it has 32768"):
+        assemble(dataclasses.replace(job.config, rollout=short), job.workdir)
 
 
 def test_without_hints_a_student_that_is_its_teacher_is_refused(job, tmp_path):
