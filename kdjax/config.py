@@ -68,7 +68,7 @@ class TeacherConfig:
     weights: str = "auto"  # auto | dense | packed | float8 | float8_precise: how they are kept
     param_dtype: str = "bfloat16"  # of dense weights, and of packed ones once decoded
     cache: str = ""  # folder that `kdjax cache` wrote, or several, 0.7*a,0.3*b: nothing is loaded
-    allow_degenerate: bool = False  # accept a student that already is the teacher
+    allow_degenerate: bool = False  # accept one that is the student, or whose hints gain nothing
     # What `weights` was in earlier versions.
     backend: dataclasses.InitVar[Any] = _OldField()
     compute: dataclasses.InitVar[Any] = _OldField()
@@ -128,7 +128,7 @@ class LossConfig:
     final_temperature: float = 0.0  # T at the last step, on a straight line; 0: as the first
     final_alpha: float = -1.0  # alpha at the last step, likewise; -1: as the first
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
-    beyond: float = 1.0  # 1.25: target p_teacher (p_teacher / p_start)^0.25; 1: the teacher alone
+    beyond: float = 1.0  # strength s of the target p_teacher (p_teacher / p_start)^(s - 1); 1: the teacher
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -16,7 +17,7 @@ from scipy.special import logsumexp
 from test_hints import make_config
 from test_rollouts import Death, Dies, Rounds
 from test_run import go, saved
-from test_teacher_in_batch import assert_same_step, said, take, text
+from test_teacher_in_batch import PROGRAMS, assert_same_step, said, take, text
 
 import kdjax
 from kdjax.device.runtime import device_summary
@@ -94,7 +95,8 @@ def test_the_gradient_is_autodiffs_of_the_formula(rng):
 
     def chunked(z):
         head = Extrapolated((Given(), Given()), 1.5)
-        return head_loss(z, eye, (t, s), head, labels, ones, spec).loss
+        sums: Any = head_loss(z, eye, (t, s), head, labels, ones, spec)
+        return sums.loss
 
     def plain(z):
         p_t, p_s = (jax.nn.softmax(x[..., :real], axis=-1) for x in (t, s))
@@ -116,7 +118,8 @@ def job(models, tmp_path_factory):
 
 
 def test_a_run_beyond_its_teacher_resumes_bit_for_bit(job, tmp_path):
-    assert job.step.spec.kind.strength == 1.25 and set(job.teacher_params) == {"0", "1"}
+    assert job.step.spec.kind == kdjax.Beyond(strength=1.25)
+    assert set(job.teacher_params) == {"0", "1"}
     whole, first, second = Rounds(), Rounds(), Rounds()
     straight, again = tmp_path / "straight", tmp_path / "run"
     assert go(job.config, straight, whole, job=start_over(job, straight)) == "finished"
@@ -132,7 +135,7 @@ def test_at_strength_1_the_step_is_the_plain_ones(job):
     loss = dataclasses.replace(job.config.loss, beyond=1.0)
     plain = assemble(dataclasses.replace(job.config, loss=loss), job.workdir)
     assert plain.step.spec.kind == Dense() and plain.start is None
-    assert plain.teacher_params is plain.teacher.params
+    assert plain.teacher is not None and plain.teacher_params is plain.teacher.params
     assert plain.identity["loss.beyond"] == 1.0 != job.identity["loss.beyond"]
 
 
@@ -156,12 +159,10 @@ def test_the_plan_counts_the_starts_bytes(job):
 
 
 def test_what_cannot_go_beyond_is_refused(job):
-    for arguments, found in (
-        ({"strength": 0.0}, r"strength=0.0: must be greater than 0"),
-        ({"kinds": (CachedTopK(3), CachedTopK(3))}, r"expected one that knows all ids"),
-    ):
-        with pytest.raises(UserError, match=found):
-            kdjax.Beyond(**arguments)
+    with pytest.raises(UserError, match=r"strength=0.0: must be greater than 0"):
+        kdjax.Beyond(strength=0.0)
+    with pytest.raises(UserError, match=r"expected one that knows all ids"):
+        kdjax.Beyond(kinds=(CachedTopK(3), CachedTopK(3)))
     for section, changes in (("loss", {"alpha": 1.0}), ("student", {"init": "random"})):
         changed = dataclasses.replace(getattr(job.config, section), **changes)
         config = dataclasses.replace(job.config, **{section: changed})
@@ -183,3 +184,13 @@ def test_hints_are_the_teachers_alone_where_its_own_start_is_gone_beyond(models,
     _, same = job.step(job.make_state(), job.teacher_params, without)
     assert metrics.means()["divergence"] > 1e-3
     assert abs(same.means()["divergence"]) < 1e-5
+
+
+def test_the_pages_program(models, tmp_path, monkeypatch):
+    for name in ("teacher", "student"):
+        (tmp_path / f"{name}.gguf").symlink_to(models / f"{name}.gguf")
+    monkeypatch.chdir(tmp_path)
+    (program,) = (code for code in PROGRAMS if "Beyond" in code)
+    names = {"batches": [text()] * 2}
+    exec(compile(program, "docs/teachers.md", "exec"), names)
+    assert names["metrics"].means()["divergence"] > 0

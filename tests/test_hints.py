@@ -27,6 +27,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import Model
 from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
+from kdjax.training.pair import open_pair
 from kdjax.training.plan import count_step_flops, make_plan
 from kdjax.training.rollouts import open_prompts
 from kdjax.training.step import complete_batch
@@ -231,10 +232,16 @@ def test_the_plan_counts_the_teachers_longer_rows(job):
         assemble(dataclasses.replace(job.config, rollout=short), job.workdir)
 
 
-def test_without_hints_a_student_that_is_its_teacher_is_refused(job, tmp_path):
-    rollout = dataclasses.replace(job.config.rollout, hints=False)
+def test_without_hints_a_student_that_is_its_teacher_is_refused(models, tmp_path):
+    config = make_config(models, tmp_path)
+    pair = open_pair(config)
+    assert pair.teacher is not None and pair.teacher.table is pair.student.table
+    config.rollout.hints = False
     with pytest.raises(UserError, match="hold the same weights"):
-        assemble(dataclasses.replace(job.config, rollout=rollout), tmp_path)
+        open_pair(config)
+
+
+def test_settings_of_hints_that_cannot_work(job):
     for changes, found in (
         ({"rollout": RolloutConfig(hints=True)}, "rollout.hints=True: needs rollout.prompts"),
         ({"loss": dataclasses.replace(job.config.loss, alpha=1.0)}, "needs a teacher that reads"),

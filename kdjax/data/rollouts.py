@@ -232,7 +232,7 @@ class Room(NamedTuple):
             if not over:
                 break
             count -= -(-len(over) // 2)
-        columns = {
+        columns: dict[str, Any] = {
             name: np.zeros((self.rows, self.row_length), dtype) for name, dtype in COLUMNS.items()
         }
         order = np.random.default_rng(list(seed)).permutation(self.rows)
@@ -337,7 +337,8 @@ def read_round(path: Path) -> Round:
             record = json.loads(columns[_RECORD].tobytes())
             theirs = {n.removeprefix(_TEACHER): columns[n] for n in columns if _TEACHER in n}
             teacher = TeacherRows(**theirs) if theirs else None
-            rows = Rows(*(columns[name] for name in COLUMNS), teacher)
+            own: dict[str, Any] = {name: columns[name] for name in COLUMNS}
+            rows = Rows(**own, teacher=teacher)
         if record["format"] != FORMAT:
             raise CheckError(f"{path}: found format {record['format']}; expected {FORMAT}.")
         found, expected = hash_columns(rows), record["sha256"]

@@ -89,17 +89,18 @@ def read_same(columns: Mapping[str, np.ndarray], width: int) -> dict[str, np.nda
 
 def join_rows(first: Rows, second: Rows) -> Rows:
     """Both, one after the other; where a teacher has rows beside the first, it reads the second."""
-    pairs = ((getattr(rows, name) for rows in (first, second)) for name in COLUMNS)
-    columns = [np.concatenate(list(pair)) for pair in pairs]
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(rows, name) for rows in (first, second)]) for name in COLUMNS
+    }
     theirs = first.teacher
     if theirs is None:
-        return Rows(*columns)
+        return Rows(**columns)
     inputs = second.tokens[:, :-1], second.segments[:, :-1]
     more = (0, 0), (0, theirs.tokens.shape[1] - inputs[0].shape[1])
     places = np.arange(inputs[0].shape[1], dtype=np.int32)
     beside = *(np.pad(x, more) for x in inputs), np.broadcast_to(places, inputs[0].shape)
     both = zip(vars(theirs).values(), beside, strict=True)
-    return Rows(*columns, TeacherRows(*(np.concatenate(pair) for pair in both)))
+    return Rows(**columns, teacher=TeacherRows(*(np.concatenate(pair) for pair in both)))
 
 
 class RowSet(NamedTuple):

@@ -183,9 +183,9 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
 
 def _add_hint(messages: Sequence[Any], hint: Any) -> list[Any]:
     """The messages with the hint behind what the user said last."""
-    last = messages[-1] if messages else None
-    content = last.get("content") if isinstance(last, Mapping) else None
-    if not (isinstance(hint, str) and isinstance(content, str) and last["role"] == "user"):
+    last = messages[-1] if messages and isinstance(messages[-1], Mapping) else {}
+    content = last.get("content")
+    if not (isinstance(hint, str) and isinstance(content, str) and last.get("role") == "user"):
         raise UserError(
             "found a hint that no turn of the user takes; expected a text, and messages whose last "
             "turn before the answer is the user's."

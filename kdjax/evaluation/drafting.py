@@ -134,7 +134,8 @@ class Text(NamedTuple):
         """Ids of prompts, and of the answer to each; a row holds both."""
         longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
         shape = len(prompts), -(-longest // _BUCKET) * _BUCKET + 1
-        rows = Rows(*(np.zeros(shape, dtype) for dtype in COLUMNS.values()))
+        columns: dict[str, Any] = {n: np.zeros(shape, dtype) for n, dtype in COLUMNS.items()}
+        rows = Rows(**columns)
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             end = len(prompt) + len(answer)
             rows.tokens[i, :end] = [*prompt, *answer]

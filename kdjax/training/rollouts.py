@@ -458,8 +458,8 @@ def fix_answers(config: Config, pair: Pair, placement: Placement, rows: RowSet) 
     text = (config.train.batch_size - count_own_rows(config)) * config.rollout.every
     order = np.random.default_rng([config.train.seed, 1]).permutation(len(rows.train))
     beside = np.resize(order, text)
-    chosen = Rows(*(getattr(rows.train, name)[beside] for name in COLUMNS))
-    train = join_rows(fixed.rows, chosen)
+    chosen: dict[str, Any] = {name: getattr(rows.train, name)[beside] for name in COLUMNS}
+    train = join_rows(fixed.rows, Rows(**chosen))
     info = rows.info | {"answers": fixed.record["figures"], "text": rows.key}
     info["answers_file"] = {"path": str(path.resolve()), "sha256": fixed.sha256}
     return RowSet(train, rows.heldout, info, key)
