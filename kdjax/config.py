@@ -128,7 +128,7 @@ class LossConfig:
     final_temperature: float = 0.0  # T at the last step, on a straight line; 0: as the first
     final_alpha: float = -1.0  # alpha at the last step, likewise; -1: as the first
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
-    beyond: float = 1.0  # strength s of the target p_teacher (p_teacher / p_start)^(s - 1); 1: the teacher
+    beyond: float = 1.0  # s of the target p_teacher (p_teacher / p_start)^(s - 1); 1: the teacher
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 
