@@ -15,7 +15,7 @@ from test_run import go, saved
 
 from kdjax.commands import train as main
 from kdjax.commands import verify as kdjax_verify
-from kdjax.config import RolloutConfig, validate
+from kdjax.config import RolloutConfig, SmokeConfig, validate
 from kdjax.data.pipeline import example
 from kdjax.data.rollouts import FOLDER, Answer, Prompt, Room, read_prompts, read_round, round_path
 from kdjax.device.runtime import device_summary
@@ -26,12 +26,14 @@ from kdjax.losses.kd import kd_loss
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import Model
 from kdjax.training.caching import cache_teacher
+from kdjax.training.hooks import StepRecord
 from kdjax.training.job import assemble
 from kdjax.training.pair import open_pair
 from kdjax.training.plan import count_step_flops, make_plan
 from kdjax.training.rollouts import open_prompts
 from kdjax.training.step import complete_batch
 from kdjax.training.teachers import CachedHidden, Dense
+from kdjax.watch.smoke import Verdict
 
 
 def write_hints(path, count=12, exercises=8):
@@ -122,6 +124,10 @@ def test_rows_of_teacher_and_student_meet_at_every_id_of_an_answer(rng):
     assert room.is_filled(answers)
     rows, count = room.pack(answers, (0, 3))
     assert rows.teacher is not None and count > 20
+    # What was written beyond what the teacher's rows hold changes nothing.
+    narrow = room._replace(teacher_length=66)
+    filled = [n for n in range(60) if narrow.is_filled(answers[:n])]
+    assert len({narrow.pack(answers[:n], (0, 3))[1] for n in filled}) == 1 < len(filled)
     found = []
     for index in range(8):
         row = example(rows, index)
@@ -352,6 +358,20 @@ def test_without_a_gap_the_run_stops_unless_told_to_go_on(job, tmp_path, monkeyp
     rollout = dataclasses.replace(job.config.rollout, hints=False)
     gap.check_gap(begin(job, tmp_path / "plain", rollout=rollout))  # nothing to do
     assert not (tmp_path / "plain").exists()
+
+
+def test_a_smoke_run_is_not_judged_by_text_without_hints(job):
+    for hints, verdict in ((True, "PASS"), (False, "FAIL")):
+        config = dataclasses.replace(
+            job.config,
+            smoke=SmokeConfig(steps=1),
+            rollout=dataclasses.replace(job.config.rollout, hints=hints),
+        )
+        trial = Verdict(config)
+        trial.step_end(StepRecord(1, {}, 0.1, {}))
+        for step, loss in ((0, 1.0), (1, 1.5)):
+            trial.eval_end(step, {"loss": loss})
+        assert trial.outcome(None)["verdict"] == verdict
 
 
 @pytest.mark.slow

@@ -221,6 +221,9 @@ class Room(NamedTuple):
         lengths, others = ([len(ids) for ids in one] for one in texts)
         count = int(np.searchsorted(np.cumsum(lengths), self.rows * self.row_length, "right"))
         beside = self.teacher_length
+        if beside:  # so that what was written beyond it does not count
+            most = np.searchsorted(np.cumsum(others), self.rows * beside, "right")
+            count = min(count, int(most))
         while True:
             pieces = place_whole(
                 lengths[:count],
