@@ -1,6 +1,7 @@
 from .config import Config as Config
 from .data.pipeline import BatchSource as BatchSource
 from .errors import UserError as UserError
+from .evaluation.gap import check_gap as check_gap
 from .export import export_gguf as export_gguf
 from .export import export_gguf_adapter as export_gguf_adapter
 from .export import export_hf as export_hf
@@ -28,6 +29,7 @@ from .models.model import load as load
 from .models.nextn import take_block as take_block
 from .training.saving import load_state as load_state
 from .training.saving import save_state as save_state
+from .training.several import Beyond as Beyond
 from .training.several import Teachers as Teachers
 from .training.step import Step as Step
 from .training.step import StepMetrics as StepMetrics

@@ -69,7 +69,7 @@ class TeacherConfig:
     weights: str = "auto"  # auto | dense | packed | float8 | float8_precise: how they are kept
     param_dtype: str = "bfloat16"  # of dense weights, and of packed ones once decoded
     cache: str = ""  # folder that `kdjax cache` wrote, or several, 0.7*a,0.3*b: nothing is loaded
-    allow_degenerate: bool = False  # accept a student that already is the teacher
+    allow_degenerate: bool = False  # accept one that is the student, or whose hints gain nothing
     # What `weights` was in earlier versions.
     backend: dataclasses.InitVar[Any] = _OldField()
     compute: dataclasses.InitVar[Any] = _OldField()
@@ -129,6 +129,7 @@ class LossConfig:
     final_temperature: float = 0.0  # T at the last step, on a straight line; 0: as the first
     final_alpha: float = -1.0  # alpha at the last step, likewise; -1: as the first
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
+    beyond: float = 1.0  # s of the target p_teacher (p_teacher / p_start)^(s - 1); 1: the teacher
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 
@@ -181,6 +182,9 @@ class RolloutConfig:
     batch_size: int = 1024  # answers written at a time, over all devices
     stop_growth: float = 2.0  # times round 0's length, repetition or divergence that stops; 0: none
     allow_other_template: bool = False  # accept a teacher whose chat template renders otherwise
+    hints: bool = False  # whether the teacher, and it alone, reads the `hint` of a prompt's line
+    hint_tokens: int = 0  # positions that its rows have beyond data.seq_len for them; 0: as many
+    gap_exercises: int = 64  # exercises with hints held out of training: what do hints gain there?
 
 
 @dataclasses.dataclass
@@ -284,7 +288,13 @@ PHASED = (
     "train.seconds",
     "train.until",
 )
-_UNPHASED = ("optim.name", "optim.trainable", "optim.clip_norm", "optim.moment_dtype")
+_UNPHASED = (
+    "loss.beyond",
+    "optim.name",
+    "optim.trainable",
+    "optim.clip_norm",
+    "optim.moment_dtype",
+)
 _LENGTHS = ("train.steps", "train.seconds")
 TEXTS = ("data.train", "rollout.prompts")  # of them those that name files
 
@@ -364,6 +374,22 @@ def count_own_rows(config: Config) -> int:
     """The rows of a batch, over all processes, that are the student's own answers."""
     rollout = config.rollout
     return round(rollout.share * config.train.batch_size) if rollout.prompts else 0
+
+
+def has_hints(config: Config) -> bool:
+    """Whether the teacher's prompts hold what the student's do not."""
+    return bool(config.rollout.prompts) and config.rollout.hints
+
+
+def list_hinted(config: Config) -> list[Config]:
+    """The configs of the phases in which it is so."""
+    return [phase for phase in list_phases(config) if has_hints(phase)]
+
+
+def count_teacher_positions(config: Config) -> int:
+    """The positions of a row that the teacher reads in training."""
+    length = config.data.seq_len
+    return length + (config.rollout.hint_tokens or length) if has_hints(config) else length
 
 
 def choose_optim(config: Config) -> OptimConfig:
@@ -517,6 +543,7 @@ _RULES: dict[str, _Rule] = {
         _is_read_by(split_divergence),
         f"one of {', '.join(_forms())}, or a mixture such as 0.5*forward_kl+0.5*reverse_kl",
     ),
+    "loss.beyond": _POSITIVE,
     "loss.chunk_tokens": _NON_NEGATIVE,
     "optim.name": _choice("adamw", "muon"),
     "optim.learning_rate": _POSITIVE,
@@ -545,6 +572,8 @@ _RULES: dict[str, _Rule] = {
     "rollout.max_tokens": _POSITIVE,
     "rollout.prompt_tokens": _NON_NEGATIVE,
     "rollout.batch_size": _POSITIVE,
+    "rollout.hint_tokens": _NON_NEGATIVE,
+    "rollout.gap_exercises": _POSITIVE,
     "rollout.stop_growth": ((lambda v: v == 0 or v > 1), "0 or greater than 1"),
     "eval.every": _NON_NEGATIVE,
     "eval.rows": _NON_NEGATIVE,
@@ -666,6 +695,11 @@ def _list_problems(config: Config) -> list[str]:
             f"loss.final_alpha={config.loss.final_alpha}: must be -1 with loss.alpha=1, which "
             "trains without the teacher; begin below 1"
         )
+    if config.loss.beyond != 1 and (config.loss.alpha == 1 or config.student.init == "random"):
+        problems.append(
+            f"loss.beyond={config.loss.beyond}: needs a teacher (loss.alpha below 1) and a student "
+            "that starts from a file (student.init=checkpoint)"
+        )
     if train.microbatches > 0 and train.batch_size % train.microbatches:
         problems.append(
             f"train.batch_size={train.batch_size}: must be divisible by "
@@ -694,6 +728,8 @@ def _list_problems(config: Config) -> list[str]:
             "that it tries"
         )
     rollout = config.rollout
+    if rollout.hints and not rollout.prompts:
+        problems.append("rollout.hints=True: needs rollout.prompts, whose lines hold them")
     if rollout.prompts:
         room = config.data.seq_len - rollout.max_tokens
         if room < max(rollout.prompt_tokens, 1):
@@ -710,6 +746,11 @@ def _list_problems(config: Config) -> list[str]:
         if rollout.rounds == 1 and config.student.init == "random":
             problems.append(
                 "rollout.rounds=1: needs student.init=checkpoint, a student that writes"
+            )
+        if rollout.hints and (config.loss.alpha == 1 or config.loss.final_alpha == 1):
+            problems.append(
+                "rollout.hints=True: needs a teacher that reads them, loss.alpha and "
+                "loss.final_alpha below 1"
             )
         if config.teacher.cache and rollout.rounds != 1:
             problems.append(

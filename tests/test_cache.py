@@ -17,7 +17,7 @@ from conftest import make_tiny_config
 from test_run import Recorder, go
 
 from kdjax.data import pipeline, teacher_cache
-from kdjax.data.rows import Rows
+from kdjax.data.rows import COLUMNS, Rows
 from kdjax.errors import UserError
 from kdjax.formats.locks import LockedError
 from kdjax.training.caching import cache_teacher
@@ -392,7 +392,7 @@ def test_a_run_finds_just_the_rows_that_it_reads(run, tmp_path, undrawn):
 
 @pytest.mark.parametrize("batches", [1, 3, 9])
 def test_rows_of_the_first_batches_are_those_that_a_source_gives(batches):
-    rows = Rows(*(np.ones((40, 5), np.uint16) for _ in Rows._fields))
+    rows = Rows(*(np.ones((40, 5), np.uint16) for _ in COLUMNS))
     source = pipeline.TextSource(rows, batch_size=8, seed=3)
     read = [source.next()["row_ids"] for _ in range(batches)]
     listed = pipeline.list_rows(40, batch_size=8, seed=3, batches=batches)

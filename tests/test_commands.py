@@ -425,6 +425,7 @@ def test_every_field_has_a_rule_or_is_free():
         "rollout.prompts",
         "rollout.train_cut",
         "rollout.allow_other_template",
+        "rollout.hints",
         "optim.trainable",
         "train.seed",
         "log.tensorboard",

@@ -1,5 +1,6 @@
 """Answers to exercises: what passes is kept with its proof, and a stopped run goes on."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -8,10 +9,10 @@ from test_evaluate import answering, humaneval
 
 import kdjax
 from kdjax.commands import answers as command
-from kdjax.data.text import read_json_lines
+from kdjax.data.text import openings, read_json_lines
 from kdjax.errors import UserError
 from kdjax.evaluation import passk, problems, sandbox
-from kdjax.evaluation.verified import VerifiedAnswers, group, state_path
+from kdjax.evaluation.verified import HINTS, VerifiedAnswers, group, state_path
 from kdjax.models.decoding import Completion
 from kdjax.models.tokenizer import load_tokenizer
 
@@ -51,6 +52,33 @@ def test_what_passes_is_kept_with_its_proof(tokenizer, tmp_path):
     assert "4 exercises tried, 4 solved; 5 of 8 answers passed, 4 different" in kept.describe()
     # What the student reads is what the template makes of it, with the loss on the answer.
     tokenizer.render(records[0]["messages"])
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_a_hint_makes_a_prompt_of_each_answer_that_passed(tokenizer, tmp_path, hint):
+    """What `rollout.hints` reads: the same question, its opening, a hint, and what judges it."""
+    exercises = problems.load_humaneval(humaneval(tmp_path, 2))
+    kept = VerifiedAnswers(tmp_path / "out.jsonl", {"--hint": hint})
+    kept.write(exercises, tokenizer, answering(right), SETTINGS, hint)
+    first, second = (record for _, record in read_json_lines(tmp_path / "out.jsonl"))
+    told = {
+        "solution": ("This program solves it", "    return a + 0\n```\nNow give an answer"),
+        "tests": ("The answer must pass these tests", "    assert f(1) == 1\n"),
+        "error": ("This program fails", "    return None\n```\nIt ended with wrong answer: A"),
+    }
+    begin, within = told[hint]
+    assert first["hint"].startswith(f"{begin}:\n```python\n") and within in first["hint"]
+    if hint == "error":
+        assert second["hint"] == ""  # no answer failed
+    judged, wording = problems.read_exercise(first["exercise"])
+    assert wording == "instruct" and judged == dataclasses.replace(exercises[0], reference="")
+    # The student is asked as the model was; the hint stands in the teacher's prompt alone.
+    (opening, *_) = openings([tmp_path / "out.jsonl"], tokenizer)
+    assert opening.text == problems.prompt_text(exercises[0], "instruct", tokenizer)
+    assert first["hint"] in opening.hinted and first["hint"] not in opening.text
+    assert opening.hinted.endswith(problems.OPENING)
+    with pytest.raises(UserError, match=r"found an exercise of .*expected task_id, prompt"):
+        problems.read_exercise(first["exercise"] | {"wording": "base"})
 
 
 def test_a_stopped_run_goes_on_and_asks_nothing_twice(tokenizer, tmp_path):

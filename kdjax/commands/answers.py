@@ -3,6 +3,11 @@
     kdjax answers teacher.gguf@packed --exercises=problems.jsonl --out=verified.jsonl --samples=8
     kdjax train --config=CONFIG --workdir=runs/a --config.data.train=verified.jsonl
 
+With --hint=solution the lines are prompts of a run whose teacher alone reads the hints:
+
+    kdjax train --config=CONFIG --workdir=runs/b --config.rollout.prompts=verified.jsonl \
+        --config.rollout.hints=True
+
 MODEL is as of `kdjax evaluate`. Exercises are JSON lines of HumanEval's form: task_id, prompt,
 entry_point, test and, never shown, canonical_solution. Each line of --out is a conversation with
 the proof that its program passed. A run that was stopped goes on where it was. Keep the exercises
@@ -23,7 +28,7 @@ from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
 from kdjax.evaluation.passk import Settings, answer_with
 from kdjax.evaluation.target import Target, open_target
-from kdjax.evaluation.verified import VerifiedAnswers, group
+from kdjax.evaluation.verified import HINTS, VerifiedAnswers, group
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling
 
@@ -41,6 +46,8 @@ def _parser() -> Parser:
     add("--temperature", type=float, default=0.8, help="0 with one answer to each alone")
     add("--top-p", type=float, default=0.95, help="has no effect at temperature 0")
     add("--max-tokens", type=int, default=512, help="of an answer")
+    text = "adds to each line a hint for rollout.hints: the program, the tests, or a failure"
+    add("--hint", choices=HINTS, default="", help=text)
     add("--seed", type=int, default=0, help="of what is drawn")
     add("--limit", type=int, default=0, help="only the first exercises; 0: all")
     add("--batch-size", type=int, default=64, help="answers written at a time")
@@ -56,6 +63,7 @@ def _tell(args: argparse.Namespace, target: Target, exercises: list[problems.Pro
         asked.update(f"{exercise.prompt}\0{exercise.checks}\0".encode("utf-8", "surrogatepass"))
     names = ("wording", "samples", "temperature", "top_p", "max_tokens", "seed", "batch_size")
     said = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    said |= {"--hint": args.hint} if args.hint else {}
     model = {"MODEL": target.checkpoint.sha256, "FORM": Form.parse(args.model).weights}
     return said | model | {"--exercises": asked.hexdigest()}
 
@@ -117,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     model = target.load(sharding.make_mesh(-1, 1, 1, jax.local_devices()))
     generate = answer_with(model, tokenizer, sampling, settings)
     for part in group(fit, settings):
-        answers.write(part, tokenizer, generate, settings)
+        answers.write(part, tokenizer, generate, settings, args.hint)
         _log.info("%s", answers.describe())
     print(f"{args.out}: {answers.describe()}")
     return FINISHED

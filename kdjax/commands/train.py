@@ -76,9 +76,11 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
     """Trains and says how the run ended; returns the exit status. `options` are `distill`'s."""
     verdict = Verdict(config) if config.smoke.steps else None
     try:
-        from kdjax.watch.run import distill  # JAX and all rooms: a second that a signal may fall in
+        # JAX and all rooms: a second that a signal may fall in.
+        from kdjax.evaluation.gap import check_gap
+        from kdjax.watch.run import distill
 
-        reason = distill(config, workdir, verdict=verdict, **options)
+        reason = distill(config, workdir, verdict=verdict, gate=check_gap, **options)
     except (KdjaxError, OSError) as error:
         print_error(error)
         return exit_status("failed", error, verdict.result if verdict else None)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import grain
 import numpy as np
 
-from kdjax.data.rows import Rows
+from kdjax.data.rows import Rows, count_positions
 
 _ENDLESS = 2**52  # rows
 THREADS, PREFETCH = 2, 8  # threads that build rows, and batches they run ahead
@@ -41,7 +41,8 @@ class _Examples:
 def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, Any]:
     """One row as arrays `[T]`: tokens, labels, segment_ids, positions (int32), weights (float32).
 
-    The columns of `more` are beside them, and `row_ids`, the row's own number (int64).
+    The columns of `more` are beside them, those of a teacher that reads other rows
+    (`teacher_tokens` and others, see `TeacherRows`), and `row_ids`, the row's own number (int64).
 
     A position has weight 1 if its target is in the same document and carries loss. Positions count
     from 0 within each document.
@@ -50,16 +51,17 @@ def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, An
     segments = rows.segments[index].astype(np.int32)
     inputs, targets = segments[:-1], segments[1:]
     trained = (inputs == targets) & (inputs != 0) & (rows.mask[index][1:] != 0)
-    places = np.arange(len(inputs), dtype=np.int32)
-    starts = np.concatenate([[True], inputs[1:] != inputs[:-1]])
-    return {
+    columns = {
         "tokens": tokens[:-1],
         "labels": tokens[1:],
         "segment_ids": inputs,
-        "positions": places - np.maximum.accumulate(np.where(starts, places, 0)),
+        "positions": count_positions(inputs),
         "weights": trained.astype(np.float32),
         "row_ids": np.int64(index),
-    } | (more[index] if more else {})
+    }
+    for others in (rows.teacher, more):
+        columns |= others[index] if others else {}
+    return columns
 
 
 @runtime_checkable

@@ -146,12 +146,21 @@ def _name_some(sources: Sequence[object]) -> str:
     return ", ".join(map(str, sources[:3])) + more
 
 
-def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+class Opening(NamedTuple):
+    """The beginning of a text that a model goes on from."""
+
+    text: str
+    chat: bool  # whether it is a conversation up to the assistant's next turn
+    hinted: str = ""  # the same with the record's hint, for the teacher; "": it has none
+    exercise: Mapping[str, Any] | None = None  # what judges an answer, as `kdjax answers` keeps it
+
+
+def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
     """Yields the beginning that a model goes on from, for every non-empty record, in order.
 
     Of `messages` the conversation up to the assistant's next turn, which is opened: an answer that
-    ends them is left out. A record's `opening` stands at the beginning of that turn. Of anything
-    else its text, as it is. With each, whether it is the former. Raises as `documents`.
+    ends them is left out. A record's `opening` stands at the beginning of that turn, its `hint`
+    behind what the user said last. Of anything else its text, as it is. Raises as `documents`.
     """
     for source, record in _read_records(files):
         if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
@@ -160,11 +169,28 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[tuple[str,
                 messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
             opening = record.get("opening") or ""
             try:
-                yield f"{tokenizer.render(messages, answer_next=True)}{opening}", True
+                hinted, hint = "", record.get("hint")
+                if hint:
+                    told = _add_hint(messages, hint)
+                    hinted = f"{tokenizer.render(told, answer_next=True)}{opening}"
+                text = f"{tokenizer.render(messages, answer_next=True)}{opening}"
             except UserError as error:
                 raise UserError(f"{source}: {error}") from error
+            yield Opening(text, True, hinted, record.get("exercise"))
         elif (text := _make_document(record, source, tokenizer).text).strip():
-            yield text, False
+            yield Opening(text, False)
+
+
+def _add_hint(messages: Sequence[Any], hint: Any) -> list[Any]:
+    """The messages with the hint behind what the user said last."""
+    last = messages[-1] if messages and isinstance(messages[-1], Mapping) else {}
+    content = last.get("content")
+    if not (isinstance(hint, str) and isinstance(content, str) and last.get("role") == "user"):
+        raise UserError(
+            "found a hint that no turn of the user takes; expected a text, and messages whose last "
+            "turn before the answer is the user's."
+        )
+    return [*messages[:-1], {**last, "content": f"{content}\n\n{hint}"}]
 
 
 def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:

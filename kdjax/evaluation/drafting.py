@@ -96,8 +96,8 @@ def choose_prompts(
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
     prompts = [
-        tokenizer.encode(text) if chat else begin_text(text, tokenizer)
-        for text, chat in (every[at] for at in places)
+        tokenizer.encode(one.text) if one.chat else begin_text(one.text, tokenizer)
+        for one in (every[at] for at in places)
     ]
     fitting = list(dict.fromkeys(tuple(ids) for ids in prompts if 0 < len(ids) <= most))
     if not fitting:
@@ -134,7 +134,8 @@ class Text(NamedTuple):
         """Ids of prompts, and of the answer to each; a row holds both."""
         longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
         shape = len(prompts), -(-longest // _BUCKET) * _BUCKET + 1
-        rows = Rows(*(np.zeros(shape, dtype) for dtype in COLUMNS.values()))
+        columns: dict[str, Any] = {n: np.zeros(shape, dtype) for n, dtype in COLUMNS.items()}
+        rows = Rows(**columns)
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             end = len(prompt) + len(answer)
             rows.tokens[i, :end] = [*prompt, *answer]

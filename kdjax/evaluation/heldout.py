@@ -97,7 +97,8 @@ def read_text(
     chosen = np.linspace(0, packer.rows - 1, min(rows, packer.rows)).astype(np.int64)
     at = {int(row): i for i, row in enumerate(chosen)}
     dtypes = COLUMNS | {"classes": np.int8, "bytes": np.int32}
-    columns = {name: np.zeros((len(at), seq_len + 1), dtype) for name, dtype in dtypes.items()}
+    shape = len(at), seq_len + 1
+    columns: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
     for document, pieces in placed:
         if not any(piece.row in at for piece in pieces):
             continue

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from kdjax.device import cluster
 from kdjax.errors import UserError
 from kdjax.evaluation import problems as bench
@@ -20,6 +22,7 @@ from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
+_DRAWS = 10_000
 INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
 # Answers prompts (ids), each up to one of the stop strings, in order. If it raises, the samples of
 # that call count as failures.
@@ -188,3 +191,22 @@ def summarise(
     if failed:
         figures["inference_error"] = failed[0].error
     return figures | {"results": [dataclasses.asdict(sample) for sample in samples]}
+
+
+def draw_anew(of: np.ndarray, against: np.ndarray, *, seeds: bool = True) -> tuple[float, float]:
+    """The interval of 95% of mean(of) - mean(against), each `[seeds, problems]` of the same ones.
+
+    Problems are drawn anew 10,000 times, the same for both; with `seeds` those of each side, too.
+    """
+    if not seeds:
+        of, against = of.mean(axis=0, keepdims=True), against.mean(axis=0, keepdims=True)
+    rng, count = np.random.default_rng(0), of.shape[1]
+    problems = rng.multinomial(count, np.full(count, 1 / count), _DRAWS) / count
+
+    def mean(shares: np.ndarray) -> np.ndarray:
+        count = len(shares)
+        weights = rng.multinomial(count, np.full(count, 1 / count), _DRAWS) / count
+        return np.sum(weights @ shares * problems, axis=1)
+
+    low, high = np.quantile(mean(of) - mean(against), [0.025, 0.975])
+    return float(low), float(high)

@@ -13,6 +13,7 @@ import dataclasses
 import gzip
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,8 @@ def prompt_text(problem: Problem, wording: str, tokenizer: Tokenizer) -> str:
 
 def _ask(problem: Problem, wording: str) -> tuple[dict[str, str], str]:
     """The user's turn, and how the answer is opened."""
-    words, opening = (ASK, OPENING) if wording == "instruct" else (REQUEST, "")
-    return {"role": "user", "content": words.format(problem.prompt.strip())}, opening
+    words = ASK if wording == "instruct" else REQUEST
+    return {"role": "user", "content": words.format(problem.prompt.strip())}, open_answer(wording)
 
 
 def conversation(problem: Problem, wording: str, answer: str) -> list[dict[str, str]]:
@@ -196,6 +197,36 @@ def conversation(problem: Problem, wording: str, answer: str) -> list[dict[str, 
     if opening:
         said = f"{opening}{cut(answer, INSTRUCT_STOPS).rstrip()}\n```"
     return [asked, {"role": "assistant", "content": said}]
+
+
+def open_answer(wording: str) -> str:
+    """What the wording begins a chat's answer with."""
+    return OPENING if wording == "instruct" else ""
+
+
+def write_exercise(problem: Problem, wording: str) -> dict[str, str]:
+    """What judges an answer to a problem of HumanEval's form, JSON-able: see `read_exercise`."""
+    (entry,) = problem.names
+    return {
+        "task_id": problem.task,
+        "prompt": problem.prompt,
+        "entry_point": entry,
+        "test": problem.tests.removesuffix(f"\ncheck({entry})\n"),
+        "wording": wording,
+    }
+
+
+def read_exercise(record: Mapping[str, Any]) -> tuple[Problem, str]:
+    """The problem of a record of `write_exercise`, and its wording; `UserError` for another."""
+    fields = [record.get(n) for n in ("task_id", "prompt", "entry_point", "test", "wording")]
+    *texts, wording = fields
+    if not all(isinstance(x, str) for x in fields) or wording not in CHATS:
+        raise UserError(
+            f"found an exercise of {sorted(record)}; expected task_id, prompt, entry_point, test, "
+            f"and as wording one of {', '.join(CHATS)}. `kdjax answers --hint` writes such ones."
+        )
+    task, prompt, entry, test = map(str, texts)
+    return humaneval_problem(task, prompt, entry, "", test), str(wording)
 
 
 def stop_strings(problem: Problem, wording: str) -> tuple[str, ...]:

@@ -19,6 +19,11 @@ from kdjax.evaluation.sandbox import PASSED
 from kdjax.formats.files import replacing
 from kdjax.models.tokenizer import Tokenizer
 
+HINTS = ("solution", "tests", "error")  # what a teacher can be told of an exercise
+_CODE = "\n```python\n{}\n```\n"
+_SOLUTION = f"This program solves it:{_CODE}Now give an answer of your own."
+_TESTS = f"The answer must pass these tests:{_CODE}"
+_FAILED = f"This program fails:{_CODE}It ended with {{}}\nGive an answer without its mistake."
 _CALLS = 4  # of the model between two savings: programs of one run while the next is written
 
 
@@ -69,8 +74,13 @@ class VerifiedAnswers:
         tokenizer: Tokenizer,
         generate: Generate,
         settings: Settings,
+        hint: str = "",
     ) -> None:
-        """Adds the answers to exercises that were not tried; `describe` says how they ended."""
+        """Adds the answers to exercises that were not tried; `describe` says how they ended.
+
+        With a `hint` of `HINTS` each has one, what opens an answer, and the exercise: a prompt for
+        a run with hints.
+        """
         left = [exercise for exercise in exercises if exercise.task not in self.tried]
         if not left:
             return
@@ -79,6 +89,12 @@ class VerifiedAnswers:
             raise UserError(f"the model gave no answer: {result['inference_error']}")
         by_task = {exercise.task: exercise for exercise in left}
         ends: dict[str, list[str]] = {task: [] for task in by_task}
+        failed: dict[str, str] = {}  # of each task, the first program that failed and how
+        for sample in result["results"]:
+            if sample["reason"] not in (PASSED, passk.INFERENCE_FAILED, "infrastructure"):
+                code = bench.program(by_task[sample["task"]], settings.wording, sample["answer"])
+                said = f"{sample['reason']}: {sample['error']}".strip(": \n")
+                failed.setdefault(sample["task"], _FAILED.format(code.strip(), said))
         seen = set()
         for sample in result["results"]:
             exercise, wording = by_task[sample["task"]], settings.wording
@@ -94,6 +110,17 @@ class VerifiedAnswers:
                 "task": exercise.task,
                 "proof": proof | {"sample": number},
             }
+            if hint:
+                hints = {
+                    "solution": _SOLUTION.format(program.strip()),
+                    "tests": _TESTS.format(exercise.tests.strip()),
+                    "error": failed.get(exercise.task, ""),
+                }
+                record |= {
+                    "opening": bench.open_answer(wording),
+                    "hint": hints[hint],
+                    "exercise": bench.write_exercise(exercise, wording),
+                }
             self._lines.append(json.dumps(record))
         self.tried |= ends
         self._save()

@@ -680,8 +680,9 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, Any]:
         """Reads the states of a delta net for a row that goes on; `behind` as of `Cache`."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
-        run = functools.partial(read_and_keep, in_kernels=self._in_kernels)
-        return run(inputs, groups, width, segment_ids, lengths, *behind)
+        before, state = behind or (None, None)
+        columns = inputs, groups, width, segment_ids, lengths
+        return read_and_keep(*columns, before, state, in_kernels=self._in_kernels)
 
     @property
     def _in_kernels(self) -> bool:

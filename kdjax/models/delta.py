@@ -14,6 +14,7 @@ h mod G, which is the order of GGUF files.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -205,7 +206,8 @@ def apply_delta_rule(
     likeness = dot("NBGCK,NBGDK->NBGCD", k, k)[:, :, None]
     own = jnp.eye(CHUNK, dtype=bool)[None, None, None, None]
     mixing = jnp.where(own, 0.0, beta[..., None] * faded * likeness)
-    solve = invert_unit_lower(mixing, exact).astype(v.dtype)
+    inverse: Array = invert_unit_lower(mixing, exact)
+    solve = inverse.astype(v.dtype)
     reads = (dot("NBGCK,NBGDK->NBGCD", q, k)[:, :, None] * faded).astype(v.dtype)
     # Of the state before a chunk only its own document knows, and it only of a chunk's last one.
     last = jnp.concatenate([ids[:1, :, :1], ids[:-1, :, -1:]])  # [N, B, 1]
@@ -221,14 +223,16 @@ def apply_delta_rule(
     kept = (to_end[..., None] * k[:, :, None]).astype(v.dtype)
     turns = fresh.astype(v.dtype), seen, kept, carried[..., -1]
     turns = [x.reshape(len(x), -1, *x.shape[4:]) for x in turns]
-    run = kernels.pass_states if in_kernels else pass_states
-    state, before, news = run(*turns, state.reshape(-1, *state.shape[3:]))
+    run: Callable[..., tuple[Array, Array, Array]] = pass_states
+    if in_kernels:
+        run = kernels.pass_states
+    end, before, news = run(*turns, state.reshape(-1, *state.shape[3:]))
     before, news = (x.reshape(*v.shape[:4], *x.shape[2:]) for x in (before, news))
     out = carried[..., None] * dot("NBGCK,NBRGKV->NBRGCV", q, before)
     out = (out + dot("NBRGCD,NBRGDV->NBRGCV", reads, news)).astype(v.dtype)
     out = jnp.moveaxis(out, -2, 2).swapaxes(0, 1)  # [B, N, C, R, G, V]
     out = out.reshape(rows, -1, heads, width)[:, :length]
-    return out, state.reshape(rows, heads, *state.shape[1:])
+    return out, end.reshape(rows, heads, *end.shape[1:])
 
 
 def pass_states(
@@ -311,7 +315,7 @@ def _differentiate(precision: Any, inverse: Array, gradient: Array) -> tuple[Arr
 
 
 def _invert_and_keep(lower: Array, precision: Any) -> tuple[Array, Array]:
-    inverse = invert_unit_lower(lower, precision)
+    inverse: Any = invert_unit_lower(lower, precision)
     return inverse, inverse
 
 

@@ -487,7 +487,7 @@ def _pass_states(count: int, columns: int, fresh, seen, kept, stays, state, last
 
 
 def _states_forward(fresh, seen, kept, stays, state, interpret) -> Any:
-    found = pass_states(fresh, seen, kept, stays, state, interpret)
+    found: Any = pass_states(fresh, seen, kept, stays, state, interpret)
     return found, (seen, kept, stays, *found[1:])
 
 

@@ -69,10 +69,11 @@ from kdjax.training.plan import (
     count_step_flops,
     replace_settings,
     shares_base,
+    shares_start,
 )
 from kdjax.training.rollouts import answer_source
 from kdjax.training.saving import Checkpoints
-from kdjax.training.several import Teachers
+from kdjax.training.several import Beyond, Teachers, name_arrays
 from kdjax.training.step import Step, TrainState, make_step
 from kdjax.training.teachers import (
     RUNNING,
@@ -104,6 +105,7 @@ class Job:
     plan: Plan | None = None  # None where nothing was planned: a benchmark
     cache: TeacherCache | SeveralCaches | None = None  # of the teacher, which is then not loaded
     own: Own = NO_CODE  # what a user gave as Python
+    start: Model | None = None  # the student's, beside the teacher; None: no `loss.beyond`
     phased: bool = False  # whether steps alone do not tell where a checkpoint is
     last_phase: int = 0  # the number of the run's last phase
 
@@ -120,7 +122,9 @@ class Job:
         rows = prepare_all(config, self.pair, placement)
         rows = rows._replace(heldout=self.rows.heldout)
         parts = config, self.pair, placement, self.kind, self.teacher
-        teacher, step, schedule = build_step(*parts, own=self.own, before=self.step)
+        teacher, step, schedule = build_step(
+            *parts, own=self.own, before=self.step, start=self.start
+        )
         inputs = self.pair, rows, None, step, teacher
         source = make_source(config, self.workdir, *inputs, phase=number)
         made = {"rows": rows, "step": step, "schedule": schedule, "source": source}
@@ -184,7 +188,8 @@ class Job:
     @property
     def teacher_params(self) -> Params:
         """Arrays that the steps take for the teacher."""
-        return self.teacher.params if self.teacher else {}
+        arrays = self.teacher.params if self.teacher else {}
+        return name_arrays([arrays, self.start.params]) if self.start else arrays
 
     @functools.cached_property
     def heldout_bytes(self) -> int:
@@ -265,6 +270,7 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     placement = Placement.on(meshes[0])
     for kind in kinds:
         kind.check(placement)
+        _go_beyond(config, kind)
     _check_batches(config.train, config.eval, placement)
     pair = open_pair(config, whole=whole)
     _log.info("student: %s", pair.student.describe())
@@ -347,7 +353,11 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
             teacher_hash = hashed.result()["teacher.sha256"] or ""
             cache = _open_caches(config, pair, rows, plan.kind, teacher_hash)
             _log.info("%s", cache)
-        teacher, step, schedule = build_step(config, pair, placement, plan.kind, own=own)
+        teacher = load_teacher(config, pair, plan.kind, placement)
+        start = load_start(config, pair, plan.kind, placement, teacher)
+        _, step, schedule = build_step(
+            config, pair, placement, plan.kind, teacher, own=own, start=start
+        )
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
     made_of |= hash_imatrix(config.student) | own.identify(step.abstract)
     texts = []
@@ -374,6 +384,7 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
         plan=plan,
         cache=cache,
         own=own,
+        start=start,
         phased=is_phased(config),
         last_phase=0 if config.smoke.steps else len(config.then),
     )
@@ -414,15 +425,19 @@ def make_source(
         return text_source(config, rows, cache)
     others = config.train.batch_size - count_own_rows(config)
     text = others and TextSource(rows.train, batch_size=others, seed=config.train.seed)
+    student, loss = open_writer(pair, step), step.spec.head.loss
+    return answer_source(config, workdir, pair, student, teacher, text or None, loss, phase)
+
+
+def open_writer(pair: Pair, step: Step) -> Model:
+    """The student as it writes and is compared; its parameters are shapes, to be replaced."""
     spec, trained = pair.student.spec, step.spec.student
     assert isinstance(trained, DecoderFunctions)
-    # As it writes and is compared: no gradients, so that layers are a loop and compile as one
-    # (17 s less of a 0.5B on an H200), and one text a row, which needs no packed attention.
+    # No gradients, so that layers are a loop and compile as one (17 s less of a 0.5B on an H200),
+    # and one text a row, which needs no packed attention.
     alone = dataclasses.replace(trained.compute, remat="none", scan=True, max_segments=1)
     functions = functional(spec, alone)[0]
-    student = Model(functions, step.abstract.params, spec.vocab_size, placement=step.placement)
-    loss = step.spec.head.loss
-    return answer_source(config, workdir, pair, student, teacher, text or None, loss, phase)
+    return Model(functions, step.abstract.params, spec.vocab_size, placement=step.placement)
 
 
 def text_source(
@@ -437,6 +452,24 @@ def text_source(
         process_count=jax.process_count(),
         more=cache and cache.train,
     )
+
+
+def _go_beyond(config: Config, kind: TeacherKind) -> TeacherKind:
+    """The kind of the step: with `loss.beyond` the start runs beside the teacher."""
+    if config.loss.beyond == 1:
+        return kind
+    return Beyond(kinds=(kind, Dense()), strength=config.loss.beyond)
+
+
+def load_start(
+    config: Config, pair: Pair, kind: TeacherKind, placement: Placement, teacher: Model | None
+) -> Model | None:
+    """The student's start, frozen, for `loss.beyond`; the teacher's arrays where it is that."""
+    if config.loss.beyond == 1:
+        return None
+    if shares_start(config, pair, kind):
+        return teacher
+    return load_teacher(config, dataclasses.replace(pair, teacher=pair.student), Dense(), placement)
 
 
 def load_teacher(
@@ -465,6 +498,7 @@ def build_step(
     *,
     own: Own = NO_CODE,
     before: Step | None = None,
+    start: Model | None = None,
 ) -> tuple[Model | None, Step, optax.Schedule | None]:
     """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing.
 
@@ -489,13 +523,13 @@ def build_step(
         own.open_student(pair.tokenizer, placement)
         or (before and before.describe_student(pair.student.spec))
         or _open_student_model(config, pair, compute, teacher, kind),
-        teacher,
+        [teacher, start] if start else teacher,
         own.loss or _make_loss(config),
         tx,
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
         reduce_dtype=config.train.reduce_dtype,
-        kind=kind,
+        kind=_go_beyond(config, kind),
         vocabulary=pair.vocabulary,
         allow_degenerate=True,  # `open_pair` has judged that
         quantize=config.student.quantize,

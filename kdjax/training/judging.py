@@ -108,13 +108,24 @@ def compare(
     loss: KDLoss,
 ) -> Compared:
     """Both models on `continuations` of `prompts`; see `judge` for the shapes."""
-    columns = _lay_out(prompts, continuations, teacher)
-    states = [
-        _read_states(model.functions, model.spread, model.params, *columns)
-        for model in (teacher, student)
-    ]
-    compared = _compare_states(_spec(real, loss), states, columns[-1])
-    return Compared(*(x[: len(prompts)] for x in jax.device_get(compared)))
+    return compare_behind((teacher, prompts), (student, prompts), continuations, real, loss)
+
+
+def compare_behind(
+    teacher: tuple[Model, Sequence[Sequence[int]]],
+    student: tuple[Model, Sequence[Sequence[int]]],
+    continuations: Sequence[Sequence[int]],
+    real: int,
+    loss: KDLoss,
+) -> Compared:
+    """Compares as `compare` does, each model with prompts of its own before the same ids."""
+    states, new = [], None
+    for model, prompts in (teacher, student):
+        *columns, new = _lay_out(prompts, continuations, model)
+        states.append(_read_states(model.functions, model.spread, model.params, *columns, new))
+    assert new is not None
+    compared = _compare_states(_spec(real, loss), states, new)
+    return Compared(*(x[: len(continuations)] for x in jax.device_get(compared)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

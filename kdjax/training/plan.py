@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from kdjax.config import OWN, Config, choose_optim, flatten
+from kdjax.config import OWN, SELF, Config, choose_optim, count_teacher_positions, flatten
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
@@ -33,7 +33,7 @@ from kdjax.models.ready import count_layers
 from kdjax.training import optim
 from kdjax.training.forms import choose_form
 from kdjax.training.pair import Pair, open_adapters
-from kdjax.training.teachers import RUNNING, NoTeacher, Size, TeacherKind
+from kdjax.training.teachers import RUNNING, Dense, NoTeacher, Size, TeacherKind
 from kdjax.training.trained import find_frozen, leave_out, train_only
 
 # Positions in a chunk of the loss, by default the most that fit. More at a time pass over the
@@ -130,6 +130,10 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         resident[f"teacher, {kind.resident or dtype}"] = kind.resident_bytes(
             pair.teacher, pair.vocabulary.width, dtype, mesh
         )
+    if config.loss.beyond != 1 and not shares_start(config, pair, kind):
+        dtype, width = config.teacher.param_dtype, pair.vocabulary.width
+        start = Dense().resident_bytes(pair.student.base, width, dtype, mesh)
+        resident[f"student's start, {dtype}"] = start
     if lora is not None and not shares_base(config, pair, kind):
         weights = RUNNING[config.student.lora.weights]
         dtype, rows = config.train.compute_dtype, pair.student.spec.vocab_size
@@ -174,6 +178,12 @@ def shares_base(config: Config, pair: Pair, kind: TeacherKind) -> bool:
     return same and pair.vocabulary.width == base.spec.vocab_size
 
 
+def shares_start(config: Config, pair: Pair, kind: TeacherKind) -> bool:
+    """Whether the student's start, for `loss.beyond`, is the teacher itself."""
+    same = config.teacher.path == SELF and kind.name == Dense.name
+    return same and pair.student.adapters is None and not config.student.layers
+
+
 def count_step_flops(
     config: Config, pair: Pair, kind: TeacherKind, teacher_rate: float = 1.0
 ) -> float:
@@ -186,7 +196,13 @@ def count_step_flops(
     flops = (2 + _count_trained(config, pair.student.spec)) * forward
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
         return flops
-    teacher = kind.flops(pair.teacher, pair.vocabulary.width, config.data.seq_len)
+    length = config.data.seq_len
+    teacher = kind.flops(pair.teacher, pair.vocabulary.width, length)
+    if kind.runs:  # as many more positions as its rows have
+        read = count_teacher_positions(config)
+        teacher = kind.flops(pair.teacher, pair.vocabulary.width, read) * read / length
+    if config.loss.beyond != 1:
+        flops += forward
     return teacher / teacher_rate + flops
 
 
@@ -306,7 +322,8 @@ class _Temporaries:
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
-            running = self._teacher_forward(positions)
+            read = positions * count_teacher_positions(config) / length
+            running = self._teacher_forward(read)
             if parts > 1 and self.kind.decodes:
                 # Each layer's of the whole batch, before and after it.
                 assert self.pair.teacher is not None
@@ -321,7 +338,8 @@ class _Temporaries:
         divergence = config.loss.divergence
         forward = not divergence.startswith(OWN) and parse_divergence(divergence) == forward_kl
         in_kernels = self.platform == "gpu" and self._tensor == 1 and forward
-        logits = 4 + self.kind.logit_bytes + self._size + (0 if in_kernels else 4)
+        beyond = config.loss.beyond != 1  # the start's logits, and the target of both
+        logits = 4 + self.kind.logit_bytes + 8 * beyond + self._size + (0 if in_kernels else 4)
         gradient = 0 if self._frozen else 4
         yield "the loss is computed", self._heads(positions, logits, gradient=gradient) | held
         backward = {"gradients": self.gradients, "student's layer": self._layer(positions)}
@@ -341,7 +359,8 @@ class _Temporaries:
         positions = config.eval.batch_size // shards * length
         if self.kind.runs:
             yield "evaluating: the teacher runs forward", self._teacher_forward(positions)
-        yield "evaluating: logits are compared", self._heads(positions, 8, gradient=0)
+        logits = 8 + 8 * beyond
+        yield "evaluating: logits are compared", self._heads(positions, logits, gradient=0)
 
     def _teacher_forward(self, positions: Size) -> dict[str, Size]:
         assert self.pair.teacher is not None

@@ -16,7 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.config import Config, RolloutConfig, count_own_rows
+from kdjax.config import (
+    Config,
+    RolloutConfig,
+    count_own_rows,
+    count_teacher_positions,
+    has_hints,
+)
 from kdjax.data.pipeline import News, Source, TextSource, example
 from kdjax.data.rollouts import (
     ROUND,
@@ -32,7 +38,7 @@ from kdjax.data.rollouts import (
     rounds_folder,
     write_round,
 )
-from kdjax.data.rows import Rows, RowSet
+from kdjax.data.rows import COLUMNS, Rows, RowSet, join_rows, read_same
 from kdjax.data.text import find_files, openings
 from kdjax.device.cluster import exchange, first_before_others
 from kdjax.device.placement import Placement
@@ -43,7 +49,7 @@ from kdjax.models.decoding import Sampling, complete
 from kdjax.models.model import Model, cast_params, load_model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import describe_answers
-from kdjax.training.judging import compare, describe_tokens
+from kdjax.training.judging import compare_behind, describe_tokens
 from kdjax.training.pair import Pair
 from kdjax.training.saving import checksums
 
@@ -73,7 +79,8 @@ class Author:
         """The rows of a round."""
         config = self.config
         rows = count_own_rows(config) * config.rollout.every
-        return Room(rows, config.data.seq_len + 1, config.data.max_segments)
+        sizes = rows, config.data.seq_len + 1, config.data.max_segments
+        return Room(*sizes, count_teacher_positions(config) if has_hints(config) else 0)
 
     def describe(self, number: int, student: str, first: int) -> dict[str, Any]:
         """Describes what decides a round's rows; `student` is a hash, `first` a prompt's number."""
@@ -106,11 +113,15 @@ class Author:
         asked = [self.prompts[n] for n in range(PROBES)] if self.teacher is not None else []
         probes: list[Answer] = []
         following = map(self.prompts.__getitem__, range(first, first + _MEASURED))
-        mean = np.mean([len(prompt.ids) for prompt in following])
-        mean += expected or settings.max_tokens / 2
+        sizes = [(len(prompt.ids), len(prompt.hinted or prompt.ids)) for prompt in following]
+        mean, read = np.mean(sizes, axis=0) + (expected or settings.max_tokens / 2)
         while not room.is_filled([drawn[i] for i in kept]):
             missing = room.rows * room.row_length - sum(len(drawn[i].ids) for i in kept)
-            count = max(int(_SURPLUS * missing / mean), 1)
+            wanted = missing / mean
+            if room.teacher_length:
+                missing = room.rows * room.teacher_length - sum(len(drawn[i].read) for i in kept)
+                wanted = min(wanted, missing / read)
+            count = max(int(_SURPLUS * wanted), 1)
             start = first * settings.answers + len(drawn)
             numbers = range(start, start + count)
             prompts = [self.prompts[n // settings.answers] for n in numbers]
@@ -188,12 +199,14 @@ class Author:
         asked = self.config.loss
         loss = self.loss or KDLoss(asked.divergence, asked.temperature)
         prompts = [probe.ids[: probe.start].tolist() for probe in probes]
+        theirs = [list(probe.hinted) or p for probe, p in zip(probes, prompts, strict=True)]
         answers = [probe.own.tolist() for probe in probes]
         # To one width in every round: another would be another program.
         width = self.config.rollout.max_tokens
         filled = [ids + [0] * (width - len(ids)) for ids in answers]
         with student.precision():
-            compared = compare(self.teacher, student, prompts, filled, self.real, loss)
+            sides = (self.teacher, theirs), (student, prompts)
+            compared = compare_behind(*sides, filled, self.real, loss)
         real = np.arange(width)[None] < np.asarray([len(ids) for ids in answers])[:, None]
         figures = {
             "overlap": float(compared.overlap[real].mean()),
@@ -276,6 +289,8 @@ class AnswerSource(Source):
         batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
         if self._text is not None:
             others = self._text.next()
+            if held.rows.teacher is not None:
+                others |= read_same(others, count_teacher_positions(settings))
             batch = {name: np.concatenate([x, others[name]]) for name, x in batch.items()}
         self._batches += 1
         share = settings.train.batch_size // self._count
@@ -370,6 +385,11 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
         _longest_prompt(config),
         config.train.seed,
         parse_special=config.data.parse_special,
+        # An answer's end is read as well.
+        longest_hinted=count_teacher_positions(config) - config.rollout.max_tokens - 1
+        if has_hints(config)
+        else 0,
+        hold=config.rollout.gap_exercises,
     )
 
 
@@ -403,11 +423,11 @@ def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) 
 def _find_differing(prompts: str, ours: Tokenizer, theirs: Tokenizer) -> tuple[str, str] | None:
     """The first prompt that the two render differently, both ways; None for none."""
     files = find_files(prompts)
-    rendered = (text for text, chat in openings(files, ours) if chat)
+    rendered = (one.text for one in openings(files, ours) if one.chat)
     if theirs.chat_template is None:
         first = next(rendered, None)
         return None if first is None else (first, "(no template)")
-    others = (text for text, chat in openings(files, theirs) if chat)
+    others = (one.text for one in openings(files, theirs) if one.chat)
     pairs = zip(rendered, others, strict=False)
     for _, (mine, other) in zip(range(_COMPARED_TEMPLATES), pairs, strict=False):
         if mine != other:
@@ -449,8 +469,8 @@ def fix_answers(config: Config, pair: Pair, placement: Placement, rows: RowSet) 
     text = (config.train.batch_size - count_own_rows(config)) * config.rollout.every
     order = np.random.default_rng([config.train.seed, 1]).permutation(len(rows.train))
     beside = np.resize(order, text)
-    both = zip(fixed.rows, rows.train, strict=True)
-    train = Rows(*(np.concatenate([own, column[beside]]) for own, column in both))
+    chosen: dict[str, Any] = {name: getattr(rows.train, name)[beside] for name in COLUMNS}
+    train = join_rows(fixed.rows, Rows(**chosen))
     info = rows.info | {"answers": fixed.record["figures"], "text": rows.key}
     info["answers_file"] = {"path": str(path.resolve()), "sha256": fixed.sha256}
     return RowSet(train, rows.heldout, info, key)

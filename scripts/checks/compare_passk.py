@@ -24,10 +24,10 @@ import numpy as np
 from scipy.stats import binomtest
 
 from kdjax.errors import UserError, reporting
+from kdjax.evaluation.passk import draw_anew
 from kdjax.evaluation.sandbox import PASSED
 
 BENCHMARKS = {"humaneval": "HumanEval", "mbpp": "MBPP"}
-_DRAWS = 10_000
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -98,25 +98,6 @@ def table(paths: Sequence[Path]) -> list[str]:
 def _title(name: str) -> str:
     benchmark, space, way = name.partition(" ")
     return BENCHMARKS[benchmark] + space + way
-
-
-def draw_anew(of: np.ndarray, against: np.ndarray, *, seeds: bool = True) -> tuple[float, float]:
-    """The interval of 95% of mean(of) - mean(against), each `[seeds, problems]` of the same ones.
-
-    Problems are drawn anew 10,000 times, the same for both; with `seeds` those of each side, too.
-    """
-    if not seeds:
-        of, against = of.mean(axis=0, keepdims=True), against.mean(axis=0, keepdims=True)
-    rng, count = np.random.default_rng(0), of.shape[1]
-    problems = rng.multinomial(count, np.full(count, 1 / count), _DRAWS) / count
-
-    def mean(shares: np.ndarray) -> np.ndarray:
-        count = len(shares)
-        weights = rng.multinomial(count, np.full(count, 1 / count), _DRAWS) / count
-        return np.sum(weights @ shares * problems, axis=1)
-
-    low, high = np.quantile(mean(of) - mean(against), [0.025, 0.975])
-    return float(low), float(high)
 
 
 def over_wordings(paths: Sequence[Path]) -> list[str]:

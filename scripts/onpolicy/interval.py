@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdjax.errors import UserError, reporting
-from scripts.checks.compare_passk import draw_anew
+from kdjax.evaluation.passk import draw_anew
 
 SETS = ("development", "humaneval", "mbpp")
 

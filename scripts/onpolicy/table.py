@@ -37,8 +37,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kdjax.config import Config, flatten, validate
+from kdjax.config import Config, count_teacher_positions, flatten, has_hints, validate
 from kdjax.data.rollouts import Answer
+from kdjax.data.rows import read_same
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk
@@ -58,6 +59,8 @@ from kdjax.training.inputs import prepare_all
 from kdjax.training.job import (
     Job,
     build_step,
+    load_start,
+    load_teacher,
     make_source,
     survey,
     text_source,
@@ -66,6 +69,7 @@ from kdjax.training.loop import train
 from kdjax.training.plan import replace_settings
 from kdjax.training.rollouts import AnswerSource, Author
 from kdjax.training.saving import Checkpoints
+from kdjax.training.several import name_arrays
 from kdjax.training.step import Step
 from kdjax.watch.guards import NonFiniteGuard
 from scripts.onpolicy.invent import invent
@@ -283,6 +287,7 @@ class Bench:
         self._args = args
         self._placement, self._pair, self._plan = survey(make_config(args, {}))
         self._teacher: Model | None = None
+        self._start: Model | None = None  # the student's, for settings with loss.beyond
         self._judges = concurrent.futures.ThreadPoolExecutor(8)
         self._steps: dict[tuple[Any, ...], Step] = {}  # by the fields that decide the program
         loads = {"development": load_humaneval} | BENCHMARKS
@@ -305,20 +310,24 @@ class Bench:
             whole = copy.deepcopy(config)
             whole.optim.learning_rate = whole.optim.final_learning_rate = 1.0  # times the clock's
             whole.optim.warmup_steps = 0
-            teacher, step, _ = build_step(whole, pair, self._placement, kind, self._teacher)
+            place = self._placement
+            self._teacher = self._teacher or load_teacher(whole, pair, kind, place)
+            teacher = self._teacher
             assert teacher is not None
+            self._start = self._start or load_start(whole, pair, kind, place, teacher)
+            start = None if whole.loss.beyond == 1 else self._start
+            _, step, _ = build_step(whole, pair, place, kind, teacher, start=start)
             spec = dataclasses.replace(step.spec, tx=pace(step.spec.tx))
-            shapes = step.abstract.params
-            self._steps[fields] = Step(spec, shapes, self._placement, teacher.params)
-            self._teacher = teacher
+            arrays = name_arrays([teacher.params, start.params]) if start else teacher.params
+            self._steps[fields] = Step(spec, step.abstract.params, place, arrays)
         step, teacher = self._steps[fields], self._teacher
         source = make_source(config, folder, pair, rows, None, step, teacher)
         if name.startswith(TAUGHT) and isinstance(source, AnswerSource):
             fields = {f.name: getattr(source._author, f.name) for f in dataclasses.fields(Author)}
             source._author = TeachersAnswers(**fields)
-        return Job(
-            config, folder, pair, rows, teacher, step, kind, lambda _: jnp.ones(()), source, {}
-        )
+        start = None if config.loss.beyond == 1 else self._start
+        rate: optax.Schedule = lambda _: jnp.ones(())  # noqa: E731
+        return Job(config, folder, pair, rows, teacher, step, kind, rate, source, {}, start=start)
 
     def invent(self) -> None:
         """Has the teacher write the prompts of `--invented`."""
@@ -382,7 +391,10 @@ class Bench:
 
     def _compile_step(self, job: Job, state: Any) -> None:
         """For the compilation cache; nothing runs, since two steps at once need not fit."""
-        batch = job.step.put(text_source(job.config, job.rows, None).next())
+        columns = text_source(job.config, job.rows, None).next()
+        if has_hints(job.config):
+            columns |= read_same(columns, count_teacher_positions(job.config))
+        batch = job.step.put(columns)
         job.step.train.lower(state, job.teacher_params, batch).compile()
 
     def run(self, setting: Setting) -> Callable[[], dict[str, Any]]:
@@ -532,7 +544,7 @@ def _program_fields(config: Config) -> tuple[Any, ...]:
     rates = ("optim.learning_rate", "optim.final_learning_rate", "optim.warmup_steps")
     kept = [n for n in fields if n.startswith(("loss.", "optim.")) and n not in rates]
     shape = config.train.batch_size, config.train.microbatches, config.data.seq_len
-    return *shape, *(fields[name] for name in kept)
+    return *shape, count_teacher_positions(config), *(fields[name] for name in kept)
 
 
 def _tenths(losses: Sequence[float]) -> list[float]:
