@@ -595,7 +595,7 @@ _RULES: dict[str, _Rule] = {
 
 
 def _list_odd_changes(config: Config) -> list[str]:
-    """What is wrong with the phases of `then`, each by itself."""
+    """Lists what is wrong with the phases of `then`, each by itself."""
     fields, problems = flatten(dataclasses.replace(config, then=())), []
     phased = [name for name in fields if name.startswith(PHASED) and name not in _UNPHASED]
     for number, changes in enumerate(config.then):

@@ -118,7 +118,7 @@ def head_of(model):
 
 
 def test_the_block_computes_its_formula(model, block):
-    """Of documents packed in a row; the first token of each has zeros before it."""
+    """Documents are packed in a row; the first token of each has zeros before it."""
     rows = np.asarray([PROMPTS[0] + PROMPTS[2] + PROMPTS[1]])
     lengths = [24, 9, 2]
     ids = np.repeat([1, 2, 3], lengths)[None]

@@ -421,10 +421,10 @@ def test_the_override_is_a_total_function_of_its_two_settings(models):
         named = {} if variable is None else {"KDJAX_ALLOW_DEGENERATE_KD": variable}
         apply_environment(config, named)
         if allowed or variable == "1":
-            assert _refuse_degenerate(config, *pair) is None
+            assert _refuse_degenerate(*pair, allowed=config.teacher.allow_degenerate) is None
             continue
         with pytest.raises(UserError, match="hold the same weights"):
-            _refuse_degenerate(config, *pair)
+            _refuse_degenerate(*pair, allowed=config.teacher.allow_degenerate)
 
 
 class Listener(Hook):

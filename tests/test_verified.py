@@ -56,7 +56,7 @@ def test_what_passes_is_kept_with_its_proof(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("hint", HINTS)
 def test_a_hint_makes_a_prompt_of_each_answer_that_passed(tokenizer, tmp_path, hint):
-    """What `rollout.hints` reads: the same question, its opening, a hint, and what judges it."""
+    """`rollout.hints` reads the same question, its opening, a hint, and what judges it."""
     exercises = problems.load_humaneval(humaneval(tmp_path, 2))
     kept = VerifiedAnswers(tmp_path / "out.jsonl", {"--hint": hint})
     kept.write(exercises, tokenizer, answering(right), SETTINGS, hint)

@@ -209,7 +209,7 @@ class Room(NamedTuple):
         return filled or (self.teacher_length > 0 and read >= self.rows * self.teacher_length)
 
     def _list_texts(self, answers: Sequence[Answer]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """What student and teacher read of each."""
+        """Ids that student and teacher read of each."""
         return [answer.ids for answer in answers], [answer.read for answer in answers]
 
     def pack(self, answers: Sequence[Answer], seed: Sequence[int]) -> tuple[Rows, int]:

@@ -41,7 +41,7 @@ _REPORT_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class TeacherRows:
-    """What the teacher reads beside each row where its prompts differ, as with hints.
+    """Tokens that the teacher reads beside each row where its prompts differ, as with hints.
 
     tokens and segments `[N, W]`, as those of `Rows`; places `[N, seq_len]`: where in the teacher's
     row the id lies after which it predicts what the student predicts at a position, 0 where nothing

@@ -1,4 +1,4 @@
-"""What hints are worth before anything trains: does the teacher solve more with them?
+"""The worth of hints before anything trains: does the teacher solve more with them?
 
 A gap between the teacher with its hints and without is what its student can gain from them: where
 there is none, the run would only pass on how the teacher talks of a hint. Measured on exercises

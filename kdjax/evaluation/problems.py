@@ -200,12 +200,12 @@ def conversation(problem: Problem, wording: str, answer: str) -> list[dict[str, 
 
 
 def open_answer(wording: str) -> str:
-    """What the wording begins a chat's answer with."""
+    """Begin of a chat's answer in the wording."""
     return OPENING if wording == "instruct" else ""
 
 
 def write_exercise(problem: Problem, wording: str) -> dict[str, str]:
-    """What judges an answer to a problem of HumanEval's form, JSON-able: see `read_exercise`."""
+    """Fields that judge an answer to a problem of HumanEval's form, as `read_exercise` has them."""
     (entry,) = problem.names
     return {
         "task_id": problem.task,

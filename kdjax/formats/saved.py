@@ -58,13 +58,13 @@ class Best(NamedTuple):
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Best | None":
-        """That of a saved step's record; None of versions that chose none."""
+        """Reads a saved step's record; None where a version chose none."""
         saved = record.get(BEST)
         return saved and cls(saved["step"], saved["name"], saved["value"])
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a saved step holds of it."""
+        """Record of it in a saved step."""
         return {BEST: self._asdict()}
 
 

@@ -773,7 +773,7 @@ class Decoder(nnx.Module):
         capacity: int,
         block: Params | None = None,
     ) -> "Cache":
-        """What the block that drafts keeps of prompts; `before` are the states before each id.
+        """Keys and values of prompts in the block that drafts; `before` are the states before each.
 
         `block` are its weights as `models.ready` lays them out.
         """

@@ -14,7 +14,6 @@ h mod G, which is the order of GGUF files.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -223,9 +222,7 @@ def apply_delta_rule(
     kept = (to_end[..., None] * k[:, :, None]).astype(v.dtype)
     turns = fresh.astype(v.dtype), seen, kept, carried[..., -1]
     turns = [x.reshape(len(x), -1, *x.shape[4:]) for x in turns]
-    run: Callable[..., tuple[Array, Array, Array]] = pass_states
-    if in_kernels:
-        run = kernels.pass_states
+    run: Any = kernels.pass_states if in_kernels else pass_states
     end, before, news = run(*turns, state.reshape(-1, *state.shape[3:]))
     before, news = (x.reshape(*v.shape[:4], *x.shape[2:]) for x in (before, news))
     out = carried[..., None] * dot("NBGCK,NBRGKV->NBRGCV", q, before)

@@ -109,6 +109,6 @@ class Judge:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a saved step holds of it."""
+        """Record of it in a saved step."""
         begin = {BEGIN: [list(part) for part in self._begin]} if self._begin else {}
         return begin | (self.best.record if self.best else {})

@@ -92,7 +92,7 @@ class Arm(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """That of the adapters, or 0."""
+        """Rank of the adapters, or 0."""
         return int(self.quantize.removeprefix("lora")) if self.quantize[:4] == "lora" else 0
 
     @classmethod

@@ -97,7 +97,7 @@ def train(student: Model, teacher: Model | None, steps: int, rate: float, seed: 
 
 
 def count_ours(model: Model, block: Model, prompts: list[list[int]], **how: Any) -> dict[str, Any]:
-    """What kdjax accepts."""
+    """Counts the drafts that kdjax accepts."""
     how = dict(max_tokens=NEW, stop_ids=(), draft_tokens=DRAFTS) | how
     counts = [c.drafted for c in model.generate(prompts, draft=block, **how) if c.drafted]
     passes, kept = (sum(x) for x in zip(*counts, strict=True))
@@ -105,7 +105,7 @@ def count_ours(model: Model, block: Model, prompts: list[list[int]], **how: Any)
 
 
 def count_theirs(file: Path, prompts: list[list[int]], folder: Path) -> dict[str, Any]:
-    """What llama.cpp's counters say; a pass is what is left of the ids after the accepted ones."""
+    """Reads llama.cpp's counters; passes are the ids that are left after the accepted ones."""
     (folder / "prompts.json").write_text(json.dumps(prompts))
     arguments = [str(file), str(folder / "prompts.json"), str(DRAFTS), str(NEW)]
     done = subprocess.run(

@@ -108,7 +108,10 @@ def closing_lines(workdir: Path, step: int) -> list[str]:
                 lines.append("  ".join([label.ljust(first), *aligned]))
     except UserError as error:
         lines.append(f"no held-out figures: {error}")
-    best = find_best(workdir)
+    try:
+        best = find_best(workdir)
+    except UserError as error:  # the newest step is damaged: the figures stand all the same
+        best, lines = None, [*lines, "", str(error)]
     if best and best.step != step:
         lines += ["", f"the best by held-out {best.name} is step {best.step}, {best.value:.6g}"]
     places = {name: workdir / path.format(step=step) for name, path in _PLACES.items()}
