@@ -133,7 +133,7 @@ class _Recheck:
 
     @functools.cached_property
     def _text_of(self) -> tuple[Config, Tokenizer, str]:
-        """Names what decides the text beside its files: the config, the tokenizer, the student's hash."""
+        """Names what decides a text beside its files: config, tokenizer, hash of the student."""
         config = self.config
         tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
         return config, tokenizer, self.receipt["student"]["sha256"]
