@@ -117,6 +117,7 @@ def job(models, tmp_path_factory):
     return assemble(config, folder / "never")
 
 
+@pytest.mark.slow
 def test_a_run_beyond_its_teacher_resumes_bit_for_bit(job, tmp_path):
     assert job.step.spec.kind == kdjax.Beyond(strength=1.25)
     assert set(job.teacher_params) == {"0", "1"}

@@ -361,6 +361,7 @@ def test_a_changed_run_is_refused(run, tmp_path, changes, says):
         assemble(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_finds_just_the_rows_that_it_reads(run, tmp_path, undrawn):
     """A longer run is refused before its first step; the cache it adds to stays the first one's."""
     short = dict(train__steps=2, train__batch_size=8, optim__warmup_steps=1)

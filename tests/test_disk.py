@@ -120,6 +120,7 @@ class FillingUp(Recorder):
         return super().step_end(record)
 
 
+@pytest.mark.slow
 def test_a_save_that_does_not_fit_loses_nothing(tiny_config, tmp_path, capfd):
     """Orbax's and its threads' words stay with them; the run goes on as if nothing had been."""
     job = assemble(tiny_config, tmp_path / "straight")

@@ -78,6 +78,7 @@ def found(models, tmp_path_factory):
     return folder, json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_teachers_own_text(models, found):
     """Beside logits of both models over text that the teacher wrote, in float64."""
     folder, document = found

@@ -533,6 +533,7 @@ def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, mo
     assert document["mbpp"]["pass_at_k"] == {"1": 0.0}
 
 
+@pytest.mark.slow
 def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair, tmp_path):
     status, document, printed = command(
         f"{pair}/student.gguf@dense:float32",

@@ -61,6 +61,7 @@ def rounded(pair):
     return step, first, after, metrics
 
 
+@pytest.mark.slow
 def test_the_step_sees_what_the_exporter_writes(pair, rounded, tmp_path):
     """Bytes, decoded numbers and logits: of masters that a step has moved off their blocks."""
     step, _, state, _ = rounded

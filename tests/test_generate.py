@@ -164,6 +164,7 @@ def test_several_new_ids_at_once_are_one_after_another(models):
         np.testing.assert_allclose(logits[row, 0], whole[row, n + 4], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_neither_slot_nor_device(models):
     """More prompts than slots, of answers of other lengths, on one device and on two."""
     path = f"{models}/teacher.gguf"

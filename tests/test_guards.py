@@ -82,6 +82,7 @@ def test_a_teacher_in_another_precision_is_refused(job, folder, tmp_path, dtype)
     assert "train" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_teacher_rounded_to_four_bits_teaches(job, folder, tmp_path):
     assert go(job, tmp_path / "run", folder / "Q4_0.gguf") == "finished"
 

@@ -49,6 +49,7 @@ def run(models, tmp_path_factory):
     return config, folder / "run", job, recorder
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_saves_adapters_alone(run, tmp_path):
     config, workdir, job, recorder = run
     second, parts = Recorder(), tmp_path / "parts"

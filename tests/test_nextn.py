@@ -269,6 +269,7 @@ def batch():
     return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
 
 
+@pytest.mark.slow
 def test_the_block_alone_trains(path, batch, tmp_path):
     """Beside packed layers, towards what they say; the result is a file with another block."""
     write_random_gguf(tmp_path / "q.gguf", SHAPE._replace(hidden=256, ffn=256), recipe="q4_k_m")

@@ -228,6 +228,7 @@ def test_what_ended_a_phase_is_saved_and_the_next_begins_anew():
     assert pace.progress.seconds == 4.0 and pace.is_over(8)
 
 
+@pytest.mark.slow
 def test_where_the_clock_ended_a_phase_is_saved(models, tmp_path, monkeypatch, steps_stay):
     """A run that is resumed behind it, by another clock, is the same run."""
     config = make_tiny_config(models, tmp_path)
@@ -335,6 +336,7 @@ def test_a_phase_is_worse_if_it_is_by_more_than_its_error():
         Judge("kl", 2.0, {}).see(0, {"loss": 1.0}, [])
 
 
+@pytest.mark.slow
 def test_a_phase_that_makes_it_worse_stops_the_run(tiny_config, tmp_path, steps_stay):
     config = tiny_config
     config.eval.every, config.eval.rows, config.checkpoint.every = 0, 16, 1

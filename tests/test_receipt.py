@@ -96,6 +96,7 @@ def sha256(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_finished_run_records_everything(finished):
     job, workdir, _, found = finished
     config = job.config

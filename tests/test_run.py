@@ -554,6 +554,7 @@ def test_any_source_may_have_news_and_a_part_of_the_identity(one_step, tmp_path,
         go(config, workdir, job=other)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_under_a_schedule_of_its_own(one_step, tmp_path, undrawn):
     """From the checkpoint that is named, with its optimizer and the text that follows."""
     config, workdir = copy.deepcopy(one_step[0]), tmp_path / "run"
