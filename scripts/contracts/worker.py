@@ -131,7 +131,7 @@ def main() -> None:
     gc.freeze()  # no child looks through what the libraries hold
     for line in sys.stdin:
         found = _serve(json.loads(line), Path(answer))
-        # A child died, another hung: one of 235 and one of 329 did on a busy machine, never again.
+        # One of 235 children died on a busy machine, and never again; one may hang likewise.
         if found["code"] in (-1, -2):
             found = _serve(json.loads(line), Path(answer))
         print(json.dumps(found), flush=True)
