@@ -31,6 +31,7 @@ from kdjax.models.decoding import Sampling, complete
 from kdjax.models.model import Model, cast_params
 from kdjax.training.job import Job, open_writer
 from kdjax.training.judging import compare_behind
+from kdjax.training.pair import HOW_TO_ALLOW
 from kdjax.training.rollouts import open_prompts
 
 _log = logging.getLogger("kdjax")
@@ -79,10 +80,7 @@ def _refuse(job: Job, message: str) -> None:
     if job.config.teacher.allow_degenerate:
         _log.warning("%s", message)
         return
-    raise UserError(
-        f"{message} If this is meant, set --config.teacher.allow_degenerate=True or "
-        "KDJAX_ALLOW_DEGENERATE_KD=1."
-    )
+    raise UserError(f"{message} If this is meant, {HOW_TO_ALLOW}")
 
 
 def _read(path: Path, made_of: str) -> dict[str, Any] | None:

@@ -461,16 +461,17 @@ def _run_states(kernel: Any, inputs: Any, outs: Any, interpret: bool) -> Any:
     )(*inputs)
 
 
-def _places(columns: int, *refs: Any) -> list[tuple[Array, Array]]:
-    """Rows and columns of a program's part of each: one with the width of keys has all of it."""
-    part = pl.program_id(1) * columns + jnp.arange(columns, dtype=jnp.int32)[None]
-    return [(jnp.arange(ref.shape[-2], dtype=jnp.int32)[:, None], part) for ref in refs]
+def _state_places(columns: int, fresh: Any, state: Any) -> tuple[Array, Array, Array]:
+    """Places of a chunk's positions, of keys, and of the columns of values of a program's part."""
+    positions, keys = (jnp.arange(ref.shape[-2], dtype=jnp.int32) for ref in (fresh, state))
+    part = pl.program_id(1) * columns + jnp.arange(columns, dtype=jnp.int32)
+    return positions[:, None], keys, part[None]
 
 
 def _pass_states(count: int, columns: int, fresh, seen, kept, stays, state, last, before, news):
     head = pl.program_id(0)
-    (row, part), (of_key, _) = _places(columns, fresh, state)
-    key = jnp.arange(state.shape[1], dtype=jnp.int32)[None]
+    row, keys, part = _state_places(columns, fresh, state)
+    of_key, key = keys[:, None], keys[None]
 
     def turn(n, s):
         half = s.astype(before.dtype)
@@ -512,8 +513,8 @@ def _pass_gradients(
 ):
     """From the last chunk to the first: the gradient of the state, that behind each chunk."""
     head = pl.program_id(0)
-    (row, part), (of_key, _) = _places(columns, of_news, last)
-    key = jnp.arange(last.shape[1], dtype=jnp.int32)[None]
+    row, keys, part = _state_places(columns, of_news, last)
+    of_key, key = keys[:, None], keys[None]
 
     def turn(i, g):
         n, half = count - 1 - i, g.astype(after.dtype)

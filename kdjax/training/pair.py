@@ -25,6 +25,8 @@ from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
+# Ends each refusal of a teacher that teaches nothing.
+HOW_TO_ALLOW = "set --config.teacher.allow_degenerate=True or KDJAX_ALLOW_DEGENERATE_KD=1."
 _CUT_DIFFERENTLY = "The same text would be cut differently: choose models of one tokenizer."
 
 
@@ -181,8 +183,7 @@ def _refuse_degenerate(teacher: Checkpoint, student: Checkpoint, *, allowed: boo
         return
     raise UserError(
         f"{paths} hold the same weights, whatever their names: the KL would start at 0 and the "
-        "teacher teach nothing. Give two different models, or, if this is meant, set "
-        "--config.teacher.allow_degenerate=True or KDJAX_ALLOW_DEGENERATE_KD=1."
+        f"teacher teach nothing. Give two different models, or, if this is meant, {HOW_TO_ALLOW}"
     )
 
 

@@ -13,6 +13,7 @@ from kdjax.errors import COLLAPSED, NOT_FINITE, KdjaxError, UserError
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import saved_steps, step_folder
 from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
+from kdjax.training.pair import HOW_TO_ALLOW
 from kdjax.training.phases import PHASE
 
 
@@ -80,8 +81,7 @@ class NoSignalGuard(Hook):
             f"before step 1 the student predicts held-out text as its teacher does: {name} "
             f"{kl:.2g} nats, agreement {agreement:.2%}; expected {self.MOST_KL:g} nats or more, or "
             f"at most {self.LEAST_AGREEMENT:.0%}. It is the same model in another precision and "
-            "teaches nothing. Give two different models, or, if this is meant, set "
-            "--config.teacher.allow_degenerate=True or KDJAX_ALLOW_DEGENERATE_KD=1."
+            f"teaches nothing. Give two different models, or, if this is meant, {HOW_TO_ALLOW}"
         )
 
 
