@@ -243,6 +243,30 @@ def test_states_are_passed_on_as_defined():
         assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_few_positions_change_the_states_of_their_layer_alone(length):
+    """As the recurrence, over a border of two documents; other layers' states stay."""
+    rng, (rows, groups, heads, width) = np.random.default_rng(6), (3, 2, 6, 64)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.normal(0, 0.3, shape), dtype)
+
+    mixed = normal(rows, length, (2 * groups + heads) * width, dtype=jnp.bfloat16)
+    decay, beta = -jnp.abs(normal(rows, length, heads)), jax.nn.sigmoid(normal(rows, length, heads))
+    inputs = delta.DeltaInputs(mixed, normal(mixed.shape[2], 4), decay, beta)
+    ids = jnp.asarray(np.minimum(np.arange(length) // 2, 1)[None].repeat(rows, 0), jnp.int32)
+    states, before = normal(3, rows, heads, width, width), normal(rows, 3, mixed.shape[2])
+    stacked = delta.Stacked(states, jnp.int32(1))
+    rest = inputs, groups, width, ids, before
+    run = functools.partial(kernels.recur_in_place, interpret=INTERPRET)
+    with mock.patch.object(kernels, "recur_in_place", run):
+        out, got = delta.read_states(*rest, stacked, in_kernels=True)
+    want, state = delta.read_states(*rest, states[1])
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, want)), atol=2.0**-8)
+    np.testing.assert_allclose(got[1], state, atol=1e-5)
+    np.testing.assert_array_equal(got[::2], states[::2])
+
+
 @pytest.mark.parametrize("with_norm", [True, False])
 @pytest.mark.parametrize("shape", [(6, 3584), (5, 100)])
 def test_rows_normed_or_not_are_rounded_as_defined(shape, with_norm):

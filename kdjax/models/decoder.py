@@ -24,7 +24,7 @@ from kdjax.errors import UserError
 from kdjax.models import kernels
 from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
 from kdjax.models.attention import attend, attend_and_keep
-from kdjax.models.delta import DeltaInputs, read_and_keep, read_states
+from kdjax.models.delta import DeltaInputs, Stacked, read_and_keep, read_states
 from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles
 from kdjax.models.ropes import rope_frequencies
 from kdjax.models.shards import gather_shards
@@ -676,7 +676,7 @@ class Decoder(nnx.Module):
         return read_states(inputs, groups, width, segment_ids, in_kernels=self._in_kernels)
 
     def _recall_and_keep(
-        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, *behind: Array
+        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, *behind: Any
     ) -> tuple[Array, Any]:
         """Reads the states of a delta net for a row that goes on; `behind` as of `Cache`."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
@@ -875,11 +875,11 @@ class Decoder(nnx.Module):
             def recall(inputs: DeltaInputs) -> tuple[Array, Cache]:
                 nonlocal read
                 read = inputs
-                behind = cache.inputs[index], cache.states[index]
+                behind = cache.inputs[index], Stacked(cache.states, index)
                 out, kept = self._recall_and_keep(segment_ids, lengths, inputs, *behind)
-                state, latest = kept
+                states, latest = kept
                 return out, cache._replace(
-                    states=cache.states.at[index].set(state),
+                    states=states,
                     inputs=cache.inputs.at[index].set(latest.astype(cache.inputs.dtype)),
                 )
 

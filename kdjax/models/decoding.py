@@ -501,10 +501,13 @@ class StepWriter:
         self, params: Any, weights: Any, tokens: Array, lengths: Array, unread: int = 1
     ) -> Cache:
         """See `Writer`; the next step reads the last `unread` ids."""
+        layers = weights[0]
         if self.functions.spec.delta_value_heads:
             # Keys can be written over, a state cannot.
             lengths = jnp.maximum(lengths - unread, 0)
-        return self.functions.prefill(params, tokens, lengths, tokens.shape[1], weights[0])[1]
+            # A scan over periods: chunks of 18 layers one after the other compile for minutes.
+            layers = None
+        return self.functions.prefill(params, tokens, lengths, tokens.shape[1], layers)[1]
 
     def advance(
         self, params: Any, weights: Any, slots: Slots, keys: Any, sampling: Sampling

@@ -36,28 +36,43 @@ class DeltaInputs(NamedTuple):
     beta: Float32[Array, "B T H"]
 
 
+class Stacked(NamedTuple):
+    """States of several layers, one of which is read and changed; the whole stack comes back."""
+
+    states: Float32[Array, "L B H K V"]
+    layer: Int[Array, ""]
+
+
 def read_states(
     inputs: DeltaInputs,
     groups: int,
     key_dim: int,
     segment_ids: Int[Array, "B T"],
     before: Float[Array, "B W1 E"] | None = None,
-    state: Float32[Array, "B H K V"] | None = None,
+    state: Float32[Array, "B H K V"] | Stacked | None = None,
     in_kernels: bool = False,
-) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "*L B H K V"]]:
     """Outputs of the heads, and the last state: `convolve`, unit lengths, `apply_delta_rule`.
 
-    With `in_kernels` a kernel passes the states on where `kernels.states_fit`.
+    With `in_kernels` kernels pass the states on where `kernels.states_fit`, of a stack in place.
     """
     mixed = convolve(inputs.mixed, inputs.kernel, segment_ids, before)
     lead, heads = mixed.shape[:2], inputs.beta.shape[2]
     q, k, v = jnp.split(mixed, [groups * key_dim, 2 * groups * key_dim], axis=-1)
     q, k = (normalize_heads(x.reshape(*lead, groups, key_dim)) for x in (q, k))
     v = v.reshape(*lead, heads, -1)
-    columns = q * key_dim**-0.5, k, v, inputs.decay, inputs.beta, segment_ids, state
-    if lead[1] <= _FEW:
-        return recur(*columns)
-    return apply_delta_rule(*columns, in_kernels and states_fit(key_dim, v.shape[3], v.dtype))
+    columns = q * key_dim**-0.5, k, v, inputs.decay, inputs.beta, segment_ids
+    few, fits = lead[1] <= _FEW, in_kernels and states_fit(key_dim, v.shape[3], v.dtype)
+    if not isinstance(state, Stacked):
+        return recur(*columns, state) if few else apply_delta_rule(*columns, state, fits)
+    if few and fits:
+        *rows, decay, beta, _ = columns
+        return kernels.recur_in_place(*rows, _fade(decay, segment_ids), beta, *state)
+    stack, layer = state
+    out, state = read_states(
+        inputs, groups, key_dim, segment_ids, before, stack[layer], in_kernels
+    )
+    return out, stack.at[layer].set(state)
 
 
 def read_and_keep(
@@ -67,9 +82,9 @@ def read_and_keep(
     segment_ids: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     before: Float[Array, "B W1 E"] | None = None,
-    state: Float32[Array, "B H K V"] | None = None,
+    state: Float32[Array, "B H K V"] | Stacked | None = None,
     in_kernels: bool = False,
-) -> tuple[Float[Array, "B T H V"], tuple[Float32[Array, "B H K V"], Float[Array, "B W1 E"]]]:
+) -> tuple[Float[Array, "B T H V"], tuple[Float32[Array, "*L B H K V"], Float[Array, "B W1 E"]]]:
     """`read_states`, and what a row that goes on needs: the state, the convolution's last inputs.
 
     Both are those behind the first `lengths` positions: what is further fades nothing and teaches
@@ -137,8 +152,7 @@ def recur(
     q, k = (jnp.tile(x.astype(jnp.float32), (1, 1, repeats, 1)) for x in (q, k))
     if state is None:
         state = jnp.zeros((*v.shape[:1], *v.shape[2:3], k.shape[3], v.shape[3]), jnp.float32)
-    first = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
-    kept = jnp.where((first == segment_ids)[..., None], jnp.exp(decay), 0.0)
+    kept = _fade(decay, segment_ids)
 
     def step(state: Array, at: Any) -> tuple[Array, Array]:
         q, k, v, kept, beta = at
@@ -151,6 +165,14 @@ def recur(
     inputs = (x.swapaxes(0, 1) for x in (q, k, v, kept, beta))
     state, out = jax.lax.scan(step, state, tuple(inputs))
     return out.swapaxes(0, 1).astype(v.dtype), state
+
+
+def _fade(
+    decay: Float32[Array, "B T H"], segment_ids: Int[Array, "B T"]
+) -> Float32[Array, "B T H"]:
+    """The part of the state that each position keeps: nothing of another document's."""
+    first = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    return jnp.where((first == segment_ids)[..., None], jnp.exp(decay), 0.0)
 
 
 def apply_delta_rule(

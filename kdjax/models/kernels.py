@@ -534,6 +534,54 @@ def _pass_gradients(
 pass_states.defvjp(_states_forward, _states_backward)
 
 
+_STEP_COLUMNS, _STEP_WARPS = 32, 4  # of a state that few positions read, as `_STATE_COLUMNS`
+
+
+def recur_in_place(
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T H V"],
+    kept: Float[Array, "B T H"],
+    beta: Float[Array, "B T H"],
+    states: Float[Array, "L B H K V"],
+    layer: Int[Array, ""],
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """Computes `delta.recur` for the states of one layer of a stack, each read and written once.
+
+    Returns outputs `[B, T, H, V]` and the stack. `kept` is the part of a state that stays. XLA
+    reads and writes a layer's states some five times.
+    """
+    batch, _, heads, width = v.shape
+    columns = min(_STEP_COLUMNS, width)
+    return pl.pallas_call(
+        functools.partial(_recur_in_place, v.shape[1], q.shape[2], columns),
+        grid=(batch, heads, width // columns),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, states)),
+        input_output_aliases={6: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=_STEP_WARPS, num_stages=1),
+        interpret=interpret,
+    )(layer.astype(jnp.int32)[None], q, k, v, kept, beta, states)
+
+
+def _recur_in_place(count, groups, columns, layer, q, k, v, kept, beta, states, out, stack):
+    row, head = pl.program_id(0), pl.program_id(1)
+    part = pl.program_id(2) * columns + jnp.arange(columns, dtype=jnp.int32)
+    keys = jnp.arange(states.shape[3], dtype=jnp.int32)
+    at = plgpu.load(layer.at[jnp.int32(0)]), row, head, keys[:, None], part[None]
+
+    def turn(t, s):
+        query, key = (plgpu.load(x.at[row, t, head % groups, keys])[:, None] for x in (q, k))
+        s = s * plgpu.load(kept.at[row, t, head])
+        value = plgpu.load(v.at[row, t, head, part]).astype(jnp.float32)
+        new = plgpu.load(beta.at[row, t, head]) * (value - jnp.sum(s * key, axis=0))
+        s = s + key * new[None]
+        plgpu.store(out.at[row, t, head, part], jnp.sum(s * query, axis=0).astype(out.dtype))
+        return s
+
+    plgpu.store(stack.at[at], jax.lax.fori_loop(0, count, turn, plgpu.load(states.at[at])))
+
+
 class Tiles(NamedTuple):
     """Rows sorted by expert, in tiles of `TILE_ROWS` rows of one expert each."""
 
