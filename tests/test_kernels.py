@@ -245,7 +245,7 @@ def test_states_are_passed_on_as_defined():
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_a_few_positions_change_the_states_of_their_layer_alone(length):
-    """As the recurrence, over a border of two documents; other layers' states stay."""
+    """The recurrence, over a border of two documents; other layers' states stay."""
     rng, (rows, groups, heads, width) = np.random.default_rng(6), (3, 2, 6, 64)
 
     def normal(*shape, dtype=jnp.float32):
