@@ -69,9 +69,7 @@ def read_states(
         *rows, decay, beta, _ = columns
         return kernels.recur_in_place(*rows, _fade(decay, segment_ids), beta, *state)
     stack, layer = state
-    out, state = read_states(
-        inputs, groups, key_dim, segment_ids, before, stack[layer], in_kernels
-    )
+    out, state = read_states(inputs, groups, key_dim, segment_ids, before, stack[layer], in_kernels)
     return out, stack.at[layer].set(state)
 
 

@@ -3,22 +3,24 @@
     python -m scripts.bench.quantize --small=0.5b.gguf --big=1.5b.gguf --text=python:jax,flax \
         --out=runs/quantize --limit=560
 
-An arm is STUDENT<TEACHER:QUANTIZE, then, if wanted, !, @RATE, #SECONDS, *SEED and /EVERY: models
+An arm is STUDENT<TEACHER:QUANTIZE, then, if wanted, ~, !, @RATE, #SECONDS, *SEED and /EVERY: models
 are `small` and `big`, a teacher `self` is the student's own numbers at the start, QUANTIZE is as of
 `make_step`, or empty for plain masters, or lora16 for adapters of that rank beside the packed
-student; with ! scales are fitted by the importance of the student's inputs on `--imatrix-rows`
-rows, and what is untrained is rounding with an imatrix. Each arm trains for its seconds of the
-device, compilation not counted; the rate follows the clock, and scales are held over its last
-tenth. Judged on held-out rows against the teacher: the student untrained, trained, its masters,
-and, of plain masters, what `--then` makes of them; on the texts of `--beside=prose=DIR,c=DIR` its
-cross-entropy, for what it keeps outside its own text. Arms of two models share files, arrays and
-the compiled evaluation. Each arm is a line of OUT/results.jsonl at once, and, with `--files`,
-OUT/NAME.gguf the blocks that it trained and OUT/NAME-start.gguf those before; a later call goes on
-with the arms that are not there. No arm begins that `--limit` leaves no time for; one that fails is
-told and passed over. Exit status: 0 done, 2 bad input.
+student; with ~ scales are fitted once and then learned; with ! they are fitted by the importance of
+the student's inputs on `--imatrix-rows` rows, and what is untrained is rounding with an imatrix.
+Each arm trains for its seconds of the device, compilation not counted; the rate follows the clock,
+and scales are held over its last tenth. `--step-seconds` counts that many for each step, whatever
+it took: arms of equal steps. Judged on held-out rows against the teacher: the student untrained,
+trained, its masters, and, of plain masters, what `--then` makes of them; on the texts of
+`--beside=prose=DIR,c=DIR` its cross-entropy, for what it keeps outside its own text. Arms of two
+models share files, arrays and the compiled evaluation. Each arm is a line of OUT/results.jsonl at
+once, and, with `--files`, OUT/NAME.gguf the blocks that it trained and OUT/NAME-start.gguf those
+before; a later call goes on with the arms that are not there. No arm begins that `--limit` leaves
+no time for; one that fails is told and passed over. Exit status: 0 done, 2 bad input.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -34,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import kdjax
 from kdjax.config import Config
@@ -42,10 +45,11 @@ from kdjax.data.pipeline import TextSource
 from kdjax.data.rows import Rows, RowSet
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
+from kdjax.formats.blocks import is_cut
 from kdjax.formats.imatrix import write_importance
 from kdjax.models.importance import sum_squares
 from kdjax.models.model import Model
-from kdjax.training.forms import choose_form
+from kdjax.training.forms import Rounded, choose_form
 from kdjax.training.heldout import held_out
 from kdjax.training.inputs import prepare
 from kdjax.training.step import Step
@@ -59,7 +63,7 @@ QUEUE = (
     "small<self:q4_0@5e-6#60*0; small<self:q4_0@2e-5#60*0"
 )
 _ARM = re.compile(
-    r"(?P<student>\w+)<(?P<teacher>\w+):(?P<quantize>[^!@#*/]*(?:/[a-z][^!@#*]*)?)(?P<imatrix>!?)"
+    r"(?P<student>\w+)<(?P<teacher>\w+):(?P<quantize>[^~!@#*/]*(?:/[a-z][^~!@#*]*)?)(?P<learned>~?)(?P<imatrix>!?)"
     r"(?:@(?P<rate>[\d.e-]+))?(?:#(?P<seconds>[\d.]+))?(?:\*(?P<seed>\d+))?(?:/(?P<every>\d+))?"
 )
 _WARMUP, _LOOK = 10, 8  # steps that the rate rises over, and between two looks at the clock
@@ -89,6 +93,7 @@ class Arm(NamedTuple):
     seed: int
     every: int
     imatrix: bool
+    learned: bool
 
     @property
     def rank(self) -> int:
@@ -103,7 +108,7 @@ class Arm(NamedTuple):
             raise UserError(f"found the arm {text!r}; expected such as small<big:q4_0@2e-5#60*0/8")
         parts = found.groupdict()
         return cls(
-            re.sub(r"\W+", "-", text.replace("!", "-imatrix")).strip("-"),
+            re.sub(r"\W+", "-", text.replace("~", "-learned").replace("!", "-imatrix")).strip("-"),
             found["student"],
             found["teacher"],
             found["quantize"],
@@ -112,7 +117,77 @@ class Arm(NamedTuple):
             int(parts["seed"] or 0),
             int(parts["every"] or 1),
             bool(parts["imatrix"]),
+            bool(parts["learned"]),
         )
+
+
+_FACTORS, _BLOCK = "factors", 32  # the masters of learned scales; numbers that share one
+_PACE = 50.0  # how much faster a factor's logarithm moves than a weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned(Rounded):
+    """Scales fitted once and then multiplied by factors that are trained (LSQ, arXiv:1902.08153).
+
+    A factor f of a block rounds x to f R(x / f); what lies within the range has the gradient
+    f R(x / f) - x by log f, what is cut f R(x / f). Factors are not rounded to the file's halves.
+    """
+
+    def masters(self, params: Any) -> Any:
+        """The parameters, and a factor's logarithm a block of each rounded matrix."""
+        if _FACTORS in params:
+            return params
+        flat = flatten_dict(params)
+        zeros = {path: _sum_blocks(jnp.zeros_like(flat[path])) for path, _ in self.types}
+        return {**params, _FACTORS: unflatten_dict(zeros)}
+
+    def begin(self, params: Any) -> Any:
+        """See `Rounded`."""
+        return super().begin({name: x for name, x in params.items() if name != _FACTORS})
+
+    def see(self, kept: Any, params: Any) -> Any:
+        """The numbers that the blocks and their factors stand for."""
+        params, factors = self._apart(params)
+        flat = flatten_dict(params)
+        flat |= {path: flat[path] / f for path, f in factors.items()}
+        flat = flatten_dict(super().see(kept, unflatten_dict(flat)))
+        return unflatten_dict(flat | {path: flat[path] * f for path, f in factors.items()})
+
+    def pull(self, kept: Any, params: Any, seen: Any, grads: Any) -> Any:
+        """Straight through to the masters, and to the factors' logarithms."""
+        params, factors = self._apart(params)
+        given = {name: x for name, x in grads.items() if name != _FACTORS}
+        flat, of, at = (flatten_dict(tree) for tree in (params, given, seen))
+        within = flatten_dict(super().pull(kept, params, seen, given))
+        moved = {}
+        for path in factors:
+            numbers = (x[path] / factors[path] for x in (flat, at))
+            cut = is_cut(*numbers, *self._scales(kept, path))
+            along = of[path] * jnp.where(cut, at[path], at[path] - flat[path])
+            moved[path] = _PACE * _sum_blocks(along)
+        return {**unflatten_dict(within), _FACTORS: unflatten_dict(moved)}
+
+    def _scales(self, kept: Any, path: tuple[str, ...]) -> tuple[str, Any]:
+        ((dtype, scales),) = ((k[-1], x) for k, x in flatten_dict(kept).items() if k[:-1] == path)
+        return dtype, scales
+
+    def _apart(self, params: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
+        """The parameters without factors, and these as wide as their matrices."""
+        plain = {name: x for name, x in params.items() if name != _FACTORS}
+        logs = flatten_dict(params[_FACTORS])
+        return plain, {path: jnp.repeat(jnp.exp(_PACE * x), _BLOCK, -1) for path, x in logs.items()}
+
+
+def _sum_blocks(x: Any) -> Any:
+    return jnp.sum(x.reshape(*x.shape[:-1], -1, _BLOCK), axis=-1)
+
+
+class LearnedStep(Step):
+    """The step of a student whose scales are learned."""
+
+    def see(self, state: Any) -> Any:
+        """See `Step`."""
+        return jax.jit(self.spec.form.see)(state.kept, state.params)
 
 
 class Bench:
@@ -175,6 +250,10 @@ class Bench:
             imatrix=self._importance(arm.student, student) if arm.imatrix else "",
             chunk_tokens=self._args.chunk_tokens,
         )
+        if arm.learned:
+            form: Any = Learned(**vars(step.spec.form) | {"every": 0})
+            spec = dataclasses.replace(step.spec, form=form)
+            step = LearnedStep(spec, student.params, step.placement, teacher.params)
         key = "evaluate", student.source, teacher.source, arm.rank
         step.sum_evaluation = self._keep(key, lambda: step.sum_evaluation)
         return step
@@ -225,10 +304,11 @@ class Bench:
         if arm.rank:
             found["trained_parameters"] = sum(x.size for x in jax.tree.leaves(state.params))
         elif arm.quantize:
-            found["masters"] = self.judge(step, teacher, state.params)
+            plain = {name: x for name, x in state.params.items() if name != _FACTORS}
+            found["masters"] = self.judge(step, teacher, plain)
             found["better"] = min(("start", "trained"), key=lambda name: found[name]["kl"])
             del seen
-            if args.files:
+            if args.files and not arm.learned:
                 found["file"] = self.write_blocks(step, student, state, arm.name)
         else:
             for text in args.then.split(";"):
@@ -262,15 +342,16 @@ class Bench:
                 begun = time.monotonic()
             elif done > 2 and done % _LOOK == 0:
                 losses.append(metrics.means()["loss"])
-                times.append((time.monotonic() - begun - spent) / _LOOK)
-                spent = time.monotonic() - begun
+                times.append((time.monotonic() - begun - sum(times) * _LOOK) / _LOOK)
+                clock = time.monotonic() - begun
+                spent = done * args.step_seconds if args.step_seconds else clock
                 if spent >= arm.seconds:
                     break
         tokens = done * args.batch_size * args.seq_len
         return state, {
             "steps": done,
             "tokens": tokens,
-            "train_seconds": spent,
+            "train_seconds": sum(times) * _LOOK,
             "step_ms": 1e3 * float(np.median(times)),
             "losses": [round(x, 4) for x in losses[:: max(1, len(losses) // 20)]],
         }
@@ -288,6 +369,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--then", default="q4_0;q4_k_m", help="what plain masters become")
     parser.add_argument("--files", action="store_true", help="write what rounded arms trained")
     parser.add_argument("--scale", type=float, default=1.0, help="times the seconds of each arm")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="0: what it takes")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of this call")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=1024)
