@@ -327,7 +327,7 @@ def test_what_an_export_cannot_say_of_a_phi_is_refused(tokenizer, tmp_path):
         choose_lora(long.spec)
     parts = [("a", "Q4_K", (2, 256), np.zeros(1)), ("b", "Q6_K", (2, 256), np.zeros(1))]
     with pytest.raises(UserError, match="Q4_K, Q6_K in the matrices that make up w; expected one"):
-        formats._join("w", parts)
+        formats._join("w", (4,), parts)
 
 
 def test_a_matrix_of_queries_keys_and_values_has_the_type_of_llama_quantize():
