@@ -128,12 +128,21 @@ def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [(1, 2, 1), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("tiny", "axes"),
+    [
+        ("tiny-experts", (1, 2, 1)),
+        ("tiny-experts", (2, 2, 1)),
+        ("tiny-delta-experts", (1, 2, 1)),
+    ],
+    indirect=["tiny"],
+)
 def test_on_a_mesh_experts_are_split_by_rows_of_blocks(tiny, axes):
     alone = logits(model(tiny, "packed"), rows=4)
     devices = jax.devices()[: axes[0] * axes[1]]
     spread = model(tiny, "packed", sharding.make_mesh(*axes, devices))
-    gate = spread.params["blocks"]["mlp"]["gate"].fields[-1]
+    stack = "deltas" if "deltas" in spread.params else "blocks"
+    gate = spread.params[stack]["mlp"]["gate"].fields[-1]
     assert gate.shape[:3] == (3, 8, 256)
     assert gate.addressable_shards[0].data.shape[:3] == (3, 8, 128)
     np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)

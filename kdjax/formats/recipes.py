@@ -99,8 +99,9 @@ def tensor_type(
     part = "".join(path[2:3])
     if path[1:3] == ("delta", "qkv") or (fused and path[1:3] in _IN_QKV):
         part = "v"
-    if part == "shared":  # as of an MLP without experts
-        part, experts = path[3], 0
+    if path[1:2] != ("mlp",) or part == "shared":  # matrices that are no stack of experts
+        experts = 0
+    part = path[3] if part == "shared" else part
     if path in (("embed",), ("head",)):
         wanted = recipe.output if tied or path == ("head",) else recipe.base
     elif recipe.mix is not None:

@@ -460,7 +460,7 @@ def slice_layers(
         if isinstance(weight, Adapted):
             return dataclasses.replace(weight, base=cut(weight.base))
         if by_index and isinstance(weight, Packed):
-            return jnp.arange(weight.shape[0], dtype=jnp.int32)
+            return jnp.arange(jax.tree.leaves(weight)[0].shape[0], dtype=jnp.int32)
         return (weight.which, weight.slot) if isinstance(weight, Mixed) else weight
 
     xs = jax.tree.map(cut, stacked, is_leaf=_is_weight)
