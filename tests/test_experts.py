@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.extend.core import jaxprs_in_params
+from jax.nn import silu
+from quick import cases
 
 import kdjax
 from kdjax.device import sharding
@@ -23,16 +26,16 @@ from kdjax.models.loading import count_parameters
 from kdjax.models.model import load_model
 from kdjax.models.schema import spec_from_table
 from kdjax.training.teachers import Packed, RunningTeacher
-from scripts.bench.synthetic import QWEN3_SHAPES, write_random_gguf
+from scripts.bench.synthetic import QWEN3_SHAPES, QWEN35_SHAPES, write_random_gguf
 
 GOLDENS = Path(__file__).parent / "goldens"
-CONFIG = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
+SHAPES = QWEN3_SHAPES | QWEN35_SHAPES
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tmp_path_factory, request):
     path = tmp_path_factory.mktemp("experts") / "tiny.gguf"
-    write_random_gguf(path, QWEN3_SHAPES["tiny-experts"])
+    write_random_gguf(path, SHAPES[getattr(request, "param", "tiny-experts")])
     return path
 
 
@@ -48,7 +51,7 @@ def logits(teacher, rows=2, length=16):
     return np.asarray(teacher.logits(jnp.asarray(tokens, jnp.int32)))
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_moe_plain"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_moe_plain", "qwen3_5_moe"])
 def test_the_router_chooses_as_transformers(case, monkeypatch):
     """The same experts in the same order, in every layer; weights that sum to 1 if normalised."""
     expected, found = np.load(GOLDENS / case / "expected.npz"), []
@@ -65,7 +68,7 @@ def test_the_router_chooses_as_transformers(case, monkeypatch):
     experts, weights = (np.stack(x) for x in zip(*found, strict=True))
     np.testing.assert_array_equal(experts, expected["experts"])
     sums = weights.sum(-1)
-    assert np.allclose(sums, 1, atol=1e-6) == (case == "qwen3_moe")
+    assert np.allclose(sums, 1, atol=1e-6) == (case != "qwen3_moe_plain")
     assert np.all(sums < 1 + 1e-6)
 
 
@@ -103,6 +106,19 @@ def test_the_sum_is_of_each_rows_own_experts(rows):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_a_shared_expert_counts_by_its_own_gate():
+    """For every row, beside those that are chosen."""
+    spec = open_checkpoint(GOLDENS / "qwen3_5_moe").spec
+    layer = decoder.Experts(spec, decoder.Compute(), nnx.Rngs(0))
+    rows = 3 * jax.random.normal(jax.random.key(0), (9, spec.hidden_size))
+    assert layer.shared is not None and layer.shared_gate is not None
+    choice = choose_experts(rows, layer.router.weight[...], spec.experts_used, True)
+    chosen = mix_experts(rows, choice, *(x[...] for x in (layer.gate, layer.up, layer.down)), silu)
+    shares = 1 / (1 + np.exp(-np.asarray(rows @ layer.shared_gate[...])))
+    want = np.asarray(chosen) + shares[:, None] * np.asarray(layer.shared(rows))
+    np.testing.assert_allclose(layer(rows), want, rtol=1e-5, atol=1e-6)
+
+
 def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(tiny):
     lean = model(tiny, "packed")
     np.testing.assert_array_equal(logits(lean), logits(model(tiny, "dense")))
@@ -112,17 +128,27 @@ def test_packed_gives_the_numbers_of_dequantized_bit_for_bit(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [(1, 2, 1), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("tiny", "axes"),
+    [
+        ("tiny-experts", (1, 2, 1)),
+        ("tiny-experts", (2, 2, 1)),
+        ("tiny-delta-experts", (1, 2, 1)),
+    ],
+    indirect=["tiny"],
+)
 def test_on_a_mesh_experts_are_split_by_rows_of_blocks(tiny, axes):
     alone = logits(model(tiny, "packed"), rows=4)
     devices = jax.devices()[: axes[0] * axes[1]]
     spread = model(tiny, "packed", sharding.make_mesh(*axes, devices))
-    gate = spread.params["blocks"]["mlp"]["gate"].fields[-1]
+    stack = "deltas" if "deltas" in spread.params else "blocks"
+    gate = spread.params[stack]["mlp"]["gate"].fields[-1]
     assert gate.shape[:3] == (3, 8, 256)
     assert gate.addressable_shards[0].data.shape[:3] == (3, 8, 128)
     np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("tiny", cases("tiny-experts", slow=["tiny-delta-experts"]), indirect=True)
 def test_text_is_written_as_the_whole_sequence_would_be_read(tiny):
     teacher = model(tiny, "packed")
     (written,) = teacher.generate(["return self"], kdjax.Sampling(max_tokens=6))
@@ -134,21 +160,27 @@ def test_text_is_written_as_the_whole_sequence_would_be_read(tiny):
     np.testing.assert_allclose(written.log_probs, want, atol=1e-3)
 
 
+_SHARED = "shared_expert_intermediate_size"
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("case", "changes", "message"),
     [
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
-        ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: expected \[\]"),
-        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64: expected 0"),
-        ({"num_experts_per_tok": 9}, "9 experts used of 8"),
-        ({"num_local_experts": None}, "found no 'num_experts'"),
-        ({"scoring_func": "sigmoid"}, "scoring_func=sigmoid: unknown"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: expected \[\]"),
+        ("qwen3_moe", {_SHARED: 64}, f"{_SHARED}=64: expected 0"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 experts used of 8"),
+        ("qwen3_moe", {"num_local_experts": None}, "found no 'num_experts'"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func=sigmoid: unknown"),
+        ("qwen3_5_moe", {_SHARED: None}, f"found no '{_SHARED}'"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=False: expected True"),
     ],
 )
-def test_other_experts_are_refused_by_name(changes, message):
-    table = open_table(GOLDENS / "qwen3_moe")
+def test_other_experts_are_refused_by_name(case, changes, message):
+    table = open_table(GOLDENS / case)
     spec_from_table(table)
-    table.metadata = CONFIG | changes  # type: ignore[assignment]
+    config = json.loads((GOLDENS / case / "config.json").read_text())
+    table.metadata = config | changes  # type: ignore[assignment]
     with pytest.raises(UserError, match=message):
         spec_from_table(table)
 
@@ -178,6 +210,17 @@ def test_the_flops_are_those_of_the_experts_used(tiny):
     assert count_parameters(spec) > 3 * 8 * 3 * 256 * 256
 
 
+@pytest.mark.slow
+def test_experts_of_one_layer_are_decoded_at_a_time(tmp_path):
+    """By XLA's account, where a step of the scan runs four layers: all of them took 4.4."""
+    shape = SHAPES["tiny-delta-experts"]._replace(experts=32, layers=8)
+    write_random_gguf(tmp_path / "m.gguf", shape)
+    teacher, tokens = model(tmp_path / "m.gguf", "packed"), jnp.zeros((4, 16), jnp.int32)
+    read = jax.jit(lambda params: teacher.functions.hidden(params, tokens, 1 + tokens, tokens))
+    used = read.lower(teacher.params).compile().memory_analysis().temp_size_in_bytes
+    assert used < 1.5 * 4 * 32 * 3 * shape.expert_ffn * shape.hidden
+
+
 def test_a_missing_stack_is_named(tiny, tmp_path):
     table = open_table(tiny)
     left = [
@@ -189,6 +232,25 @@ def test_a_missing_stack_is_named(tiny, tmp_path):
     expected = r"blk.1.ffn_up_exps.weight: missing, expected shape \[8, 256, 256\]"
     with pytest.raises(UserError, match=expected):
         model(tmp_path / "a.gguf", "dense")
+
+
+def test_stacks_of_gates_and_ups_in_one_are_read_apart(tiny, tmp_path):
+    """Each expert's gate, then its up: convert_hf_to_gguf.py --fuse-gate-up-exps writes them so."""
+    table = open_table(tiny)
+    names = {name: name.replace("_up_", "_gate_up_") for name in table if "_up_exps" in name}
+    rows = []
+    for name in table:
+        info, raw = table.info(name), table.raw(name)
+        if name in names:
+            gate = table.raw(name.replace("_up_", "_gate_"))
+            raw, info = np.concatenate([gate, raw], axis=1), info._replace(shape=(8, 512, 256))
+        if "_gate_exps" not in name:
+            rows.append((names.get(name, name), info.dtype, info.shape, raw))
+    write_gguf(tmp_path / "f.gguf", dict(table.metadata), rows)
+    assert len(rows) == len(table) - 3
+    np.testing.assert_array_equal(
+        logits(model(tmp_path / "f.gguf", "packed")), logits(model(tiny, "packed"))
+    )
 
 
 @pytest.fixture(scope="module")

@@ -327,7 +327,7 @@ def test_what_an_export_cannot_say_of_a_phi_is_refused(tokenizer, tmp_path):
         choose_lora(long.spec)
     parts = [("a", "Q4_K", (2, 256), np.zeros(1)), ("b", "Q6_K", (2, 256), np.zeros(1))]
     with pytest.raises(UserError, match="Q4_K, Q6_K in the matrices that make up w; expected one"):
-        formats._join("w", parts)
+        formats._join("w", (4,), parts)
 
 
 def test_a_matrix_of_queries_keys_and_values_has_the_type_of_llama_quantize():
@@ -352,6 +352,16 @@ def test_a_matrix_of_queries_keys_and_values_has_the_type_of_llama_quantize():
     for path in others:  # of no category there
         found = tensor_type(RECIPES["q4_k_m"], ("deltas", *path, "weight"), 0, 3072, **sizes)
         assert found == "Q4_K"
+    sizes["experts"] = 256  # those of a shared expert are an MLP's, and no stack
+    for recipe, path, wanted in (
+        ("q4_k_m", ("mlp", "shared", "down"), "Q6_K"),
+        ("q4_k_m", ("mlp", "shared", "up"), "Q4_K"),
+        ("mxfp4", ("mlp", "shared", "down"), "Q8_0"),
+        ("mxfp4", ("delta", "gate"), "Q8_0"),
+        ("mxfp4", ("mlp", "down"), "MXFP4"),
+        ("mxfp4", ("mlp", "shared_gate"), "F32"),
+    ):
+        assert tensor_type(RECIPES[recipe], ("deltas", *path), 0, 3072, **sizes) == wanted, path
 
 
 @pytest.mark.parity

@@ -25,19 +25,28 @@ from kdjax.models.importance import sum_squares
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
 
 SHAPE = QWEN35_SHAPES["tiny-delta"]._replace(rows=305, drafts=1)
+EXPERTS = dict(ffn=0, experts=7, experts_used=2, expert_ffn=96, shared_ffn=64)
 PROMPTS = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in (24, 2, 9)]
+BOTH = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(SHAPE, id="dense"),
+        pytest.param(SHAPE._replace(**EXPERTS), id="experts", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 NEW = dict(max_tokens=30, stop_ids=())
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def path(tmp_path_factory, request):
     """A model whose layers change little, and a block that passes its token on: it guesses well."""
     folder = tmp_path_factory.mktemp("nextn")
-    write_random_gguf(folder / "random.gguf", SHAPE, recipe="f32")
+    write_random_gguf(folder / "random.gguf", getattr(request, "param", SHAPE), recipe="f32")
     model = kdjax.load(folder / "random.gguf", dtype="float32")
     flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
     for key in flat:
-        if len(key) > 1 and key[-2] in ("o", "out", "down"):
+        if {"o", "out", "down"} & set(key[-2:]):
             flat[key] *= 0.3
     width = SHAPE.hidden
     only_token = jnp.concatenate([jnp.eye(width), jnp.zeros((width, width))], axis=1)[None]
@@ -61,7 +70,8 @@ def run_block(model, tokens, before):
     """Hidden states of the block in NumPy, for one text and the states before each token."""
     params: dict[tuple[str, ...], Any] = flatten_dict(model.params)
     spec = model.spec
-    w = {k[1:-1]: np.asarray(x[0], np.float64) for k, x in params.items() if k[0] == "mtp"}
+    own = {k: np.asarray(x[0], np.float64) for k, x in params.items() if k[0] == "mtp"}
+    w = {k[1:-1] if k[-1] == "weight" else k[1:]: x for k, x in own.items()}
     heads, groups, width, length = spec.num_heads, spec.num_kv_heads, spec.head_dim, len(tokens)
 
     def norm(x, weight):
@@ -93,8 +103,22 @@ def run_block(model, tokens, before):
         out[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, group]
     x = x + (out * sigmoid(gate)).reshape(length, -1) @ w["attn", "o"].T
     y = norm(x, w["mlp_norm",])
-    gated, up = y @ w["mlp", "gate"].T, y @ w["mlp", "up"].T
-    x = x + (gated * sigmoid(gated) * up) @ w["mlp", "down"].T
+
+    def pass_mlp(y, gate, up, down):
+        gated = y @ gate.T
+        return (gated * sigmoid(gated) * (y @ up.T)) @ down.T
+
+    matrices = [w["mlp", name] for name in ("gate", "up", "down")]
+    if not spec.experts:
+        return norm(x + pass_mlp(y, *matrices), w["norm",])
+    shared = [w["mlp", "shared", name] for name in ("gate", "up", "down")]
+    x = x + sigmoid(y @ w["mlp", "shared_gate"])[:, None] * pass_mlp(y, *shared)
+    scores = np.exp(y @ w["mlp", "router"].T)
+    for row in range(length):
+        chosen = np.argsort(-scores[row])[: spec.experts_used]
+        for e in chosen:
+            weight = scores[row, e] / scores[row, chosen].sum()
+            x[row] += weight * pass_mlp(y[row], *(m[e] for m in matrices))
     return norm(x, w["norm",])
 
 
@@ -117,6 +141,7 @@ def head_of(model):
     return np.asarray(params.get("head", params["embed"]), np.float64)[: model.real_vocab]
 
 
+@BOTH
 def test_the_block_computes_its_formula(model, block):
     """Documents are packed in a row; the first token of each has zeros before it."""
     rows = np.asarray([PROMPTS[0] + PROMPTS[2] + PROMPTS[1]])
@@ -138,18 +163,22 @@ def tensors(path):
     return {name: (table.info(name).shape, table.raw(name).tobytes()) for name in table}
 
 
+@BOTH
 @pytest.mark.slow
 def test_files_keep_the_block(path, model, tmp_path):
     """GGUF to GGUF in float32, and a folder in bf16 to GGUF and back, bit for bit."""
     export_gguf(model, tmp_path / "again.gguf", dtype="f32")
     ours, theirs = tensors(tmp_path / "again.gguf"), tensors(path)
     blocks = {name for name in theirs if name.startswith("blk.4.")}
-    assert len(blocks) == 15 and {n for n in blocks if ".nextn." in n} == {
+    assert len(blocks) == (20 if model.spec.experts else 15) and {
+        n for n in blocks if ".nextn." in n
+    } == {
         f"blk.4.nextn.{part}.weight" for part in ("eh_proj", "enorm", "hnorm", "shared_head_norm")
     }
     assert all(ours[name] == theirs[name] for name in blocks)
     header = open_table(tmp_path / "again.gguf").metadata
-    assert (header["qwen35.block_count"], header["qwen35.nextn_predict_layers"]) == (5, 1)
+    arch = header["general.architecture"]
+    assert (header[f"{arch}.block_count"], header[f"{arch}.nextn_predict_layers"]) == (5, 1)
     export_hf(model, tmp_path / "hf", dtype="bf16")
     export_gguf(kdjax.load(tmp_path / "hf", dtype="float32"), tmp_path / "b.gguf", dtype="f32")
     export_hf(kdjax.load(tmp_path / "b.gguf", dtype="float32"), tmp_path / "back", dtype="bf16")
@@ -198,6 +227,7 @@ def draft_by_hand(model, prompt, count, drafts):
     return ids[len(prompt) : len(prompt) + count], passes, kept
 
 
+@BOTH
 @pytest.mark.slow
 def test_the_block_drafts_and_the_text_stays(model, block):
     """Texts, passes and accepted drafts are those of whole texts read anew; slots are refilled."""
@@ -245,6 +275,7 @@ os._exit(0)
 """
 
 
+@BOTH
 @pytest.mark.slow
 def test_llama_cpp_accepts_as_many(path, model, block):
     """Its `draft-mtp`, from the second id on: it draws the first from the prompt's pass."""
@@ -269,10 +300,11 @@ def batch():
     return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
 
 
+@pytest.mark.parametrize("mlp", [dict(ffn=256), EXPERTS], ids=["dense", "experts"])
 @pytest.mark.slow
-def test_the_block_alone_trains(path, batch, tmp_path):
+def test_the_block_alone_trains(mlp, batch, tmp_path):
     """Beside packed layers, towards what they say; the result is a file with another block."""
-    write_random_gguf(tmp_path / "q.gguf", SHAPE._replace(hidden=256, ffn=256), recipe="q4_k_m")
+    write_random_gguf(tmp_path / "q.gguf", SHAPE._replace(hidden=256, **mlp), recipe="q4_k_m")
     model = kdjax.load(tmp_path / "q.gguf", weights="packed", dtype="float32")
     block = kdjax.take_block(model)
     loss = kdjax.KDLoss(kdjax.total_variation)

@@ -1,6 +1,7 @@
 """Live parity with Transformers on torch, float32: needs the `parity` extra; `pytest -m parity`."""
 
 import os
+import sys
 import types
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from test_models import load, relative, rows
 import kdjax
 from kdjax.export import export_gguf, export_hf
 from kdjax.export.weights import list_tensors
+from kdjax.models.names import list_fused
 from scripts.checks import make_goldens
 
 torch = pytest.importorskip("torch")
@@ -47,10 +49,11 @@ def test_random_models(case, seed, tmp_path):
     assert layers < 1e-4 and logits < 1e-4
 
 
-def build_delta(layers, groups, repeats):
+def build_delta(layers, groups, repeats, moe):
     """A random Qwen3.5 with `repeats` value heads a key head; every fourth layer attends."""
-    config = transformers.Qwen3_5TextConfig(
+    config = getattr(transformers, f"Qwen3_5{moe}TextConfig")(
         **make_goldens._SMALL | dict(num_hidden_layers=layers, max_position_embeddings=512),
+        **(make_goldens._SHARED if moe else {}),
         head_dim=16,
         linear_key_head_dim=16,
         linear_value_head_dim=16,
@@ -66,7 +69,8 @@ def build_delta(layers, groups, repeats):
         ),
     )
     torch.manual_seed(layers)
-    model = transformers.Qwen3_5ForCausalLM(config).eval().float()
+    config._experts_implementation = "eager"  # grouped products are not of float64
+    model = getattr(transformers, f"Qwen3_5{moe}ForCausalLM")(config).eval().float()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "A_log" not in key:  # which fades states by 1/e in 1/16 to 100 positions
@@ -98,17 +102,21 @@ def read_documents(model, tokens, weigh, lengths):
     return np.concatenate(logits, 1), whole, gradients
 
 
-@pytest.mark.parametrize(("layers", "repeats"), [(1, 1), (3, 3), (4, 3), (4, 1)])
-def test_random_delta_layers(layers, repeats, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("layers", "repeats", "moe"),
+    [
+        *((1, 1, ""), (3, 3, ""), (4, 3, ""), (4, 1, "")),
+        *(pytest.param(n, r, "Moe", marks=pytest.mark.slow) for n, r in ((4, 3), (3, 1))),
+    ],
+)
+def test_random_delta_layers(layers, repeats, moe, tmp_path, monkeypatch):
     """Documents of 1 to 300 positions in a row as each alone; gradients of all, `A_log` too.
 
     The judge computes in float64. Logits and layers are within 1e-5 of it, gradients within 1e-4,
     or twice of what Transformers' own float32 is away: 16 random models of these shapes had
     gradients 0.04 to 2.0e-4 away from float64 here, 0.09 to 5.8e-4 there.
     """
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs_at
-
-    model = build_delta(layers, 2, repeats)
+    model = build_delta(layers, 2, repeats, moe)
     model.save_pretrained(tmp_path)
     lengths = (1, 2, 65, 300, 32)
     tokens = np.random.default_rng(layers).integers(0, 160, (1, sum(lengths))).astype(np.int32)
@@ -116,7 +124,7 @@ def test_random_delta_layers(layers, repeats, tmp_path, monkeypatch):
     ids = np.concatenate([np.full(n, i + 1, np.int32) for i, n in enumerate(lengths)])[None]
     at = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])[None]
     *_, rough = read_documents(model, tokens, weigh, lengths)
-    monkeypatch.setattr(theirs_at, "torch", _Double("torch"))
+    monkeypatch.setattr(sys.modules[type(model).__module__], "torch", _Double("torch"))
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     wanted, places, exact = read_documents(model.double(), tokens, weigh, lengths)
     ours, where = kdjax.load(tmp_path, dtype="float32"), list(map(jnp.asarray, (tokens, ids, at)))
@@ -135,6 +143,11 @@ def test_random_delta_layers(layers, repeats, tmp_path, monkeypatch):
     for found, place in zip(outputs, places, strict=True):
         assert relative(found, place) < 1e-5
     theirs = max(relative(rough[name], exact[name]) for name in exact)
+    for name, fused in list_fused(ours.spec, gguf=False).items():
+        whole = exact.pop(name)
+        ends = np.cumsum([rows for _, rows in fused.parts])
+        apart = np.split(whole.reshape(-1, whole.shape[-1]), ends[:-1])
+        exact |= zip((part for part, _ in fused.parts), apart, strict=True)
     for tensor in list_tensors(gradients, ours.spec, gguf=False):
         error = relative(tensor.read(), exact.pop(tensor.name))
         assert error < max(1e-4, 2 * theirs), (tensor.name, error, theirs)

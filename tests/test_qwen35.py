@@ -34,6 +34,15 @@ from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
 SHAPE = QWEN35_SHAPES["tiny-delta-teacher"]._replace(
     layers=4, hidden=128, heads=4, ffn=256, rows=305, delta_width=32
 )
+EXPERTS = dict(ffn=0, experts=7, experts_used=2, expert_ffn=96, shared_ffn=64)
+BOTH = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(SHAPE, id="dense"),
+        pytest.param(SHAPE._replace(**EXPERTS), id="experts", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 PROMPT = np.random.default_rng(1).integers(0, 300, 75).tolist()
 
 _ASK = r"""
@@ -59,9 +68,9 @@ os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def path(tmp_path_factory, request):
     path = tmp_path_factory.mktemp("qwen35") / "m.gguf"
-    write_random_gguf(path, SHAPE, recipe="f32")
+    write_random_gguf(path, getattr(request, "param", SHAPE), recipe="f32")
     return path
 
 
@@ -81,6 +90,7 @@ def ask_llama(path, prompt):
 
 
 @needs_llama_cpp
+@BOTH
 def test_llama_cpp_writes_the_same(path, model):
     """Its order of value heads is the file's: Transformers, through our export, sees another."""
     ids, theirs = ask_llama(path, PROMPT)
@@ -94,13 +104,20 @@ def test_llama_cpp_writes_the_same(path, model):
 
 @needs_llama_cpp
 @pytest.mark.parity
-@pytest.mark.parametrize(("kept", "values"), [((0, 3), 2), ((0, 1, 3), 6), (None, 2), (None, 6)])
-def test_llama_cpp_computes_the_same_logits(kept, values, tmp_path):
+@pytest.mark.parametrize(
+    ("kept", "values", "more"),
+    [
+        *(((0, 3), 2, {}), ((0, 1, 3), 6, {}), (None, 2, {}), (None, 6, {})),
+        *(((0, 3), 2, EXPERTS), (None, 6, EXPERTS)),
+    ],
+)
+def test_llama_cpp_computes_the_same_logits(kept, values, more, tmp_path):
     """Value heads equal to and three times the key heads, after 1, 16 and 75 ids.
 
     It aborts on a model of one kind of layers ("GGML_ASSERT(buffer) failed"): two are the fewest.
     """
-    write_random_gguf(tmp_path / "m.gguf", SHAPE._replace(delta_values=values), recipe="f32")
+    shape = SHAPE._replace(delta_values=values, **more)
+    write_random_gguf(tmp_path / "m.gguf", shape, recipe="f32")
     whole = open_checkpoint(tmp_path / "m.gguf")
     placement = Placement.on(make_mesh(1, 1, 1, jax.devices()[:1]))
     ours = load_model(cut_layers(whole, kept or ()), placement=placement, dtype="float32")
@@ -119,6 +136,7 @@ def tensors(path):
     return {name: (table.info(name).shape, table.raw(name).tobytes()) for name in table}
 
 
+@BOTH
 def test_both_formats_hold_the_same(path, model, tmp_path):
     """GGUF to GGUF in float32, and a folder in bf16 to GGUF and back, bit for bit."""
     export_gguf(model, tmp_path / "again.gguf", dtype="f32")
@@ -138,13 +156,15 @@ def test_both_formats_hold_the_same(path, model, tmp_path):
     assert configs[0]["layer_types"] == 3 * ["linear_attention"] + ["full_attention"]
 
 
+@BOTH
 def test_the_text_part_of_a_folder_of_images_is_read(model, tmp_path, caplog):
     """A published folder: the text model beside images' tensors and blocks of later tokens."""
     export_hf(model, tmp_path / "hf", dtype="f32")
     table, folder = open_table(tmp_path / "hf"), tmp_path / "whole"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     inner = {**config, "mtp_num_hidden_layers": 1, "attn_output_gate": True}
-    outer = {"model_type": "qwen3_5", "text_config": inner, "vision_config": {"depth": 1}}
+    kind = config["model_type"].removesuffix("_text")
+    outer = {"model_type": kind, "text_config": inner, "vision_config": {"depth": 1}}
     outer |= {"tie_word_embeddings": inner.pop("tie_word_embeddings")}
     rows = [
         (n.replace("model.", "model.language_model.", 1), "F32", i.shape, table.raw(n))
@@ -159,7 +179,7 @@ def test_the_text_part_of_a_folder_of_images_is_read(model, tmp_path, caplog):
         (folder / file.name).write_bytes(file.read_bytes())
     with caplog.at_level(logging.WARNING, "kdjax"):
         whole = open_checkpoint(folder)
-    assert "2 tensors of 58 are left out" in caplog.text
+    assert f"2 tensors of {len(rows)} are left out" in caplog.text
     assert whole.spec == open_checkpoint(tmp_path / "hf").spec
     tokens = np.asarray([PROMPT[:9]])
     found = kdjax.load(folder, dtype="float32").logits(tokens)
@@ -289,15 +309,16 @@ def test_rates_of_states_come_back():
     np.testing.assert_allclose(names.read_rate(names.write_rate(rates)), rates, atol=1.2e-7)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+@pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])
+def run(tmp_path_factory, request):
     """Config, folder and steps of a run: a packed teacher of both kinds of layers, a student too.
 
     The job serves other runs, so that its step is compiled once.
     """
-    folder = tmp_path_factory.mktemp("pair")
+    folder, mlp = tmp_path_factory.mktemp("pair"), request.param
     student = QWEN35_SHAPES["tiny-delta"]._replace(hidden=64, ffn=128, rows=305, delta_width=16)
-    write_random_gguf(folder / "teacher.gguf", SHAPE)
+    student = student._replace(**mlp)
+    write_random_gguf(folder / "teacher.gguf", SHAPE._replace(**mlp))
     write_random_gguf(folder / "student.gguf", student, seed=1)
     config = make_tiny_config(folder, folder)
     config.teacher.weights, config.eval.samples = "packed", 0

@@ -18,7 +18,11 @@ TOKENS = np.random.default_rng(0).integers(0, 300, (1, 40))  # longer than the t
 
 
 @pytest.mark.parametrize(
-    "shape", cases("tiny-gemma", slow=["tiny-student", "tiny-experts", "tiny-delta-teacher"])
+    "shape",
+    cases(
+        "tiny-gemma",
+        slow=["tiny-student", "tiny-experts", "tiny-delta-teacher", "tiny-delta-experts"],
+    ),
 )
 def test_a_family_runs_in_every_form(shape, tmp_path):
     write_random_gguf(tmp_path / "m.gguf", SHAPES[shape])

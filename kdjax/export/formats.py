@@ -64,8 +64,8 @@ class _Source(NamedTuple):
         }
         wholes = {
             part: whole
-            for whole, parts in list_fused(self.spec, gguf=True).items()
-            for part, _ in parts
+            for whole, fused in list_fused(self.spec, gguf=True).items()
+            for part, _ in fused.parts
         }
         rows = []
         for tensor in self.tensors:
@@ -90,17 +90,19 @@ def _fuse(rows: list[TensorToWrite], spec: ArchSpec, *, gguf: bool) -> list[Tens
     Raises `UserError` for block types that differ among them.
     """
     fused = list_fused(spec, gguf=gguf)
-    wholes = {part: whole for whole, parts in fused.items() for part, _ in parts}
+    wholes = {part: whole for whole, rows in fused.items() for part, _ in rows.parts}
     by_name, found = {row[0]: row for row in rows}, {}
     for row in rows:
         name = wholes.get(row[0], row[0])
-        parts = [by_name[part] for part, _ in fused[name]] if row[0] in wholes else [row]
-        if name not in found:
-            found[name] = _join(name, parts) if len(parts) > 1 else row
+        if name not in found and row[0] not in wholes:
+            found[name] = row
+        elif name not in found:
+            lead, parts = fused[name]
+            found[name] = _join(name, lead, [by_name[part] for part, _ in parts])
     return list(found.values())
 
 
-def _join(name: str, parts: list[TensorToWrite]) -> TensorToWrite:
+def _join(name: str, lead: tuple[int, ...], parts: list[TensorToWrite]) -> TensorToWrite:
     types = {dtype for _, dtype, _, _ in parts}
     if len(types) > 1:
         raise UserError(
@@ -114,7 +116,7 @@ def _join(name: str, parts: list[TensorToWrite]) -> TensorToWrite:
             yield from [rows] if isinstance(rows, np.ndarray) else rows
 
     _, dtype, (_, width), _ = parts[0]
-    return name, dtype, (sum(shape[0] for _, _, shape, _ in parts), width), chunks
+    return name, dtype, (*lead, width), chunks
 
 
 def _open_source(model: Model, kind: str | None, *, gguf: bool) -> _Source:

@@ -56,7 +56,7 @@ RECIPES: dict[str, Recipe] = {
     "f32": Recipe("F32", "F32", "F32", 0),
 }
 _IN_QKV = (("attn", "q"), ("attn", "k"))
-_EXACT = ("router", "conv", "log_rate", "shift")
+_EXACT = ("router", "shared_gate", "conv", "log_rate", "shift")
 # What llama-quant.cpp takes for rows that are no whole K-blocks.
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _FALLBACKS |= dict.fromkeys(("IQ4_XS", "Q3_K", "Q2_K"), "IQ4_NL")
@@ -99,6 +99,9 @@ def tensor_type(
     part = "".join(path[2:3])
     if path[1:3] == ("delta", "qkv") or (fused and path[1:3] in _IN_QKV):
         part = "v"
+    if path[1:2] != ("mlp",) or part == "shared":  # matrices that are no stack of experts
+        experts = 0
+    part = path[3] if part == "shared" else part
     if path in (("embed",), ("head",)):
         wanted = recipe.output if tied or path == ("head",) else recipe.base
     elif recipe.mix is not None:

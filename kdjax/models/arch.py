@@ -81,6 +81,7 @@ class ArchSpec:
     experts_used: int = 0  # of them a token
     expert_size: int = 0  # width of one; `mlp_size` is then of no layer
     norm_experts: bool = False  # the router's weights of the experts used are divided by their sum
+    shared_size: int = 0  # width of an MLP beside the experts that every token passes, by a gate
     gated: bool = False  # what heads attend to is multiplied by sigmoid of a gate of their own
     # Of families with delta layers (`models.delta`): heads of keys, heads of values, widths of
     # both, and positions of the convolution.
@@ -168,8 +169,9 @@ class ArchSpec:
 
     @property
     def mlp_width(self) -> int:
-        """Units that a token passes through in a layer, of all experts used."""
-        return self.experts_used * self.expert_size if self.experts else self.mlp_size
+        """Units that a token passes through in a layer, of all experts used and the shared one."""
+        used = self.experts_used * self.expert_size + self.shared_size
+        return used if self.experts else self.mlp_size
 
     def forward_flops(self, seq_len: int) -> float:
         """FLOP a token of one forward pass, causal attention and head included.
@@ -187,7 +189,8 @@ class ArchSpec:
         # Products with the state, and within a chunk; its inverse is not counted.
         delta += values * (3 * self.delta_key_dim + 2 * CHUNK) + 2 * keys * CHUNK
         count = len(self.places(delta=True))
-        products = self.num_layers * d * (3 * self.mlp_width + self.experts)
+        gates = self.experts + (self.shared_size > 0)
+        products = self.num_layers * d * (3 * self.mlp_width + gates)
         products += (self.num_layers - count) * attention + count * delta
         products += self.vocab_size * d
         windows = (layer.window for layer in self.layers if not layer.delta)

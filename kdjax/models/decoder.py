@@ -25,7 +25,7 @@ from kdjax.models import kernels
 from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
 from kdjax.models.attention import attend, attend_and_keep
 from kdjax.models.delta import DeltaInputs, Stacked, read_and_keep, read_states
-from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles
+from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles, route_rows
 from kdjax.models.ropes import rope_frequencies
 from kdjax.models.shards import gather_shards
 from kdjax.models.weights import (
@@ -260,10 +260,11 @@ class MLP(nnx.Module):
     """Gated: down(activation(gate(x)) * up(x)), silu in all published models."""
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
-        dtype = compute.param_dtype
-        self.gate = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
-        self.up = Linear(spec.hidden_size, spec.mlp_size, False, dtype, rngs)
-        self.down = Linear(spec.mlp_size, spec.hidden_size, False, dtype, rngs)
+        # Of a layer of experts it is the shared one.
+        size, dtype = spec.shared_size or spec.mlp_size, compute.param_dtype
+        self.gate = Linear(spec.hidden_size, size, False, dtype, rngs)
+        self.up = Linear(spec.hidden_size, size, False, dtype, rngs)
+        self.down = Linear(size, spec.hidden_size, False, dtype, rngs)
         self.activation, self.placement = spec.activation, compute.placement
 
     @property
@@ -279,7 +280,10 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """MLPs of which a router picks some for each token, and adds what they give by its weights."""
+    """MLPs of which a router picks some for each token, and adds what they give by its weights.
+
+    A shared one, where there is any, sees all tokens and counts by the sigmoid of its own gate.
+    """
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
         count, width, size = spec.experts, spec.hidden_size, spec.expert_size
@@ -292,6 +296,12 @@ class Experts(nnx.Module):
         # In float32 whatever the others are: in bf16 every hundredth token goes elsewhere.
         self.router = Linear(width, count, False, jnp.float32, rngs)
         self.gate, self.up, self.down = stack(size, width), stack(size, width), stack(width, size)
+
+        def gate() -> nnx.Param:
+            return nnx.Param(jax.random.normal(rngs.params(), (width,), jnp.float32) * 0.02)
+
+        self.shared = MLP(spec, compute, rngs) if spec.shared_size else None
+        self.shared_gate = gate() if spec.shared_size else None  # in float32 as the router
         self.spec, self.placement = spec, compute.placement
 
     @property
@@ -307,7 +317,12 @@ class Experts(nnx.Module):
         gate, up, down = (weight.get_value() for weight in (self.gate, self.up, self.down))
         in_kernels = self.placement is not None and self.placement.kernels
         mix = mix_experts_by_tiles if in_kernels else mix_experts
-        return mix(rows, choice, gate, up, down, ACTIVATIONS[spec.activation])
+        mixed = mix(rows, choice, gate, up, down, ACTIVATIONS[spec.activation])
+        if self.shared is None or self.shared_gate is None:
+            return mixed
+        weight = jax.nn.sigmoid(route_rows(rows, self.shared_gate[...][None]))
+        shared = weight * self.shared(rows).astype(jnp.float32)
+        return (mixed.astype(jnp.float32) + shared).astype(mixed.dtype)
 
 
 class Block(nnx.Module):
@@ -533,7 +548,12 @@ class Decoder(nnx.Module):
         if slots is not None:
             inputs = *inputs, slots
         if layers is None:
-            sliced = {delta: slice_layers(stacked) for delta, (_, stacked) in parts.items()}
+            # Of a period's experts one layer at a time is to be decoded: 1.6 GB each of a 35B-A3B.
+            in_turn = len(period) > 1 and self.spec.experts > 0
+            sliced = {
+                delta: slice_layers(stacked, by_index=in_turn)
+                for delta, (_, stacked) in parts.items()
+            }
             loop = self.compute.scan or not trained
 
             def runner(delta: bool) -> Callable:
@@ -559,6 +579,7 @@ class Decoder(nnx.Module):
                 outputs = []
                 for place, delta in enumerate(period):
                     weights = _take_layer(slices[delta], period[:place].count(delta))
+                    weights = _wait_for(carry, weights) if in_turn else weights
                     carry, output = run[delta](carry, (weights, *_take_layer(inputs, place)))
                     outputs.append(output)
                 return carry, outputs
@@ -967,6 +988,16 @@ def _lay_out(x: Float[Array, "L B T K E"], capacity: int) -> Float[Array, "L B K
 
 def _take_layer(tree: Any, index: int) -> Any:
     return jax.tree.map(operator.itemgetter(index), tree)
+
+
+def _wait_for(carry: Any, slices: Any) -> Any:
+    """The slices, whose numbers of layers are known only once the carry is.
+
+    XLA decodes blocks before the layer that they belong to if it may.
+    """
+    first = next(x for x in jax.tree.leaves(carry) if jnp.issubdtype(x.dtype, jnp.floating))
+    never = (first[(0,) * first.ndim] > jnp.inf).astype(jnp.int32)
+    return jax.tree.map(lambda x: x if x.ndim else x + never, slices)
 
 
 def _stack_layers(places: list[Any]) -> Any:

@@ -30,14 +30,15 @@ def choose_experts(
 
     Of equal ones the lowest index comes first. `normalised` weights sum to 1.
     """
-    logits = _router_logits(rows, router)
+    logits = route_rows(rows, router)
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), used)
     if normalised:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return Choice(experts, weights)
 
 
-def _router_logits(rows: Array, router: Array) -> Float32[Array, "N E"]:
+def route_rows(rows: Float[Array, "N D"], router: Float32[Array, "E D"]) -> Float32[Array, "N E"]:
+    """A router's products, those of float32 where rows are bf16."""
     if rows.dtype != jnp.bfloat16:
         rows = rows.astype(jnp.float32)
         return jnp.einsum("ND,ED->NE", rows, router, precision=jax.lax.Precision.HIGHEST)

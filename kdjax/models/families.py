@@ -44,6 +44,7 @@ class Family:
     apr: bool = True  # .apr files hold it
     apr_windows: bool = False  # and its windows
     fused: bool = False  # files keep q, k and v as one matrix, and gate and up as another
+    fused_experts: bool = False  # Hugging Face's keep all experts of a layer as two tensors
     # Kinds of rope scaling that it computes, by the names of `rope_type`.
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     # Those whose divisors llama.cpp reads from its files; it opens no file with others.
@@ -77,6 +78,36 @@ _OLMO: dict[str, Any] = dict(
     rms_eps=1e-5,
     gguf_biases=False,
     pre_tokenizer="dbrx",
+)
+
+_QWEN35: dict[str, Any] = dict(
+    apr=False,
+    qk_norm=True,
+    head_dim=256,
+    norm_offset=True,
+    gated=True,
+    rotated_part=0.25,
+    rope_theta=1e7,
+    pre_tokenizer="qwen35",
+)
+_QWEN35_FIELDS = (
+    "hidden_act",
+    "attention_bias",
+    "key_length",
+    "value_length",
+    "columns",
+    "rotated_columns",
+    "rope_sections",
+    "rope_parameters",
+    "delta_key_heads",
+    "delta_value_heads",
+    "delta_key_dim",
+    "delta_value_dim",
+    "delta_values",
+    "delta_kernel",
+    "drafts",
+    "delta",
+    "full_interval",
 )
 
 FAMILIES = {
@@ -265,34 +296,25 @@ FAMILIES = {
             "qwen3_5_text",
             "Qwen3_5ForCausalLM",
             gguf_name="qwen35",
-            apr=False,
             multimodal="qwen3_5",
-            qk_norm=True,
-            head_dim=256,
-            norm_offset=True,
-            gated=True,
-            rotated_part=0.25,
-            rope_theta=1e7,
-            pre_tokenizer="qwen35",
+            fields=_QWEN35_FIELDS,
+            **_QWEN35,
+        ),
+        Family(
+            "qwen3_5_moe_text",
+            "Qwen3_5MoeForCausalLM",
+            gguf_name="qwen35moe",
+            multimodal="qwen3_5_moe",
+            fused_experts=True,
             fields=(
-                "hidden_act",
-                "attention_bias",
-                "key_length",
-                "value_length",
-                "columns",
-                "rotated_columns",
-                "rope_sections",
-                "rope_parameters",
-                "delta_key_heads",
-                "delta_value_heads",
-                "delta_key_dim",
-                "delta_value_dim",
-                "delta_values",
-                "delta_kernel",
-                "drafts",
-                "delta",
-                "full_interval",
+                *_QWEN35_FIELDS,
+                "experts",
+                "experts_used",
+                "expert_size",
+                "shared_size",
+                "always_norm_experts",
             ),
+            **_QWEN35,
         ),
     )
 }

@@ -55,8 +55,9 @@ NEUTRAL: dict[str, Any] = {
     "partial_rotary_factor": 1.0, "rope_interleaved": False, "use_mrope": False,
     "attn_logit_softcapping": None, "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
-    # every layer has experts, and nothing beside them
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0,
+    # every layer has experts, whose weights sum to 1, and nothing beside them
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 0,
     "num_shared_experts": 0, "n_shared_experts": 0,
     # a block that drafts, where a family is not known to have one, and an embedding of its own; a
     # gate of attention's output, states in float32

@@ -56,6 +56,6 @@ def sum_squares(
         for path, sums in total.items()
         for place, layer in enumerate(layers[path[0]])
     }
-    for whole, parts in fused.items():  # they are multiplied with the same
-        found[whole], *_ = [found.pop(part) for part, _ in parts]
+    for whole, rows in fused.items():  # they are multiplied with the same
+        found[whole], *_ = [found.pop(part) for part, _ in rows.parts]
     return found, count

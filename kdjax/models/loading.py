@@ -67,18 +67,22 @@ def has_tied_head(table: TensorTable) -> bool:
 class _SplitTable(TensorTable):
     """A table whose fused matrices are apart."""
 
-    def __init__(self, table: TensorTable, fused: Mapping[str, tuple[tuple[str, int], ...]]):
+    def __init__(self, table: TensorTable, fused: Mapping[str, names.Fused]):
         self.paths, self.metadata, self.cut = table.paths, table.metadata, table.cut
         self._table, self._tensors = table, {}
         for name in table:
-            info, start, parts = table.info(name), 0, fused.get(name, ())
-            if not parts or sum(rows for _, rows in parts) != info.shape[0]:
-                self._tensors[name] = info, name, slice(None)
+            info, start, whole = table.info(name), 0, fused.get(name)
+            if whole is None or whole.lead != info.shape[:-1]:
+                self._tensors[name] = info, name, None
                 continue
-            for part, rows in parts:
-                size = info.nbytes // info.shape[0] * rows
-                own = TensorInfo(part, (rows, *info.shape[1:]), info.dtype, size)
-                self._tensors[part] = own, name, slice(start, start + rows)
+            *stack, height = whole.lead
+            if sum(rows for _, rows in whole.parts) > height:
+                stack, height = [], math.prod(whole.lead)
+            for part, rows in whole.parts:
+                own = TensorInfo(part, (*stack, rows, info.shape[-1]), info.dtype, 0)
+                own = own._replace(nbytes=info.nbytes // height * rows)
+                at = (*stack, height), slice(start, start + rows)
+                self._tensors[part] = own, name, at
                 start += rows
 
     def holds(self, name: str) -> bool:
@@ -87,8 +91,12 @@ class _SplitTable(TensorTable):
 
     def raw(self, name: str) -> np.ndarray:
         """Rows of the whole."""
-        _, whole, rows = self._tensors[name]
-        return self._table.raw(whole)[rows]
+        _, whole, at = self._tensors[name]
+        raw = self._table.raw(whole)
+        if at is None:
+            return raw
+        lead, rows = at
+        return raw.reshape(*lead, -1)[..., rows, :]
 
 
 def split_fused(table: TensorTable, spec: ArchSpec) -> TensorTable:
@@ -99,7 +107,9 @@ def split_fused(table: TensorTable, spec: ArchSpec) -> TensorTable:
     if isinstance(table, SavedTable):
         return table
     fused = names.list_fused(spec, gguf=is_gguf(table))
-    return _SplitTable(table, fused) if fused else table
+    if is_gguf(table):
+        fused |= names.list_paired(spec)
+    return _SplitTable(table, fused) if any(name in table for name in fused) else table
 
 
 def _stored(path: tuple[str, ...], table: TensorTable, spec: ArchSpec | None = None) -> str:
@@ -119,7 +129,7 @@ def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[
         if head in table and name in table:
             name = max(name, head, key=lambda n: table.info(n).nbytes)
     layers = names.layers_of(path, spec)
-    if layers is None or "{i}" not in name:
+    if layers is None or is_saved(table):
         return [name]
     experts = range(spec.experts if "{e}" in name else 1)
     return [name.format(i=i, e=e) for i in layers for e in experts]
@@ -270,7 +280,7 @@ def _stacked(table: TensorTable, path: tuple[str, ...]) -> int:
     """Leading axes of a parameter that count its tensors: 0, 1 for layers, 2 with experts."""
     if path[0] not in STACKS or is_saved(table):
         return 0
-    return 2 if path in names.APART and not is_gguf(table) else 1
+    return 2 if path[1:] in names.APART and not is_gguf(table) else 1
 
 
 @dataclasses.dataclass(frozen=True)

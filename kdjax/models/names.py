@@ -30,6 +30,7 @@ _TOP = (
     Name(("head",), "output.weight", "lm_head.weight"),
 )
 
+_SHARED = "mlp.shared_expert"
 _LAYER = tuple(
     Name(("blocks", *path.split(".")), "blk.{i}." + gguf, "model.layers.{i}." + hf, rotary)
     for path, gguf, hf, rotary in (
@@ -49,6 +50,11 @@ _LAYER = tuple(
         ("mlp.up.weight", "ffn_up.weight", "mlp.up_proj.weight", ""),
         ("mlp.down.weight", "ffn_down.weight", "mlp.down_proj.weight", ""),
         ("mlp.router.weight", "ffn_gate_inp.weight", "mlp.gate.weight", ""),
+        *(
+            (f"mlp.shared.{x}.weight", f"ffn_{x}_shexp.weight", f"{_SHARED}.{x}_proj.weight", "")
+            for x in ("gate", "up", "down")
+        ),
+        ("mlp.shared_gate", "ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", ""),
         ("mlp.gate", "ffn_gate_exps.weight", "mlp.experts.{e}.gate_proj.weight", ""),
         ("mlp.up", "ffn_up_exps.weight", "mlp.experts.{e}.up_proj.weight", ""),
         ("mlp.down", "ffn_down_exps.weight", "mlp.experts.{e}.down_proj.weight", ""),
@@ -70,6 +76,11 @@ _POST_NORMS = tuple(
 _FUSED = (
     ("attn_qkv.weight", "self_attn.qkv_proj.weight", ("attn.q", "attn.k", "attn.v")),
     ("ffn_up.weight", "mlp.gate_up_proj.weight", ("mlp.gate", "mlp.up")),
+)
+# Likewise those of all experts of a layer, in Hugging Face's files: one expert behind another.
+_FUSED_EXPERTS = (
+    ("mlp.experts.gate_up_proj", ("gate", "up")),
+    ("mlp.experts.down_proj", ("down",)),
 )
 
 # Of families with delta layers: what those have, and a norm that has another name in GGUF files.
@@ -116,8 +127,8 @@ IGNORED = (
 
 LAYER_OF = re.compile(r"(blk|model\.layers)\.(?P<i>0|[1-9]\d{0,8})\.(?P<rest>.+)")
 NAMES = (*_TOP, *_LAYER)
-# Parameters whose experts have a tensor each in Hugging Face's files.
-APART = frozenset(name.path for name in _LAYER if "{e}" in name.hf)
+# Parameters of a layer whose experts have a tensor each in Hugging Face's files.
+APART = frozenset(name.path[1:] for name in _LAYER if "{e}" in name.hf)
 _BY_PATH = {name.path: name for name in NAMES}
 _BY_PATH_POST = _BY_PATH | {name.path: name for name in _POST_NORMS}
 _BY_PATH_DELTA = (
@@ -152,11 +163,18 @@ def layers_of(path: tuple[str, ...], spec: ArchSpec) -> tuple[int, ...] | None:
     return spec.places(delta=STACKS[path[0]]) if path[0] in STACKS else None
 
 
-def list_fused(spec: ArchSpec, *, gguf: bool) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Tensors that a file fuses, by name: the names of its matrices if they were apart, and rows.
+class Fused(NamedTuple):
+    """A tensor that a file keeps in place of several, one behind another."""
 
-    Empty for families that fuse none.
-    """
+    lead: tuple[int, ...]  # its shape but for the columns
+    # Names of the others, and rows: of all that there are, or of each matrix of a stack.
+    parts: tuple[tuple[str, int], ...]
+
+
+def list_fused(spec: ArchSpec, *, gguf: bool) -> dict[str, Fused]:
+    """Tensors that a file fuses, by name; empty for families that fuse none."""
+    if FAMILIES[spec.family].fused_experts and not gguf:
+        return _list_fused_experts(spec)
     if not FAMILIES[spec.family].fused:
         return {}
     rows = dict.fromkeys(("attn.k", "attn.v"), spec.num_kv_heads * spec.head_dim)
@@ -170,7 +188,36 @@ def list_fused(spec: ArchSpec, *, gguf: bool) -> dict[str, tuple[tuple[str, int]
             names = [(name.gguf if gguf else name.hf).format(i=i) for name in own]
             counts = [rows[part] for part in parts]
             fused = f"{place}{i}.{in_gguf if gguf else in_hf}"
-            found[fused] = tuple(zip(names, counts, strict=True))
+            found[fused] = Fused((sum(counts),), tuple(zip(names, counts, strict=True)))
+    return found
+
+
+def _list_fused_experts(spec: ArchSpec) -> dict[str, Fused]:
+    rows = {"gate": spec.expert_size, "up": spec.expert_size, "down": spec.hidden_size}
+    found = {}
+    for stack, delta in STACKS.items():
+        for i in spec.places(delta=delta):
+            for whole, parts in _FUSED_EXPERTS:
+                names = [name_of((stack, "mlp", part), spec).hf for part in parts]
+                apart = tuple(
+                    (name.format(i=i, e=e), rows[part])
+                    for e in range(spec.experts)
+                    for name, part in zip(names, parts, strict=True)
+                )
+                lead = spec.experts, sum(rows[part] for part in parts)
+                layer = names[0].format(i=i, e=0).partition("mlp.")[0]
+                found[layer + whole] = Fused(lead, apart)
+    return found
+
+
+def list_paired(spec: ArchSpec) -> dict[str, Fused]:
+    """Stacks of experts that some GGUF files keep as one, each gate above its up, by name."""
+    found, size = {}, spec.expert_size
+    for stack, delta in STACKS.items():
+        for i in spec.places(delta=delta) if spec.experts else ():
+            parts = (name_of((stack, "mlp", x), spec).gguf.format(i=i) for x in ("gate", "up"))
+            fused = Fused((spec.experts, 2 * size), tuple((name, size) for name in parts))
+            found[f"blk.{i}.ffn_gate_up_exps.weight"] = fused
     return found
 
 
@@ -193,7 +240,7 @@ class Layout(NamedTuple):
     values: tuple[int, int] | None = None
     skip: int = 0  # rows before those of values
     columns: bool = False  # values are columns, not rows
-    depthwise: bool = False  # its rows are those of a convolution: one axis more, of size 1
+    one: int | None = None  # where the file has one axis more, of size 1
     rate: bool = False  # -exp of the parameter, float32
 
     @property
@@ -203,12 +250,12 @@ class Layout(NamedTuple):
 
     def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor of a parameter of this shape."""
-        return (shape[0], 1, *shape[1:]) if self.depthwise else shape
+        return shape if self.one is None else (*shape[: self.one], 1, *shape[self.one :])
 
     def read_order(self, rows: Any) -> Any:
         """Puts the rows of a file, numbers or their bytes, in the order of the tree."""
-        if self.depthwise:
-            rows = rows.reshape(rows.shape[0], -1)
+        if self.one is not None:
+            rows = rows.squeeze(self.one)
         if self.pairs:
             rows = _swap_pairs(rows, self.pairs, -1, 2)
         return rows if self.values is None else self._take(rows, self._order(rows))
@@ -254,6 +301,8 @@ def layout_of(path: tuple[str, ...], spec: ArchSpec, *, gguf: bool) -> Layout:
             pairs = spec.num_heads if rotary == "q" else spec.num_kv_heads
         offset = 1.0 if spec.norm_offset and norm else 0.0
         return Layout(pairs, offset, rate=path[-1] == "log_rate")
+    if path[-1] == "shared_gate":
+        return Layout(one=0)
     groups, part = spec.delta_key_heads, path[2] if path[1:2] == ("delta",) else ""
     if not part or part == "norm":
         return Layout()
@@ -262,7 +311,7 @@ def layout_of(path: tuple[str, ...], spec: ArchSpec, *, gguf: bool) -> Layout:
         values=None if values[1] == 1 else values,
         skip=2 * groups * spec.delta_key_dim if part in ("qkv", "conv") else 0,
         columns=part == "out",
-        depthwise=part == "conv",
+        one=1 if part == "conv" else None,
     )
 
 

@@ -129,7 +129,7 @@ def prepare_block(params: Params, *, functions: DecoderFunctions, spread: Spread
 def _share(weights: Params, dtype: DTypeLike, *, narrow: bool) -> Params:
     """The weights of a layer, with those that multiply the same rows joined."""
     for part, names in _SHARING:
-        if part not in weights:
+        if part not in weights or "router" in weights[part]:  # experts stay as they are stored
             continue
         linears = [weights[part][name] for name in names] if names else [weights[part]]
         found = [linear["weight"] for linear in linears]

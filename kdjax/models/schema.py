@@ -36,6 +36,7 @@ LOCAL, WHOLE, DELTA = "sliding_attention", "full_attention", "linear_attention"
 SECTIONS = (11, 11, 10, 0)  # of Qwen's rotations by image axes
 # A layer's facts are listed layer by layer: a damaged header that tells of 2**31 wants 16 GB.
 MOST_LAYERS = 1 << 16
+_NO_MLP = 1  # `mlp_size` where no layer has such an MLP, and no header tells of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +211,9 @@ SHAPE = (
         "mlp_size",
         "intermediate_size",
         "feed_forward_length",
-        # llama.cpp's files of experts alone may lack it.
-        lambda header: 1 if header.arch and header.family.experts else None,
+        # Files of experts alone may lack it.
+        lambda header: _NO_MLP if header.family.experts else None,
+        write=lambda spec: None if spec.experts and spec.mlp_size == _NO_MLP else spec.mlp_size,
     ),
     Row(
         "num_layers",
@@ -664,6 +666,10 @@ def _read_experts_used(header: Header) -> int:
     return used
 
 
+def _always(_: Header) -> bool:
+    return True
+
+
 def _check_norm_experts(spec: ArchSpec, family: Family) -> None:
     if not spec.norm_experts:
         raise UserError(
@@ -748,11 +754,15 @@ OWN = {
             read_gguf=_read_experts_used,
         ),
         _count("expert_size", "moe_intermediate_size", "expert_feed_forward_length"),
+        _count(
+            "shared_size", "shared_expert_intermediate_size", "expert_shared_feed_forward_length"
+        ),
+        Row("always_norm_experts", field="norm_experts", read_hf=_always, read_gguf=_always),
         Row(
             "norm_experts",
             "norm_topk_prob",
             read_hf=lambda header: bool(header.get("norm_topk_prob", False)),
-            read_gguf=lambda _: True,
+            read_gguf=_always,
             check_gguf=_check_norm_experts,
         ),
         Row(
@@ -1032,7 +1042,7 @@ def _check_rope_rows(family: Family, table: TensorTable) -> None:
 
 def shape_entries(spec: ArchSpec) -> dict[str, Any]:
     """The entries of config.json by which every model says its shape."""
-    return _entries(spec, SHAPE)
+    return {name: value for name, value in _entries(spec, SHAPE).items() if value is not None}
 
 
 def _entries(spec: ArchSpec, rows: Iterable[Row]) -> dict[str, Any]:

@@ -444,18 +444,23 @@ def _decode_blocks(_: Packed | Mixed) -> Reader:
 
 
 def slice_layers(
-    stacked: Any, choose_reader: Callable[[Packed | Mixed], Reader] = _decode_blocks
+    stacked: Any,
+    choose_reader: Callable[[Packed | Mixed], Reader] = _decode_blocks,
+    *,
+    by_index: bool = False,
 ) -> tuple[Any, Callable[[Any], Any]]:
     """Returns what a scan over layers slices, and the function from a slice to the layer's weights.
 
     `Packed` and `Mixed` weights come out as the chosen reader returns them, by default as numbers;
     others as they are, what is `Adapted` unread: its products read it. The stacks of a `Mixed`
-    weight stay outside the scan's inputs: layers pick from them by index.
+    weight, and `by_index` of all blocks, stay outside the scan's inputs: layers pick from them.
     """
 
     def cut(weight: Any) -> Any:
         if isinstance(weight, Adapted):
             return dataclasses.replace(weight, base=cut(weight.base))
+        if by_index and isinstance(weight, Packed):
+            return jnp.arange(jax.tree.leaves(weight)[0].shape[0], dtype=jnp.int32)
         return (weight.which, weight.slot) if isinstance(weight, Mixed) else weight
 
     xs = jax.tree.map(cut, stacked, is_leaf=_is_weight)
@@ -470,6 +475,8 @@ def slice_layers(
                 return piece
             if isinstance(weight, Mixed):
                 return weight.read(*piece, read=choose_reader(weight))
+            if by_index and isinstance(weight, Packed):
+                piece = weight[piece]
             piece = gather_shards(piece)
             return choose_reader(weight)(piece) if isinstance(weight, Packed) else piece
 

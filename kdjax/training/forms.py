@@ -270,9 +270,7 @@ def _spread_importance(
     Raises `UserError` for a file of another model.
     """
     read, found = read_importance(file), {}
-    fused = {
-        part: whole for whole, parts in list_fused(spec, gguf=True).items() for part, _ in parts
-    }
+    fused = {part: whole for whole, x in list_fused(spec, gguf=True).items() for part, _ in x.parts}
     shapes = _flatten(functional(spec, Compute())[1])
     for path in (path for path in paths if path[0] in STACKS and not spec.experts):
         layers = spec.places(delta=STACKS[path[0]])

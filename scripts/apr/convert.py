@@ -36,7 +36,7 @@ _CONVERTIBLE = [
     for name, family in FAMILIES.items()
     if family.apr and not (family.interleaved or family.experts or family.fused)
 ]
-_HF_OF = {name.gguf: name.hf for name in NAMES if name.path not in APART}
+_HF_OF = {name.gguf: name.hf for name in NAMES if name.path[1:] not in APART}
 _GGUF_OF = {hf: gguf for gguf, hf in _HF_OF.items()}
 _USE_GGUF = "Use the GGUF file: kdjax reads it as it is."
 _AGAIN = "Convert the GGUF file again."

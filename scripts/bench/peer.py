@@ -42,6 +42,7 @@ _CLASSES = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
 }
 
 
@@ -68,7 +69,7 @@ def build(shape: dict[str, Any], dtype: Any, device: str) -> Any:
 
     name = _CLASSES[shape["family"]]
     sizes, options, rope = {}, {}, {}
-    if name == "Qwen3_5Text":
+    if name.startswith("Qwen3_5"):
         sizes = dict(
             linear_num_key_heads=shape["delta_key_heads"],
             linear_num_value_heads=shape["delta_value_heads"],
@@ -77,11 +78,12 @@ def build(shape: dict[str, Any], dtype: Any, device: str) -> Any:
         )
         rope = dict(partial_rotary_factor=0.25)
     if shape["experts"]:
-        sizes = dict(
+        sizes |= dict(
             num_experts=shape["experts"],
             num_experts_per_tok=shape["experts_used"],
             moe_intermediate_size=shape["expert_size"],
             norm_topk_prob=shape["norm_experts"],
+            shared_expert_intermediate_size=shape["shared_size"],
         )
         options = dict(experts_implementation="grouped_mm")
     config = getattr(transformers, f"{name}Config")(

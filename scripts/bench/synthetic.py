@@ -59,6 +59,7 @@ class ModelShape(NamedTuple):
     delta_keys: int = 0  # of a Qwen3.5: heads of keys and of values in its delta layers,
     delta_values: int = 0
     delta_width: int = 0  # and the width of each
+    shared_ffn: int = 0  # of one with experts: width of the shared one
     drafts: int = 0  # 1: behind the layers is the block that drafts
 
     @property
@@ -67,7 +68,7 @@ class ModelShape(NamedTuple):
         if self.window:
             return "gemma3"
         if self.delta_keys:
-            return "qwen35"
+            return "qwen35moe" if self.experts else "qwen35"
         return "qwen3moe" if self.experts else "qwen3" if self.head else "qwen2"
 
     @property
@@ -145,8 +146,16 @@ QWEN35_SHAPES: dict[str, ModelShape] = {
         ("qwen3.5-27b", (64, 5120, 24, 4, 17408, 248320, False, 256), 16, 48, 128),
         ("tiny-delta", (4, 128, 4, 2, 256, 384, True, 32), 2, 2, 32),
         ("tiny-delta-teacher", (8, 256, 4, 2, 512, 384, False, 32), 2, 6, 64),
+        # With experts in place of one MLP, and a shared one; no header tells of another width.
+        ("qwen3.5-35b-a3b", (40, 2048, 16, 2, 0, 248320, False, 256), 16, 32, 128),
+        ("tiny-delta-experts", (4, 256, 4, 2, 0, 384, False, 32), 2, 6, 64),
     )
 }
+for _label, _counts in {
+    "qwen3.5-35b-a3b": dict(experts=256, experts_used=8, expert_ffn=512, shared_ffn=512),
+    "tiny-delta-experts": dict(experts=8, experts_used=2, expert_ffn=256, shared_ffn=256),
+}.items():
+    QWEN35_SHAPES[_label] = QWEN35_SHAPES[_label]._replace(**_counts)
 
 
 def tensor_plan(
@@ -202,10 +211,13 @@ def tensor_plan(
             matrix(f"{block}.ffn_gate_exps", recipe.base, *stack, hidden)
             plan.append((f"{block}.ffn_gate_inp.weight", "F32", (shape.experts, hidden)))
             matrix(f"{block}.ffn_up_exps", recipe.base, *stack, hidden)
-        else:
-            matrix(f"{block}.ffn_down", more, hidden, shape.ffn)
-            matrix(f"{block}.ffn_gate", recipe.base, shape.ffn, hidden)
-            matrix(f"{block}.ffn_up", recipe.base, shape.ffn, hidden)
+        ffn, kind = (shape.shared_ffn, "_shexp") if shape.experts else (shape.ffn, "")
+        if ffn:
+            matrix(f"{block}.ffn_down{kind}", more, hidden, ffn)
+            matrix(f"{block}.ffn_gate{kind}", recipe.base, ffn, hidden)
+            matrix(f"{block}.ffn_up{kind}", recipe.base, ffn, hidden)
+        if shape.shared_ffn:
+            plan.append((f"{block}.ffn_gate_inp_shexp.weight", "F32", (hidden,)))
         second = "post_attention_norm" if shape.delta_keys else "ffn_norm"
         plan.append((f"{block}.{second}.weight", "F32", (hidden,)))
         if layer >= shape.layers:
@@ -428,6 +440,10 @@ def _metadata(shape: ModelShape, recipe: Recipe) -> dict[str, Any]:
             "expert_used_count": shape.experts_used,
             "expert_feed_forward_length": shape.expert_ffn,
         }
+    if shape.shared_ffn:
+        values["expert_shared_feed_forward_length"] = shape.shared_ffn
+    if not shape.ffn:
+        del values["feed_forward_length"]
     return {
         "general.architecture": shape.family,
         "general.type": "model",

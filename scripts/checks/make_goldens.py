@@ -36,7 +36,28 @@ _LONGROPE = dict(
     short_factor=[1.0, 1.05, 1.1, 1.2, 1.3, 1.5], long_factor=[1.1, 1.5, 2.0, 3.0, 5.0, 9.0]
 )
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+_SHARED = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=24,
+)
 _TOKENS = dict(bos_token_id=0, eos_token_id=1, pad_token_id=None)  # theirs are beyond 160 rows
+_DELTA: dict[str, Any] = dict(
+    num_hidden_layers=4,
+    head_dim=16,
+    linear_key_head_dim=16,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    rope_parameters=dict(
+        rope_type="default",
+        rope_theta=1e4,
+        partial_rotary_factor=0.25,
+        mrope_section=[1, 1, 0],
+        mrope_interleaved=True,
+    ),
+)
 _MSCALE = dict(_YARN, mscale=1.5, mscale_all_dim=0.3)
 
 # name -> (Transformers class prefix, config overrides); a case's place is its seed
@@ -128,23 +149,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             tie_word_embeddings=True,
         ),
     ),
-    "qwen3_5": (
-        "Qwen3_5",
-        dict(
-            num_hidden_layers=4,
-            head_dim=16,
-            linear_key_head_dim=16,
-            linear_value_head_dim=8,
-            linear_num_key_heads=2,
-            linear_num_value_heads=6,
-            rope_parameters=dict(
-                rope_type="default",
-                rope_theta=1e4,
-                partial_rotary_factor=0.25,
-                mrope_section=[1, 1, 0],
-                mrope_interleaved=True,
-            ),
-        ),
+    "qwen3_5": ("Qwen3_5", _DELTA),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        dict(_DELTA, intermediate_size=None, **_SHARED),
     ),
 }
 # What config.json says in place of the class's own entries: None takes one out.
@@ -162,7 +170,7 @@ _TOLD_AS: dict[str, dict[str, Any]] = {
     )
 }
 # Families whose text model has a config class of its own, and norms of 1 + weight.
-_TEXT_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
+_TEXT_CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
 
 # Rotary parameters whose frequencies are kept, beside those of the models.
 ROPES: tuple[dict[str, Any], ...] = (
