@@ -140,6 +140,27 @@ def test_at_strength_1_the_step_is_the_plain_ones(job):
     assert plain.identity["loss.beyond"] == 1.0 != job.identity["loss.beyond"]
 
 
+def test_a_job_like_another_has_its_models_and_its_step_where_they_are_the_same(job, tmp_path):
+    def change(**sections):
+        changed = {
+            name: dataclasses.replace(getattr(job.config, name), **fields)
+            for name, fields in sections.items()
+        }
+        return assemble(dataclasses.replace(job.config, **changed), tmp_path, like=job)
+
+    seed = change(train={"seed": 1, "seconds": 9.0}, rollout={"answers": 2})
+    assert seed.step is job.step and seed.teacher is job.teacher and seed.start is job.start
+    assert seed.identity["train.seed"] == 1 and seed.source is not job.source
+    rate = change(optim={"learning_rate": 1e-4})
+    assert rate.step is not job.step and rate.schedule(2) != job.schedule(2)
+    assert rate.teacher is job.teacher and rate.start is job.start
+    plain = change(loss={"beyond": 1.0})
+    assert plain.start is None and plain.teacher is job.teacher and plain.step is not job.step
+    itself = change(teacher={"path": "self", "allow_degenerate": True})
+    assert itself.teacher is not job.teacher and itself.start is itself.teacher
+    assert itself.teacher_params is not job.teacher_params
+
+
 def test_the_plan_counts_the_starts_bytes(job):
     loss = dataclasses.replace(job.config.loss, beyond=1.0)
     alone = dataclasses.replace(job.config, loss=loss)
