@@ -40,7 +40,9 @@ def write_hints(path, count=12, exercises=8):
     """Lines of prompts with hints; the first are of exercises."""
     lines = []
     for i in range(count):
-        line = {"messages": [{"role": "user", "content": f"add {i}"}], "hint": f"a + {i}" + "!" * i}
+        said = zip(("user", "assistant"), (f"add {i}", f"a + {i}"), strict=True)
+        line = {"messages": [{"role": role, "content": text} for role, text in said]}
+        line["hint"] = f"a + {i}" + "!" * i
         if i < exercises:
             test = f"def check(f):\n    assert f(1) == {i + 1}\n"
             fields = {"prompt": f"def add{i}(a):\n", "entry_point": f"add{i}", "test": test}
