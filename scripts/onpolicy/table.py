@@ -38,6 +38,7 @@ from kdjax.commands.parsing import (
     started,
 )
 from kdjax.config import SELF, Config, has_hints, list_phases, set_fields, validate
+from kdjax.data.text import find_files
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation.gap import GAP, check_gap
@@ -60,7 +61,7 @@ _ARM = re.compile(r"(?P<name>\w+)(?P<fields>\+.+?)?(?:\*(?P<seed>\d+))?")
 _NEXT = re.compile(r"\+(?=[a-z]\w*\.)")  # before a field: a mixture of divergences has a plus, too
 _AROUND = 90.0  # seconds that compiling and judging take
 _HELD_OUT = ("loss", "kl", "student_ce", "agreement")  # and of solved problems, in a line
-_SOLVED = ("pass_at_k", "problems", "samples", "cut_off", "reasons")
+_SOLVED = ("mode", "pass_at_k", "problems", "samples", "not_generated", "cut_off", "reasons")
 
 
 def list_arms(base: Config, seconds: float, hints: str) -> dict[str, dict[str, Any]]:
@@ -284,6 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = parse_run(parser, argv)
     require_files(run)
     args, base = run.options, fetch_files(run.config)
+    if args.hints:
+        find_files(args.hints)
     asked = [text.strip() for text in args.arms.split(";") if text.strip()]
     names = asked or list_arms(base, args.seconds, args.hints)
     arms = [Arm.parse(text, base, args, parser) for text in names]
