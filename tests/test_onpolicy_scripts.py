@@ -209,7 +209,8 @@ def test_exercises_with_examples_on_literals_become_problems_that_no_prompt_is_l
     assert exercises.as_problem(other, "") is None and exercises.as_problem(once, "") is None
 
     words = "Give the list back to front, as a new list, with every second value left out of it."
-    far = f'def turn(values: list) -> list:\n    """{words}"""'
+    shown = "\n\n    >>> turn([1, 2])\n    [2]\n    >>> turn([])\n    []\n"
+    far = f'def turn(values: list) -> list:\n    """{words}{shown}    """'
     files = [exercise("largest", "largest"), exercise("smallest", "largest"), far]
     asked = [prompts.as_script(text) for text in files]
     records = [
@@ -224,13 +225,14 @@ def test_exercises_with_examples_on_literals_become_problems_that_no_prompt_is_l
     made = {path.name: path.read_text().splitlines() for path in (tmp_path / "out").iterdir()}
     assert {name: len(lines) for name, lines in made.items()} == {
         "problems.jsonl": 1,
-        "exercises.jsonl": 0,
+        "exercises.jsonl": 1,
         "opened.jsonl": 1,
         "plain.jsonl": 1,
         "others.jsonl": 1,
     }
     assert json.loads(made["opened.jsonl"][0]) == records[2]
-    assert len(load_humaneval(tmp_path / "out" / "problems.jsonl")) == 1
+    names = [load_humaneval(tmp_path / "out" / f"{n}.jsonl") for n in ("problems", "exercises")]
+    assert [one.names for (one,) in names] == [("largest",), ("turn",)]
     (tmp_path / "others.jsonl").write_text('{"text": "no prompt"}\n')
     assert exercises.main(paths) == 2
 
