@@ -304,6 +304,16 @@ def is_phased(config: Config) -> bool:
     return bool(config.then or config.train.seconds or config.train.until)
 
 
+def set_fields(config: Config, changes: Mapping[str, Any]) -> None:
+    """Sets fields by their names, such as `train.steps`."""
+    for name, value in changes.items():
+        *sections, last = name.split(".")
+        section: Any = config
+        for part in sections:
+            section = getattr(section, part)
+        setattr(section, last, value)
+
+
 def list_phases(config: Config) -> list[Config]:
     """A config of each phase, without `then`: the run's own fields, then those changed by each.
 
@@ -314,12 +324,7 @@ def list_phases(config: Config) -> list[Config]:
         phase = copy.deepcopy(phases[0])
         phase.train.seed += number
         phase.train.seconds, phase.train.until = 0.0, ""
-        for name, value in changes.items():
-            *sections, last = name.split(".")
-            section: Any = phase
-            for part in sections:
-                section = getattr(section, part)
-            setattr(section, last, value)
+        set_fields(phase, changes)
         phases.append(phase)
     return phases
 

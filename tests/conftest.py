@@ -83,12 +83,21 @@ def tiny_config(models, tmp_path):
     return make_tiny_config(models, tmp_path)
 
 
-def start_over(job, workdir, **changes):
-    """The job for another run: its steps stay compiled, its batches begin again."""
-    from kdjax.training.job import text_source
+def start_over(job, workdir, *, config=None, **changes):
+    """The job for another run: its steps stay compiled, its batches and rounds begin again."""
+    from kdjax.training.job import make_source
 
-    source = text_source(job.config, job.rows, job.cache)
-    return dataclasses.replace(job, workdir=workdir, source=source, **changes)
+    config = config or job.config
+    source = make_source(config, workdir, job.pair, job.rows, job.cache, job.step, job.teacher)
+    return dataclasses.replace(job, config=config, workdir=workdir, source=source, **changes)
+
+
+@pytest.fixture(scope="module")
+def straight(job, tmp_path_factory):
+    """The workdir of a run of the module's job that nothing stopped, and what was recorded."""
+    from resuming import run_straight
+
+    return run_straight(job, tmp_path_factory.mktemp("straight") / "run")
 
 
 def without_page(hooks):

@@ -1,23 +1,19 @@
 """Beyond the teacher: its target beside the formula in NumPy, the start's arrays, exact resume."""
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_tiny_config, start_over
-from quick import cases
+from conftest import make_tiny_config
+from resuming import assert_resumes
 from scipy.special import logsumexp
 from test_hints import make_config
-from test_rollouts import Death, Dies, Rounds
-from test_run import go, saved
-from test_teacher_in_batch import PROGRAMS, assert_same_step, said, take, text
+from test_teacher_in_batch import PROGRAMS, assert_same_step, by_hand, said, take, text, trio
 
 import kdjax
 from kdjax.device.runtime import device_summary
@@ -29,17 +25,6 @@ from kdjax.training.job import assemble
 from kdjax.training.teachers import CachedTopK, Dense, Packed
 
 
-@functools.cache
-def trio(folder, devices=1, weights="dense"):
-    """A teacher, a student, and a start whose least likely ids are below 1e-6."""
-    load = functools.partial(kdjax.load, dtype="float32", devices=jax.devices()[:devices])
-    teacher = kdjax.load(folder / "teacher.gguf", weights=weights, devices=jax.devices()[:devices])
-    if weights == "dense":
-        teacher = load(folder / "teacher.gguf")
-    student = load(folder / "student.gguf")
-    return teacher, student.replace(params=jax.tree.map(lambda x: 3 * x, student.params)), student
-
-
 def extrapolate(teacher, start, strength):
     """Log-probabilities p_t (p_t / p_start)^(strength - 1), normalised, float64."""
     p_t, p_start = np.exp(teacher), np.maximum(np.exp(start), 1e-6)
@@ -47,40 +32,34 @@ def extrapolate(teacher, start, strength):
     return target - logsumexp(target, axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize(
-    ("divergence", "temperature", "devices", "microbatches", "weights"),
-    cases(
-        ("jsd", 2.0, 1, 1, "dense"),
-        slow=[("forward_kl", 1.0, 4, 1, "dense"), ("reverse_kl", 2.0, 1, 2, "packed")],
-    ),
-)
+@by_hand
 def test_the_step_is_that_of_the_target_computed_by_hand(
     models, divergence, temperature, devices, microbatches, weights
 ):
     """Loss, parts and gradients (of plain SGD), whatever the split; the start's least ids count."""
-    teacher, start, student = trio(models, devices, weights)
+    teacher, start, student = trio(models, "student", 3.0, devices, weights)
     assert said(start).min() < np.log(1e-6) - 1
     shared = {
         "loss": kdjax.KDLoss(divergence, temperature, 0.3),
         "microbatches": microbatches,
         "chunk_tokens": 16,
     }
+    make = functools.partial(kdjax.make_step, loss=shared["loss"], optimizer=optax.sgd(0.1))
     target = extrapolate(said(teacher), said(start), 1.25)
     plain = extrapolate(said(teacher), said(start), 1.0)
     np.testing.assert_allclose(plain, said(teacher), atol=1e-6)
     hand = text() | {"teacher_log_probs": target}
     want = take(student, None, hand, kind=kdjax.TeacherInBatch(), **shared)
     kind = kdjax.Beyond(kinds=(Packed() if weights == "packed" else Dense(), Dense()))
-    step = kdjax.make_step(student, [teacher, start], optimizer=optax.sgd(0.1), kind=kind, **shared)
-    arrays = [teacher.params, start.params]
-    state = step.init(student.params)
-    judged = step.evaluate(state, arrays, [text()])
-    state, metrics = step(state, arrays, text())
-    assert_same_step((metrics.means(), state.params), want, student)
-    alone = kdjax.make_step(
-        student, None, shared["loss"], optax.sgd(0.1), kind=kdjax.TeacherInBatch()
+    got = take(student, [teacher, start], text(), kind=kind, **shared)
+    assert_same_step(got, want, student)
+    judged, held_out = (
+        step.evaluate(step.init(student.params), arrays, [batch])
+        for step, arrays, batch in (
+            (make(student, [teacher, start], kind=kind), [teacher.params, start.params], text()),
+            (make(student, None, kind=kdjax.TeacherInBatch()), None, hand),
+        )
     )
-    held_out = alone.evaluate(alone.init(student.params), None, [hand])
     assert judged == pytest.approx(held_out, rel=1e-4)
 
 
@@ -118,17 +97,10 @@ def job(models, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_beyond_its_teacher_resumes_bit_for_bit(job, tmp_path):
+def test_a_run_beyond_its_teacher_resumes_bit_for_bit(job, straight, tmp_path):
     assert job.step.spec.kind == kdjax.Beyond(strength=1.25)
     assert set(job.teacher_params) == {"0", "1"}
-    whole, first, second = Rounds(), Rounds(), Rounds()
-    straight, again = tmp_path / "straight", tmp_path / "run"
-    assert go(job.config, straight, whole, job=start_over(job, straight)) == "finished"
-    with contextlib.suppress(Death):
-        go(job.config, again, first, Dies("step", 3), job=start_over(job, again))
-    assert go(job.config, again, second, job=start_over(job, again)) == "finished"
-    assert first.last() | second.last() == whole.last()
-    chex.assert_trees_all_equal(saved(job, again)[1], saved(job, straight)[1])
+    assert_resumes(job, tmp_path / "run", straight, "step", 3)
 
 
 def test_at_strength_1_the_step_is_the_plain_ones(job):
@@ -138,6 +110,27 @@ def test_at_strength_1_the_step_is_the_plain_ones(job):
     assert plain.step.spec.kind == Dense() and plain.start is None
     assert plain.teacher is not None and plain.teacher_params is plain.teacher.params
     assert plain.identity["loss.beyond"] == 1.0 != job.identity["loss.beyond"]
+
+
+def test_a_job_like_another_has_its_models_and_its_step_where_they_are_the_same(job, tmp_path):
+    def change(**sections):
+        changed = {
+            name: dataclasses.replace(getattr(job.config, name), **fields)
+            for name, fields in sections.items()
+        }
+        return assemble(dataclasses.replace(job.config, **changed), tmp_path, like=job)
+
+    seed = change(train={"seed": 1, "seconds": 9.0}, rollout={"answers": 2})
+    assert seed.step is job.step and seed.teacher is job.teacher and seed.start is job.start
+    assert seed.identity["train.seed"] == 1 and seed.source is not job.source
+    rate = change(optim={"learning_rate": 1e-4})
+    assert rate.step is not job.step and rate.schedule(2) != job.schedule(2)
+    assert rate.teacher is job.teacher and rate.start is job.start
+    plain = change(loss={"beyond": 1.0})
+    assert plain.start is None and plain.teacher is job.teacher and plain.step is not job.step
+    itself = change(teacher={"path": "self", "allow_degenerate": True})
+    assert itself.teacher is not job.teacher and itself.start is itself.teacher
+    assert itself.teacher_params is not job.teacher_params
 
 
 def test_the_plan_counts_the_starts_bytes(job):

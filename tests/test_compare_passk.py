@@ -57,8 +57,10 @@ def test_a_gain_counts_over_wordings_problems_and_seeds(write):
         write("b.json", **asked(some, some, some)),
         write("c.json", **asked(some, some, none)),
     )
-    (row,) = compare.over_wordings([first, one, other])[2:]
-    assert row.startswith("| HumanEval | 3 | 2 | 33.3 | 41.7 | +8.3 | +0.0 to ")
+    rows = compare.over_seeds([first], [one, other])[2:]
+    mean = "| HumanEval, mean of 3 wordings | 1, 2 | 33.3 | 41.7 | +8.3 | +0.0 to "
+    assert rows[-1].startswith(mean) and len(rows) == 5
+    assert rows[2].startswith("| HumanEval bare | 1, 2 | 0.0 | 25.0 | +25.0 | +0.0 to ")
     # Only in one of two draws of two seeds are both the same one.
     of, against = np.array([[0.0] * 8, [1.0] * 8]), np.zeros((1, 8))
     assert compare.draw_anew(of, against) == (0.0, 1.0)
@@ -66,8 +68,19 @@ def test_a_gain_counts_over_wordings_problems_and_seeds(write):
     # Eight problems of which half are solved: the binomial's quantiles.
     low, high = compare.draw_anew(np.array([some]), against)
     assert (low, high) == tuple(binom.ppf([0.025, 0.975], 8, 0.5) / 8)
-    single = write("d.json", humaneval=benchmark(some, 1))
-    assert compare.over_wordings([single, single]) == []
+
+
+def test_seeds_of_both_sides_are_put_together_and_have_the_same_problems(write, capsys):
+    """A problem differs more from others than the settings do: pairs tell, two rates would not."""
+    own = [write(f"own-{i}.json", development=benchmark([2, 2, 2, 0])) for i in range(2)]
+    text = [write(f"text-{i}.json", development=benchmark([2, 1, 1, 0])) for i in range(2)]
+    assert compare.main([",".join(map(str, text)), *map(str, own)]) == 0
+    said = capsys.readouterr().out
+    assert "| own-1 | Development | 4 of 8 | 6 of 8 | 2 | 0 | 0.5 |" in said
+    assert "| Development | 2, 2 | 50.0 | 75.0 | +25.0 | +0.0 to +50.0 |" in said
+    other = write("other.json", development=benchmark([2, 2]))
+    assert compare.main([f"{text[0]},{other}", str(own[0])]) == 2
+    assert "other.json: its Development does not pair with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
 """Hints: the teacher reads more than its student, and both meet at the answer's ids."""
 
-import contextlib
 import dataclasses
 import json
 import logging
 
-import chex
 import numpy as np
 import pytest
 from conftest import make_tiny_config
 from quick import cases
-from test_rollouts import Death, Dies, Rounds, begin, rounds_of
-from test_run import go, saved
+from resuming import assert_resumes
+from test_rollouts import begin, rounds_of
 
 from kdjax.commands import train as main
 from kdjax.commands import verify as kdjax_verify
@@ -40,7 +38,9 @@ def write_hints(path, count=12, exercises=8):
     """Lines of prompts with hints; the first are of exercises."""
     lines = []
     for i in range(count):
-        line = {"messages": [{"role": "user", "content": f"add {i}"}], "hint": f"a + {i}" + "!" * i}
+        said = zip(("user", "assistant"), (f"add {i}", f"a + {i}"), strict=True)
+        line = {"messages": [{"role": role, "content": text} for role, text in said]}
+        line["hint"] = f"a + {i}" + "!" * i
         if i < exercises:
             test = f"def check(f):\n    assert f(1) == {i + 1}\n"
             fields = {"prompt": f"def add{i}(a):\n", "entry_point": f"add{i}", "test": test}
@@ -69,14 +69,6 @@ def make_config(models, folder):
 def job(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hints")
     return assemble(make_config(models, folder), folder / "never")
-
-
-@pytest.fixture(scope="module")
-def straight(job, tmp_path_factory):
-    """The workdir of a run that nothing stopped, and what was recorded of it."""
-    workdir, recorder = tmp_path_factory.mktemp("straight") / "run", Rounds()
-    assert go(job.config, workdir, recorder, job=begin(job, workdir)) == "finished"
-    return workdir, recorder
 
 
 def test_a_hint_stands_in_the_teachers_prompt_alone_and_held_exercises_in_none(
@@ -218,14 +210,8 @@ def test_a_run_taught_by_its_own_start_learns_from_hints_and_resumes_bit_for_bit
     assert figures["step", 1]["divergence"] > 0
     rows = read_round(round_path(workdir / FOLDER, 0)).rows
     assert rows.teacher is not None and rows.teacher.tokens.shape[1] == 104
-    again = tmp_path / "run"
-    first, second = Rounds(), Rounds()
-    with contextlib.suppress(Death):
-        go(job.config, again, first, Dies("step", 4), job=begin(job, again))
-    assert go(job.config, again, second, job=begin(job, again)) == "finished"
-    assert first.last() | second.last() == figures
-    assert rounds_of(again) == rounds_of(workdir)
-    chex.assert_trees_all_equal(saved(job, again)[1], saved(job, workdir)[1])
+    assert_resumes(job, tmp_path / "run", straight, "step", 4)
+    assert rounds_of(tmp_path / "run") == rounds_of(workdir)
 
 
 def test_the_plan_counts_the_teachers_longer_rows(job):

@@ -1,14 +1,23 @@
 """Prompts and development problems made from documented functions, and the table of settings."""
 
+import dataclasses
 import json
+import time
+import types
 
 import pytest
+from test_hints import write_hints
 
+from kdjax.commands import parsing
+from kdjax.config import list_phases
 from kdjax.errors import UserError
 from kdjax.evaluation.problems import load_humaneval
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoding import Completion
+from scripts.bench.arms import run_arms
+from scripts.checks import compare_passk
 from scripts.corpus.conversations import functions
-from scripts.onpolicy import exercises, interval, invent, prompts, table
+from scripts.onpolicy import exercises, invent, prompts, table
 
 MODULE = '''"""A module of nothing but examples, as long as one that people wrote."""
 
@@ -176,21 +185,6 @@ def test_what_a_model_invents_is_kept_if_it_is_an_exercise_and_new():
     assert "return max" not in turn["content"] and made[0]["opening"].endswith('    """\n')
 
 
-def test_every_setting_is_a_config_that_can_run(tmp_path):
-    import argparse
-
-    args = argparse.Namespace(
-        teacher="t.gguf", student="s.gguf", train="t", heldout="h", seq_len=1024, out=tmp_path,
-        batch_size=32, rows=512, prompts="p", invented="i", set=["optim.beta2=0.99"], cache=None,
-    )  # fmt: skip
-    for name, phases in table.SETTINGS.items():
-        assert sum(share for _, share in phases) == (1.0 if phases else 0), name
-        for changes, _ in phases:
-            config = table.make_config(args, changes)
-            assert config.optim.beta2 == 0.99
-            assert bool(config.rollout.prompts) == any("rollout" in name for name in changes)
-
-
 def test_an_exercise_is_asked_for_in_words():
     says = "Return how often the largest value of the list is in it, 0 for none. Examples:"
     asked = invent.ask_plainly("def" + EXERCISE.format(name="largest_count", says=says))
@@ -215,7 +209,8 @@ def test_exercises_with_examples_on_literals_become_problems_that_no_prompt_is_l
     assert exercises.as_problem(other, "") is None and exercises.as_problem(once, "") is None
 
     words = "Give the list back to front, as a new list, with every second value left out of it."
-    far = f'def turn(values: list) -> list:\n    """{words}"""'
+    shown = "\n\n    >>> turn([1, 2])\n    [2]\n    >>> turn([])\n    []\n"
+    far = f'def turn(values: list) -> list:\n    """{words}{shown}    """'
     files = [exercise("largest", "largest"), exercise("smallest", "largest"), far]
     asked = [prompts.as_script(text) for text in files]
     records = [
@@ -230,90 +225,137 @@ def test_exercises_with_examples_on_literals_become_problems_that_no_prompt_is_l
     made = {path.name: path.read_text().splitlines() for path in (tmp_path / "out").iterdir()}
     assert {name: len(lines) for name, lines in made.items()} == {
         "problems.jsonl": 1,
+        "exercises.jsonl": 1,
         "opened.jsonl": 1,
         "plain.jsonl": 1,
         "others.jsonl": 1,
     }
     assert json.loads(made["opened.jsonl"][0]) == records[2]
-    assert len(load_humaneval(tmp_path / "out" / "problems.jsonl")) == 1
+    names = [load_humaneval(tmp_path / "out" / f"{n}.jsonl") for n in ("problems", "exercises")]
+    assert [one.names for (one,) in names] == [("largest",), ("turn",)]
     (tmp_path / "others.jsonl").write_text('{"text": "no prompt"}\n')
     assert exercises.main(paths) == 2
 
 
-def test_a_setting_is_read_with_the_fields_that_differ():
-    mixed = "jsd:beta=0.3+0.5*reverse_kl"
-    line = f"then_own+loss.divergence={mixed}+rollout.every=4:2 90 humaneval,mbpp"
-    setting = table.Setting.read(line, 60.0, ["development"])
-    assert setting[1:] == (2, 90.0, ("humaneval", "mbpp"))
-    (text, _), (own, share) = setting.phases()
-    assert text == table.TEXT and share == 0.5
-    assert own == table.OWN | {"loss.divergence": mixed, "rollout.every": "4"}
-    assert table.Setting.read("offline", 60.0, ["mbpp"]) == ("offline", 0, 60.0, ("mbpp",))
-    for wrong in ("nothing", "own+optim.beta2", "own:x", "own soon"):
-        with pytest.raises(UserError, match=r"expected NAME\[\+FIELD=VALUE\]"):
-            table.Setting.read(wrong, 60.0, ["development"])
+def parse_arms(*texts, hints="hints.jsonl"):
+    """The arms of the published pair's config, by name."""
+    parser = table._make_parser()
+    asked = ["--config=onpolicy_1p5b_0p5b", "--development=d.jsonl", "--out=o", "--seconds=125"]
+    run = parsing.parse_run(parser, [*asked, f"--hints={hints}", "--config.train.steps=130"])
+    names = texts or table.list_arms(run.config, 125.0, hints)
+    arms = [table.Arm.parse(text, run.config, run.options, parser) for text in names]
+    return {arm.name: arm for arm in arms}
 
 
-def test_a_file_of_settings_is_followed_as_it_grows(tmp_path):
-    import argparse
+def test_every_arm_is_a_config_that_can_run():
+    arms = parse_arms()
+    assert len(arms) == 10
+    for arm in arms.values():
+        phases = list_phases(arm.config)
+        seconds = [phase.train.seconds for phase in phases if arm.seconds]
+        assert sum(seconds) == arm.seconds == (0 if arm.setting == "before" else 125), arm.name
+        assert all(phase.teacher.path and not phase.eval.every for phase in phases)
+    own, cold, text = (arms[f"{name}*0"].config for name in ("own", "cold_own", "text"))
+    assert own.train.steps == 130 and text.train.steps == 559 and not text.rollout.prompts
+    writers = [phase.rollout.writer for phase in list_phases(cold)]
+    assert writers == ["teacher", "student"] and cold.train.until == "overlap"
+    # The control asks the same questions, without the hints.
+    plain = dataclasses.replace(arms["hints_big*0"].config, train=own.train)
+    rollout = dataclasses.replace(plain.rollout, hints=False, hint_tokens=0)
+    assert arms["own_unhinted*0"].config == dataclasses.replace(plain, rollout=rollout)
+    big = arms["big_hints_self*0"].config
+    assert (big.student.path, big.teacher.path) == (own.teacher.path, "self")
+    assert set(arms) - set(parse_arms(hints="")) == {
+        f"{name}*0"
+        for name in ("verified", "own_unhinted", "hints_big", "hints_self", "big_hints_self")
+    }
 
-    file = tmp_path / "settings"
-    file.write_text("# these\nbefore\nunknown\nown:1 30\noffl")
-    args = argparse.Namespace(follow=file, settings="", seconds=60.0, sets="development")
-    queue = iter(table.Queue(args))
-    assert next(queue).label == "before:0" and next(queue).label == "own:1"
-    file.write_text(file.read_text() + "ine\nend\n")
-    assert [setting.label for setting in queue] == ["offline:0"]
+
+def test_an_arm_is_read_with_the_fields_that_differ_and_its_seed():
+    mixed = "0.5*jsd:beta=0.3+0.5*reverse_kl"
+    text = f"cold_own+loss.divergence={mixed}+then.0.optim.learning_rate=2e-5*2"
+    (arm,) = parse_arms(text).values()
+    assert (arm.name, arm.setting) == (text, text.removesuffix("*2"))
+    assert arm.config.train.seed == 2 and arm.config.loss.divergence == mixed
+    assert arm.config.then[0]["optim.learning_rate"] == 2e-5
+    for wrong, found in (
+        ("nothing", "found the arm 'nothing'; expected NAME"),
+        ("own*x", "expected NAME"),
+        ("own+optim.beta2", "beta2"),
+        ("own+optim.beta2=2", "own[+]optim.beta2=2: .*optim.beta2=2.0: must be at least 0"),
+    ):
+        with pytest.raises(UserError, match=f"(?s){found}"):
+            parse_arms(wrong)
 
 
-def test_the_interval_pairs_problems_and_puts_seeds_together(tmp_path, capsys):
-    def row(setting, seed, passed):
-        judged = {"problems": 4, "passed": passed}
-        return {"setting": setting, "seed": seed, "humaneval": judged}
+def test_arms_that_have_a_line_are_not_run_again_and_one_that_fails_is_passed_over(
+    tmp_path, capsys
+):
+    seconds = {"a": 1, "b": 2, "c": 9, "d": 3}
+    arms = [types.SimpleNamespace(name=name, seconds=s) for name, s in seconds.items()]
+    ran = []
 
-    # Problems differ much, the settings in one of eight samples of each problem or none.
-    rows = [row("own", 1, "11111100"), row("own", 0, "11111100")]
-    rows += [row("offline", 0, "11101000"), {"setting": "before", "error": "out of memory"}]
-    found = interval.compare(rows, "own", "offline", "humaneval")
-    assert found.mean == pytest.approx(0.25) and found.of == [0.75, 0.75]
-    assert 0 <= found.low < 0.25 < found.high <= 0.5
-    (tmp_path / "t.json").write_text(json.dumps(rows))
-    assert interval.main([str(tmp_path / "t.json"), "--of=own"]) == 0
-    assert "own 0.7500 0.7500, offline 0.5000: +25.0 points" in capsys.readouterr().out
-    assert interval.main([str(tmp_path / "t.json"), "--of=none"]) == 2
-    assert "the tables hold before, offline, own" in capsys.readouterr().err
-    rows.append(rows[0] | {"humaneval": {"problems": 1, "passed": "11"}})
-    with pytest.raises(UserError, match="judged on 1 and 4 problems of humaneval"):
-        interval.compare(rows, "own", "offline", "humaneval")
+    def run(arm):
+        ran.append(arm.name)
+        return {"half": 1 / (len(ran) - 1)}  # the first fails
+
+    for _ in range(2):
+        run_arms(arms, run, tmp_path, until=time.monotonic() + 14, around=6.0)
+    assert ran == ["a", "b", "d", "a"]  # c would end too late
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["half"]) for line in lines] == [("b", 1), ("d", 0.5), ("a", 1 / 3)]
+    assert '"failed": "division by zero"' in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_table_trains_and_judges_settings_from_one_start(models, text, tmp_path, capsys):
-    assert prompts.main([str(tmp_path / "made"), "--read", text]) == 0
-    (tmp_path / "prompts.jsonl").write_text('{"text": "def f(x):\\n    return x\\n"}\n' * 9)
+def test_arms_train_and_are_judged_from_one_start(models, text, tmp_path, capsys):
+    """By text; by itself with hints, which it measures first; and seeds of own answers."""
+    hints = write_hints(tmp_path / "hints.jsonl")
+    problem = {"task_id": "T/0", "prompt": "def f(a):\n", "entry_point": "f"}
+    problem |= {"canonical_solution": "    return a", "test": "def check(f):\n    assert f(1) == 1"}
+    (tmp_path / "problems.jsonl").write_text(json.dumps(problem))
     (tmp_path / "held.py").write_text("".join(f"held_{i} = {i}\n" for i in range(60)))
-    sides = [f"--{side}={models}/{side}.gguf" for side in ("teacher", "student")]
-    small = ("rollout.max_tokens=4", "rollout.every=2", "rollout.prompt_tokens=20")
+    fields = {
+        "teacher.path": models / "teacher.gguf",
+        "student.path": models / "student.gguf",
+        "teacher.allow_degenerate": True,  # hints gain it nothing
+        "data.train": text,
+        "data.heldout": tmp_path / "held.py",
+        "data.cache_dir": tmp_path / "rows",
+        "rollout.prompts": text,
+        "rollout.max_tokens": 4,
+        "rollout.every": 2,
+        "rollout.gap_exercises": 2,
+        "train.steps": 6,
+        "train.microbatches": 1,
+        "optim.warmup_steps": 1,
+    }
     asked = [
-        *sides,
-        f"--train={text}",
-        f"--heldout={tmp_path}/held.py",
-        f"--prompts={tmp_path}/prompts.jsonl",
-        f"--development={tmp_path}/made/development.jsonl",
-        "--settings=before,own:1,taught",
-        "--seconds=0.2",
-        *(f"--set={field}" for field in (*small, "train.compute_dtype=float32")),
-        *("--seq-len=64", "--batch-size=8", "--rows=8", "--answer-tokens=2", "--samples=2"),
-        "--allow-unsandboxed",
+        "--config=onpolicy_1p5b_0p5b:tiny",
+        *(f"--config.{name}={value}" for name, value in fields.items()),
+        f"--hints={hints}",
+        f"--development={tmp_path}/problems.jsonl",
+        f"--humaneval={tmp_path}/problems.jsonl",
+        *("--seconds=60", "--answer-tokens=2", "--rows=8", "--allow-unsandboxed", "--files"),
         f"--out={tmp_path}/out",
     ]
-    assert table.main(asked) == 0
-    before, own, taught = json.loads((tmp_path / "out" / "table.json").read_text())
-    assert [row["setting"] for row in (before, own, taught)] == ["before", "own", "taught"]
-    assert own["seed"] == 1 and before["phases"] == []
-    assert own["heldout"]["kl"] != before["heldout"]["kl"] != taught["heldout"]["kl"]
-    (phase,) = own["phases"]
-    assert phase["seconds"] >= 0.2 and phase["rounds"][0]["answers"] > 0
-    assert own["development"]["passed"] == "00" * own["development"]["problems"]
-    printed = capsys.readouterr().out
-    assert "compiled after" in printed and "own:1" in printed
+    arms = "own*1; own*2; before; hints_self; cold_own"
+    assert table.main([*asked, f"--arms={arms}"]) == 0
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    found = {line["name"]: line for line in map(json.loads, lines)}
+    assert list(found) == ["own*1", "own*2", "before*0", "hints_self*0", "cold_own*0"]
+    assert found["own*1"]["ended"] == [6] and found["own*1"]["train_seconds"][0] > 0
+    start = found["before*0"]["heldout"]["kl"]
+    assert found["own*1"]["start"]["kl"] == found["own*2"]["start"]["kl"] == start
+    assert found["own*1"]["heldout"]["kl"] != found["own*2"]["heldout"]["kl"] != start
+    assert found["hints_self*0"]["gap"]["exercises"] == 2
+    assert found["hints_self*0"]["start"]["kl"] == pytest.approx(0, abs=1e-3)
+    assert len(found["cold_own*0"]["ended"]) == 2
+    judged = [tmp_path / "out" / name / "judged.json" for name in ("before-0", "own-1", "own-2")]
+    assert "humaneval bare" in json.loads(judged[1].read_text())
+    assert compare_passk.main([str(path) for path in judged]) == 0
+    assert "| HumanEval, mean of 3 wordings | 1, 2 | 0.0 | 0.0 |" in capsys.readouterr().out
+    before = open_checkpoint(str(tmp_path / "out" / "before-0" / "student.gguf"))
+    assert before.spec == open_checkpoint(str(models / "student.gguf")).spec
+    assert table.main([*asked, f"--arms={arms}"]) == 0
+    assert (tmp_path / "out" / "results.jsonl").read_text().splitlines() == lines

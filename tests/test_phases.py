@@ -1,6 +1,5 @@
 """Phases of a run: exact resume over their borders, how they end, the best step, who is stopped."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 from conftest import make_tiny_config, start_over
 from quick import cases
+from resuming import Rounds, assert_resumes
 from test_lora_run import adapt
-from test_rollouts import Death, Dies, Rounds
 from test_run import go, saved
 
 import kdjax
@@ -85,24 +84,9 @@ def job(models, tmp_path_factory, steps_stay):
     return assemble(make_config(models, folder), folder / "never")
 
 
-@pytest.fixture(scope="module")
-def straight(job, tmp_path_factory):
-    """The workdir of a run that nothing stopped, and what was recorded of it."""
-    workdir, recorder = tmp_path_factory.mktemp("straight") / "run", Rounds()
-    assert go(job.config, workdir, recorder, job=start_over(job, workdir)) == "finished"
-    return workdir, recorder
-
-
-def last_figures(*recorders):
-    figures = {}
-    for recorder in recorders:
-        figures |= {call[:2]: call[2] for call in recorder.calls if len(call) == 3}
-    return figures
-
-
 def test_a_run_goes_through_its_phases(job, straight):
     workdir, recorder = straight
-    figures = last_figures(recorder)
+    figures = recorder.last()
     begun = {step: f["phase"] for (kind, step), f in figures.items() if kind == PHASE}
     assert begun == {3: 1.0, 7: 2.0}
     progress = Progress.read(saved_run(workdir, 9))
@@ -137,18 +121,11 @@ def test_a_run_goes_through_its_phases(job, straight):
 def test_a_run_of_phases_killed_anywhere_resumed_is_the_same_bit_for_bit(
     job, straight, tmp_path, event, at
 ):
-    (whole, recorder), workdir, config = straight, tmp_path / "run", job.config
-    first, second = Rounds(at - 1 if event == "stop" else None), Rounds()
-    with contextlib.suppress(Death):
-        fresh = start_over(job, workdir)
-        assert go(config, workdir, first, Dies(event, at), job=fresh) == "interrupted"
-    assert go(config, workdir, second, job=start_over(job, workdir)) == "finished"
-    assert last_figures(first, second) == last_figures(recorder)
+    workdir, whole = tmp_path / "run", straight[0]
+    stop_at = at - 1 if event == "stop" else None
+    assert_resumes(job, workdir, straight, event, at, stop_at=stop_at)
     assert saved_run(workdir, 9)[PHASE] == saved_run(whole, 9)[PHASE]
     assert find_best(workdir) == find_best(whole)
-    (a, one), (b, two) = (saved(job, path) for path in (workdir, whole))
-    assert a == b == 9
-    chex.assert_trees_all_equal(one, two)
 
 
 def test_the_teacher_writes_what_it_would_write(job):

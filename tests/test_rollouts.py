@@ -1,6 +1,5 @@
 """The student's own answers: prompts, rows, rounds on the disk, exact resume, the stop rule."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,10 +13,11 @@ import chex
 import jax
 import numpy as np
 import pytest
-from conftest import make_tiny_config
+from conftest import make_tiny_config, start_over
 from quick import cases
+from resuming import Death, Rounds, assert_resumes
 from test_disk import no_file_beyond
-from test_run import Recorder, go, saved
+from test_run import Recorder, go
 
 from kdjax import config as config_module
 from kdjax.config import RolloutConfig, validate
@@ -180,49 +180,8 @@ def job(models, tmp_path_factory):
 
 
 def begin(job, workdir, **changes):
-    """The job for another run: its step stays compiled, its rounds begin again."""
-    parts = job.pair, job.rows, job.cache, job.step, job.teacher
-    config = dataclasses.replace(job.config, **changes)
-    source = make_source(config, workdir, *parts)
-    return dataclasses.replace(job, config=config, workdir=workdir, source=source)
-
-
-@pytest.fixture(scope="module")
-def straight(job, tmp_path_factory):
-    """The workdir of a run of ten steps that nothing stopped, and what was recorded of it."""
-    workdir, recorder = tmp_path_factory.mktemp("straight") / "run", Rounds()
-    assert go(job.config, workdir, recorder, job=begin(job, workdir)) == "finished"
-    return workdir, recorder
-
-
-class Rounds(Recorder):
-    """Notes rounds, too."""
-
-    def news(self, step, kind, figures):
-        fixed = {name: value for name, value in figures.items() if name != "seconds"}
-        self.calls.append((kind, step, fixed))
-
-    def last(self):
-        """The last figures of each step and round."""
-        return {call[:2]: call[2] for call in self.calls if call[0] in ("step", "round", "eval")}
-
-
-class Death(BaseException):
-    """An end as sudden as kill -9: nothing catches it."""
-
-
-class Dies(Hook):
-    def __init__(self, event, at):
-        self._event, self._at = event, at
-
-    def step_end(self, record):
-        if (self._event, self._at) == ("step", record.step):
-            raise Death
-        return super().step_end(record)
-
-    def news(self, step, kind, figures):
-        if (self._event, self._at) == ("round", step):
-            raise Death
+    """The job for another run, with other sections of its config."""
+    return start_over(job, workdir, config=dataclasses.replace(job.config, **changes))
 
 
 def rounds_of(workdir):
@@ -260,27 +219,19 @@ def test_a_run_writes_its_rounds_and_logs_them(job, straight):
 def test_train_10_is_train_killed_anywhere_resumed_bit_for_bit(
     job, straight, tmp_path, monkeypatch, event, at
 ):
-    workdir = tmp_path / "run"
-    first, second = Rounds(at if event == "stop" else None), Rounds()
-    replace, written = os.replace, []
+    workdir, replace, written = tmp_path / "run", os.replace, []
 
     def dying(source, target):
         written.extend([target] if "round-" in str(target) else [])
-        if event == "writing" and len(written) == at and not second.calls:
+        if event == "writing" and len(written) == at and target is written[-1]:
             raise Death
         return replace(source, target)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", dying)
-        hooks = [first, Dies(event, at)]
-        with contextlib.suppress(Death):
-            assert go(job.config, workdir, *hooks, job=begin(job, workdir)) == "interrupted"
-    assert go(job.config, workdir, second, job=begin(job, workdir)) == "finished"
-    assert first.last() | second.last() == straight[1].last()
+        stop_at = at if event == "stop" else None
+        assert_resumes(job, workdir, straight, event, at, stop_at=stop_at)
     assert rounds_of(workdir) == rounds_of(straight[0])
-    (a, one), (b, two) = (saved(job, path) for path in (workdir, straight[0]))
-    assert a == b == 10
-    chex.assert_trees_all_equal(one, two)
 
 
 def test_the_student_writes_by_a_loop_of_layers_and_without_packing(job, tmp_path):

@@ -34,6 +34,28 @@ def loaded(folder, devices):
 
 
 @functools.cache
+def trio(folder, name, times, devices=1, weights="dense"):
+    """A teacher, a model whose numbers are so many times those of the file, and a student."""
+    teacher, student = loaded(folder, devices)
+    if weights != "dense":
+        path, among = folder / "teacher.gguf", jax.devices()[:devices]
+        teacher = kdjax.load(path, weights=weights, devices=among)
+    other = dict(zip(("teacher", "student"), loaded(folder, devices), strict=True))[name]
+    other = other.replace(params=jax.tree.map(lambda x: x * times, other.params))
+    return teacher, other, student
+
+
+# How a step of two models is compared with one whose teacher was computed by hand.
+by_hand = pytest.mark.parametrize(
+    ("divergence", "temperature", "devices", "microbatches", "weights"),
+    cases(
+        ("jsd", 2.0, 1, 1, "dense"),
+        slow=[("forward_kl", 1.0, 4, 1, "dense"), ("reverse_kl", 2.0, 1, 2, "packed")],
+    ),
+)
+
+
+@functools.cache
 def text():
     ids = np.random.default_rng(0).integers(0, 256, (ROWS, LENGTH + 1), dtype=np.int32)
     weights = np.ones((ROWS, LENGTH), np.float32)
@@ -56,11 +78,13 @@ def likeliest(log_probs, k=K):
 
 
 def take(student, teacher, batch, loss=None, **settings):
-    """Means of a step, and the parameters after it."""
+    """Means of a step, and the parameters after it; of a teacher, of several, or of none."""
     step = kdjax.make_step(
         student, teacher, loss or kdjax.KDLoss(alpha=0.3), optax.sgd(0.1), **settings
     )
-    state, metrics = step(step.init(student.params), teacher and teacher.params, batch)
+    several = isinstance(teacher, list)
+    arrays = [one.params for one in teacher] if several else teacher and teacher.params
+    state, metrics = step(step.init(student.params), arrays, batch)
     return metrics.means(), state.params
 
 

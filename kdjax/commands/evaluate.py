@@ -46,6 +46,7 @@ from kdjax.formats.files import make_folder
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import Sampling
+from kdjax.models.model import Model
 
 _log = logging.getLogger("kdjax")
 
@@ -304,7 +305,6 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
 
 def _run_model(document: dict[str, Any], request: Request, target: Target, mesh: Mesh) -> None:
     """Loads the model and adds what it predicts, answers and solves; it is freed on return."""
-    tokenizer = target.checkpoint.tokenizer
     with _model_at_work("loading the model"):
         model = target.load(mesh)
     with _model_at_work("looking whether it is broken"):
@@ -313,12 +313,24 @@ def _run_model(document: dict[str, Any], request: Request, target: Target, mesh:
     with _model_at_work("letting it answer"):
         findings, document["probe"]["answers"] = examine.of_answers(model)
     _add_findings(document, findings)
+    for name, figures in solve(request, model, target.checkpoint):
+        document[name] = figures
+
+
+def solve(
+    request: Request, model: Model, checkpoint: Checkpoint
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields what of each benchmark the model solves, by the name of that in the document.
+
+    The model's ids and positions are those of the checkpoint.
+    """
+    tokenizer = checkpoint.tokenizer
     for name, (benchmark, way) in request.asked.items():
         wording = problems.choose_wording(way.wording, tokenizer)
-        settings = _settings(request, way, wording, target.checkpoint)
+        settings = _settings(request, way, wording, checkpoint)
         _say(f"{name}: {len(benchmark)} problems, {settings.samples} answers to each")
         generate = passk.answer_with(model, tokenizer, way.sampling, settings)
-        document[name] = passk.run_benchmark(benchmark, tokenizer, generate, settings)
+        yield name, passk.run_benchmark(benchmark, tokenizer, generate, settings)
 
 
 def _settings(

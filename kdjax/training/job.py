@@ -25,6 +25,7 @@ from kdjax.config import (
     TrainConfig,
     choose_optim,
     count_own_rows,
+    flatten,
     is_phased,
     list_phases,
     place_phase,
@@ -86,6 +87,20 @@ from kdjax.training.teachers import (
 )
 
 _log = logging.getLogger("kdjax")
+
+# Fields and sections that decide which models are loaded beside the student, and a step's program.
+_LOADED = (
+    "teacher.",
+    "student.path",
+    "student.layers",
+    "student.init",
+    "student.head",
+    "data.tokenizer",
+    "data.max_segments",
+    "train.compute_dtype",
+)
+_COMPILED = (*_LOADED, "student.", "loss.", "optim.", "train.")
+_UNCOMPILED = ("train.seed", "train.seconds", "train.until")
 
 
 @dataclasses.dataclass
@@ -337,10 +352,11 @@ def _choose_mesh(
     return mesh, plan
 
 
-def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
+def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | None = None) -> Job:
     """Builds the job; `own` is what a user gave as Python in place of what the config names.
 
-    Raises `UserError` for anything a user can mend.
+    Another job of this process is `like` it: loaded models are taken from there, and its compiled
+    step, where both configs would have the same. Raises `UserError` for anything a user can mend.
     """
     placement, pair, plan = survey(config)
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
@@ -353,11 +369,18 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
             teacher_hash = hashed.result()["teacher.sha256"] or ""
             cache = _open_caches(config, pair, rows, plan.kind, teacher_hash)
             _log.info("%s", cache)
-        teacher = load_teacher(config, pair, plan.kind, placement)
-        start = load_start(config, pair, plan.kind, placement, teacher)
-        _, step, schedule = build_step(
-            config, pair, placement, plan.kind, teacher, own=own, start=start
-        )
+        if like and (like.kind != plan.kind or like.step.placement.mesh != placement.mesh):
+            like = None
+        loaded = like if like and _agree(like.config, config, _LOADED) else None
+        teacher = loaded.teacher if loaded else load_teacher(config, pair, plan.kind, placement)
+        start = loaded.start if loaded and config.loss.beyond != 1 else None
+        start = start or load_start(config, pair, plan.kind, placement, teacher)
+        if loaded and own == loaded.own == NO_CODE and _agree(loaded.config, config, _COMPILED):
+            step, schedule = loaded.step, loaded.schedule
+        else:
+            _, step, schedule = build_step(
+                config, pair, placement, plan.kind, teacher, own=own, start=start
+            )
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
     made_of |= hash_imatrix(config.student) | own.identify(step.abstract)
     texts = []
@@ -387,6 +410,17 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
         start=start,
         phased=is_phased(config),
         last_phase=0 if config.smoke.steps else len(config.then),
+    )
+
+
+def _agree(one: Config, other: Config, names: tuple[str, ...]) -> bool:
+    """Whether two configs have the same values of these fields and sections."""
+    sides = (flatten(dataclasses.replace(config, then=())) for config in (one, other))
+    before, now = sides
+    return all(
+        value == before[name]
+        for name, value in now.items()
+        if name.startswith(names) and name not in _UNCOMPILED
     )
 
 

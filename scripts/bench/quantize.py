@@ -23,12 +23,10 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import re
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +51,7 @@ from kdjax.training.forms import Rounded, choose_form
 from kdjax.training.heldout import held_out
 from kdjax.training.inputs import prepare
 from kdjax.training.step import Step
+from scripts.bench.arms import run_arms
 
 QUEUE = (
     "small<big:#60*0; small<big:q4_0#60*0; small<self:q4_0@1e-5#60*0; big<self:blocks=Q2_K#200*0/8;"
@@ -290,7 +289,7 @@ class Bench:
 
     def run(self, arm: Arm) -> dict[str, Any]:
         """Trains and judges one arm; its blocks are written beside the results."""
-        args, begun = self._args, time.monotonic()
+        args = self._args
         student, teacher = self.models(arm)
         step = self.step(arm)
         state = step.init(student.params)
@@ -318,7 +317,7 @@ class Bench:
                     found.setdefault(name, {})[text] = self.judge(step, teacher, round_all(params))
         memory = jax.local_devices()[0].memory_stats() or {}
         found["peak_gb"] = memory.get("peak_bytes_in_use", 0) / 1e9
-        return found | {"arm_seconds": time.monotonic() - begun, **arm._asdict()}
+        return found | arm._asdict()
 
     def write_blocks(self, step: Step, student: Model, state: Any, name: str) -> str:
         """Writes the blocks that the state's student is seen in; returns the file."""
@@ -385,25 +384,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the arms that have no result yet; returns the exit status."""
     begun, args = time.monotonic(), _parser().parse_args(argv)
     runtime.configure()
-    args.out.mkdir(parents=True, exist_ok=True)
-    results = args.out / "results.jsonl"
-    lines = results.read_text().splitlines() if results.exists() else []
-    done = {json.loads(line)["name"] for line in lines}
     arms = [Arm.parse(text.strip(), args.scale) for text in args.arms.split(";") if text.strip()]
-    bench = Bench(args)
-    for arm in arms:
-        left = args.limit - (time.monotonic() - begun)
-        if arm.name in done or arm.seconds + _AROUND * min(args.scale, 1.0) > left:
-            continue
-        try:
-            record = bench.run(arm)
-        except Exception as error:  # the others go on
-            traceback.print_exc()
-            print(json.dumps({"name": arm.name, "failed": str(error)[:200]}), flush=True)
-            continue
-        with results.open("a") as file:
-            file.write(json.dumps(record | {"device": str(jax.devices()[0])}) + "\n")
-        print(json.dumps(record), flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    around = _AROUND * min(args.scale, 1.0)
+    run_arms(arms, Bench(args).run, args.out, until=begun + args.limit, around=around)
     return 0
 
 

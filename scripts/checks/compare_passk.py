@@ -8,8 +8,9 @@ exact two-sided sign test of how many are better and how many worse. Two pass ra
 problems say less: most of the difference between problems is in both. Files are refused if their
 problems, samples a problem or wordings differ.
 
-Files of `--wording=all` get a table more: the mean over the wordings, greedy, with the later files
-as seeds of one setting. Its interval holds 95% of the differences of problems and seeds drawn anew.
+A second table has the later files as seeds of one setting, and those that commas join to the first,
+`a-0.json,a-1.json`, as seeds of the other: each benchmark, and of `--wording=all` the mean over the
+wordings, greedy. The interval holds 95% of the differences of problems and seeds drawn anew.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from kdjax.errors import UserError, reporting
 from kdjax.evaluation.passk import draw_anew
 from kdjax.evaluation.sandbox import PASSED
 
-BENCHMARKS = {"humaneval": "HumanEval", "mbpp": "MBPP"}
+BENCHMARKS = {"development": "Development", "humaneval": "HumanEval", "mbpp": "MBPP"}
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -69,6 +70,18 @@ def better_and_worse(before: dict[str, Any], after: dict[str, Any]) -> tuple[int
     return sum(c > 0 for c in change), sum(c < 0 for c in change)
 
 
+def pair(
+    first: Path, before: dict[str, Any], path: Path, after: dict[str, Any], name: str
+) -> tuple[int, int]:
+    """`better_and_worse` of two files' benchmark; raises `UserError` if they do not pair."""
+    try:
+        return better_and_worse(before[name], after[name])
+    except ValueError as error:
+        raise UserError(
+            f"{path}: its {_title(name)} does not pair with that of {first}: {error}"
+        ) from error
+
+
 def table(paths: Sequence[Path]) -> list[str]:
     """Rows of Markdown: each benchmark of each later file against the first's."""
     before = read(paths[0])
@@ -82,12 +95,7 @@ def table(paths: Sequence[Path]) -> list[str]:
         if not shared:
             raise UserError(f"{path}: found no benchmark that {paths[0]} has as well")
         for name in shared:
-            try:
-                change = better_and_worse(before[name], after[name])
-            except ValueError as error:
-                raise UserError(
-                    f"{path}: its {_title(name)} does not pair with that of {paths[0]}: {error}"
-                ) from error
+            change = pair(paths[0], before, path, after, name)
             both = [a + b for a, b in zip(both, change, strict=True)]
             rows.append(row(path, _title(name), rate(before[name]), rate(after[name]), change))
         if len(shared) > 1:
@@ -100,33 +108,43 @@ def _title(name: str) -> str:
     return BENCHMARKS[benchmark] + space + way
 
 
-def over_wordings(paths: Sequence[Path]) -> list[str]:
-    """Rows of Markdown: the mean over wordings of each benchmark; none without three wordings."""
-    files = [read(path) for path in paths]
+def over_seeds(befores: Sequence[Path], afters: Sequence[Path]) -> list[str]:
+    """Rows of Markdown: each way to ask, and the mean over the wordings of a benchmark."""
+    sides = [[read(path) for path in paths] for paths in (befores, afters)]
+    shared = [way for way in sides[0][0] if all(way in file for side in sides for file in side)]
+    for path, file in zip(befores, sides[0], strict=True):
+        for way in shared:
+            pair(befores[0], sides[0][0], path, file, way)
     rows = []
     for name, title in BENCHMARKS.items():
-        ways = [way for way in files[0] if way.partition(" ")[0] == name]
-        # Of samples at a temperature there is one wording; they have a line of their own above.
-        greedy = [way for way in ways if files[0][way]["samples"] == files[0][way]["problems"]]
-        if len(greedy) < 2 or not all(way in file for way in greedy for file in files):
-            continue
-
-        def share(file: dict[str, dict[str, Any]], greedy: Sequence[str] = greedy) -> np.ndarray:
-            found = [passed(file[way]) for way in greedy]
-            tasks = sorted(found[0])
-            return np.mean([[ends[task] for task in tasks] for ends in found], axis=(0, 2))
-
-        before, *after = [share(file) for file in files]
-        low, high = draw_anew(np.stack(after), before[None])
-        gain = np.mean(after) - np.mean(before)
-        means = f"{100 * np.mean(before):.1f} | {100 * np.mean(after):.1f} | {100 * gain:+.1f}"
-        held = f"{100 * low:+.1f} to {100 * high:+.1f}"
-        rows.append(f"| {title} | {len(greedy)} | {len(after)} | {means} | {held} |")
+        ways = [way for way in shared if way.partition(" ")[0] == name]
+        # Of samples at a temperature there is one wording.
+        first = sides[0][0]
+        greedy = [way for way in ways if first[way]["samples"] == first[way]["problems"]]
+        rows += [_row_of_seeds(sides, [way], _title(way)) for way in ways]
+        if len(greedy) > 1:
+            rows.append(_row_of_seeds(sides, greedy, f"{title}, mean of {len(greedy)} wordings"))
     head = [
-        "| mean over wordings | wordings | seeds | before, % | after, % | gain | 95% |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| benchmark | seeds | before, % | after, % | gain | 95% |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    return [*head, *rows] if rows else []
+    return [*head, *rows]
+
+
+def _row_of_seeds(
+    sides: Sequence[Sequence[dict[str, dict[str, Any]]]], ways: Sequence[str], title: str
+) -> str:
+    def share(file: dict[str, dict[str, Any]]) -> list[float]:
+        """Share of each problem's samples that passed, the mean over the ways to ask."""
+        found = [passed(file[way]) for way in ways]
+        return [float(np.mean([ends[task] for ends in found])) for task in sorted(found[0])]
+
+    before, after = (np.asarray([share(file) for file in side]) for side in sides)
+    low, high = draw_anew(after, before)
+    seeds = f"{len(before)}, {len(after)}"
+    means = f"{100 * before.mean():.1f} | {100 * after.mean():.1f}"
+    gain = f"{100 * (after.mean() - before.mean()):+.1f}"
+    return f"| {title} | {seeds} | {means} | {gain} | {100 * low:+.1f} to {100 * high:+.1f} |"
 
 
 def rate(benchmark: dict[str, Any]) -> str:
@@ -144,11 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path, help="the first is paired with each other")
-    files = parser.parse_args(argv).files
-    if len(files) < 2:
-        parser.error("expected two files or more")
-    print("\n".join([*table(files), *over_wordings(files)]))
+    parser.add_argument("before", help="a file, or several seeds' by commas")
+    parser.add_argument("after", nargs="+", type=Path)
+    args = parser.parse_args(argv)
+    before = [Path(path) for path in args.before.split(",")]
+    print("\n".join([*table([before[0], *args.after]), "", *over_seeds(before, args.after)]))
     return 0
 
 

@@ -6,7 +6,8 @@ The first file is of scripts.onpolicy.invent. Its first --count exercises whose 
 on literals become problems in HumanEval's format, OUT/problems.jsonl: the examples are the tests.
 Nobody has solved them; one whose examples are wrong fails for every student. What is no problem and
 not like one goes to OUT/opened.jsonl as it is and to OUT/plain.jsonl asked for in words, and so do
-the prompts of the other files to OUT under their names.
+the prompts of the other files to OUT under their names. Those among it that could be problems are
+OUT/exercises.jsonl, in the same format: `kdjax answers` writes what passes, to train on.
 Exit status: 0 done, 2 bad input.
 """
 
@@ -122,8 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems, kept = set_apart(opened, args.count)
     held = hold(problems)
     plain = [{"role": "user", "content": ask_plainly(exercise)} for exercise in kept]
+    tested = (as_problem(exercise, f"Exercise/{i}") for i, exercise in enumerate(kept))
     files: dict[str, list[Any]] = {
         "problems.jsonl": problems,
+        "exercises.jsonl": [exercise for exercise in tested if exercise],
         "opened.jsonl": [opened[exercise] for exercise in kept],
         "plain.jsonl": [{"kind": "invented", "messages": [turn]} for turn in plain],
     }

@@ -1,0 +1,60 @@
+"""Runs that are killed, or asked to stop, and go on: they end as one that nothing stopped."""
+
+import contextlib
+
+import chex
+from conftest import start_over
+from test_run import Recorder, go, saved
+
+from kdjax.training.hooks import Hook
+
+
+class Rounds(Recorder):
+    """Notes rounds and phases, too."""
+
+    def news(self, step, kind, figures):
+        fixed = {name: value for name, value in figures.items() if name != "seconds"}
+        self.calls.append((kind, step, fixed))
+
+    def last(self):
+        """The last figures of each step, round, phase and evaluation."""
+        return {call[:2]: call[2] for call in self.calls if len(call) == 3}
+
+
+class Death(BaseException):
+    """An end as sudden as kill -9: nothing catches it."""
+
+
+class Dies(Hook):
+    def __init__(self, event, at):
+        self._event, self._at = event, at
+
+    def step_end(self, record):
+        if (self._event, self._at) == ("step", record.step):
+            raise Death
+        return super().step_end(record)
+
+    def news(self, step, kind, figures):
+        if (self._event, self._at) == ("round", step):
+            raise Death
+
+
+def run_straight(job, workdir):
+    """The workdir of a run that nothing stops, and what was recorded of it."""
+    recorder = Rounds()
+    assert go(job.config, workdir, recorder, job=start_over(job, workdir)) == "finished"
+    return workdir, recorder
+
+
+def assert_resumes(job, workdir, straight, event, at, *, stop_at=None):
+    """Dies at the event, or is asked to stop after a step, goes on, and ends bit for bit alike."""
+    whole, recorder = straight
+    first, second = Rounds(stop_at), Rounds()
+    with contextlib.suppress(Death):
+        hooks = first, Dies(event, at)
+        assert go(job.config, workdir, *hooks, job=start_over(job, workdir)) == "interrupted"
+    assert go(job.config, workdir, second, job=start_over(job, workdir)) == "finished"
+    assert first.last() | second.last() == recorder.last()
+    (a, one), (b, two) = (saved(job, path) for path in (workdir, whole))
+    assert a == b
+    chex.assert_trees_all_equal(one, two)
