@@ -345,7 +345,7 @@ def load_model(
         base = load_model(checkpoint.base, **settings)
         model = base.replace(checkpoint=checkpoint, source=str(checkpoint))
         return attach_adapters(model, checkpoint.adapters.lora, checkpoint.adapters.read_tree())
-    if checkpoint.saved is not None and weights != "dense":
+    if checkpoint.whole_step is not None and weights != "dense":
         raise UserError(f"{checkpoint}: a saved step has no such form ({weights}); leave it out.")
     compute = Compute(
         dtype=jnp.dtype(compute_dtype or dtype),
