@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import re
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import kdjax
-from kdjax.commands import draft, generate
 from kdjax.errors import UserError
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats import open_table
@@ -336,31 +334,3 @@ def test_what_is_no_block_is_refused(models, block, model):
     loss = kdjax.KDLoss(kdjax.total_variation)
     with pytest.raises(UserError, match=r"quantize='q4_0' for a block that drafts"):
         kdjax.make_step(block, model, loss, optax.sgd(1.0), quantize="q4_0")
-
-
-@pytest.mark.slow
-def test_the_command_trains_a_block(path, tmp_path, capsys):
-    """Layers keep their bytes; acceptance on rows kept apart rises; a new block can begin."""
-    text = tmp_path / "a.py"
-    text.write_text("".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(200)))
-    write_random_gguf(tmp_path / "m.gguf", SHAPE, recipe="q8_0")
-    out, where = tmp_path / "o.gguf", [str(tmp_path / "m.gguf"), f"--data={text}"]
-    how = ["--seq-len=32", "--rows=32", "--steps=8", "--learning-rate=3e-3"]
-    assert draft.main([*where, f"--out={out}", *how]) == 0
-    told = capsys.readouterr().out
-    before, after = (float(x) for x in re.findall(r"([0-9.]+) of its drafts accepted", told))
-    assert after > before and "2 rows kept apart" in told
-    ours, theirs = tensors(out), tensors(tmp_path / "m.gguf")
-    changed = {n for n in theirs if ours[n] != theirs[n] and not n.endswith("ssm_a")}  # rounded
-    assert changed and all(name.startswith("blk.4.") for name in changed)
-    assert open_table(out).info("blk.4.nextn.eh_proj.weight").dtype == "Q8_0"
-    assert generate.main([str(out), "--prompt=def f", "--max-tokens=4", "--draft=own"]) == 0
-    assert "accepted a pass" in capsys.readouterr().err
-    for more, message in (
-        ([f"--out={out}"], "exists; expected no file"),
-        ([f"--out={tmp_path}/p.gguf", "--steps=0"], "--steps, --rows"),
-        ([f"--out={tmp_path}/p.gguf", "--type=iq1_s"], "expected one of F32"),
-        ([f"--out={tmp_path}/p.gguf", "--seq-len=512"], "expected 16 or more"),
-    ):
-        assert draft.main([*where, *more]) == 2
-        assert message in capsys.readouterr().err
