@@ -58,6 +58,7 @@ class _OldField:
 
 
 OWN = "own:"  # before the name, in loss.divergence, of a function that a run was given as Python
+OWN_BLOCK = "own"  # as student.block and --draft: the block that drafts of a model's own file
 NEW = "new"  # as student.block: one that is drawn, in place of the file's
 SELF = "self"  # as teacher.path: the student's own numbers at the start, frozen
 
@@ -530,7 +531,7 @@ _RULES: dict[str, _Rule] = {
     "student.quantize_every": _NON_NEGATIVE,
     "student.remat": _choice("auto", "none", "dots", "full"),
     "student.block": (
-        (lambda v: v in ("", "own", NEW)),
+        (lambda v: v in ("", OWN_BLOCK, NEW)),
         "empty, or one of own (the file's) and new (drawn by train.seed)",
     ),
     "student.lora.rank": _NON_NEGATIVE,

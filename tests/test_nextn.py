@@ -1,5 +1,6 @@
 """The block that drafts (MTP): read, written, computed, written with and trained."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,7 +16,9 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import kdjax
+from kdjax.commands import evaluate
 from kdjax.errors import UserError
+from kdjax.evaluation.drafting import choose_prompts
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats import open_table
 from kdjax.models.checkpoint import cut_layers, drop_block, open_checkpoint
@@ -131,6 +134,28 @@ def test_the_block_computes_its_formula(model, block):
         start += len(tokens)
 
 
+def test_runs_of_drafts_are_those_of_passes_that_begin_everywhere(model, block):
+    """The states of three drafts a pass, of a pass from each token of two documents of a row."""
+    texts = PROMPTS[2], PROMPTS[0][:6]
+    rows = np.asarray([[*texts[0], *texts[1]]])
+    ids = np.repeat([1, 2], [9, 6])[None]
+    at = np.concatenate([np.arange(9), np.arange(6)])[None]
+    columns = dict(tokens=rows, segment_ids=ids, positions=at)
+    batch = {name: x.astype(np.int32) for name, x in columns.items()}
+    (states,) = block.hidden_states([batch], drafts=3)
+    found = np.asarray(states[0])
+    for tokens, start in zip(texts, (0, 9), strict=True):
+        states = read_states(model, tokens)
+        np.testing.assert_allclose(found[0, start : start + len(tokens)], states, atol=2e-5)
+        for first in range(len(tokens)):
+            before = np.concatenate([np.zeros((1, states.shape[1])), states])[: first + 1]
+            for number in range(min(3, len(tokens) - first)):
+                own = run_block(model, tokens[: first + number + 1], before)[-1]
+                place = start + first + number
+                np.testing.assert_allclose(found[1 + number, place], own, atol=2e-5)
+                before = np.concatenate([before, own[None]])
+
+
 def tensors(path):
     table = open_table(path)
     return {name: (table.info(name).shape, table.raw(name).tobytes()) for name in table}
@@ -218,6 +243,37 @@ def test_a_drawn_text_is_drawn_from_the_model(model, block):
     expected = np.sqrt(2 / np.pi / count * p * (1 - p)).sum()  # of fair draws
     assert 0.5 * expected < np.abs(shares - p).sum() < 1.3 * expected
     assert any(answer.drafted.accepted for answer in answers)
+
+
+@pytest.mark.slow
+def test_the_figures_of_an_own_block_are_those_of_speculation(path, model, block, tmp_path):
+    """`evaluate --draft=own` beside texts that are written with the block as the draft."""
+    text = "def f(x):\n    return x + 1\n\n" * 4
+    lines = [json.dumps({"text": text[i:]}) + "\n" for i in range(3)]
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    out = tmp_path / "out.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
+        arguments = [f"{path}@dense:float32", f"--json={out}", "--draft=own", "--rows=3"]
+        arguments += [f"--data={tmp_path}/text.jsonl", "--max-tokens=24", "--seq-len=64"]
+        assert evaluate.main(arguments) in (0, 9)  # random weights may be found broken
+    found = json.loads(out.read_text())["draft"]
+    assert found["costs"]["measured"] and 0 < found["costs"]["draft"] < 2
+    (domain,) = found["domains"].values()
+    assert [*domain["greedy"]["blocks"]] == [str(k) for k in range(1, 9)]
+    how: dict[str, Any] = dict(stop_ids=model.tokenizer.stop_ids)
+    every = f"{tmp_path}/text.jsonl", model.tokenizer
+    prompts = choose_prompts(*every, count=3, most=999)
+    first = model.generate(prompts, max_tokens=1, **how)
+    begun = [prompt + one.ids for prompt, one in zip(prompts, first, strict=True)]
+    for drafts in (1, 3):
+        how |= dict(draft=block, draft_tokens=drafts, max_tokens=23)
+        counts = np.sum([c.drafted for c in model.generate(begun, **how)], axis=0)
+        figures = domain["greedy"]["blocks"][str(drafts)]
+        # Passes whose drafts reach beyond the text are not judged: of each text one or two.
+        assert 0 <= counts[0] - figures["passes"] <= 2 * len(prompts)
+        accepted = figures["accepted"] * figures["passes"]
+        assert -1e-6 <= counts[1] - accepted <= 2 * drafts * len(prompts) and accepted > 3
 
 
 _ASK = r"""

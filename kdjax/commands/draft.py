@@ -19,7 +19,7 @@ import jax
 from kdjax.commands.export import read_model
 from kdjax.commands.parsing import Parser, Run, add_cluster_flags, log_to_terminal, override
 from kdjax.commands.train import carry_out
-from kdjax.config import NEW, SELF, Config, validate
+from kdjax.config import NEW, OWN_BLOCK, SELF, Config, validate
 from kdjax.errors import FINISHED, INTERRUPTED, NOT_FINITE, PEER_LOST, UserError, reporting
 from kdjax.export import export_gguf
 from kdjax.export.staging import check_target
@@ -56,7 +56,7 @@ def _make_config(args: argparse.Namespace) -> Config:
     config.teacher.path, config.student.path = SELF, form.path
     config.teacher.weights = form.weights if args.model != form.path else "packed"
     config.teacher.param_dtype = config.train.compute_dtype = form.dtype
-    config.student.block = NEW if args.new else "own"
+    config.student.block = NEW if args.new else OWN_BLOCK
     config.data.train, config.data.seq_len = args.data, args.seq_len
     config.data.heldout_fraction = 1 / 16
     config.loss.divergence, config.loss.temperature, config.loss.alpha = "total_variation", 1.0, 0.0
