@@ -135,7 +135,7 @@ def open_adapters(asked: LoraConfig, student: Checkpoint) -> Lora | None:
 
 
 def begin_beside(config: Config, student: Checkpoint) -> Params | None:
-    """What trains beside a frozen student before the first step: adapters, or a new block.
+    """Makes what trains beside a frozen student, before the first step: adapters, or a new block.
 
     None if the student trains, or the block that its file has.
     """

@@ -110,15 +110,17 @@ class Plan:
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
     """The plan of one kind of teacher and of a `student.remat` by name; allocates nothing."""
-    lora = open_adapters(config.student.lora, pair.student)
+    lora, beside = open_adapters(config.student.lora, pair.student), ""
     shapes = functional(pair.student.spec, Compute())[1]
     if lora is not None:
-        shapes = shape_adapters(lora, pair.student.spec)
+        shapes, beside = shape_adapters(lora, pair.student.spec), "adapters"
+    elif config.student.block:
+        shapes, beside = {"mtp": shapes["mtp"]}, "the block that drafts"
     masters = sharding.tree_bytes(shapes, mesh)
     loops, reduce_dtype = config.student.remat == "full", config.train.reduce_dtype
     tx, frozen = _prepare_optimizer(config, pair.student.spec, shapes)
     whole, gradients = masters, sharding.tree_bytes(leave_out(shapes, frozen), mesh)
-    if lora is None and sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
+    if not beside and sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
         masters /= mesh.size  # all but norms and biases, which are few
         # To add up microbatches' takes about what whole ones take (two H200s, from a cache: 37.06
         # GB of 38.02 planned).
@@ -141,7 +143,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
             pair.student.base, rows, dtype, mesh
         )
     resident |= {
-        "student, float32 masters" if lora is None else "adapters, float32": masters,
+        f"{beside}, float32" if beside else "student, float32 masters": masters,
         f"optimizer moments, {config.optim.moment_dtype}": moments,
     }
     if config.student.quantize:
@@ -194,6 +196,8 @@ def count_step_flops(
     """
     forward = pair.student.spec.forward_flops(config.data.seq_len)
     flops = (2 + _count_trained(config, pair.student.spec)) * forward
+    if config.student.block:  # the layers run once more, without the head
+        flops = forward + _count_block(pair.student.spec, config.data.seq_len)
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
         return flops
     length = config.data.seq_len
@@ -226,6 +230,14 @@ def _count_trained(config: Config, spec: ArchSpec) -> float:
     shapes = functional(spec, Compute())[1]
     trained = leave_out(shapes, _prepare_optimizer(config, spec, shapes)[1])
     return _count_bytes(trained) / _count_bytes(shapes)
+
+
+def _count_block(spec: ArchSpec, length: int) -> float:
+    """FLOP a token of the block that drafts, both ways; the head has no gradient of its own."""
+    shapes = functional(spec, Compute())[1]["mtp"]
+    products = sum(x.size for x in jax.tree.leaves(shapes) if len(x.shape) > 2)
+    scores = 2.0 * spec.num_heads * spec.head_dim * length
+    return 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
 
 
 def _count_bytes(abstract: Any) -> int:
