@@ -1,6 +1,7 @@
 """Runs that train a block that drafts: resumed, opened again, on meshes, refused, as a command."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -17,12 +18,19 @@ from test_run import Recorder, go, saved
 import kdjax
 from kdjax.commands import draft, export, generate
 from kdjax.config import validate
+from kdjax.device.placement import Placement
+from kdjax.device.runtime import Devices
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import INTERRUPTED, NOT_WRITTEN, UserError
 from kdjax.formats import open_table
 from kdjax.formats.saved import SavedTable
-from kdjax.training.job import assemble, survey, text_source
+from kdjax.models.decoder import Compute, functional
+from kdjax.training import plan
+from kdjax.training.job import assemble, build_step, survey, text_source
 from kdjax.training.optim import optimizer
+from kdjax.training.pair import Vocabulary, open_pair
 from kdjax.training.saving import Checkpoints
+from kdjax.training.teachers import Packed
 from kdjax.watch.verify import verify
 from kdjax.watch.writers import JsonLines
 from scripts.bench.synthetic import write_random_gguf
@@ -171,6 +179,56 @@ def test_models_without_a_block_are_refused(models, config):
     config.student.path = str(models / "student.gguf")
     with pytest.raises(UserError, match=r"a qwen2 model; expected one of qwen3_5_text"):
         survey(config)
+
+
+def test_the_plan_counts_the_block_beside_the_layers(config, served):
+    """The block alone has masters, moments and gradients; the head has none on a GPU either."""
+    device = Devices("gpu", "NVIDIA H200", 1, 10**11, 9.9e14)
+    pair = open_pair(config)
+    made = plan.make_plan(config, pair, make_mesh(1, 1, 1, jax.devices()[:1]), device, Packed())
+    shapes = functional(pair.student.spec, Compute())[1]["mtp"]
+    masters = 4 * sum(x.size for x in jax.tree.leaves(shapes))
+    model = kdjax.load(served, weights="packed", dtype="float32")
+    layers = {name: x for name, x in model.params.items() if name != "mtp"}
+    kept = sum(x.nbytes for x in jax.tree.leaves(layers))
+    assert [*made.resident] == [
+        "teacher, packed blocks",
+        "the block that drafts, float32",
+        "optimizer moments, float32",
+    ]
+    assert [*made.resident.values()] == pytest.approx([kept, masters, 2 * masters], rel=2e-3)
+    assert made.gradients == masters == made.phases["the student runs backward"]["gradients"]
+    head = 305 * SHAPE.hidden
+    assert made.phases["the loss is computed"]["student's head"] == 4 * head  # numbers, no gradient
+    forward = pair.student.spec.forward_flops(config.data.seq_len)
+    flops = plan.count_step_flops(config, pair, Packed())
+    products = sum(x.size for x in jax.tree.leaves(shapes) if x.ndim > 2)
+    assert flops == pytest.approx(2 * forward + 6 * products + 2 * head, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_step_holds_what_is_planned(config, tmp_path):
+    """By XLA's account of the compiled step; the arrays of teacher and student are the same."""
+    sizes = dict(layers=8, hidden=384, heads=6, head=64, ffn=1024, rows=12_000)
+    write_random_gguf(tmp_path / "m.gguf", SHAPE._replace(**sizes), recipe="q8_0")
+    config.student.path, config.student.remat = str(tmp_path / "m.gguf"), "full"
+    config.teacher.param_dtype = config.train.compute_dtype = "bfloat16"
+    config.data.seq_len, config.train.batch_size, config.loss.chunk_tokens = 192, 5, 320
+    opened = open_pair(config)
+    pair = dataclasses.replace(opened, vocabulary=Vocabulary(12_000, 12_000))
+    mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    made = plan.make_plan(config, pair, mesh, Devices("cpu", "cpu", 1, None, None), Packed())
+    teacher, step, _ = build_step(config, pair, Placement.on(mesh), Packed())
+    batch = {
+        name: jax.ShapeDtypeStruct((5, 192), "float32" if name == "weights" else "int32")
+        for name in ("tokens", "labels", "segment_ids", "positions", "weights")
+    }
+    lowered = step.jitted.lower(step.abstract, teacher.params, batch, **step.fixed)
+    held = sum(x.nbytes for x in jax.tree.leaves(teacher.params))
+    held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract))
+    held += lowered.compile().memory_analysis().temp_size_in_bytes
+    assert made.peak_phase == "the block trains"
+    assert made.peak == pytest.approx(held, rel=0.05)
 
 
 @pytest.mark.slow
