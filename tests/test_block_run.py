@@ -252,7 +252,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys, undr
     steps = tmp_path / "o.run" / "checkpoints"
     (stopped,) = (int(step.name) for step in steps.iterdir())
     assert 3 <= stopped < 8
-    with no_file_beyond(1 << 20):
+    with no_file_beyond(1 << 18):
         assert draft.main([*where, *how]) == NOT_WRITTEN
     told = capsys.readouterr().err.splitlines()[-2:]
     assert "cannot be written" in told[0] and f"checkpoints/{stopped}: the run goes on" in told[1]
