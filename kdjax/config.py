@@ -58,6 +58,8 @@ class _OldField:
 
 
 OWN = "own:"  # before the name, in loss.divergence, of a function that a run was given as Python
+OWN_BLOCK = "own"  # as student.block and --draft: the block that drafts of a model's own file
+NEW = "new"  # as student.block: one that is drawn, in place of the file's
 SELF = "self"  # as teacher.path: the student's own numbers at the start, frozen
 
 
@@ -102,6 +104,7 @@ class StudentConfig:
     imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix: errors of fits count by it
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
+    block: str = ""  # own | new: train the block that drafts (MTP) for teacher.path=self; "": no
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -532,6 +535,10 @@ _RULES: dict[str, _Rule] = {
     "student.head": _choice("auto", "tied", "untied"),
     "student.quantize_every": _NON_NEGATIVE,
     "student.remat": _choice("auto", "none", "dots", "full"),
+    "student.block": (
+        (lambda v: v in ("", OWN_BLOCK, NEW)),
+        "empty, or one of own (the file's) and new (drawn by train.seed)",
+    ),
     "student.lora.rank": _NON_NEGATIVE,
     "student.lora.alpha": _POSITIVE,
     "student.lora.weights": _choice("packed", "dense", "float8"),
@@ -687,6 +694,8 @@ def _list_problems(config: Config) -> list[str]:
                 f"student.lora.rank={config.student.lora.rank}: must be 0 with student.quantize="
                 f"{config.student.quantize!r}, which trains all of the student"
             )
+    if config.student.block:
+        problems += _list_odd_for_block(flat)
     if config.teacher.path == SELF and config.student.init == "random":
         problems.append("teacher.path='self': needs student.init=checkpoint, numbers to keep to")
     if not (config.teacher.path or config.teacher.cache or config.loss.alpha == 1):
@@ -778,6 +787,31 @@ def _list_problems(config: Config) -> list[str]:
     if config.eval.best in _TAUGHT and not (config.teacher.path or config.teacher.cache):
         problems.append(f"eval.best={config.eval.best!r}: needs a teacher to compare with")
     return problems
+
+
+# What a run of `student.block` must have: the block drafts for layers that stay as they are.
+_BLOCKS = {
+    "teacher.path": SELF,
+    "teacher.cache": "",
+    "student.init": "checkpoint",
+    "student.layers": "",
+    "student.quantize": "",
+    "student.lora.rank": 0,
+    "optim.trainable": "",
+    "loss.beyond": 1.0,
+    "rollout.prompts": "",
+    "mesh.tensor": 1,
+}
+
+
+def _list_odd_for_block(flat: Mapping[str, Any]) -> list[str]:
+    """Lists the fields that the training of a block that drafts does not go with."""
+    return [
+        f"{name}={flat[name]!r}: must be {wanted!r} with student.block={flat['student.block']!r}, "
+        "which trains the block that drafts for the student's own layers"
+        for name, wanted in _BLOCKS.items()
+        if flat[name] != wanted
+    ]
 
 
 def tiny(config: Config) -> Config:

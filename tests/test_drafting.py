@@ -139,6 +139,8 @@ def test_costs_are_measured(models):
     [
         (["--draft"], "name the model that it is to draft for"),
         (["--cost-ratio=0.1"], "needs --draft"),
+        (["--data=x", "--draft=own", "--teacher=t.gguf"], "the target drafts for itself"),
+        (["--data=x", "--draft=small.gguf"], "invalid choice: 'small.gguf'"),
         (["--teacher=t.gguf", "--data=x", "--draft", "--cost-ratio=0"], "must be above 0"),
     ],
 )

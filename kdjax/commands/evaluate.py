@@ -26,6 +26,7 @@ import jax
 from jax.sharding import Mesh
 
 from kdjax.commands.parsing import Parser, add_cluster_flags, log_to_terminal, started
+from kdjax.config import OWN_BLOCK
 from kdjax.data.text import find_files
 from kdjax.device import cluster, sharding
 from kdjax.errors import (
@@ -47,8 +48,10 @@ from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model
+from kdjax.models.nextn import find_block
 
 _log = logging.getLogger("kdjax")
+OTHER = "target"  # as --draft: the target drafts for the teacher
 
 
 def parser() -> Parser:
@@ -65,8 +68,9 @@ def parser() -> Parser:
     text = "held-out text of one domain: folders, globs, files, joined by commas"
     add("--data", action="append", default=[], metavar="[NAME=]PATHS", help=text)
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
-    draft = "instead, what the target saves as a draft for --teacher: of --rows prompts of --data,"
-    add("--draft", action="store_true", help=draft + " which the teacher continues")
+    draft = "instead, what the target saves as a draft for --teacher: of --rows prompts of --data, "
+    draft += "which the teacher continues; own: what its own block saves the target itself"
+    add("--draft", nargs="?", const=OTHER, choices=(OTHER, OWN_BLOCK), default="", help=draft)
     ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
     add("--cost-ratio", type=float, metavar="C", help=ratio)
     add("--rows", type=int, default=64, help="rows of each domain, at most")
@@ -131,8 +135,10 @@ def check(args: argparse.Namespace) -> Request:
         raise UserError("--seq-len must be 2 or more.")
     if args.teacher and not args.data:
         raise UserError("--teacher is compared on text: name some with --data=PATHS.")
-    if args.draft and not args.teacher:
+    if args.draft == OTHER and not args.teacher:
         raise UserError("--draft: name the model that it is to draft for with --teacher=PATH.")
+    if args.draft == OWN_BLOCK and (args.teacher or not args.data):
+        raise UserError("--draft=own: the target drafts for itself: give --data and no --teacher.")
     if args.cost_ratio is not None and not (args.draft and args.cost_ratio > 0):
         raise UserError(f"--cost-ratio={args.cost_ratio:g} must be above 0, and needs --draft.")
     rounds = _list_rounds(args)
@@ -254,13 +260,14 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
             found = examine.of_figures(document["held_out"], target, teacher, mesh)
         _add_findings(document, found[0])
         document["bit_cost"] = found[1]
-    if args.draft and teacher is not None:
-        document |= {"teacher": args.teacher, "draft": None}
-        warn_if_refused(teacher, target)
+    if args.draft:
+        document |= {"teacher": args.teacher or args.target, "draft": None}
+        if teacher is not None:
+            warn_if_refused(teacher, target)
         with _model_at_work("drafting"):
             document["draft"] = drafting.measure(
-                target,
-                teacher,
+                target if teacher else None,
+                teacher or target,
                 request.domains,
                 mesh,
                 prompts=args.rows,
@@ -288,6 +295,8 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
     args = request.args
     if teacher is not None:
         heldout.shared_vocabulary(checkpoint, teacher)
+    if args.draft == OWN_BLOCK:
+        find_block(checkpoint.spec, checkpoint, new=False)
     most = checkpoint.spec.max_positions
     if request.domains and args.seq_len > most:
         raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")

@@ -37,8 +37,9 @@ def read_model(checkpoint: Checkpoint, *, masters: bool = False) -> Model:
     """A saved step with its parameters on the host, as they were saved: no device is used.
 
     Matrices that were rounded in training are the blocks that the last pass saw, unless `masters`.
+    Adapters, or a block that drafts, stand beside the base as its file stores it.
     """
-    if checkpoint.adapters is not None:
+    if checkpoint.whole_step is None:
         on_host = Placement.on(make_mesh(1, 1, 1, jax.local_devices(backend="cpu")[:1]))
         return load_model(checkpoint, placement=on_host, weights="packed", dtype="float32")
     assert isinstance(checkpoint.table, SavedTable)
@@ -77,6 +78,8 @@ def export(args: argparse.Namespace) -> ExportSummary:
         write = export_peft if args.format == "peft" else export_gguf_adapter
         return write(model, out, overwrite=args.overwrite)
     kept = isinstance(checkpoint.table, SavedTable) and checkpoint.table.form.get("quantize")
+    if checkpoint.whole_step is None and checkpoint.adapters is None:
+        kept = "stored"
     as_kept = args.format == "gguf" and bool(kept) and not args.masters and not args.type
     dtype = None if as_kept else args.type or "f32"
     options: dict[str, Any] = {"dtype": dtype, "overwrite": args.overwrite}

@@ -19,13 +19,12 @@ import time
 import jax
 
 from kdjax.commands.parsing import Parser, add_cluster_flags, started
+from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
 from kdjax.errors import FINISHED, PEER_LOST, reporting
 from kdjax.evaluation.target import open_target, warn_if_refused
 from kdjax.models.decoding import Sampling
 from kdjax.models.nextn import take_block
-
-_OWN = "own"  # of --draft
 
 
 class Stream:
@@ -62,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         "--draft",
         default="",
         metavar="SMALL",
-        help=f"a model that drafts, in any of these forms, or {_OWN}: the model's own block",
+        help=f"a model that drafts, in any of these forms, or {OWN_BLOCK}: the model's own block",
     )
     add("--draft-tokens", type=int, default=5, help="drafted a pass (%(default)s)")
     add_cluster_flags(parser)
@@ -75,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write_text(args: argparse.Namespace) -> None:
     target = open_target(args.model, args.student, args.tokenizer)
-    other = args.draft if args.draft != _OWN else ""
+    other = args.draft if args.draft != OWN_BLOCK else ""
     small = open_target(other, fallback=args.tokenizer) if other else None
     if small is not None:
         warn_if_refused(target, small)
@@ -95,7 +94,7 @@ def _write_text(args: argparse.Namespace) -> None:
     sampling.check()
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
     model, draft = target.load(mesh), small.load(mesh) if small else None
-    if args.draft == _OWN:
+    if args.draft == OWN_BLOCK:
         draft = take_block(model)
     begun = time.monotonic()
     (completion,) = model.generate(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.commands.parsing import (
+    Run,
     add_cluster_flags,
     log_to_terminal,
     parse_run,
@@ -60,7 +61,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="as `kdjax plan`: train nothing")
     add_cluster_flags(parser)
     log_to_terminal()
-    run = parse_run(parser, argv)
+    return carry_out(parse_run(parser, argv))
+
+
+def carry_out(run: Run) -> int:
+    """Plans or trains what a command line asked for; returns the exit status."""
     if run.options.plan:
         return plan_run(run)
     workdir = Path(run.options.workdir or Path("runs", run.name))

@@ -3,7 +3,8 @@
 Speculation reads the teacher's text and no other, so the draft is judged on that: on continuations
 of held-out prompts that the teacher wrote, greedily and at T = 1. A drafted token's chance to be
 accepted is known exactly from both distributions at its place, and so is the expected number of
-accepted drafts of every pass: nothing is simulated.
+accepted drafts of every pass: nothing is simulated. A block that a model's file brings drafts from
+its own state behind the first draft of a pass, so its chances differ by place in the pass.
 """
 
 import time
@@ -20,13 +21,17 @@ from kdjax.data.rows import COLUMNS, Rows
 from kdjax.data.text import find_files, openings
 from kdjax.device.sharding import row_shards
 from kdjax.errors import UserError
-from kdjax.evaluation.heldout import POSITIONS, Values, compare, shared_spec
+from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
 from kdjax.evaluation.target import Target
+from kdjax.models.decoder import DraftFunctions
 from kdjax.models.model import Model
+from kdjax.models.nextn import take_block
+from kdjax.models.speculation import BlockWriter
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import unembed
 
-MOST_DRAFTS = 16
+MOST_DRAFTS = 16  # of a model,
+MOST_OWN = 8  # and of a model's own block: so many passes of it judge a text
 PROMPT_TOKENS = 128  # of a plain text;
 _BUCKET = 64  # rows are padded to a multiple
 _SEVERAL = 9  # tokens of the longer of the two passes that are timed,
@@ -51,21 +56,24 @@ class Costs(NamedTuple):
 
 
 def count_blocks(chances: np.ndarray, lengths: np.ndarray, drafts: int) -> tuple[float, float]:
-    """Expected accepted drafts, and passes of the teacher, along texts `[N, T]` of `lengths`.
+    """Expected accepted drafts, and passes of the teacher, along texts of `lengths`.
 
+    `chances` are `[N, T]`, or `[K, N, T]` if they differ by place in a pass.
     Passes follow each other as in speculation: one accepts a run of its drafts and adds a token;
     the next begins there. A text's first token comes with its prompt, and passes whose drafts would
     reach beyond its end are left out. Each place is judged at most once, so its chance, given all
     before it, is all that is needed.
     """
-    count, length = chances.shape
+    if chances.ndim == 2:
+        chances = np.broadcast_to(chances, (drafts, *chances.shape))
+    (count, length), place = chances.shape[-2:], np.arange(drafts)
     begins = np.zeros((count, length + drafts + 2))
     begins[:, 1:2] = 1.0
     accepted = passes = 0.0
     for at in range(1, length - drafts + 1):
         weight = begins[:, at] * (at + drafts <= lengths)
         # The chance that all drafts up to each are accepted; and that exactly so many are.
-        reach = np.cumprod(chances[:, at : at + drafts], axis=1)
+        reach = np.cumprod(chances[place, :, at + place].T, axis=1)
         exactly = np.concatenate([np.ones((count, 1)), reach], axis=1)
         exactly[:, :-1] -= reach
         begins[:, at + 1 : at + drafts + 2] += weight[:, None] * exactly
@@ -151,28 +159,40 @@ def time_pass(model: Model, tokens: int) -> float:
     Some passes run on the device one behind the other, as in a round of speculation: a call for
     each would time how fast the host launches.
     """
-    writer = model.as_writer("time")
+    own = isinstance(model.functions, DraftFunctions)
+    writer = model.as_writer("draft" if own else "time")
     functions, real = writer.functions, writer.real
+    at, new = jnp.full((1,), _BUCKET, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
 
     @jax.jit
-    def run(params: Any, weights: Any, new: Any, at: Any, cache: Any) -> Any:
+    def run(params: Any, weights: Any, new: Any, at: Any, cache: Any, before: Any) -> Any:
         layers, head = weights
 
         def extend(carry: Any, _: None) -> Any:
             new, cache = carry
-            hidden, cache = functions.extend(params, new, at, cache, layers)
+            if own:
+                hidden, cache = functions.draft_extend(params, new, before, at, cache, layers)
+            else:
+                hidden, cache = functions.extend(params, new, at, cache, layers)
+                cache = cache._replace(read=None)
             logits = unembed(hidden, head)
             return (jnp.argmax(logits[..., :real], axis=-1).astype(jnp.int32), cache), None
 
         return jax.lax.scan(extend, (new, cache), None, length=_PASSES)[0][0]
 
     with model.precision():
-        at = jnp.full((1,), _BUCKET, jnp.int32)
-        cache, weights = writer.open_cache(1, 2 * _BUCKET), writer.prepare(model.params, None)
-        new, seconds = jnp.zeros((1, tokens), jnp.int32), []
+        if own:
+            both = model.params, model.params
+            pair: Any = BlockWriter.of(writer, writer, both, 1)
+            weights, (cache, states) = pair.prepare(both, 1)[1], pair.open_cache(1, 2 * _BUCKET)[1]
+            before = states[0]
+        else:
+            weights, before = writer.prepare(model.params, None), None
+            cache = writer.open_cache(1, 2 * _BUCKET)
+        seconds = []
         for _ in range(8):
             begun = time.perf_counter()
-            jax.block_until_ready(run(model.params, weights, new, at, cache))
+            jax.block_until_ready(run(model.params, weights, new, at, cache, before))
             seconds.append((time.perf_counter() - begun) / _PASSES)
     return float(np.median(seconds[2:]))
 
@@ -200,7 +220,7 @@ def _continue(
 
 
 def measure(
-    draft: Target,
+    draft: Target | None,
     teacher: Target,
     domains: dict[str, str],
     mesh: Mesh,
@@ -212,17 +232,19 @@ def measure(
 ) -> dict[str, Any]:
     """Block lengths of 1 to 16 drafts by domain and rule, and the best number; JSON-able.
 
+    Without a `draft` the teacher's own block drafts, 1 to 8 a pass.
     Costs are measured on this device, on one row, unless `cost_ratio` says what a pass of the draft
     costs in passes of the teacher; a pass of the teacher over several tokens then costs what one
     over one token does. Raises `UserError` for models or text that do not go together.
     """
-    spec = shared_spec(draft.checkpoint, teacher.checkpoint)
-    positions = min(target.checkpoint.spec.max_positions for target in (draft, teacher))
+    small = draft or teacher
+    spec = shared_spec(small.checkpoint, teacher.checkpoint)
+    positions = min(target.checkpoint.spec.max_positions for target in (small, teacher))
     if new_tokens < 2 or new_tokens >= positions:
         raise UserError(
             f"found {new_tokens} tokens to continue prompts with; expected 2 to {positions - 1}."
         )
-    tokenizer = draft.checkpoint.tokenizer
+    tokenizer = small.checkpoint.tokenizer
     most = positions - new_tokens
     chosen = {
         name: choose_prompts(patterns, tokenizer, count=prompts, most=most)
@@ -236,25 +258,32 @@ def measure(
         for name, part in parts.items()
     ]
     batches = [batch for text in texts for batch in text.batches]
-    values = iter(compare(draft, teacher, mesh, batches, spec, size))
+    if draft is None:
+        values = iter(compare_own(teacher, mesh, batches, spec, size, MOST_OWN))
+    else:
+        values = iter([one] for one in compare(draft, teacher, mesh, batches, spec, size))
     read = [[next(values) for _ in text.batches] for text in texts]
     costs = Costs(cost_ratio or 0.0)
     if seconds is not None:
         one, several = seconds
-        costs = Costs(time_pass(draft.load(mesh), 1) / one, (several - one) / one / (_SEVERAL - 1))
+        model = draft.load(mesh) if draft else take_block(teacher.load(mesh))
+        costs = Costs(time_pass(model, 1) / one, (several - one) / one / (_SEVERAL - 1))
     figures = count_saved(texts, read, costs)
     return {"costs": costs._asdict() | {"measured": cost_ratio is None}, "domains": figures}
 
 
 def count_saved(
-    texts: Sequence[Text], values: Sequence[Sequence[Values]], costs: Costs
+    texts: Sequence[Text], values: Sequence[Sequence[Sequence[Values]]], costs: Costs
 ) -> dict[str, dict[str, Any]]:
     """Figures by domain and rule from both models' values on each text, a batch each; JSON-able.
 
-    Raises `UserError` for a text that ends with its prompts.
+    Of a batch there are values for each place in a pass, or one for all places. Raises `UserError`
+    for a text that ends with its prompts.
     """
     read = {
-        (text.domain, text.temperature): _unpack(found, text.batches)
+        (text.domain, text.temperature): [
+            _unpack(place, text.batches) for place in zip(*found, strict=True)
+        ]
         for text, found in zip(texts, values, strict=True)
     }
     return {
@@ -287,11 +316,13 @@ def _unpack(
 
 
 def _figures(
-    read: tuple[Values, np.ndarray], chance: Callable[[Values], np.ndarray], costs: Costs
+    read: Sequence[tuple[Values, np.ndarray]], chance: Callable[[Values], np.ndarray], costs: Costs
 ) -> dict[str, Any]:
-    values, lengths = read
-    inside = np.arange(values.ce.shape[1])[None] < lengths[:, None]
-    chances = chance(values) * inside
+    """Figures of values by place in a pass; what is kept is told of the first place."""
+    lengths = read[0][1]
+    inside = np.arange(read[0][0].ce.shape[1])[None] < lengths[:, None]
+    by_place = np.stack([chance(values) * inside for values, _ in read])
+    chances, alike = by_place[0], len(read) == 1
     # The first token comes with the prompt; drafts begin behind it.
     tokens = int(np.sum(np.maximum(lengths - 1, 0)))
     share = float(np.sum(chances[:, 1:])) / max(tokens, 1)
@@ -304,8 +335,8 @@ def _figures(
         for name, begin, end in zip(POSITIONS, [1, *bounds[1:]], bounds[1:], strict=False)
     }
     blocks = {}
-    for drafts in range(1, MOST_DRAFTS + 1):
-        accepted, passes = count_blocks(chances, lengths, drafts)
+    for drafts in range(1, (MOST_DRAFTS if alike else len(read)) + 1):
+        accepted, passes = count_blocks(chances if alike else by_place, lengths, drafts)
         if passes == 0:  # every text is shorter
             break
         blocks[drafts] = {

@@ -40,6 +40,7 @@ from kdjax.losses.positions import read_positions, share_in_common
 from kdjax.losses.topk import top_k
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
+from kdjax.models.nextn import take_block
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.pair import Vocabulary, align
 
@@ -232,6 +233,32 @@ def compare(
         ours = zip(_forward(target, mesh, mine), mine, waiting, strict=True)
         found = [_encode(compute(*own, b["labels"], *theirs)) for own, b, theirs in ours]
     return [_decode(text, size) for text in cluster.collect("values", found)]
+
+
+def compare_own(
+    target: Target,
+    mesh: Mesh,
+    batches: Sequence[dict[str, np.ndarray]],
+    spec: HeadSpec,
+    size: int,
+    drafts: int,
+) -> list[list[Values]]:
+    """Compares what a model's own block drafts with the model, as `compare` does two models.
+
+    Of each batch the figures of the first draft of a pass at every position, of the second, and so
+    on to that number of `drafts`.
+    """
+    mine, found = cluster.share(batches), []
+    compute = jax.jit(functools.partial(position_values, spec=spec))
+    with _precision(target):
+        block = take_block(target.load(mesh))
+        head = jax.block_until_ready(jax.jit(block.functions.head)(block.params))
+        states = block.hidden_states(mine, drafts=drafts)
+        for batch, read in zip(mine, states, strict=True):
+            layers, *own = (read[:, number] for number in range(drafts + 1))
+            inputs = batch["labels"], layers, head
+            found.append([_encode(compute(one, head, *inputs)) for one in own])
+    return [[_decode(x, size) for x in texts] for texts in cluster.collect("values", found)]
 
 
 def measure(

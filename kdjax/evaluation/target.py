@@ -50,7 +50,6 @@ def open_target(text: str, student: str = "", tokenizer: str = "", *, fallback: 
     """
     form = Form.parse(text)
     checkpoint = open_checkpoint(form.path, student=student, tokenizer=tokenizer)
-    whole = checkpoint.saved is not None and checkpoint.adapters is None
-    if whole and form.weights != "dense":
+    if checkpoint.whole_step is not None and form.weights != "dense":
         raise UserError(f"{text}: a checkpoint has no such form; leave it out.")
     return Target(form, checkpoint.fall_back(fallback))

@@ -29,6 +29,7 @@ from kdjax.formats.table import TensorInfo, TensorTable
 RECEIPT = "receipt.json"
 FORM = "form"  # of a rounded student, in `run`: what its types were chosen by, and the types
 LORA = "lora"  # in it, of a student with adapters: their size and their matrices
+BLOCK = "block"  # in it, of the block that drafts, trained alone: true
 BEST = "best"  # in `run`: which saved step was the best so far, by which held-out figure
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays, and of all else in `run`
 _PARAMS = "params/"  # before the names of the student's parameters

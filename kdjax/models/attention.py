@@ -5,6 +5,7 @@ D head width.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,6 +82,42 @@ def attend_cached(
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("BKTGS,BKSD->BKTGD", weights, v).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, new, heads, width)
+
+
+def attend_runs(
+    q: Float[Array, "B T H D"],
+    keys: Sequence[Float[Array, "B T K D"]],
+    values: Sequence[Float[Array, "B T K D"]],
+    segment_ids: Int[Array, "B T"],
+    *,
+    scale: float,
+) -> Float[Array, "B T H D"]:
+    """Attention of the last id of runs of N, which end at every position, within documents.
+
+    `keys` and `values` are those of a first id at each position, of a second, and so on to the
+    N-th. A run sees first ids up to its own first one, and behind it its own.
+    """
+    batch, length, heads, width = q.shape
+    q = q.reshape(batch, length, keys[0].shape[2], -1, width)
+    at = jnp.arange(length, dtype=jnp.int32)
+    seen = at[:, None] - at[None] >= len(keys) - 1
+    seen = seen[None] & (segment_ids[:, :, None] == segment_ids[:, None])
+    scores = jnp.einsum("BTKGD,BSKD->BKGTS", q, keys[0], preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[:, None, None], scores * scale, -1e30)
+    # Of the i-th id of the run, so many positions before its last.
+    own = [
+        [jnp.roll(x, len(keys) - 1 - i, axis=1) for i, x in enumerate(xs)][1:]
+        for xs in (keys, values)
+    ]
+    near = [
+        jnp.einsum("BTKGD,BTKD->BKGT", q, k, preferred_element_type=jnp.float32) for k in own[0]
+    ]
+    scores = jnp.concatenate([scores, *(x[..., None] * scale for x in near)], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = jnp.einsum("BKGTS,BSKD->BTKGD", weights[..., :length], values[0])
+    for i, v in enumerate(own[1]):
+        out += jnp.einsum("BKGT,BTKD->BTKGD", weights[..., length + i], v)
+    return out.reshape(batch, length, heads, width)
 
 
 def attend_and_keep(

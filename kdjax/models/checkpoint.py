@@ -17,6 +17,7 @@ from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
 from kdjax.formats.files import load_json
 from kdjax.formats.safetensors import ADAPTER_CONFIG
 from kdjax.formats.saved import (
+    BLOCK,
     LORA,
     RECEIPT,
     SavedTable,
@@ -30,8 +31,15 @@ from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
 from kdjax.models.adapters import AdaptedTable, Adapters, open_peft, saved_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.families import FAMILIES, find_gguf_family
-from kdjax.models.loading import count_parameters, has_tied_head, split_fused, tensor_names
-from kdjax.models.names import renumber
+from kdjax.models.loading import (
+    count_parameters,
+    has_tied_head,
+    is_gguf,
+    is_saved,
+    split_fused,
+    tensor_names,
+)
+from kdjax.models.names import Layout, layout_of, name_of, renumber
 from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import (
     Tokenizer,
@@ -108,6 +116,11 @@ class Checkpoint:
         if self.saved is not None:
             return self.saved.workdir / "checkpoints" / str(self.saved.step)
         return self.table.paths[0]
+
+    @property
+    def whole_step(self) -> Saved | None:
+        """The saved step whose table this is; None for files, and for what trained beside some."""
+        return self.saved if isinstance(self.table, SavedTable) else None
 
     @property
     def base(self) -> "Checkpoint":
@@ -295,11 +308,48 @@ def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
 def drop_block(checkpoint: Checkpoint) -> Checkpoint:
     """The same model without the block that drafts, if it has one."""
     spec, table = checkpoint.spec, checkpoint.table
-    if not spec.drafts or checkpoint.saved is not None:
+    if not spec.drafts or checkpoint.whole_step is not None:
         return checkpoint
     block = f"blk.{spec.num_layers}.", "mtp."
     part = _PartOf(table, lambda name: None if name.startswith(block) else name)
     return dataclasses.replace(checkpoint, table=part, spec=dataclasses.replace(spec, drafts=0))
+
+
+class _WithBlock(TensorTable):
+    """A table with the block that drafts of a saved step, float32, named as in the table's files.
+
+    `spec` has the block, and the table has none.
+    """
+
+    def __init__(self, base: TensorTable, spec: ArchSpec, saved: SavedTable):
+        self.base, self.paths, self.cut = base, (*base.paths, *saved.paths), base.cut
+        self.metadata = base.metadata
+        self._saved = saved
+        self._block: dict[str, tuple[str, Layout]] = {}
+        self._tensors = {name: (base.info(name),) for name in base}
+        gguf, apart = is_gguf(base), not is_saved(base)
+        for path in (tuple(name.split("/")) for name in saved):
+            row, name, layout = name_of(path, spec), "/".join(path), Layout()
+            info = saved.info(name)
+            if apart:
+                name = (row.gguf if gguf else row.hf).format(i=spec.num_layers)
+                layout = layout_of(path, spec, gguf=gguf)
+                info = info._replace(name=name, shape=layout.file_shape(info.shape[1:]))
+            self._block[name] = "/".join(path), layout
+            self._tensors[name] = (info,)
+
+    def holds(self, name: str) -> bool:
+        """Whether the base holds `name`, or the step."""
+        return name in self._block or self.base.holds(name)
+
+    def raw(self, name: str) -> np.ndarray:
+        """Bytes of the base, or of the step's numbers in the file's own order of rows."""
+        if name not in self._block:
+            return self.base.raw(name)
+        stem, layout = self._block[name]
+        numbers = self._saved.array(stem).reshape(self._tensors[name][0].shape)
+        numbers = np.ascontiguousarray(layout.write_order(numbers + np.float32(layout.offset)))
+        return numbers.view(np.uint8).reshape(*numbers.shape[:-1], -1)
 
 
 def take_text(table: TensorTable) -> TensorTable:
@@ -406,9 +456,10 @@ def open_step(
         )
     student, tokenizer = run_sources(workdir, student, tokenizer)
     table = SavedTable(workdir, step)
-    source = open_checkpoint(student, tokenizer=tokenizer, shapes=LORA not in table.form)
-    if LORA in table.form:
-        return _open_adapted_step(table, workdir, step, source, identity)
+    beside = LORA in table.form or BLOCK in table.form  # a base, without which it is nothing
+    source = open_checkpoint(student, tokenizer=tokenizer, shapes=not beside)
+    if beside:
+        return _open_step_beside(table, workdir, step, source, identity)
     source = cut_layers(source, split_layers(identity.get("student.layers", "")))
     # The run may have tied a head that the student's file stores twice, or untied one.
     drafts = int("mtp/norm/weight" in table)
@@ -417,22 +468,28 @@ def open_step(
     return Checkpoint(table, spec, source.tokenizer_path, saved)
 
 
-def _open_adapted_step(
+def _open_step_beside(
     table: SavedTable, workdir: Path, step: int, source: Checkpoint, identity: Mapping[str, Any]
 ) -> Checkpoint:
-    """The adapters that a run saved, on the base that it began with.
+    """The adapters, or the block that drafts, that a run saved, on the base that it began with.
 
     Raises `UserError` for another base.
     """
     if source.sha256 != identity["student.sha256"]:
+        what = "adapters" if LORA in table.form else "block's numbers"
         raise UserError(
             f"{source} has SHA-256 {source.sha256}; expected {identity['student.sha256']}, of the "
-            f"base that the adapters of {workdir}, step {step}, were trained on: they are nothing "
+            f"base that the {what} of {workdir}, step {step}, were trained on: they are nothing "
             "without it. Put that file back, or say where it is: --student=PATH."
         )
     base = cut_layers(source, split_layers(identity.get("student.layers", "")))
     base = dataclasses.replace(base, spec=tie_head(base, identity.get("student.head", "auto")))
     saved = Saved(workdir, step, "checkpoint", int(identity["train.seed"]), source)
+    if BLOCK in table.form:
+        base, spec = drop_block(base), dataclasses.replace(base.spec, drafts=1)
+        return dataclasses.replace(
+            base, table=_WithBlock(base.table, spec, table), spec=spec, saved=saved
+        )
     adapters = saved_adapters(table, f"{workdir}, step {step}")
     return dataclasses.replace(_adapt(base, adapters), saved=saved)
 

@@ -23,7 +23,7 @@ from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.models import kernels
 from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
-from kdjax.models.attention import attend, attend_and_keep
+from kdjax.models.attention import attend, attend_and_keep, attend_runs
 from kdjax.models.delta import DeltaInputs, Stacked, read_and_keep, read_states
 from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles, route_rows
 from kdjax.models.ropes import rope_frequencies
@@ -786,6 +786,30 @@ class Decoder(nnx.Module):
         mix = functools.partial(self._mix, segment_ids, None)
         return self._run_block(tokens, before, positions, mix)[0]
 
+    def draft_runs(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        drafts: int,
+    ) -> Float[Array, "B N T D"]:
+        """Hidden states of the layers, then of the block as it drafts at each token.
+
+        First at that token as the first that it reads behind the layers' states, then as the second
+        in a run, behind its own state, and so on to that number of `drafts`.
+        """
+        found, keys, values = [self.hidden(tokens, segment_ids, positions)], [], []
+
+        def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            keys.append(k)
+            values.append(v)
+            return attend_runs(q, keys, values, segment_ids, scale=self.spec.score_scale), None
+
+        for _ in range(drafts):
+            before = shift_states(found[-1], segment_ids)
+            found.append(self._run_block(tokens, before, positions, mix)[0])
+        return jnp.stack(found, axis=1)
+
     def draft_prefill(
         self,
         tokens: Int[Array, "B T"],
@@ -1145,6 +1169,7 @@ class DecoderFunctions(ModuleFunctions):
     prefill = _of_params(Decoder.prefill)
     prefill_whole = _of_params(Decoder.prefill_whole)
     extend = _of_params(Decoder.extend)
+    draft_runs = _of_params(Decoder.draft_runs)
     draft_prefill = _of_params(Decoder.draft_prefill)
     draft_extend = _of_params(Decoder.draft_extend)
 

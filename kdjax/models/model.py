@@ -173,13 +173,20 @@ class Model:
         return array
 
     def hidden_states(
-        self, batches: Iterable[Mapping[str, Any]]
-    ) -> Iterator[Float[Array, "B T D"]]:
-        """Yields the hidden states of each batch of host arrays, whose rows go over the mesh."""
+        self, batches: Iterable[Mapping[str, Any]], *, drafts: int = 0
+    ) -> Iterator[Float[Array, "B ... D"]]:
+        """Yields the hidden states of each batch of host arrays, whose rows go over the mesh.
+
+        `[B, T, D]`; with `drafts`, of a block that drafts, those of `Decoder.draft_runs`.
+        """
         options = None
         if self.placement is not None:
             options = sharding.compiler_options(self.placement.mesh)
-        hidden = jax.jit(map_rows(self.functions.hidden, self.spread), compiler_options=options)
+        function: Any = self.functions.hidden
+        if drafts:
+            assert isinstance(self.functions, DraftFunctions)
+            function = functools.partial(self.functions.draft_runs, drafts=drafts)
+        hidden = jax.jit(map_rows(function, self.spread), compiler_options=options)
         for batch in batches:
             columns = [batch[name] for name in ("tokens", "segment_ids", "positions")]
             if self.placement is not None:
@@ -345,7 +352,7 @@ def load_model(
         base = load_model(checkpoint.base, **settings)
         model = base.replace(checkpoint=checkpoint, source=str(checkpoint))
         return attach_adapters(model, checkpoint.adapters.lora, checkpoint.adapters.read_tree())
-    if checkpoint.saved is not None and weights != "dense":
+    if checkpoint.whole_step is not None and weights != "dense":
         raise UserError(f"{checkpoint}: a saved step has no such form ({weights}); leave it out.")
     compute = Compute(
         dtype=jnp.dtype(compute_dtype or dtype),

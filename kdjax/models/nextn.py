@@ -12,7 +12,14 @@ from jax.typing import DTypeLike
 from kdjax.errors import UserError
 from kdjax.formats.blocks import encode, split
 from kdjax.formats.recipes import fitting
-from kdjax.models.decoder import DecoderFunctions, DraftFunctions, draw_block, functional
+from kdjax.models.arch import ArchSpec
+from kdjax.models.decoder import (
+    DecoderFunctions,
+    DraftFunctions,
+    Params,
+    draw_block,
+    functional,
+)
 from kdjax.models.families import FAMILIES
 from kdjax.models.lora import read_numbers
 from kdjax.models.model import Model
@@ -31,31 +38,43 @@ def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "flo
         model = kdjax.load("model-q4_k_m.gguf", weights="packed")
         block = kdjax.take_block(model)
     """
-    spec = model.spec
-    if spec is None or not isinstance(model.functions, DecoderFunctions):
+    if model.spec is None or not isinstance(model.functions, DecoderFunctions):
         raise UserError(f"{model}: found a module of your own; expected a model of kdjax.load.")
-    if "drafts" not in FAMILIES[spec.family].fields:
-        known = ", ".join(name for name, x in FAMILIES.items() if "drafts" in x.fields)
-        raise UserError(
-            f"{model}: found a {spec.family} model; expected one of {known}, whose files have a "
-            "block that drafts. Train a small model as the draft (docs/drafts.md)."
-        )
-    if seed is None and not spec.drafts:
-        raise UserError(
-            f"{model}: found no block that drafts; expected blk.{spec.num_layers}.nextn.* or "
-            "mtp.* in the file. Begin a new one: take_block(model, seed=0)."
-        )
-    params = dict(model.params)
+    spec, params = find_block(model.spec, model, new=seed is not None), dict(model.params)
     if seed is not None:
-        spec = dataclasses.replace(spec, drafts=1)
         params["mtp"] = draw_block(spec, seed)
     read = jax.jit(lambda weight: read_numbers(weight).astype(dtype))
     flat = {path: read(leaf) for path, leaf in flatten_dict(params["mtp"]).items()}
-    params["mtp"] = unflatten_dict(flat)
+    return attach_block(model, spec, {"mtp": unflatten_dict(flat)})
+
+
+def find_block(spec: ArchSpec, source: object, *, new: bool) -> ArchSpec:
+    """The architecture of `source` with the block that it has, or with a new one.
+
+    Raises `UserError` for a family that has none, and for a model without one.
+    """
+    if "drafts" not in FAMILIES[spec.family].fields:
+        known = ", ".join(name for name, x in FAMILIES.items() if "drafts" in x.fields)
+        raise UserError(
+            f"{source}: found a {spec.family} model; expected one of {known}, whose files have a "
+            "block that drafts. Train a small model as the draft (docs/drafts.md)."
+        )
+    if not new and not spec.drafts:
+        raise UserError(
+            f"{source}: found no block that drafts; expected blk.{spec.num_layers}.nextn.* or "
+            "mtp.* in the file. Begin a new one: kdjax draft --new, student.block=new, "
+            "take_block(model, seed=0)."
+        )
+    return dataclasses.replace(spec, drafts=1)
+
+
+def attach_block(model: Model, spec: ArchSpec, block: Params) -> Model:
+    """The block, under `mtp`, as a model that drafts for this one; its numbers may be shapes."""
+    assert isinstance(model.functions, DecoderFunctions)
     functions, _ = functional(spec, model.functions.compute)
     draft = DraftFunctions(functions.graph, spec, functions.compute)
     kind = f"{model.kind}, its block that drafts"
-    return model.replace(functions=draft, params=params, spec=spec, kind=kind)
+    return model.replace(functions=draft, params={**model.params, **block}, spec=spec, kind=kind)
 
 
 def pack_block(model: Model, dtype: str) -> Model:

@@ -20,7 +20,7 @@ from kdjax.errors import UserError
 from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows, is_cut
 from kdjax.formats.imatrix import read_importance
 from kdjax.formats.recipes import choose_types, parts_by_type
-from kdjax.formats.saved import LORA
+from kdjax.formats.saved import BLOCK, LORA
 from kdjax.models.adapters import Lora, join_adapters, split_adapters
 from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
@@ -108,6 +108,11 @@ class Drafting(Form):
 
     A teacher of the same arrays is the model that the block drafts for.
     """
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Says that the parameters are a block's, for `formats.saved`."""
+        return {BLOCK: True}
 
     def masters(self, params: Params) -> Params:
         """The block, or, of a block alone, all."""

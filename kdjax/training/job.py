@@ -50,6 +50,7 @@ from kdjax.models.adapters import shape_adapters
 from kdjax.models.decoder import Compute, DecoderFunctions, Params, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.models.model import Model, attach_adapters, load_model
+from kdjax.models.nextn import attach_block
 from kdjax.training import optim
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
@@ -61,7 +62,7 @@ from kdjax.training.inputs import (
     prepare_all,
 )
 from kdjax.training.own import NO_CODE, Own
-from kdjax.training.pair import Pair, begin_adapters, open_adapters, open_pair
+from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair
 from kdjax.training.phases import Progress
 from kdjax.training.plan import (
     REMATS,
@@ -175,9 +176,8 @@ class Job:
         if own := self.own.open_student(self.pair.tokenizer, self.step.placement):
             params = jax.device_put(own.params, shardings.params)
             return self.step.init(params)
-        if lora := open_adapters(self.config.student.lora, student):
-            params = begin_adapters(self.config, student, lora)
-            params = jax.device_put(params, shardings.params)
+        if (begun := begin_beside(self.config, student)) is not None:
+            params = jax.device_put(begun, shardings.params)
         elif self.config.student.init == "checkpoint":
             params = load_params(
                 student.table, student.spec, self.step.abstract.params, self.step.placement.mesh
@@ -594,8 +594,12 @@ def _make_loss(config: Config) -> KDLoss:
 def _open_student_model(
     config: Config, pair: Pair, compute: Compute, teacher: Model | None, kind: TeacherKind
 ) -> Model:
-    """The student as the step takes it: shapes, or its frozen base and the shapes of adapters."""
+    """The student as the step takes it: shapes, or a frozen base and the shapes beside it."""
     spec, lora = pair.student.spec, open_adapters(config.student.lora, pair.student)
+    if config.student.block:
+        assert teacher is not None
+        _log.info("student: the block that drafts, beside the teacher's own arrays")
+        return attach_block(teacher, spec, {"mtp": functional(spec, Compute())[1]["mtp"]})
     if lora is None:
         functions, shapes = functional(spec, compute)
         return Model(functions, shapes, spec.vocab_size, spec=spec, placement=compute.placement)

@@ -30,7 +30,8 @@ _EXPECTED: dict[str, tuple[Any, str]] = {
     "on_eval": (Callable, "a function of held-out figures"),
 }
 # What a student of one's own has no use for.
-_FILES_ONLY = ("student.layers", "student.quantize", "student.lora.rank", "rollout.prompts")
+_FILES_ONLY = ("student.layers", "student.quantize", "student.lora.rank")
+_FILES_ONLY += ("student.block", "rollout.prompts")
 _DECIDING = ("optimizer", "student", "extra")  # which arrays a state has
 
 

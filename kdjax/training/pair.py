@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kdjax.config import (
+    NEW,
     SELF,
     Config,
     LoraConfig,
@@ -19,9 +20,10 @@ from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
 from kdjax.models.adapters import Lora, choose_lora, draw_adapters
 from kdjax.models.checkpoint import Checkpoint, cut_layers, drop_block, open_checkpoint, tie_head
-from kdjax.models.decoder import Params
+from kdjax.models.decoder import Params, draw_block
 from kdjax.models.drafts import why_refused
 from kdjax.models.model import Model
+from kdjax.models.nextn import find_block
 from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -74,6 +76,7 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     # A rounded student is another model than the numbers it is rounded from.
     plain = config.student.init == "checkpoint" and not config.student.quantize
     plain &= not list_hinted(config)  # so is a teacher that reads more than its student
+    plain &= not config.student.block  # nor does a block say what its layers do
     if teacher and plain and same_weights(teacher, student):
         _refuse_degenerate(teacher, student, allowed=config.teacher.allow_degenerate)
     open_adapters(config.student.lora, student)
@@ -102,7 +105,15 @@ def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
     tokenizer = config.data.tokenizer
     student = open_checkpoint(config.student.path, tokenizer=tokenizer, shapes=shapes, whole=whole)
     student = cut_layers(student, split_layers(config.student.layers))
-    return dataclasses.replace(student, spec=tie_head(student, config.student.head))
+    spec = tie_head(student, config.student.head)
+    if config.student.block:
+        if student.adapters is not None:
+            raise UserError(
+                f"{student}: found adapters and student.block={config.student.block!r}; expected "
+                "a model without them. Merge them first (kdjax export --format=gguf)."
+            )
+        spec = find_block(spec, student, new=config.student.block == NEW)
+    return dataclasses.replace(student, spec=spec)
 
 
 def open_adapters(asked: LoraConfig, student: Checkpoint) -> Lora | None:
@@ -123,8 +134,16 @@ def open_adapters(asked: LoraConfig, student: Checkpoint) -> Lora | None:
     return lora
 
 
-def begin_adapters(config: Config, student: Checkpoint, lora: Lora) -> Params:
-    """The adapters before the first step, as `draw_adapters` lays them out."""
+def begin_beside(config: Config, student: Checkpoint) -> Params | None:
+    """Makes what trains beside a frozen student, before the first step: adapters, or a new block.
+
+    None if the student trains, or the block that its file has.
+    """
+    if config.student.block == NEW:
+        return {"mtp": draw_block(student.spec, config.train.seed)}
+    lora = open_adapters(config.student.lora, student)
+    if lora is None:
+        return None
     if student.adapters is not None:
         return student.adapters.read_tree()
     return draw_adapters(lora, student.spec, config.train.seed)

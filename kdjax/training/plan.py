@@ -26,6 +26,7 @@ from kdjax.losses.divergences import forward_kl, parse_divergence
 from kdjax.models import decoding
 from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
+from kdjax.models.attention import QUERY_BLOCK
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
@@ -52,6 +53,12 @@ _RULE = {"forward": (3.0, 13.0, 1.7, 5.5), "backward": (14.3, 62.7, 46.4, 26.6)}
 # Of it on a GPU, which fuses more and passes states on in a kernel: 81.3 GB of a 9B teacher and a
 # 0.8B student at 8 x 2048 that recomputes nothing, on an H200.
 _GPU_RULE = {"forward": 1.0, "backward": 0.3}
+# The block that drafts, compared with its layers and trained, as compiled for a CPU in bf16: bytes
+# of an id of a position in a chunk, a number of the head, a byte of masters; at a position, of
+# a column of the width, of queries and of the MLP, and of a query head for each other position.
+# Within 2% of what 12 shapes held in all: 8 layers, widths of 512 and 1024, 4,096 to 32,768 ids.
+_BLOCK = {"chunk": 25.2, "head": 9.8, "masters": 1.6}
+_BLOCK_POSITION = {"width": 10.3, "queries": 37.7, "mlp": 19.9, "pairs": 13.5}
 # XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
 _CPU_FACTOR = 1.6
 
@@ -110,15 +117,17 @@ class Plan:
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
     """The plan of one kind of teacher and of a `student.remat` by name; allocates nothing."""
-    lora = open_adapters(config.student.lora, pair.student)
+    lora, beside = open_adapters(config.student.lora, pair.student), ""
     shapes = functional(pair.student.spec, Compute())[1]
     if lora is not None:
-        shapes = shape_adapters(lora, pair.student.spec)
+        shapes, beside = shape_adapters(lora, pair.student.spec), "adapters"
+    elif config.student.block:
+        shapes, beside = {"mtp": shapes["mtp"]}, "the block that drafts"
     masters = sharding.tree_bytes(shapes, mesh)
     loops, reduce_dtype = config.student.remat == "full", config.train.reduce_dtype
     tx, frozen = _prepare_optimizer(config, pair.student.spec, shapes)
     whole, gradients = masters, sharding.tree_bytes(leave_out(shapes, frozen), mesh)
-    if lora is None and sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
+    if not beside and sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
         masters /= mesh.size  # all but norms and biases, which are few
         # To add up microbatches' takes about what whole ones take (two H200s, from a cache: 37.06
         # GB of 38.02 planned).
@@ -141,7 +150,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
             pair.student.base, rows, dtype, mesh
         )
     resident |= {
-        "student, float32 masters" if lora is None else "adapters, float32": masters,
+        f"{beside}, float32" if beside else "student, float32 masters": masters,
         f"optimizer moments, {config.optim.moment_dtype}": moments,
     }
     if config.student.quantize:
@@ -194,6 +203,8 @@ def count_step_flops(
     """
     forward = pair.student.spec.forward_flops(config.data.seq_len)
     flops = (2 + _count_trained(config, pair.student.spec)) * forward
+    if config.student.block:  # the layers run once more, without the head
+        flops = forward + _count_block(pair.student.spec, config.data.seq_len)
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
         return flops
     length = config.data.seq_len
@@ -226,6 +237,14 @@ def _count_trained(config: Config, spec: ArchSpec) -> float:
     shapes = functional(spec, Compute())[1]
     trained = leave_out(shapes, _prepare_optimizer(config, spec, shapes)[1])
     return _count_bytes(trained) / _count_bytes(shapes)
+
+
+def _count_block(spec: ArchSpec, length: int) -> float:
+    """FLOP a token of the block that drafts, both ways; the head has no gradient of its own."""
+    shapes = functional(spec, Compute())[1]["mtp"]
+    products = sum(x.size for x in jax.tree.leaves(shapes) if len(x.shape) > 2)
+    scores = 2.0 * spec.num_heads * spec.head_dim * length
+    return 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
 
 
 def _count_bytes(abstract: Any) -> int:
@@ -269,8 +288,19 @@ class _Temporaries:
 
     @property
     def _frozen(self) -> bool:
-        """Whether adapters alone train."""
-        return self.config.student.lora.rank > 0
+        """Whether the student's own numbers stay: adapters train, or the block that drafts."""
+        return self.config.student.lora.rank > 0 or bool(self.config.student.block)
+
+    @property
+    def _trained(self) -> ArchSpec:
+        """Architecture of the layers that are run backward: the student's, or the block's one."""
+        spec = self.pair.student.spec
+        if not self.config.student.block:
+            return spec
+        attends = next(layer for layer in spec.layers if not layer.delta)
+        return dataclasses.replace(
+            spec, layers=(attends,), delta_key_heads=0, delta_value_heads=0, drafts=0
+        )
 
     @property
     def _tensor(self) -> int:
@@ -313,9 +343,10 @@ class _Temporaries:
         config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
         parts, shards = config.train.microbatches, sharding.row_shards(self.mesh)
         positions = config.train.batch_size // parts // shards * length
-        rule = self._rule(student, "backward")
+        rule = self._rule(self._trained, "backward")
+        remat = "none" if config.student.block else config.student.remat
         sizes = self._size, self._tensor
-        kept = positions * _keep_a_position(student, config.student.remat, *sizes, rule)
+        kept = positions * _keep_a_position(self._trained, remat, *sizes, rule)
         if config.student.remat == "none" and not self._frozen:
             # And weights as cast for the products.
             kept += self._size * count_parameters(student) / self._tensor
@@ -341,18 +372,21 @@ class _Temporaries:
         beyond = config.loss.beyond != 1  # the start's logits, and the target of both
         logits = 4 + self.kind.logit_bytes + 8 * beyond + self._size + (0 if in_kernels else 4)
         gradient = 0 if self._frozen else 4
-        yield "the loss is computed", self._heads(positions, logits, gradient=gradient) | held
-        backward = {"gradients": self.gradients, "student's layer": self._layer(positions)}
-        whole = student.vocab_size * student.hidden_size  # its gradient, before it is scattered
-        backward["embedding, gathered"] = whole * self._gathered_masters
-        if self._frozen:
-            layer = (count_parameters(student) - 2 * whole) / student.num_layers
-            backward["a frozen layer"] = layer * self._size
-            backward["embedding, gathered"] = 0.0
-        yield "the student runs backward", backward | held
+        if config.student.block and self.platform == "cpu":
+            yield "the block trains", self._block(positions) | accumulated
+        else:
+            yield "the loss is computed", self._heads(positions, logits, gradient=gradient) | held
+            backward = {"gradients": self.gradients, "student's layer": self._layer(positions)}
+            whole = student.vocab_size * student.hidden_size  # its gradient, before it is scattered
+            gathered = 0 if self._frozen else self._gathered_masters
+            backward["embedding, gathered"] = whole * gathered
+            if config.student.lora.rank:
+                layer = (count_parameters(student) - 2 * whole) / student.num_layers
+                backward["a frozen layer"] = layer * self._size
+            yield "the student runs backward", backward | held
         if config.optim.name == "muon":
             width = student.experts * student.expert_size or student.mlp_width
-            rows = student.num_layers * width
+            rows = self._trained.num_layers * width
             matrices = 16 * rows * student.hidden_size / self._tensor
             work = {"gradients": self.gradients, "the largest stack, 4 times": matrices}
             yield "Muon orthogonalizes", work
@@ -361,6 +395,26 @@ class _Temporaries:
             yield "evaluating: the teacher runs forward", self._teacher_forward(positions)
         logits = 8 + 8 * beyond
         yield "evaluating: logits are compared", self._heads(positions, logits, gradient=0)
+
+    def _block(self, positions: Size) -> dict[str, Size]:
+        """Loss and backward pass of the block that drafts on a CPU, where they overlap."""
+        spec, config = self._trained, self.config
+        columns = {
+            "width": spec.hidden_size,
+            "queries": spec.num_heads * spec.head_dim,
+            "mlp": spec.mlp_width,
+            "pairs": spec.num_heads * min(config.data.seq_len, QUERY_BLOCK),
+        }
+        position = sum(_BLOCK_POSITION[name] * count for name, count in columns.items())
+        chunk, width = min(config.loss.chunk_tokens, positions), self.pair.vocabulary.width
+        parts = {
+            "logits of a chunk": _BLOCK["chunk"] * chunk * width,
+            "the head": _BLOCK["head"] * width * spec.hidden_size,
+            "the block's activations": positions * position,
+            "gradients": _BLOCK["masters"] * self.gradients,
+        }
+        # What a CPU takes: the factor of all phases is not of it.
+        return {name: size / _CPU_FACTOR for name, size in parts.items()}
 
     def _teacher_forward(self, positions: Size) -> dict[str, Size]:
         assert self.pair.teacher is not None
@@ -403,7 +457,7 @@ class _Temporaries:
 
     def _layer(self, positions: Size) -> Size:
         """The student's layer whose backward pass runs."""
-        spec, segments = self.pair.student.spec, self.config.data.max_segments
+        spec, segments = self._trained, self.config.data.max_segments
         # cuDNN's packed backward pass keeps float32 sums for each segment of a row as if it were a
         # row: queries' gradient and output, 4 bytes each.
         slots = segments + 1 if segments > 1 else 1

@@ -364,19 +364,19 @@ def changed_tensors(
     *,
     init: str,
     seed: int,
-    adapters: Params | None = None,
+    begun: Params | None = None,
 ) -> dict[str, bool]:
     """Whether each tensor differs from what its run began with: one a layer of a stack.
 
     `saved` is what `saved_params` returns. `init`, `seed`: the run's `student.init`, `train.seed`;
-    `adapters`: those that it began with, of a run that trained some.
+    `begun`: what it began with, of a run that trained something beside its student.
     Raises `UserError` for a parameter that the student does not have, or has in another shape.
     """
     slack = _REDRAWN if init == "random" else 0.0
     start = _params_before_training(table, spec, init, seed)
-    if adapters is not None:
-        begun = flatten_dict(adapters, sep="/")
-        start = lambda name: np.asarray(begun[name])  # noqa: E731
+    if begun is not None:
+        first = flatten_dict(begun, sep="/")
+        start = lambda name: np.asarray(first[name])  # noqa: E731
     changed = {}
     for name, final in saved:
         before = start(name)

@@ -154,6 +154,7 @@ def make_hooks(
     # What a rounded student learns is to predict this in spite of its rounding.
     alike = config.teacher.allow_degenerate or config.loss.alpha == 1 or config.student.quantize
     alike = alike or list_hinted(config)  # which no held-out text has
+    alike = alike or config.student.block  # which may draft well before it has learned more
     if not alike:
         hooks.append(NoSignalGuard())
     first = jax.process_index() == 0
@@ -172,7 +173,8 @@ def make_hooks(
         hooks.append(writers.TensorBoard(workdir))
     if first and config.log.wandb_project:
         hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
-    if config.eval.samples and isinstance(job.step.spec.student, DecoderFunctions):
+    writes = isinstance(job.step.spec.student, DecoderFunctions) and not config.student.block
+    if config.eval.samples and writes:
         student, placement = job.step.spec.student, job.step.placement
         samples = job.teacher, job.pair.tokenizer, job.rows.heldout, placement
         hooks.append(Samples(workdir, config.eval.samples, student, *samples))

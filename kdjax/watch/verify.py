@@ -20,7 +20,7 @@ from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, 
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 from kdjax.training.identity import identify, list_differences
 from kdjax.training.inputs import hash_text, hash_texts
-from kdjax.training.pair import begin_adapters, open_adapters, open_student
+from kdjax.training.pair import begin_beside, open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
@@ -259,10 +259,9 @@ class _Recheck:
             _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
             return f"a module of your own, what it began with is not kept; {digest.hexdigest()}"
         student, init, seed = open_student(config), config.student.init, config.train.seed
-        lora = open_adapters(config.student.lora, student)
-        adapters = lora and begin_adapters(config, student, lora)
+        begun = begin_beside(config, student)
         changed = changed_tensors(
-            read_params(), student.table, student.spec, init=init, seed=seed, adapters=adapters
+            read_params(), student.table, student.spec, init=init, seed=seed, begun=begun
         )
         _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
         same = [name for name, differs in changed.items() if not differs]

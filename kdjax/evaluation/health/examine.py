@@ -51,7 +51,7 @@ def of_files(checkpoint: Checkpoint) -> list[Finding]:
         (detectors.unlike_peers, stats),
         (detectors.noise_weights, stats),
     ]
-    if (saved := checkpoint.saved) is not None:
+    if (saved := checkpoint.whole_step) is not None:
         params, start = saved_params(saved.workdir, saved.step), checkpoint.header
         changed = changed_tensors(params, start, spec, init=saved.init, seed=saved.seed)
         questions.append((detectors.unchanged_weights, changed, saved.step))

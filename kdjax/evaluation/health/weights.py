@@ -130,7 +130,7 @@ def matrix_stats(checkpoint: Checkpoint) -> list[MatrixStats]:
 
     Of embedding and head the rows of padding ids are left out.
     """
-    saved = checkpoint.saved
+    saved = checkpoint.whole_step
     tensors = _file_tensors(checkpoint) if saved is None else _saved_tensors(checkpoint, saved)
     stats = []
     for tensor in tensors:

@@ -1,0 +1,297 @@
+"""Runs that train a block that drafts: resumed, opened again, on meshes, refused, as a command."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_tiny_config, start_over
+from test_disk import no_file_beyond
+from test_nextn import SHAPE, tensors
+from test_run import Recorder, go, saved
+
+import kdjax
+from kdjax.commands import draft, export, generate
+from kdjax.config import validate
+from kdjax.device.placement import Placement
+from kdjax.device.runtime import Devices
+from kdjax.device.sharding import make_mesh
+from kdjax.errors import INTERRUPTED, NOT_WRITTEN, UserError
+from kdjax.formats import open_table
+from kdjax.formats.saved import SavedTable
+from kdjax.models.decoder import Compute, functional
+from kdjax.training import plan
+from kdjax.training.job import assemble, build_step, survey, text_source
+from kdjax.training.optim import optimizer
+from kdjax.training.pair import Vocabulary, open_pair
+from kdjax.training.saving import Checkpoints
+from kdjax.training.teachers import Packed
+from kdjax.watch.verify import verify
+from kdjax.watch.writers import JsonLines
+from scripts.bench.synthetic import write_random_gguf
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A file in blocks, with a block that drafts."""
+    path = tmp_path_factory.mktemp("served") / "m.gguf"
+    write_random_gguf(path, SHAPE, recipe="q8_0")
+    return path
+
+
+def train_block(models, folder, path):
+    """The config of a run that trains the block of the file at `path`, packed, in float32."""
+    config = make_tiny_config(models, folder)
+    config.teacher.path, config.student.path, config.student.block = "self", str(path), "own"
+    config.teacher.weights, config.teacher.param_dtype = "packed", "float32"
+    config.loss.divergence, config.loss.temperature = "total_variation", 1.0
+    config.loss.alpha, config.optim.learning_rate = 0.0, 3e-3
+    config.train.steps, config.eval.every, config.checkpoint.every = 4, 0, 0
+    return config
+
+
+@pytest.fixture
+def config(models, tmp_path, served):
+    return train_block(models, tmp_path, served)
+
+
+@pytest.fixture(scope="module")
+def run(models, tmp_path_factory, served):
+    """A finished run: its config, workdir, job and recorder."""
+    folder = tmp_path_factory.mktemp("block")
+    config, recorder = train_block(models, folder, served), Recorder()
+    job = assemble(config, folder / "run")
+    assert go(config, folder / "run", recorder, job=job) == "finished"
+    return config, folder / "run", job, recorder
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit_and_saves_the_block_alone(run, tmp_path):
+    """Its teacher is the arrays beside which the block trains."""
+    _, workdir, job, recorder = run
+    ours = {id(x) for x in jax.tree.leaves(job.step.base)}
+    assert ours == {id(x) for x in jax.tree.leaves(job.teacher_params)}
+    second, parts = Recorder(), tmp_path / "parts"
+    for hook, ends in ((Recorder(stop_at=2), "interrupted"), (second, "finished")):
+        assert go(job.config, parts, hook, job=start_over(job, parts)) == ends
+    (_, straight), (_, resumed) = saved(job, workdir), saved(job, parts)
+    jax.tree.map(np.testing.assert_array_equal, straight, resumed)
+    figures = [call[2] for call in recorder.calls if call[0] == "eval"]
+    assert [call[2] for call in second.calls if call[0] == "eval"] == figures[1:]
+    assert figures[1]["acceptance"] > figures[0]["acceptance"] + 0.01
+    assert {name.partition("/")[0] for name in SavedTable(workdir, 4)} == {"mtp"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["dense", "packed"])
+def test_a_run_opens_as_its_model_with_the_block(run, served, weights):
+    """Its layers are the file's, in any form; the block is what the run saved."""
+    _, workdir, job, _ = run
+    how = dict(weights=weights, dtype="float32")
+    block = kdjax.take_block(kdjax.load(workdir, base=str(served), **how))
+    with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
+        state = checkpoints.restore(4, job.step.abstract, job.step.shardings)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-7),  # a norm is stored as 1 + weight
+        block.params["mtp"],
+        job.step.see(state)["mtp"],
+    )
+    base = kdjax.load(served, **how)
+    layers = ({n: x for n, x in m.params.items() if n != "mtp"} for m in (block, base))
+    jax.tree.map(np.testing.assert_array_equal, *layers)
+
+
+@pytest.mark.slow
+def test_another_base_or_block_is_refused(run, tmp_path, served):
+    config, workdir, _, _ = run
+    data = bytearray(served.read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(UserError, match=r"the block's numbers of .* they are nothing without it"):
+        kdjax.load(workdir, base=str(tmp_path / "m.gguf"))
+    shutil.copytree(workdir, tmp_path / "run")
+    with (
+        pytest.raises(UserError, match=r"student.sha256: the checkpoint has"),
+        mock.patch.object(config.student, "path", str(tmp_path / "m.gguf")),
+    ):
+        go(config, tmp_path / "run")
+    with (
+        pytest.raises(UserError, match=r"student.block: the checkpoint has 'own', now 'new'"),
+        mock.patch.object(config.student, "block", "new"),
+    ):
+        go(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_devices_that_share_rows_come_to_one_devices_figures(run, served):
+    """The run is on eight; one device takes the same first step in the library."""
+    config, _, job, recorder = run
+    assert dict(job.step.placement.mesh.shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    model = kdjax.load(served, weights="packed", dtype="float32")
+    loss, block = kdjax.KDLoss(kdjax.total_variation), kdjax.take_block(model)
+    step = kdjax.make_step(block, model, loss, optimizer(config.optim, 4))
+    batch = text_source(config, job.rows, None).next(None)
+    found = step(step.init(block.params), model.params, batch)[1].means()
+    first = next(call[2] for call in recorder.calls if call[0] == "step")
+    for name in ("loss", "ce", "grad_norm"):
+        assert found[name] == pytest.approx(first[name], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_devices_that_share_weights_train_alike(run, tmp_path):
+    config, workdir, one, recorder = run
+    with mock.patch.object(config.mesh, "fsdp", 2):
+        ours, job = Recorder(), assemble(config, tmp_path / "run")
+        assert go(config, tmp_path / "run", ours, job=job) == "finished"
+    for a, b in zip(ours.curve(), recorder.curve(), strict=True):
+        assert a[2]["loss"] == pytest.approx(b[2]["loss"], rel=1e-4)
+    (_, ours), (_, theirs) = saved(job, tmp_path / "run"), saved(one, workdir)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), ours.params, theirs.params
+    )
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("teacher.path", "t.gguf", "teacher.path='t.gguf': must be 'self' with student.block"),
+        ("student.lora.rank", 4, "student.lora.rank=4: must be 0 with student.block='own'"),
+        ("mesh.tensor", 2, "mesh.tensor=2: must be 1 with student.block"),
+        ("student.block", "yes", "student.block='yes': must be empty, or one of own"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(config, field, value, message):
+    *sections, name = field.split(".")
+    section = config
+    for part in sections:
+        section = getattr(section, part)
+    setattr(section, name, value)
+    with pytest.raises(UserError, match=message):
+        validate(config)
+
+
+def test_models_without_a_block_are_refused(models, config):
+    config.student.path = str(models / "student.gguf")
+    with pytest.raises(UserError, match=r"a qwen2 model; expected one of qwen3_5_text"):
+        survey(config)
+
+
+def test_the_plan_counts_the_block_beside_the_layers(config, served):
+    """The block alone has masters, moments and gradients; the head has none on a GPU either."""
+    device = Devices("gpu", "NVIDIA H200", 1, 10**11, 9.9e14)
+    pair = open_pair(config)
+    made = plan.make_plan(config, pair, make_mesh(1, 1, 1, jax.devices()[:1]), device, Packed())
+    shapes = functional(pair.student.spec, Compute())[1]["mtp"]
+    masters = 4 * sum(x.size for x in jax.tree.leaves(shapes))
+    model = kdjax.load(served, weights="packed", dtype="float32")
+    layers = {name: x for name, x in model.params.items() if name != "mtp"}
+    kept = sum(x.nbytes for x in jax.tree.leaves(layers))
+    assert [*made.resident] == [
+        "teacher, packed blocks",
+        "the block that drafts, float32",
+        "optimizer moments, float32",
+    ]
+    assert [*made.resident.values()] == pytest.approx([kept, masters, 2 * masters], rel=2e-3)
+    assert made.gradients == masters == made.phases["the student runs backward"]["gradients"]
+    head = 305 * SHAPE.hidden
+    assert made.phases["the loss is computed"]["student's head"] == 4 * head  # numbers, no gradient
+    forward = pair.student.spec.forward_flops(config.data.seq_len)
+    flops = plan.count_step_flops(config, pair, Packed())
+    products = sum(x.size for x in jax.tree.leaves(shapes) if x.ndim > 2)
+    assert flops == pytest.approx(2 * forward + 6 * products + 2 * head, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_step_holds_what_is_planned(config, tmp_path):
+    """By XLA's account of the compiled step; the arrays of teacher and student are the same."""
+    sizes = dict(layers=8, hidden=384, heads=6, head=64, ffn=1024, rows=12_000)
+    write_random_gguf(tmp_path / "m.gguf", SHAPE._replace(**sizes), recipe="q8_0")
+    config.student.path, config.student.remat = str(tmp_path / "m.gguf"), "full"
+    config.teacher.param_dtype = config.train.compute_dtype = "bfloat16"
+    config.data.seq_len, config.train.batch_size, config.loss.chunk_tokens = 192, 5, 320
+    opened = open_pair(config)
+    pair = dataclasses.replace(opened, vocabulary=Vocabulary(12_000, 12_000))
+    mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    made = plan.make_plan(config, pair, mesh, Devices("cpu", "cpu", 1, None, None), Packed())
+    teacher, step, _ = build_step(config, pair, Placement.on(mesh), Packed())
+    batch = {
+        name: jax.ShapeDtypeStruct((5, 192), "float32" if name == "weights" else "int32")
+        for name in ("tokens", "labels", "segment_ids", "positions", "weights")
+    }
+    lowered = step.jitted.lower(step.abstract, teacher.params, batch, **step.fixed)
+    held = sum(x.nbytes for x in jax.tree.leaves(teacher.params))
+    held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract))
+    held += lowered.compile().memory_analysis().temp_size_in_bytes
+    assert made.peak_phase == "the block trains"
+    assert made.peak == pytest.approx(held, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys, undrawn):
+    """Layers keep their bytes; a disk that is full has one message and costs no saved step."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x * {i}\n" * 8)
+    out, where = tmp_path / "o.gguf", [str(served), f"--data={text}"]
+    how = ["--seq-len=32", "--steps=8", "--learning-rate=3e-3", f"--out={out}"]
+    how += [f"--config.data.cache_dir={tmp_path}/rows", "--config.eval.every=0"]
+
+    def stop(self, record):
+        if record.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(JsonLines, "step_end", stop):
+        assert draft.main([*where, *how]) == INTERRUPTED
+    assert "saved; resume with:" in capsys.readouterr().out and not out.exists()
+    steps = tmp_path / "o.run" / "checkpoints"
+    (stopped,) = (int(step.name) for step in steps.iterdir())
+    assert 3 <= stopped < 8
+    with no_file_beyond(1 << 18):
+        assert draft.main([*where, *how]) == NOT_WRITTEN
+    told = capsys.readouterr().err.splitlines()[-2:]
+    assert "cannot be written" in told[0] and f"checkpoints/{stopped}: the run goes on" in told[1]
+    assert draft.main([*where, *how]) == 0
+    told = capsys.readouterr().out.rpartition("T = 1: ")[2].split()
+    assert float(told[2]) > float(told[0]) + 0.01
+    ours, theirs = tensors(out), tensors(served)
+    changed = {n for n in theirs if ours[n] != theirs[n] and not n.endswith("ssm_a")}  # rounded
+    assert changed and all(name.startswith("blk.4.") for name in changed)
+    assert open_table(out).info("blk.4.nextn.eh_proj.weight").dtype == "Q8_0"
+    assert generate.main([str(out), "--prompt=def f", "--max-tokens=4", "--draft=own"]) == 0
+    assert "accepted a pass" in capsys.readouterr().err
+    assert any("15 of 15 tensors changed" in line for line in verify(tmp_path / "o.run"))
+    again = tmp_path / "again.gguf"
+    assert export.main([str(tmp_path / "o.run"), "--format=gguf", f"--out={again}"]) == 0
+    kinds = {n: open_table(again).info(n).dtype for n in theirs}
+    assert kinds == {n: "F32" if n in changed else open_table(served).info(n).dtype for n in kinds}
+    capsys.readouterr()
+    for more, message in (
+        ([f"--out={out}"], "is there already"),
+        ([f"--out={tmp_path}/p.gguf", "--steps=0"], "train.steps=0"),
+        ([f"--out={tmp_path}/p.gguf", "--type=iq1_s"], "expected one of F32"),
+        ([f"--out={tmp_path}/p.gguf", "--config.student.lora.rank=2"], "must be 0 with"),
+    ):
+        assert draft.main([*where, *how, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_new_block_begins_where_the_file_has_none(config, tmp_path):
+    write_random_gguf(tmp_path / "n.gguf", SHAPE._replace(drafts=0), recipe="q8_0")
+    config.student.path = str(tmp_path / "n.gguf")
+    with pytest.raises(UserError, match=r"no block that drafts; .*student\.block=new"):
+        survey(config)
+    config.student.block, config.train.steps, config.optim.warmup_steps = "new", 1, 0
+    job = assemble(config, tmp_path / "run")
+    begun = job.make_state()
+    drawn = kdjax.take_block(kdjax.load(config.student.path), seed=config.train.seed)
+    jax.tree.map(np.testing.assert_array_equal, begun.params["mtp"], drawn.params["mtp"])
+    assert go(config, tmp_path / "run", job=job) == "finished"
+    opened = kdjax.load(tmp_path / "run", base=config.student.path, weights="packed")
+    assert opened.spec.drafts == 1 and "mtp" in opened.params
