@@ -66,8 +66,8 @@ def read_states(
     if not isinstance(state, Stacked):
         return recur(*columns, state) if few else apply_delta_rule(*columns, state, fits)
     if few and fits:
-        *rows, decay, beta, _ = columns
-        return kernels.recur_in_place(*rows, _fade(decay, segment_ids), beta, *state)
+        kept = _fade(inputs.decay, segment_ids)
+        return kernels.recur_in_place(*columns[:3], kept, inputs.beta, state.states, state.layer)
     stack, layer = state
     out, state = read_states(inputs, groups, key_dim, segment_ids, before, stack[layer], in_kernels)
     return out, stack.at[layer].set(state)

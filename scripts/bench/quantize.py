@@ -136,7 +136,7 @@ class Learned(Rounded):
         """The parameters, and a factor's logarithm a block of each rounded matrix."""
         if _FACTORS in params:
             return params
-        flat = flatten_dict(params)
+        flat = _flatten(params)
         zeros = {path: _sum_blocks(jnp.zeros_like(flat[path])) for path, _ in self.types}
         return {**params, _FACTORS: unflatten_dict(zeros)}
 
@@ -147,34 +147,38 @@ class Learned(Rounded):
     def see(self, kept: Any, params: Any) -> Any:
         """The numbers that the blocks and their factors stand for."""
         params, factors = self._apart(params)
-        flat = flatten_dict(params)
+        flat = _flatten(params)
         flat |= {path: flat[path] / f for path, f in factors.items()}
-        flat = flatten_dict(super().see(kept, unflatten_dict(flat)))
+        flat = _flatten(super().see(kept, unflatten_dict(flat)))
         return unflatten_dict(flat | {path: flat[path] * f for path, f in factors.items()})
 
     def pull(self, kept: Any, params: Any, seen: Any, grads: Any) -> Any:
         """Straight through to the masters, and to the factors' logarithms."""
         params, factors = self._apart(params)
         given = {name: x for name, x in grads.items() if name != _FACTORS}
-        flat, of, at = (flatten_dict(tree) for tree in (params, given, seen))
-        within = flatten_dict(super().pull(kept, params, seen, given))
+        flat, of, at = (_flatten(tree) for tree in (params, given, seen))
+        within = _flatten(super().pull(kept, params, seen, given))
         moved = {}
         for path in factors:
-            numbers = (x[path] / factors[path] for x in (flat, at))
-            cut = is_cut(*numbers, *self._scales(kept, path))
+            x, rounded = (tree[path] / factors[path] for tree in (flat, at))
+            cut = is_cut(x, rounded, *self._scales(kept, path))
             along = of[path] * jnp.where(cut, at[path], at[path] - flat[path])
             moved[path] = _PACE * _sum_blocks(along)
         return {**unflatten_dict(within), _FACTORS: unflatten_dict(moved)}
 
     def _scales(self, kept: Any, path: tuple[str, ...]) -> tuple[str, Any]:
-        ((dtype, scales),) = ((k[-1], x) for k, x in flatten_dict(kept).items() if k[:-1] == path)
+        ((dtype, scales),) = ((k[-1], x) for k, x in _flatten(kept).items() if k[:-1] == path)
         return dtype, scales
 
     def _apart(self, params: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
         """The parameters without factors, and these as wide as their matrices."""
         plain = {name: x for name, x in params.items() if name != _FACTORS}
-        logs = flatten_dict(params[_FACTORS])
+        logs = _flatten(params[_FACTORS])
         return plain, {path: jnp.repeat(jnp.exp(_PACE * x), _BLOCK, -1) for path, x in logs.items()}
+
+
+def _flatten(tree: Any) -> dict[tuple[str, ...], Any]:
+    return flatten_dict(tree)
 
 
 def _sum_blocks(x: Any) -> Any:
@@ -250,8 +254,8 @@ class Bench:
             chunk_tokens=self._args.chunk_tokens,
         )
         if arm.learned:
-            form: Any = Learned(**vars(step.spec.form) | {"every": 0})
-            spec = dataclasses.replace(step.spec, form=form)
+            fields: Any = vars(step.spec.form) | {"every": 0}
+            spec = dataclasses.replace(step.spec, form=Learned(**fields))
             step = LearnedStep(spec, student.params, step.placement, teacher.params)
         key = "evaluate", student.source, teacher.source, arm.rank
         step.sum_evaluation = self._keep(key, lambda: step.sum_evaluation)
