@@ -377,6 +377,26 @@ def test_a_rounded_run_shows_what_rounding_still_costs(tmp_path):
     assert said in page._summarise(run, False)
 
 
+def test_a_rounded_run_that_ended_as_it_began_says_so(tmp_path):
+    record = receipt(student_quantize="q4_0")
+    ends = [line for line in WHOLE if line["kind"] != "eval"]
+    first = next(line for line in WHOLE if line["kind"] == "eval")
+    lines = [first, *ends, first | {"step": 4}]
+    _, rows = page.results_table([read_run(workdir(tmp_path / "a", lines, record))])
+    assert rows[-1][0] == "student as it began, nearer than after 4 steps"
+    _, rows = page.results_table([read_run(workdir(tmp_path / "b", WHOLE, record))])
+    assert rows[-1][0] == "student after 4 steps"
+
+
+def test_losses_of_two_phases_are_not_set_beside_each_other(tmp_path):
+    record = receipt()
+    columns, _ = page.results_table([read_run(workdir(tmp_path / "a", WHOLE, record))])
+    assert {"loss", "KL at T = 4"} <= {*columns}
+    record["config"]["then"] = [{"loss": {"divergence": "reverse_kl"}}]
+    columns, _ = page.results_table([read_run(workdir(tmp_path / "b", WHOLE, record))])
+    assert not {"loss", "KL at T = 4"} & {*columns} and "KL to the teacher" in columns
+
+
 def test_curves_average_and_bands_span(tmp_path):
     lines = [
         step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)
@@ -410,6 +430,7 @@ def test_other_divergences_and_top_k_caches_are_named(tmp_path):
     topk = read_run(workdir(tmp_path / "b", lines, receipt()))
     assert [e["kl"] for e in topk.evals] == [0.5, 0.4, 0.25]
     assert any("over the ids that the teacher's cache holds" in note for note in topk.notes)
+    assert set(topk.notes) & set(page.closing_lines(tmp_path / "b", 4))
 
 
 def test_errors_say_what_to_do(tmp_path, capsys):

@@ -90,7 +90,7 @@ def _fields(path: Path, record: dict[str, Any], names: tuple[str, ...]) -> list[
     if missing:
         raise UserError(
             f"{path}: problem {record.get('task_id')!r} has no {', '.join(missing)}; expected "
-            f"{', '.join(names)}. Give the benchmark's own file."
+            f"{', '.join(names)}. A benchmark's own file has them; exercises need them too."
         )
     return [record[name] for name in names]
 

@@ -19,7 +19,7 @@ from kdjax.errors import UserError, WriteError
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import RECEIPT, find_best
 from kdjax.watch.report import FILE
-from kdjax.watch.report.workdir import SAMPLES, RunRecord, read_run, read_runs
+from kdjax.watch.report.workdir import SAMPLES, TOPK, RunRecord, read_run, read_runs
 from kdjax.watch.writers import METRICS
 
 _NOTHING = "–"
@@ -102,10 +102,12 @@ def closing_lines(workdir: Path, step: int) -> list[str]:
         if rows:
             lines += ["", f"held-out figures: {_describe_units([run])}"]
             cells = [["", *columns], *([label, *cells] for label, cells in rows)]
+            notes = [TOPK] if TOPK in run.notes else []
             first, *others = [max(map(len, column)) for column in zip(*cells, strict=True)]
             for label, *figures in cells:
                 aligned = (f.rjust(width) for f, width in zip(figures, others, strict=True))
                 lines.append("  ".join([label.ljust(first), *aligned]))
+            lines += notes
     except UserError as error:
         lines.append(f"no held-out figures: {error}")
     try:
@@ -162,8 +164,15 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
         if not run.evals:
             continue
         first, last = run.evals[0], run.evals[-1]
+        if run.loss_changes:  # from phase to phase: no two of its figures compare
+            first, last = (
+                {name: x for name, x in figures.items() if name not in ("loss", "divergence")}
+                for figures in (first, last)
+            )
         without = ", without the teacher (alpha = 1)" if run.without_teacher else ""
         after = f"student after {last['step']:,.0f} steps{without}"
+        if run.ended_untrained:
+            after = f"student as it began, nearer than after {last['step']:,.0f} steps"
         for late, kind, figures, side in (
             (False, "teacher", last, 0),
             (False, "student before training", first if first["step"] == 0 else {}, 1),

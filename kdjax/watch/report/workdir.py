@@ -20,6 +20,10 @@ from kdjax.watch.writers import METRICS
 
 SAMPLES = "samples.json"
 _TRAIN = ("step", "loss", "ce", "divergence", "learning_rate", "tokens_per_second")
+TOPK = (
+    "KL and divergence are over the ids that the teacher's cache holds, and lower than over all "
+    "ids; the acceptance is higher"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,19 @@ class RunRecord:
         temperature = self.config.get("loss.temperature", logged[0] if logged else math.nan)
         name = self.config.get("loss.divergence", "forward_kl").replace("forward_kl", "KL")
         return f"{name} at T = {temperature:g}" if math.isfinite(temperature) else name
+
+    @property
+    def loss_changes(self) -> bool:
+        """Whether a later phase has a loss of its own."""
+        return any(re.fullmatch(r"then\.\d+\.loss\..*", name) for name in self.config)
+
+    @property
+    def ended_untrained(self) -> bool:
+        """Whether a rounded student was nearer untrained, and the run ended with that one."""
+        if not self.config.get("student.quantize") or len(self.evals) < 2:
+            return False
+        places = dict(step=0.0, tokens=0.0)
+        return {**self.evals[0], **places} == {**self.evals[-1], **places}
 
     @property
     def without_teacher(self) -> bool:
@@ -141,10 +158,7 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
     if bad:
         notes.append(f"{bad} of {len(text)} lines of {METRICS} cannot be read and are left out")
     if topk:
-        notes.append(
-            "KL and divergence are over the ids that the teacher's cache holds, and lower "
-            "than over all ids; the acceptance is higher"
-        )
+        notes.append(TOPK)
     return sorted(lines, key=lambda line: line[1]["step"])
 
 
