@@ -24,8 +24,7 @@ from kdjax.config import WEIGHTS, Config
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
-from kdjax.formats import TensorInfo, TensorTable, open_table
-from kdjax.formats.blocks import row_bytes
+from kdjax.formats import open_table
 from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models import decoding, ready
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
@@ -41,9 +40,7 @@ from scripts.bench.synthetic import (
     QWEN3_SHAPES,
     QWEN25_SHAPES,
     QWEN35_SHAPES,
-    RECIPES,
-    _metadata,
-    tensor_plan,
+    Header,
     write_random_gguf,
 )
 
@@ -59,20 +56,6 @@ H200 = Devices("gpu", "NVIDIA H200", 1, int(135.1e9), 989e12)
 
 def on(gigabytes, platform="gpu"):
     return Devices(platform, "test", 1, int(gigabytes * 1e9), None)
-
-
-class Header(TensorTable):
-    """A checkpoint's tensors as their infos alone: nothing can be read."""
-
-    def __init__(self, shape):
-        self._tensors = {}
-        self.paths, self.metadata = (Path("none.gguf"),), _metadata(shape, RECIPES["q4_k_m"])
-        for name, dtype, dims in tensor_plan(shape, RECIPES["q4_k_m"]):
-            nbytes = int(np.prod(dims[:-1])) * row_bytes(dtype, dims[-1])
-            self._tensors[name] = (TensorInfo(name, dims, dtype, nbytes),)
-
-    def raw(self, name):
-        raise AssertionError("a plan must not read tensors")
 
 
 @pytest.fixture(scope="module")

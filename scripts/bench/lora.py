@@ -2,14 +2,16 @@
 
     python -m scripts.bench.lora --folder=/tmp/m --json=/tmp/m/lora.json
     python -m scripts.bench.lora --cases=24gb,torch --teacher=32b --json=/tmp/m/lora-32b.json
+    JAX_PLATFORMS=cpu python -m scripts.bench.lora --plan --json=cards.json
     JAX_PLATFORMS=cpu python -m scripts.bench.lora --teacher=tiny-teacher --student=tiny-student \\
         --length=64 --small=tiny-student --memory-gb=0 --folder=/tmp/m
 
 Cases: `24gb` is kdjax under a limit of the allocator (`--memory-gb`), `free` the same without one,
 `torch` the peer of scripts.bench.peer (bf16 base and teacher, layers recomputed, compiled), `small`
-a student of 0.5B, adapters and whole. Models are random Q4_K_M files of given shapes. Each case is
-a process of its own; what it found is written before the next begins. The figures are those of
-scripts.bench.step: `peak_gb` is the allocator's.
+a student of 0.5B, adapters and whole. `--plan` runs nothing: it plans, for each card of CARDS, a
+pair of Qwen2.5's shapes by adapters and whole. Models are random Q4_K_M files of given shapes. Each
+case is a process of its own; what it found is written before the next begins. The figures are those
+of scripts.bench.step: `peak_gb` is the allocator's.
 """
 
 import argparse
@@ -18,9 +20,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+
+from kdjax.config import Config
+from kdjax.device.runtime import Devices
+from kdjax.device.sharding import make_mesh
+from kdjax.models.checkpoint import Checkpoint
+from kdjax.models.schema import spec_from_table
+from kdjax.training.pair import Pair, Vocabulary
+from kdjax.training.plan import make_plan
+from kdjax.training.teachers import Packed
 from scripts.bench import step
+from scripts.bench.synthetic import QWEN25_SHAPES, Header
 
+# Of a card with so many GB: a teacher and a student that fit, or the largest there are.
+CARDS = {
+    8: ("1.5b", "1.5b"),
+    16: ("7b", "7b"),
+    24: ("14b", "7b"),
+    48: ("32b", "14b"),
+    80: ("32b", "32b"),
+}
 CASES = ("24gb", "free", "torch", "small")
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -51,6 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--memory-gb", type=float, default=24.0, help="of the allocator, in `24gb`; 0: no limit")
     add("--steps", type=int, default=6, help="timed ones, after three more")
     add("--dtype", default="bfloat16")
+    add("--plan", action="store_true", help="plan a pair for each card instead")
     add("--json", type=Path, help="where to write the figures")
     return parser.parse_args(argv)
 
@@ -72,9 +95,38 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     }
 
 
+def plan_cards(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What `kdjax plan` says of each card's pair, packed, on one H200, in GB."""
+    config, devices = Config(), Devices("gpu", "NVIDIA H200", 1, int(135.1e9), None)
+    config.data.seq_len, config.train.batch_size = args.length, args.rows
+    config.data.max_segments = 1
+    config.train.microbatches, config.student.remat = args.microbatches, args.remat
+    config.loss.chunk_tokens, config.student.init = 1024, "checkpoint"
+    mesh, found = make_mesh(1, 1, 1, jax.devices()[:1]), []
+    for card, names in CARDS.items():
+        tables = [Header(QWEN25_SHAPES[name]) for name in names]
+        teacher, student = (Checkpoint(table, spec_from_table(table)) for table in tables)
+        pair = Pair(teacher, student, None, Vocabulary(151936, 151665))  # type: ignore[arg-type]
+        planned = {}
+        for way, rank in (("adapters_gb", 16), ("whole_gb", 0)):
+            config.student.lora.rank = rank
+            planned[way] = make_plan(config, pair, mesh, devices, Packed()).peak / 1e9
+        found.append(dict(card_gb=card, teacher=names[0], student=names[1], **planned))
+        print(
+            "{card_gb} GB: {teacher} into {student}, {adapters_gb:.2f} GB by adapters, "
+            "{whole_gb:.2f} GB whole".format(**found[-1])
+        )
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the cases; returns the worst status."""
     args, worst, found = parse(argv), 0, {}
+    if args.plan:
+        cards = plan_cards(args)
+        if args.json:
+            args.json.write_text(json.dumps(cards, indent=1))
+        return 0
     total = device_gb()
     for case in args.cases.split(","):
         limited = case == "24gb" and args.memory_gb and total

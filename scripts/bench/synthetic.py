@@ -7,12 +7,13 @@ quantizes it, and random blocks, so that everything but what it says is like the
 import math
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from kdjax.errors import UserError
-from kdjax.formats import open_table
+from kdjax.formats import TensorInfo, TensorTable, open_table
 from kdjax.formats.blocks import BLOCKS, encode, row_bytes
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.recipes import RECIPES, Recipe, fitting, gets_more_bits
@@ -459,6 +460,25 @@ def _metadata(shape: ModelShape, recipe: Recipe) -> dict[str, Any]:
 
 def _stream(*args: Any) -> Callable[[], Iterator[np.ndarray]]:
     return lambda: _tensor_data(*args)
+
+
+class Header(TensorTable):
+    """The header of the file that a shape would have in `q4_k_m`: for plans, which read no tensor.
+
+    Raises `UserError` if one is read.
+    """
+
+    def __init__(self, shape: ModelShape):
+        recipe = RECIPES["q4_k_m"]
+        self._tensors = {}
+        self.paths, self.metadata = (Path(f"{shape.label}.gguf"),), _metadata(shape, recipe)
+        for name, dtype, dims in tensor_plan(shape, recipe):
+            nbytes = int(np.prod(dims[:-1])) * row_bytes(dtype, dims[-1])
+            self._tensors[name] = (TensorInfo(name, dims, dtype, nbytes),)
+
+    def raw(self, name: str) -> np.ndarray:
+        """See `TensorTable`."""
+        raise UserError(f"found no {name}: {self.paths[0]} is the header of a file nobody wrote.")
 
 
 def write_random_gguf(
