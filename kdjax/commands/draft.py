@@ -7,8 +7,9 @@ MODEL is the file that is served, as of `kdjax evaluate`, packed unless it says 
 layers stay as they are, bit for bit (rates of delta layers, which are kept as logarithms, where
 these were bfloat16's, as in published models; else to the last bit), and the block is trained
 beside them by total variation, which is the share of its drafts that the model rejects. A model
-whose file has no block begins a new one with --new. It is a run of `kdjax train` with student.block: the same command resumes one that was
-stopped, and --config.FIELD=VALUE sets any other field.
+whose file has no block begins a new one with --new. It is a run of `kdjax train` with
+student.block: the same command resumes one that was stopped, and --config.FIELD=VALUE sets any
+other field.
 """
 
 import argparse

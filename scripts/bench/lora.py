@@ -96,7 +96,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def plan_cards(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What `kdjax plan` says of each card's pair, packed, on one H200, in GB."""
+    """Plans each card's pair, packed, on an H200, in GB; nothing is allocated."""
     config, devices = Config(), Devices("gpu", "NVIDIA H200", 1, int(135.1e9), None)
     config.data.seq_len, config.train.batch_size = args.length, args.rows
     config.data.max_segments = 1
