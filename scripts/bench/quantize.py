@@ -156,15 +156,17 @@ class Learned(Rounded):
         """Straight through to the masters, and to the factors' logarithms."""
         params, factors = self._apart(params)
         given = {name: x for name, x in grads.items() if name != _FACTORS}
-        flat, of, at = (_flatten(tree) for tree in (params, given, seen))
-        within = _flatten(super().pull(kept, params, seen, given))
-        moved = {}
+        x, of, rounded = (_flatten(tree) for tree in (params, given, seen))
+        inside, levels = (
+            tree | {path: tree[path] / f for path, f in factors.items()} for tree in (x, rounded)
+        )
+        pulled = super().pull(kept, unflatten_dict(inside), unflatten_dict(levels), given)
+        logs = {}
         for path in factors:
-            x, rounded = (tree[path] / factors[path] for tree in (flat, at))
-            cut = is_cut(x, rounded, *self._scales(kept, path))
-            along = of[path] * jnp.where(cut, at[path], at[path] - flat[path])
-            moved[path] = _PACE * _sum_blocks(along)
-        return {**unflatten_dict(within), _FACTORS: unflatten_dict(moved)}
+            cut = is_cut(inside[path], levels[path], *self._scales(kept, path))
+            along = of[path] * (rounded[path] - jnp.where(cut, 0.0, x[path]))
+            logs[path] = _PACE * _sum_blocks(along)
+        return {**pulled, _FACTORS: unflatten_dict(logs)}
 
     def _scales(self, kept: Any, path: tuple[str, ...]) -> tuple[str, Any]:
         ((dtype, scales),) = ((k[-1], x) for k, x in _flatten(kept).items() if k[:-1] == path)
