@@ -78,6 +78,17 @@ def judge_rounded(first: Mapping[str, float], last: Mapping[str, float]) -> tupl
     )
 
 
+def ended_untrained(first: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
+    """Whether the held-out figures that a rounded run ends with are those that it began with.
+
+    So they are where `judge_rounded` found the untrained student the better. When they were
+    measured, after which step and how many tokens, does not count.
+    """
+    when = "step", "tokens"
+    one, other = ({n: x for n, x in figures.items() if n not in when} for figures in (first, last))
+    return one == other
+
+
 def held_out(
     eval_step: Callable[..., Sums],
     params: Params,

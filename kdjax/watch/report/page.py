@@ -102,12 +102,11 @@ def closing_lines(workdir: Path, step: int) -> list[str]:
         if rows:
             lines += ["", f"held-out figures: {_describe_units([run])}"]
             cells = [["", *columns], *([label, *cells] for label, cells in rows)]
-            notes = [TOPK] if TOPK in run.notes else []
             first, *others = [max(map(len, column)) for column in zip(*cells, strict=True)]
             for label, *figures in cells:
                 aligned = (f.rjust(width) for f, width in zip(figures, others, strict=True))
                 lines.append("  ".join([label.ljust(first), *aligned]))
-            lines += notes
+            lines += [TOPK] if TOPK in run.notes else []
     except UserError as error:
         lines.append(f"no held-out figures: {error}")
     try:

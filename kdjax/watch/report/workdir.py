@@ -15,6 +15,7 @@ from kdjax.config import flatten
 from kdjax.data.rollouts import FOLDER, read_round
 from kdjax.errors import CheckError, UserError, suggest_path
 from kdjax.formats.saved import RECEIPT
+from kdjax.training.heldout import ended_untrained
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
 
@@ -60,10 +61,8 @@ class RunRecord:
     @property
     def ended_untrained(self) -> bool:
         """Whether a rounded student was nearer untrained, and the run ended with that one."""
-        if not self.config.get("student.quantize") or len(self.evals) < 2:
-            return False
-        places = dict(step=0.0, tokens=0.0)
-        return {**self.evals[0], **places} == {**self.evals[-1], **places}
+        rounded = bool(self.config.get("student.quantize")) and len(self.evals) > 1
+        return rounded and ended_untrained(self.evals[0], self.evals[-1])
 
     @property
     def without_teacher(self) -> bool:
