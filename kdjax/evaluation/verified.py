@@ -90,7 +90,7 @@ class VerifiedAnswers:
         by_task = {exercise.task: exercise for exercise in left}
         ends: dict[str, list[str]] = {task: [] for task in by_task}
         failed: dict[str, str] = {}  # of each task, the first program that failed and how
-        for sample in result["results"]:
+        for sample in result["results"] if hint == "error" else ():
             if sample["reason"] not in (PASSED, passk.INFERENCE_FAILED, "infrastructure"):
                 code = bench.program(by_task[sample["task"]], settings.wording, sample["answer"])
                 said = f"{sample['reason']}: {sample['error']}".strip(": \n")
