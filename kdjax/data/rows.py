@@ -80,11 +80,19 @@ class Rows(NamedTuple):
 
 def read_same(columns: Mapping[str, np.ndarray], width: int) -> dict[str, np.ndarray]:
     """A teacher's columns, `width` wide, of rows of a batch that it reads as the student does."""
-    more = (0, 0), (0, width - columns["tokens"].shape[1])
     names = "tokens", "segment_ids", "positions"
-    padded = {f"teacher_{name}": np.pad(columns[name], more) for name in names}
-    places = np.arange(columns["tokens"].shape[1], dtype=np.int32)
-    return padded | {"teacher_places": np.broadcast_to(places, columns["tokens"].shape)}
+    *padded, places = _widen([columns[name] for name in names], width)
+    return {f"teacher_{name}": x for name, x in zip(names, padded, strict=True)} | {
+        "teacher_places": places
+    }
+
+
+def _widen(columns: Sequence[np.ndarray], width: int) -> list[np.ndarray]:
+    """Columns `[B, T]` as `[B, width]`, and behind them the place of each position: its own."""
+    shape = columns[0].shape
+    more = (0, 0), (0, width - shape[1])
+    places = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    return [*(np.pad(x, more) for x in columns), places]
 
 
 def join_rows(first: Rows, second: Rows) -> Rows:
@@ -96,9 +104,7 @@ def join_rows(first: Rows, second: Rows) -> Rows:
     if theirs is None:
         return Rows(**columns)
     inputs = second.tokens[:, :-1], second.segments[:, :-1]
-    more = (0, 0), (0, theirs.tokens.shape[1] - inputs[0].shape[1])
-    places = np.arange(inputs[0].shape[1], dtype=np.int32)
-    beside = *(np.pad(x, more) for x in inputs), np.broadcast_to(places, inputs[0].shape)
+    beside = _widen(inputs, theirs.tokens.shape[1])
     both = zip(vars(theirs).values(), beside, strict=True)
     return Rows(**columns, teacher=TeacherRows(*(np.concatenate(pair) for pair in both)))
 
