@@ -142,7 +142,7 @@ class Learned(Rounded):
 
     def begin(self, params: Any) -> Any:
         """See `Rounded`."""
-        return super().begin({name: x for name, x in params.items() if name != _FACTORS})
+        return super().begin(_drop_factors(params))
 
     def see(self, kept: Any, params: Any) -> Any:
         """The numbers that the blocks and their factors stand for."""
@@ -155,7 +155,7 @@ class Learned(Rounded):
     def pull(self, kept: Any, params: Any, seen: Any, grads: Any) -> Any:
         """Straight through to the masters, and to the factors' logarithms."""
         params, factors = self._apart(params)
-        given = {name: x for name, x in grads.items() if name != _FACTORS}
+        given = _drop_factors(grads)
         x, of, rounded = (_flatten(tree) for tree in (params, given, seen))
         inside, levels = (
             tree | {path: tree[path] / f for path, f in factors.items()} for tree in (x, rounded)
@@ -174,9 +174,13 @@ class Learned(Rounded):
 
     def _apart(self, params: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
         """The parameters without factors, and these as wide as their matrices."""
-        plain = {name: x for name, x in params.items() if name != _FACTORS}
         logs = _flatten(params[_FACTORS])
-        return plain, {path: jnp.repeat(jnp.exp(_PACE * x), _BLOCK, -1) for path, x in logs.items()}
+        wide = {path: jnp.repeat(jnp.exp(_PACE * x), _BLOCK, -1) for path, x in logs.items()}
+        return _drop_factors(params), wide
+
+
+def _drop_factors(tree: Any) -> dict[str, Any]:
+    return {name: x for name, x in tree.items() if name != _FACTORS}
 
 
 def _flatten(tree: Any) -> dict[tuple[str, ...], Any]:
@@ -309,8 +313,7 @@ class Bench:
         if arm.rank:
             found["trained_parameters"] = sum(x.size for x in jax.tree.leaves(state.params))
         elif arm.quantize:
-            plain = {name: x for name, x in state.params.items() if name != _FACTORS}
-            found["masters"] = self.judge(step, teacher, plain)
+            found["masters"] = self.judge(step, teacher, _drop_factors(state.params))
             found["better"] = min(("start", "trained"), key=lambda name: found[name]["kl"])
             del seen
             if args.files and not arm.learned:
