@@ -7,6 +7,7 @@ from conftest import start_over
 from test_run import Recorder, go, saved
 
 from kdjax.training.hooks import Hook
+from kdjax.training.job import assemble
 
 
 class Rounds(Recorder):
@@ -37,6 +38,26 @@ class Dies(Hook):
     def news(self, step, kind, figures):
         if (self._event, self._at) == ("round", step):
             raise Death
+
+
+def finish(config, folder):
+    """A finished run in `folder`: its config, workdir, job and recorder."""
+    recorder, job = Recorder(), assemble(config, folder / "run")
+    assert go(config, folder / "run", recorder, job=job) == "finished"
+    return config, folder / "run", job, recorder
+
+
+def assert_goes_on(run, parts, *, stop_at):
+    """Stops a run of `finish` after a step, in `parts`: it goes on to the bit; held-out figures."""
+    _, workdir, job, recorder = run
+    second = Recorder()
+    for hook, ends in ((Recorder(stop_at=stop_at), "interrupted"), (second, "finished")):
+        assert go(job.config, parts, hook, job=start_over(job, parts)) == ends
+    (_, straight), (_, resumed) = saved(job, workdir), saved(job, parts)
+    chex.assert_trees_all_equal(straight, resumed)
+    figures = [call[2] for call in recorder.calls if call[0] == "eval"]
+    assert [call[2] for call in second.calls if call[0] == "eval"] == figures[1:]
+    return figures
 
 
 def run_straight(job, workdir):

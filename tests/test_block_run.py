@@ -10,7 +10,8 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from conftest import make_tiny_config, start_over
+from conftest import make_tiny_config
+from resuming import assert_goes_on, finish
 from test_disk import no_file_beyond
 from test_nextn import SHAPE, tensors
 from test_run import Recorder, go, saved
@@ -64,25 +65,16 @@ def config(models, tmp_path, served):
 def run(models, tmp_path_factory, served):
     """A finished run: its config, workdir, job and recorder."""
     folder = tmp_path_factory.mktemp("block")
-    config, recorder = train_block(models, folder, served), Recorder()
-    job = assemble(config, folder / "run")
-    assert go(config, folder / "run", recorder, job=job) == "finished"
-    return config, folder / "run", job, recorder
+    return finish(train_block(models, folder, served), folder)
 
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_saves_the_block_alone(run, tmp_path):
     """Its teacher is the arrays beside which the block trains."""
-    _, workdir, job, recorder = run
+    _, workdir, job, _ = run
     ours = {id(x) for x in jax.tree.leaves(job.step.base)}
     assert ours == {id(x) for x in jax.tree.leaves(job.teacher_params)}
-    second, parts = Recorder(), tmp_path / "parts"
-    for hook, ends in ((Recorder(stop_at=2), "interrupted"), (second, "finished")):
-        assert go(job.config, parts, hook, job=start_over(job, parts)) == ends
-    (_, straight), (_, resumed) = saved(job, workdir), saved(job, parts)
-    jax.tree.map(np.testing.assert_array_equal, straight, resumed)
-    figures = [call[2] for call in recorder.calls if call[0] == "eval"]
-    assert [call[2] for call in second.calls if call[0] == "eval"] == figures[1:]
+    figures = assert_goes_on(run, tmp_path / "parts", stop_at=2)
     assert figures[1]["acceptance"] > figures[0]["acceptance"] + 0.01
     assert {name.partition("/")[0] for name in SavedTable(workdir, 4)} == {"mtp"}
 

@@ -7,9 +7,10 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import make_tiny_config, start_over
+from conftest import make_tiny_config
 from flax.traverse_util import flatten_dict
 from quick import cases
+from resuming import assert_goes_on, finish
 from test_run import Recorder, go, saved
 
 import kdjax
@@ -43,27 +44,18 @@ def lora_config(tiny_config):
 def run(models, tmp_path_factory):
     """A finished run: its config, workdir, job and recorder."""
     folder = tmp_path_factory.mktemp("lora")
-    config, recorder = adapt(make_tiny_config(models, folder)), Recorder()
-    job = assemble(config, folder / "run")
-    assert go(config, folder / "run", recorder, job=job) == "finished"
-    return config, folder / "run", job, recorder
+    return finish(adapt(make_tiny_config(models, folder)), folder)
 
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_saves_adapters_alone(run, tmp_path):
-    config, workdir, job, recorder = run
-    second, parts = Recorder(), tmp_path / "parts"
-    for hook, ends in ((Recorder(stop_at=1), "interrupted"), (second, "finished")):
-        assert go(config, parts, hook, job=start_over(job, parts)) == ends
-    (_, straight), (_, resumed) = saved(job, workdir), saved(job, tmp_path / "parts")
-    jax.tree.map(np.testing.assert_array_equal, straight, resumed)
-    figures = [call[2] for call in recorder.calls if call[0] == "eval"]
-    assert [call[2] for call in second.calls if call[0] == "eval"] == figures[1:]
+    _, workdir, job, _ = run
+    figures = assert_goes_on(run, tmp_path / "parts", stop_at=1)
     assert figures[1]["loss"] < figures[0]["loss"]
     table = SavedTable(workdir, 4)
     assert {name[-2:] for name in table} == {"/a", "/b"} and len(table) == 14
     stored = sum(table.info(name).nbytes for name in table)
-    assert stored == sum(x.nbytes for x in jax.tree.leaves(straight.params))
+    assert stored == sum(x.nbytes for x in jax.tree.leaves(saved(job, workdir)[1].params))
 
 
 @pytest.mark.parametrize("weights", ["dense", "packed"])
