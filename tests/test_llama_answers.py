@@ -1,5 +1,6 @@
 """HumanEval written by llama.cpp and by kdjax: the same prompts, and the same greedy answers."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -12,6 +13,7 @@ import kdjax
 from kdjax import demo
 from kdjax.evaluation import passk, problems
 from kdjax.models.decoding import Sampling
+from scripts.checks import llama_answers
 from scripts.checks.llama_answers import count_equal
 
 
@@ -41,6 +43,34 @@ def test_llama_cpp_writes_the_answers_that_kdjax_writes(tmp_path):
     assert all(result["answer"] for result in theirs["results"])
     assert theirs["equal"] == {"problems": 3, "answers": 3, "verdicts": 3}
     assert "3 problems, 3 answers, 3 verdicts" in done.stdout
+    with serve(file) as url:  # the same by a server that runs already
+        status = llama_answers.main([*command[3:], f"--server={url}"])
+    assert status == 0
+    assert json.loads(out.read_text())["humaneval"]["results"] == theirs["results"]
+    assert llama_answers.main([*command[3:], f"--server={url}"]) == 2  # it has ended
+
+
+_SERVE = """
+import sys, xllamacpp
+
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 512, 2, False
+server = xllamacpp.Server(params)
+print("ADDRESS", server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def serve(file):
+    """The address of a llama.cpp server of the file."""
+    command = [sys.executable, "-c", _SERVE, str(file)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with subprocess.Popen(command, text=True, **pipes) as server:
+        try:
+            yield next(line.split()[-1] for line in server.stdout if "ADDRESS" in line)
+        finally:
+            server.kill()
 
 
 def test_what_two_writers_share_is_counted_by_problem():

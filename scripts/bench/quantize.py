@@ -257,6 +257,7 @@ class Bench:
             quantize_every=arm.every,
             quantize_until=_HOLD,
             imatrix=self._importance(arm.student, student) if arm.imatrix else "",
+            microbatches=self._args.microbatches,
             chunk_tokens=self._args.chunk_tokens,
         )
         if arm.learned:
@@ -380,6 +381,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step-seconds", type=float, default=0.0, help="0: what it takes")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of this call")
     parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--imatrix-rows", type=int, default=128, help="of arms with !")
     parser.add_argument("--heldout-rows", type=int, default=64)

@@ -3,11 +3,12 @@
     python -m scripts.checks.llama_answers student.gguf --humaneval=HumanEval.jsonl.gz \\
         --wording=request --json=out.json [--against=kdjax.json]
 
-A GGUF file is served by llama.cpp's own server (`pip install xllamacpp`), which reads the ids of
-the very prompts of `kdjax evaluate` and answers greedily. The JSON is that of `kdjax evaluate`, so
-that `scripts.checks.compare_passk` pairs two of them; `--against` counts how many answers and
-verdicts are those that another writer of the same file has. Exit status: 0 done, 2 bad input, 77
-xllamacpp is missing.
+A GGUF file is served by llama.cpp's own server (`pip install xllamacpp`, on a CPU; or one that
+serves the same file already, with `--server=URL`, such as `llama-server -np 64 -c 131072 -ngl 99`
+on a GPU), which reads the ids of the very prompts of `kdjax evaluate` and answers greedily. The
+JSON is that of `kdjax evaluate`, so that `scripts.checks.compare_passk` pairs two of them;
+`--against` counts how many answers and verdicts are those that another writer of the same file
+has. Exit status: 0 done, 2 bad input, 77 xllamacpp is missing.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import importlib.util
 import json
 import os
 import sys
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,23 +25,30 @@ from typing import Any
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk, problems, sandbox, table
 from kdjax.models.decoding import Completion
-from kdjax.models.tokenizer import Tokenizer, load_tokenizer
+from kdjax.models.tokenizer import load_tokenizer
 
 SKIPPED = 77
 
 
 class Writer:
-    """llama.cpp's server of one file, with `slots` answers at a time; it ends with the process."""
+    """llama.cpp's server of one file, with `slots` answers at a time.
 
-    def __init__(self, model: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    Its own ends with the process; one of `--server` goes on.
+    """
+
+    def __init__(self, model: Path, args: argparse.Namespace) -> None:
+        self._slots, self._most = args.slots, args.max_tokens
+        if args.server:
+            self._url, self._complete = args.server.rstrip("/"), self._post
+            self._open("/health")
+            return
         llama = importlib.import_module("xllamacpp")
         params = llama.CommonParams()
         params.model.path = str(model)
         params.n_ctx, params.n_parallel = args.slots * args.positions, args.slots
         params.warmup, params.n_gpu_layers, params.verbosity = False, 0, 0  # no line a token
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
-        self._server = llama.Server(params)
-        self._tokenizer, self._slots, self._most = tokenizer, args.slots, args.max_tokens
+        self._complete = llama.Server(params).handle_completions
 
     def answer(self, prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
         """A `passk.Generate`."""
@@ -48,12 +57,30 @@ class Writer:
 
     def _answer(self, ids: list[int], stops: tuple[str, ...]) -> Completion:
         asked = dict(prompt=ids, n_predict=self._most, temperature=0.0, stop=list(stops))
-        found = self._server.handle_completions(asked | {"cache_prompt": False})
-        if "choices" not in found:
+        found = self._complete(asked | {"cache_prompt": False})
+        if "choices" in found:  # the library answers as OpenAI's interface, the server as its own
+            (choice,) = found["choices"]
+            text, cut = choice["text"], choice["finish_reason"] == "length"
+        elif "content" in found:
+            text, cut = found["content"], found["stop_type"] == "limit"
+        else:
             raise RuntimeError(f"llama.cpp: {json.dumps(found)[:300]}")
-        (choice,) = found["choices"]
-        reason = "length" if choice["finish_reason"] == "length" else "stop"
-        return Completion([], choice["text"], reason, [])
+        return Completion([], text, "length" if cut else "stop", [])
+
+    def _post(self, asked: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(self._open("/completion", json.dumps(asked).encode()))
+
+    def _open(self, path: str, body: bytes | None = None) -> bytes:
+        """What the server says. Raises `UserError` if there is none."""
+        head = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, body, head)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return answer.read()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--server={self._url}: {error}; expected llama.cpp's server, as http://localhost:8080."
+            ) from None
 
 
 def count_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, int]:
@@ -81,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=768, help="of an answer")
     add("--positions", type=int, default=2048, help="of a slot")
     add("--slots", type=int, default=4, help="answers at a time")
+    add("--server", default="", metavar="URL", help="of a llama-server that serves the file")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--against", type=Path, metavar="FILE", help="JSON of another writer of the same file")
     add("--json", type=Path, required=True, help="where the figures and answers go")
@@ -108,7 +136,7 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
         room=args.positions - args.max_tokens,
         allow_unsandboxed=args.allow_unsandboxed,
     )
-    writer = Writer(args.model, tokenizer, args)
+    writer = Writer(args.model, args)
     document: dict[str, Any] = {"target": str(args.model), "writer": "llama.cpp", "broken": []}
     for name, benchmark in asked.items():
         document[name] = passk.run_benchmark(benchmark, tokenizer, writer.answer, settings)
@@ -119,7 +147,7 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs it; returns the exit status."""
     args = parser().parse_args(argv)
-    if importlib.util.find_spec("xllamacpp") is None:
+    if not args.server and importlib.util.find_spec("xllamacpp") is None:
         print("skipped: `pip install xllamacpp`")
         return SKIPPED
     other = json.loads(args.against.read_text()) if args.against else {}
