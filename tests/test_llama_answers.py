@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 from test_evaluate import humaneval
 
@@ -13,7 +15,7 @@ import kdjax
 from kdjax import demo
 from kdjax.evaluation import passk, problems
 from kdjax.models.decoding import Sampling
-from scripts.checks import llama_answers
+from scripts.checks import llama_answers, llama_draft
 from scripts.checks.llama_answers import count_equal
 
 
@@ -50,11 +52,57 @@ def test_llama_cpp_writes_the_answers_that_kdjax_writes(tmp_path):
     assert llama_answers.main([*command[3:], f"--server={url}"]) == 2  # it has ended
 
 
+@pytest.mark.slow
+def test_llama_cpp_counts_the_tokens_of_a_draft(tmp_path):
+    """A model keeps all that it drafts itself, and some of what another does."""
+    pytest.importorskip("xllamacpp")
+    model = kdjax.load(demo.STUDENT, dtype="float32")
+    other = model.replace(params=jax.tree.map(lambda x: 1.3 * x, model.params))
+    files = {}
+    for name, one in (("big", model), ("small", other)):
+        files[name] = tmp_path / f"{name}.gguf"
+        kdjax.export_gguf(one, files[name], dtype="f32")
+    (tmp_path / "t.txt").write_text(
+        "\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(99))
+    )
+    flags = [str(files["big"]), f"--prompts={tmp_path / 't.txt'}", "--count=1", "--max-tokens=12"]
+    found = {}
+    for name in ("small", "big"):
+        out, before = tmp_path / f"{name}.json", tmp_path / "small.json"
+        against = [f"--against={before}"] * (name == "big")
+        with serve(files["big"], files[name]) as url:
+            asked = [*flags, f"--server={url}", f"--json={out}", "--temperature=0", *against]
+            assert llama_draft.main(asked) == 0
+        found[name] = json.loads(out.read_text())
+    assert found["big"]["accepted"] == found["big"]["drafted"] > 0
+    assert found["small"]["accepted"] < found["small"]["drafted"]
+    assert found["big"]["fewer"][0] == 1
+    with serve(files["big"]) as url:  # nothing is drafted there
+        assert llama_draft.main([*flags, f"--server={url}", f"--json={out}"]) == 2
+
+
+def test_fewer_rejected_pairs_the_answers_of_a_prompt():
+    rng = np.random.default_rng(1)
+    before = [(int(x), 100) for x in rng.integers(60, 95, 400)]
+    after = [(100 - round(0.8 * (100 - x)), 100) for x, _ in before]
+    fewer, low, high = llama_draft.fewer_rejected(before, after)
+    assert fewer == pytest.approx(0.2, abs=0.01) and low <= fewer <= high
+    assert high - low < 0.01  # pairs: each alone would be 0.09 wide
+    apart = llama_draft.fewer_rejected(before, rng.permutation(after).tolist())
+    assert apart[2] - apart[1] > 0.04
+    assert llama_draft.fewer_rejected([(5, 5)], before[:1]) == []
+
+
 _SERVE = """
 import sys, xllamacpp
 
 params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 512, 2, False
+if len(sys.argv) > 2:
+    draft = params.speculative.draft
+    draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = sys.argv[2], 1, 0, 0.0
+    simple = xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
+    params.speculative.types = [simple]
 server = xllamacpp.Server(params)
 print("ADDRESS", server.listening_address, flush=True)
 sys.stdin.read()
@@ -62,9 +110,9 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def serve(file):
-    """The address of a llama.cpp server of the file."""
-    command = [sys.executable, "-c", _SERVE, str(file)]
+def serve(*files):
+    """The address of a llama.cpp server of a file, and of its draft."""
+    command = [sys.executable, "-c", _SERVE, *map(str, files)]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with subprocess.Popen(command, text=True, **pipes) as server:
         try:

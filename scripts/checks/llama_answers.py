@@ -13,6 +13,7 @@ has. Exit status: 0 done, 2 bad input, 77 xllamacpp is missing.
 
 import argparse
 import concurrent.futures
+import functools
 import importlib.util
 import json
 import os
@@ -39,8 +40,8 @@ class Writer:
     def __init__(self, model: Path, args: argparse.Namespace) -> None:
         self._slots, self._most = args.slots, args.max_tokens
         if args.server:
-            self._url, self._complete = args.server.rstrip("/"), self._post
-            self._open("/health")
+            ask(args.server, "/health")
+            self._complete = functools.partial(ask, args.server, "/completion")
             return
         llama = importlib.import_module("xllamacpp")
         params = llama.CommonParams()
@@ -67,20 +68,19 @@ class Writer:
             raise RuntimeError(f"llama.cpp: {json.dumps(found)[:300]}")
         return Completion([], text, "length" if cut else "stop", [])
 
-    def _post(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(self._open("/completion", json.dumps(asked).encode()))
 
-    def _open(self, path: str, body: bytes | None = None) -> bytes:
-        """What the server says. Raises `UserError` if there is none."""
-        head = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, body, head)
-        try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                return answer.read()
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--server={self._url}: {error}; expected llama.cpp's server, as http://localhost:8080."
-            ) from None
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON that a running llama.cpp server answers. Raises `UserError` if there is none."""
+    head = {"Content-Type": "application/json"}
+    data = json.dumps(body).encode() if body else None
+    try:
+        request = urllib.request.Request(url.rstrip("/") + path, data, head)
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.loads(answer.read())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--server={url}: {error}; expected llama.cpp's server, as http://localhost:8080."
+        ) from None
 
 
 def count_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, int]:
