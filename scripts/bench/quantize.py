@@ -305,7 +305,8 @@ class Bench:
         step = self.step(arm)
         state = step.init(student.params)
         found: dict[str, Any] = {"start": self.judge(step, teacher, step.see(state))}
-        if args.files and arm.quantize and not arm.rank:
+        files = args.files and arm.quantize and not arm.rank and not arm.learned
+        if files:
             self.write_blocks(step, student, state, f"{arm.name}-start")
         state, trained = self.train(step, state, teacher, arm)
         found |= trained
@@ -317,7 +318,7 @@ class Bench:
             found["masters"] = self.judge(step, teacher, _drop_factors(state.params))
             found["better"] = min(("start", "trained"), key=lambda name: found[name]["kl"])
             del seen
-            if args.files and not arm.learned:
+            if files:
                 found["file"] = self.write_blocks(step, student, state, arm.name)
         else:
             for text in args.then.split(";"):
