@@ -6,14 +6,14 @@
 
 After the file name the type: a recipe of the exporter, or types by name, such as `blocks=Q2_K`. The
 teacher is the file itself, its numbers before they are rounded. The text is the Python of installed
-packages: name text of the kind that the model is for. The rate suits what is to be mended: types of
-two bits lose much and take 2e-5, of three 5e-6, of four and more 1e-5 (docs/quantize.md).
+packages: name text of the kind that the model is for. Scales are fitted once, at the start. The
+rate suits what is to be mended: types of two bits lose much and take 2e-5, others 1e-5
+(docs/quantize.md).
 """
 
 from kdjax.config import SELF, Config
 
-RATES = {"q2_k": 2e-5, "q3_k_m": 5e-6}
-DEFAULT_RATE = 1e-5
+TWO_BITS, DEFAULT_RATE = 2e-5, 1e-5
 
 
 def get_config(kind: str = "q4_0") -> Config:
@@ -21,10 +21,10 @@ def get_config(kind: str = "q4_0") -> Config:
     config = Config()
     config.teacher.path = SELF
     config.student.path = "model.gguf"
-    config.student.quantize, config.student.quantize_every = kind, 8
+    config.student.quantize, config.student.quantize_every = kind, 0
     config.data.train = "python:jax,flax,optax,numpy"
     config.loss.temperature, config.loss.alpha = 1.0, 0.0
-    config.optim.learning_rate = RATES.get(kind, DEFAULT_RATE)
+    config.optim.learning_rate = TWO_BITS if "q2_k" in kind.lower() else DEFAULT_RATE
     config.optim.final_learning_rate = 0.0
     config.train.steps = 600
     config.eval.every = config.checkpoint.every = 200

@@ -160,17 +160,17 @@ class Learned(Rounded):
         inside, levels = (
             tree | {path: tree[path] / f for path, f in factors.items()} for tree in (x, rounded)
         )
-        pulled = super().pull(kept, unflatten_dict(inside), unflatten_dict(levels), given)
-        logs = {}
+        trees = unflatten_dict(inside), unflatten_dict(levels)
+        pulled = super().pull(kept, *trees, given)
+
+        def mark_cut(dtype: str, scales: Any, numbers: Any, level: Any) -> Any:
+            return is_cut(numbers, level, dtype, scales).astype(numbers.dtype)
+
+        beyond, logs = _flatten(self._replace(mark_cut, kept, *trees)), {}
         for path in factors:
-            cut = is_cut(inside[path], levels[path], *self._scales(kept, path))
-            along = of[path] * (rounded[path] - jnp.where(cut, 0.0, x[path]))
+            along = of[path] * (rounded[path] - jnp.where(beyond[path] > 0, 0.0, x[path]))
             logs[path] = _PACE * _sum_blocks(along)
         return {**pulled, _FACTORS: unflatten_dict(logs)}
-
-    def _scales(self, kept: Any, path: tuple[str, ...]) -> tuple[str, Any]:
-        ((dtype, scales),) = ((k[-1], x) for k, x in _flatten(kept).items() if k[:-1] == path)
-        return dtype, scales
 
     def _apart(self, params: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
         """The parameters without factors, and these as wide as their matrices."""
