@@ -24,7 +24,7 @@ from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models import kernels
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Cache, DecoderFunctions, Params
+from kdjax.models.decoder import Cache, DecoderFunctions, Params, write_late
 from kdjax.models.kernels import EXCLUDED, BlockSums
 from kdjax.models.ready import prepare_weights
 from kdjax.models.shards import Spread, gather_rows, map_rows
@@ -389,11 +389,8 @@ def _fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts, *, writer:
 
     def fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts) -> Slots:
         tokens, lengths, at = prompts.tokens, prompts.lengths, prompts.slots
-        cache = jax.tree.map(
-            lambda kept, x: kept.at[:, at, :, : x.shape[3]].set(x, mode="drop"),
-            slots.cache,
-            writer.read(params, weights, tokens, lengths),
-        )
+        read = writer.read(params, weights, tokens, lengths)
+        cache = jax.tree.map(functools.partial(_place_rows, at), slots.cache, read)
         ends = jnp.stack([jnp.maximum(lengths - 2, 0), lengths - 1], axis=1)
         before, last = jnp.take_along_axis(tokens, ends, axis=1).T
         none = jnp.zeros_like(lengths)
@@ -405,6 +402,24 @@ def _fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts, *, writer:
 
     specs = dict(ins=(P(), _SPECS, _Prompts(*[ROWS] * 5)), outs=_SPECS)
     return map_rows(fill, writer.spread, **specs)(params, weights, slots, prompts)
+
+
+def _place_rows(at: Array, kept: Array, x: Array) -> Array:
+    """`kept` `[L, B, ...]` with the rows x `[L, N, ...]` at `at`, padded behind; none beyond B.
+
+    Layers and rows are one axis, all of the others whole: for a scatter along a later axis, or of a
+    part of one, XLA turns what it writes into, and copies it.
+    """
+    (layers, rows), count = kept.shape[:2], x.shape[1]
+    x = jnp.pad(
+        x, [(0, n - m) for n, m in zip((layers, count, *kept.shape[2:]), x.shape, strict=True)]
+    )
+    places = jnp.arange(layers, dtype=jnp.int32)[:, None] * rows + at[None]
+    others = layers * rows + jnp.arange(layers * count, dtype=jnp.int32)
+    places = jnp.where((at < rows)[None], places, others.reshape(layers, count)).reshape(-1)
+    flat = kept.reshape(-1, *kept.shape[2:])
+    flat = flat.at[places].set(x.reshape(-1, *x.shape[2:]), mode="drop", unique_indices=True)
+    return flat.reshape(kept.shape)
 
 
 def _advance_slots(
@@ -516,9 +531,11 @@ class StepWriter:
         layers, head = weights
         kernel = self.spread is not None and self.spread.placement.kernels
 
-        def step(slots: Slots, _: None) -> tuple[Slots, Drawn]:
-            new = slots.last[:, None]
-            hidden, cache = self.functions.extend(params, new, slots.places, slots.cache, layers)
+        def step(slots: Slots, place: Array) -> tuple[Slots, Drawn]:
+            new, cache = slots.last[:, None], slots.cache
+            if cache.late is not None:
+                cache = cache._replace(late=cache.late._replace(place=place, alive=~slots.done))
+            hidden, cache = self.functions.extend(params, new, slots.places, cache, layers)
             logits = unembed(hidden, head)[:, 0]
             at = jax.vmap(jax.random.fold_in)(keys, slots.drawn)
             ids, log_probs = pick(logits, at, sampling, self.real, kernel=kernel)
@@ -535,7 +552,11 @@ class StepWriter:
             )
             return slots, Drawn(ids[:, None], log_probs[:, None], told)
 
-        return jax.lax.scan(step, slots, None, length=STEPS)
+        if kernel:
+            cache = write_late(self.functions.spec, slots.cache, STEPS)
+            slots = slots._replace(cache=cache)
+        slots, drawn = jax.lax.scan(step, slots, jnp.arange(STEPS, dtype=jnp.int32))
+        return slots._replace(cache=slots.cache._replace(late=None)), drawn
 
 
 def complete(

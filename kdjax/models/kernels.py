@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -580,6 +580,157 @@ def _recur_in_place(count, groups, columns, layer, q, k, v, kept, beta, states, 
         return s
 
     plgpu.store(stack.at[at], jax.lax.fori_loop(0, count, turn, plgpu.load(states.at[at])))
+
+
+class News(NamedTuple):
+    """What up to S positions taught the states of L layers, which do not hold it yet.
+
+    A state is then e^g S + sum of e^g' k news^T, g what it has faded since.
+    """
+
+    keys: Float[Array, "L B G S K"]
+    news: Float[Array, "L B H S V"]
+    decays: Float[Array, "L B H S"]
+    mixed: Float[Array, "L B S E"]  # inputs of the convolution
+
+
+_NEWS_COLUMNS, _NEWS_WARPS = 64, 4  # of a state that one position reads, as `_STATE_COLUMNS`
+
+
+def read_with_news(
+    mixed: Float[Array, "B E"],
+    kernel: Float[Array, "E W"],
+    decay: Float[Array, "B H"],
+    beta: Float[Array, "B H"],
+    alive: Bool[Array, " B"],
+    inputs: Float[Array, "L B W1 E"],
+    states: Float[Array, "L B H K V"],
+    news: News,
+    layer: Int[Array, ""],
+    place: Int[Array, ""],
+    interpret: bool = False,
+) -> tuple[Float[Array, "B H V"], Array, Array, News]:
+    """Computes `delta.read_and_keep` for one position a row, of a layer of stacks, all in place.
+
+    It is the position number `place` since the states were written. States are read once; only the
+    last of the S places writes them, and the convolution's last inputs, with what all taught: a
+    state is as much again to write as to read. Rows that are not `alive` read and keep nothing, and
+    give zeros. Sums are float32, whatever the states are. S is at least W.
+    """
+    (batch, heads), width = decay.shape, states.shape[4]
+    columns = min(_NEWS_COLUMNS, width)
+    at = jnp.stack([layer, place]).astype(jnp.int32), alive.astype(jnp.int32)
+    out = jax.ShapeDtypeStruct((batch, heads, width), mixed.dtype)
+    kept = inputs, states, *news
+    first = 2 + 4
+    out, inputs, states, *found = pl.pallas_call(
+        functools.partial(_read_with_news, columns),
+        grid=(width // columns, heads, batch),
+        out_shape=(out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept)),
+        input_output_aliases={first + i: 1 + i for i in range(len(kept))},
+        compiler_params=plgpu.CompilerParams(num_warps=_NEWS_WARPS, num_stages=1),
+        interpret=interpret,
+    )(*at, mixed, kernel, decay, beta, *kept)
+    return out, inputs, states, News(*found)
+
+
+def _read_with_news(columns: int, at, alive, *refs):
+    number, head, row = map(pl.program_id, range(3))
+    part = number * columns + jnp.arange(columns, dtype=jnp.int32)
+    lives = plgpu.load(alive.at[row]) > 0
+
+    @pl.when(lives)
+    def _():
+        _read_alive(row, head, part, at, *refs)
+
+    @pl.when(jnp.logical_not(lives))
+    def _():
+        out = refs[10]
+        plgpu.store(out.at[row, head, part], jnp.zeros(part.shape, out.dtype))
+
+
+def _read_alive(row: Array, head: Array, part: Array, at, *refs):
+    mixed, kernel, decay, beta, inputs, states, *old = refs[:10]
+    out, kept_inputs, kept_states, *kept = refs[10:]
+    layer, place = (plgpu.load(at.at[jnp.int32(i)]) for i in range(2))
+    _, _, groups, count, key_width = old[0].shape
+    width, behind = states.shape[4], inputs.shape[2]
+    keys = jnp.arange(key_width, dtype=jnp.int32)
+    group, ends = head % groups, place == count - 1
+    s = plgpu.load(states.at[layer, row, head, keys[:, None], part[None]]).astype(jnp.float32)
+
+    def convolve(column: Array) -> Array:
+        """As `delta.convolve`; keeps the inputs as well."""
+        total = jnp.zeros(column.shape, jnp.float32)
+        for back in range(behind, 0, -1):
+            since, some = place - back, column >= 0
+            fresh = plgpu.load(
+                old[3].at[layer, row, jnp.maximum(since, 0), column],
+                mask=some & (since >= 0),
+                other=0.0,
+            )
+            stale = plgpu.load(
+                inputs.at[layer, row, jnp.minimum(since, -1) + behind, column],
+                mask=some & (since < 0),
+                other=0.0,
+            )
+            x = fresh + stale
+            weight = plgpu.load(kernel.at[column, jnp.int32(behind - back)])
+            total += x.astype(jnp.float32) * weight.astype(jnp.float32)
+            if back < behind:
+                to = kept_inputs.at[layer, row, jnp.int32(behind - 1 - back), column]
+                plgpu.store(to, x.astype(kept_inputs.dtype), mask=some & ends)
+        x = plgpu.load(mixed.at[row, column])
+        weight = plgpu.load(kernel.at[column, jnp.int32(behind)])
+        total += x.astype(jnp.float32) * weight.astype(jnp.float32)
+        plgpu.store(kept[3].at[layer, row, place, column], x)
+        to = kept_inputs.at[layer, row, jnp.int32(behind - 1), column]
+        plgpu.store(to, x.astype(kept_inputs.dtype), mask=(column >= 0) & ends)
+        return (total * jax.nn.sigmoid(total)).astype(mixed.dtype).astype(jnp.float32)
+
+    def normalize(x: Array) -> Array:
+        return x * jax.lax.rsqrt(jnp.sum(x * x) + 1e-6)
+
+    q = normalize(convolve(group * key_width + keys)) * key_width**-0.5
+    k = normalize(convolve((groups + group) * key_width + keys))
+    v = convolve(2 * groups * key_width + head * width + part)
+
+    # What is left of the state, and of what each place before this one taught.
+    now, past = plgpu.load(decay.at[row, head]), jnp.arange(count, dtype=jnp.int32)
+    known = past < place
+    faded = plgpu.load(old[2].at[layer, row, head, past], mask=known, other=0.0)
+    later = jnp.sum(jnp.where(past[:, None] < past[None], faded[None], 0.0), axis=1)
+    share = jnp.where(known, jnp.exp(later + now), 0.0)
+    whole = jnp.exp(jnp.sum(faded) + now)
+    taught = plgpu.load(
+        old[0].at[layer, row, group, past[:, None], keys[None]], mask=known[:, None], other=0.0
+    )
+    news = plgpu.load(
+        old[1].at[layer, row, head, past[:, None], part[None]], mask=known[:, None], other=0.0
+    )
+
+    def recall(x: Array) -> Array:
+        held = jnp.sum(s * x[:, None], axis=0)
+        alike = share * jnp.sum(taught * x[None], axis=1)
+        return whole * held + jnp.sum(alike[:, None] * news, axis=0)
+
+    new = plgpu.load(beta.at[row, head]) * (v - recall(k))
+    said = recall(q) + jnp.sum(k * q) * new
+    plgpu.store(out.at[row, head, part], said.astype(out.dtype))
+    plgpu.store(kept[0].at[layer, row, group, place, keys], k)
+    plgpu.store(kept[1].at[layer, row, head, place, part], new)
+    plgpu.store(kept[2].at[layer, row, head, place], now)
+
+    @pl.when(ends)
+    def _():
+        end = whole * s + k[:, None] * new[None]
+        for i in range(count - 1):
+            one = plgpu.load(old[0].at[layer, row, group, jnp.int32(i), keys])
+            two = plgpu.load(old[1].at[layer, row, head, jnp.int32(i), part])
+            left = jnp.sum(jnp.where(past == i, share, 0.0))
+            end += one[:, None] * (left * two)[None]
+        to = kept_states.at[layer, row, head, keys[:, None], part[None]]
+        plgpu.store(to, end.astype(kept_states.dtype))
 
 
 class Tiles(NamedTuple):

@@ -16,6 +16,7 @@ one length, which spares it the padding and the waiting.
 import argparse
 import functools
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ import numpy as np
 from kdjax.models import decoding, kernels
 from kdjax.models.model import Model, load
 from scripts.bench.peer import build
+from scripts.bench.program import device_events
 from scripts.bench.step import describe_model, model_file, spec_of
 
 _CALLS = 5  # timed, after one more
@@ -47,6 +49,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=1.0)
     add("--top-p", type=float, default=1.0)
     add("--parts", action="store_true", help="also what a step costs, part by part")
+    add("--trace", type=Path, metavar="DIR", help="also a profile of a full call, and its kernels")
     add("--peer", action="store_true", help="Transformers instead")
     add("--json", type=Path, help="where to write the figures")
     return parser.parse_args(argv)
@@ -132,9 +135,28 @@ def full(model: Model, args: argparse.Namespace, slots: int) -> dict[str, Any]:
 
     step = timed(advance) / decoding.STEPS
     found = dict(full_tokens_per_s=slots / step, step_ms=1e3 * step)
+    if args.trace:
+        trace(advance, args.trace / f"{slots}-slots", decoding.STEPS)
     if args.parts:
         found |= parts(model, engine, slots)
     return found
+
+
+def trace(call: Callable[[], Any], folder: Path, times: int) -> list[tuple[str, float, float]]:
+    """Profiles a call of so many steps; prints and returns a step's kernels: name, ms, count.
+
+    Kernels whose names differ in their numbers only are one line. Nothing on a CPU.
+    """
+    with jax.profiler.trace(str(folder)):
+        call()
+    sums: dict[str, list[float]] = {}
+    for start, end, name in device_events(folder):
+        sums.setdefault(re.sub(r"[._]\d+$", "", name), []).append(end - start)
+    rows = [(name, sum(ns) / times / 1e6, len(ns) / times) for name, ns in sums.items()]
+    rows.sort(key=lambda row: -row[1])
+    for name, ms, count in [*rows[:40], ("all", sum(r[1] for r in rows), sum(r[2] for r in rows))]:
+        print(f"{ms:9.3f} ms {count:8.1f} x  {name[:90]}", flush=True)
+    return rows
 
 
 def repeated(function: Callable[..., Any], *arrays: Any, count: int = 20) -> float:
