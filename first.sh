@@ -4,7 +4,7 @@ export OUT=${OUT:-/tmp/out}
 mkdir -p "$OUT/roll"
 export PYTHONPATH=. TF_CPP_MIN_LOG_LEVEL=2
 export XLA_FLAGS="--xla_dump_to=/tmp/hlo --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*(advance_slots|_fill).* $XLA_FLAGS"
-timeout 230 python3 -u first.py "$@" > "$OUT/roll/log.txt" 2>&1
+timeout 199 python3 -u first.py "$@" > "$OUT/roll/log.txt" 2>&1
 echo "status $?" >> "$OUT/roll/log.txt"
 # Optimised programs alone, compressed: which lines a kernel's name stands for.
 for f in $(ls /tmp/hlo/*after_optimizations.txt 2>/dev/null); do gzip -c "$f" > "$OUT/roll/$(basename "$f").gz"; done
