@@ -302,26 +302,41 @@ def find_stops(ids: Array, sampling: Sampling) -> Array:
 
 
 def count_slots(
-    spec: ArchSpec, itemsize: int, slots: int, prompt: int, answer: int, *, kernel: bool
+    spec: ArchSpec,
+    itemsize: int,
+    slots: int,
+    prompt: int,
+    answer: int,
+    *,
+    kernel: bool,
+    drafts: int = 0,
 ) -> dict[str, int]:
     """Bytes of so many slots for such lengths on one device, by part, beside the weights.
 
     A call holds its logits, or what the reading of prompts keeps, or, without the kernel of
-    attention, a layer's keys and values once more.
+    attention, a layer's keys and values once more. With `drafts` a round, those of the model's own
+    block, it holds the logits of all that a round reads, beside the states as the round began those
+    behind it and two layers' on their way, and the block has keys and values of its own.
     """
     layers, deltas = (len(spec.places(delta=delta)) for delta in (False, True))
     pair = 2 * layers * spec.num_kv_heads * spec.head_dim * itemsize
     state = 4 * spec.delta_value_heads * spec.delta_key_dim * spec.delta_value_dim
     state += itemsize * (spec.delta_kernel - 1) * spec.delta_columns
-    cache = slots * _room_for(prompt + answer) * pair
+    cache, room = slots * pair, _room_for(prompt + answer + drafts)
+    cache *= room
     positions = _prompts_at_once(slots) * -(-prompt // _BUCKET) * _BUCKET
     # Keys and values as layers give them, stacked and turned; a layer's activations.
     read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
+    of_block = 2 * room * spec.num_kv_heads * spec.head_dim + spec.hidden_size
     return {
         "keys and values": cache,
         **({"states": slots * deltas * state} if deltas else {}),
+        **({"the block's keys and values": slots * itemsize * of_block} if drafts else {}),
+        **({"states behind a round": slots * (deltas + 2) * state} if drafts and deltas else {}),
         "a call's own": max(
-            4 * slots * spec.vocab_size, positions * read, (not kernel) * cache // max(layers, 1)
+            4 * slots * (1 + drafts) * spec.vocab_size,
+            positions * read,
+            (not kernel) * cache // max(layers, 1),
         ),
     }
 
