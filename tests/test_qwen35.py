@@ -286,6 +286,9 @@ def test_slots_count_states(model):
     parts = count_slots(model.spec, 2, 10, 50, 50, kernel=True)
     assert parts["states"] == 10 * 3 * (4 * 6 * 32 * 32 + 2 * 3 * 320)
     assert parts["keys and values"] == 10 * 128 * 2 * 2 * 32 * 2
+    # Of each of a call's 8 steps 2 keys, 6 values and 6 decays in float32, and 320 inputs.
+    assert parts["news of states"] == 10 * 3 * 8 * (4 * (2 * 32 + 6 * 33) + 2 * 320)
+    assert "news of states" not in count_slots(model.spec, 2, 10, 50, 50, kernel=False)
 
 
 def test_importance_is_of_both_kinds_of_layers(model):

@@ -118,13 +118,15 @@ def read_and_keep(
     return out, (state, jnp.take_along_axis(all_inputs, at[..., None], axis=1))
 
 
-def hold_news(states: Array, inputs: Array, groups: int, count: int) -> Late:
+def hold_news(
+    states: Array, inputs: Array, groups: int, count: int, interpret: bool = False
+) -> Late:
     """Room for what `count` positions a row teach, of stacks of states and of inputs."""
     layers, rows, heads, key_dim, width = states.shape
     sizes = (groups, count, key_dim), (heads, count, width), (heads, count)
     shapes = [jax.ShapeDtypeStruct((layers, rows, *size), jnp.float32) for size in sizes]
     mixed = jax.ShapeDtypeStruct((layers, rows, count, inputs.shape[3]), inputs.dtype)
-    news = kernels.hold_news(News(*shapes, mixed))
+    news = kernels.hold_news(News(*shapes, mixed), interpret)
     return Late(news, jnp.int32(0), jnp.ones((rows,), bool))
 
 
