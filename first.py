@@ -1,6 +1,5 @@
 """First measurement of rollouts of delta nets: before, after, a trace of each."""
 
-import functools
 import gc
 import json
 import os

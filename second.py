@@ -71,7 +71,9 @@ def table(call, folder, times, rows_shown=30):
     sums, events = {}, device_events(Path(folder))
     for start, end, name in events:
         sums.setdefault(re.sub(r"[._]\d+$", "", name), []).append(end - start)
-    rows = sorted(((sum(v) / times / 1e6, len(v) / times, k) for k, v in sums.items()), reverse=True)
+    rows = sorted(
+        ((sum(v) / times / 1e6, len(v) / times, k) for k, v in sums.items()), reverse=True
+    )
     if events:
         span = max(e for _, e, _ in events) - min(s for s, _, _ in events)
         say(f"span {span / times / 1e6:.3f} ms, busy {sum(r[0] for r in rows):.3f} ms")
@@ -112,8 +114,10 @@ def prompts_of(count, length):
 def compile_all(engine):
     """All programs of a queue at once: lowered one by one, compiled side by side."""
     begun, jobs = time.monotonic(), {}
-    of = lambda x, axis: jax.ShapeDtypeStruct(  # noqa: E731
-        (*x.shape[:axis], few, *x.shape[axis + 1 :]), x.dtype, sharding=x.sharding
+    of = (
+        lambda x, axis: jax.ShapeDtypeStruct(  # noqa: E731
+            (*x.shape[:axis], few, *x.shape[axis + 1 :]), x.dtype, sharding=x.sharding
+        )
     )
     less = engine._slots._replace(
         cache=jax.tree.map(lambda x: of(x, 1), engine._slots.cache),
@@ -137,7 +141,9 @@ def compile_all(engine):
             ready[key] = job.result()
         except Exception as error:
             say(f"{key}: {str(error)[:300]}")
-    say(f"{len(ready)} programs lowered in {lowered:.1f} s, compiled in {time.monotonic() - begun:.1f} s")
+    say(
+        f"{len(ready)} programs lowered in {lowered:.1f} s, compiled in {time.monotonic() - begun:.1f} s"
+    )
 
 
 def full(name):
@@ -176,8 +182,11 @@ def full(name):
 def queue(name):
     result = rollouts.sustained(model, args, slots)
     say(f"{name}: queue {result['tokens_per_s']:,.0f} tokens/s, {result['seconds']:.2f} s")
-    return {"queue_tokens": result["tokens"], "queue_s": result["seconds"],
-            "queue_tokens_per_s": result["tokens_per_s"]}
+    return {
+        "queue_tokens": result["tokens"],
+        "queue_s": result["seconds"],
+        "queue_tokens_per_s": result["tokens_per_s"],
+    }
 
 
 def measure(name, patches, queue_least):
@@ -186,7 +195,9 @@ def measure(name, patches, queue_least):
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        stack.enter_context(mock.patch.object(decoding, "_advance", dispatch("advance", real_advance, 1)))
+        stack.enter_context(
+            mock.patch.object(decoding, "_advance", dispatch("advance", real_advance, 1))
+        )
         if tiny:
             stack.enter_context(mock.patch.object(decoding, "_advance_on_cpu", decoding._advance))
         stack.enter_context(mock.patch.object(decoding, "_fill", dispatch("fill", real_fill, 3)))
@@ -222,7 +233,9 @@ def alone():
     return result
 
 
-path = model_file(shape, args.folder) if args.folder.mkdir(parents=True, exist_ok=True) is None else ""
+path = (
+    model_file(shape, args.folder) if args.folder.mkdir(parents=True, exist_ok=True) is None else ""
+)
 model = load(str(path), weights="dense")
 # Ids of all rows of the head: the tokenizer of a random file names 305 of them.
 model = model.replace(checkpoint=None)

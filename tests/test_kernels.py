@@ -288,11 +288,12 @@ def test_states_that_are_written_late_are_those_written_at_once(dtype):
     ids, one = jnp.ones((rows, 1), jnp.int32), jnp.ones((rows,), jnp.int32)
     with mock.patch.object(kernels, "read_with_news", run):
         step = jax.jit(delta.read_late)
-        kept, last, state, latest = states, before, states[1], before[1]
+        kept, last, state, latest, news = states, before, states[1], before[1], never
         for at in range(2 * steps):
-            late = delta.Late(never if at % steps == 0 else late.news, jnp.int32(at % steps), alive)
+            late = delta.Late(news, jnp.int32(at % steps), alive)
             inputs = delta.DeltaInputs(mixed[at], kernel, decay[at], beta[at])
             out, kept, last, late = step(inputs, last, delta.Stacked(kept, jnp.int32(1)), late)
+            news = late.news if (at + 1) % steps else never
             rest = groups, keys, ids, one, latest, state
             want, (state, latest) = delta.read_and_keep(inputs, *rest)
             found = (np.asarray(x, np.float32)[others] for x in (out, want))

@@ -26,7 +26,6 @@ from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
 from kdjax.models.attention import attend, attend_and_keep, attend_runs
 from kdjax.models.delta import (
     DeltaInputs,
-    Late,
     Stacked,
     hold_news,
     read_and_keep,
@@ -1062,7 +1061,7 @@ class Cache(NamedTuple):
     states: Any = None  # float32 [L, B, heads, key width, value width]
     inputs: Any = None  # [L, B, W - 1, columns]: the last of the convolution
     read: Any = None  # `DeltaInputs` [L, B, T, ...] of the last call, which `step_back` takes
-    late: Late | None = None  # what states do not hold yet, within a call of the device
+    late: Any = None  # `Late`, what states do not hold yet, within a call of the device
 
 
 def write_late(spec: ArchSpec, cache: Cache, count: int) -> Cache:

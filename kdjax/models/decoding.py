@@ -427,8 +427,8 @@ def _fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts, *, writer:
 def _place_rows(at: Array, kept: Array, x: Array) -> Array:
     """`kept` `[L, B, ...]` with the rows x `[L, N, ...]` at `at`, padded behind; none beyond B.
 
-    Layers and rows are one axis, all of the others whole: for a scatter along a later axis, or of a
-    part of one, XLA turns what it writes into, and copies it.
+    Layers and rows are one axis, and what lies behind them is written whole: a scatter of parts
+    along a later axis takes twice as long.
     """
     (layers, rows), count = kept.shape[:2], x.shape[1]
     x = jnp.pad(

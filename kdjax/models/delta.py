@@ -45,7 +45,7 @@ class Stacked(NamedTuple):
 
 
 class Late(NamedTuple):
-    """What rows have read since their states were written, at most S positions each."""
+    """Positions that rows have read since their states were written, at most S of each."""
 
     news: News
     place: Int[Array, ""]  # of the next position among them
@@ -126,7 +126,7 @@ def hold_news(
     sizes = (groups, count, key_dim), (heads, count, width), (heads, count)
     shapes = [jax.ShapeDtypeStruct((layers, rows, *size), jnp.float32) for size in sizes]
     mixed = jax.ShapeDtypeStruct((layers, rows, count, inputs.shape[3]), inputs.dtype)
-    news = kernels.hold_news(News(*shapes, mixed), interpret)
+    news = kernels.hold_news(News(*[*shapes, mixed]), interpret)
     return Late(news, jnp.int32(0), jnp.ones((rows,), bool))
 
 

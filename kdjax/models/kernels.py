@@ -626,7 +626,7 @@ def _turn_state(at, q, k, v, kept, beta, out, t, s):
 
 
 class News(NamedTuple):
-    """What up to S positions taught the states of L layers, which do not hold it yet.
+    """Effects of up to S positions on the states of L layers, which do not hold them yet.
 
     A state is then e^g S + sum of e^g' k news^T, g what it has faded since.
     """
@@ -701,8 +701,8 @@ def read_with_news(
     inputs, *taken = kept
     grid = width // min(_NEWS_COLUMNS, width), heads, batch
     given, kept = (q, v, decay, beta, taken[0]), (states, news.news, news.decays)
-    out, states, *kept = run(_read_with_news, grid, (out,), given, kept, _NEWS_WARPS)
-    return out, inputs, states, News(taken[0], *kept, taken[1])
+    out, states, *taught = run(_read_with_news, grid, (out,), given, kept, _NEWS_WARPS)
+    return out, inputs, states, News(*[taken[0], *taught, taken[1]])
 
 
 def _run_alive(body: Any, axes: int, layer, place, alive, *refs):
