@@ -307,30 +307,6 @@ def test_states_that_are_written_late_are_those_written_at_once(dtype):
         np.testing.assert_array_equal(after[1, 1], first[1, 1])
 
 
-def test_states_of_prompts_are_the_recurrences():
-    """Rows of 20, 7 and 1 positions, over a border of documents; chunks round more."""
-    rng, (rows, groups, heads, width) = np.random.default_rng(8), (3, 2, 4, 32)
-
-    def normal(*shape, dtype=jnp.float32):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    mixed = normal(rows, 20, (2 * groups + heads) * width, dtype=jnp.bfloat16)
-    decay, beta = -jax.nn.softplus(normal(rows, 20, heads)), jax.nn.sigmoid(normal(rows, 20, heads))
-    inputs = delta.DeltaInputs(mixed, normal(mixed.shape[2], 4), decay, beta)
-    ids = jnp.asarray((np.arange(20) > 2)[None].repeat(rows, 0), jnp.int32)
-    rest = inputs, groups, width, ids, jnp.asarray([20, 7, 1], jnp.int32)
-    run = mock.Mock(wraps=functools.partial(kernels.recur, interpret=INTERPRET))
-    with mock.patch.object(kernels, "recur", run), mock.patch.object(delta, "_MANY", 12):
-        out, (state, latest) = delta.read_and_keep(*rest, in_kernels=True)
-        delta.read_states(*rest[:4], in_kernels=False)
-    assert run.call_count == 1
-    with mock.patch.object(delta, "_FEW", 20):  # the definition, a position at a time
-        want, (end, inputs) = delta.read_and_keep(*rest)
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, want)), atol=2.0**-7)
-    np.testing.assert_allclose(state, end, atol=1e-5)
-    np.testing.assert_array_equal(latest, inputs)
-
-
 @pytest.mark.parametrize("with_norm", [True, False])
 @pytest.mark.parametrize("shape", [(6, 3584), (5, 100)])
 def test_rows_normed_or_not_are_rounded_as_defined(shape, with_norm):

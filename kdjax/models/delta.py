@@ -24,7 +24,6 @@ from kdjax.models import kernels
 from kdjax.models.kernels import News, states_fit
 
 CHUNK = 64
-_MANY = 256  # states of all rows that fill a chip, so that none need wait for chunks
 _FEW = 16  # positions that are read one after the other sooner than as a chunk
 
 
@@ -60,12 +59,10 @@ def read_states(
     before: Float[Array, "B W1 E"] | None = None,
     state: Float32[Array, "B H K V"] | Stacked | None = None,
     in_kernels: bool = False,
-    trained: bool = True,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "*L B H K V"]]:
     """Outputs of the heads, and the last state: `convolve`, unit lengths, `apply_delta_rule`.
 
-    With `in_kernels` kernels pass the states on where `kernels.states_fit`: of a stack in place,
-    and many that are not `trained` from position to position.
+    With `in_kernels` kernels pass the states on where `kernels.states_fit`, of a stack in place.
     """
     mixed = convolve(inputs.mixed, inputs.kernel, segment_ids, before)
     lead, heads = mixed.shape[:2], inputs.beta.shape[2]
@@ -74,8 +71,6 @@ def read_states(
     v = v.reshape(*lead, heads, -1)
     columns = q * key_dim**-0.5, k, v, inputs.decay, inputs.beta, segment_ids
     few, fits = lead[1] <= _FEW, in_kernels and states_fit(key_dim, v.shape[3], v.dtype)
-    if state is None and fits and not trained and lead[0] * heads >= _MANY:
-        return kernels.recur(*columns[:3], _fade(inputs.decay, segment_ids), inputs.beta)
     if not isinstance(state, Stacked):
         return recur(*columns, state) if few else apply_delta_rule(*columns, state, fits)
     if few and fits:
@@ -104,8 +99,7 @@ def read_and_keep(
     read = (jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None])[..., None]
     decay, beta = (jnp.where(read, x, 0.0) for x in (inputs.decay, inputs.beta))
     inputs = inputs._replace(decay=decay, beta=beta)
-    columns = inputs, groups, key_dim, segment_ids, before, state
-    out, state = read_states(*columns, in_kernels, trained=False)
+    out, state = read_states(inputs, groups, key_dim, segment_ids, before, state, in_kernels)
     rows, _, width = inputs.mixed.shape
     behind = inputs.kernel.shape[1] - 1
     if before is None:
@@ -124,9 +118,9 @@ def hold_news(
     """Room for what `count` positions a row teach, of stacks of states and of inputs."""
     layers, rows, heads, key_dim, width = states.shape
     sizes = (groups, count, key_dim), (heads, count, width), (heads, count)
-    shapes = [jax.ShapeDtypeStruct((layers, rows, *size), jnp.float32) for size in sizes]
+    floats = [jax.ShapeDtypeStruct((layers, rows, *size), jnp.float32) for size in sizes]
     mixed = jax.ShapeDtypeStruct((layers, rows, count, inputs.shape[3]), inputs.dtype)
-    news = kernels.hold_news(News(*[*shapes, mixed]), interpret)
+    news = kernels.hold_news([*floats, mixed], interpret)
     return Late(news, jnp.int32(0), jnp.ones((rows,), bool))
 
 

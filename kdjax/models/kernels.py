@@ -7,6 +7,7 @@ gradients here: the others serve a frozen teacher and what brings its own.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -569,60 +570,17 @@ def _recur_in_place(count, groups, columns, layer, q, k, v, kept, beta, states, 
     part = pl.program_id(2) * columns + jnp.arange(columns, dtype=jnp.int32)
     keys = jnp.arange(states.shape[3], dtype=jnp.int32)
     at = plgpu.load(layer.at[jnp.int32(0)]), row, head, keys[:, None], part[None]
-    turn = functools.partial(_turn_state, (row, head, head % groups, keys, part), q, k, v)
-    turn = functools.partial(turn, kept, beta, out)
+
+    def turn(t, s):
+        query, key = (plgpu.load(x.at[row, t, head % groups, keys])[:, None] for x in (q, k))
+        s = s * plgpu.load(kept.at[row, t, head])
+        value = plgpu.load(v.at[row, t, head, part]).astype(jnp.float32)
+        new = plgpu.load(beta.at[row, t, head]) * (value - jnp.sum(s * key, axis=0))
+        s = s + key * new[None]
+        plgpu.store(out.at[row, t, head, part], jnp.sum(s * query, axis=0).astype(out.dtype))
+        return s
+
     plgpu.store(stack.at[at], jax.lax.fori_loop(0, count, turn, plgpu.load(states.at[at])))
-
-
-# Of a state that many positions read one after the other, as `_STATE_COLUMNS`.
-_RUN_COLUMNS, _RUN_WARPS = 16, 1
-
-
-def recur(
-    q: Float[Array, "B T G K"],
-    k: Float[Array, "B T G K"],
-    v: Float[Array, "B T H V"],
-    kept: Float[Array, "B T H"],
-    beta: Float[Array, "B T H"],
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """Computes `delta.recur` from states of zeros, each in registers from first to last position.
-
-    `kept` is the part of a state that stays. It takes no longer than chunks where heads of all rows
-    fill the chip. It has no gradient.
-    """
-    batch, _, heads, width = v.shape
-    columns = min(_RUN_COLUMNS, width)
-    state = jax.ShapeDtypeStruct((batch, heads, k.shape[3], width), jnp.float32)
-    return pl.pallas_call(
-        functools.partial(_recur, v.shape[1], q.shape[2], columns),
-        grid=(width // columns, heads, batch),
-        out_shape=(jax.ShapeDtypeStruct(v.shape, v.dtype), state),
-        compiler_params=plgpu.CompilerParams(num_warps=_RUN_WARPS, num_stages=1),
-        interpret=interpret,
-    )(q, k, v, kept, beta)
-
-
-def _recur(count, groups, columns, q, k, v, kept, beta, out, end):
-    number, head, row = map(pl.program_id, range(3))
-    part = number * columns + jnp.arange(columns, dtype=jnp.int32)
-    keys = jnp.arange(end.shape[2], dtype=jnp.int32)
-    turn = functools.partial(_turn_state, (row, head, head % groups, keys, part), q, k, v)
-    turn = functools.partial(turn, kept, beta, out)
-    s = jax.lax.fori_loop(0, count, turn, jnp.zeros((keys.size, columns), jnp.float32))
-    plgpu.store(end.at[row, head, keys[:, None], part[None]], s)
-
-
-def _turn_state(at, q, k, v, kept, beta, out, t, s):
-    """The state of a head's part behind position t; its output is written."""
-    row, head, group, keys, part = at
-    query, key = (plgpu.load(x.at[row, t, group, keys])[:, None] for x in (q, k))
-    s = s * plgpu.load(kept.at[row, t, head])
-    value = plgpu.load(v.at[row, t, head, part]).astype(jnp.float32)
-    new = plgpu.load(beta.at[row, t, head]) * (value - jnp.sum(s * key, axis=0))
-    s = s + key * new[None]
-    plgpu.store(out.at[row, t, head, part], jnp.sum(s * query, axis=0).astype(out.dtype))
-    return s
 
 
 class News(NamedTuple):
@@ -637,7 +595,7 @@ class News(NamedTuple):
     mixed: Float[Array, "L B S E"]  # inputs of the convolution
 
 
-def hold_news(shapes: News, interpret: bool = False) -> News:
+def hold_news(shapes: Sequence[jax.ShapeDtypeStruct], interpret: bool = False) -> News:
     """Arrays of these shapes that nobody wrote: `read_with_news` reads what it wrote alone."""
     made = pl.pallas_call(
         _write_nothing,

@@ -7,6 +7,9 @@
 Random weights of a known shape, random prompts, answers whose lengths are drawn at random and
 imposed (`limits`): every slot is refilled as its row ends, and the last rows finish among empty
 slots. `full` is the rate of calls whose slots are all taken, positions as in the middle of a run.
+All rows of the head are ids: the tokenizer of a random file names a few hundred, and draws would
+read no others. `--trace=DIR` also profiles such a call and prints its kernels.
+
 The peer is Transformers' `generate` in bf16 with SDPA: one batch, prompts of one length, answers of
 one length, which spares it the padding and the waiting.
 """
@@ -30,7 +33,7 @@ from kdjax.models import decoding, kernels
 from kdjax.models.model import Model, load
 from scripts.bench.peer import build
 from scripts.bench.program import device_events
-from scripts.bench.step import describe_model, model_file, spec_of
+from scripts.bench.step import SHAPES, describe_model, model_file, spec_of
 
 _CALLS = 5  # timed, after one more
 
@@ -273,11 +276,11 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    model = (
-        None
-        if args.peer
-        else load(str(model_file(args.shape, args.folder)), weights=args.weights, dtype=args.dtype)
-    )
+    model = None
+    if not args.peer:
+        path = str(model_file(args.shape, args.folder))
+        model = load(path, weights=args.weights, dtype=args.dtype)
+        model = model.replace(checkpoint=None) if args.shape in SHAPES else model
     who = "Transformers" if args.peer else f"kdjax {args.weights}"
     for slots in map(int, args.slots.split(",")):
         row = dict(who=who, shape=args.shape, slots=slots)
