@@ -1072,6 +1072,7 @@ def write_late(spec: ArchSpec, cache: Cache, count: int) -> Cache:
     sizes = spec.delta_key_dim, spec.delta_value_dim
     if cache.states is None or not states_fit(*sizes, cache.inputs.dtype):
         return cache
+    assert count >= spec.delta_kernel  # the last inputs are of these steps
     held = hold_news(cache.states, cache.inputs, spec.delta_key_heads, count)
     return cache._replace(late=held)
 
