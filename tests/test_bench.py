@@ -300,8 +300,19 @@ def test_generation_is_timed(tmp_path):
     answer = tmp_path / "figures.json"
     lengths = "--prompt-tokens=3:9", "--answer-tokens=1:9", "--slots=4", "--prompts=6"
     where = f"--folder={tmp_path}", f"--json={answer}", "--shape=tiny-student", "--parts"
+    where += (f"--trace={tmp_path / 'trace'}",)
     assert rollouts.main([*lengths, *where, "--dtype=float32"]) == 0
     (row,) = json.loads(answer.read_text())
     assert row["tokens"] >= 6 and row["slots"] == 4
     assert row["full_tokens_per_s"] == pytest.approx(4e3 / row["step_ms"])
     assert min(row["head_ms"], row["read_1_prompts_of_64_ms"]) > 0
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+def test_kernels_of_a_trace_are_summed_by_name(tmp_path, monkeypatch, capsys):
+    """Two steps: names without their numbers, the slowest first."""
+    events = [(0, 1e6, "add_fusion_1"), (1e6, 4e6, "add_fusion"), (4e6, 10e6, "dot.7")]
+    monkeypatch.setattr(rollouts, "device_events", lambda folder: events)
+    found = rollouts.trace(lambda: None, tmp_path, 2)
+    assert found == [("dot", 3.0, 0.5), ("add_fusion", 2.0, 1.0)]
+    assert "5.000 ms      1.5 x  all" in capsys.readouterr().out

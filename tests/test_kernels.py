@@ -267,6 +267,46 @@ def test_a_few_positions_change_the_states_of_their_layer_alone(length):
     np.testing.assert_array_equal(got[::2], states[::2])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_states_that_are_written_late_are_those_written_at_once(dtype):
+    """Two calls of eight positions, of layer 1 of 2; of a row that has ended nothing is kept."""
+    rng, (rows, groups, heads, keys, width) = np.random.default_rng(7), (3, 2, 4, 16, 32)
+    steps, alive, others = 8, jnp.asarray([True, False, True]), np.asarray([0, 2])
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    columns = 2 * groups * keys + heads * width
+    mixed, kernel = normal(2 * steps, rows, 1, columns, dtype=dtype), normal(columns, 4)
+    decay = -jax.nn.softplus(normal(2 * steps, rows, 1, heads))
+    beta = jax.nn.sigmoid(normal(2 * steps, rows, 1, heads))
+    states, before = normal(2, rows, heads, keys, width), normal(2, rows, 3, columns, dtype=dtype)
+    shapes = jax.eval_shape(lambda: delta.hold_news(states, before, groups, steps, INTERPRET)).news
+    # What nobody wrote may be anything.
+    never = kernels.News(*(jnp.full(x.shape, jnp.nan, x.dtype) for x in shapes))
+    run = functools.partial(kernels.read_with_news, interpret=INTERPRET)
+    ids, one = jnp.ones((rows, 1), jnp.int32), jnp.ones((rows,), jnp.int32)
+    with mock.patch.object(kernels, "read_with_news", run):
+        step = jax.jit(delta.read_late)
+        kept, last, state, latest, news = states, before, states[1], before[1], never
+        for at in range(2 * steps):
+            late = delta.Late(news, jnp.int32(at % steps), alive)
+            inputs = delta.DeltaInputs(mixed[at], kernel, decay[at], beta[at])
+            out, kept, last, late = step(inputs, last, delta.Stacked(kept, jnp.int32(1)), late)
+            news = late.news if (at + 1) % steps else never
+            rest = groups, keys, ids, one, latest, state
+            want, (state, latest) = delta.read_and_keep(inputs, *rest)
+            found = (np.asarray(x, np.float32)[others] for x in (out, want))
+            np.testing.assert_allclose(*found, atol=1e-5 if dtype == jnp.float32 else 2.0**-6)
+            if at % steps < steps - 1:
+                np.testing.assert_array_equal(kept[1, 0] == states[1, 0], at < steps)
+    np.testing.assert_allclose(kept[1][others], state[others], atol=1e-5)
+    np.testing.assert_array_equal(last[1][others], latest[others])
+    for after, first in ((kept, states), (last, before)):
+        np.testing.assert_array_equal(after[0], first[0])
+        np.testing.assert_array_equal(after[1, 1], first[1, 1])
+
+
 @pytest.mark.parametrize("with_norm", [True, False])
 @pytest.mark.parametrize("shape", [(6, 3584), (5, 100)])
 def test_rows_normed_or_not_are_rounded_as_defined(shape, with_norm):

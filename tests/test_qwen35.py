@@ -1,9 +1,11 @@
 """Qwen3.5: delta layers and gated attention, read, written, trained and continued."""
 
+import dataclasses
 import json
 import logging
 import subprocess
 import sys
+from unittest import mock
 
 import chex
 import jax
@@ -22,8 +24,9 @@ from kdjax.export import export_gguf, export_hf
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.safetensors import write_folder
-from kdjax.models import names
+from kdjax.models import decoder, kernels, names
 from kdjax.models.checkpoint import cut_layers, open_checkpoint
+from kdjax.models.decoder import functional
 from kdjax.models.decoding import count_slots
 from kdjax.models.importance import sum_squares
 from kdjax.models.model import load_model
@@ -281,11 +284,40 @@ def test_states_step_back_to_the_last_accepted_draft(model):
     assert [a.ids for a in own] == [a.ids for a in found]
 
 
+@pytest.mark.slow
+def test_rows_that_write_states_late_write_the_same(model):
+    """Texts drawn by the kernels, through refilled slots, are those of the definitions."""
+    placement = dataclasses.replace(model.placement, kernels=True)
+    compute = dataclasses.replace(model.functions.compute, placement=placement)
+    functions = functional(model.spec, compute)[0]
+    placed = model.replace(functions=functions, placement=placement)
+    how = dict(temperature=1.0, stop_ids=(), max_tokens=19, batch_size=3, limits=[13, 19, 2, 9, 17])
+    prompts = [PROMPT[:n] for n in (3, 40, 1, 75, 20)]
+    run, late = kernels.pl.pallas_call, mock.Mock(wraps=kernels.read_with_news)
+
+    def interpret(*args, **settings):
+        return run(*args, **settings | {"interpret": True})
+
+    with (
+        mock.patch.object(kernels.pl, "pallas_call", interpret),
+        mock.patch.object(decoder, "states_fit", return_value=True),  # float32 as well
+        mock.patch.object(kernels, "read_with_news", late),
+    ):
+        found = placed.generate(prompts, **how)
+    assert late.call_count
+    for got, want in zip(found, model.generate(prompts, **how), strict=True):
+        assert got.ids == want.ids
+        np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-4)
+
+
 def test_slots_count_states(model):
     """Three delta layers: 6 heads of 32 x 32 in float32, 3 inputs of 320 columns."""
     parts = count_slots(model.spec, 2, 10, 50, 50, kernel=True)
     assert parts["states"] == 10 * 3 * (4 * 6 * 32 * 32 + 2 * 3 * 320)
     assert parts["keys and values"] == 10 * 128 * 2 * 2 * 32 * 2
+    # Of each of a call's 8 steps 2 keys, 6 values and 6 decays in float32, and 320 inputs.
+    assert parts["news of states"] == 10 * 3 * 8 * (4 * (2 * 32 + 6 * 33) + 2 * 320)
+    assert "news of states" not in count_slots(model.spec, 2, 10, 50, 50, kernel=False)
 
 
 def test_importance_is_of_both_kinds_of_layers(model):

@@ -8,8 +8,8 @@ MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the H
 `@float8` or `@float8_precise` says how the weights are kept, then nothing or `:bfloat16` or
 `:float32`. With `--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in
 fewer passes of the big one; how many is said on standard error. `--draft=own` takes the block that
-the model's file has for it. Of several processes that an engine
-started the first alone answers: a prompt is one row.
+the model's file has for it. `--plan` says what a model needs, alone or with that block, and writes
+nothing. Of several processes that an engine started the first alone answers: a prompt is one row.
 """
 
 import argparse
@@ -17,14 +17,16 @@ import sys
 import time
 
 import jax
+from jax.sharding import Mesh
 
 from kdjax.commands.parsing import Parser, add_cluster_flags, started
 from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
-from kdjax.errors import FINISHED, PEER_LOST, reporting
-from kdjax.evaluation.target import open_target, warn_if_refused
+from kdjax.device.runtime import device_summary
+from kdjax.errors import BAD_INPUT, FINISHED, PEER_LOST, UserError, reporting
+from kdjax.evaluation.target import Target, open_target, warn_if_refused
 from kdjax.models.decoding import Sampling
-from kdjax.models.nextn import take_block
+from kdjax.models.nextn import find_block, take_block
 
 
 class Stream:
@@ -64,15 +66,16 @@ def main(argv: list[str] | None = None) -> int:
         help=f"a model that drafts, in any of these forms, or {OWN_BLOCK}: the model's own block",
     )
     add("--draft-tokens", type=int, default=5, help="drafted a pass (%(default)s)")
+    add("--plan", action="store_true", help="as `kdjax plan`: say what it needs, write nothing")
     add_cluster_flags(parser)
     args = parser.parse_args(argv)
     with started(args):
         if jax.process_index() == 0:
-            _write_text(args)
+            return _write_text(args)
     return FINISHED
 
 
-def _write_text(args: argparse.Namespace) -> None:
+def _write_text(args: argparse.Namespace) -> int:
     target = open_target(args.model, args.student, args.tokenizer)
     other = args.draft if args.draft != OWN_BLOCK else ""
     small = open_target(other, fallback=args.tokenizer) if other else None
@@ -93,6 +96,8 @@ def _write_text(args: argparse.Namespace) -> None:
     )
     sampling.check()
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    if args.plan:
+        return _show_plan(args, target, len(tokenizer.open_text(tokenizer.encode(text))), mesh)
     model, draft = target.load(mesh), small.load(mesh) if small else None
     if args.draft == OWN_BLOCK:
         draft = take_block(model)
@@ -109,3 +114,20 @@ def _write_text(args: argparse.Namespace) -> None:
             f"{rate:.1f} tokens/s, compiling included",
             file=sys.stderr,
         )
+    return FINISHED
+
+
+def _show_plan(args: argparse.Namespace, target: Target, prompt: int, mesh: Mesh) -> int:
+    """Prints what writing needs; returns whether it fits, as an exit status."""
+    from kdjax.training.plan import plan_text
+
+    if args.draft and args.draft != OWN_BLOCK:
+        raise UserError(f"--plan: found --draft={args.draft}; expected none, or {OWN_BLOCK}.")
+    drafts, (form, checkpoint) = args.draft_tokens if args.draft else 0, target
+    if drafts:
+        find_block(checkpoint.spec, checkpoint, new=False)
+    sizes = 1, prompt, args.max_tokens
+    devices = device_summary()
+    plan = plan_text(checkpoint, form.weights, form.dtype, sizes, mesh, devices, drafts=drafts)
+    print("\n".join(plan.lines()))
+    return BAD_INPUT if plan.missing else FINISHED

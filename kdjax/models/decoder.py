@@ -24,8 +24,16 @@ from kdjax.errors import UserError
 from kdjax.models import kernels
 from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
 from kdjax.models.attention import attend, attend_and_keep, attend_runs
-from kdjax.models.delta import DeltaInputs, Stacked, read_and_keep, read_states
+from kdjax.models.delta import (
+    DeltaInputs,
+    Stacked,
+    hold_news,
+    read_and_keep,
+    read_late,
+    read_states,
+)
 from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles, route_rows
+from kdjax.models.kernels import states_fit
 from kdjax.models.ropes import rope_frequencies
 from kdjax.models.shards import gather_shards
 from kdjax.models.weights import (
@@ -920,6 +928,10 @@ class Decoder(nnx.Module):
             def recall(inputs: DeltaInputs) -> tuple[Array, Cache]:
                 nonlocal read
                 read = inputs
+                if cache.late is not None:
+                    stack = Stacked(cache.states, index)
+                    out, states, latest, late = read_late(inputs, cache.inputs, stack, cache.late)
+                    return out, cache._replace(states=states, inputs=latest, late=late)
                 behind = cache.inputs[index], Stacked(cache.states, index)
                 out, kept = self._recall_and_keep(segment_ids, lengths, inputs, *behind)
                 states, latest = kept
@@ -1049,6 +1061,20 @@ class Cache(NamedTuple):
     states: Any = None  # float32 [L, B, heads, key width, value width]
     inputs: Any = None  # [L, B, W - 1, columns]: the last of the convolution
     read: Any = None  # `DeltaInputs` [L, B, T, ...] of the last call, which `step_back` takes
+    late: Any = None  # `Late`, what states do not hold yet, within a call of the device
+
+
+def write_late(spec: ArchSpec, cache: Cache, count: int) -> Cache:
+    """The cache, whose states shall be written once in so many steps, where a kernel can.
+
+    Each step is of one id a row; behind the last of them `late` may be left out.
+    """
+    sizes = spec.delta_key_dim, spec.delta_value_dim
+    if cache.states is None or not states_fit(*sizes, cache.inputs.dtype):
+        return cache
+    assert count >= spec.delta_kernel  # the last inputs are of these steps
+    held = hold_news(cache.states, cache.inputs, spec.delta_key_heads, count)
+    return cache._replace(late=held)
 
 
 def step_back(

@@ -24,7 +24,7 @@ from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models import kernels
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Cache, DecoderFunctions, Params
+from kdjax.models.decoder import Cache, DecoderFunctions, Params, write_late
 from kdjax.models.kernels import EXCLUDED, BlockSums
 from kdjax.models.ready import prepare_weights
 from kdjax.models.shards import Spread, gather_rows, map_rows
@@ -302,26 +302,46 @@ def find_stops(ids: Array, sampling: Sampling) -> Array:
 
 
 def count_slots(
-    spec: ArchSpec, itemsize: int, slots: int, prompt: int, answer: int, *, kernel: bool
+    spec: ArchSpec,
+    itemsize: int,
+    slots: int,
+    prompt: int,
+    answer: int,
+    *,
+    kernel: bool,
+    drafts: int = 0,
 ) -> dict[str, int]:
     """Bytes of so many slots for such lengths on one device, by part, beside the weights.
 
     A call holds its logits, or what the reading of prompts keeps, or, without the kernel of
-    attention, a layer's keys and values once more.
+    attention, a layer's keys and values once more. With `drafts` a round, those of the model's own
+    block, it holds the logits of all that a round reads, beside the states as the round began those
+    behind it and two layers' on their way, and the block has keys and values of its own. Without
+    drafts the kernel of states keeps what a call's steps teach beside them.
     """
     layers, deltas = (len(spec.places(delta=delta)) for delta in (False, True))
     pair = 2 * layers * spec.num_kv_heads * spec.head_dim * itemsize
     state = 4 * spec.delta_value_heads * spec.delta_key_dim * spec.delta_value_dim
     state += itemsize * (spec.delta_kernel - 1) * spec.delta_columns
-    cache = slots * _room_for(prompt + answer) * pair
+    cache, room = slots * pair, _room_for(prompt + answer + drafts)
+    cache *= room
     positions = _prompts_at_once(slots) * -(-prompt // _BUCKET) * _BUCKET
     # Keys and values as layers give them, stacked and turned; a layer's activations.
     read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
+    floats = spec.delta_key_heads * spec.delta_key_dim
+    floats += spec.delta_value_heads * (spec.delta_value_dim + 1)
+    news = deltas * STEPS * (4 * floats + itemsize * spec.delta_columns)
+    of_block = 2 * room * spec.num_kv_heads * spec.head_dim + spec.hidden_size
     return {
         "keys and values": cache,
         **({"states": slots * deltas * state} if deltas else {}),
+        **({"news of states": slots * news} if kernel and deltas and not drafts else {}),
+        **({"the block's keys and values": slots * itemsize * of_block} if drafts else {}),
+        **({"states behind a round": slots * (deltas + 2) * state} if drafts and deltas else {}),
         "a call's own": max(
-            4 * slots * spec.vocab_size, positions * read, (not kernel) * cache // max(layers, 1)
+            4 * slots * (1 + drafts) * spec.vocab_size,
+            positions * read,
+            (not kernel) * cache // max(layers, 1),
         ),
     }
 
@@ -389,11 +409,8 @@ def _fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts, *, writer:
 
     def fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts) -> Slots:
         tokens, lengths, at = prompts.tokens, prompts.lengths, prompts.slots
-        cache = jax.tree.map(
-            lambda kept, x: kept.at[:, at, :, : x.shape[3]].set(x, mode="drop"),
-            slots.cache,
-            writer.read(params, weights, tokens, lengths),
-        )
+        read = writer.read(params, weights, tokens, lengths)
+        cache = jax.tree.map(functools.partial(_place_rows, at), slots.cache, read)
         ends = jnp.stack([jnp.maximum(lengths - 2, 0), lengths - 1], axis=1)
         before, last = jnp.take_along_axis(tokens, ends, axis=1).T
         none = jnp.zeros_like(lengths)
@@ -405,6 +422,24 @@ def _fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts, *, writer:
 
     specs = dict(ins=(P(), _SPECS, _Prompts(*[ROWS] * 5)), outs=_SPECS)
     return map_rows(fill, writer.spread, **specs)(params, weights, slots, prompts)
+
+
+def _place_rows(at: Array, kept: Array, x: Array) -> Array:
+    """`kept` `[L, B, ...]` with the rows x `[L, N, ...]` at `at`, padded behind; none beyond B.
+
+    Layers and rows are one axis, and what lies behind them is written whole: a scatter of parts
+    along a later axis takes twice as long.
+    """
+    (layers, rows), count = kept.shape[:2], x.shape[1]
+    x = jnp.pad(
+        x, [(0, n - m) for n, m in zip((layers, count, *kept.shape[2:]), x.shape, strict=True)]
+    )
+    places = jnp.arange(layers, dtype=jnp.int32)[:, None] * rows + at[None]
+    others = layers * rows + jnp.arange(layers * count, dtype=jnp.int32)
+    places = jnp.where((at < rows)[None], places, others.reshape(layers, count)).reshape(-1)
+    flat = kept.reshape(-1, *kept.shape[2:])
+    flat = flat.at[places].set(x.reshape(-1, *x.shape[2:]), mode="drop", unique_indices=True)
+    return flat.reshape(kept.shape)
 
 
 def _advance_slots(
@@ -516,9 +551,11 @@ class StepWriter:
         layers, head = weights
         kernel = self.spread is not None and self.spread.placement.kernels
 
-        def step(slots: Slots, _: None) -> tuple[Slots, Drawn]:
-            new = slots.last[:, None]
-            hidden, cache = self.functions.extend(params, new, slots.places, slots.cache, layers)
+        def step(slots: Slots, place: Array) -> tuple[Slots, Drawn]:
+            new, cache = slots.last[:, None], slots.cache
+            if cache.late is not None:
+                cache = cache._replace(late=cache.late._replace(place=place, alive=~slots.done))
+            hidden, cache = self.functions.extend(params, new, slots.places, cache, layers)
             logits = unembed(hidden, head)[:, 0]
             at = jax.vmap(jax.random.fold_in)(keys, slots.drawn)
             ids, log_probs = pick(logits, at, sampling, self.real, kernel=kernel)
@@ -535,7 +572,11 @@ class StepWriter:
             )
             return slots, Drawn(ids[:, None], log_probs[:, None], told)
 
-        return jax.lax.scan(step, slots, None, length=STEPS)
+        if kernel:
+            cache = write_late(self.functions.spec, slots.cache, STEPS)
+            slots = slots._replace(cache=cache)
+        slots, drawn = jax.lax.scan(step, slots, jnp.arange(STEPS, dtype=jnp.int32))
+        return slots._replace(cache=slots.cache._replace(late=None)), drawn
 
 
 def complete(

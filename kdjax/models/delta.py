@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kdjax.models import kernels
-from kdjax.models.kernels import states_fit
+from kdjax.models.kernels import News, states_fit
 
 CHUNK = 64
 _FEW = 16  # positions that are read one after the other sooner than as a chunk
@@ -41,6 +41,14 @@ class Stacked(NamedTuple):
 
     states: Float32[Array, "L B H K V"]
     layer: Int[Array, ""]
+
+
+class Late(NamedTuple):
+    """Positions that rows have read since their states were written, at most S of each."""
+
+    news: News
+    place: Int[Array, ""]  # of the next position among them
+    alive: Bool[Array, " B"]  # rows that read it; of others nothing is kept
 
 
 def read_states(
@@ -102,6 +110,33 @@ def read_and_keep(
     at = lengths[:, None] + jnp.arange(behind, dtype=jnp.int32)[None]
     all_inputs = jnp.concatenate([before, mixed], axis=1)
     return out, (state, jnp.take_along_axis(all_inputs, at[..., None], axis=1))
+
+
+def hold_news(
+    states: Array, inputs: Array, groups: int, count: int, interpret: bool = False
+) -> Late:
+    """Room for what `count` positions a row teach, of stacks of states and of inputs."""
+    layers, rows, heads, key_dim, width = states.shape
+    sizes = (groups, count, key_dim), (heads, count, width), (heads, count)
+    floats = [jax.ShapeDtypeStruct((layers, rows, *size), jnp.float32) for size in sizes]
+    mixed = jax.ShapeDtypeStruct((layers, rows, count, inputs.shape[3]), inputs.dtype)
+    news = kernels.hold_news([*floats, mixed], interpret)
+    return Late(news, jnp.int32(0), jnp.ones((rows,), bool))
+
+
+def read_late(
+    inputs: DeltaInputs, before: Float[Array, "L B W1 E"], stacked: Stacked, late: Late
+) -> tuple[Float[Array, "B 1 H V"], Array, Array, Late]:
+    """`read_and_keep` of one position a row by a kernel that writes states once in S positions.
+
+    Returns outputs, the stacks of states and of inputs, and what they do not hold yet.
+    """
+    mixed, decay, beta = (x[:, 0] for x in (inputs.mixed, inputs.decay, inputs.beta))
+    stacks = before, stacked.states, late.news, stacked.layer, late.place
+    out, before, states, news = kernels.read_with_news(
+        mixed.astype(before.dtype), inputs.kernel, decay, beta, late.alive, *stacks
+    )
+    return out[:, None].astype(mixed.dtype), states, before, late._replace(news=news)
 
 
 def normalize_heads(x: Float[Array, "*B K"]) -> Float32[Array, "*B K"]:

@@ -7,13 +7,14 @@ gradients here: the others serve a frozen teacher and what brings its own.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -580,6 +581,198 @@ def _recur_in_place(count, groups, columns, layer, q, k, v, kept, beta, states, 
         return s
 
     plgpu.store(stack.at[at], jax.lax.fori_loop(0, count, turn, plgpu.load(states.at[at])))
+
+
+class News(NamedTuple):
+    """Effects of up to S positions on the states of L layers, which do not hold them yet.
+
+    A state is then e^g S + sum of e^g' k news^T, g what it has faded since.
+    """
+
+    keys: Float[Array, "L B G S K"]
+    news: Float[Array, "L B H S V"]
+    decays: Float[Array, "L B H S"]
+    mixed: Float[Array, "L B S E"]  # inputs of the convolution
+
+
+def hold_news(shapes: Sequence[jax.ShapeDtypeStruct], interpret: bool = False) -> News:
+    """Arrays of these shapes that nobody wrote: `read_with_news` reads what it wrote alone."""
+    made = pl.pallas_call(
+        _write_nothing,
+        grid=(1,),
+        out_shape=tuple(shapes),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+    )()
+    return News(*made)
+
+
+def _write_nothing(*_):
+    pass
+
+
+# Columns of a state that one program reads, its warps; warps that make a head's position.
+_NEWS_COLUMNS, _NEWS_WARPS, _MIXED_WARPS = 128, 8, 2
+
+
+def read_with_news(
+    mixed: Float[Array, "B E"],
+    kernel: Float[Array, "E W"],
+    decay: Float[Array, "B H"],
+    beta: Float[Array, "B H"],
+    alive: Bool[Array, " B"],
+    inputs: Float[Array, "L B W1 E"],
+    states: Float[Array, "L B H K V"],
+    news: News,
+    layer: Int[Array, ""],
+    place: Int[Array, ""],
+    interpret: bool = False,
+) -> tuple[Float[Array, "B H V"], Array, Array, News]:
+    """Computes `delta.read_and_keep` for one position a row, of a layer of stacks, all in place.
+
+    It is the position number `place` since the states were written. States are read once; only the
+    last of the S places writes them, and the convolution's last inputs, with what all taught: a
+    state is as much again to write as to read. Of rows that are not `alive` nothing is read,
+    kept or given. Sums are float32, whatever the states are. S is at least W.
+    """
+    (batch, heads), width = decay.shape, states.shape[4]
+    groups, key_width = news.keys.shape[2], news.keys.shape[4]
+    # Apart: joined for each layer they would take a kernel.
+    at = *(x.astype(jnp.int32)[None] for x in (layer, place)), alive.astype(jnp.int32)
+
+    def run(body: Any, grid: Any, made: Any, given: Any, kept: Any, warps: int) -> Any:
+        """Outputs are those that are made, then what is kept, changed in place."""
+        first = len(at) + len(given)
+        return pl.pallas_call(
+            functools.partial(_run_alive, body, len(grid)),
+            grid=grid,
+            out_shape=(*made, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept)),
+            input_output_aliases={first + i: len(made) + i for i in range(len(kept))},
+            compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+            interpret=interpret,
+        )(*at, *given, *kept)
+
+    q = jax.ShapeDtypeStruct((batch, groups, key_width), jnp.float32)
+    v = out = jax.ShapeDtypeStruct((batch, heads, width), mixed.dtype)
+    kept = inputs, news.keys, news.mixed
+    q, v, *kept = run(_take_position, (heads, batch), (q, v), (mixed, kernel), kept, _MIXED_WARPS)
+    inputs, *taken = kept
+    grid = width // min(_NEWS_COLUMNS, width), heads, batch
+    given, kept = (q, v, decay, beta, taken[0]), (states, news.news, news.decays)
+    out, states, *taught = run(_read_with_news, grid, (out,), given, kept, _NEWS_WARPS)
+    return out, inputs, states, News(*[taken[0], *taught, taken[1]])
+
+
+def _run_alive(body: Any, axes: int, layer, place, alive, *refs):
+    """Runs `body` for rows that are alive."""
+    layer, place = (plgpu.load(x.at[jnp.int32(0)]) for x in (layer, place))
+    numbers = [pl.program_id(i) for i in range(axes)]
+
+    @pl.when(plgpu.load(alive.at[numbers[-1]]) > 0)
+    def _():
+        body(layer, place, *numbers, *refs)
+
+
+def _take_position(layer, place, head, row, mixed, kernel, inputs, keys, taken, *outs):
+    """`delta.convolve` and unit lengths of a head's query, key and value; keeps the inputs."""
+    q, v, kept_inputs, kept_keys, kept_mixed = outs
+    (_, _, groups, count, key_width), width, behind = keys.shape, v.shape[2], inputs.shape[2]
+    group, ends = head % groups, place == count - 1
+    of_key, of_value = (jnp.arange(n, dtype=jnp.int32) for n in (key_width, width))
+
+    def convolve(column: Array) -> Array:
+        total, some = jnp.zeros(column.shape, jnp.float32), column >= 0
+        for back in range(behind, -1, -1):
+            since = place - back
+            if back:
+                fresh = plgpu.load(
+                    taken.at[layer, row, jnp.maximum(since, 0), column],
+                    mask=some & (since >= 0),
+                    other=0.0,
+                )
+                stale = plgpu.load(
+                    inputs.at[layer, row, jnp.minimum(since, -1) + behind, column],
+                    mask=some & (since < 0),
+                    other=0.0,
+                )
+                x = fresh + stale
+            else:
+                x = plgpu.load(mixed.at[row, column])
+                plgpu.store(kept_mixed.at[layer, row, place, column], x)
+            weight = plgpu.load(kernel.at[column, jnp.int32(behind - back)])
+            total += x.astype(jnp.float32) * weight.astype(jnp.float32)
+            if back < behind:
+                to = kept_inputs.at[layer, row, jnp.int32(behind - 1 - back), column]
+                plgpu.store(to, x.astype(kept_inputs.dtype), mask=some & ends)
+        return (total * jax.nn.sigmoid(total)).astype(mixed.dtype)
+
+    def normalize(x: Array) -> Array:
+        x = x.astype(jnp.float32)
+        return x * jax.lax.rsqrt(jnp.sum(x * x) + 1e-6)
+
+    query = normalize(convolve(group * key_width + of_key)) * key_width**-0.5
+    plgpu.store(q.at[row, group, of_key], query)
+    key = normalize(convolve((groups + group) * key_width + of_key))
+    plgpu.store(kept_keys.at[layer, row, group, place, of_key], key)
+    value = convolve(2 * groups * key_width + head * width + of_value)
+    plgpu.store(v.at[row, head, of_value], value)
+
+
+def _read_with_news(layer, place, number, head, row, q, v, decay, beta, keys, *refs):
+    """A part of a head's state: what it says, and what the position teaches."""
+    states, old_news, decays, out, kept_states, kept_news, kept_decays = refs
+    _, _, groups, count, key_width = keys.shape
+    columns = min(_NEWS_COLUMNS, states.shape[4])
+    part = number * columns + jnp.arange(columns, dtype=jnp.int32)
+    of_key, past = (jnp.arange(n, dtype=jnp.int32) for n in (key_width, count))
+    group, known = head % groups, past < place
+    s = plgpu.load(states.at[layer, row, head, of_key[:, None], part[None]]).astype(jnp.float32)
+    query = plgpu.load(q.at[row, group, of_key])
+    key = plgpu.load(keys.at[layer, row, group, place, of_key])
+    value = plgpu.load(v.at[row, head, part]).astype(jnp.float32)
+    taught = plgpu.load(
+        keys.at[layer, row, group, past[:, None], of_key[None]], mask=known[:, None], other=0.0
+    )
+    news = plgpu.load(
+        old_news.at[layer, row, head, past[:, None], part[None]], mask=known[:, None], other=0.0
+    )
+    # What is left of the state, and of what each place before this one taught.
+    now = plgpu.load(decay.at[row, head])
+    faded = plgpu.load(decays.at[layer, row, head, past], mask=known, other=0.0)
+    later = jnp.sum(jnp.where(past[:, None] < past[None], faded[None], 0.0), axis=1)
+    share = jnp.where(known, jnp.exp(later + now), 0.0)
+    whole = jnp.exp(jnp.sum(faded) + now)
+
+    def recall(x: Array) -> Array:
+        held = jnp.sum(s * x[:, None], axis=0)
+        alike = share * jnp.sum(taught * x[None], axis=1)
+        return whole * held + jnp.sum(alike[:, None] * news, axis=0)
+
+    new = plgpu.load(beta.at[row, head]) * (value - recall(key))
+    said = recall(query) + jnp.sum(key * query) * new
+    plgpu.store(out.at[row, head, part], said.astype(out.dtype))
+    plgpu.store(kept_news.at[layer, row, head, place, part], new)
+    plgpu.store(kept_decays.at[layer, row, head, place], now)
+
+    @pl.when(place == count - 1)
+    def _():
+        # A few keys at a time, loaded again, from a cache: a whole part in registers to the end
+        # leaves none for other programs, of which many are to wait for memory at once.
+        size = min(16, key_width)
+
+        def write(turn, _):
+            some = turn * size + jnp.arange(size, dtype=jnp.int32)
+            at = layer, row, head, some[:, None], part[None]
+            one = plgpu.load(keys.at[layer, row, group, place, some])
+            end = whole * plgpu.load(states.at[at]).astype(jnp.float32) + one[:, None] * new[None]
+            for i in range(count - 1):
+                one = plgpu.load(keys.at[layer, row, group, jnp.int32(i), some])
+                two = plgpu.load(old_news.at[layer, row, head, jnp.int32(i), part])
+                left = jnp.sum(jnp.where(past == i, share, 0.0))
+                end += one[:, None] * (left * two)[None]
+            plgpu.store(kept_states.at[at], end.astype(kept_states.dtype))
+
+        jax.lax.fori_loop(0, key_width // size, write, None)
 
 
 class Tiles(NamedTuple):

@@ -27,6 +27,7 @@ from kdjax.models import decoding
 from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
+from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
@@ -61,6 +62,60 @@ _BLOCK = {"chunk": 25.2, "head": 9.8, "masters": 1.6}
 _BLOCK_POSITION = {"width": 10.3, "queries": 37.7, "mlp": 19.9, "pairs": 13.5}
 # XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
 _CPU_FACTOR = 1.6
+
+
+def _count_writing(
+    spec: ArchSpec,
+    size: int,
+    ready: int,
+    sizes: tuple[int, int, int],
+    shards: int,
+    free: Size | None,
+    *,
+    kernel: bool,
+    drafts: int = 0,
+) -> dict[str, Size]:
+    """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`."""
+    parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * ready}
+    if drafts:
+        parts["its block"] = count_block(spec) * ready
+    parts |= decoding.count_slots(spec, size, *sizes, kernel=kernel, drafts=drafts)
+    free = None if free is None else free - sum(parts.values())
+    return parts | {"its layers apart": count_layers(spec, ready, shards, free)}
+
+
+def count_block(spec: ArchSpec) -> int:
+    """Numbers of the block that drafts."""
+    shapes = functional(spec, Compute())[1]["mtp"]
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def plan_text(
+    model: Checkpoint,
+    weights: str,
+    dtype: str,
+    sizes: tuple[int, int, int],
+    mesh: Mesh,
+    devices: Devices,
+    *,
+    drafts: int = 0,
+) -> "Plan":
+    """The plan of texts that a model writes on one device, with `drafts` a round of its own block.
+
+    `sizes` are rows at once, ids of the longest prompt and of an answer. Allocates nothing.
+    """
+    spec, kind, size = model.spec, RUNNING[weights], jnp.dtype(dtype).itemsize
+    held = kind.resident_bytes(model, spec.vocab_size, dtype, mesh)
+    resident: dict[str, Size] = {f"model, {kind.resident or dtype}": held}
+    if drafts:
+        resident["its block, float32"] = 4 * count_block(spec)
+    limit, on_gpu = devices.memory_bytes, devices.platform == "gpu"
+    free = limit - sum(resident.values()) if limit else None
+    # On a CPU weights lie wide for products, but for one row that reads an id at a time.
+    ready = size if on_gpu or (sizes[0] == 1 and not drafts) else 4
+    parts = _count_writing(spec, size, ready, sizes, 1, free, kernel=on_gpu, drafts=drafts)
+    phases = {"text is written": {name: part for name, part in parts.items() if part}}
+    return Plan(kind, "", 0, resident, 0, phases, limit, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +167,8 @@ class Plan:
         yield f"  {'peak':<44} {self.peak / 1e9:8.2f} {limit}: {verdict}"
         if self.tokens_per_s:
             yield f"at most {self.tokens_per_s:,.0f} tokens/s: arithmetic at the chip's peak rate"
-        yield self.choice
+        if self.choice:
+            yield self.choice
 
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
@@ -331,13 +387,10 @@ class _Temporaries:
         prompt = rollout.prompt_tokens or self.config.data.seq_len - rollout.max_tokens
         slots = -(-rollout.batch_size // sharding.row_shards(self.mesh))
         sizes = slots, prompt, rollout.max_tokens
-        parts: dict[str, Size] = {
-            "the student as it writes": copied / shards,
-            "its head": spec.vocab_size * spec.hidden_size * ready,
-            **decoding.count_slots(spec, size, *sizes, kernel=self.platform == "gpu"),
-        }
-        free = None if self.free is None else self.free - sum(parts.values())
-        return parts | {"its layers apart": count_layers(spec, ready, shards, free)}
+        parts = {"the student as it writes": copied / shards}
+        free = None if self.free is None else self.free - parts["the student as it writes"]
+        kernel = self.platform == "gpu"
+        return parts | _count_writing(spec, size, ready, sizes, shards, free, kernel=kernel)
 
     def _phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
         config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len

@@ -7,6 +7,9 @@
 Random weights of a known shape, random prompts, answers whose lengths are drawn at random and
 imposed (`limits`): every slot is refilled as its row ends, and the last rows finish among empty
 slots. `full` is the rate of calls whose slots are all taken, positions as in the middle of a run.
+All rows of the head are ids: the tokenizer of a random file names a few hundred, and draws would
+read no others. `--trace=DIR` also profiles such a call and prints its kernels.
+
 The peer is Transformers' `generate` in bf16 with SDPA: one batch, prompts of one length, answers of
 one length, which spares it the padding and the waiting.
 """
@@ -16,6 +19,7 @@ one length, which spares it the padding and the waiting.
 import argparse
 import functools
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +32,8 @@ import numpy as np
 from kdjax.models import decoding, kernels
 from kdjax.models.model import Model, load
 from scripts.bench.peer import build
-from scripts.bench.step import describe_model, model_file, spec_of
+from scripts.bench.program import device_events
+from scripts.bench.step import SHAPES, describe_model, model_file, spec_of
 
 _CALLS = 5  # timed, after one more
 
@@ -47,6 +52,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=1.0)
     add("--top-p", type=float, default=1.0)
     add("--parts", action="store_true", help="also what a step costs, part by part")
+    add("--trace", type=Path, metavar="DIR", help="also a profile of a full call, and its kernels")
     add("--peer", action="store_true", help="Transformers instead")
     add("--json", type=Path, help="where to write the figures")
     return parser.parse_args(argv)
@@ -132,9 +138,28 @@ def full(model: Model, args: argparse.Namespace, slots: int) -> dict[str, Any]:
 
     step = timed(advance) / decoding.STEPS
     found = dict(full_tokens_per_s=slots / step, step_ms=1e3 * step)
+    if args.trace:
+        trace(advance, args.trace / f"{slots}-slots", decoding.STEPS)
     if args.parts:
         found |= parts(model, engine, slots)
     return found
+
+
+def trace(call: Callable[[], Any], folder: Path, times: int) -> list[tuple[str, float, float]]:
+    """Profiles a call of so many steps; prints and returns a step's kernels: name, ms, count.
+
+    Kernels whose names differ in their numbers only are one line. Nothing on a CPU.
+    """
+    with jax.profiler.trace(str(folder)):
+        call()
+    sums: dict[str, list[float]] = {}
+    for start, end, name in device_events(folder):
+        sums.setdefault(re.sub(r"[._]\d+$", "", name), []).append(end - start)
+    rows = [(name, sum(ns) / times / 1e6, len(ns) / times) for name, ns in sums.items()]
+    rows.sort(key=lambda row: -row[1])
+    for name, ms, count in [*rows[:40], ("all", sum(r[1] for r in rows), sum(r[2] for r in rows))]:
+        print(f"{ms:9.3f} ms {count:8.1f} x  {name[:90]}", flush=True)
+    return rows
 
 
 def repeated(function: Callable[..., Any], *arrays: Any, count: int = 20) -> float:
@@ -251,11 +276,11 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    model = (
-        None
-        if args.peer
-        else load(str(model_file(args.shape, args.folder)), weights=args.weights, dtype=args.dtype)
-    )
+    model = None
+    if not args.peer:
+        path = str(model_file(args.shape, args.folder))
+        model = load(path, weights=args.weights, dtype=args.dtype)
+        model = model.replace(checkpoint=None) if args.shape in SHAPES else model
     who = "Transformers" if args.peer else f"kdjax {args.weights}"
     for slots in map(int, args.slots.split(",")):
         row = dict(who=who, shape=args.shape, slots=slots)
