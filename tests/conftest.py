@@ -116,6 +116,26 @@ def undrawn():
 
 
 @pytest.fixture(scope="module")
+def two_devices():
+    """Runs of the module split their rows over two devices, not eight: half their processor time.
+
+    A run whose config names a number (`mesh.data=8`) gets that many.
+    """
+    from kdjax.device import sharding
+
+    two, make = jax.devices()[:2], sharding.make_mesh
+
+    def make_mesh(data, fsdp, tensor, devices=None):
+        return make(data, fsdp, tensor, two if devices is None and data == -1 else devices)
+
+    with (
+        mock.patch.object(sharding, "make_mesh", make_mesh),
+        mock.patch.object(jax, "device_count", lambda: len(two)),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module")
 def steps_stay():
     """Runs, and phases of a run, of one length, rate, loss, mesh and teacher share a step."""
     from kdjax.training import job

@@ -23,6 +23,8 @@ from kdjax.training.identity import identify
 from kdjax.training.inputs import hash_contents
 from kdjax.training.job import ask_kinds, assemble
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 PROMPT, WORDS = "def f(x):\n", ["return", " ", "x", "<|endoftext|>"]
 CHAT = [{"role": "user", "content": "hi"}]
 K = 4

@@ -33,6 +33,8 @@ from kdjax.training.step import complete_batch
 from kdjax.training.teachers import CachedHidden, Dense
 from kdjax.watch.smoke import Verdict
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def write_hints(path, count=12, exercises=8):
     """Lines of prompts with hints; the first are of exercises."""

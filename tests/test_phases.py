@@ -34,6 +34,8 @@ from kdjax.training.phases import PHASE, Pace, Progress
 from kdjax.training.saving import _Kept
 from kdjax.watch.verify import verify
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 ENDED = (2, 6, 9)  # text, the teacher's answers, own answers
 
 
