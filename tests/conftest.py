@@ -115,6 +115,45 @@ def undrawn():
         yield
 
 
+@pytest.fixture(scope="module")
+def two_devices():
+    """Runs of the module split their rows over two devices, not eight: half their processor time.
+
+    A run whose config names a number (`mesh.data=8`) gets that many.
+    """
+    from kdjax.device import sharding
+
+    two, make = jax.devices()[:2], sharding.make_mesh
+
+    def make_mesh(data, fsdp, tensor, devices=None):
+        return make(data, fsdp, tensor, two if devices is None and data == -1 else devices)
+
+    with (
+        mock.patch.object(sharding, "make_mesh", make_mesh),
+        mock.patch.object(jax, "device_count", lambda: len(two)),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module")
+def steps_stay():
+    """Runs, and phases of a run, of one length, rate, loss, mesh and teacher share a step."""
+    from kdjax.training import job
+
+    built, build = {}, job.build_step
+
+    def build_once(config, *parts, **more):
+        train = dataclasses.replace(config.train, seconds=0.0, until="", seed=0)
+        others = config.optim, config.loss, config.student, config.teacher, config.mesh
+        key = str((train, *others))
+        if key not in built:
+            built[key] = build(config, *parts, **more)
+        return built[key]
+
+    with mock.patch.object(job, "build_step", build_once):
+        yield
+
+
 def make_tiny_config(models, folder):
     """`tiny_config` for fixtures of a wider scope; text and caches under `folder`."""
     from kdjax.config import Config, tiny

@@ -23,6 +23,8 @@ from kdjax.training.identity import identify
 from kdjax.training.inputs import hash_contents
 from kdjax.training.job import ask_kinds, assemble
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 PROMPT, WORDS = "def f(x):\n", ["return", " ", "x", "<|endoftext|>"]
 CHAT = [{"role": "user", "content": "hi"}]
 K = 4
@@ -234,6 +236,7 @@ def test_every_trained_position_has_what_was_said_of_its_label(answered, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_step_from_the_cache_is_that_of_a_teacher_in_the_batch(answered, models, tmp_path):
     """Whose loss is the formula's in float64 (tests/test_teacher_in_batch.py)."""
     config, _ = answered
@@ -289,6 +292,7 @@ def test_the_command_writes_it_and_refuses_what_cannot_be(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_from_several_caches_takes_their_weighted_losses(answered, tmp_path):
     """Resumed exactly, too: their hash, weights in it, is part of the run's identity."""
     config, _ = answered

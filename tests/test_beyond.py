@@ -24,6 +24,8 @@ from kdjax.training import plan
 from kdjax.training.job import assemble
 from kdjax.training.teachers import CachedTopK, Dense, Packed
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def extrapolate(teacher, start, strength):
     """Log-probabilities p_t (p_t / p_start)^(strength - 1), normalised, float64."""

@@ -224,7 +224,8 @@ def test_the_step_holds_what_is_planned(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys, undrawn):
+@pytest.mark.usefixtures("undrawn", "steps_stay")
+def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
     """Layers keep their bytes; a disk that is full has one message and costs no saved step."""
     text = tmp_path / "text"
     text.mkdir()

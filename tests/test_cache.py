@@ -24,6 +24,8 @@ from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
 from kdjax.training.teachers import CachedHidden, CachedTopK
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 REPOSITORY = Path(__file__).parent.parent
 
 

@@ -45,6 +45,8 @@ from kdjax.watch.guards import NonFiniteError, NonFiniteGuard
 from kdjax.watch.report import page
 from kdjax.watch.run import distill
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 @contextlib.contextmanager
 def no_file_beyond(size):

@@ -23,6 +23,8 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import load, load_model
 from kdjax.training.pair import open_pair, open_student
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def walk(accepts, drafts):
     """Accepted drafts and passes of speculation over a text whose tokens are accepted or not."""

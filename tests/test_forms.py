@@ -33,6 +33,8 @@ from kdjax.training.job import assemble
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import StepMetrics, TrainState, kd_gradients
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 RATE = 0.5  # of plain descent: a step is the gradient itself
 
 

@@ -33,6 +33,8 @@ from kdjax.training.step import complete_batch
 from kdjax.training.teachers import CachedHidden, Dense
 from kdjax.watch.smoke import Verdict
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def write_hints(path, count=12, exercises=8):
     """Lines of prompts with hints; the first are of exercises."""
@@ -368,6 +370,7 @@ def test_a_smoke_run_is_not_judged_by_text_without_hints(job):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_command_whose_hints_do_not_help_ends_before_step_one(models, tmp_path, capsys):
     """Nothing is stood in for: a teacher of random weights solves nothing, with hints too."""
     config = make_config(models, tmp_path)

@@ -26,6 +26,8 @@ from kdjax.training.saving import Checkpoints
 from kdjax.training.teachers import CachedHidden
 from kdjax.watch.verify import verify
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def adapt(config):
     """The config for adapters, teacher and student packed, all in float32."""

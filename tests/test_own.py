@@ -17,6 +17,8 @@ from kdjax.losses.divergences import parse_divergence, write_divergence
 from kdjax.training.own import Own
 from kdjax.watch.verify import verify
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 VOCABULARY = 256
 
 

@@ -26,7 +26,6 @@ from kdjax.device.sharding import make_mesh
 from kdjax.errors import COLLAPSED, UserError
 from kdjax.formats.saved import Best, find_best, read_receipt, saved_run, saved_steps
 from kdjax.models.checkpoint import open_checkpoint
-from kdjax.training import job as job_module
 from kdjax.training import loop
 from kdjax.training.best import Judge, Part, WorseError, compare_parts
 from kdjax.training.hooks import StepRecord
@@ -34,6 +33,8 @@ from kdjax.training.job import assemble
 from kdjax.training.phases import PHASE, Pace, Progress
 from kdjax.training.saving import _Kept
 from kdjax.watch.verify import verify
+
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 ENDED = (2, 6, 9)  # text, the teacher's answers, own answers
 
@@ -58,23 +59,6 @@ def make_config(models, folder):
         answers | own | {"train.steps": 3},
     )
     return config
-
-
-@pytest.fixture(scope="module")
-def steps_stay():
-    """Phases of one length, rate and loss share a compiled step."""
-    built, build = {}, job_module.build_step
-
-    def build_once(config, *parts, **more):
-        train = dataclasses.replace(config.train, seconds=0.0, until="", seed=0)
-        key = str((train, config.optim, config.loss, config.student))
-        if key not in built:
-            built[key] = build(config, *parts, **more)
-        return built[key]
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(job_module, "build_step", build_once)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +308,7 @@ def test_a_phase_that_makes_it_worse_stops_the_run(tiny_config, tmp_path, steps_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("steps_stay")
 def test_adapters_go_through_phases_on_one_base(tiny_config, tmp_path):
     """A packed teacher writes; the frozen student is not loaded again; resumed bit for bit."""
     config = adapt(tiny_config)

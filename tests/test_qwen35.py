@@ -33,6 +33,8 @@ from kdjax.models.model import load_model
 from kdjax.training.job import assemble
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 # Three value heads a key head; no row of the head is padding, which llama.cpp would draw.
 SHAPE = QWEN35_SHAPES["tiny-delta-teacher"]._replace(
     layers=4, hidden=128, heads=4, ffn=256, rows=305, delta_width=32

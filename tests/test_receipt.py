@@ -29,6 +29,8 @@ from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import _CHECKS, _Recheck, verify
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 class Probe(Hook):
     """Stops after `stop_at`, raises `error` at its step, keeps the receipt seen at each call."""

@@ -52,6 +52,8 @@ from kdjax.training.rollouts import AnswerSource, Author, check_templates, open_
 from kdjax.training.teachers import CachedHidden
 from kdjax.watch.guards import CollapseError, CollapseGuard
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -358,16 +360,17 @@ def test_a_round_is_no_part_of_the_time_of_a_step(job, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_answers_are_the_same_on_one_device_and_on_eight(job, straight):
-    assert jax.device_count() == 8
-    one = Placement.on(make_mesh(1, 1, 1, jax.devices()[:1]))
-    student = load_model(job.pair.student, placement=one, dtype="float32")
+    """And on the run's two."""
+    kept = read_round(round_path(straight[0] / FOLDER, 0))
     prompts, real = open_prompts(job.config, job.pair.tokenizer), job.pair.vocabulary.real
-    author = Author(job.config, student, prompts, job.pair.tokenizer, real)
-    rows, record = author.write(student.params, 0, 0)
-    eight = read_round(round_path(straight[0] / FOLDER, 0))
-    assert all(np.array_equal(a, b) for a, b in zip(rows, eight.rows, strict=True))
-    shared = {name: eight.record["figures"][name] for name in record["figures"]}
-    assert record["figures"] == pytest.approx(shared, rel=1e-4)
+    for count in (1, 8):
+        placement = Placement.on(make_mesh(count, 1, 1, jax.devices()[:count]))
+        student = load_model(job.pair.student, placement=placement, dtype="float32")
+        author = Author(job.config, student, prompts, job.pair.tokenizer, real)
+        rows, record = author.write(student.params, 0, 0)
+        assert all(np.array_equal(a, b) for a, b in zip(rows, kept.rows, strict=True))
+        shared = {name: kept.record["figures"][name] for name in record["figures"]}
+        assert record["figures"] == pytest.approx(shared, rel=1e-4)
 
 
 def test_rounds_end_and_cut_answers_may_be_left_out(job, tmp_path):

@@ -46,6 +46,8 @@ from kdjax.training.step import StepMetrics
 from kdjax.watch.guards import NonFiniteError, NonFiniteGuard
 from kdjax.watch.writers import JsonLines, Terminal
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -111,7 +113,7 @@ def stopped(one_step, tmp_path):
 
 @pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_path, moments):
-    tiny_config.optim.moment_dtype = moments
+    tiny_config.optim.moment_dtype, tiny_config.mesh.data = moments, 8
     straight, first, second = Recorder(), Recorder(stop_at=4), Recorder()
     job = assemble(tiny_config, tmp_path / "straight")
     tiny_config.checkpoint.every = 0
@@ -340,7 +342,7 @@ def test_missing_teacher_names_the_download(tiny_config, tmp_path):
 
 
 def test_batch_that_the_mesh_cannot_split(tiny_config, tmp_path):
-    tiny_config.train.batch_size = 12
+    tiny_config.train.batch_size, tiny_config.mesh.data = 12, 8
     with pytest.raises(
         UserError, match=r"= 12 rows cannot be split .* = 8 devices.* multiple of 8"
     ):

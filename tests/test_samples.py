@@ -28,6 +28,8 @@ from kdjax.watch.report.workdir import SAMPLES
 from kdjax.watch.run import make_hooks
 from kdjax.watch.samples import Samples, choose
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 @functools.cache
 def opened(path, weights="dense"):

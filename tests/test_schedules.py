@@ -29,6 +29,8 @@ from kdjax.errors import UserError
 from kdjax.training.job import assemble
 from kdjax.training.step import complete_batch
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 @pytest.mark.parametrize(
     ("divergence", "devices", "microbatches"),

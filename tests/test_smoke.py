@@ -33,6 +33,8 @@ from kdjax.watch.run import make_hooks
 from kdjax.watch.smoke import Verdict
 from kdjax.watch.verify import verify
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 @pytest.fixture(scope="module")
 def job(models, tmp_path_factory):

@@ -31,6 +31,8 @@ from kdjax.training.saving import Checkpoints
 from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import verify
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",

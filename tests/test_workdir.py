@@ -28,6 +28,8 @@ from kdjax.training.saving import Checkpoints
 from kdjax.watch.run import distill
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 HOLD = """
 import sys, time
 from pathlib import Path

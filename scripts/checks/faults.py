@@ -48,10 +48,12 @@ from kdjax.formats import open_table
 from kdjax.formats.saved import CHECKSUMS, find_damage, saved_steps
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training.caching import cache_teacher
+from kdjax.training.hooks import Hook
 from kdjax.training.inputs import prepare
 from kdjax.training.job import assemble
 from kdjax.training.saving import Checkpoints
 from kdjax.training.teachers import CachedTopK
+from kdjax.watch.report import ReportPage
 from kdjax.watch.run import distill
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 from scripts.checks import sandbox_attacks as attacks
@@ -117,9 +119,12 @@ class Child:
 
 
 class Bench:
-    """A folder with models, text and the run that nothing disturbed."""
+    """A folder with models, text and the run that nothing disturbed.
 
-    def __init__(self, folder: Path, seed: int, minutes: float):
+    `short` leaves the page to that run: two seconds of a processor for each that ends.
+    """
+
+    def __init__(self, folder: Path, seed: int, minutes: float, short: bool = False):
         self.folder, self.random, self.count = folder, random.Random(seed), 0
         self.minutes = minutes
         for number, name in enumerate(("teacher", "student")):
@@ -138,7 +143,7 @@ class Bench:
         config.data.seq_len, config.train.microbatches = 32, 1
         config.train.steps, config.eval.every, config.checkpoint.every = STEPS, 4, 1
         config.eval.samples, config.log.tensorboard = 0, False
-        self.straight = folder / "straight"
+        self.straight, self.draws = folder / "straight", True
         began = time.monotonic()
         first = self.train(self.straight)
         first.wait(300)
@@ -146,6 +151,7 @@ class Bench:
         self.seconds = time.monotonic() - began
         self.curve = read_curve(self.straight)
         self.checksums = read_checksums(self.straight)
+        self.draws = not short
 
     def fork(self, work: Callable[[], Any]) -> Child:
         """A process of its own."""
@@ -166,6 +172,8 @@ class Bench:
         """A process that trains, or goes on, in `workdir`."""
 
         def work() -> None:
+            if not self.draws:
+                ReportPage.train_end = Hook.train_end
             distill(self.config, workdir)
             if damage := find_damage(workdir, STEPS):
                 raise damage
@@ -517,7 +525,7 @@ def main() -> int:
     options = parser.parse_args()
     began, failed = time.monotonic(), False
     with tempfile.TemporaryDirectory(prefix="kdjax-faults-") as name:
-        bench = Bench(Path(name), options.seed, options.minutes)
+        bench = Bench(Path(name), options.seed, options.minutes, options.short)
         print("| fault | how often | what happened |\n| --- | --- | --- |")
         for trial in [options.only] if options.only else TRIALS:
             for row in TRIALS[trial](bench, options.short):
