@@ -89,6 +89,8 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
 
     out = f"--out={tmp_path}/a.gguf"
     fails("no such folder", tmp_path / "none", "--format=gguf", out)
+    (file := tmp_path / "student.gguf").write_bytes(b"GGUF")
+    fails("student.gguf: no such folder; expected the --workdir", file, "--format=gguf", out)
     fails("holds no complete checkpoint", tmp_path, "--format=gguf", out)
     fails("no step 7.*expected one of 5, 10", workdir, "--format=gguf", out, "--step=7")
     fails("no such file or folder.*--student", workdir, "--format=gguf", out, "--student=gone.gguf")

@@ -208,7 +208,7 @@ def read_receipt(workdir: Path) -> dict[str, Any] | None:
     """
     try:
         receipt = json.loads((workdir / RECEIPT).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return receipt if isinstance(receipt, dict) else {}
 
