@@ -1,6 +1,5 @@
 """HumanEval written by llama.cpp and by kdjax: the same prompts, and the same greedy answers."""
 
-import contextlib
 import dataclasses
 import json
 import subprocess
@@ -16,7 +15,7 @@ from kdjax import demo
 from kdjax.evaluation import passk, problems
 from kdjax.models.decoding import Sampling
 from scripts.checks import llama_answers, llama_draft
-from scripts.checks.llama_answers import count_equal
+from scripts.checks.llama_answers import count_equal, serve
 
 
 @pytest.mark.slow
@@ -70,7 +69,7 @@ def test_llama_cpp_counts_the_tokens_of_a_draft(tmp_path):
     for name in ("small", "big"):
         out, before = tmp_path / f"{name}.json", tmp_path / "small.json"
         against = [f"--against={before}"] * (name == "big")
-        with serve(files["big"], files[name]) as url:
+        with serve(files["big"], draft=files[name]) as url:
             asked = [*flags, f"--server={url}", f"--json={out}", "--temperature=0", *against]
             assert llama_draft.main(asked) == 0
         found[name] = json.loads(out.read_text())
@@ -91,34 +90,6 @@ def test_fewer_rejected_pairs_the_answers_of_a_prompt():
     apart = llama_draft.fewer_rejected(before, rng.permutation(after).tolist())
     assert apart[2] - apart[1] > 0.04
     assert llama_draft.fewer_rejected([(5, 5)], before[:1]) == []
-
-
-_SERVE = """
-import sys, xllamacpp
-
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 512, 2, False
-if len(sys.argv) > 2:
-    draft = params.speculative.draft
-    draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = sys.argv[2], 1, 0, 0.0
-    simple = xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
-    params.speculative.types = [simple]
-server = xllamacpp.Server(params)
-print("ADDRESS", server.listening_address, flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def serve(*files):
-    """The address of a llama.cpp server of a file, and of its draft."""
-    command = [sys.executable, "-c", _SERVE, *map(str, files)]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    with subprocess.Popen(command, text=True, **pipes) as server:
-        try:
-            yield next(line.split()[-1] for line in server.stdout if "ADDRESS" in line)
-        finally:
-            server.kill()
 
 
 def test_what_two_writers_share_is_counted_by_problem():

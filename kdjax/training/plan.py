@@ -78,16 +78,10 @@ def _count_writing(
     """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`."""
     parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * ready}
     if drafts:
-        parts["its block"] = count_block(spec) * ready
+        parts["its block"] = _count_bytes(_shape_block(spec)) // 4 * ready
     parts |= decoding.count_slots(spec, size, *sizes, kernel=kernel, drafts=drafts)
     free = None if free is None else free - sum(parts.values())
     return parts | {"its layers apart": count_layers(spec, ready, shards, free)}
-
-
-def count_block(spec: ArchSpec) -> int:
-    """Numbers of the block that drafts."""
-    shapes = functional(spec, Compute())[1]["mtp"]
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def plan_text(
@@ -108,7 +102,7 @@ def plan_text(
     held = kind.resident_bytes(model, spec.vocab_size, dtype, mesh)
     resident: dict[str, Size] = {f"model, {kind.resident or dtype}": held}
     if drafts:
-        resident["its block, float32"] = 4 * count_block(spec)
+        resident["its block, float32"] = _count_bytes(_shape_block(spec))
     limit, on_gpu = devices.memory_bytes, devices.platform == "gpu"
     free = limit - sum(resident.values()) if limit else None
     # On a CPU weights lie wide for products, but for one row that reads an id at a time.
@@ -295,10 +289,15 @@ def _count_trained(config: Config, spec: ArchSpec) -> float:
     return _count_bytes(trained) / _count_bytes(shapes)
 
 
+def _shape_block(spec: ArchSpec) -> Params:
+    """Shapes of the block that drafts, float32."""
+    return functional(spec, Compute())[1]["mtp"]
+
+
 def _count_block(spec: ArchSpec, length: int) -> float:
     """FLOP a token of the block that drafts, both ways; the head has no gradient of its own."""
-    shapes = functional(spec, Compute())[1]["mtp"]
-    products = sum(x.size for x in jax.tree.leaves(shapes) if len(x.shape) > 2)
+    leaves = jax.tree.leaves(_shape_block(spec))
+    products = sum(x.size for x in leaves if len(x.shape) > 2)
     scores = 2.0 * spec.num_heads * spec.head_dim * length
     return 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
 

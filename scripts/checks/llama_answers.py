@@ -13,13 +13,15 @@ has. Exit status: 0 done, 2 bad input, 77 xllamacpp is missing.
 
 import argparse
 import concurrent.futures
-import functools
+import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +33,68 @@ from kdjax.models.tokenizer import load_tokenizer
 SKIPPED = 77
 
 
-class Writer:
-    """llama.cpp's server of one file, with `slots` answers at a time.
+# Runs apart, as llama.cpp's server ends with its process only.
+_SERVER = """
+import json, sys, xllamacpp
 
-    Its own ends with the process; one of `--server` goes on.
+settings = json.loads(sys.argv[1])
+params = xllamacpp.CommonParams()
+params.model.path, params.warmup, params.n_gpu_layers = settings["model"], False, 0
+params.verbosity = 1  # no line a token
+params.n_ctx, params.n_parallel = settings["slots"] * settings["positions"], settings["slots"]
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
+if settings["draft"]:
+    draft, kinds = params.speculative.draft, xllamacpp.common_speculative_type
+    draft.n_max, draft.n_min, draft.p_min = settings["most"], 0, 0.0
+    if settings["draft"] == "own":
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+    else:
+        draft.mparams.path = settings["draft"]
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+server = xllamacpp.Server(params)
+print("ADDRESS", server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def serve(
+    model: Path,
+    *,
+    draft: str | Path = "",
+    most: int = 1,
+    slots: int = 2,
+    positions: int = 256,
+    threads: int = 2,
+) -> Iterator[str]:
+    """The address of a llama.cpp server of a GGUF file, on the CPU; it ends with the context.
+
+    `draft` is a file whose model drafts at most `most` ids a pass, or "own", the file's own block.
+    Raises `UserError` with the end of its log if it does not begin.
     """
+    settings = dict(model=str(model), draft=str(draft), most=most, slots=slots)
+    settings |= dict(positions=positions, threads=threads)
+    command = [sys.executable, "-c", _SERVER, json.dumps(settings)]
+    with tempfile.TemporaryFile("w+") as log:
+        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+        with subprocess.Popen(command, text=True, **pipes) as server:
+            try:
+                lines = iter(server.stdout or ())
+                address = next((line.split()[-1] for line in lines if "ADDRESS" in line), "")
+                if not address:
+                    log.seek(0)
+                    raise UserError(f"{model}: llama.cpp does not serve it.\n{log.read()[-2000:]}")
+                yield address
+            finally:
+                server.kill()
 
-    def __init__(self, model: Path, args: argparse.Namespace) -> None:
-        self._slots, self._most = args.slots, args.max_tokens
-        if args.server:
-            ask(args.server, "/health")
-            self._complete = functools.partial(ask, args.server, "/completion")
-            return
-        llama = importlib.import_module("xllamacpp")
-        params = llama.CommonParams()
-        params.model.path = str(model)
-        params.n_ctx, params.n_parallel = args.slots * args.positions, args.slots
-        params.warmup, params.n_gpu_layers, params.verbosity = False, 0, 0  # no line a token
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
-        self._complete = llama.Server(params).handle_completions
+
+class Writer:
+    """A llama.cpp server that writes `slots` answers at a time."""
+
+    def __init__(self, address: str, args: argparse.Namespace) -> None:
+        self._address, self._slots, self._most = address, args.slots, args.max_tokens
+        ask(address, "/health")
 
     def answer(self, prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
         """A `passk.Generate`."""
@@ -58,15 +103,9 @@ class Writer:
 
     def _answer(self, ids: list[int], stops: tuple[str, ...]) -> Completion:
         asked = dict(prompt=ids, n_predict=self._most, temperature=0.0, stop=list(stops))
-        found = self._complete(asked | {"cache_prompt": False})
-        if "choices" in found:  # the library answers as OpenAI's interface, the server as its own
-            (choice,) = found["choices"]
-            text, cut = choice["text"], choice["finish_reason"] == "length"
-        elif "content" in found:
-            text, cut = found["content"], found["stop_type"] == "limit"
-        else:
-            raise RuntimeError(f"llama.cpp: {json.dumps(found)[:300]}")
-        return Completion([], text, "length" if cut else "stop", [])
+        found = ask(self._address, "/completion", asked | {"cache_prompt": False})
+        reason = "length" if found["stop_type"] == "limit" else "stop"
+        return Completion([], found["content"], reason, [])
 
 
 def ask(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -136,10 +175,13 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
         room=args.positions - args.max_tokens,
         allow_unsandboxed=args.allow_unsandboxed,
     )
-    writer = Writer(args.model, args)
     document: dict[str, Any] = {"target": str(args.model), "writer": "llama.cpp", "broken": []}
-    for name, benchmark in asked.items():
-        document[name] = passk.run_benchmark(benchmark, tokenizer, writer.answer, settings)
+    sizes = dict(slots=args.slots, positions=args.positions, threads=args.threads)
+    served = contextlib.nullcontext(args.server) if args.server else serve(args.model, **sizes)
+    with served as address:
+        writer = Writer(address, args)
+        for name, benchmark in asked.items():
+            document[name] = passk.run_benchmark(benchmark, tokenizer, writer.answer, settings)
     return document
 
 
@@ -164,6 +206,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # the server's threads would not end
+    sys.exit(main())

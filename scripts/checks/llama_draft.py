@@ -58,10 +58,7 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
     def answer(number: int) -> list[int]:
         body = dict(prompt=prompts[number], n_predict=args.max_tokens, seed=number + 1)
         found = ask(args.server, "/completion", body | _WHOLE | {"temperature": args.temperature})
-        timings = found.get("timings", {})
-        if "draft_n" not in timings:
-            return [0, 0]
-        return [timings["draft_n_accepted"], timings["draft_n"]]
+        return [found["timings"].get(name, 0) for name in ("draft_n_accepted", "draft_n")]
 
     with ThreadPoolExecutor(args.slots) as pool:
         rows = list(pool.map(answer, range(len(prompts))))
