@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -26,6 +24,7 @@ from kdjax.models.checkpoint import cut_layers, drop_block, open_checkpoint
 from kdjax.models.importance import sum_squares
 from kdjax.models.speculation import BlockWriter
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
+from scripts.checks import llama_answers
 
 SHAPE = QWEN35_SHAPES["tiny-delta"]._replace(rows=305, drafts=1)
 EXPERTS = dict(ffn=0, experts=7, experts_used=2, expert_ffn=96, shared_ffn=64)
@@ -308,40 +307,21 @@ def test_the_figures_of_an_own_block_are_those_of_speculation(path, model, block
         assert -1e-6 <= counts[1] - accepted <= 2 * drafts * len(prompts) and accepted > 3
 
 
-_ASK = r"""
-import json, os, sys, urllib.request, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 256, 1, False
-params.n_gpu_layers = 0
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
-kinds = xllamacpp.common_speculative_type
-params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
-params.speculative.draft.n_max, params.speculative.draft.p_min = 3, 0.0
-server = xllamacpp.Server(params)
-for prompt in json.loads(sys.argv[2]):
-    asked = dict(prompt=prompt, n_predict=30, temperature=0.0, ignore_eos=True)
-    asked |= dict(cache_prompt=False, return_tokens=True)
-    head = {"Content-Type": "application/json"}
-    address = server.listening_address + "/completion"
-    request = urllib.request.Request(address, json.dumps(asked).encode(), head)
-    answer = json.load(urllib.request.urlopen(request))
-    counts = [answer["timings"][key] for key in ("draft_n", "draft_n_accepted")]
-    print("FOUND" + json.dumps([answer["tokens"], *counts]), flush=True)
-os._exit(0)
-"""
-
-
 @BOTH
 @pytest.mark.slow
 def test_llama_cpp_accepts_as_many(path, model, block):
     """Its `draft-mtp`, from the second id on: it draws the first from the prompt's pass."""
     pytest.importorskip("xllamacpp")
-    command = [sys.executable, "-c", _ASK, str(path), json.dumps(PROMPTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    found = [json.loads(x.partition("FOUND")[2]) for x in done.stdout.splitlines() if "FOUND" in x]
-    assert len(found) == len(PROMPTS), done.stderr[-2000:]
+    asked = dict(n_predict=30, temperature=0.0, ignore_eos=True, cache_prompt=False)
+    with llama_answers.serve(path, draft="own", most=3) as url:
+        answers = [
+            llama_answers.ask(url, "/completion", asked | dict(prompt=prompt, return_tokens=True))
+            for prompt in PROMPTS
+        ]
     how = dict(draft=block, draft_tokens=3, max_tokens=29, stop_ids=())
-    for prompt, (ids, drafted, accepted) in zip(PROMPTS, found, strict=True):
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
+        ids = answer["tokens"]
         ours = model.generate([prompt + ids[:1]], **how)[0]
         assert ours.ids == ids[1:]
         # It drafts no further than the answer goes; of the last round kdjax counts all.

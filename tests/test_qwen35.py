@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import logging
-import subprocess
-import sys
 from unittest import mock
 
 import chex
@@ -32,6 +30,7 @@ from kdjax.models.importance import sum_squares
 from kdjax.models.model import load_model
 from kdjax.training.job import assemble
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
+from scripts.checks import llama_answers
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -50,27 +49,6 @@ BOTH = pytest.mark.parametrize(
 )
 PROMPT = np.random.default_rng(1).integers(0, 300, 75).tolist()
 
-_ASK = r"""
-import json, os, sys, urllib.request, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 256, 1, False
-params.n_gpu_layers = 0
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
-server = xllamacpp.Server(params)
-asked = dict(prompt=json.loads(sys.argv[2]), n_predict=12, temperature=0.0, ignore_eos=True)
-asked |= dict(cache_prompt=False, n_probs=400, return_tokens=True)
-head = {"Content-Type": "application/json"}
-request = urllib.request.Request(
-    server.listening_address + "/completion", json.dumps(asked).encode(), head
-)
-answer = json.load(urllib.request.urlopen(request))
-first = answer["completion_probabilities"][0]
-kept = {x["id"]: x["logprob"] for x in first["top_logprobs"]}
-assert first["id"] == answer["tokens"][0]  # ids that end no character are left out
-print("FOUND" + json.dumps([answer["tokens"], kept]), flush=True)
-os._exit(0)
-"""
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory, request):
@@ -86,12 +64,14 @@ def model(path):
 
 def ask_llama(path, prompt):
     """llama.cpp's 12 greedy ids, and the log-probabilities `[V]` from which it took the first."""
-    command = [sys.executable, "-c", _ASK, str(path), json.dumps(prompt)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    line = next((line for line in done.stdout.splitlines() if "FOUND[" in line), None)
-    assert line, done.stderr[-2000:]
-    ids, kept = json.loads(line.partition("FOUND")[2])
-    return ids, np.array([kept[str(i)] for i in range(len(kept))])
+    asked = dict(prompt=prompt, n_predict=12, temperature=0.0, ignore_eos=True, n_probs=400)
+    with llama_answers.serve(path) as url:
+        asked |= dict(cache_prompt=False, return_tokens=True)
+        answer = llama_answers.ask(url, "/completion", asked)
+    first = answer["completion_probabilities"][0]
+    kept = {x["id"]: x["logprob"] for x in first["top_logprobs"]}
+    assert first["id"] == answer["tokens"][0]  # ids that end no character are left out
+    return answer["tokens"], np.array([kept[i] for i in range(len(kept))])
 
 
 @needs_llama_cpp

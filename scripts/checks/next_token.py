@@ -13,7 +13,6 @@ pass rise by 30% by both, 1 if not.
 import argparse
 import json
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -26,37 +25,17 @@ import optax
 import kdjax
 from kdjax import demo
 from kdjax.commands.parsing import log_to_terminal
+from kdjax.errors import reporting
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
+from scripts.checks.llama_answers import ask, serve
 
 SHAPE = QWEN35_SHAPES["tiny-delta"]._replace(label="demo", rows=4000, drafts=1)
 DRAFTS, NEW, PROMPT, PROMPTS = 3, 48, 32, 16
 ROWS, POSITIONS = 8, 64
 ENOUGH = 1.3
 _log = logging.getLogger("kdjax")
-
-_SERVER = r"""
-import json, os, sys, urllib.request, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 512, 1, False
-params.n_gpu_layers = 0
-kinds = xllamacpp.common_speculative_type
-params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
-params.speculative.draft.n_max, params.speculative.draft.p_min = int(sys.argv[3]), 0.0
-server = xllamacpp.Server(params)
-for prompt in json.load(open(sys.argv[2])):
-    asked = dict(prompt=prompt, n_predict=int(sys.argv[4]), temperature=0.0, ignore_eos=True)
-    asked |= dict(cache_prompt=False, return_tokens=True)
-    head = {"Content-Type": "application/json"}
-    address = server.listening_address + "/completion"
-    request = urllib.request.Request(address, json.dumps(asked).encode(), head)
-    answer = json.load(urllib.request.urlopen(request))
-    timings = answer["timings"]
-    counts = len(answer["tokens"]), timings["draft_n"], timings["draft_n_accepted"]
-    print("FOUND" + json.dumps(counts), flush=True)
-os._exit(0)
-"""
 
 
 def read_rows(tokenizer: Tokenizer, seed: int) -> Iterator[dict[str, np.ndarray]]:
@@ -104,21 +83,22 @@ def count_ours(model: Model, block: Model, prompts: list[list[int]], **how: Any)
     return {"passes": passes, "accepted": kept, "a pass": round(kept / passes, 3)}
 
 
-def count_theirs(file: Path, prompts: list[list[int]], folder: Path) -> dict[str, Any]:
+def count_theirs(file: Path, prompts: list[list[int]]) -> dict[str, Any]:
     """Reads llama.cpp's counters; passes are the ids that are left after the accepted ones."""
-    (folder / "prompts.json").write_text(json.dumps(prompts))
-    arguments = [str(file), str(folder / "prompts.json"), str(DRAFTS), str(NEW)]
-    done = subprocess.run(
-        [sys.executable, "-c", _SERVER, *arguments], capture_output=True, text=True, check=False
-    )
-    rows = [json.loads(x.partition("FOUND")[2]) for x in done.stdout.splitlines() if "FOUND" in x]
-    if len(rows) != len(prompts):
-        raise SystemExit(f"llama.cpp answered {len(rows)} prompts: {done.stderr[-800:]}")
+    asked = dict(n_predict=NEW, temperature=0.0, ignore_eos=True, cache_prompt=False)
+    rows = []
+    with serve(file, draft="own", most=DRAFTS) as url:
+        for prompt in prompts:
+            body = asked | dict(prompt=prompt, return_tokens=True)
+            answer = ask(url, "/completion", body)
+            timings = answer["timings"]
+            rows.append((len(answer["tokens"]), timings["draft_n"], timings["draft_n_accepted"]))
     ids, drafted, kept = (sum(x) for x in zip(*rows, strict=True))
     passes = ids - kept - len(prompts)  # the first id comes from the prompt's pass
     return {"passes": passes, "accepted": kept, "drafted": drafted, "a pass": kept / passes}
 
 
+@reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the experiment; see the module's text."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -159,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
                 "block": name,
                 "kdjax, greedy": count_ours(model, read, prompts),
                 "kdjax, T = 1": count_ours(model, read, prompts, temperature=1.0, seed=1),
-                "llama.cpp, greedy": count_theirs(file, prompts, out),
+                "llama.cpp, greedy": count_theirs(file, prompts),
             }
         )
         _log.info("%s", rows[-1])
