@@ -100,7 +100,7 @@ class StudentConfig:
     layers: str = ""  # such as 0,3,7,23: these of its layers alone, for a fast draft; "": all
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     quantize: str = ""  # train what a GGUF of this type holds: q4_0, or q4_k_m,embed=Q8_0; "": no
-    quantize_every: int = 1  # optimizer steps between fits of the scales; 0: once; the last 10%: no
+    quantize_every: int = 0  # optimizer steps between fits of the scales; 0: once; the last 10%: no
     imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix: errors of fits count by it
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory

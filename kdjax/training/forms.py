@@ -131,15 +131,15 @@ class Drafting(Form):
 class Rounded(Form):
     """Masters rounded to block types by the exporter's own search; gradients go straight through.
 
-    Kept are the scales of every block. They are fitted anew before each `every`-th step until
-    `hold` steps are done (0 of `every`: never after the first), and held between. A checkpoint has
-    them: what is exported are the integers of these scales, which every backend gives alike.
+    Kept are the scales of every block. They are fitted at the start, then before each `every`-th
+    step (0: never again) until `hold` steps are done, and held between. A checkpoint has them: what
+    is exported are the integers of these scales, which every backend gives alike.
     """
 
     rounds: ClassVar[bool] = True
     types: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # paths, and types of their layers
     text: str  # what the types were chosen by
-    every: int = 1
+    every: int = 0
     hold: int | None = None  # None: scales are fitted to the end
     # Of some paths, float32 [L, 1, inputs]: how much the errors of each input count in a fit.
     importance: Mapping[tuple[str, ...], np.ndarray] = dataclasses.field(
@@ -234,7 +234,7 @@ def _take(x: Array, layers: tuple[int, ...] | None) -> Array:
 
 
 def choose_form(
-    text: str, spec: ArchSpec | None, *, every: int = 1, hold: int | None = None, imatrix: str = ""
+    text: str, spec: ArchSpec | None, *, every: int = 0, hold: int | None = None, imatrix: str = ""
 ) -> Form:
     """The form of `student.quantize`: plain masters of "", else rounded ones.
 

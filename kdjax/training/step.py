@@ -794,7 +794,7 @@ def make_step(
     kind: TeacherKind | None = None,
     vocabulary: Vocabulary | None = None,
     quantize: str = "",
-    quantize_every: int = 1,
+    quantize_every: int = 0,
     quantize_until: int | None = None,
     imatrix: str = "",
     trainable: str | Sequence[str] = "",
@@ -811,8 +811,9 @@ def make_step(
     `[a.params, b.params]`, and weighs them by the batch's `teacher_weights` unless the kind does.
     `quantize` rounds the student to block types once a step, as a GGUF file will have it: a recipe
     of `export_gguf`, or types by name (`recipes.split_types`); gradients move the masters. Scales
-    are fitted anew each `quantize_every` steps (0: never), until `quantize_until` steps are done;
-    in fits errors count by the importance of `imatrix`, a file of llama-imatrix, if given.
+    are fitted at the start, then each `quantize_every` steps (0: never again) until
+    `quantize_until` are done; errors count there by the importance of `imatrix`, a file of
+    llama-imatrix, if given.
     `vocabulary` is that of models already proven to fit; the student's parameters may be shapes.
     `trainable` names the parameters that are trained, as `trained.choose_layers` takes them
     (default: those that the optimizer moves). `extra` are losses of layers beside `loss`, one or

@@ -3,20 +3,21 @@
     python -m scripts.bench.quantize --small=0.5b.gguf --big=1.5b.gguf --text=python:jax,flax \
         --out=runs/quantize --limit=560
 
-An arm is STUDENT<TEACHER:QUANTIZE, then, if wanted, ~, !, @RATE, #SECONDS, *SEED and /EVERY: models
-are `small` and `big`, a teacher `self` is the student's own numbers at the start, QUANTIZE is as of
-`make_step`, or empty for plain masters, or lora16 for adapters of that rank beside the packed
-student; with ~ scales are fitted once and then learned; with ! they are fitted by the importance of
-the student's inputs on `--imatrix-rows` rows, and what is untrained is rounding with an imatrix.
-Each arm trains for its seconds of the device, compilation not counted; the rate follows the clock,
-and scales are held over its last tenth. `--step-seconds` counts that many for each step, whatever
-it took: arms of equal steps. Judged on held-out rows against the teacher: the student untrained,
-trained, its masters, and, of plain masters, what `--then` makes of them; on the texts of
-`--beside=prose=DIR,c=DIR` its cross-entropy, for what it keeps outside its own text. Arms of two
-models share files, arrays and the compiled evaluation. Each arm is a line of OUT/results.jsonl at
-once, and, with `--files`, OUT/NAME.gguf the blocks that it trained and OUT/NAME-start.gguf those
-before; a later call goes on with the arms that are not there. No arm begins that `--limit` leaves
-no time for; one that fails is told and passed over. Exit status: 0 done, 2 bad input.
+An arm is STUDENT<TEACHER:QUANTIZE, then, if wanted, ~, !, @RATE, #SECONDS, *SEED and /EVERY (scales
+are fitted each step without it, with 0 once): models are `small` and `big`, a teacher `self` is the
+student's own numbers at the start, QUANTIZE is as of `make_step`, or empty for plain masters, or
+lora16 for adapters of that rank beside the packed student; with ~ scales are fitted once and then
+learned; with ! they are fitted by the importance of the student's inputs on `--imatrix-rows` rows,
+and what is untrained is rounding with an imatrix. Each arm trains for its seconds of the device,
+compilation not counted; the rate follows the clock, and scales are held over its last tenth.
+`--step-seconds` counts that many for each step, whatever it took: arms of equal steps. Judged on
+held-out rows against the teacher: the student untrained, trained, its masters, and, of plain
+masters, what `--then` makes of them; on the texts of `--beside=prose=DIR,c=DIR` its cross-entropy,
+for what it keeps outside its own text. Arms of two models share files, arrays and the compiled
+evaluation. Each arm is a line of OUT/results.jsonl at once, and, with `--files`, OUT/NAME.gguf the
+blocks that it trained and OUT/NAME-start.gguf those before; a later call goes on with the arms that
+are not there. No arm begins that `--limit` leaves no time for; one that fails is told and passed
+over. Exit status: 0 done, 2 bad input.
 """
 
 import argparse
