@@ -182,6 +182,8 @@ class Loaded(NamedTuple):
         ready = self._size if on_gpu or narrow else 4
         settings = self._size, ready, sizes, 1, free
         parts = _count_writing(self.checkpoint.spec, *settings, kernel=on_gpu, drafts=drafts)
+        if not on_gpu and not narrow and self._size < 4:  # a call widens them before its steps
+            parts["keys and values, for products"] = 2 * parts["keys and values"]
         return {name: part for name, part in parts.items() if part}
 
     def count_reading(

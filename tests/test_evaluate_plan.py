@@ -1,0 +1,193 @@
+"""What `kdjax evaluate --plan` counts, against XLA's account of the programs that are run."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kdjax.device import sharding
+from kdjax.device.runtime import Devices
+from kdjax.evaluation import drafting, heldout
+from kdjax.evaluation.target import open_target
+from kdjax.losses.chunked import HeadSpec
+from kdjax.losses.kd import KDLoss
+from kdjax.models import decoding
+from kdjax.models.nextn import take_block
+from kdjax.models.shards import map_rows
+from kdjax.models.speculation import BlockWriter
+from kdjax.training import plan
+from scripts.bench.synthetic import QWEN25_SHAPES, QWEN35_SHAPES, write_random_gguf
+
+CPU = Devices("cpu", "cpu", 1, None, None)
+PLAIN = QWEN25_SHAPES["tiny-teacher"]._replace(
+    layers=3, hidden=384, heads=6, kv_heads=2, head=64, ffn=1024, rows=8000
+)
+DELTA = QWEN35_SHAPES["tiny-delta-teacher"]._replace(
+    layers=4, heads=4, kv_heads=2, head=64, ffn=768, rows=8000, drafts=1
+)
+of = jax.ShapeDtypeStruct
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    small = PLAIN._replace(layers=2, hidden=256, heads=4, ffn=768)
+    for name, shape in (("plain", PLAIN), ("small", small), ("delta", DELTA)):
+        write_random_gguf(folder / f"{name}.gguf", shape, recipe="q8_0")
+    return folder
+
+
+def count_bytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+class Held(NamedTuple):
+    """Bytes that XLA says a program holds beside its inputs."""
+
+    temporary: int
+    output: int
+
+    @classmethod
+    def by(cls, lowered):
+        used = lowered.compile().memory_analysis()
+        return cls(used.temp_size_in_bytes, used.output_size_in_bytes)
+
+
+def read_text(model, rows, length, drafts=0):
+    """The program of `Model.hidden_states`."""
+    run = model.functions.hidden
+    if drafts:
+        run = functools.partial(model.functions.draft_runs, drafts=drafts)
+    columns = [of((rows, length), jnp.int32)] * 3
+    with model.precision():
+        return Held.by(jax.jit(map_rows(run, model.spread)).lower(model.params, *columns))
+
+
+def compare(models, rows, length):
+    """The program of `heldout.compare`: the figures of one model, or of two."""
+    width = min(model.vocab_size for model in models)
+    spec = HeadSpec(KDLoss(), width, width, chunk_tokens=256)
+    run = jax.jit(functools.partial(heldout.position_values, spec=spec))
+    sides = []
+    for model in models:
+        head = jax.eval_shape(model.functions.head, model.params)
+        sides.append((of((rows, length, model.spec.hidden_size), head.dtype), head))
+    own, *theirs = sides
+    labels = of((rows, length), jnp.int32)
+    return Held.by(run.lower(*own, labels, *(x for pair in theirs for x in pair)))
+
+
+def write(model, sizes):
+    """The engine's slots and the weights made ready, and a call's own."""
+    rows, prompt, answer = sizes
+    writer = model.as_writer("generate")
+    opened = functools.partial(
+        decoding._open, writer=writer, slots=rows, capacity=decoding._room_for(prompt + answer)
+    )
+    slots = jax.eval_shape(opened, model.params)
+    weights = writer.prepare(model.params, rows)
+    state = weights, slots, of((), jnp.uint32), of((rows,), bool)
+    static = dict(writer=writer, sampling=decoding.Sampling(1, temperature=1.0))
+    with model.precision():
+        used = Held.by(decoding._advance_on_cpu.lower(model.params, *state, **static))
+    return count_bytes(weights) + count_bytes(slots) + used.temporary
+
+
+def plan_of(target, teacher, mesh, **asked):
+    sides = [
+        plan.Loaded(x.checkpoint, x.form.weights, x.form.dtype) if x else None
+        for x in (target, teacher)
+    ]
+    return plan.plan_evaluation(*sides, mesh, CPU, **asked)
+
+
+def sum_phase(made, name):
+    return sum(made.resident.values()) + sum(made.phases[name].values())
+
+
+@pytest.mark.parametrize("form", ["packed:bfloat16", "dense:float32", "dense:bfloat16"])
+@pytest.mark.parametrize(("rows", "length"), [(2, 1024), (8, 192), (16, 64)])
+def test_a_model_alone_holds_what_is_planned(paths, mesh, form, rows, length):
+    """Long rows hold the pairs of attention, short ones the MLP's columns."""
+    target = open_target(f"{paths}/plain.gguf@{form}")
+    model, sizes = target.load(mesh), (12, 50, 40)
+    made = plan_of(target, None, mesh, written={"it is asked": sizes}, read=(rows, length))
+    held = model.resident_bytes
+    head = count_bytes(jax.eval_shape(model.functions.head, model.params))
+    used = read_text(model, rows, length)
+    reading = held + head + 2 * used.output + used.temporary
+    comparing = held + head + used.output + compare([model], rows, length).temporary
+    assert sum_phase(made, "text is read") == pytest.approx(reading, rel=0.05)
+    assert sum_phase(made, "logits are compared") == pytest.approx(comparing, rel=0.05)
+    asked = held + write(model, sizes)
+    assert sum_phase(made, "it is asked") == pytest.approx(asked, rel=0.05)
+
+
+@pytest.mark.parametrize("form", ["packed:bfloat16", "dense:float32"])
+@pytest.mark.parametrize(("rows", "length"), [(2, 512), (8, 192)])
+def test_a_model_and_its_block_hold_what_is_planned(paths, mesh, form, rows, length):
+    target = open_target(f"{paths}/delta.gguf@{form}")
+    model = target.load(mesh)
+    made = plan_of(
+        target,
+        None,
+        mesh,
+        written={},
+        continued=(12, 50, 40),
+        read=(rows, length),
+        drafts=drafting.MOST_OWN,
+        timed=True,
+    )
+    block = take_block(model)
+    head = count_bytes(jax.eval_shape(model.functions.head, model.params))
+    used = read_text(block, rows, length, drafting.MOST_OWN)
+    held = block.resident_bytes + head
+    states = used.output
+    reading = held + 3 * states + used.temporary
+    comparing = held + 2 * states + compare([block, block], rows, length).temporary
+    phases = [sum_phase(made, x) for x in ("text is read", "its block drafts along it")]
+    assert max(phases) == pytest.approx(reading, rel=0.05)
+    assert sum_phase(made, "logits are compared") == pytest.approx(comparing, rel=0.05)
+    written = model.resident_bytes + write(model, (12, 50, 40))
+    assert sum_phase(made, "prompts are continued") == pytest.approx(written, rel=0.05)
+    writer, both = block.as_writer("draft"), (block.params, block.params)
+    pair = BlockWriter.of(writer, writer, both, 1)
+    ready = {id(x): x for x in jax.tree.leaves(pair.prepare(both, 1))}  # one head for both
+    timed = block.resident_bytes + count_bytes([*ready.values(), pair.open_cache(1, 128)])
+    assert sum_phase(made, "a pass is timed") == pytest.approx(timed, rel=0.05)
+
+
+@pytest.mark.parametrize("forms", [("dense", "packed"), ("dense:float32", "packed:float32")])
+def test_of_two_models_one_is_held_at_a_time(paths, mesh, forms):
+    """The teacher's head waits for the target's states; its states wait on the host."""
+    target, teacher = (
+        open_target(f"{paths}/{name}.gguf@{form}")
+        for name, form in zip(("small", "plain"), forms, strict=True)
+    )
+    rows, length = 8, 192
+    made = plan_of(
+        target, teacher, mesh, written={}, continued=(12, 50, 40), read=(rows, length), timed=True
+    )
+    models = [target.load(mesh), teacher.load(mesh)]
+    heads = [count_bytes(jax.eval_shape(x.functions.head, x.params)) for x in models]
+    used = [read_text(x, rows, length) for x in models]
+    own, theirs = (x.resident_bytes for x in models)
+    found = {
+        "prompts are continued": theirs + write(models[1], (12, 50, 40)),
+        "the teacher reads text": theirs + heads[1] + 2 * used[1].output + used[1].temporary,
+        "the target reads text": own + sum(heads) + 2 * used[0].output + used[0].temporary,
+    }
+    states = sum(x.output for x in used)
+    figures = compare(models, rows, length).temporary
+    found["logits are compared"] = own + sum(heads) + states + figures
+    for name, size in found.items():
+        assert sum_phase(made, name) == pytest.approx(size, rel=0.05), name
+    assert not made.resident and set(made.phases) == {*found, "a pass is timed"}
+    assert made.peak == pytest.approx(max(found.values()), rel=0.05)
