@@ -1,12 +1,14 @@
 """What `kdjax evaluate --plan` counts, against XLA's account of the programs that are run."""
 
 import functools
+import json
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from kdjax.commands import evaluate
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.evaluation import drafting, heldout
@@ -14,13 +16,15 @@ from kdjax.evaluation.target import open_target
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models import decoding
+from kdjax.models.model import Model
 from kdjax.models.nextn import take_block
 from kdjax.models.shards import map_rows
 from kdjax.models.speculation import BlockWriter
 from kdjax.training import plan
 from scripts.bench.synthetic import QWEN25_SHAPES, QWEN35_SHAPES, write_random_gguf
 
-CPU = Devices("cpu", "cpu", 1, None, None)
+CPU_OF = functools.partial(Devices, "cpu", "cpu", 1, peak_flops=None)
+CPU = CPU_OF(None)
 PLAIN = QWEN25_SHAPES["tiny-teacher"]._replace(
     layers=3, hidden=384, heads=6, kv_heads=2, head=64, ffn=1024, rows=8000
 )
@@ -162,6 +166,14 @@ def test_a_model_and_its_block_hold_what_is_planned(paths, mesh, form, rows, len
     ready = {id(x): x for x in jax.tree.leaves(pair.prepare(both, 1))}  # one head for both
     timed = block.resident_bytes + count_bytes([*ready.values(), pair.open_cache(1, 128)])
     assert sum_phase(made, "a pass is timed") == pytest.approx(timed, rel=0.05)
+    # Small beside the rest: the block's numbers are in all phases but the one that writes.
+    more = block.resident_bytes - model.resident_bytes
+    for name in {*made.phases} - {"prompts are continued"}:
+        part = made.phases[name].get("its block, float32, for its own", 0)
+        assert part == pytest.approx(more, rel=2e-3), name
+    wide = made.phases["text is read"].get("its block, for products", 0)
+    narrow = target.form.dtype == "bfloat16"
+    assert wide == narrow * count_bytes(jax.eval_shape(lambda: block.params["mtp"]))
 
 
 @pytest.mark.parametrize("forms", [("dense", "packed"), ("dense:float32", "packed:float32")])
@@ -187,7 +199,105 @@ def test_of_two_models_one_is_held_at_a_time(paths, mesh, forms):
     states = sum(x.output for x in used)
     figures = compare(models, rows, length).temporary
     found["logits are compared"] = own + sum(heads) + states + figures
+    writer = models[0].as_writer("time")
+    timed = writer.prepare(models[0].params, None), writer.open_cache(1, 128)
+    found["a pass is timed"] = own + count_bytes(timed)
     for name, size in found.items():
         assert sum_phase(made, name) == pytest.approx(size, rel=0.05), name
-    assert not made.resident and set(made.phases) == {*found, "a pass is timed"}
+    assert not made.resident and {*made.phases} == {*found}
     assert made.peak == pytest.approx(max(found.values()), rel=0.05)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file of several documents, as `--data` takes it."""
+    lines = [f"def f{i}(x):\n    return x * {i}\n\n" * (3 + i) for i in range(6)]
+    for i, line in enumerate(lines):
+        (tmp_path / f"{i}.py").write_text(line)
+    return tmp_path
+
+
+def every_device():
+    return sharding.make_mesh(-1, 1, 1, jax.local_devices())
+
+
+def plan_command(monkeypatch, *arguments, memory=None):
+    """The exit status, and what the command asked the plan for."""
+    asked = {}
+
+    def spy(*sides, **more):
+        asked.update(more)
+        return plan_evaluation(*sides, **more)
+
+    plan_evaluation = plan.plan_evaluation
+    monkeypatch.setattr(plan, "plan_evaluation", spy)
+    monkeypatch.setattr(evaluate, "device_summary", lambda: CPU_OF(memory))
+    with monkeypatch.context() as patch:
+        patch.setattr("kdjax.evaluation.target.load_model", None)  # a plan loads nothing
+        status = evaluate.main([*map(str, arguments), "--plan"])
+    return status, asked
+
+
+@pytest.mark.slow
+def test_the_command_plans_what_it_then_runs(paths, text, monkeypatch, capsys):
+    """Sizes of rows, prompts and answers are those that an evaluation's programs get."""
+    tiny = paths / "tiny.gguf"
+    write_random_gguf(tiny, DELTA._replace(hidden=128, ffn=256, rows=384), recipe="q8_0")
+    settings = [f"--data={text}", "--max-tokens=40", "--batch-size=4", "--cost-ratio=0.1"]
+    arguments = [f"{tiny}@packed", "--draft=own", *settings]
+    status, asked = plan_command(monkeypatch, *arguments, memory=10**9)
+    told = capsys.readouterr().out
+    assert status == 0 and "fits" in told and "while its block drafts along it" in told
+    assert plan_command(monkeypatch, *arguments, memory=10**6)[0] == 2
+    assert "too much" in capsys.readouterr().out
+
+    read, written = set(), []
+    split = functools.partial(sharding.split_rows, mesh=every_device())
+    hidden_states, run = Model.hidden_states, decoding.write_answers
+
+    def look(model, batches, **more):
+        shapes = [batch["tokens"].shape for batch in batches]
+        read.update((split(rows), length) for rows, length in shapes)
+        return hidden_states(model, batches, **more)
+
+    def note(writer, params, ids, sampling, **more):
+        written.append((split(more["batch_size"]), max(map(len, ids)), sampling.max_tokens))
+        return run(writer, params, ids, sampling, **more)
+
+    monkeypatch.setattr(Model, "hidden_states", look)
+    monkeypatch.setattr("kdjax.models.model.write_answers", note)
+    evaluate.main([*arguments])
+    assert read == {asked["read"]}
+    examined, *continued = written
+    assert {*continued} == {asked["continued"]} and asked["drafts"] == 8 and not asked["timed"]
+    assert [*asked["written"].values()] == [examined]
+
+
+def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatch, capsys):
+    problem = {
+        "task_id": 1,
+        "text": "Add.",
+        "code": "def f(a): return a",
+        "test_list": ["assert 1"],
+    }
+    (tmp_path / "mbpp.jsonl").write_text(json.dumps(problem | {"task_id": 11}))
+    small, plain = (f"{paths}/{name}.gguf" for name in ("small", "plain"))
+    arguments = [
+        small,
+        f"--teacher={plain}@packed",
+        f"--data={text}",
+        "--seq-len=48",
+        "--batch-size=3",
+    ]
+    more = [f"--mbpp={tmp_path}/mbpp.jsonl", "--allow-unsandboxed", "--max-tokens=32"]
+    one = sharding.split_rows(3, every_device())
+    status, asked = plan_command(monkeypatch, *arguments, *more)
+    told = capsys.readouterr().out
+    assert status == 0 and asked["read"] == (one, 48) and asked["continued"] is None
+    rows, prompt, answer = asked["written"]["mbpp is answered"]
+    assert (rows, answer) == (one, 32) and 10 < prompt < 300
+    for phase in ("mbpp is answered", "the teacher reads text", "the target reads text"):
+        assert f"while {phase}:" in told
+    monkeypatch.undo()
+    assert evaluate.main([small, "--draft=own", f"--data={text}", "--plan"]) == 2
+    assert "a qwen2 model" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def plan_text(
     resident: dict[str, Size] = {f"model, {loaded.form}": loaded.count(mesh)}
     if drafts:
         resident["its block, float32"] = _count_bytes(_shape_block(model.spec))
-    limit = _share_memory(devices)
+    limit = devices.memory_bytes
     free = limit - sum(resident.values()) if limit else None
     phases = {"text is written": loaded.count_writing(sizes, devices, free, drafts=drafts)}
     return Plan(loaded.kind, "", 0, resident, 0, phases, limit, None)
@@ -442,9 +442,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         form = choose_form(config.student.quantize, pair.student.spec)
         scales = _count_bytes(jax.eval_shape(form.begin, shapes)) * masters / _count_bytes(shapes)
         resident |= {"student, rounded, float32": whole, "its scales": scales}
-    limit = devices.memory_bytes
-    if limit and devices.platform == "cpu":
-        limit = limit / devices.count  # emulated devices share the machine's memory
+    limit = _share_memory(devices)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
     plan = Plan(
         kind=kind,
