@@ -29,7 +29,7 @@ PLAIN = QWEN25_SHAPES["tiny-teacher"]._replace(
     layers=3, hidden=384, heads=6, kv_heads=2, head=64, ffn=1024, rows=8000
 )
 DELTA = QWEN35_SHAPES["tiny-delta-teacher"]._replace(
-    layers=4, heads=4, kv_heads=2, head=64, ffn=768, rows=8000, drafts=1
+    layers=4, heads=4, kv_heads=2, head=64, ffn=768, rows=8000, drafts=1, tied=True
 )
 of = jax.ShapeDtypeStruct
 
@@ -300,4 +300,4 @@ def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatc
         assert f"while {phase}:" in told
     monkeypatch.undo()
     assert evaluate.main([small, "--draft=own", f"--data={text}", "--plan"]) == 2
-    assert "a qwen2 model" in capsys.readouterr().err
+    assert "whose files have a block that drafts" in capsys.readouterr().err

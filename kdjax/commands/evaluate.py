@@ -49,7 +49,7 @@ from kdjax.evaluation.target import Target, open_target, warn_if_refused
 from kdjax.formats.files import make_folder
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import Sampling
+from kdjax.models.decoding import AT_ONCE, Sampling
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
 
@@ -349,7 +349,7 @@ def _size_drafts(
     )
     most = max(map(len, texts.values()))
     longest = max(len(prompt) for prompts in texts.values() for prompt in prompts)
-    continued = sharding.split_rows(min(most, 32), mesh), longest, args.max_tokens
+    continued = sharding.split_rows(min(most, AT_ONCE), mesh), longest, args.max_tokens
     return continued, drafting.pad_length(longest + args.max_tokens)
 
 

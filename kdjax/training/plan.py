@@ -62,8 +62,9 @@ _BLOCK = {"chunk": 25.2, "head": 9.8, "masters": 1.6}
 _BLOCK_POSITION = {"width": 10.3, "queries": 37.7, "mlp": 19.9, "pairs": 13.5}
 # XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
 _CPU_FACTOR = 1.6
-# Figures of every position (`evaluation.heldout`), as compiled for a CPU: bytes of an id of a
-# position in a chunk, for one model and for two that are compared, and positions in a chunk.
+# Figures of every position (`evaluation.heldout`): bytes of an id of a position in a chunk, for one
+# model and for two that are compared, and positions in a chunk. These, and what a block holds that
+# drafts along texts, are as compiled for a CPU; a GPU, not measured, is said to hold as much.
 _FIGURES, COMPARED_CHUNK = (12.3, 40.6), 256
 # A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
 # chunks keeps zeros and copies for all layers of a period.
@@ -202,6 +203,8 @@ class Loaded(NamedTuple):
         positions = sizes[0] * sizes[1]
         rule = _GPU_RULE["forward"] * count_rule(spec, "forward")
         activations = positions * _count_forward(spec, self.kind, self._size, rule, 1)
+        if self.dtype == "float32":  # for which cuDNN has no attention
+            activations += _count_scores(spec, *sizes)
         layer = _count_layer(spec) * self._size * self.kind.decodes
         return {"activations": activations, "a layer": layer, "workspace": _GPU_OVERHEAD}
 
@@ -313,7 +316,8 @@ def _count_figures(
 
 def _count_layer(spec: ArchSpec) -> Size:
     """Numbers of a layer, on average."""
-    return (count_parameters(spec) - 2 * spec.vocab_size * spec.hidden_size) / spec.num_layers
+    ends = (2 - spec.tied) * spec.vocab_size * spec.hidden_size
+    return (count_parameters(spec) - ends) / spec.num_layers
 
 
 def _count_forward(spec: ArchSpec, kind: TeacherKind, size: int, rule: Size, tensor: int) -> Size:
@@ -321,6 +325,11 @@ def _count_forward(spec: ArchSpec, kind: TeacherKind, size: int, rule: Size, ten
     mlp = spec.mlp_width / tensor
     # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
     return size * (2 * mlp + 5 * spec.hidden_size) + kind.extra_bytes * mlp + rule / tensor
+
+
+def _count_scores(spec: ArchSpec, rows: int, length: int) -> Size:
+    """Bytes of a block of queries' scores on the XLA path, float32, before and behind the exp."""
+    return 8 * rows * spec.num_heads * min(length, QUERY_BLOCK) * length
 
 
 def _count_forward_on_cpu(spec: ArchSpec, rows: int, length: int, size: int) -> dict[str, Size]:
@@ -332,10 +341,9 @@ def _count_forward_on_cpu(spec: ArchSpec, rows: int, length: int, size: int) -> 
     positions, width, mlp = rows * length, spec.hidden_size, spec.mlp_width
     queries, keys = (n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads))
     seen = rows * length * length + 4 * positions * spec.head_dim  # who sees whom, and angles
-    scores = 8 * rows * spec.num_heads * min(length, QUERY_BLOCK) * length  # before and behind exp
     numbers = keys + (length > QUERY_BLOCK) * (queries + 1.5 * keys) + spec.gated * queries
     behind = width * queries + 3 * width * mlp
-    attention = scores + 4 * positions * numbers + seen
+    attention = _count_scores(spec, rows, length) + 4 * positions * numbers + seen
     between = 4 * positions * (2 * mlp + (2 if size < 4 else 1.5) * width) + seen
     phases = [(attention, 4 * behind), (between, 8 * width * mlp)]
     if spec.delta_value_heads:
