@@ -1,4 +1,4 @@
-"""What `kdjax evaluate --plan` counts, against XLA's account of the programs that are run."""
+"""The plan of `kdjax evaluate --plan` against XLA's account of the programs that are run."""
 
 import functools
 import json

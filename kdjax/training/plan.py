@@ -333,7 +333,7 @@ def _count_scores(spec: ArchSpec, rows: int, length: int) -> Size:
 
 
 def _count_forward_on_cpu(spec: ArchSpec, rows: int, length: int, size: int) -> dict[str, Size]:
-    """Of a pass forward as compiled for a CPU: float32 numbers, and attention by pairs.
+    """Counts a pass forward as compiled for a CPU: float32 numbers, and attention by pairs.
 
     The largest of attention, the MLP and a delta layer's rule; weights are those that each still
     needs, or, of a period of layers, all at once.
