@@ -176,7 +176,7 @@ class Loaded(NamedTuple):
         drafts: int = 0,
         wide: bool = False,
     ) -> dict[str, Size]:
-        """What it takes to write, where so many bytes are `free`; see `plan_text`."""
+        """Counts what writing takes where so many bytes are `free`; see `plan_text`."""
         on_gpu = devices.platform == "gpu"
         # On a CPU weights lie wide for products, but for one row that reads an id at a time.
         narrow = sizes[0] == 1 and not drafts and not wide
@@ -190,7 +190,7 @@ class Loaded(NamedTuple):
     def count_reading(
         self, sizes: tuple[int, int], devices: Devices, *, block: bool = False
     ) -> dict[str, Size]:
-        """What a pass over so many rows of so many positions holds within its layers.
+        """Counts what a pass over so many rows of so many positions holds within its layers.
 
         With `block` that of the block that drafts comes behind it in the same program.
         """
@@ -209,7 +209,7 @@ class Loaded(NamedTuple):
         return {"activations": activations, "a layer": layer, "workspace": _GPU_OVERHEAD}
 
     def count_runs(self, sizes: tuple[int, int], devices: Devices) -> dict[str, Size]:
-        """What its block holds that drafts at each of so many positions, by `draft_runs`."""
+        """Counts what its block holds that drafts at each of so many positions, by `draft_runs`."""
         (rows, length), spec = sizes, self.checkpoint.spec
         keys, width, queries, pairs, block = _RUNS[self._size]
         numbers = keys * spec.num_kv_heads * spec.head_dim + width * spec.hidden_size
@@ -293,7 +293,7 @@ def plan_evaluation(
 def _count_figures(
     models: Sequence[Loaded], read: tuple[int, int], drafts: int, devices: Devices
 ) -> dict[str, Size]:
-    """What `heldout.position_values` holds of so many rows of so many positions, with its inputs.
+    """Counts what `heldout.position_values` holds of so many rows of so many positions, with its inputs.
 
     With `drafts` a model is compared with its own block, whose head is the same.
     """
