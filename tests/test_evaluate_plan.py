@@ -298,6 +298,5 @@ def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatc
     assert (rows, answer) == (one, 32) and 10 < prompt < 300
     for phase in ("mbpp is answered", "the teacher reads text", "the target reads text"):
         assert f"while {phase}:" in told
-    monkeypatch.undo()
     assert evaluate.main([small, "--draft=own", f"--data={text}", "--plan"]) == 2
     assert "whose files have a block that drafts" in capsys.readouterr().err

@@ -293,7 +293,7 @@ def plan_evaluation(
 def _count_figures(
     models: Sequence[Loaded], read: tuple[int, int], drafts: int, devices: Devices
 ) -> dict[str, Size]:
-    """Counts what `heldout.position_values` holds of so many rows of so many positions, with its inputs.
+    """Counts what `heldout.position_values` holds of so many rows and positions, inputs included.
 
     With `drafts` a model is compared with its own block, whose head is the same.
     """
