@@ -29,7 +29,9 @@ from kdjax.commands.parsing import Parser, add_cluster_flags, log_to_terminal, s
 from kdjax.config import OWN_BLOCK
 from kdjax.data.text import find_files
 from kdjax.device import cluster, sharding
+from kdjax.device.runtime import device_summary
 from kdjax.errors import (
+    BAD_INPUT,
     BROKEN,
     FINISHED,
     INFERENCE_FAILED,
@@ -42,11 +44,12 @@ from kdjax.errors import (
 from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding
+from kdjax.evaluation.health.probes import ANSWER_TOKENS
 from kdjax.evaluation.target import Target, open_target, warn_if_refused
 from kdjax.formats.files import make_folder
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import Sampling
+from kdjax.models.decoding import AT_ONCE, Sampling
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
 
@@ -96,6 +99,7 @@ def parser() -> Parser:
     )
     add("--batch-size", type=int, default=8, help="rows at a time")
     add("--json", type=Path, help="write everything there, answers too")
+    add("--plan", action="store_true", help="as `kdjax plan`: say what it needs, measure nothing")
     add_cluster_flags(flags)
     return flags
 
@@ -277,6 +281,78 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
             )
 
 
+def show_plan(request: Request) -> int:
+    """Prints what the evaluation needs; returns whether it fits, as an exit status.
+
+    Reads headers, tokenizers and text, and loads no weights. Raises `UserError` for what `evaluate`
+    would refuse.
+    """
+    from kdjax.training.plan import Loaded, plan_evaluation
+
+    args = request.args
+    target = open_target(args.target, args.student, args.tokenizer)
+    teacher = open_target(args.teacher, fallback=args.tokenizer) if args.teacher else None
+    _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
+    mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
+    rows, length, continued = sharding.split_rows(args.batch_size, mesh), args.seq_len, None
+    if args.draft:
+        continued, length = _size_drafts(request, target, teacher or target, mesh)
+    loaded = [
+        Loaded(one.checkpoint, one.form.weights, one.form.dtype)
+        for one in filter(None, (target, teacher))
+    ]
+    own = drafting.MOST_OWN if args.draft == OWN_BLOCK else 0
+    plan = plan_evaluation(
+        loaded[0],
+        loaded[1] if teacher else None,
+        mesh,
+        device_summary(),
+        written=_size_answers(request, target.checkpoint, mesh),
+        continued=continued,
+        read=(rows, length) if request.domains else None,
+        drafts=own,
+        timed=bool(args.draft) and args.cost_ratio is None,
+    )
+    if jax.process_index() == 0:
+        print("\n".join(plan.lines()))
+    return BAD_INPUT if plan.missing else FINISHED
+
+
+def _size_answers(
+    request: Request, checkpoint: Checkpoint, mesh: Mesh
+) -> dict[str, tuple[int, int, int]]:
+    """Rows at once on a device, ids of the longest prompt and of an answer, by what is asked."""
+    args, tokenizer = request.args, checkpoint.tokenizer
+    probes = examine.probe_prompts(tokenizer)
+    rows = sharding.split_rows(len(probes), mesh)
+    sizes = {"it is examined": (rows, max(map(len, probes)), ANSWER_TOKENS)}
+    for name, (benchmark, way) in request.asked.items():
+        settings = _settings(
+            request, way, problems.choose_wording(way.wording, tokenizer), checkpoint
+        )
+        lengths = [0]
+        for problem in benchmark:
+            with contextlib.suppress(UserError):  # which counts as a failure of the problem
+                lengths.append(len(passk.encode_prompt(problem, tokenizer, settings)))
+        rows = sharding.split_rows(args.batch_size, mesh)
+        sizes[f"{name} is answered"] = (rows, max(lengths), args.max_tokens)
+    return sizes
+
+
+def _size_drafts(
+    request: Request, target: Target, teacher: Target, mesh: Mesh
+) -> tuple[tuple[int, int, int], int]:
+    """Sizes of what the teacher continues, as of `_size_answers`, and positions of a row of it."""
+    args = request.args
+    texts = drafting.choose_all(
+        target, teacher, request.domains, prompts=args.rows, new_tokens=args.max_tokens
+    )
+    most = max(map(len, texts.values()))
+    longest = max(len(prompt) for prompts in texts.values() for prompt in prompts)
+    continued = sharding.split_rows(min(most, AT_ONCE), mesh), longest, args.max_tokens
+    return continued, drafting.pad_length(longest + args.max_tokens)
+
+
 def _say(step: str) -> None:
     """Says what begins: on a CPU it may take an hour."""
     if jax.process_index() == 0:
@@ -385,6 +461,8 @@ def main(argv: list[str] | None = None) -> int:
     request = check(parser().parse_args(argv))
     log_to_terminal()
     with started(request.args):
+        if request.args.plan:
+            return show_plan(request)
         document, status = evaluate(request)
         document = _json_able({**document, "status": status})
         if jax.process_index() == 0:

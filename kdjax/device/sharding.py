@@ -138,6 +138,11 @@ def row_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
+def split_rows(count: int, mesh: Mesh) -> int:
+    """Rows of each device, the same on all, of a batch that holds so many rows or more."""
+    return -(-count // row_shards(mesh))
+
+
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """This process's rows onto its devices, as one global array a column."""
     place = batch_sharding(mesh)

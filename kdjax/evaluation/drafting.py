@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Rows
 from kdjax.data.text import find_files, openings
-from kdjax.device.sharding import row_shards
+from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
 from kdjax.evaluation.target import Target
@@ -123,6 +123,30 @@ def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
 
 
+def choose_all(
+    small: Target, teacher: Target, domains: dict[str, str], *, prompts: int, new_tokens: int
+) -> dict[str, list[list[int]]]:
+    """Prompts by domain that both models have room to go on with; see `choose_prompts`.
+
+    Raises `UserError` for a number of new tokens that they have no room for.
+    """
+    positions = min(target.checkpoint.spec.max_positions for target in (small, teacher))
+    if new_tokens < 2 or new_tokens >= positions:
+        raise UserError(
+            f"found {new_tokens} tokens to continue prompts with; expected 2 to {positions - 1}."
+        )
+    tokenizer, most = small.checkpoint.tokenizer, positions - new_tokens
+    return {
+        name: choose_prompts(patterns, tokenizer, count=prompts, most=most)
+        for name, patterns in domains.items()
+    }
+
+
+def pad_length(longest: int) -> int:
+    """Positions of rows whose longest text has so many."""
+    return -(-longest // _BUCKET) * _BUCKET
+
+
 class Text(NamedTuple):
     """The teacher's continuations of a domain's prompts at a temperature."""
 
@@ -141,7 +165,7 @@ class Text(NamedTuple):
     ) -> "Text":
         """Ids of prompts, and of the answer to each; a row holds both."""
         longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-        shape = len(prompts), -(-longest // _BUCKET) * _BUCKET + 1
+        shape = len(prompts), pad_length(longest) + 1
         columns: dict[str, Any] = {n: np.zeros(shape, dtype) for n, dtype in COLUMNS.items()}
         rows = Rows(**columns)
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -239,19 +263,9 @@ def measure(
     """
     small = draft or teacher
     spec = shared_spec(small.checkpoint, teacher.checkpoint)
-    positions = min(target.checkpoint.spec.max_positions for target in (small, teacher))
-    if new_tokens < 2 or new_tokens >= positions:
-        raise UserError(
-            f"found {new_tokens} tokens to continue prompts with; expected 2 to {positions - 1}."
-        )
-    tokenizer = small.checkpoint.tokenizer
-    most = positions - new_tokens
-    chosen = {
-        name: choose_prompts(patterns, tokenizer, count=prompts, most=most)
-        for name, patterns in domains.items()
-    }
+    chosen = choose_all(small, teacher, domains, prompts=prompts, new_tokens=new_tokens)
     answers, seconds = _continue(teacher, chosen, mesh, new_tokens, timed=cost_ratio is None)
-    size = -(-batch_size // row_shards(mesh)) * row_shards(mesh)
+    size = split_rows(batch_size, mesh) * row_shards(mesh)
     texts = [
         Text.of(name, temperature, chosen[name], part, size)
         for temperature, parts in answers.items()

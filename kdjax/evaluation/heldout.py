@@ -23,7 +23,7 @@ from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Packer, Rows, tokenize_documents, warn_of_marks
 from kdjax.data.text import Document, documents, find_files
 from kdjax.device import cluster
-from kdjax.device.sharding import row_shards
+from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.classes import CLASSES, END, class_ids, token_bytes
 from kdjax.evaluation.target import Target
@@ -282,8 +282,7 @@ def measure(
     read = functools.partial(
         read_text, tokenizer=tokenizer, rows=rows, seq_len=seq_len, parse_special=parse_special
     )
-    shards = row_shards(mesh)
-    size = -(-batch_size // shards) * shards
+    size = split_rows(batch_size, mesh) * row_shards(mesh)
     batches = {name: read(patterns).batches(size) for name, patterns in domains.items()}
     flat = [batch for domain in batches.values() for batch in domain]
     values = compare(target, teacher, mesh, flat, spec, size)

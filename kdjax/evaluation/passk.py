@@ -87,7 +87,7 @@ def _ask(
     batch, prompts = [], []
     for problem in problems:
         try:
-            prompts += [_encode(problem, tokenizer, settings)] * settings.samples
+            prompts += [encode_prompt(problem, tokenizer, settings)] * settings.samples
             batch += [problem] * settings.samples
         except UserError as error:
             asked += [(problem, error)] * settings.samples
@@ -103,7 +103,8 @@ def _ask(
         return [*asked, *((problem, error) for problem in batch)]
 
 
-def _encode(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[int]:
+def encode_prompt(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[int]:
+    """Ids of a problem's prompt. Raises `UserError` for one that leaves an answer no room."""
     ids = tokenizer.encode(bench.prompt_text(problem, settings.wording, tokenizer))
     if settings.wording not in bench.CHATS:
         ids = tokenizer.open_text(ids)

@@ -34,6 +34,7 @@ from kdjax.models.weights import mask_padding, unembed
 STEPS = 8  # on the device between two looks of the host
 _BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
 _ROOM = 128  # the cache's positions are a multiple, for the same reason
+AT_ONCE = 32  # rows that grow together, unless more or fewer are asked for
 _LEAST = 256  # the last rows move together into no fewer slots of a device
 _BLOCKS = 128  # of ids, of which a draw takes one and then an id in it
 
@@ -603,7 +604,7 @@ def write_answers(
     tokenizer: Tokenizer | None = None,
     numbers: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
-    batch_size: int = 32,
+    batch_size: int = AT_ONCE,
     room: int = 0,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:

@@ -32,7 +32,14 @@ from kdjax.models.decoder import (
     Params,
     functional,
 )
-from kdjax.models.decoding import Completion, Sampling, StepWriter, Writer, write_answers
+from kdjax.models.decoding import (
+    AT_ONCE,
+    Completion,
+    Sampling,
+    StepWriter,
+    Writer,
+    write_answers,
+)
 from kdjax.models.drafts import check_same_ids
 from kdjax.models.loading import load_params
 from kdjax.models.shards import Spread, gather_shards, map_rows
@@ -227,7 +234,7 @@ class Model:
             if tokenizer is not None:
                 settings = {"stop_ids": tokenizer.stop_ids} | settings
             sampling = Sampling(**settings)
-        batch_size = batch_size or min(len(ids), 32)
+        batch_size = batch_size or min(len(ids), AT_ONCE)
         params: Any = self.params
         if draft is not None:
             check_same_ids(tokenizer, draft._known_tokenizer())

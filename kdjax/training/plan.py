@@ -10,8 +10,8 @@ vocabulary rows, D hidden width, F MLP width.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from kdjax.models import decoding
 from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
-from kdjax.models.checkpoint import Checkpoint
+from kdjax.models.checkpoint import Checkpoint, drop_block
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
@@ -62,6 +62,18 @@ _BLOCK = {"chunk": 25.2, "head": 9.8, "masters": 1.6}
 _BLOCK_POSITION = {"width": 10.3, "queries": 37.7, "mlp": 19.9, "pairs": 13.5}
 # XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
 _CPU_FACTOR = 1.6
+# Figures of every position (`evaluation.heldout`): bytes of an id of a position in a chunk, for one
+# model and for two that are compared, and positions in a chunk. These, and what a block holds that
+# drafts along texts, are as compiled for a CPU; a GPU, not measured, is said to hold as much.
+_FIGURES, COMPARED_CHUNK = (12.3, 40.6), 256
+# A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
+# chunks keeps zeros and copies for all layers of a period.
+_CPU_RULE = {2: 1.93, 4: 3.0}
+# The block that drafts along texts, 8 a place, as compiled for a CPU: float32 numbers at a position
+# of a column of keys, of the width, of queries, of a pair of positions, and in all of a number of
+# the block, by bytes of a number. Within 12% of 18 programs each.
+_RUNS = {2: (25.7, 1.0, 4.7, 2.9, 1.65), 4: (23.7, 2.5, 2.8, 2.7, 0.8)}
+_TIMED = 64  # positions before a pass that is timed (`evaluation.drafting`)
 
 
 def _count_writing(
@@ -98,18 +110,249 @@ def plan_text(
 
     `sizes` are rows at once, ids of the longest prompt and of an answer. Allocates nothing.
     """
-    spec, kind, size = model.spec, RUNNING[weights], jnp.dtype(dtype).itemsize
-    held = kind.resident_bytes(model, spec.vocab_size, dtype, mesh)
-    resident: dict[str, Size] = {f"model, {kind.resident or dtype}": held}
+    loaded = Loaded(model, weights, dtype)
+    resident: dict[str, Size] = {f"model, {loaded.form}": loaded.count(mesh)}
     if drafts:
-        resident["its block, float32"] = _count_bytes(_shape_block(spec))
-    limit, on_gpu = devices.memory_bytes, devices.platform == "gpu"
+        resident["its block, float32"] = _count_bytes(_shape_block(model.spec))
+    limit = devices.memory_bytes
     free = limit - sum(resident.values()) if limit else None
-    # On a CPU weights lie wide for products, but for one row that reads an id at a time.
-    ready = size if on_gpu or (sizes[0] == 1 and not drafts) else 4
-    parts = _count_writing(spec, size, ready, sizes, 1, free, kernel=on_gpu, drafts=drafts)
-    phases = {"text is written": {name: part for name, part in parts.items() if part}}
-    return Plan(kind, "", 0, resident, 0, phases, limit, None)
+    phases = {"text is written": loaded.count_writing(sizes, devices, free, drafts=drafts)}
+    return Plan(loaded.kind, "", 0, resident, 0, phases, limit, None)
+
+
+def _share_memory(devices: Devices) -> Size | None:
+    """Bytes that one device offers: emulated ones share the machine's memory."""
+    limit = devices.memory_bytes
+    return limit / devices.count if limit and devices.platform == "cpu" else limit
+
+
+class Loaded(NamedTuple):
+    """A model as a command loads it, not to train: what it takes is counted, nothing is loaded."""
+
+    checkpoint: Checkpoint
+    weights: str  # of `config.WEIGHTS`
+    dtype: str
+
+    @property
+    def kind(self) -> TeacherKind:
+        """How its weights are kept."""
+        return RUNNING[self.weights]
+
+    @property
+    def form(self) -> str:
+        """The same in a plan's words."""
+        return self.kind.resident or self.dtype
+
+    @property
+    def _size(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    def count(self, mesh: Mesh) -> Size:
+        """Bytes of its weights on a device."""
+        width = self.checkpoint.spec.vocab_size
+        return self.kind.resident_bytes(self.checkpoint, width, self.dtype, mesh)
+
+    def count_block(self, mesh: Mesh) -> Size:
+        """Bytes more with the block that drafts in float32, as `take_block` puts it in its place.
+
+        Of a model whose file has one.
+        """
+        bare = self._replace(checkpoint=drop_block(self.checkpoint))
+        return (
+            _count_bytes(_shape_block(self.checkpoint.spec)) + bare.count(mesh) - self.count(mesh)
+        )
+
+    def count_head(self) -> Size:
+        """Bytes of the numbers of its head."""
+        spec = self.checkpoint.spec
+        return spec.vocab_size * spec.hidden_size * self._size
+
+    def count_writing(
+        self,
+        sizes: tuple[int, int, int],
+        devices: Devices,
+        free: Size | None,
+        *,
+        drafts: int = 0,
+        wide: bool = False,
+    ) -> dict[str, Size]:
+        """Counts what writing takes where so many bytes are `free`; see `plan_text`."""
+        on_gpu = devices.platform == "gpu"
+        # On a CPU weights lie wide for products, but for one row that reads an id at a time.
+        narrow = sizes[0] == 1 and not drafts and not wide
+        ready = self._size if on_gpu or narrow else 4
+        settings = self._size, ready, sizes, 1, free
+        parts = _count_writing(self.checkpoint.spec, *settings, kernel=on_gpu, drafts=drafts)
+        if not on_gpu and not narrow and self._size < 4:  # a call widens them before its steps
+            parts["keys and values, for products"] = 2 * parts["keys and values"]
+        return {name: part for name, part in parts.items() if part}
+
+    def count_reading(
+        self, sizes: tuple[int, int], devices: Devices, *, block: bool = False
+    ) -> dict[str, Size]:
+        """Counts what a pass over so many rows of so many positions holds within its layers.
+
+        With `block` that of the block that drafts comes behind it in the same program.
+        """
+        spec = self.checkpoint.spec
+        if devices.platform == "cpu":
+            parts = _count_forward_on_cpu(spec, *sizes, self._size)
+            if block and self._size < 4:  # of which float32 numbers are multiplied
+                parts["its block, for products"] = _count_bytes(_shape_block(spec))
+            return parts
+        positions = sizes[0] * sizes[1]
+        rule = _GPU_RULE["forward"] * count_rule(spec, "forward")
+        activations = positions * _count_forward(spec, self.kind, self._size, rule, 1)
+        if self.dtype == "float32":  # for which cuDNN has no attention
+            activations += _count_scores(spec, *sizes)
+        layer = _count_layer(spec) * self._size * self.kind.decodes
+        return {"activations": activations, "a layer": layer, "workspace": _GPU_OVERHEAD}
+
+    def count_runs(self, sizes: tuple[int, int], devices: Devices) -> dict[str, Size]:
+        """Counts what its block holds that drafts at each of so many positions, by `draft_runs`."""
+        (rows, length), spec = sizes, self.checkpoint.spec
+        keys, width, queries, pairs, block = _RUNS[self._size]
+        numbers = keys * spec.num_kv_heads * spec.head_dim + width * spec.hidden_size
+        numbers += spec.num_heads * (queries * spec.head_dim + pairs * length)
+        more = {} if devices.platform == "cpu" else {"workspace": _GPU_OVERHEAD}
+        return {
+            "activations": 4 * rows * length * numbers,
+            "its block, for products": block * _count_bytes(_shape_block(spec)),
+        } | more
+
+    def count_states(self, sizes: tuple[int, int]) -> Size:
+        """Bytes of the hidden states of so many rows of so many positions."""
+        return sizes[0] * sizes[1] * self.checkpoint.spec.hidden_size * self._size
+
+
+def plan_evaluation(
+    target: Loaded,
+    teacher: Loaded | None,
+    mesh: Mesh,
+    devices: Devices,
+    *,
+    written: Mapping[str, tuple[int, int, int]],
+    continued: tuple[int, int, int] | None = None,
+    read: tuple[int, int] | None = None,
+    drafts: int = 0,
+    timed: bool = False,
+) -> "Plan":
+    """The plan of an evaluation, of which each phase loads the models that it needs.
+
+    `written` are the sizes, as of `plan_text`, of what the target writes, by phase; `continued`
+    those of prompts that the teacher continues, or the target where its own block drafts. Both
+    models then read texts, `read` rows of so many positions at once on a device, and are compared;
+    with `drafts` the target's block reads them as it drafts so many. Allocates nothing.
+    """
+    limit, alone = _share_memory(devices), teacher is None
+    models = {"teacher": teacher, "target": target} if teacher else {"model": target}
+    held = {name: {f"{name}, {x.form}": x.count(mesh)} for name, x in models.items()}
+    resident = held["model"] if alone else {}
+    phases: dict[str, dict[str, Size]] = {}
+
+    def add(phase: str, name: str, parts: dict[str, Size]) -> None:
+        whole = ({} if alone else held[name]) | parts
+        phases[phase] = {part: size for part, size in whole.items() if size}
+
+    def write(phase: str, name: str, sizes: tuple[int, int, int], **more: Any) -> None:
+        model, extra = models[name], more.pop("block", {})
+        free = limit - sum(held[name].values()) - sum(extra.values()) if limit else None
+        add(phase, name, extra | model.count_writing(sizes, devices, free, **more))
+
+    last = [*models][-1]
+    for phase, sizes in written.items():
+        write(phase, last, sizes)
+    if continued:
+        write("prompts are continued", next(iter(models)), continued)
+    if read is None:
+        return Plan(target.kind, "", 0, resident, 0, phases, limit, None)
+    block: dict[str, Size] = {}
+    if drafts:
+        block = {"its block, float32, for its own": target.count_block(mesh)}
+    other: dict[str, Size] = {}
+    for name, model in models.items():
+        # Those of the batch before are held while the next is read; a block's once more, by place.
+        states = model.count_states(read) * (3 * (1 + drafts) if drafts else 2)
+        around = other | block | {f"{name}'s head": model.count_head(), "hidden states": states}
+        phase = "text is read" if alone else f"the {name} reads text"
+        add(phase, name, around | model.count_reading(read, devices, block=bool(drafts)))
+        if drafts:
+            add("its block drafts along it", name, around | model.count_runs(read, devices))
+        other |= {f"{name}'s head": model.count_head()} if name != last else {}
+    add(
+        "logits are compared",
+        last,
+        block | _count_figures([*models.values()], read, drafts, devices),
+    )
+    if timed:
+        sizes = (1, _TIMED, _TIMED - 1)
+        write("a pass is timed", last, sizes, block=block, drafts=min(drafts, 1), wide=True)
+    return Plan(target.kind, "", 0, resident, 0, phases, limit, None)
+
+
+def _count_figures(
+    models: Sequence[Loaded], read: tuple[int, int], drafts: int, devices: Devices
+) -> dict[str, Size]:
+    """Counts what `heldout.position_values` holds of so many rows and positions, inputs included.
+
+    With `drafts` a model is compared with its own block, whose head is the same.
+    """
+    heads = [model.count_head() for model in models]
+    widest = min(model.checkpoint.spec.vocab_size for model in models)
+    pair = len(models) > 1 or drafts > 0
+    chunk = min(COMPARED_CHUNK, read[0] * read[1])
+    # A CPU multiplies float32 numbers.
+    narrow = (size for model, size in zip(models, heads, strict=True) if model.dtype != "float32")
+    wide = sum(narrow) * (1 + (drafts > 0)) * (devices.platform == "cpu")
+    # Each model's, and once more in chunks; of a block all of a pass, and once more by place.
+    states = sum(model.count_states(read) for model in models) * (2 + 2 * drafts + 2 * bool(drafts))
+    return {
+        "heads": sum(heads),
+        "heads, for products": wide,
+        "logits of a chunk": chunk * widest * _FIGURES[pair],
+        "hidden states": states,
+    }
+
+
+def _count_layer(spec: ArchSpec) -> Size:
+    """Numbers of a layer, on average."""
+    ends = (2 - spec.tied) * spec.vocab_size * spec.hidden_size
+    return (count_parameters(spec) - ends) / spec.num_layers
+
+
+def _count_forward(spec: ArchSpec, kind: TeacherKind, size: int, rule: Size, tensor: int) -> Size:
+    """Bytes a position of a pass forward on a GPU; `rule` is what a delta layer's rule holds."""
+    mlp = spec.mlp_width / tensor
+    # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
+    return size * (2 * mlp + 5 * spec.hidden_size) + kind.extra_bytes * mlp + rule / tensor
+
+
+def _count_scores(spec: ArchSpec, rows: int, length: int) -> Size:
+    """Bytes of a block of queries' scores on the XLA path, float32, before and behind the exp."""
+    return 8 * rows * spec.num_heads * min(length, QUERY_BLOCK) * length
+
+
+def _count_forward_on_cpu(spec: ArchSpec, rows: int, length: int, size: int) -> dict[str, Size]:
+    """Counts a pass forward as compiled for a CPU: float32 numbers, and attention by pairs.
+
+    The largest of attention, the MLP and a delta layer's rule; weights are those that each still
+    needs, or, of a period of layers, all at once.
+    """
+    positions, width, mlp = rows * length, spec.hidden_size, spec.mlp_width
+    queries, keys = (n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads))
+    seen = rows * length * length + 4 * positions * spec.head_dim  # who sees whom, and angles
+    numbers = keys + (length > QUERY_BLOCK) * (queries + 1.5 * keys) + spec.gated * queries
+    behind = width * queries + 3 * width * mlp
+    attention = _count_scores(spec, rows, length) + 4 * positions * numbers + seen
+    between = 4 * positions * (2 * mlp + (2 if size < 4 else 1.5) * width) + seen
+    phases = [(attention, 4 * behind), (between, 8 * width * mlp)]
+    if spec.delta_value_heads:
+        bare = dataclasses.replace(spec, drafts=0)
+        layers = 1 if spec.experts else len(spec.period())
+        rule = positions * count_rule(spec, "forward") * _CPU_RULE[size]
+        phases.append((rule, 4 * layers * _count_layer(bare)))
+    activations, weights = max(phases, key=sum)
+    return {"activations": activations, "weights of layers, for products": weights}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +450,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         form = choose_form(config.student.quantize, pair.student.spec)
         scales = _count_bytes(jax.eval_shape(form.begin, shapes)) * masters / _count_bytes(shapes)
         resident |= {"student, rounded, float32": whole, "its scales": scales}
-    limit = devices.memory_bytes
-    if limit and devices.platform == "cpu":
-        limit = limit / devices.count  # emulated devices share the machine's memory
+    limit = _share_memory(devices)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
     plan = Plan(
         kind=kind,
@@ -384,7 +625,7 @@ class _Temporaries:
         ready = size if self.platform == "gpu" else 4  # of weights ready for products
         shards = self.mesh.shape["fsdp"]
         prompt = rollout.prompt_tokens or self.config.data.seq_len - rollout.max_tokens
-        slots = -(-rollout.batch_size // sharding.row_shards(self.mesh))
+        slots = sharding.split_rows(rollout.batch_size, self.mesh)
         sizes = slots, prompt, rollout.max_tokens
         parts = {"the student as it writes": copied / shards}
         free = None if self.free is None else self.free - parts["the student as it writes"]
@@ -433,8 +674,7 @@ class _Temporaries:
             gathered = 0 if self._frozen else self._gathered_masters
             backward["embedding, gathered"] = whole * gathered
             if config.student.lora.rank:
-                layer = (count_parameters(student) - 2 * whole) / student.num_layers
-                backward["a frozen layer"] = layer * self._size
+                backward["a frozen layer"] = _count_layer(student) * self._size
             yield "the student runs backward", backward | held
         if config.optim.name == "muon":
             width = student.experts * student.expert_size or student.mlp_width
@@ -471,13 +711,9 @@ class _Temporaries:
     def _teacher_forward(self, positions: Size) -> dict[str, Size]:
         assert self.pair.teacher is not None
         teacher = self.pair.teacher.spec
-        mlp = teacher.mlp_width / self._tensor
-        # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
-        position = self._size * (2 * mlp + 5 * teacher.hidden_size)
-        position += self.kind.extra_bytes * mlp
-        position += self._rule(teacher, "forward") / self._tensor
-        weights = count_parameters(teacher) - 2 * teacher.vocab_size * teacher.hidden_size
-        layer = weights / (teacher.num_layers * self._tensor)
+        rule = self._rule(teacher, "forward")
+        position = _count_forward(teacher, self.kind, self._size, rule, self._tensor)
+        layer = _count_layer(teacher) / self._tensor
         gathered = layer + teacher.vocab_size * teacher.hidden_size / self._tensor
         return {
             "teacher's activations": positions * position,
