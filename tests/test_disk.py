@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -32,9 +33,9 @@ from test_run import (
 )
 
 from kdjax.commands import evaluate
-from kdjax.errors import NOT_WRITTEN, WriteError, print_error, status_of
+from kdjax.errors import NOT_WRITTEN, UserError, WriteError, print_error, status_of
 from kdjax.export import export_gguf, export_hf
-from kdjax.formats.files import replacing, writing
+from kdjax.formats.files import make_place, replacing, writing
 from kdjax.training.hooks import Run, StepRecord
 from kdjax.training.inputs import prepare
 from kdjax.training.job import assemble
@@ -103,6 +104,32 @@ def test_output_that_nobody_can_keep_is_one_line():
             command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
         )
     assert (done.returncode, done.stderr) == (NOT_WRITTEN, "error: No space left on device\n")
+
+
+def test_only_a_regular_file_is_replaced(tmp_path):
+    """As root, a rename would put a file in the place of /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"old")
+    for name, said in (
+        ("pipe", "pipe is no regular file; expected a file"),
+        ("folder", "folder is a folder; expected a file"),
+        ("file/a.bin", "file is no folder"),
+        ("file/b/a.bin", "file is no folder"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make_place(tmp_path / name)
+        with pytest.raises(UserError, match=said), replacing(tmp_path / name) as file:
+            file.write(b"new")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_a_place_is_tried_by_its_own_name(tmp_path, monkeypatch):
+    """`tempfile` says an absolute path of a file that nobody asked for."""
+    monkeypatch.chdir(tmp_path)
+    with no_file_beyond(0), pytest.raises(WriteError, match=r"^out/a.json cannot be written: File"):
+        make_place(Path("out/a.json"))
+    assert not list(Path("out").iterdir())
 
 
 # --- a run --------------------------------------------------------------------------------------

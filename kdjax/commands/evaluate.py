@@ -12,6 +12,7 @@ answers and programs; the first prints.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -43,7 +44,7 @@ from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding
 from kdjax.evaluation.target import Target, open_target, warn_if_refused
-from kdjax.formats.files import make_folder
+from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import Sampling
@@ -133,6 +134,7 @@ def check(args: argparse.Namespace) -> Request:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
     if args.seq_len < 2:
         raise UserError("--seq-len must be 2 or more.")
+    problems.check_flags(args.limit, args.timeout)
     if args.teacher and not args.data:
         raise UserError("--teacher is compared on text: name some with --data=PATHS.")
     if args.draft == OTHER and not args.teacher:
@@ -156,7 +158,7 @@ def check(args: argparse.Namespace) -> Request:
     if benchmarks:
         sandbox.check(args.allow_unsandboxed)
     if args.json:
-        make_folder(args.json.parent)
+        make_place(args.json)
     return Request(args, domains, benchmarks, rounds)
 
 
@@ -239,6 +241,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
         raise _ModelFailedError(str(error)) from error
     document["model"] = str(target)
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
+    texts, prompts = _read_domains(request, target, teacher)
     with _model_at_work("reading the model"):
         _add_findings(document, examine.of_files(target.checkpoint))
     mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
@@ -249,12 +252,9 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
             document["held_out"] = heldout.measure(
                 target,
                 teacher,
-                request.domains,
+                texts,
                 mesh,
-                rows=args.rows,
-                seq_len=args.seq_len,
                 batch_size=args.batch_size,
-                parse_special=args.parse_special,
             )
         with _model_at_work("comparing held-out figures"):
             found = examine.of_figures(document["held_out"], target, teacher, mesh)
@@ -268,13 +268,34 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
             document["draft"] = drafting.measure(
                 target if teacher else None,
                 teacher or target,
-                request.domains,
+                prompts,
                 mesh,
-                prompts=args.rows,
                 new_tokens=args.max_tokens,
                 batch_size=args.batch_size,
                 cost_ratio=args.cost_ratio,
             )
+
+
+def _read_domains(
+    request: Request, target: Target, teacher: Target | None
+) -> tuple[dict[str, heldout.Text], dict[str, list[list[int]]]]:
+    """Rows or, with a draft, prompts of each domain: text that cannot be read is no model's fault.
+
+    Raises `UserError` for it, before the model works for hours.
+    """
+    args = request.args
+    if args.draft:
+        draft, served = (target, teacher) if teacher else (None, target)
+        sizes = {"count": args.rows, "new_tokens": args.max_tokens}
+        return {}, drafting.read_prompts(draft, served, request.domains, **sizes)
+    read = functools.partial(
+        heldout.read_text,
+        tokenizer=target.checkpoint.tokenizer,
+        rows=args.rows,
+        seq_len=args.seq_len,
+        parse_special=args.parse_special,
+    )
+    return {name: read(patterns) for name, patterns in request.domains.items()}, {}
 
 
 def _say(step: str) -> None:

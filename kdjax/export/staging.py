@@ -24,8 +24,10 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
         raise UserError(
             f"{out} is there already. Give another --out, or replace it with --overwrite."
         )
-    if folder != out.is_dir():
+    special = out.exists() and not (out.is_file() or out.is_dir())  # /dev/null would be replaced
+    if folder != out.is_dir() or special:
         kind, other = ("a file", "a folder") if folder else ("a folder", "a file")
+        kind = "no regular file" if special else kind
         raise UserError(f"{out} is {kind}; expected {other} to replace. Give another --out.")
     ours = any((out / name).is_file() for name in ("config.json", "adapter_config.json"))
     if folder and any(out.iterdir()) and not ours:
