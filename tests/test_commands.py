@@ -150,6 +150,17 @@ def test_a_bug_keeps_its_traceback():
         (["evaluate", "x", "--data=kdja/**/*.py"], r"file. Did you mean kdjax/\*\*/\*.py?$"),
         (["evaluate", "x", "--data=kdja/**/*.rs"], "or .parquet file.$"),
         (["train", "--config=confgs/demo.py"], "Did you mean configs/demo.py?$"),
+        (["plan", "--config=kdjax/errors.py"], "errors.py: found no get_config..; expected one"),
+        (
+            ["export", "x", "--format=hf", "--out=x", "--step=best"],
+            "--step: found 'best'; expected a saved step, or newest",
+        ),
+        (["evaluate", "x", "--humaneval=kdjax"], "kdjax: a folder; expected a file"),
+        (["evaluate", "x", "--limit=-1"], "--limit=-1 must be 0, for all, or more"),
+        (
+            ["answers", "x", "--exercises=x", "--out=x", "--timeout=0"],
+            "--timeout=0 must be above 0",
+        ),
     ],
 )
 def test_mistyped_names_are_corrected(arguments, message, capsys):

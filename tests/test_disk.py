@@ -107,7 +107,7 @@ def test_output_that_nobody_can_keep_is_one_line():
 
 
 def test_only_a_regular_file_is_replaced(tmp_path):
-    """As root, a rename would put a file in the place of /dev/null."""
+    """A rename by root would put a file in the place of /dev/null."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"old")

@@ -161,6 +161,8 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
         path = names[file]
     try:
         module = runpy.run_path(str(path))
+        if "get_config" not in module:
+            raise UserError(f"{path}: found no get_config(); expected one that returns a Config.")
         config = module["get_config"](*([kind] if colon else []))
     except (UserError, OSError):
         raise
