@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from test_run import (
 )
 
 from kdjax.commands import evaluate
+from kdjax.data import teacher_cache
 from kdjax.errors import NOT_WRITTEN, UserError, WriteError, print_error, status_of
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats.files import make_place, replacing, writing
@@ -275,6 +277,21 @@ def test_an_export_that_does_not_fit_leaves_nothing(models, tmp_path, export, na
     with no_file_beyond(5000), pytest.raises(WriteError, match=f"{out} cannot be written"):
         export(student, out)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tiny_config, models, tmp_path):
+    from exporting import a_student
+
+    from kdjax.models.checkpoint import open_checkpoint
+
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(UserError, match="file is no folder"):
+        export_hf(a_student(models / "student.gguf"), tmp_path / "file" / "hf")
+    tiny_config.data.cache_dir = str(tmp_path / "file")
+    with pytest.raises(UserError, match="file is no folder"):
+        prepare(tiny_config.data, open_checkpoint(tiny_config.student.path).tokenizer)
+    with pytest.raises(UserError, match="file is no folder"):
+        teacher_cache.write(tmp_path / "file", mock.Mock(teacher_cache.CacheSpec), iter)
 
 
 def test_a_page_that_does_not_fit_is_one_message(tmp_path):

@@ -24,7 +24,7 @@ import numpy as np
 
 from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
-from kdjax.formats.files import writing
+from kdjax.formats.files import make_folder, writing
 from kdjax.formats.locks import LOCK, LockedError, locking
 from kdjax.models.pieces import LONG
 from kdjax.models.tokenizer import Tokenizer
@@ -436,7 +436,7 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
     if (rows := _open_rows(folder, row_length, key)) is not None:
         return rows
     with writing(folder):
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(cache_dir)
         with _make_aside(cache_dir) as aside, contextlib.ExitStack() as writing_files:
             writers = []
             for side in _SIDES:

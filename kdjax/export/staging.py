@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
-from kdjax.formats.files import writing
+from kdjax.formats.files import make_folder, writing
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # fcntl.h, RENAME_EXCHANGE of linux/fs.h
 
@@ -48,7 +48,7 @@ def stage(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]
     check_target(out, folder=folder, overwrite=overwrite)
     aside = out.parent / f".{out.name}.{os.uname().nodename}-{os.getpid()}.partial"
     with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         _sweep(out)
         aside.mkdir()
         try:

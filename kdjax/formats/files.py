@@ -153,23 +153,26 @@ def make_place(path: Path) -> None:
 
     Raises `UserError` where no file can stand, `WriteError` or `OSError` where none can be made.
     """
-    _make_folder(path)
+    _make_parent(path)
     with writing(path), tempfile.TemporaryFile(dir=path.parent) as file:
         file.write(b" ")
 
 
-def _make_folder(path: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Makes the folder, if it is not there; raises `UserError` where a file is in its place."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        raise UserError(f"{there} is no folder; expected one. Name another place.") from error
+
+
+def _make_parent(path: Path) -> None:
     """Makes the folder of `path`, whose place a file can take: none of another kind is there."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "no regular file"
         raise UserError(f"{path} is {kind}; expected a file to write. Name another.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        there = next(part for part in path.parents if os.path.lexists(part))
-        raise UserError(
-            f"{path} cannot be written: {there} is no folder. Name another place."
-        ) from error
+    make_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -182,7 +185,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
-        _make_folder(path)
+        _make_parent(path)
         try:
             with temporary.open("w+b") as file:
                 yield file
