@@ -543,7 +543,8 @@ def _check_sides(
     sides: dict[str, Any] = {}
     total = sum(writer.counts["documents"] for writer in writers)
     if total == 0:
-        raise UserError("the text is empty: no document has two tokens or more.")
+        named = ", ".join(filter(None, (settings.train, settings.heldout)))
+        raise UserError(f"{named}: the text is empty: no document has two tokens or more.")
     for name, writer in zip(_SIDES, writers, strict=True):
         counts = writer.counts
         if not counts["rows"]:
