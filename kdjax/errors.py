@@ -146,13 +146,6 @@ def print_error(error: BaseException) -> None:
     print(f"error: {text or type(error).__name__}", file=sys.stderr)
 
 
-def _is_interrupted(error: BaseException | None) -> bool:
-    """Whether a Ctrl-C is behind the error: in an import, an extension makes ImportError of it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
 _P = ParamSpec("_P")
 
 
@@ -166,9 +159,7 @@ def reporting(main: Callable[_P, int]) -> Callable[_P, int]:
         except (KdjaxError, OSError) as error:
             print_error(error)
             return status_of(error)
-        except BaseException as error:
-            if not _is_interrupted(error):
-                raise
+        except KeyboardInterrupt:
             print(STATUSES[QUIT], file=sys.stderr)
             return QUIT
 

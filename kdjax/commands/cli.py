@@ -60,7 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
-        return importlib.import_module(f"kdjax.commands.{name}").main(rest)
+        # NumPy and JAX print a Ctrl-C within their imports, and make ImportError of it.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            command = importlib.import_module(f"kdjax.commands.{name}")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        return command.main(rest)
     if name in ("-h", "--help"):
         print(help_text())
     elif name == "--version":
