@@ -150,6 +150,17 @@ def test_a_bug_keeps_its_traceback():
         (["evaluate", "x", "--data=kdja/**/*.py"], r"file. Did you mean kdjax/\*\*/\*.py?$"),
         (["evaluate", "x", "--data=kdja/**/*.rs"], "or .parquet file.$"),
         (["train", "--config=confgs/demo.py"], "Did you mean configs/demo.py?$"),
+        (["plan", "--config=kdjax/errors.py"], "errors.py: found no get_config..; expected one"),
+        (
+            ["export", "x", "--format=hf", "--out=x", "--step=best"],
+            "--step: found 'best'; expected a saved step, or newest",
+        ),
+        (["evaluate", "x", "--humaneval=kdjax"], "kdjax: a folder; expected a file"),
+        (["evaluate", "x", "--limit=-1"], "--limit=-1 must be 0, for all, or more"),
+        (
+            ["answers", "x", "--exercises=x", "--out=x", "--timeout=0"],
+            "--timeout=0 must be above 0",
+        ),
     ],
 )
 def test_mistyped_names_are_corrected(arguments, message, capsys):
@@ -308,6 +319,12 @@ def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tm
     printed = error_of(capsys, "plan", "--config=qwen7b_0p5b", *text, mine)
     assert f"{mine}\n    qwen2.5-coder-0.5b" in printed and "`hf download Qwen/" in printed
     assert "data" not in printed
+    rounded = "--config=demo:q4_0", "--config.student.imatrix=a.gguf"
+    printed = error_of(capsys, "plan", *rounded)
+    assert f"{rounded[1]}\n    a.gguf: no such file; expected an importance matrix" in printed
+    (tmp_path / "a.gguf").write_bytes(b"")
+    assert "a.gguf: found no importance matrix" in error_of(capsys, "plan", *rounded)
+    (tmp_path / "a.gguf").unlink()
     printed = error_of(capsys, "train", "--config=onpolicy_1p5b_0p5b")
     assert "--config.rollout.prompts=runs/prompts/prompts.jsonl\n    in a clone" in printed
     printed = error_of(capsys, "train", "--config=qwen7b_0p5b:tiny")
@@ -397,6 +414,7 @@ def test_the_wheel_has_every_package_and_the_configs():
         ({"optim.final_learning_rate": 1.0}, r"must not exceed optim.learning_rate"),
         ({"teacher.weights": "gpu"}, r"teacher.weights='gpu': must be one of auto, dense"),
         ({"data.train": ""}, r"data.train='': must be set"),
+        ({"student.imatrix": "x"}, r"student.imatrix='x': needs student.quantize"),
         ({"smoke.steps": -1}, r"smoke.steps=-1: must be 0 or more"),
         ({"smoke.steps": 11}, r"smoke.steps=11: must not exceed train.steps=10"),
     ],

@@ -635,7 +635,7 @@ def test_parquet_without_pyarrow_names_the_extra(tokenizer, tmp_path, monkeypatc
         ("a.jsonl", b'{"messages": ["x"]}', r"a.jsonl:1: message 0 must be an object"),
         ("a.py", b"ok\nfine\n\xff", r"a.py:3: byte 8 \(0xff\) is not UTF-8"),
         ("a.parquet", b"PAR1 not really", r"a.parquet: not a readable Parquet file"),
-        ("a.py", b"  \n", r"the text is empty"),
+        ("a.py", b"  \n", r"a.py: the text is empty"),
     ],
 )
 def test_bad_input_names_file_and_line_and_writes_nothing(

@@ -12,7 +12,9 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +34,10 @@ from test_run import (
 )
 
 from kdjax.commands import evaluate
-from kdjax.errors import NOT_WRITTEN, WriteError, print_error, status_of
+from kdjax.data import teacher_cache
+from kdjax.errors import NOT_WRITTEN, UserError, WriteError, print_error, status_of
 from kdjax.export import export_gguf, export_hf
-from kdjax.formats.files import replacing, writing
+from kdjax.formats.files import make_place, replacing, writing
 from kdjax.training.hooks import Run, StepRecord
 from kdjax.training.inputs import prepare
 from kdjax.training.job import assemble
@@ -103,6 +106,32 @@ def test_output_that_nobody_can_keep_is_one_line():
             command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
         )
     assert (done.returncode, done.stderr) == (NOT_WRITTEN, "error: No space left on device\n")
+
+
+def test_only_a_regular_file_is_replaced(tmp_path):
+    """A rename by root would put a file in the place of /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"old")
+    for name, said in (
+        ("pipe", "pipe is no regular file; expected a file"),
+        ("folder", "folder is a folder; expected a file"),
+        ("file/a.bin", "file is no folder"),
+        ("file/b/a.bin", "file is no folder"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make_place(tmp_path / name)
+        with pytest.raises(UserError, match=said), replacing(tmp_path / name) as file:
+            file.write(b"new")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_a_place_is_tried_by_its_own_name(tmp_path, monkeypatch):
+    """`tempfile` says an absolute path of a file that nobody asked for."""
+    monkeypatch.chdir(tmp_path)
+    with no_file_beyond(0), pytest.raises(WriteError, match=r"^out/a.json cannot be written: File"):
+        make_place(Path("out/a.json"))
+    assert not list(Path("out").iterdir())
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -248,6 +277,21 @@ def test_an_export_that_does_not_fit_leaves_nothing(models, tmp_path, export, na
     with no_file_beyond(5000), pytest.raises(WriteError, match=f"{out} cannot be written"):
         export(student, out)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tiny_config, models, tmp_path):
+    from exporting import a_student
+
+    from kdjax.models.checkpoint import open_checkpoint
+
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(UserError, match="file is no folder"):
+        export_hf(a_student(models / "student.gguf"), tmp_path / "file" / "hf")
+    tiny_config.data.cache_dir = str(tmp_path / "file")
+    with pytest.raises(UserError, match="file is no folder"):
+        prepare(tiny_config.data, open_checkpoint(tiny_config.student.path).tokenizer)
+    with pytest.raises(UserError, match="file is no folder"):
+        teacher_cache.write(tmp_path / "file", mock.Mock(teacher_cache.CacheSpec), iter)
 
 
 def test_a_page_that_does_not_fit_is_one_message(tmp_path):

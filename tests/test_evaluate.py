@@ -43,7 +43,6 @@ from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
-SIZES = dict(rows=3, seq_len=40, batch_size=2)
 CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naïve 🎉\n'
 
 
@@ -66,6 +65,16 @@ def pair(tmp_path_factory):
 
 
 # Held-out figures.
+
+
+def measure(target, teacher, domains, mesh):
+    """Figures of at most three rows of 40 a domain."""
+    tokenizer = target.checkpoint.tokenizer
+    texts = {
+        name: heldout.read_text(paths, tokenizer, rows=3, seq_len=40)
+        for name, paths in domains.items()
+    }
+    return heldout.measure(target, teacher, texts, mesh, batch_size=2)
 
 
 def read(pair, rows=100):
@@ -123,7 +132,7 @@ def test_figures_against_numpy(pair, mesh):
     student, teacher = (
         open_target(f"{pair}/{n}.gguf@dense:float32") for n in ("student", "teacher")
     )
-    got = heldout.measure(student, teacher, {"x": f"{pair}/text"}, mesh, **SIZES)["x"]
+    got = measure(student, teacher, {"x": f"{pair}/text"}, mesh)["x"]
     _, batch, counted = read(pair, rows=3)
     (x, s), (y, t) = (reference(pair, batch, name) for name in ("student", "teacher"))
     labels, classes = counted["labels"], counted["classes"]
@@ -193,7 +202,7 @@ def test_no_position_sorts_the_whole_vocabulary():
 def test_domains_are_merged_once(pair, mesh):
     student = open_target(f"{pair}/student.gguf@dense:float32")
     domains = {"code": f"{pair}/text/a.py", "prose": f"{pair}/text/b.md"}
-    figures = heldout.measure(student, None, domains, mesh, **SIZES)
+    figures = measure(student, None, domains, mesh)
     parts = [figures[name]["overall"] for name in domains]
     count = sum(part["tokens"] for part in parts)
     want = sum(part["ce"] * part["tokens"] for part in parts) / count
@@ -207,7 +216,7 @@ def test_a_model_against_itself_differs_in_nothing(models, mesh, tmp_path):
     target, teacher = (open_target(f"{models}/teacher.gguf@{form}") for form in ("dense", "packed"))
     text = tmp_path / "same.py"
     text.write_text(CODE)
-    figures = heldout.measure(target, teacher, {"x": str(text)}, mesh, **SIZES)["x"]["overall"]
+    figures = measure(target, teacher, {"x": str(text)}, mesh)["x"]["overall"]
     assert figures["kl_ts"] == figures["kl_st"] == figures["max_difference"] == 0
     assert figures["top1"] == 1 and figures["perplexity"] == figures["teacher_perplexity"]
     assert figures["min_cosine"] == pytest.approx(1, abs=1e-5)
@@ -521,6 +530,19 @@ def test_a_model_that_cannot_run_is_no_pass(command, pair, tmp_path):
     assert document["humaneval"]["pass_at_k"] == {"1": 0.0}
     assert document["humaneval"]["not_generated"] == 6 and document["inference_error"]
     assert "humaneval: inference_failed, pass@1 0.0000" in printed.out
+
+
+@pytest.mark.parametrize("draft", [[], ["--draft"]])
+def test_text_that_cannot_be_read_is_no_fault_of_the_model(
+    command, pair, tmp_path, monkeypatch, draft
+):
+    """Status 2, not 8, and before the model works."""
+    monkeypatch.setattr(evaluate, "_run_model", lambda *_: pytest.fail("the model works"))
+    (tmp_path / "a.jsonl").write_text("no JSON\n")
+    asked = f"--data={tmp_path}/a.jsonl", f"--teacher={pair}/teacher.gguf", *draft
+    status, document, printed = command(pair / "student.gguf", *asked)
+    assert (status, document) == (2, None)
+    assert re.search(r"^error: .*a\.jsonl:1: not JSON", printed.err, re.M), printed.err
 
 
 def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, monkeypatch):

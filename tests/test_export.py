@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -601,6 +602,9 @@ def test_other_things_are_never_replaced(student, tmp_path):
     with pytest.raises(UserError, match=r"is a file; expected a folder"):
         export_hf(student, tmp_path / "mine" / "thesis.txt", overwrite=True)
     assert left_in(tmp_path / "mine") == ["thesis.txt"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"pipe is no regular file; expected"):
+        export_gguf(student, tmp_path / "pipe", overwrite=True)
 
 
 def test_input_that_cannot_be_exported(student, tmp_path):

@@ -61,6 +61,12 @@ def run(*arguments):
     return command.main([str(argument) for argument in arguments])
 
 
+def test_a_step_without_adapters_is_named(workdir, tmp_path, capsys):
+    assert run(workdir, "--format=peft", f"--out={tmp_path}/a") == 2
+    said = f"error: {workdir}, step 10: found a model without adapters"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_the_command_exports_the_newest_step(workdir, student, tmp_path, capsys):
     out = tmp_path / "made" / "hf"
     assert run(workdir, "--format=hf", f"--out={out}") == 0

@@ -249,7 +249,7 @@ def test_renamed_and_mixed_shards(tmp_path, rng):
 STRINGS = struct.pack("<IQ", 8, 3)  # an array of three strings
 DATA = bytes(64)
 BROKEN = {
-    "empty": (b"", "starts with b''; expected b'GGUF'"),
+    "empty": (b"", "found an empty file; expected b'GGUF'"),
     "magic": (header(magic=b"GGML"), "found a file that starts with b'GGML'; expected b'GGUF'"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
     "version 1": (header(version=1), "found GGUF version 1; expected little-endian GGUF version 2"),

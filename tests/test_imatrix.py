@@ -1,11 +1,13 @@
 """Importance matrices: what is summed, the file, and what an export makes of it."""
 
+import os
 from unittest import mock
 
 import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kdjax
 from kdjax.commands import imatrix
@@ -73,3 +75,21 @@ def test_the_command_measures_what_export_then_weighs_by(models, tmp_path, capsy
     same = {name: np.array_equal(plain.raw(name), weighed.raw(name)) for name in plain}
     assert not same["blk.0.ffn_down.weight"] and same["token_embd.weight"]
     assert imatrix.main([*where, "--rows=0"]) == 2
+    kept = out.read_bytes()
+    assert imatrix.main([*where, "--rows=4"]) == 2 and out.read_bytes() == kept
+    assert "is there already" in capsys.readouterr().err
+    assert imatrix.main([*where, "--rows=4", "--overwrite"]) == 0 and out.read_bytes() != kept
+
+
+def test_a_place_that_takes_no_file_is_refused_before_the_model_reads(
+    models, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(imatrix, "sum_squares", lambda *_: pytest.fail("the model reads"))
+    (tmp_path / "a.py").write_text("def f(x):\n    return x\n" * 99)
+    where = [str(models / "student.gguf"), f"--data={tmp_path}/a.py", "--seq-len=32"]
+    assert imatrix.main([*where, f"--out={tmp_path}/a.py/im.gguf"]) == 2
+    assert f"{tmp_path}/a.py is no folder" in capsys.readouterr().err
+    os.mkfifo(pipe := tmp_path / "pipe")  # stands for /dev/null
+    for out, kind in ((tmp_path, "a folder"), (pipe, "no regular file")):
+        assert imatrix.main([*where, f"--out={out}", "--overwrite"]) == 2
+        assert f"error: {out} is {kind}; expected a file" in capsys.readouterr().err

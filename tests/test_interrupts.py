@@ -113,6 +113,43 @@ def test_a_second_interrupt_ends_a_process_that_computes(computing):
     assert "quitting at once" in computing.stderr.read()
 
 
+STUB = """
+import gc, os, signal, sys, time
+
+def interrupt(*_):
+    gc.callbacks.clear()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+
+def main(argv):
+    gc.callbacks.append(interrupt)
+    gc.collect()
+    time.sleep(30)
+
+if sys.argv[-1] == "importing":
+    interrupt()
+    print("imported", flush=True)
+"""
+COMMAND = """
+import sys, kdjax.commands
+from kdjax.commands import cli
+kdjax.commands.__path__.append(sys.argv.pop(1))
+cli.COMMANDS["stub"] = "of this test"
+cli.run()
+"""
+
+
+@pytest.mark.parametrize("where", ["collecting", "importing"])
+def test_an_interrupt_is_heard_in_a_callback_and_after_an_import(where, tmp_path):
+    """Python only prints what a callback of `gc` raises, NumPy what its import does."""
+    (tmp_path / "stub.py").write_text(STUB)
+    command = [sys.executable, "-c", COMMAND, str(tmp_path), "stub", where]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20)
+    assert done.returncode == QUIT
+    assert done.stderr == "stopped at once; what was saved before is kept\n"
+    assert done.stdout == ("imported\n" if where == "importing" else "")
+
+
 def test_the_second_interrupt_raises_where_python_runs():
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell started this behind itself
     with pytest.raises(KeyboardInterrupt), StopSignals() as signals:

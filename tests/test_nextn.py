@@ -17,6 +17,7 @@ import kdjax
 from kdjax.commands import evaluate, generate
 from kdjax.errors import UserError
 from kdjax.evaluation.drafting import choose_prompts
+from kdjax.evaluation.target import Target
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats import open_table
 from kdjax.models import decoding
@@ -442,3 +443,9 @@ def test_a_plan_of_text_knows_the_block(path, capsys):
     assert "fits" in told
     assert generate.main([*asked, f"--draft={path}"]) == 2
     assert "expected none, or own" in capsys.readouterr().err
+
+
+def test_a_file_without_a_block_is_refused_before_it_is_loaded(models, capsys, monkeypatch):
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loaded"))
+    assert generate.main([str(models / "student.gguf"), "--prompt=ab", "--draft=own"]) == 2
+    assert capsys.readouterr().err.endswith("(docs/drafts.md).\n")

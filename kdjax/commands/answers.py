@@ -29,6 +29,7 @@ from kdjax.evaluation import problems, sandbox
 from kdjax.evaluation.passk import Settings, answer_with
 from kdjax.evaluation.target import Target, open_target
 from kdjax.evaluation.verified import HINTS, VerifiedAnswers, group
+from kdjax.formats.files import make_place
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling
 
@@ -75,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("samples", "max_tokens", "batch_size"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
+    problems.check_flags(args.limit, args.timeout)
     if args.samples > 1 and args.temperature == 0:
         raise UserError(f"--temperature=0 gives the same answer {args.samples} times; raise it.")
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, seed=args.seed)
@@ -120,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         limits=dataclasses.replace(sandbox.DEFAULT, wall_seconds=args.timeout),
         allow_unsandboxed=args.allow_unsandboxed,
     )
+    make_place(args.out)
     if answers.tried:
         _log.info("goes on: %s", answers.describe())
     model = target.load(sharding.make_mesh(-1, 1, 1, jax.local_devices()))

@@ -60,7 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
-        return importlib.import_module(f"kdjax.commands.{name}").main(rest)
+        # NumPy and JAX print a Ctrl-C within their imports, and make ImportError of it.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            command = importlib.import_module(f"kdjax.commands.{name}")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        return command.main(rest)
     if name in ("-h", "--help"):
         print(help_text())
     elif name == "--version":
@@ -71,12 +77,22 @@ def main(argv: list[str] | None = None) -> int:
     return FINISHED
 
 
+def _hear_again(lost: "sys.UnraisableHookArgs") -> None:
+    """Raises a Ctrl-C once more that Python would only print, as of JAX's callback of `gc`."""
+    if lost.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)  # no thread: the callback may hold any lock
+    else:
+        sys.__unraisablehook__(lost)
+
+
 def run(*command: str) -> None:
     """The process of `kdjax`, or of one command, as `python -m kdjax.main` is of `train`.
 
     SIGTERM is Ctrl-C until training listens to signals itself: what was begun aside is removed.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.default_int_handler)
+    sys.unraisablehook = _hear_again
     # Transformers, of which kdjax takes tokenizers, would advise every user to install PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     status = main([*command, *sys.argv[1:]])

@@ -26,6 +26,7 @@ from kdjax.errors import FINISHED, INTERRUPTED, NOT_FINITE, PEER_LOST, UserError
 from kdjax.export import export_gguf
 from kdjax.export.staging import check_target
 from kdjax.formats.blocks import ENCODED
+from kdjax.formats.files import make_place
 from kdjax.formats.saved import read_receipt
 from kdjax.models.checkpoint import Form, open_step
 from kdjax.models.nextn import pack_block, take_block
@@ -64,7 +65,7 @@ def _make_config(args: argparse.Namespace) -> Config:
     config.loss.divergence, config.loss.temperature, config.loss.alpha = "total_variation", 1.0, 0.0
     config.optim.learning_rate = args.learning_rate
     config.optim.final_learning_rate = args.learning_rate / 10
-    config.optim.warmup_steps = min(20, args.steps - 1)
+    config.optim.warmup_steps = max(0, min(20, args.steps - 1))
     config.train.steps, config.train.batch_size = args.steps, args.batch_size
     config.train.seed = args.seed
     return config
@@ -87,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     log_to_terminal()
     run = _parse(argv)
+    if not run.options.plan:
+        make_place(run.options.out)
     status = carry_out(run)
     if status != FINISHED or run.options.plan or jax.process_index() != 0:
         return status

@@ -12,6 +12,7 @@ answers and programs; the first prints.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -46,7 +47,7 @@ from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding
 from kdjax.evaluation.health.probes import ANSWER_TOKENS
 from kdjax.evaluation.target import Target, open_target, warn_if_refused
-from kdjax.formats.files import make_folder
+from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import AT_ONCE, Sampling
@@ -137,6 +138,7 @@ def check(args: argparse.Namespace) -> Request:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
     if args.seq_len < 2:
         raise UserError("--seq-len must be 2 or more.")
+    problems.check_flags(args.limit, args.timeout)
     if args.teacher and not args.data:
         raise UserError("--teacher is compared on text: name some with --data=PATHS.")
     if args.draft == OTHER and not args.teacher:
@@ -160,7 +162,7 @@ def check(args: argparse.Namespace) -> Request:
     if benchmarks:
         sandbox.check(args.allow_unsandboxed)
     if args.json:
-        make_folder(args.json.parent)
+        make_place(args.json)
     return Request(args, domains, benchmarks, rounds)
 
 
@@ -243,6 +245,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
         raise _ModelFailedError(str(error)) from error
     document["model"] = str(target)
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
+    texts, prompts = _read_domains(request, target, teacher)
     with _model_at_work("reading the model"):
         _add_findings(document, examine.of_files(target.checkpoint))
     mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
@@ -253,12 +256,9 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
             document["held_out"] = heldout.measure(
                 target,
                 teacher,
-                request.domains,
+                texts,
                 mesh,
-                rows=args.rows,
-                seq_len=args.seq_len,
                 batch_size=args.batch_size,
-                parse_special=args.parse_special,
             )
         with _model_at_work("comparing held-out figures"):
             found = examine.of_figures(document["held_out"], target, teacher, mesh)
@@ -272,13 +272,34 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
             document["draft"] = drafting.measure(
                 target if teacher else None,
                 teacher or target,
-                request.domains,
+                prompts,
                 mesh,
-                prompts=args.rows,
                 new_tokens=args.max_tokens,
                 batch_size=args.batch_size,
                 cost_ratio=args.cost_ratio,
             )
+
+
+def _read_domains(
+    request: Request, target: Target, teacher: Target | None
+) -> tuple[dict[str, heldout.Text], dict[str, list[list[int]]]]:
+    """Rows or, with a draft, prompts of each domain: text that cannot be read is no model's fault.
+
+    Raises `UserError` for it, before the model works for hours.
+    """
+    args = request.args
+    if args.draft:
+        draft, served = (target, teacher) if teacher else (None, target)
+        sizes = {"count": args.rows, "new_tokens": args.max_tokens}
+        return {}, drafting.read_prompts(draft, served, request.domains, **sizes)
+    read = functools.partial(
+        heldout.read_text,
+        tokenizer=target.checkpoint.tokenizer,
+        rows=args.rows,
+        seq_len=args.seq_len,
+        parse_special=args.parse_special,
+    )
+    return {name: read(patterns) for name, patterns in request.domains.items()}, {}
 
 
 def show_plan(request: Request) -> int:
@@ -295,8 +316,9 @@ def show_plan(request: Request) -> int:
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
     mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
     rows, length, continued = sharding.split_rows(args.batch_size, mesh), args.seq_len, None
+    _, prompts = _read_domains(request, target, teacher)
     if args.draft:
-        continued, length = _size_drafts(request, target, teacher or target, mesh)
+        continued, length = _size_drafts(request, prompts, mesh)
     loaded = [
         Loaded(one.checkpoint, one.form.weights, one.form.dtype)
         for one in filter(None, (target, teacher))
@@ -340,15 +362,12 @@ def _size_answers(
 
 
 def _size_drafts(
-    request: Request, target: Target, teacher: Target, mesh: Mesh
+    request: Request, prompts: dict[str, list[list[int]]], mesh: Mesh
 ) -> tuple[tuple[int, int, int], int]:
     """Sizes of what the teacher continues, as of `_size_answers`, and positions of a row of it."""
     args = request.args
-    texts = drafting.choose_all(
-        target, teacher, request.domains, prompts=args.rows, new_tokens=args.max_tokens
-    )
-    most = max(map(len, texts.values()))
-    longest = max(len(prompt) for prompts in texts.values() for prompt in prompts)
+    most = max(map(len, prompts.values()))
+    longest = max(len(prompt) for domain in prompts.values() for prompt in domain)
     continued = sharding.split_rows(min(most, AT_ONCE), mesh), longest, args.max_tokens
     return continued, drafting.pad_length(longest + args.max_tokens)
 

@@ -96,6 +96,8 @@ def export(args: argparse.Namespace) -> ExportSummary:
 
 
 def _read_step(text: str) -> int | str:
+    if text != NEWEST and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a saved step, or {NEWEST}")
     return text if text == NEWEST else int(text)
 
 

@@ -95,6 +95,8 @@ def _write_text(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     sampling.check()
+    if args.draft == OWN_BLOCK:
+        find_block(target.checkpoint.spec, target.checkpoint, new=False)
     mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
     if args.plan:
         return _show_plan(args, target, len(tokenizer.open_text(tokenizer.encode(text))), mesh)
@@ -124,8 +126,6 @@ def _show_plan(args: argparse.Namespace, target: Target, prompt: int, mesh: Mesh
     if args.draft and args.draft != OWN_BLOCK:
         raise UserError(f"--plan: found --draft={args.draft}; expected none, or {OWN_BLOCK}.")
     drafts, (form, checkpoint) = args.draft_tokens if args.draft else 0, target
-    if drafts:
-        find_block(checkpoint.spec, checkpoint, new=False)
     sizes = 1, prompt, args.max_tokens
     devices = device_summary()
     plan = plan_text(checkpoint, form.weights, form.dtype, sizes, mesh, devices, drafts=drafts)

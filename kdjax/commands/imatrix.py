@@ -18,6 +18,8 @@ from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation.heldout import read_text
 from kdjax.evaluation.target import open_target
+from kdjax.export.staging import check_target
+from kdjax.formats.files import make_place
 from kdjax.formats.imatrix import write_importance
 from kdjax.models.importance import sum_squares
 
@@ -31,6 +33,7 @@ def _parser() -> Parser:
     add("--rows", type=int, default=128, help="rows of the text, at most, spread evenly over it")
     add("--seq-len", type=int, default=512, help="positions a row")
     add("--batch-size", type=int, default=8, help="rows at a time")
+    add("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
 
 
@@ -40,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if min(args.rows, args.batch_size) < 1 or args.seq_len < 2:
         raise UserError("--rows and --batch-size must be 1 or more, --seq-len 2 or more.")
+    check_target(args.out, folder=False, overwrite=args.overwrite)
     runtime.configure()
     log_to_terminal()
     target = open_target(args.model)
@@ -49,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     tokens = whole["tokens"][np.all(whole["segment_ids"] > 0, axis=1)]
     if not len(tokens):
         raise UserError(f"{args.data}: found no row of {args.seq_len} ids; lower --seq-len.")
+    make_place(args.out)
     model = target.load(sharding.make_mesh(1, 1, 1, jax.local_devices()[:1]))
 
     def batches() -> Iterator[np.ndarray]:

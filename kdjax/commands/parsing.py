@@ -35,6 +35,7 @@ from kdjax.errors import (
     suggest_path,
 )
 from kdjax.formats import open_shapes
+from kdjax.formats.imatrix import read_importance
 
 # Today's variable, that of earlier versions and that of the reference system; the first set counts.
 WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"
@@ -161,6 +162,8 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
         path = names[file]
     try:
         module = runpy.run_path(str(path))
+        if "get_config" not in module:
+            raise UserError(f"{path}: found no get_config(); expected one that returns a Config.")
         config = module["get_config"](*([kind] if colon else []))
     except (UserError, OSError):
         raise
@@ -310,12 +313,14 @@ def require_files(run: Run, *, text: bool = True) -> None:
     """Raises one `MissingFileError` that names every file of the run that this machine lacks.
 
     Each comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file
-    says. Files of the Hub are not asked for. With `text=False` models alone count.
+    says. Files of the Hub are not asked for. With `text=False` no text counts. Raises `UserError`
+    for a `student.imatrix` that is none.
     """
     config, missing = run.config, dict[str, list[str]]()  # remedy: the fields that it mends
     models = {
         "teacher.path": "" if config.teacher.path == SELF else config.teacher.path,
         "student.path": config.student.path,
+        "student.imatrix": config.student.imatrix,
         "data.tokenizer": config.data.tokenizer,
     }
     texts = {"data.train": config.data.train, "data.heldout": config.data.heldout}
@@ -329,6 +334,8 @@ def require_files(run: Run, *, text: bool = True) -> None:
         try:
             if here and field in texts:
                 find_files(here)
+            elif here and field == "student.imatrix":
+                read_importance(here)
             elif here and not Path(here).exists():
                 open_shapes(here)
         except MissingFileError as error:

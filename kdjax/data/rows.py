@@ -24,7 +24,7 @@ import numpy as np
 
 from kdjax.data.text import Document, documents, find_files
 from kdjax.errors import UserError
-from kdjax.formats.files import writing
+from kdjax.formats.files import make_folder, writing
 from kdjax.formats.locks import LOCK, LockedError, locking
 from kdjax.models.pieces import LONG
 from kdjax.models.tokenizer import Tokenizer
@@ -436,7 +436,7 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
     if (rows := _open_rows(folder, row_length, key)) is not None:
         return rows
     with writing(folder):
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(cache_dir)
         with _make_aside(cache_dir) as aside, contextlib.ExitStack() as writing_files:
             writers = []
             for side in _SIDES:
@@ -543,7 +543,8 @@ def _check_sides(
     sides: dict[str, Any] = {}
     total = sum(writer.counts["documents"] for writer in writers)
     if total == 0:
-        raise UserError("the text is empty: no document has two tokens or more.")
+        named = ", ".join(filter(None, (settings.train, settings.heldout)))
+        raise UserError(f"{named}: the text is empty: no document has two tokens or more.")
     for name, writer in zip(_SIDES, writers, strict=True):
         counts = writer.counts
         if not counts["rows"]:

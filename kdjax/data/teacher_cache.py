@@ -27,7 +27,7 @@ import numpy as np
 from kdjax.config import check_weights, name_numbers, read_weights
 from kdjax.device import cluster
 from kdjax.errors import MissingFileError, UserError, WriteError, suggest_path
-from kdjax.formats.files import remove_leftovers, replacing, writing
+from kdjax.formats.files import make_folder, remove_leftovers, replacing, writing
 from kdjax.formats.locks import LOCK, locking
 
 _log = logging.getLogger("kdjax")
@@ -260,7 +260,7 @@ def write(
     with contextlib.ExitStack() as held:
         if first:
             with writing(folder / INDEX):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 if held.enter_context(locking(folder / LOCK, "give another --out")):
                     remove_leftovers(folder)
             done, damaged = _find_finished(folder, spec)

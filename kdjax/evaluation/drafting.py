@@ -117,19 +117,14 @@ def choose_prompts(
     return [list(fitting[place]) for place in chosen]
 
 
-def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Half of a plain text or 128 tokens, to go on from."""
-    ids = tokenizer.encode(text[: 64 * PROMPT_TOKENS], parse_special=False)
-    return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
-
-
-def choose_all(
-    small: Target, teacher: Target, domains: dict[str, str], *, prompts: int, new_tokens: int
+def read_prompts(
+    draft: Target | None, teacher: Target, domains: dict[str, str], *, count: int, new_tokens: int
 ) -> dict[str, list[list[int]]]:
-    """Prompts by domain that both models have room to go on with; see `choose_prompts`.
+    """Ids of at most `count` prompts of each domain that both models can continue.
 
-    Raises `UserError` for a number of new tokens that they have no room for.
+    Raises `UserError` for text without any, and for more new tokens than a model has positions.
     """
+    small = draft or teacher
     positions = min(target.checkpoint.spec.max_positions for target in (small, teacher))
     if new_tokens < 2 or new_tokens >= positions:
         raise UserError(
@@ -137,9 +132,15 @@ def choose_all(
         )
     tokenizer, most = small.checkpoint.tokenizer, positions - new_tokens
     return {
-        name: choose_prompts(patterns, tokenizer, count=prompts, most=most)
+        name: choose_prompts(patterns, tokenizer, count=count, most=most)
         for name, patterns in domains.items()
     }
+
+
+def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Half of a plain text or 128 tokens, to go on from."""
+    ids = tokenizer.encode(text[: 64 * PROMPT_TOKENS], parse_special=False)
+    return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
 
 
 def pad_length(longest: int) -> int:
@@ -246,28 +247,26 @@ def _continue(
 def measure(
     draft: Target | None,
     teacher: Target,
-    domains: dict[str, str],
+    prompts: dict[str, list[list[int]]],
     mesh: Mesh,
     *,
-    prompts: int,
     new_tokens: int,
     batch_size: int,
     cost_ratio: float | None = None,
 ) -> dict[str, Any]:
     """Block lengths of 1 to 16 drafts by domain and rule, and the best number; JSON-able.
 
-    Without a `draft` the teacher's own block drafts, 1 to 8 a pass.
+    `prompts` are those of `read_prompts`, for as many new tokens. Without a `draft` the teacher's
+    own block drafts, 1 to 8 a pass.
     Costs are measured on this device, on one row, unless `cost_ratio` says what a pass of the draft
     costs in passes of the teacher; a pass of the teacher over several tokens then costs what one
-    over one token does. Raises `UserError` for models or text that do not go together.
+    over one token does. Raises `UserError` for models that do not go together.
     """
-    small = draft or teacher
-    spec = shared_spec(small.checkpoint, teacher.checkpoint)
-    chosen = choose_all(small, teacher, domains, prompts=prompts, new_tokens=new_tokens)
-    answers, seconds = _continue(teacher, chosen, mesh, new_tokens, timed=cost_ratio is None)
+    spec = shared_spec((draft or teacher).checkpoint, teacher.checkpoint)
+    answers, seconds = _continue(teacher, prompts, mesh, new_tokens, timed=cost_ratio is None)
     size = split_rows(batch_size, mesh) * row_shards(mesh)
     texts = [
-        Text.of(name, temperature, chosen[name], part, size)
+        Text.of(name, temperature, prompts[name], part, size)
         for temperature, parts in answers.items()
         for name, part in parts.items()
     ]

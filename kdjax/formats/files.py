@@ -140,19 +140,39 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        file, folder = Path(error.filename2 or error.filename or path), path.parent
+        file = Path(error.filename2 or error.filename or path).absolute()
+        folder = path.parent.absolute()
         refused = WriteError.of(path, error)
         if refused is None or not (file.is_relative_to(folder) or folder.is_relative_to(file)):
             raise
         raise refused from error
 
 
+def make_place(path: Path) -> None:
+    """Makes the folder of a file to write, and writes there; for before what takes long.
+
+    Raises `UserError` where no file can stand, `WriteError` or `OSError` where none can be made.
+    """
+    _make_parent(path)
+    with writing(path), tempfile.TemporaryFile(dir=path.parent) as file:
+        file.write(b" ")
+
+
 def make_folder(folder: Path) -> None:
-    """Makes the folder, and raises `WriteError` or `OSError` if no file can be made in it."""
-    with writing(folder):
+    """Makes the folder, if it is not there; raises `UserError` where a file is in its place."""
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b" ")
+    except (FileExistsError, NotADirectoryError) as error:
+        there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        raise UserError(f"{there} is no folder; expected one. Name another place.") from error
+
+
+def _make_parent(path: Path) -> None:
+    """Makes the folder of `path`, whose place a file can take: none of another kind is there."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise UserError(f"{path} is {kind}; expected a file to write. Name another.")
+    make_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -160,11 +180,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file beside `path`, readable too, that takes its place once all of it is on the disk.
 
     Makes the folder; if the block raises, nothing is left behind and `path` stays as it was.
-    Raises `WriteError` for a full disk or a folder that takes no writing.
+    Raises `UserError` where no file can stand, `WriteError` for a full disk or a folder that takes
+    no writing.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_parent(path)
         try:
             with temporary.open("w+b") as file:
                 yield file

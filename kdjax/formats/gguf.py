@@ -143,7 +143,7 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
     """Numbers of tensors and of key-values."""
     path, magic = cursor.path, bytes(cursor.data[:4])
     if magic != _MAGIC:
-        found = f"a file that starts with {magic!r}"
+        found = f"a file that starts with {magic!r}" if magic else "an empty file"
         if bytes(cursor.data[:12]) == b"version http":
             found += ", a Git LFS pointer in place of the model"
         remedy = "Pass a GGUF model, or a Hugging Face folder with its config.json."

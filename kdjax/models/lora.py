@@ -40,12 +40,12 @@ def add_lora(
     """
     if model.spec is None:
         raise UserError(
-            f"{model}: found a module of your own to adapt; expected a model of kdjax.load, whose "
-            "matrices have names. Add adapters to the module itself."
+            f"{model.name}: found a module of your own to adapt; expected a model of kdjax.load, "
+            "whose matrices have names. Add adapters to the module itself."
         )
     if Lora.of_params(model.params):
         raise UserError(
-            f"{model}: found a model that has adapters; expected one without. Merge "
+            f"{model.name}: found a model that has adapters; expected one without. Merge "
             "them first (kdjax.merge_lora), or train those."
         )
     lora = choose_lora(model.spec, rank, alpha, targets)

@@ -95,7 +95,12 @@ class Model:
 
     def __str__(self) -> str:
         size = f"{self.resident_bytes / 1e9:.2f} GB resident, {self.vocab_size:,} head rows"
-        return f"{self.kind} {self.source}: {size}"
+        return f"{self.name}: {size}"
+
+    @property
+    def name(self) -> str:
+        """Name in messages: how its weights are kept and where they come from."""
+        return f"{self.kind} {self.source}".strip() or str(self.checkpoint or "this model")
 
     @property
     def spread(self) -> Spread | None:
@@ -261,8 +266,8 @@ class Model:
             raise UserError(f"{self}: has no decoder to {verb} with.")
         if verb != "draft" and isinstance(self.functions, DraftFunctions):
             raise UserError(
-                f"{self}: found a block that drafts; expected a model to {verb} with. Give the "
-                "block to its own model: model.generate(prompts, draft=block)."
+                f"{self.name}: found a block that drafts; expected a model to {verb} with. Give "
+                "the block to its own model: model.generate(prompts, draft=block)."
             )
         return StepWriter(self.functions, self.real_vocab, self.spread)
 

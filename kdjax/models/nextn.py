@@ -39,8 +39,10 @@ def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "flo
         block = kdjax.take_block(model)
     """
     if model.spec is None or not isinstance(model.functions, DecoderFunctions):
-        raise UserError(f"{model}: found a module of your own; expected a model of kdjax.load.")
-    spec, params = find_block(model.spec, model, new=seed is not None), dict(model.params)
+        raise UserError(
+            f"{model.name}: found a module of your own; expected a model of kdjax.load."
+        )
+    spec, params = find_block(model.spec, model.name, new=seed is not None), dict(model.params)
     if seed is not None:
         params["mtp"] = draw_block(spec, seed)
     read = jax.jit(lambda weight: read_numbers(weight).astype(dtype))

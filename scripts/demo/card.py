@@ -21,7 +21,7 @@ from jinja2 import Environment, StrictUndefined
 from kdjax import demo
 from kdjax.device import runtime
 from kdjax.device.sharding import make_mesh
-from kdjax.evaluation.heldout import measure
+from kdjax.evaluation.heldout import measure, read_text
 from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.models.schema import spec_from_table
@@ -32,16 +32,10 @@ TEMPLATE = Path(__file__).with_name("card.md.jinja")
 def figures(model: str, text: Path, seq_len: int) -> dict[str, Any]:
     """Held-out figures of a workdir or a model file, computed in float32."""
     mesh = make_mesh(1, 1, 1, jax.devices()[:1])
-    measured = measure(
-        open_target(model),
-        None,
-        {"python": str(text / "heldout")},
-        mesh,
-        rows=1 << 30,
-        seq_len=seq_len,
-        batch_size=16,
-    )
-    return measured["python"]["overall"]
+    target = open_target(model)
+    tokenizer = target.checkpoint.tokenizer
+    read = read_text(str(text / "heldout"), tokenizer, rows=1 << 30, seq_len=seq_len)
+    return measure(target, None, {"python": read}, mesh, batch_size=16)["python"]["overall"]
 
 
 def packages(manifest: Path, out: Path) -> dict[str, Any]:
