@@ -68,6 +68,10 @@ def job(models, tmp_path_factory, steps_stay):
     return assemble(make_config(models, folder), folder / "never")
 
 
+def test_the_plan_of_all_phases_says_who_chose_the_teachers_weights(job):
+    assert "teacher.weights dense, by auto: dense needs" in job.plan.choice
+
+
 def test_a_run_goes_through_its_phases(job, straight):
     workdir, recorder = straight
     figures = recorder.last()

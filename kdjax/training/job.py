@@ -314,7 +314,10 @@ def _choose_for_all(
     chunk = min(plan.chunk_tokens for plan in plans)
     fixed = [replace_settings(phase, remat, chunk) for phase in phases]
     again = (choose_plan(phase, pair, mesh, device_summary(), (kind,)) for phase in fixed)
-    return mesh, max(again, key=lambda plan: plan.peak)
+    most = max(again, key=lambda plan: plan.peak)
+    settings = kind, remat, chunk
+    same = [plan for plan in plans if (plan.kind, plan.remat, plan.chunk_tokens) == settings]
+    return mesh, dataclasses.replace(most, choice=same[0].choice) if same else most  # says why
 
 
 def _ask_meshes(asked: MeshConfig) -> Iterator[Mesh]:
