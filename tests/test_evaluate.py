@@ -47,11 +47,6 @@ CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naÃ¯ve ðŸ
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
-@pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A small student and a teacher of the same tokenizer, and text for both."""
     folder = tmp_path_factory.mktemp("pair")

@@ -36,11 +36,6 @@ of = jax.ShapeDtypeStruct
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
-@pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     small = PLAIN._replace(layers=2, hidden=256, heads=4, ffn=768)
