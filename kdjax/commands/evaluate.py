@@ -46,11 +46,12 @@ from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding
 from kdjax.evaluation.health.probes import ANSWER_TOKENS
-from kdjax.evaluation.target import Target, open_target, warn_if_refused
+from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import AT_ONCE, Sampling
+from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
 
@@ -267,7 +268,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
     if args.draft:
         document |= {"teacher": args.teacher or args.target, "draft": None}
         if teacher is not None:
-            warn_if_refused(teacher, target)
+            warn_if_refused(teacher.checkpoint, target.checkpoint)
         with _model_at_work("drafting"):
             document["draft"] = drafting.measure(
                 target if teacher else None,

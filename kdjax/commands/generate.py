@@ -24,8 +24,9 @@ from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
 from kdjax.device.runtime import device_summary
 from kdjax.errors import BAD_INPUT, FINISHED, PEER_LOST, UserError, reporting
-from kdjax.evaluation.target import Target, open_target, warn_if_refused
+from kdjax.evaluation.target import Target, open_target
 from kdjax.models.decoding import Sampling
+from kdjax.models.drafts import warn_if_refused
 from kdjax.models.nextn import find_block, take_block
 
 
@@ -80,7 +81,7 @@ def _write_text(args: argparse.Namespace) -> int:
     other = args.draft if args.draft != OWN_BLOCK else ""
     small = open_target(other, fallback=args.tokenizer) if other else None
     if small is not None:
-        warn_if_refused(target, small)
+        warn_if_refused(target.checkpoint, small.checkpoint)
     tokenizer = target.checkpoint.tokenizer
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:

@@ -21,7 +21,7 @@ from kdjax.formats.blocks import decode
 from kdjax.models.adapters import Lora, choose_lora, draw_adapters
 from kdjax.models.checkpoint import Checkpoint, cut_layers, drop_block, open_checkpoint, tie_head
 from kdjax.models.decoder import Params, draw_block
-from kdjax.models.drafts import why_refused
+from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
 from kdjax.models.tokenizer import Tokenizer
@@ -82,9 +82,8 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     open_adapters(config.student.lora, student)
     teacher = teacher and teacher.fall_back(config.data.tokenizer)
     drafts = config.student.layers or "total_variation" in config.loss.divergence
-    headers = (x.header.metadata for x in (teacher, student) if x)
-    if teacher and drafts and (reason := why_refused(*headers)):
-        _log.warning("llama.cpp would not draft with this pair: %s", reason)
+    if teacher and drafts:
+        warn_if_refused(teacher, student)
     tokenizer = student.tokenizer
     rows, real = student.spec.vocab_size, tokenizer.vocab_size
     if teacher is None:
