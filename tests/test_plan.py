@@ -23,7 +23,7 @@ from kdjax.commands.parsing import apply_environment
 from kdjax.config import WEIGHTS, Config
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
-from kdjax.errors import UserError
+from kdjax.errors import BAD_INPUT, UserError
 from kdjax.formats import open_table
 from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models import decoding, ready
@@ -488,11 +488,11 @@ def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, c
     monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(1e-6))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tiny_config.teacher.weights = "packed"
-    assert not command.show_plan(tiny_config)
+    assert command.print_plan(command.survey_headers(tiny_config)) == BAD_INPUT
     assert "too much" in capsys.readouterr().out
     tiny_config.teacher.weights = "auto"
     with pytest.raises(UserError, match="does not fit"):
-        command.show_plan(tiny_config)
+        command.survey_headers(tiny_config)
 
 
 def test_headers_alone_are_planned_as_the_files_are(tiny_config, tmp_path):

@@ -27,12 +27,12 @@ import jax
 from jax.sharding import Mesh
 
 from kdjax.commands.parsing import Parser, add_cluster_flags, log_to_terminal, started
+from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.data.text import find_files
 from kdjax.device import cluster, sharding
 from kdjax.device.runtime import device_summary
 from kdjax.errors import (
-    BAD_INPUT,
     BROKEN,
     FINISHED,
     INFERENCE_FAILED,
@@ -336,9 +336,7 @@ def show_plan(request: Request) -> int:
         drafts=own,
         timed=bool(args.draft) and args.cost_ratio is None,
     )
-    if jax.process_index() == 0:
-        print("\n".join(plan.lines()))
-    return BAD_INPUT if plan.missing else FINISHED
+    return print_plan(plan)
 
 
 def _size_answers(

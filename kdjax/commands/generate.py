@@ -20,10 +20,11 @@ import jax
 from jax.sharding import Mesh
 
 from kdjax.commands.parsing import Parser, add_cluster_flags, started
+from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
 from kdjax.device.runtime import device_summary
-from kdjax.errors import BAD_INPUT, FINISHED, PEER_LOST, UserError, reporting
+from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
 from kdjax.evaluation.target import Target, open_target
 from kdjax.models.decoding import Sampling
 from kdjax.models.drafts import warn_if_refused
@@ -130,5 +131,4 @@ def _show_plan(args: argparse.Namespace, target: Target, prompt: int, mesh: Mesh
     sizes = 1, prompt, args.max_tokens
     devices = device_summary()
     plan = plan_text(checkpoint, form.weights, form.dtype, sizes, mesh, devices, drafts=drafts)
-    print("\n".join(plan.lines()))
-    return BAD_INPUT if plan.missing else FINISHED
+    return print_plan(plan)
