@@ -22,11 +22,11 @@ from pathlib import Path
 
 import jax
 
-from kdjax.commands.parsing import Parser, log_to_terminal
+from kdjax.commands.parsing import Parser, check_least, log_to_terminal
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
-from kdjax.evaluation.passk import Settings, answer_with
+from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
 from kdjax.evaluation.verified import HINTS, VerifiedAnswers, group
 from kdjax.formats.files import make_place
@@ -73,14 +73,9 @@ def _tell(args: argparse.Namespace, target: Target, exercises: list[problems.Pro
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
-    for name in ("samples", "max_tokens", "batch_size"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
-    problems.check_flags(args.limit, args.timeout)
-    if args.samples > 1 and args.temperature == 0:
-        raise UserError(f"--temperature=0 gives the same answer {args.samples} times; raise it.")
+    check_least(args, samples=1, max_tokens=1, batch_size=1, limit=0)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, seed=args.seed)
-    sampling.check()
+    check_asked(sampling, args.samples, args.timeout)
     exercises = problems.load_humaneval(args.exercises)[: args.limit or None]
     if repeated := len(exercises) - len({exercise.task for exercise in exercises}):
         raise UserError(

@@ -26,7 +26,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from kdjax.commands.parsing import Parser, add_cluster_flags, log_to_terminal, started
+from kdjax.commands.parsing import (
+    Parser,
+    add_cluster_flags,
+    check_least,
+    log_to_terminal,
+    started,
+)
 from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.data.text import find_files
@@ -134,12 +140,8 @@ class Request:
 
 def check(args: argparse.Namespace) -> Request:
     """Raises `UserError` for flags that cannot work, before a model is read."""
-    for name in ("rows", "samples", "max_tokens", "batch_size"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
-    if args.seq_len < 2:
-        raise UserError("--seq-len must be 2 or more.")
-    problems.check_flags(args.limit, args.timeout)
+    least = {"rows": 1, "samples": 1, "max_tokens": 1, "batch_size": 1, "seq_len": 2, "limit": 0}
+    check_least(args, **least)
     if args.teacher and not args.data:
         raise UserError("--teacher is compared on text: name some with --data=PATHS.")
     if args.draft == OTHER and not args.teacher:
@@ -180,10 +182,8 @@ def _list_rounds(args: argparse.Namespace) -> tuple[Round, ...]:
         raise UserError(f"--k={args.k}: expected whole numbers such as 1,10.") from None
     if not all(1 <= k <= samples for k in ks):
         raise UserError(f"--k={args.k}: each must be between 1 and --samples={samples}.")
-    if samples > 1 and temperature == 0:
-        raise UserError(f"--temperature=0 gives the same answer {samples} times; raise it.")
     sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
-    sampling.check()
+    passk.check_asked(sampling, samples, args.timeout)
     if not every:
         return (Round("", args.wording, ks, samples, sampling),)
     greedy = dataclasses.replace(sampling, temperature=0.0)

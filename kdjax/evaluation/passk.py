@@ -55,6 +55,18 @@ class Settings:
     allow_unsandboxed: bool = False  # run programs where this machine cannot confine them
 
 
+def check_asked(sampling: Sampling, samples: int, seconds: float) -> None:
+    """Raises `UserError` unless several samples can differ and each program has some time.
+
+    Messages name the flags of the commands.
+    """
+    if samples > 1 and sampling.temperature == 0:
+        raise UserError(f"--temperature=0 gives the same answer {samples} times; raise it.")
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--timeout={seconds:g} must be above 0, in seconds.")
+    sampling.check()
+
+
 def answer_with(
     model: Model, tokenizer: Tokenizer, sampling: Sampling, settings: Settings
 ) -> Generate:
