@@ -18,7 +18,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from kdjax.config import OWN, SELF, Config, choose_optim, count_teacher_positions, flatten
+from kdjax.config import (
+    OWN,
+    SELF,
+    Config,
+    choose_optim,
+    count_prompt_positions,
+    count_teacher_positions,
+    flatten,
+)
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
@@ -624,7 +632,7 @@ class _Temporaries:
             spec = self.pair.teacher.spec  # the student writes a few as well
         ready = size if self.platform == "gpu" else 4  # of weights ready for products
         shards = self.mesh.shape["fsdp"]
-        prompt = rollout.prompt_tokens or self.config.data.seq_len - rollout.max_tokens
+        prompt = count_prompt_positions(self.config)
         slots = sharding.split_rows(rollout.batch_size, self.mesh)
         sizes = slots, prompt, rollout.max_tokens
         parts = {"the student as it writes": copied / shards}

@@ -20,6 +20,7 @@ from kdjax.config import (
     Config,
     RolloutConfig,
     count_own_rows,
+    count_prompt_positions,
     count_teacher_positions,
     has_hints,
 )
@@ -182,7 +183,7 @@ class Author:
                 real=self.real,
                 spread=writer.spread,
                 batch_size=settings.batch_size,
-                room=_longest_prompt(self.config) + settings.max_tokens,  # as any round's
+                room=count_prompt_positions(self.config) + settings.max_tokens,  # as any round's
                 numbers=numbers,
             )
         return [
@@ -382,7 +383,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     return read_prompts(
         config.rollout.prompts,
         tokenizer,
-        _longest_prompt(config),
+        count_prompt_positions(config),
         config.train.seed,
         parse_special=config.data.parse_special,
         # An answer's end is read as well.
@@ -391,10 +392,6 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
         else 0,
         hold=config.rollout.gap_exercises,
     )
-
-
-def _longest_prompt(config: Config) -> int:
-    return config.rollout.prompt_tokens or config.data.seq_len - config.rollout.max_tokens
 
 
 def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) -> None:
@@ -503,6 +500,6 @@ def answer_source(
         teacher if reads else None,
         loss,
     )
-    _log.info("prompts: %d, at most %d tokens", len(author.prompts), _longest_prompt(config))
+    _log.info("prompts: %d, at most %d tokens", len(author.prompts), count_prompt_positions(config))
     place = dict(process_index=jax.process_index(), process_count=jax.process_count())
     return AnswerSource(author, text, workdir, phase=phase, **place)
