@@ -15,6 +15,7 @@ from kdjax.evaluation import drafting, heldout
 from kdjax.evaluation.target import open_target
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
+from kdjax.losses.positions import COMPARED_CHUNK
 from kdjax.models import decoding
 from kdjax.models.model import Model
 from kdjax.models.nextn import take_block
@@ -77,7 +78,7 @@ def read_text(model, rows, length, drafts=0):
 def compare(models, rows, length):
     """The program of `heldout.compare`: the figures of one model, or of two."""
     width = min(model.vocab_size for model in models)
-    spec = HeadSpec(KDLoss(), width, width, chunk_tokens=256)
+    spec = HeadSpec(KDLoss(), width, width, chunk_tokens=COMPARED_CHUNK)
     run = jax.jit(functools.partial(heldout.position_values, spec=spec))
     sides = []
     for model in models:

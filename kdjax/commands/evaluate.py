@@ -56,7 +56,7 @@ from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import AT_ONCE, Sampling
+from kdjax.models.decoding import AT_ONCE, Sampling, pad_length
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
@@ -368,7 +368,7 @@ def _size_drafts(
     most = max(map(len, prompts.values()))
     longest = max(len(prompt) for domain in prompts.values() for prompt in domain)
     continued = sharding.split_rows(min(most, AT_ONCE), mesh), longest, args.max_tokens
-    return continued, drafting.pad_length(longest + args.max_tokens)
+    return continued, pad_length(longest + args.max_tokens)
 
 
 def _say(step: str) -> None:

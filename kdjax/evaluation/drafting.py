@@ -24,6 +24,7 @@ from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
 from kdjax.evaluation.target import Target
 from kdjax.models.decoder import DraftFunctions
+from kdjax.models.decoding import pad_length
 from kdjax.models.model import Model
 from kdjax.models.nextn import take_block
 from kdjax.models.speculation import BlockWriter
@@ -33,7 +34,6 @@ from kdjax.models.weights import unembed
 MOST_DRAFTS = 16  # of a model,
 MOST_OWN = 8  # and of a model's own block: so many passes of it judge a text
 PROMPT_TOKENS = 128  # of a plain text;
-_BUCKET = 64  # rows are padded to a multiple
 _SEVERAL = 9  # tokens of the longer of the two passes that are timed,
 _PASSES = 8  # so many in a call
 
@@ -143,11 +143,6 @@ def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
 
 
-def pad_length(longest: int) -> int:
-    """Positions of rows whose longest text has so many."""
-    return -(-longest // _BUCKET) * _BUCKET
-
-
 class Text(NamedTuple):
     """The teacher's continuations of a domain's prompts at a temperature."""
 
@@ -187,7 +182,8 @@ def time_pass(model: Model, tokens: int) -> float:
     own = isinstance(model.functions, DraftFunctions)
     writer = model.as_writer("draft" if own else "time")
     functions, real = writer.functions, writer.real
-    at, new = jnp.full((1,), _BUCKET, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
+    least = pad_length(1)  # positions before the pass, which the plan counts as well
+    at, new = jnp.full((1,), least, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
 
     @jax.jit
     def run(params: Any, weights: Any, new: Any, at: Any, cache: Any, before: Any) -> Any:
@@ -209,11 +205,11 @@ def time_pass(model: Model, tokens: int) -> float:
         if own:
             both = model.params, model.params
             pair: Any = BlockWriter.of(writer, writer, both, 1)
-            weights, (cache, states) = pair.prepare(both, 1)[1], pair.open_cache(1, 2 * _BUCKET)[1]
+            weights, (cache, states) = pair.prepare(both, 1)[1], pair.open_cache(1, 2 * least)[1]
             before = states[0]
         else:
             weights, before = writer.prepare(model.params, None), None
-            cache = writer.open_cache(1, 2 * _BUCKET)
+            cache = writer.open_cache(1, 2 * least)
         seconds = []
         for _ in range(8):
             begun = time.perf_counter()

@@ -36,7 +36,7 @@ from kdjax.losses.divergences import (
     total_variation,
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
-from kdjax.losses.positions import read_positions, share_in_common
+from kdjax.losses.positions import COMPARED_CHUNK, read_positions, share_in_common
 from kdjax.losses.topk import top_k
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
@@ -306,7 +306,7 @@ def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any
 def shared_spec(model: Checkpoint, teacher: Checkpoint | None) -> HeadSpec:
     """Head of the comparison of two models; raises `UserError` if their vocabularies differ."""
     shared = shared_vocabulary(model, teacher)
-    return HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=256)
+    return HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=COMPARED_CHUNK)
 
 
 def shared_vocabulary(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:

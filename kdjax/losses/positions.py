@@ -32,6 +32,7 @@ from kdjax.models.weights import Scaled, mask_padding
 # Hidden states [B T D] and head [V D], as `chunked.compute_logits` takes them; None: no model.
 State = tuple[Any, Head | None]
 Carry = TypeVar("Carry")
+COMPARED_CHUNK = 256  # positions of a chunk where a command compares models; plans count on it
 
 
 def scan_positions(

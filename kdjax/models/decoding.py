@@ -32,7 +32,7 @@ from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed
 
 STEPS = 8  # on the device between two looks of the host
-_BUCKET = 64  # prompts are padded to a multiple, so that few programs are compiled
+_BUCKET = 64  # rows are padded to a multiple, so that few programs are compiled
 _ROOM = 128  # the cache's positions are a multiple, for the same reason
 AT_ONCE = 32  # rows that grow together, unless more or fewer are asked for
 _LEAST = 256  # the last rows move together into no fewer slots of a device
@@ -326,7 +326,7 @@ def count_slots(
     state += itemsize * (spec.delta_kernel - 1) * spec.delta_columns
     cache, room = slots * pair, _room_for(prompt + answer + drafts)
     cache *= room
-    positions = _prompts_at_once(slots) * -(-prompt // _BUCKET) * _BUCKET
+    positions = _prompts_at_once(slots) * pad_length(prompt)
     # Keys and values as layers give them, stacked and turned; a layer's activations.
     read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
     floats = spec.delta_key_heads * spec.delta_key_dim
@@ -345,6 +345,11 @@ def count_slots(
             (not kernel) * cache // max(layers, 1),
         ),
     }
+
+
+def pad_length(longest: int) -> int:
+    """Positions of rows whose longest text has so many, a multiple of 64: few programs compile."""
+    return -(-longest // _BUCKET) * _BUCKET
 
 
 def _room_for(ids: int) -> int:
@@ -849,7 +854,7 @@ class _Engine:
         ][: len(self._waiting)]
         numbers = [self._waiting.popleft() for _ in taken]
         longest = max(len(self._rows[i].prompt) for i in numbers)
-        tokens = np.zeros((count, -(-longest // _BUCKET) * _BUCKET), np.int32)
+        tokens = np.zeros((count, pad_length(longest)), np.int32)
         lengths, slots = np.ones(count, np.int32), np.full(count, self._local, np.int32)
         limits, draw_by = np.ones(count, np.int32), np.zeros(count, np.uint32)
         for (place, shard, slot), number in zip(taken, numbers, strict=True):

@@ -17,11 +17,11 @@ from kdjax.losses.kd import KDLoss
 from kdjax.losses.positions import State, read_positions, share_in_common
 from kdjax.losses.topk import top_k
 from kdjax.models.decoder import ModelFunctions, Params
+from kdjax.models.decoding import pad_length
 from kdjax.models.model import Model
 from kdjax.models.shards import Spread, gather_rows, map_rows
 from kdjax.models.tokenizer import Tokenizer
 
-_BUCKET = 64  # a model reads a multiple of so many positions
 TOP = 10  # likeliest ids whose overlap is counted
 _CHUNK = 512  # positions whose logits exist at once: of two models and 152k ids 0.6 GB
 
@@ -57,7 +57,7 @@ def _lay_out(
     """tokens and segments `[B, T]`, the place before each continuation `[B]`, its ids `[B, N]`."""
     width = max(map(len, continuations))
     length = max(len(p) for p in prompts) + width
-    tokens = np.zeros((len(prompts), -(-length // _BUCKET) * _BUCKET), np.int32)
+    tokens = np.zeros((len(prompts), pad_length(length)), np.int32)
     segments, new = np.zeros_like(tokens), np.zeros((len(prompts), width), np.int32)
     for row, (prompt, ids) in enumerate(zip(prompts, continuations, strict=True)):
         tokens[row, : len(prompt) + len(ids)] = [*prompt, *ids]

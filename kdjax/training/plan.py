@@ -31,6 +31,7 @@ from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.errors import UserError
 from kdjax.losses.divergences import forward_kl, parse_divergence
+from kdjax.losses.positions import COMPARED_CHUNK
 from kdjax.models import decoding
 from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
@@ -71,9 +72,9 @@ _BLOCK_POSITION = {"width": 10.3, "queries": 37.7, "mlp": 19.9, "pairs": 13.5}
 # XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
 _CPU_FACTOR = 1.6
 # Figures of every position (`evaluation.heldout`): bytes of an id of a position in a chunk, for one
-# model and for two that are compared, and positions in a chunk. These, and what a block holds that
-# drafts along texts, are as compiled for a CPU; a GPU, not measured, is said to hold as much.
-_FIGURES, COMPARED_CHUNK = (12.3, 40.6), 256
+# model and for two that are compared. These, and what a block holds that drafts along texts, are as
+# compiled for a CPU; a GPU, not measured, is said to hold as much.
+_FIGURES = 12.3, 40.6
 # A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
 # chunks keeps zeros and copies for all layers of a period.
 _CPU_RULE = {2: 1.93, 4: 3.0}
@@ -81,7 +82,6 @@ _CPU_RULE = {2: 1.93, 4: 3.0}
 # of a column of keys, of the width, of queries, of a pair of positions, and in all of a number of
 # the block, by bytes of a number. Within 12% of 18 programs each.
 _RUNS = {2: (25.7, 1.0, 4.7, 2.9, 1.65), 4: (23.7, 2.5, 2.8, 2.7, 0.8)}
-_TIMED = 64  # positions before a pass that is timed (`evaluation.drafting`)
 
 
 def _count_writing(
@@ -293,7 +293,8 @@ def plan_evaluation(
         block | _count_figures([*models.values()], read, drafts, devices),
     )
     if timed:
-        sizes = (1, _TIMED, _TIMED - 1)
+        least = decoding.pad_length(1)  # behind so many ids, as `drafting.time_pass`
+        sizes = (1, least, least - 1)
         write("a pass is timed", last, sizes, block=block, drafts=min(drafts, 1), wide=True)
     return Plan(target.kind, "", 0, resident, 0, phases, limit, None)
 

@@ -198,8 +198,7 @@ def parts(model: Model, engine: Any, slots: int) -> dict[str, float]:
     if by_kernel:
         found["attention_ms"] = spec.num_layers * attention(engine, spec, dtype, slots)
     at_once = engine._at_once
-    length = int(max(len(row.prompt) for row in engine._rows))
-    length = -(-length // decoding._BUCKET) * decoding._BUCKET
+    length = decoding.pad_length(max(len(row.prompt) for row in engine._rows))
     whole = np.full(at_once, length, np.int32)
     prompts = decoding._Prompts(
         np.ones((at_once, length), np.int32),
