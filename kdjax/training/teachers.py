@@ -44,6 +44,8 @@ from kdjax.models.model import Model, check_float8, load_head, load_model, narro
 from kdjax.models.weights import from_bits, to_bits
 
 Size = int | float  # bytes
+# tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
+# adds its own columns, `teacher_...`.
 Batch = dict[str, Array]
 Student = tuple[Array, Array]  # hidden states [B, T, D] and head [V, D]
 
