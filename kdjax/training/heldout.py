@@ -11,6 +11,7 @@ from kdjax.losses.layers import ExtraSums
 from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
+from kdjax.training.hooks import kl_names
 
 Sums = EvalSums | TopEvalSums | ExtraSums  # of a batch
 _COMPARED = ("divergence", "kl", "acceptance")
@@ -67,7 +68,8 @@ def masters_figures(figures: Mapping[str, float]) -> dict[str, float]:
 
 def judge_rounded(first: Mapping[str, float], last: Mapping[str, float]) -> tuple[bool, str]:
     """Whether a rounded student is nearer on held-out text than it was untrained, and the news."""
-    name = next((name for name in ("kl", "kl_topk") if name in last), "loss")
+    kl, _ = kl_names(last)
+    name = kl if kl in last else "loss"
     was, now = first[name], last[name]
     if now < was:
         return True, f"rounded, trained: held-out {name} {now:.4g}; untrained {was:.4g}"
