@@ -157,6 +157,7 @@ for _label, _counts in {
     "tiny-delta-experts": dict(experts=8, experts_used=2, expert_ffn=256, shared_ffn=256),
 }.items():
     QWEN35_SHAPES[_label] = QWEN35_SHAPES[_label]._replace(**_counts)
+SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | QWEN35_SHAPES
 
 
 def tensor_plan(
