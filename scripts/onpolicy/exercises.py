@@ -67,7 +67,7 @@ def set_apart(exercises: Iterable[str], count: int) -> tuple[list[dict[str, str]
         else:
             problems.append(problem)
     held = hold(problems)
-    return problems, [e for e in others if not held.why(e) and _name(e) not in held.entries]
+    return problems, [e for e in others if not held.why(e, _name(e))]
 
 
 def hold(problems: Iterable[dict[str, str]]) -> Benchmark:

@@ -202,8 +202,7 @@ def invent(
             counts["left out: no exercise"] += 1
             continue
         name, opening = read
-        why = known.why(opening) or ("has an entry point's name" if name in known.entries else None)
-        why = why or ("is there already" if opening in prompts else None)
+        why = known.why(opening, name) or ("is there already" if opening in prompts else None)
         if why is not None:
             counts[f"left out: {why}"] += 1
             continue

@@ -244,9 +244,7 @@ def make(
     random.Random(seed).shuffle(order)
     clean = []
     for key in order:
-        why = known.why(found[key].after_context(found[key].source))
-        if why is None and found[key].name in known.entries:
-            why = "has an entry point's name"
+        why = known.why(found[key].after_context(found[key].source), found[key].name)
         if why is None:
             clean.append(found[key])
         else:
@@ -265,7 +263,7 @@ def make(
     prompts: list[dict[str, Any]] = []
     answered: list[dict[str, Any]] = []
     for function in clean:
-        if held.why(function.after_context(function.source)) or function.name in held.entries:
+        if held.why(function.after_context(function.source), function.name):
             counts["left out: development set"] += 1
             continue
         answered += [{"messages": turns} for turns in conversations(function)]
