@@ -26,7 +26,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -284,6 +284,12 @@ def read_benchmark(path: Path) -> Iterator[tuple[str, str]]:
         yield entry, f"{problem.prompt}{problem.reference}"
 
 
+def write_lines(path: Path, records: Iterable[Any]) -> None:
+    """Writes JSON lines; the file takes its place when all of them are there."""
+    with replacing(path) as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+
+
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the files; returns the exit status."""
@@ -308,8 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = {"prompts.jsonl": prompts, "development.jsonl": problems}
     files["conversations.jsonl"] = answered
     for name, records in files.items():
-        with replacing(args.out / name) as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+        write_lines(args.out / name, records)
     counts |= {"prompts": len(prompts), "problems": len(problems)}
     with replacing(args.out / "prompts.json") as file:
         file.write(json.dumps(counts, indent=1).encode() + b"\n")
