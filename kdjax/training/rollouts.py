@@ -46,7 +46,7 @@ from kdjax.device.placement import Placement
 from kdjax.errors import CheckError, UserError
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import DecoderFunctions, Params
-from kdjax.models.decoding import Sampling, complete
+from kdjax.models.decoding import Completion, Sampling, complete
 from kdjax.models.model import Model, cast_params, load_model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import describe_answers
@@ -167,25 +167,17 @@ class Author:
         self, writer: Model, prompts: Sequence[Any], numbers: Sequence[int]
     ) -> list[Answer]:
         settings = self.config.rollout
-        sampling = Sampling(
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            stop_ids=tuple(i for i in self.tokenizer.stop_ids if i < self.real),
-            seed=self.config.train.seed,
+        completions = answer_prompts(
+            self.config,
+            writer,
+            self.tokenizer,
+            self.real,
+            [prompt.ids for prompt in prompts],
+            settings.temperature,
+            batch_size=settings.batch_size,
+            room=count_prompt_positions(self.config) + settings.max_tokens,  # as any round's
+            numbers=numbers,
         )
-        assert isinstance(writer.functions, DecoderFunctions)
-        with writer.precision():
-            completions = complete(
-                writer.functions,
-                writer.params,
-                [prompt.ids for prompt in prompts],
-                sampling,
-                real=self.real,
-                spread=writer.spread,
-                batch_size=settings.batch_size,
-                room=count_prompt_positions(self.config) + settings.max_tokens,  # as any round's
-                numbers=numbers,
-            )
         return [
             Answer.of(prompt, c.ids, c.log_probs, cut=c.reason == "length")
             for prompt, c in zip(prompts, completions, strict=True)
@@ -222,6 +214,31 @@ class Author:
             text = self.tokenizer.decode(prompt)
             shown.append({"prompt": text, "ended_by": ended, "tokens": tokens})
         return figures, shown
+
+
+def answer_prompts(
+    config: Config,
+    writer: Model,
+    tokenizer: Tokenizer,
+    real: int,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    **settings: Any,
+) -> list[Completion]:
+    """Answers prompts (ids), up to `rollout.max_tokens`, by the first `real` ids of the tokenizer.
+
+    `settings` are as of `decoding.write_answers`.
+    """
+    sampling = Sampling(
+        max_tokens=config.rollout.max_tokens,
+        temperature=temperature,
+        stop_ids=tuple(i for i in tokenizer.stop_ids if i < real),
+        seed=config.train.seed,
+    )
+    assert isinstance(writer.functions, DecoderFunctions)
+    models = writer.functions, writer.params
+    with writer.precision():
+        return complete(*models, prompts, sampling, real=real, spread=writer.spread, **settings)
 
 
 def _number_probes(asked: Sequence[Any]) -> Sequence[int]:
