@@ -24,7 +24,7 @@ from kdjax.config import (
     count_teacher_positions,
     has_hints,
 )
-from kdjax.data.pipeline import News, Source, TextSource, example
+from kdjax.data.pipeline import News, Source, TextSource, example, stack_examples
 from kdjax.data.rollouts import (
     ROUND,
     Answer,
@@ -303,8 +303,8 @@ class AnswerSource(Source):
         order = np.arange(len(held.rows.tokens))
         if again:
             order = np.random.default_rng([settings.train.seed, number, again]).permutation(order)
-        parts = [example(held.rows, int(row)) for row in order[at * own : (at + 1) * own]]
-        batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+        chosen = order[at * own : (at + 1) * own]
+        batch = stack_examples([example(held.rows, int(row)) for row in chosen])
         if self._text is not None:
             others = self._text.next()
             if held.rows.teacher is not None:
