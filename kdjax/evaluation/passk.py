@@ -140,7 +140,7 @@ def _run(asked: tuple[Problem, Completion | Exception], settings: Settings) -> S
             allow_unsandboxed=settings.allow_unsandboxed,
         )
     except Exception as error:  # the harness itself: out of memory, of descriptors, of disk
-        outcome = sandbox.Outcome("infrastructure", _say(error))
+        outcome = sandbox.Outcome(sandbox.INFRASTRUCTURE, _say(error))
     return Sample(problem.task, outcome.reason, outcome.error, answer.reason, answer.text)
 
 
@@ -198,7 +198,7 @@ def summarise(
         "wording": settings.wording,
         "reasons": dict(reasons.most_common()),
         "not_generated": len(failed),
-        "infrastructure_failures": reasons["infrastructure"],
+        "infrastructure_failures": reasons[sandbox.INFRASTRUCTURE],
         "cut_off": sum(sample.ended == "length" for sample in samples),
     }
     if failed:
