@@ -11,6 +11,7 @@ import pytest
 from kdjax.commands import evaluate
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
+from kdjax.device.sharding import count_bytes
 from kdjax.evaluation import drafting, heldout
 from kdjax.evaluation.target import open_target
 from kdjax.losses.chunked import HeadSpec
@@ -47,10 +48,6 @@ def paths(tmp_path_factory):
     for name, shape in (("plain", PLAIN), ("small", small), ("delta", DELTA)):
         write_random_gguf(folder / f"{name}.gguf", shape, recipe="q8_0")
     return folder
-
-
-def count_bytes(tree):
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 class Held(NamedTuple):

@@ -91,6 +91,11 @@ def count_shards(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> i
     return math.prod(mesh.shape[axis] for axis in parameter_spec(path, shape, mesh) if axis)
 
 
+def count_bytes(abstract: Any) -> int:
+    """Bytes of all arrays of a tree, or of their shapes, each once."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+
+
 def tree_bytes(abstract: Any, mesh: Mesh) -> float:
     """Bytes of parameters, or of their shapes, on each device."""
     return sum(

@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from kdjax.config import Config, is_phased
-from kdjax.device.sharding import make_mesh
+from kdjax.device.sharding import count_bytes, make_mesh
 from kdjax.errors import CheckError, UserError, WriteError
 from kdjax.formats import TensorTable
 from kdjax.formats.checksums import add_up, checksum
@@ -136,7 +136,7 @@ class Checkpoints:
 
     def check_room(self, state: TrainState) -> None:
         """Raises `WriteError` if the disk has no room for a checkpoint of these arrays."""
-        need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        need = count_bytes(state)
         disk = shutil.disk_usage(self._folder)
         if disk.free < need and disk.total:  # some file systems do not say
             raise WriteError(

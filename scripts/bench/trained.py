@@ -19,7 +19,7 @@ import optax
 
 import kdjax
 from kdjax.device.placement import Placement
-from kdjax.device.sharding import make_mesh
+from kdjax.device.sharding import count_bytes, make_mesh
 from kdjax.errors import reporting
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional
@@ -60,7 +60,7 @@ def measure(spec: ArchSpec, trainable: str, devices: int) -> dict[str, float]:
     }
     memory = step.jitted.lower(step.abstract, {}, batch).compile().memory_analysis()
     return {
-        "state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract)) / 1e9,
+        "state": count_bytes(step.abstract) / 1e9,
         "arguments": memory.argument_size_in_bytes / 1e9,
         "temporaries": memory.temp_size_in_bytes / 1e9,
     }
