@@ -1229,6 +1229,11 @@ def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Para
     return DecoderFunctions(graph, spec, compute), nnx.to_pure_dict(state)
 
 
+def shape_block(spec: ArchSpec) -> Params:
+    """Shapes of what `draw_block` draws."""
+    return functional(spec, Compute())[1]["mtp"]
+
+
 def draw_block(spec: ArchSpec, seed: int) -> Params:
     """Random float32 parameters of the block that drafts, a stack of one, as `initialise` draws."""
 

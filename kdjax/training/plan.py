@@ -38,7 +38,7 @@ from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
 from kdjax.models.checkpoint import Checkpoint, drop_block
-from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.decoder import Compute, Params, functional, shape_block
 from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
 from kdjax.models.ready import count_layers
@@ -99,7 +99,7 @@ def _count_writing(
     """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`."""
     parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * ready}
     if drafts:
-        parts["its block"] = count_bytes(_shape_block(spec)) // 4 * ready
+        parts["its block"] = count_bytes(shape_block(spec)) // 4 * ready
     parts |= decoding.count_slots(spec, size, *sizes, kernel=kernel, drafts=drafts)
     free = None if free is None else free - sum(parts.values())
     return parts | {"its layers apart": count_layers(spec, ready, shards, free)}
@@ -122,7 +122,7 @@ def plan_text(
     loaded = Loaded(model, weights, dtype)
     resident: dict[str, Size] = {f"model, {loaded.form}": loaded.count(mesh)}
     if drafts:
-        resident["its block, float32"] = count_bytes(_shape_block(model.spec))
+        resident["its block, float32"] = count_bytes(shape_block(model.spec))
     limit = devices.memory_bytes
     free = limit - sum(resident.values()) if limit else None
     phases = {"text is written": loaded.count_writing(sizes, devices, free, drafts=drafts)}
@@ -167,7 +167,7 @@ class Loaded(NamedTuple):
         Of a model whose file has one.
         """
         bare = self._replace(checkpoint=drop_block(self.checkpoint))
-        return count_bytes(_shape_block(self.checkpoint.spec)) + bare.count(mesh) - self.count(mesh)
+        return count_bytes(shape_block(self.checkpoint.spec)) + bare.count(mesh) - self.count(mesh)
 
     def count_head(self) -> Size:
         """Bytes of the numbers of its head."""
@@ -205,7 +205,7 @@ class Loaded(NamedTuple):
         if devices.platform == "cpu":
             parts = _count_forward_on_cpu(spec, *sizes, self._size)
             if block and self._size < 4:  # of which float32 numbers are multiplied
-                parts["its block, for products"] = count_bytes(_shape_block(spec))
+                parts["its block, for products"] = count_bytes(shape_block(spec))
             return parts
         positions = sizes[0] * sizes[1]
         rule = _GPU_RULE["forward"] * count_rule(spec, "forward")
@@ -224,7 +224,7 @@ class Loaded(NamedTuple):
         more = {} if devices.platform == "cpu" else {"workspace": _GPU_OVERHEAD}
         return {
             "activations": 4 * rows * length * numbers,
-            "its block, for products": block * count_bytes(_shape_block(spec)),
+            "its block, for products": block * count_bytes(shape_block(spec)),
         } | more
 
     def count_states(self, sizes: tuple[int, int]) -> Size:
@@ -538,14 +538,9 @@ def _count_trained(config: Config, spec: ArchSpec) -> float:
     return count_bytes(trained) / count_bytes(shapes)
 
 
-def _shape_block(spec: ArchSpec) -> Params:
-    """Shapes of the block that drafts, float32."""
-    return functional(spec, Compute())[1]["mtp"]
-
-
 def _count_block(spec: ArchSpec, length: int) -> float:
     """FLOP a token of the block that drafts, both ways; the head has no gradient of its own."""
-    leaves = jax.tree.leaves(_shape_block(spec))
+    leaves = jax.tree.leaves(shape_block(spec))
     products = sum(x.size for x in leaves if len(x.shape) > 2)
     scores = 2.0 * spec.num_heads * spec.head_dim * length
     return 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
