@@ -500,8 +500,11 @@ def answer_source(
     loss: KDLoss | None = None,
     phase: int = 0,
 ) -> AnswerSource:
-    """The source of a run, or of its phase of that number, in which answers are written anew each
-    round."""
+    """The source of a run, or of its phase of that number, whose answers are written in rounds.
+
+    Raises `UserError` for answers of a teacher that does not run, and for prompts that cannot be
+    read.
+    """
     reads = teacher is not None and isinstance(teacher.functions, DecoderFunctions)
     if config.rollout.writer == "teacher" and not reads:
         raise UserError(

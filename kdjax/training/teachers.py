@@ -86,7 +86,7 @@ class RunningTeacher(NamedTuple):
         return jax.lax.stop_gradient(_align(hidden, batch))
 
     def hidden_in_parts(self, batch: Batch, parts: int) -> Array:
-        """Hidden states of `Decoder`s, a layer at a time for all parts of the batch."""
+        """Hidden states `[B, T, D]` of `Decoder`s, a layer at a time for all parts of a batch."""
         functions: Any = self.functions
         hidden = functions.hidden_in_parts(self.params, *_choose_columns(batch), parts)
         return _align(hidden, batch)
