@@ -21,7 +21,8 @@ try:
 except ImportError:
     plgpu: Any = None
 
-# In place of -inf for ids that do not exist: exp of it is 0, and 0 * (a - a) is not NaN.
+# In place of -inf for ids that do not exist and keys that a query does not see: exp of it is 0, and
+# 0 * (a - a) is not NaN.
 EXCLUDED = -1e30
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no infinity
 FP8_MAX = 448.0
