@@ -18,6 +18,16 @@ _COMPARED = ("divergence", "kl", "acceptance")
 _MASTERS = ("loss", "student_ce", "kl", "kl_topk", "agreement")
 
 
+def compute_perplexity(ce: float) -> float:
+    """e to the cross-entropy in nats a token; of more than 700, which no double holds, to 700."""
+    return math.exp(min(ce, 700.0))
+
+
+def count_bits(nats: float, covered: int) -> float:
+    """Bits per byte of targets whose cross-entropies add up to `nats`, of `covered` UTF-8 bytes."""
+    return nats / math.log(2) / covered
+
+
 def held_out_figures(
     sums: Sequence[EvalSums | TopEvalSums], loss: KDLoss, covered: int = 0
 ) -> dict[str, float]:
@@ -45,9 +55,9 @@ def held_out_figures(
     figures = {"loss": loss.combine(mean["student_ce"], divergence)}
     for side in ("student", "teacher"):
         if (ce := mean.get(f"{side}_ce")) is not None:
-            figures |= {f"{side}_ce": ce, f"{side}_perplexity": math.exp(min(ce, 700.0))}
+            figures |= {f"{side}_ce": ce, f"{side}_perplexity": compute_perplexity(ce)}
             if covered:
-                figures[f"{side}_bits_per_byte"] = ce * count / math.log(2) / covered
+                figures[f"{side}_bits_per_byte"] = count_bits(ce * count, covered)
     if "agreement" in mean:
         figures |= {n: value for n, value in mean.items() if n.startswith(_COMPARED)}
         figures |= {"temperature": loss.temperature, "agreement": mean["agreement"]}
