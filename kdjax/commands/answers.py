@@ -20,8 +20,6 @@ import hashlib
 import logging
 from pathlib import Path
 
-import jax
-
 from kdjax.commands.parsing import Parser, check_least, log_to_terminal
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
@@ -120,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     make_place(args.out)
     if answers.tried:
         _log.info("goes on: %s", answers.describe())
-    model = target.load(sharding.make_mesh(-1, 1, 1, jax.local_devices()))
+    model = target.load(sharding.make_local_mesh())
     generate = answer_with(model, tokenizer, sampling, settings)
     for part in group(fit, settings):
         answers.write(part, tokenizer, generate, settings, args.hint)

@@ -249,7 +249,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
     texts, prompts = _read_domains(request, target, teacher)
     with _model_at_work("reading the model"):
         _add_findings(document, examine.of_files(target.checkpoint))
-    mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
+    mesh = sharding.make_local_mesh()
     _run_model(document, request, target, mesh)
     if request.domains and not args.draft:
         document |= {"teacher": args.teacher, "held_out": None}
@@ -315,7 +315,7 @@ def show_plan(request: Request) -> int:
     target = open_target(args.target, args.student, args.tokenizer)
     teacher = open_target(args.teacher, fallback=args.tokenizer) if args.teacher else None
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
-    mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
+    mesh = sharding.make_local_mesh()
     rows, length, continued = sharding.split_rows(args.batch_size, mesh), args.seq_len, None
     _, prompts = _read_domains(request, target, teacher)
     if args.draft:

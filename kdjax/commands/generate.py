@@ -99,7 +99,7 @@ def _write_text(args: argparse.Namespace) -> int:
     sampling.check()
     if args.draft == OWN_BLOCK:
         find_block(target.checkpoint.spec, target.checkpoint, new=False)
-    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    mesh = sharding.make_local_mesh(1)
     if args.plan:
         return _show_plan(args, target, len(tokenizer.open_text(tokenizer.encode(text))), mesh)
     model, draft = target.load(mesh), small.load(mesh) if small else None

@@ -10,7 +10,6 @@ text; those that the text does not fill are left out.
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from kdjax.commands.parsing import Parser, check_least, log_to_terminal
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if not len(tokens):
         raise UserError(f"{args.data}: found no row of {args.seq_len} ids; lower --seq-len.")
     make_place(args.out)
-    model = target.load(sharding.make_mesh(1, 1, 1, jax.local_devices()[:1]))
+    model = target.load(sharding.make_local_mesh(1))
 
     def batches() -> Iterator[np.ndarray]:
         for start in range(0, len(tokens), args.batch_size):

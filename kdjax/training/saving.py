@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from kdjax.config import Config, is_phased
-from kdjax.device.sharding import count_bytes, make_mesh
+from kdjax.device.sharding import count_bytes, make_local_mesh
 from kdjax.errors import CheckError, UserError, WriteError
 from kdjax.formats import TensorTable
 from kdjax.formats.checksums import add_up, checksum
@@ -402,7 +402,7 @@ def _params_before_training(
         draw = functools.partial(initialise, spec, Compute(), seed)
         drawn = flatten_dict(jax.jit(draw)(), sep="/")
         return lambda name: np.asarray(drawn[name])
-    mesh = make_mesh(1, 1, 1, jax.local_devices()[:1])
+    mesh = make_local_mesh(1)
     shapes = flatten_dict(functional(spec, Compute())[1], sep="/")
 
     def load(name: str) -> np.ndarray:

@@ -29,7 +29,7 @@ from kdjax.device.sharding import (
     ROWS,
     batch_sharding,
     compiler_options,
-    make_mesh,
+    make_local_mesh,
     parameter_shardings,
     put_batch,
     replicated,
@@ -920,7 +920,7 @@ def _share_placement(student: Model, teachers: Sequence[Model]) -> Placement:
     """Placement of all models; a user's module, which has none, takes the teacher's."""
     known = [model.placement for model in (student, *teachers) if model.placement]
     if not known:
-        return Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+        return Placement.on(make_local_mesh(1))
     if any(known[0].mesh != other.mesh for other in known):
         raise UserError("teacher and student are on different devices: load both on the same.")
     return known[0]

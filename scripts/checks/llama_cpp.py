@@ -119,7 +119,7 @@ def load(path: Path) -> Model:
     """Makes a model of float32 parameters; a head that repeats the embedding is tied."""
     checkpoint = open_checkpoint(path)
     spec = dataclasses.replace(checkpoint.spec, tied=has_tied_head(checkpoint.table))
-    placement = Placement(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))
+    placement = Placement(sharding.make_local_mesh(1))
     return load_model(
         dataclasses.replace(checkpoint, spec=spec), dtype="float32", placement=placement
     )
