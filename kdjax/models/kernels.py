@@ -1,9 +1,9 @@
 """Triton kernels through Pallas for what XLA does in too many passes over memory.
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
-`Placement.kernels` is false: on other devices, on several (no kernel is split over a mesh), and
-once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` and `pass_states` have
-gradients here: the others serve a frozen teacher and what brings its own.
+`Placement.kernels` is false: on other devices, where `tensor` splits what a kernel would have
+whole, and once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` and
+`pass_states` have gradients here: the others serve a frozen teacher and what brings its own.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """Valid GGUF files of random weights, for tests, benchmarks and machines without a network.
 
-A file has the shapes, block types, key-values and tokenizer of a Qwen2 model as llama.cpp
-quantizes it, and random blocks, so that everything but what it says is like the real thing.
+A file has the shapes, block types, key-values and tokenizer of a Qwen2, Qwen3, Qwen3.5 or Gemma 3
+as llama.cpp quantizes it, and random blocks, so that everything but what it says is like the real
+thing.
 """
 
 import math
@@ -491,7 +492,7 @@ def write_random_gguf(
     layer_order: LayerOrder = "published",
     tokenizer_from: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Writes a Qwen2 model of random weights, matrices of standard deviation 1/sqrt(inputs).
+    """Writes a model of random weights, matrices of standard deviation 1/sqrt(inputs).
 
     Streams, so memory stays near 0.25 GB at any size. The same arguments give the same bytes.
     `tokenizer_from` is a GGUF file to copy the tokenizer from; by default a byte-level BPE of a few
