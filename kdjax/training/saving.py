@@ -33,6 +33,7 @@ from kdjax.formats import TensorTable
 from kdjax.formats.checksums import add_up, checksum
 from kdjax.formats.files import writing
 from kdjax.formats.saved import (
+    CHECKPOINTS,
     CHECKSUMS,
     DIGEST,
     RECEIPT,
@@ -96,7 +97,7 @@ class Checkpoints:
         handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
         self._workdir = workdir
         self.best: Best | None = None  # a step that stays, beside the newest
-        self._folder = (workdir / "checkpoints").resolve()
+        self._folder = (workdir / CHECKPOINTS).resolve()
         self._in_flight = False
         self._quiet = contextlib.ExitStack()
         with self._writing():

@@ -45,7 +45,7 @@ from kdjax.errors import (
 )
 from kdjax.evaluation.sandbox import BUBBLEWRAP
 from kdjax.formats import open_table
-from kdjax.formats.saved import CHECKSUMS, find_damage, saved_steps
+from kdjax.formats.saved import CHECKPOINTS, CHECKSUMS, find_damage, saved_steps, step_folder
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training.caching import cache_teacher
 from kdjax.training.hooks import Hook
@@ -201,7 +201,7 @@ def read_checksums(workdir: Path) -> dict[str, int]:
 
     From the file itself: TensorStore, once used here, would allow no fork.
     """
-    step = workdir / "checkpoints" / str(saved_steps(workdir)[-1])
+    step = step_folder(workdir, saved_steps(workdir)[-1])
     return json.loads((step / "run" / "metadata").read_text())[CHECKSUMS]
 
 
@@ -252,7 +252,7 @@ def is_saving(workdir: Path, seen: set[str], skipped: int) -> bool:
 
 def unfinished(workdir: Path) -> list[Path]:
     """Saves that are not complete."""
-    return list((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
+    return list((workdir / CHECKPOINTS).glob("*.orbax-checkpoint-tmp*"))
 
 
 def damage(path: Path, way: str, draw: random.Random) -> None:
@@ -273,7 +273,7 @@ def damage(path: Path, way: str, draw: random.Random) -> None:
 
 def try_damage(bench: Bench, short: bool) -> Iterator[Row]:
     """Every file of the newest step, damaged in every way, then resumed from."""
-    newest = bench.straight / "checkpoints" / str(STEPS)
+    newest = bench.straight / CHECKPOINTS / str(STEPS)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
 
     def restore_all() -> list[tuple[str, str]]:
@@ -288,7 +288,7 @@ def try_damage(bench: Bench, short: bool) -> Iterator[Row]:
 
         older = bench.folder / "older"
         shutil.copytree(bench.straight, older)
-        shutil.rmtree(older / "checkpoints" / str(STEPS))
+        shutil.rmtree(older / CHECKPOINTS / str(STEPS))
         truth = dict([restore(bench.straight), restore(older)])
         found: list[tuple[str, str]] = []
         for path in files[:: 6 if short else 1]:
