@@ -67,6 +67,14 @@ def rng():
 
 
 @pytest.fixture(scope="session")
+def mesh():
+    """The mesh of one device."""
+    from kdjax.device.sharding import make_local_mesh
+
+    return make_local_mesh(1)
+
+
+@pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folder with teacher.gguf and student.gguf: random Q4_K_M files of two toy models."""
     from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import normalizers
 
 import kdjax
-from kdjax.device import sharding
 from kdjax.evaluation import table
 from kdjax.evaluation.health import detectors, examine, forms
 from kdjax.evaluation.health.detectors import LogitStats
@@ -35,11 +34,6 @@ from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 from scripts.checks.detectors import exchanged, reversed_heads, rewritten
 
 SHAPE = QWEN25_SHAPES["tiny-student"]._replace(layers=1)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
 
 
 def altered(source, path, change=None, only="", metadata=None):

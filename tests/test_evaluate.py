@@ -47,11 +47,6 @@ CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naÃ¯ve ðŸ
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
-@pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A small student and a teacher of the same tokenizer, and text for both."""
     folder = tmp_path_factory.mktemp("pair")
@@ -121,7 +116,7 @@ def test_rows_are_those_of_training(pair, tmp_path):
 def reference(pair, batch, name):
     """Logits of the ids that exist and their log-softmax, float64 `[positions, V]`."""
     opened = open_target(f"{pair}/{name}.gguf@dense:float32")
-    provider = opened.load(sharding.make_mesh(1, 1, 1, jax.devices()[:1]), max_segments=40)
+    provider = opened.load(sharding.make_local_mesh(1), max_segments=40)
     columns = [jnp.asarray(batch[x]) for x in ("tokens", "segment_ids", "positions")]
     logits = np.asarray(provider.logits(*columns), np.float64)
     logits = logits[batch["weights"] != 0][:, : opened.checkpoint.tokenizer.vocab_size]

@@ -37,11 +37,6 @@ of = jax.ShapeDtypeStruct
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
-@pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     small = PLAIN._replace(layers=2, hidden=256, heads=4, ffn=768)
@@ -215,10 +210,6 @@ def text(tmp_path):
     return tmp_path
 
 
-def every_device():
-    return sharding.make_mesh(-1, 1, 1, jax.local_devices())
-
-
 def plan_command(monkeypatch, *arguments, memory=None):
     """The exit status, and what the command asked the plan for."""
     asked = {}
@@ -250,7 +241,7 @@ def test_the_command_plans_what_it_then_runs(paths, text, monkeypatch, capsys):
     assert "too much" in capsys.readouterr().out
 
     read, written = set(), []
-    split = functools.partial(sharding.split_rows, mesh=every_device())
+    split = functools.partial(sharding.split_rows, mesh=sharding.make_local_mesh())
     hidden_states, run = Model.hidden_states, decoding.write_answers
 
     def look(model, batches, **more):
@@ -288,7 +279,7 @@ def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatc
         "--batch-size=3",
     ]
     more = [f"--mbpp={tmp_path}/mbpp.jsonl", "--allow-unsandboxed", "--max-tokens=32"]
-    one = sharding.split_rows(3, every_device())
+    one = sharding.split_rows(3, sharding.make_local_mesh())
     status, asked = plan_command(monkeypatch, *arguments, *more)
     told = capsys.readouterr().out
     assert status == 0 and asked["read"] == (one, 48) and asked["continued"] is None
