@@ -7,7 +7,7 @@ thing.
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -511,3 +511,17 @@ def write_random_gguf(
         metadata,
         [(*row, _stream(*row, (seed, index))) for index, row in enumerate(plan)],
     )
+
+
+def write_tiny_pair(folder: Path) -> None:
+    """Writes the two toys into the folder, as teacher.gguf and student.gguf."""
+    for seed, name in enumerate(("teacher", "student")):
+        write_random_gguf(folder / f"{name}.gguf", QWEN25_SHAPES[f"tiny-{name}"], seed=seed)
+
+
+def write_tiny_text(folder: Path, sizes: Sequence[int]) -> None:
+    """Makes the folder, and in it a Python file of so many functions for each of the sizes."""
+    folder.mkdir(parents=True)
+    for i, size in enumerate(sizes):
+        lines = (f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(size))
+        (folder / f"{i:02}.py").write_text("\n".join(lines))

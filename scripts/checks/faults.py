@@ -55,7 +55,7 @@ from kdjax.training.saving import Checkpoints
 from kdjax.training.teachers import CachedTopK
 from kdjax.watch.report import ReportPage
 from kdjax.watch.run import distill
-from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
+from scripts.bench.synthetic import write_tiny_pair, write_tiny_text
 from scripts.checks import sandbox_attacks as attacks
 
 STEPS = 8
@@ -127,13 +127,9 @@ class Bench:
     def __init__(self, folder: Path, seed: int, minutes: float, short: bool = False):
         self.folder, self.random, self.count = folder, random.Random(seed), 0
         self.minutes = minutes
-        for number, name in enumerate(("teacher", "student")):
-            write_random_gguf(folder / f"{name}.gguf", QWEN25_SHAPES[f"tiny-{name}"], seed=number)
         text = folder / "text"
-        text.mkdir()
-        for i in range(12):
-            lines = (f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(12))
-            (text / f"{i:02}.py").write_text("\n".join(lines))
+        write_tiny_pair(folder)
+        write_tiny_text(text, [12] * 12)
         self.config = tiny(Config())
         config = self.config
         config.teacher.path, config.student.path = (
