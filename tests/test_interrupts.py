@@ -131,7 +131,10 @@ if sys.argv[-1] == "importing":
     print("imported", flush=True)
 """
 COMMAND = """
-import sys, kdjax.commands
+import signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # behind a shell it is ignored
+import kdjax.commands
 from kdjax.commands import cli
 kdjax.commands.__path__.append(sys.argv.pop(1))
 cli.COMMANDS["stub"] = "of this test"

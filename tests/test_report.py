@@ -446,7 +446,7 @@ def test_errors_say_what_to_do(tmp_path, capsys):
         page.write_page([one], tmp_path / "page")
     (tmp_path / "file").write_text("")
     assert main([str(one), "--out", str(tmp_path / "file" / "r.html")]) == 2
-    assert "r.html cannot be written" in capsys.readouterr().err
+    assert "file is no folder; expected one" in capsys.readouterr().err
     assert main([str(one)]) == 0
     assert capsys.readouterr().out == f"{one / 'report.html'}\n"
 
