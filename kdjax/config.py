@@ -400,6 +400,11 @@ def count_teacher_positions(config: Config) -> int:
     return length + (config.rollout.hint_tokens or length) if has_hints(config) else length
 
 
+def count_prompt_positions(config: Config) -> int:
+    """The positions of the longest prompt whose answer is trained on."""
+    return config.rollout.prompt_tokens or config.data.seq_len - config.rollout.max_tokens
+
+
 def choose_optim(config: Config) -> OptimConfig:
     """The optimizer's settings of what is trained: adapters have a rate of their own."""
     lora = config.student.lora

@@ -69,19 +69,18 @@ def rng():
 @pytest.fixture(scope="session")
 def mesh():
     """The mesh of one device."""
-    from kdjax.device.sharding import make_mesh
+    from kdjax.device.sharding import make_local_mesh
 
-    return make_mesh(1, 1, 1, jax.devices()[:1])
+    return make_local_mesh(1)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folder with teacher.gguf and student.gguf: random Q4_K_M files of two toy models."""
-    from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
+    from scripts.bench.synthetic import write_tiny_pair
 
     folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("teacher", "student")):
-        write_random_gguf(folder / f"{name}.gguf", QWEN25_SHAPES[f"tiny-{name}"], seed=seed)
+    write_tiny_pair(folder)
     return folder
 
 
@@ -165,12 +164,10 @@ def steps_stay():
 def make_tiny_config(models, folder):
     """`tiny_config` for fixtures of a wider scope; text and caches under `folder`."""
     from kdjax.config import Config, tiny
+    from scripts.bench.synthetic import write_tiny_text
 
     text = folder / "text"
-    text.mkdir()
-    for i in range(12):
-        body = "\n".join(f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(12))
-        (text / f"{i:02}.py").write_text(body)
+    write_tiny_text(text, [12] * 12)
     config = tiny(Config())
     config.teacher.path, config.student.path = (
         str(models / f"{name}.gguf") for name in ("teacher", "student")

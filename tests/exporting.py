@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kdjax
+from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from scripts.bench.synthetic import byte_alphabet
 
@@ -23,6 +24,12 @@ def load(path):
     """A checkpoint as a model of float32 parameters on the host."""
     model = kdjax.load(path, dtype="float32")
     return model.replace(params=jax.device_get(model.params))
+
+
+def read_tensors(path):
+    """Shape and bytes of each tensor of a file or folder."""
+    table = open_table(path)
+    return {name: (table.info(name).shape, table.raw(name).tobytes()) for name in table}
 
 
 def short(spec):

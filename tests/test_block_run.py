@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_tiny_config
+from exporting import read_tensors
 from resuming import assert_goes_on, finish
 from test_disk import no_file_beyond
-from test_nextn import SHAPE, tensors
+from test_nextn import SHAPE
 from test_run import Recorder, go, saved
 
 import kdjax
@@ -252,7 +253,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
     assert draft.main([*where, *how]) == 0
     told = capsys.readouterr().out.rpartition("T = 1: ")[2].split()
     assert float(told[2]) > float(told[0]) + 0.01
-    ours, theirs = tensors(out), tensors(served)
+    ours, theirs = read_tensors(out), read_tensors(served)
     changed = {n for n in theirs if ours[n] != theirs[n] and not n.endswith("ssm_a")}  # rounded
     assert changed and all(name.startswith("blk.4.") for name in changed)
     assert open_table(out).info("blk.4.nextn.eh_proj.weight").dtype == "Q8_0"

@@ -156,7 +156,7 @@ def test_a_bug_keeps_its_traceback():
             "--step: found 'best'; expected a saved step, or newest",
         ),
         (["evaluate", "x", "--humaneval=kdjax"], "kdjax: a folder; expected a file"),
-        (["evaluate", "x", "--limit=-1"], "--limit=-1 must be 0, for all, or more"),
+        (["evaluate", "x", "--limit=-1"], "--limit=-1 must be 0 or more"),
         (
             ["answers", "x", "--exercises=x", "--out=x", "--timeout=0"],
             "--timeout=0 must be above 0",

@@ -116,7 +116,7 @@ def test_rows_are_those_of_training(pair, tmp_path):
 def reference(pair, batch, name):
     """Logits of the ids that exist and their log-softmax, float64 `[positions, V]`."""
     opened = open_target(f"{pair}/{name}.gguf@dense:float32")
-    provider = opened.load(sharding.make_mesh(1, 1, 1, jax.devices()[:1]), max_segments=40)
+    provider = opened.load(sharding.make_local_mesh(1), max_segments=40)
     columns = [jnp.asarray(batch[x]) for x in ("tokens", "segment_ids", "positions")]
     logits = np.asarray(provider.logits(*columns), np.float64)
     logits = logits[batch["weights"] != 0][:, : opened.checkpoint.tokenizer.vocab_size]
@@ -592,8 +592,8 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
         (["{p}/none.gguf"], "found no such file"),
         (["{p}/student.gguf@q5"], "found the form 'q5'; expected dense or"),
         (["{p}/student.gguf@packed:float16"], "expected .* bfloat16 or float32"),
-        (["{p}/student.gguf", "--rows=0"], "--rows must be 1 or more"),
-        (["{p}/student.gguf", "--seq-len=1"], "--seq-len must be 2"),
+        (["{p}/student.gguf", "--rows=0"], "--rows=0 must be 1 or more"),
+        (["{p}/student.gguf", "--seq-len=1"], "--seq-len=1 must be 2"),
         (["{p}/student.gguf", "--k=1,2"], "between 1 and --samples=1"),
         (["{p}/student.gguf", "--data={p}/text", "--seq-len=99999"], "the model has 32768 pos"),
         (["{p}/student.gguf", "--mbpp={p}/m.jsonl", "--max-tokens=32768"], "leaves no room"),

@@ -11,6 +11,7 @@ import pytest
 from kdjax.commands import evaluate
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
+from kdjax.device.sharding import count_bytes
 from kdjax.evaluation import drafting, heldout
 from kdjax.evaluation.target import open_target
 from kdjax.losses.chunked import HeadSpec
@@ -42,10 +43,6 @@ def paths(tmp_path_factory):
     for name, shape in (("plain", PLAIN), ("small", small), ("delta", DELTA)):
         write_random_gguf(folder / f"{name}.gguf", shape, recipe="q8_0")
     return folder
-
-
-def count_bytes(tree):
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 class Held(NamedTuple):
@@ -213,10 +210,6 @@ def text(tmp_path):
     return tmp_path
 
 
-def every_device():
-    return sharding.make_mesh(-1, 1, 1, jax.local_devices())
-
-
 def plan_command(monkeypatch, *arguments, memory=None):
     """The exit status, and what the command asked the plan for."""
     asked = {}
@@ -248,7 +241,7 @@ def test_the_command_plans_what_it_then_runs(paths, text, monkeypatch, capsys):
     assert "too much" in capsys.readouterr().out
 
     read, written = set(), []
-    split = functools.partial(sharding.split_rows, mesh=every_device())
+    split = functools.partial(sharding.split_rows, mesh=sharding.make_local_mesh())
     hidden_states, run = Model.hidden_states, decoding.write_answers
 
     def look(model, batches, **more):
@@ -286,7 +279,7 @@ def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatc
         "--batch-size=3",
     ]
     more = [f"--mbpp={tmp_path}/mbpp.jsonl", "--allow-unsandboxed", "--max-tokens=32"]
-    one = sharding.split_rows(3, every_device())
+    one = sharding.split_rows(3, sharding.make_local_mesh())
     status, asked = plan_command(monkeypatch, *arguments, *more)
     told = capsys.readouterr().out
     assert status == 0 and asked["read"] == (one, 48) and asked["continued"] is None

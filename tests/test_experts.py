@@ -26,10 +26,9 @@ from kdjax.models.loading import count_parameters
 from kdjax.models.model import load_model
 from kdjax.models.schema import spec_from_table
 from kdjax.training.teachers import Packed, RunningTeacher
-from scripts.bench.synthetic import QWEN3_SHAPES, QWEN35_SHAPES, write_random_gguf
+from scripts.bench.synthetic import SHAPES, write_random_gguf
 
 GOLDENS = Path(__file__).parent / "goldens"
-SHAPES = QWEN3_SHAPES | QWEN35_SHAPES
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import kdjax
 from kdjax.config import WEIGHTS, Config, validate
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode
@@ -30,12 +31,8 @@ from scripts.checks.fewer_bits import write_fewer_bits
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 300, (4, 24)), jnp.int32)
 
 
-def one_device():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
 def model(path, weights, mesh=None):
-    placement = Placement.on(mesh or one_device())
+    placement = Placement.on(mesh or make_local_mesh(1))
     return load_model(open_checkpoint(path), weights=weights, dtype="float32", placement=placement)
 
 
@@ -259,7 +256,9 @@ def test_the_bound_on_speed_counts_fp8_twice_as_fast(tiny_config):
     pair = open_pair(tiny_config)
     devices = Devices("gpu", "NVIDIA H200", 1, int(135e9), 989e12)
     alone = plan.replace_settings(tiny_config, "full", 128)
-    made = [plan.make_plan(alone, pair, one_device(), devices, k) for k in (Dense(), Float8())]
+    made = [
+        plan.make_plan(alone, pair, make_local_mesh(1), devices, k) for k in (Dense(), Float8())
+    ]
     length = tiny_config.data.seq_len
     frozen, trained = (x.spec.forward_flops(length) for x in (pair.teacher, pair.student))
     want = (frozen + 3 * trained) / (frozen / 2 + 3 * trained)

@@ -18,6 +18,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from test_apr import MODEL as ARCHITECTURE
+from test_apr import padded
 
 from kdjax.errors import UserError
 from kdjax.formats import open_table
@@ -168,10 +169,6 @@ def mutated(rng, data, fields, end):
     for mutation in rng.choices(MUTATIONS, WEIGHTS, k=rng.choice((1, 1, 1, 2, 3))):
         data = mutation(rng, data, fields, end)
     return data
-
-
-def padded(data):
-    return data + bytes(-len(data) % 64)
 
 
 def with_checksum(data):

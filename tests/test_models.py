@@ -42,16 +42,12 @@ GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(p.parent.name for p in GOLDENS.glob("*/expected.npz"))
 
 
-def one_device():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
 @functools.cache
 def load(folder, compute=None):
     checkpoint = open_checkpoint(folder)
     table, spec = checkpoint.table, checkpoint.spec
     apply, abstract = functional(spec, compute or Compute())
-    return apply, load_params(table, spec, abstract, one_device())
+    return apply, load_params(table, spec, abstract, sharding.make_local_mesh(1))
 
 
 def rows(tokens):

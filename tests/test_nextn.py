@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exporting import read_tensors
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import kdjax
@@ -183,17 +184,12 @@ def test_runs_of_drafts_are_those_of_passes_that_begin_everywhere(model, block):
                 before = np.concatenate([before, own[None]])
 
 
-def tensors(path):
-    table = open_table(path)
-    return {name: (table.info(name).shape, table.raw(name).tobytes()) for name in table}
-
-
 @BOTH
 @pytest.mark.slow
 def test_files_keep_the_block(path, model, tmp_path):
     """GGUF to GGUF in float32, and a folder in bf16 to GGUF and back, bit for bit."""
     export_gguf(model, tmp_path / "again.gguf", dtype="f32")
-    ours, theirs = tensors(tmp_path / "again.gguf"), tensors(path)
+    ours, theirs = read_tensors(tmp_path / "again.gguf"), read_tensors(path)
     blocks = {name for name in theirs if name.startswith("blk.4.")}
     assert len(blocks) == (20 if model.spec.experts else 15) and {
         n for n in blocks if ".nextn." in n
@@ -207,10 +203,10 @@ def test_files_keep_the_block(path, model, tmp_path):
     export_hf(model, tmp_path / "hf", dtype="bf16")
     export_gguf(kdjax.load(tmp_path / "hf", dtype="float32"), tmp_path / "b.gguf", dtype="f32")
     export_hf(kdjax.load(tmp_path / "b.gguf", dtype="float32"), tmp_path / "back", dtype="bf16")
-    assert tensors(tmp_path / "back") == tensors(tmp_path / "hf")
-    assert {n for n in tensors(tmp_path / "hf") if n.startswith("mtp.") and "layers" not in n} == {
-        f"mtp.{n}.weight" for n in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    }
+    assert read_tensors(tmp_path / "back") == read_tensors(tmp_path / "hf")
+    assert {
+        n for n in read_tensors(tmp_path / "hf") if n.startswith("mtp.") and "layers" not in n
+    } == {f"mtp.{n}.weight" for n in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["mtp_num_hidden_layers"], config["num_hidden_layers"]) == (1, 4)
     read = kdjax.load(tmp_path / "b.gguf", dtype="float32").params["mtp"]["proj"]["weight"]
@@ -356,7 +352,7 @@ def test_the_block_alone_trains(mlp, batch, tmp_path):
     assert losses[-1] < 0.9 * losses[0]
     trained = block.replace(params=step.see(state))
     export_gguf(trained, tmp_path / "t.gguf")  # layers in the blocks that they have
-    before, after = tensors(tmp_path / "q.gguf"), tensors(tmp_path / "t.gguf")
+    before, after = read_tensors(tmp_path / "q.gguf"), read_tensors(tmp_path / "t.gguf")
     changed = {n for n in before if before[n] != after[n] and not n.endswith("ssm_a")}  # rounded
     assert changed and all(name.startswith("blk.4.") for name in changed)
     again = kdjax.take_block(kdjax.load(tmp_path / "t.gguf", weights="packed", dtype="float32"))

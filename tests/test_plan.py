@@ -23,7 +23,8 @@ from kdjax.commands.parsing import apply_environment
 from kdjax.config import WEIGHTS, Config
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
-from kdjax.errors import UserError
+from kdjax.device.sharding import make_local_mesh
+from kdjax.errors import BAD_INPUT, UserError
 from kdjax.formats import open_table
 from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models import decoding, ready
@@ -91,10 +92,6 @@ def config_of(
     return config
 
 
-def one_device():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
 # Peaks of peak_bytes_in_use, GB: scripts/bench/step.py on one H200, jax 0.11.2, 21 November 2026.
 # The last three are whole runs of kdjax.commands.train.
 ONE = dict(rows=8, length=2048, segments=1)
@@ -139,7 +136,9 @@ MEASURED += [
 
 @pytest.mark.parametrize(("pair", "weights", "settings", "peak"), MEASURED)
 def test_the_plan_is_within_6_percent_of_what_an_h200_used(pairs, pair, weights, settings, peak):
-    made = plan.make_plan(config_of(**settings), pairs[pair], one_device(), H200, KINDS[weights])
+    made = plan.make_plan(
+        config_of(**settings), pairs[pair], make_local_mesh(1), H200, KINDS[weights]
+    )
     assert made.peak / 1e9 == pytest.approx(peak, rel=0.06)
 
 
@@ -204,7 +203,7 @@ def test_auto_splits_over_as_few_devices_as_fit_and_says_why(
 
 def test_the_plan_names_every_byte_of_the_7b_pair(pairs):
     made = plan.make_plan(
-        config_of(8, 2048, parts=4), pairs["7b"], one_device(), H200, KINDS["packed"]
+        config_of(8, 2048, parts=4), pairs["7b"], make_local_mesh(1), H200, KINDS["packed"]
     )
     sizes = {name: round(size / 1e9, 2) for name, size in made.resident.items()}
     assert sizes == {
@@ -247,7 +246,7 @@ def test_resident_bytes_are_those_of_the_arrays(
     tiny_config.teacher.weights = weights
     tiny_config.teacher.param_dtype = "bfloat16"
     job = assemble(tiny_config, tmp_path)
-    made = plan.make_plan(job.config, job.pair, one_device(), on(1), KINDS[weights])
+    made = plan.make_plan(job.config, job.pair, make_local_mesh(1), on(1), KINDS[weights])
     teacher, student, moments = made.resident.values()
     indices = (
         2 * 2 * 3 * 4 if weights == "packed" else 0
@@ -266,7 +265,7 @@ def test_frozen_parameters_are_planned_without_moments_and_gradients(tiny_config
     tiny_config.optim.name, tiny_config.optim.trainable = name, "blocks/*/mlp, blk.1.attn_q"
     tiny_config.teacher.weights = "dense"
     job = assemble(tiny_config, tmp_path)
-    made = plan.make_plan(job.config, job.pair, one_device(), on(1), KINDS["dense"])
+    made = plan.make_plan(job.config, job.pair, make_local_mesh(1), on(1), KINDS["dense"])
     moments = made.resident["optimizer moments, float32"]
     opt_state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(job.step.abstract.opt_state))
     assert moments == pytest.approx(opt_state, rel=1e-3)
@@ -281,12 +280,12 @@ def test_frozen_parameters_are_planned_without_moments_and_gradients(tiny_config
     assert ("Muon orthogonalizes" in made.phases) == (name == "muon")
     tiny_config.optim.trainable = "blocks/*/mpl"
     with pytest.raises(UserError, match=r"trainable: found 'blocks/\*/mpl', which names no"):
-        plan.make_plan(tiny_config, job.pair, one_device(), on(1), KINDS["dense"])
+        plan.make_plan(tiny_config, job.pair, make_local_mesh(1), on(1), KINDS["dense"])
 
 
 def test_weights_are_planned_by_device(pairs):
     config = config_of(8, 2048)
-    alone = plan.make_plan(config, pairs["7b"], one_device(), H200, KINDS["packed"]).resident
+    alone = plan.make_plan(config, pairs["7b"], make_local_mesh(1), H200, KINDS["packed"]).resident
     mesh = sharding.make_mesh(2, 2, 2)
     spread = plan.make_plan(config, pairs["7b"], mesh, H200, KINDS["packed"]).resident
     for name, size in alone.items():
@@ -294,7 +293,7 @@ def test_weights_are_planned_by_device(pairs):
 
 
 def test_auto_prefers_speed_then_room(pairs):
-    config, mesh = config_of(8, 2048), one_device()
+    config, mesh = config_of(8, 2048), make_local_mesh(1)
     wide = plan.choose_plan(config, pairs["7b"], mesh, H200, AUTO)
     assert wide.kind.name == "dense" and "offers 135.10" in wide.choice
     narrow = plan.choose_plan(config, pairs["7b"], mesh, on(24), AUTO)
@@ -321,7 +320,7 @@ def test_auto_prefers_speed_then_room(pairs):
 )
 def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
-    config, mesh = config_of(8, 2048, remat="auto"), one_device()
+    config, mesh = config_of(8, 2048, remat="auto"), make_local_mesh(1)
     made = plan.choose_plan(config, pairs["7b"], mesh, device, AUTO)
     assert (made.kind.name, made.remat) == (teacher, remat)
     assert f"student.remat {remat}, by auto" in made.choice
@@ -337,7 +336,7 @@ def test_auto_recomputes_as_little_as_fits(pairs, gigabytes, teacher, remat):
 )
 def test_auto_takes_the_widest_chunks_that_fit(pairs, gigabytes, chunk):
     device = on(gigabytes) if gigabytes else Devices("gpu", "x", 1, None, None)
-    config, mesh = config_of(8, 2048, remat="none", chunk=0), one_device()
+    config, mesh = config_of(8, 2048, remat="none", chunk=0), make_local_mesh(1)
     made = plan.choose_plan(config, pairs["7b"], mesh, device, [KINDS["dense"]])
     assert made.chunk_tokens == chunk and bool(made.missing) is False
     assert f"loss.chunk_tokens {chunk}, by auto" in made.choice
@@ -351,7 +350,7 @@ def test_a_divergence_without_kernels_is_planned_with_an_intermediate(pairs):
     config = config_of(8, 2048, remat="none", chunk=4096)
     config.loss.divergence = "reverse_kl"
     loss = [
-        plan.make_plan(c, pairs["7b"], one_device(), H200, KINDS["dense"]).phases[
+        plan.make_plan(c, pairs["7b"], make_local_mesh(1), H200, KINDS["dense"]).phases[
             "the loss is computed"
         ]
         for c in (config_of(8, 2048, remat="none", chunk=4096), config)
@@ -362,24 +361,26 @@ def test_a_divergence_without_kernels_is_planned_with_an_intermediate(pairs):
 
 def test_own_answers_are_planned_with_all_that_writes_them(pairs):
     config = config_of(8, 2048, remat="none")
-    without = plan.make_plan(config, pairs["7b"], one_device(), H200, KINDS["dense"])
+    without = plan.make_plan(config, pairs["7b"], make_local_mesh(1), H200, KINDS["dense"])
     name = "own answers are written"
     assert name not in without.phases
     config.rollout.prompts, config.rollout.prompt_tokens = "p.jsonl", 200
     config.rollout.max_tokens = 512
-    writing = plan.make_plan(config, pairs["7b"], one_device(), H200, KINDS["dense"]).phases[name]
+    writing = plan.make_plan(config, pairs["7b"], make_local_mesh(1), H200, KINDS["dense"]).phases[
+        name
+    ]
     # 712 ids take 768 places of 24 layers' two heads of 64, keys and values, two bytes each.
     assert writing["keys and values"] == 1024 * 768 * 24 * 2 * 2 * 64 * 2
     assert writing["a call's own"] == 4 * 1024 * 151_936
     assert writing["its head"] == 2 * 896 * 151_936
     # Those of little memory write with the layers as they are, and the advice is fewer at a time.
-    small = plan.make_plan(config, pairs["7b"], one_device(), on(33.5), KINDS["dense"])
+    small = plan.make_plan(config, pairs["7b"], make_local_mesh(1), on(33.5), KINDS["dense"])
     assert "its layers apart" in writing and "its layers apart" not in small.phases[name]
     config.train.batch_size, config.student.remat = 1, "auto"
     with pytest.raises(UserError, match=r"It would fit with .*--config.rollout.batch_size=256"):
-        plan.choose_plan(config, pairs["7b"], one_device(), on(18), AUTO)
+        plan.choose_plan(config, pairs["7b"], make_local_mesh(1), on(18), AUTO)
     config.rollout.rounds, config.student.remat = 1, "none"  # written before a teacher is loaded
-    once = plan.make_plan(config, pairs["7b"], one_device(), H200, KINDS["dense"])
+    once = plan.make_plan(config, pairs["7b"], make_local_mesh(1), H200, KINDS["dense"])
     assert name not in once.phases
 
 
@@ -435,18 +436,21 @@ def test_a_delta_layers_rule_holds_what_is_counted(sizes):
 
 def test_auto_leaves_a_cpus_memory_to_others(pairs):
     config = config_of(8, 2048, remat="auto", chunk=0)
-    made = plan.choose_plan(config, pairs["1.5b"], one_device(), on(512, "cpu"), AUTO)
+    made = plan.choose_plan(config, pairs["1.5b"], make_local_mesh(1), on(512, "cpu"), AUTO)
     assert (made.remat, made.chunk_tokens) == ("full", 1024)
 
 
 def test_16_gib_takes_packed_with_4096_tokens_a_microbatch(pairs):
     config = config_of(8, 2048, chunk=256, parts=4, segments=32, evaluated=2)
     device = Devices("gpu", "x", 1, 16 * GIB, None)
-    assert plan.choose_plan(config, pairs["7b"], one_device(), device, AUTO).kind.name == "packed"
+    assert (
+        plan.choose_plan(config, pairs["7b"], make_local_mesh(1), device, AUTO).kind.name
+        == "packed"
+    )
 
 
 def test_what_does_not_fit_says_how_much_and_what_would(pairs):
-    config, mesh = config_of(8, 2048, remat="none", chunk=2048, evaluated=8), one_device()
+    config, mesh = config_of(8, 2048, remat="none", chunk=2048, evaluated=8), make_local_mesh(1)
     with pytest.raises(UserError, match=r"dense needs .* packed needs .* too little") as error:
         plan.choose_plan(config, pairs["7b"], mesh, on(17), AUTO)
     flags = re.findall(r"--config\.(\w+)\.(\w+)=(\w+)", str(error.value))
@@ -459,7 +463,9 @@ def test_what_does_not_fit_says_how_much_and_what_would(pairs):
 
 
 def test_weights_asked_for_are_taken_even_if_they_may_not_fit(pairs):
-    made = plan.choose_plan(config_of(8, 2048), pairs["7b"], one_device(), on(8), [KINDS["dense"]])
+    made = plan.choose_plan(
+        config_of(8, 2048), pairs["7b"], make_local_mesh(1), on(8), [KINDS["dense"]]
+    )
     assert made.kind.name == "dense" and made.missing > 10e9
     assert "too much" in "\n".join(made.lines())
 
@@ -488,11 +494,11 @@ def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, c
     monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(1e-6))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tiny_config.teacher.weights = "packed"
-    assert not command.show_plan(tiny_config)
+    assert command.print_plan(command.survey_headers(tiny_config)) == BAD_INPUT
     assert "too much" in capsys.readouterr().out
     tiny_config.teacher.weights = "auto"
     with pytest.raises(UserError, match="does not fit"):
-        command.show_plan(tiny_config)
+        command.survey_headers(tiny_config)
 
 
 def test_headers_alone_are_planned_as_the_files_are(tiny_config, tmp_path):
@@ -603,7 +609,7 @@ def test_auto_is_settled_by_what_fits(pairs, monkeypatch):
     assert len(cases) == 4
     monkeypatch.setattr(plan, "_find_remedy", lambda *_: "Buy another.")
     device = Devices("gpu", "x", 1, None, None)
-    arguments = Config(), pairs["7b"], one_device(), device, AUTO
+    arguments = Config(), pairs["7b"], make_local_mesh(1), device, AUTO
     for fast, lean in cases:
         fits = {"dense": fast, "packed": lean}
 

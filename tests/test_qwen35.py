@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_tiny_config, start_over
-from exporting import ask_llama_cpp, needs_llama_cpp
+from exporting import ask_llama_cpp, needs_llama_cpp, read_tensors
 from test_run import Recorder, go, saved
 from test_speculation import near
 
@@ -116,16 +116,11 @@ def test_llama_cpp_computes_the_same_logits(kept, values, more, tmp_path):
         assert np.ptp(row) > 0.5 and np.ptp(difference) < 1e-5 * np.ptp(row)
 
 
-def tensors(path):
-    table = open_table(path)
-    return {name: (table.info(name).shape, table.raw(name).tobytes()) for name in table}
-
-
 @BOTH
 def test_both_formats_hold_the_same(path, model, tmp_path):
     """GGUF to GGUF in float32, and a folder in bf16 to GGUF and back, bit for bit."""
     export_gguf(model, tmp_path / "again.gguf", dtype="f32")
-    ours, theirs = tensors(tmp_path / "again.gguf"), tensors(path)
+    ours, theirs = read_tensors(tmp_path / "again.gguf"), read_tensors(path)
     rates = [name for name in theirs if name.endswith("ssm_a")]
     assert len(rates) == 3
     for name in rates:  # the logarithm of a float32 is rounded
@@ -135,7 +130,7 @@ def test_both_formats_hold_the_same(path, model, tmp_path):
     export_hf(model, tmp_path / "hf", dtype="bf16")
     export_gguf(kdjax.load(tmp_path / "hf", dtype="float32"), tmp_path / "b.gguf", dtype="f32")
     export_hf(kdjax.load(tmp_path / "b.gguf", dtype="float32"), tmp_path / "back", dtype="bf16")
-    assert tensors(tmp_path / "back") == tensors(tmp_path / "hf")
+    assert read_tensors(tmp_path / "back") == read_tensors(tmp_path / "hf")
     configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("hf", "back")]
     assert configs[0] == configs[1]
     assert configs[0]["layer_types"] == 3 * ["linear_attention"] + ["full_attention"]

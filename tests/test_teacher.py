@@ -41,13 +41,9 @@ from kdjax.training.pair import Vocabulary, align, open_pair
 from scripts.bench.synthetic import QWEN25_SHAPES, random_blocks, write_random_gguf
 
 
-def one_device():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
 def model(path, weights, mesh=None):
     """Weights of bfloat16, computed with in float32."""
-    placement = Placement.on(mesh or one_device())
+    placement = Placement.on(mesh or sharding.make_local_mesh(1))
     return load_model(
         open_checkpoint(path), weights=weights, compute_dtype="float32", placement=placement
     )

@@ -20,13 +20,11 @@ import hashlib
 import logging
 from pathlib import Path
 
-import jax
-
-from kdjax.commands.parsing import Parser, log_to_terminal
+from kdjax.commands.parsing import Parser, check_least, log_to_terminal
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
-from kdjax.evaluation.passk import Settings, answer_with
+from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
 from kdjax.evaluation.verified import HINTS, VerifiedAnswers, group
 from kdjax.formats.files import make_place
@@ -73,14 +71,9 @@ def _tell(args: argparse.Namespace, target: Target, exercises: list[problems.Pro
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
-    for name in ("samples", "max_tokens", "batch_size"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
-    problems.check_flags(args.limit, args.timeout)
-    if args.samples > 1 and args.temperature == 0:
-        raise UserError(f"--temperature=0 gives the same answer {args.samples} times; raise it.")
+    check_least(args, samples=1, max_tokens=1, batch_size=1, limit=0)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, seed=args.seed)
-    sampling.check()
+    check_asked(sampling, args.samples, args.timeout)
     exercises = problems.load_humaneval(args.exercises)[: args.limit or None]
     if repeated := len(exercises) - len({exercise.task for exercise in exercises}):
         raise UserError(
@@ -125,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     make_place(args.out)
     if answers.tried:
         _log.info("goes on: %s", answers.describe())
-    model = target.load(sharding.make_mesh(-1, 1, 1, jax.local_devices()))
+    model = target.load(sharding.make_local_mesh())
     generate = answer_with(model, tokenizer, sampling, settings)
     for part in group(fit, settings):
         answers.write(part, tokenizer, generate, settings, args.hint)

@@ -26,13 +26,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from kdjax.commands.parsing import Parser, add_cluster_flags, log_to_terminal, started
+from kdjax.commands.parsing import (
+    Parser,
+    add_cluster_flags,
+    check_least,
+    log_to_terminal,
+    started,
+)
+from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.data.text import find_files
 from kdjax.device import cluster, sharding
 from kdjax.device.runtime import device_summary
 from kdjax.errors import (
-    BAD_INPUT,
     BROKEN,
     FINISHED,
     INFERENCE_FAILED,
@@ -46,11 +52,12 @@ from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding
 from kdjax.evaluation.health.probes import ANSWER_TOKENS
-from kdjax.evaluation.target import Target, open_target, warn_if_refused
+from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
 from kdjax.models.decoding import AT_ONCE, Sampling, pad_length
+from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
 
@@ -133,12 +140,8 @@ class Request:
 
 def check(args: argparse.Namespace) -> Request:
     """Raises `UserError` for flags that cannot work, before a model is read."""
-    for name in ("rows", "samples", "max_tokens", "batch_size"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more.")
-    if args.seq_len < 2:
-        raise UserError("--seq-len must be 2 or more.")
-    problems.check_flags(args.limit, args.timeout)
+    least = {"rows": 1, "samples": 1, "max_tokens": 1, "batch_size": 1, "seq_len": 2, "limit": 0}
+    check_least(args, **least)
     if args.teacher and not args.data:
         raise UserError("--teacher is compared on text: name some with --data=PATHS.")
     if args.draft == OTHER and not args.teacher:
@@ -179,10 +182,8 @@ def _list_rounds(args: argparse.Namespace) -> tuple[Round, ...]:
         raise UserError(f"--k={args.k}: expected whole numbers such as 1,10.") from None
     if not all(1 <= k <= samples for k in ks):
         raise UserError(f"--k={args.k}: each must be between 1 and --samples={samples}.")
-    if samples > 1 and temperature == 0:
-        raise UserError(f"--temperature=0 gives the same answer {samples} times; raise it.")
     sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
-    sampling.check()
+    passk.check_asked(sampling, samples, args.timeout)
     if not every:
         return (Round("", args.wording, ks, samples, sampling),)
     greedy = dataclasses.replace(sampling, temperature=0.0)
@@ -248,7 +249,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
     texts, prompts = _read_domains(request, target, teacher)
     with _model_at_work("reading the model"):
         _add_findings(document, examine.of_files(target.checkpoint))
-    mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
+    mesh = sharding.make_local_mesh()
     _run_model(document, request, target, mesh)
     if request.domains and not args.draft:
         document |= {"teacher": args.teacher, "held_out": None}
@@ -267,7 +268,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
     if args.draft:
         document |= {"teacher": args.teacher or args.target, "draft": None}
         if teacher is not None:
-            warn_if_refused(teacher, target)
+            warn_if_refused(teacher.checkpoint, target.checkpoint)
         with _model_at_work("drafting"):
             document["draft"] = drafting.measure(
                 target if teacher else None,
@@ -314,7 +315,7 @@ def show_plan(request: Request) -> int:
     target = open_target(args.target, args.student, args.tokenizer)
     teacher = open_target(args.teacher, fallback=args.tokenizer) if args.teacher else None
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
-    mesh = sharding.make_mesh(-1, 1, 1, jax.local_devices())
+    mesh = sharding.make_local_mesh()
     rows, length, continued = sharding.split_rows(args.batch_size, mesh), args.seq_len, None
     _, prompts = _read_domains(request, target, teacher)
     if args.draft:
@@ -335,9 +336,7 @@ def show_plan(request: Request) -> int:
         drafts=own,
         timed=bool(args.draft) and args.cost_ratio is None,
     )
-    if jax.process_index() == 0:
-        print("\n".join(plan.lines()))
-    return BAD_INPUT if plan.missing else FINISHED
+    return print_plan(plan)
 
 
 def _size_answers(

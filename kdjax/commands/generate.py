@@ -20,12 +20,14 @@ import jax
 from jax.sharding import Mesh
 
 from kdjax.commands.parsing import Parser, add_cluster_flags, started
+from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
 from kdjax.device.runtime import device_summary
-from kdjax.errors import BAD_INPUT, FINISHED, PEER_LOST, UserError, reporting
-from kdjax.evaluation.target import Target, open_target, warn_if_refused
+from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
+from kdjax.evaluation.target import Target, open_target
 from kdjax.models.decoding import Sampling
+from kdjax.models.drafts import warn_if_refused
 from kdjax.models.nextn import find_block, take_block
 
 
@@ -80,7 +82,7 @@ def _write_text(args: argparse.Namespace) -> int:
     other = args.draft if args.draft != OWN_BLOCK else ""
     small = open_target(other, fallback=args.tokenizer) if other else None
     if small is not None:
-        warn_if_refused(target, small)
+        warn_if_refused(target.checkpoint, small.checkpoint)
     tokenizer = target.checkpoint.tokenizer
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
@@ -97,7 +99,7 @@ def _write_text(args: argparse.Namespace) -> int:
     sampling.check()
     if args.draft == OWN_BLOCK:
         find_block(target.checkpoint.spec, target.checkpoint, new=False)
-    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    mesh = sharding.make_local_mesh(1)
     if args.plan:
         return _show_plan(args, target, len(tokenizer.open_text(tokenizer.encode(text))), mesh)
     model, draft = target.load(mesh), small.load(mesh) if small else None
@@ -129,5 +131,4 @@ def _show_plan(args: argparse.Namespace, target: Target, prompt: int, mesh: Mesh
     sizes = 1, prompt, args.max_tokens
     devices = device_summary()
     plan = plan_text(checkpoint, form.weights, form.dtype, sizes, mesh, devices, drafts=drafts)
-    print("\n".join(plan.lines()))
-    return BAD_INPUT if plan.missing else FINISHED
+    return print_plan(plan)

@@ -10,10 +10,9 @@ text; those that the text does not fill are left out.
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from kdjax.commands.parsing import Parser, log_to_terminal
+from kdjax.commands.parsing import Parser, check_least, log_to_terminal
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation.heldout import read_text
@@ -41,8 +40,7 @@ def _parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
-    if min(args.rows, args.batch_size) < 1 or args.seq_len < 2:
-        raise UserError("--rows and --batch-size must be 1 or more, --seq-len 2 or more.")
+    check_least(args, rows=1, batch_size=1, seq_len=2)
     check_target(args.out, folder=False, overwrite=args.overwrite)
     runtime.configure()
     log_to_terminal()
@@ -54,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if not len(tokens):
         raise UserError(f"{args.data}: found no row of {args.seq_len} ids; lower --seq-len.")
     make_place(args.out)
-    model = target.load(sharding.make_mesh(1, 1, 1, jax.local_devices()[:1]))
+    model = target.load(sharding.make_local_mesh(1))
 
     def batches() -> Iterator[np.ndarray]:
         for start in range(0, len(tokens), args.batch_size):

@@ -90,6 +90,13 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}".rstrip("."))
 
 
+def check_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises `UserError` for the first of these flags, of those given, that is below its number."""
+    for name, number in least.items():
+        if (value := getattr(args, name)) is not None and value < number:
+            raise UserError(f"--{name.replace('_', '-')}={value} must be {number} or more.")
+
+
 class Run(NamedTuple):
     """A command line that names a config."""
 

@@ -10,6 +10,9 @@ would.
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
 
 from kdjax.commands.parsing import (
     Run,
@@ -23,21 +26,29 @@ from kdjax.config import Config
 from kdjax.errors import BAD_INPUT, FINISHED, reporting
 from kdjax.hub import fetch_headers
 
+if TYPE_CHECKING:
+    from kdjax.training.plan import Plan
 
-def show_plan(config: Config) -> bool:
-    """Prints the plan of a run, allocating nothing; returns whether it fits."""
+
+def survey_headers(config: Config) -> "Plan":
+    """The plan of a run, from the headers of its models; allocates nothing."""
     from kdjax.training.job import survey
 
     with started(lean=True), tempfile.TemporaryDirectory() as folder:
-        plan = survey(fetch_headers(config, Path(folder)), whole=False)[2]
-    print("\n".join(plan.lines()))
-    return not plan.missing
+        return survey(fetch_headers(config, Path(folder)), whole=False)[2]
+
+
+def print_plan(plan: "Plan") -> int:
+    """Prints a plan, in the first process alone; returns whether it fits, as an exit status."""
+    if jax.process_index() == 0:
+        print("\n".join(plan.lines()))
+    return BAD_INPUT if plan.missing else FINISHED
 
 
 def plan_run(run: Run) -> int:
     """Plans what a command line asked for; returns the exit status."""
     require_files(run, text=False)
-    return FINISHED if show_plan(run.config) else BAD_INPUT
+    return print_plan(survey_headers(run.config))
 
 
 @reporting

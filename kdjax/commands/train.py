@@ -36,6 +36,7 @@ from kdjax.errors import (
     print_error,
     reporting,
 )
+from kdjax.formats.saved import CHECKPOINTS, saved_steps
 from kdjax.training.hooks import exit_status
 from kdjax.watch.smoke import Verdict
 
@@ -70,7 +71,7 @@ def carry_out(run: Run) -> int:
         return plan_run(run)
     workdir = Path(run.options.workdir or Path("runs", run.name))
     check_workdir(workdir)
-    if not (workdir / "checkpoints").is_dir():  # a finished run may have lost its files
+    if not (workdir / CHECKPOINTS).is_dir():  # a finished run may have lost its files
         require_files(run)
     options = {name: getattr(run.options, name) for name in ("distributed", "join_timeout")}
     options["suits_cpu"] = run.suits_cpu
@@ -102,7 +103,6 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
         return INTERRUPTED
     import jax
 
-    from kdjax.formats.saved import saved_steps
     from kdjax.watch.report.page import closing_lines
 
     if jax.process_index() != 0:

@@ -4,7 +4,7 @@ Grain's map-style datasets make the position plain arithmetic: batch g is rows g
 the shuffled sequence, so a resumed run, on any number of processes, sees the same rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import grain
@@ -62,6 +62,11 @@ def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, An
     for others in (rows.teacher, more):
         columns |= others[index] if others else {}
     return columns
+
+
+def stack_examples(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The batch of these examples, in order: columns `[T]` become `[B, T]`."""
+    return {name: np.stack([one[name] for one in examples]) for name in examples[0]}
 
 
 @runtime_checkable
@@ -194,4 +199,4 @@ def eval_batches(
     for start in range(process_index * share, count + process_index * share, batch_size):
         mine = range(start, start + share)
         parts = [example(rows, int(chosen[i]), more) if i < count else empty for i in mine]
-        yield {key: np.stack([part[key] for part in parts]) for key in empty}
+        yield stack_examples(parts)

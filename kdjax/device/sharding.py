@@ -50,6 +50,11 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = Non
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+def make_local_mesh(count: int | None = None) -> Mesh:
+    """The mesh over the first `count` devices of this process (default: all), by rows alone."""
+    return make_mesh(-1, 1, 1, jax.local_devices()[:count])
+
+
 def parameter_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
     """The partition of one parameter; an axis that does not divide its dimension is dropped."""
     key = next((k for k in reversed(path[-2:]) if k in _RULES), None)
@@ -89,6 +94,11 @@ def named_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 def count_shards(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> int:
     """Over how many devices one parameter is split."""
     return math.prod(mesh.shape[axis] for axis in parameter_spec(path, shape, mesh) if axis)
+
+
+def count_bytes(abstract: Any) -> int:
+    """Bytes of all arrays of a tree, or of their shapes, each once."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
 def tree_bytes(abstract: Any, mesh: Mesh) -> float:

@@ -27,12 +27,11 @@ from kdjax.evaluation.passk import draw_anew
 from kdjax.formats.files import replacing
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import DecoderFunctions
-from kdjax.models.decoding import Sampling, complete
 from kdjax.models.model import Model, cast_params
 from kdjax.training.job import Job, open_writer
 from kdjax.training.judging import compare_behind
 from kdjax.training.pair import HOW_TO_ALLOW
-from kdjax.training.rollouts import open_prompts
+from kdjax.training.rollouts import answer_prompts, open_prompts
 
 _log = logging.getLogger("kdjax")
 
@@ -145,21 +144,15 @@ def measure_gap(job: Job) -> dict[str, Any]:
 def _answer(
     job: Job, model: Model, prompts: Sequence[Sequence[int]], temperature: float
 ) -> list[list[int]]:
-    settings, real = job.config.rollout, job.pair.vocabulary.real
-    ends = tuple(i for i in job.pair.tokenizer.stop_ids if i < real)
-    seed = job.config.train.seed
-    sampling = Sampling(settings.max_tokens, temperature, stop_ids=ends, seed=seed)
-    functions: Any = model.functions
-    with model.precision():
-        said = complete(
-            functions,
-            model.params,
-            prompts,
-            sampling,
-            real=real,
-            spread=model.spread,
-            batch_size=min(settings.batch_size, len(prompts)),
-        )
+    said = answer_prompts(
+        job.config,
+        model,
+        job.pair.tokenizer,
+        job.pair.vocabulary.real,
+        prompts,
+        temperature,
+        batch_size=min(job.config.rollout.batch_size, len(prompts)),
+    )
     return [list(one.ids) for one in said]
 
 

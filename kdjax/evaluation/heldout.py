@@ -42,6 +42,7 @@ from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.nextn import take_block
 from kdjax.models.tokenizer import Tokenizer
+from kdjax.training.heldout import compute_perplexity, count_bits
 from kdjax.training.pair import Vocabulary, align
 
 # Positions are counted from the document's start, or from the row's where a document goes on in it:
@@ -363,13 +364,13 @@ def _summarise(columns: dict[str, np.ndarray]) -> dict[str, Any]:
             continue
         figures[name] = math.fsum(columns[name]) / len(classes)
         if name.endswith("ce"):
-            perplexity = math.exp(min(figures[name], 700.0))
+            perplexity = compute_perplexity(figures[name])
             figures[name.removesuffix("ce") + "perplexity"] = perplexity
         if name == "cosine":
             figures["min_cosine"] = float(columns[name].min())
     if covered := int(sizes.sum()):
         # The end of a text is a token and no text: its nats have no bytes to be spread over.
         nats = math.fsum(columns["ce"][classes != END])
-        figures["bits_per_byte"] = nats / math.log(2) / covered
+        figures["bits_per_byte"] = count_bits(nats, covered)
         figures["bytes"] = covered
     return figures

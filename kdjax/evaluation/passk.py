@@ -55,6 +55,18 @@ class Settings:
     allow_unsandboxed: bool = False  # run programs where this machine cannot confine them
 
 
+def check_asked(sampling: Sampling, samples: int, seconds: float) -> None:
+    """Raises `UserError` unless several samples can differ and each program has some time.
+
+    Messages name the flags of the commands.
+    """
+    if samples > 1 and sampling.temperature == 0:
+        raise UserError(f"--temperature=0 gives the same answer {samples} times; raise it.")
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--timeout={seconds:g} must be above 0, in seconds.")
+    sampling.check()
+
+
 def answer_with(
     model: Model, tokenizer: Tokenizer, sampling: Sampling, settings: Settings
 ) -> Generate:
@@ -128,7 +140,7 @@ def _run(asked: tuple[Problem, Completion | Exception], settings: Settings) -> S
             allow_unsandboxed=settings.allow_unsandboxed,
         )
     except Exception as error:  # the harness itself: out of memory, of descriptors, of disk
-        outcome = sandbox.Outcome("infrastructure", _say(error))
+        outcome = sandbox.Outcome(sandbox.INFRASTRUCTURE, _say(error))
     return Sample(problem.task, outcome.reason, outcome.error, answer.reason, answer.text)
 
 
@@ -186,7 +198,7 @@ def summarise(
         "wording": settings.wording,
         "reasons": dict(reasons.most_common()),
         "not_generated": len(failed),
-        "infrastructure_failures": reasons["infrastructure"],
+        "infrastructure_failures": reasons[sandbox.INFRASTRUCTURE],
         "cut_off": sum(sample.ended == "length" for sample in samples),
     }
     if failed:

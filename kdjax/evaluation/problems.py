@@ -12,7 +12,6 @@ import ast
 import dataclasses
 import gzip
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,14 +61,6 @@ class Problem:
     def checks(self) -> str:
         """Source that the judge runs: the prompt's imports and helpers, then the tests."""
         return f"{self.header}\n{self.tests}"
-
-
-def check_flags(limit: int, seconds: float) -> None:
-    """Raises `UserError` unless `--limit` and `--timeout`, of a program, can be kept."""
-    if limit < 0:
-        raise UserError(f"--limit={limit} must be 0, for all, or more.")
-    if not 0 < seconds < math.inf:
-        raise UserError(f"--timeout={seconds:g} must be above 0, in seconds.")
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ _SYSTEM = (
 )
 # Chatter of a program never reaches this pipe; what does is a few hundred bytes.
 _REPORT_BYTES = 1 << 16
-PASSED = "passed"
+PASSED, INFRASTRUCTURE = "passed", "infrastructure"  # reasons that others ask for
 _WALLS = ("net", "pid", "mount")  # without one of these a program is not confined
 
 
@@ -142,7 +142,7 @@ def _run(
             )
         except OSError as error:
             os.close(reader)
-            return Outcome("infrastructure", str(error)), {}
+            return Outcome(INFRASTRUCTURE, str(error)), {}
         finally:
             os.close(writer)
         messages = b"".join(_framed(part) for part in (job, {"code": tests, "names": [*names]}))
@@ -204,7 +204,7 @@ def _read(report: bytes, timed_out: bool, complaint: str) -> tuple[Outcome, dict
         with contextlib.suppress(ValueError):  # one that a kill cut short
             facts |= json.loads(line)
     if "held" not in facts:
-        outcome = Outcome("infrastructure", complaint[-500:] or "the launcher said nothing")
+        outcome = Outcome(INFRASTRUCTURE, complaint[-500:] or "the launcher said nothing")
     elif timed_out:
         outcome = Outcome("timeout")
     elif "reason" in facts:

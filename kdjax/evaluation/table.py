@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.evaluation.health.detectors import WEAK
+from kdjax.evaluation.passk import INFERENCE
 from kdjax.evaluation.problems import BENCHMARKS
 from kdjax.formats.files import replacing
 
@@ -125,7 +126,7 @@ def _drafts(found: dict[str, Any]) -> list[str]:
 def describe_benchmark(name: str, found: dict[str, Any]) -> list[str]:
     """Lines of one benchmark: its rates, and how programs ended."""
     rates = ", ".join(f"pass@{k} {rate:.4f}" for k, rate in found["pass_at_k"].items())
-    if found["mode"] != "inference":
+    if found["mode"] != INFERENCE:
         return [f"{name}: {found['mode']}, {rates}: {found['inference_error']}"]
     ends = ", ".join(f"{count} {reason}" for reason, count in found["reasons"].items())
     counts = f"{found['problems']} problems, {found['samples']} samples"
@@ -162,7 +163,7 @@ def text(document: dict[str, Any]) -> str:
     if "inference_error" in document:
         lines.append(f"inference_failed: {document['inference_error']}")
     lines += [f"BROKEN {f['detector']}: {f['evidence']}" for f in document["broken"]]
-    if document["mode"] == "inference" and not document["broken"]:
+    if document["mode"] == INFERENCE and not document["broken"]:
         lines.append(_say_health(document["probe"]))
     if document.get("held_out"):
         lines += ["", *_held_out(document["held_out"])]

@@ -1,6 +1,5 @@
 """Opens what is evaluated: a workdir, a step of one, a model file or a Hugging Face folder."""
 
-import logging
 from typing import NamedTuple
 
 from jax.sharding import Mesh
@@ -8,10 +7,7 @@ from jax.sharding import Mesh
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.models.checkpoint import Checkpoint, Form, open_checkpoint
-from kdjax.models.drafts import why_refused
 from kdjax.models.model import Model, load_model
-
-_log = logging.getLogger("kdjax")
 
 
 class Target(NamedTuple):
@@ -34,13 +30,6 @@ class Target(NamedTuple):
             dtype=self.form.dtype,
             max_segments=max_segments,
         )
-
-
-def warn_if_refused(big: Target, small: Target) -> None:
-    """Logs why llama.cpp would not take the one as a draft of the other, if it would not."""
-    headers = (target.checkpoint.header.metadata for target in (big, small))
-    if reason := why_refused(*headers):
-        _log.warning("llama.cpp would not draft with this pair: %s", reason)
 
 
 def open_target(text: str, student: str = "", tokenizer: str = "", *, fallback: str = "") -> Target:

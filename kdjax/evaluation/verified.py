@@ -15,7 +15,7 @@ from kdjax.evaluation import passk
 from kdjax.evaluation import problems as bench
 from kdjax.evaluation.passk import Generate, Settings
 from kdjax.evaluation.problems import Problem
-from kdjax.evaluation.sandbox import PASSED
+from kdjax.evaluation.sandbox import INFRASTRUCTURE, PASSED
 from kdjax.formats.files import replacing
 from kdjax.models.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ class VerifiedAnswers:
         ends: dict[str, list[str]] = {task: [] for task in by_task}
         failed: dict[str, str] = {}  # of each task, the first program that failed and how
         for sample in result["results"] if hint == "error" else ():
-            if sample["reason"] not in (PASSED, passk.INFERENCE_FAILED, "infrastructure"):
+            if sample["reason"] not in (PASSED, INFRASTRUCTURE, passk.INFERENCE_FAILED):
                 code = bench.program(by_task[sample["task"]], settings.wording, sample["answer"])
                 said = f"{sample['reason']}: {sample['error']}".strip(": \n")
                 failed.setdefault(sample["task"], _FAILED.format(code.strip(), said))

@@ -26,6 +26,7 @@ from kdjax.formats.checksums import checksum
 from kdjax.formats.recipes import parts_by_type
 from kdjax.formats.table import TensorInfo, TensorTable
 
+CHECKPOINTS = "checkpoints"  # the folder of the steps, in a workdir
 RECEIPT = "receipt.json"
 FORM = "form"  # of a rounded student, in `run`: what its types were chosen by, and the types
 LORA = "lora"  # in it, of a student with adapters: their size and their matrices
@@ -42,12 +43,12 @@ _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 def step_folder(workdir: Path, step: int) -> Any:
     """The folder of a step, resolved: Orbax takes no relative path."""
-    return (workdir / "checkpoints" / str(step)).resolve()
+    return (workdir / CHECKPOINTS / str(step)).resolve()
 
 
 def saved_steps(workdir: Path) -> list[int]:
     """The complete steps under `workdir`, in order; touches nothing, unlike Orbax's manager."""
-    return sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
+    return sorted(int(p.name) for p in (workdir / CHECKPOINTS).glob("*") if p.name.isdigit())
 
 
 class Best(NamedTuple):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from kdjax.errors import UserError
+from kdjax.models.kernels import EXCLUDED
 
 Layers = Mapping[str, Array]  # by name, as `decoder.STATES` says: [B, T, D], or [B, T, H, width]
 LayerFunction = Callable[[Layers, Layers, Mapping[str, Array]], Any]
@@ -233,4 +234,4 @@ def _log_relations(
 ) -> Float[Array, "heads T T"]:
     x = jnp.where(real[:, None, None], x, 0).astype(jnp.float32).reshape(x.shape[0], heads, -1)
     scores = jnp.einsum("IHW,JHW->HIJ", x, x) / math.sqrt(x.shape[-1])
-    return jax.nn.log_softmax(jnp.where(seen[None], scores, -1e30), axis=-1)
+    return jax.nn.log_softmax(jnp.where(seen[None], scores, EXCLUDED), axis=-1)

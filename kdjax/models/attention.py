@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.models import kernels
+from kdjax.models.kernels import EXCLUDED
 
 # How many positions a query sees, its own included: a number, or one of a traced layer.
 Reach = int | Int[Array, ""]
@@ -78,7 +79,7 @@ def attend_cached(
     known = behind >= 0
     if window:
         known &= behind < reach(k.shape[2], window, local)
-    scores = jnp.where(known[:, None, :, None], scores * scale, -1e30)
+    scores = jnp.where(known[:, None, :, None], scores * scale, EXCLUDED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("BKTGS,BKSD->BKTGD", weights, v).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, new, heads, width)
@@ -103,7 +104,7 @@ def attend_runs(
     seen = at[:, None] - at[None] >= len(keys) - 1
     seen = seen[None] & (segment_ids[:, :, None] == segment_ids[:, None])
     scores = jnp.einsum("BTKGD,BSKD->BKGTS", q, keys[0], preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores * scale, -1e30)
+    scores = jnp.where(seen[:, None, None], scores * scale, EXCLUDED)
     # Of the i-th id of the run, so many positions before its last.
     own = [
         [jnp.roll(x, len(keys) - 1 - i, axis=1) for i, x in enumerate(xs)][1:]
@@ -201,8 +202,8 @@ def _query_block(
     rows = start + jnp.arange(block, dtype=jnp.int32)
     behind = rows[:, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
     mask = ((behind >= 0) & (behind < seen))[None] & (query_ids[:, :, None] == key_ids[:, None, :])
-    # -1e30 and not -inf: a padded query sees no key, and softmax of all -inf is NaN.
-    scores = jnp.where(mask[:, None, None], scores * scale, -1e30)
+    # Not -inf: a padded query sees no key, and softmax of all -inf is NaN.
+    scores = jnp.where(mask[:, None, None], scores * scale, EXCLUDED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("BKGTS,BSKD->BKGTD", weights, v).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, block, heads, width)

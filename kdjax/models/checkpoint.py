@@ -18,6 +18,7 @@ from kdjax.formats.files import load_json
 from kdjax.formats.safetensors import ADAPTER_CONFIG
 from kdjax.formats.saved import (
     BLOCK,
+    CHECKPOINTS,
     LORA,
     RECEIPT,
     SavedTable,
@@ -114,7 +115,7 @@ class Checkpoint:
     def path(self) -> Path:
         """The step's folder, or the first file of the model; its name stands in messages."""
         if self.saved is not None:
-            return self.saved.workdir / "checkpoints" / str(self.saved.step)
+            return self.saved.workdir / CHECKPOINTS / str(self.saved.step)
         return self.table.paths[0]
 
     @property
@@ -219,11 +220,11 @@ def open_checkpoint(
     there is nothing at `path`, `UserError` for what cannot be understood.
     """
     path = Path(fetch_path(path, TOKENIZER if shapes else MODEL))
-    if (path / ADAPTER_CONFIG).is_file() and not (path / "checkpoints").is_dir():
+    if (path / ADAPTER_CONFIG).is_file() and not (path / CHECKPOINTS).is_dir():
         return _open_adapter(path, student, tokenizer, whole=whole)
-    if (path / "checkpoints").is_dir():
+    if (path / CHECKPOINTS).is_dir():
         return open_step(path, student=student, tokenizer=tokenizer)
-    if path.parent.name == "checkpoints" and (path.name.isdigit() or path.name == NEWEST):
+    if path.parent.name == CHECKPOINTS and (path.name.isdigit() or path.name == NEWEST):
         workdir, step = path.parent.parent, path.name if path.name == NEWEST else int(path.name)
         return open_step(workdir, step, student=student, tokenizer=tokenizer)
     table = take_text((open_shapes if shapes else open_table)(path, whole=whole))

@@ -610,13 +610,15 @@ class Decoder(nnx.Module):
         # Rounded to bf16 where x is: the root of 3072 is 55.5, as Gemma's was in training.
         return x * jnp.asarray(self.spec.embedding_scale, x.dtype)
 
-    def _finish(self, x: Array) -> Array:
+    def _finish(self, x: Array, norm: RMSNorm | None = None) -> Array:
         """Normalizes what the last layer gives, and divides by what logits are divided by.
 
         So no head, loss or cache knows of it. MiniCPM's own code divides here as well; Granite's
-        divides logits, in published models by 8 or 16, which gives equal bits.
+        divides logits, in published models by 8 or 16, which gives equal bits. The block that
+        drafts has a `norm` of its own.
         """
-        return _scale(self.norm(x), 1 / self.spec.logit_scale)
+        norm = self.norm if norm is None else norm
+        return _scale(norm(x), 1 / self.spec.logit_scale)
 
     def _kinds(self) -> Kind:
         """The kinds of all layers, `[L]`: layers of several kinds are one stack, and a scan."""
@@ -881,7 +883,7 @@ class Decoder(nnx.Module):
             raise TypeError("the block that drafts attends")
 
         x, kept = run(run.join(self._embed_tokens(tokens), before), turn, mix, recall)
-        return _scale(run.norm(x), 1 / self.spec.logit_scale), kept
+        return self._finish(x, run.norm), kept
 
     def extend(
         self,
@@ -1225,6 +1227,11 @@ def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Para
     abstract = nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     return DecoderFunctions(graph, spec, compute), nnx.to_pure_dict(state)
+
+
+def shape_block(spec: ArchSpec) -> Params:
+    """Shapes of what `draw_block` draws."""
+    return functional(spec, Compute())[1]["mtp"]
 
 
 def draw_block(spec: ArchSpec, seed: int) -> Params:

@@ -1,10 +1,14 @@
 """Whether one model may draft for another: the same ids, and what llama.cpp asks of a pair."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from kdjax.errors import UserError
+from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.tokenizer import Tokenizer
+
+_log = logging.getLogger("kdjax")
 
 # Of llama.cpp's common/speculative.cpp.
 _MOST_MORE_TOKENS, _FIRST_COMPARED = 128, 5
@@ -22,6 +26,12 @@ def check_same_ids(big: Tokenizer | None, small: Tokenizer | None) -> None:
             f"the draft's vocabulary is another: id {i} is {theirs!r} to it and {ours!r} to the "
             "model. Choose a draft of the same tokenizer."
         )
+
+
+def warn_if_refused(big: Checkpoint, small: Checkpoint) -> None:
+    """Logs why llama.cpp would not take the one as a draft of the other, if it would not."""
+    if reason := why_refused(big.header.metadata, small.header.metadata):
+        _log.warning("llama.cpp would not draft with this pair: %s", reason)
 
 
 def why_refused(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:

@@ -1,9 +1,9 @@
 """Triton kernels through Pallas for what XLA does in too many passes over memory.
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
-`Placement.kernels` is false: on other devices, on several (no kernel is split over a mesh), and
-once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` and `pass_states` have
-gradients here: the others serve a frozen teacher and what brings its own.
+`Placement.kernels` is false: on other devices, where `tensor` splits what a kernel would have
+whole, and once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` and
+`pass_states` have gradients here: the others serve a frozen teacher and what brings its own.
 """
 
 import functools
@@ -21,7 +21,8 @@ try:
 except ImportError:
     plgpu: Any = None
 
-# In place of -inf for ids that do not exist: exp of it is 0, and 0 * (a - a) is not NaN.
+# In place of -inf for ids that do not exist and keys that a query does not see: exp of it is 0, and
+# 0 * (a - a) is not NaN.
 EXCLUDED = -1e30
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no infinity
 FP8_MAX = 448.0

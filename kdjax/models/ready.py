@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kdjax.device.runtime import mem_available
+from kdjax.device.sharding import count_bytes
 from kdjax.formats.blocks import Whole, read_whole
 from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, DecoderFunctions, Layers, Params
@@ -74,7 +75,7 @@ def prepare_weights(
     itemsize = product_dtype(functions.compute).itemsize
     if narrow and (numbers := count_layers(functions.spec, 1, 1, None)):
         layers, _ = jax.eval_shape(functools.partial(prepare, apart=True), params)
-        itemsize = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers)) / numbers
+        itemsize = count_bytes(layers) / numbers
     return prepare(params, apart=_has_room(functions, spread, itemsize))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from kdjax.config import Config, TeacherConfig
 from kdjax.data import teacher_cache
 from kdjax.data.answers import Said
-from kdjax.data.pipeline import example
+from kdjax.data.pipeline import example, stack_examples
 from kdjax.data.rows import Piece, RowSet, locate_documents
 from kdjax.data.teacher_cache import CacheSpec
 from kdjax.device import cluster, sharding
@@ -184,7 +184,7 @@ def _read_batch(rows: RowSet, numbers: Sequence[int], size: int) -> dict[str, An
         example(rows.train, i) if i < first else example(rows.heldout, i - first) for i in numbers
     ]
     examples += examples[-1:] * (size - len(examples))
-    return {name: np.stack([e[name] for e in examples]) for name in examples[0]}
+    return stack_examples(examples)
 
 
 def _compile(

@@ -11,10 +11,21 @@ from kdjax.losses.layers import ExtraSums
 from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
+from kdjax.training.hooks import kl_names
 
 Sums = EvalSums | TopEvalSums | ExtraSums  # of a batch
 _COMPARED = ("divergence", "kl", "acceptance")
 _MASTERS = ("loss", "student_ce", "kl", "kl_topk", "agreement")
+
+
+def compute_perplexity(ce: float) -> float:
+    """e to the cross-entropy in nats a token; of more than 700, which no double holds, to 700."""
+    return math.exp(min(ce, 700.0))
+
+
+def count_bits(nats: float, covered: int) -> float:
+    """Bits per byte of targets whose cross-entropies add up to `nats`, of `covered` UTF-8 bytes."""
+    return nats / math.log(2) / covered
 
 
 def held_out_figures(
@@ -44,9 +55,9 @@ def held_out_figures(
     figures = {"loss": loss.combine(mean["student_ce"], divergence)}
     for side in ("student", "teacher"):
         if (ce := mean.get(f"{side}_ce")) is not None:
-            figures |= {f"{side}_ce": ce, f"{side}_perplexity": math.exp(min(ce, 700.0))}
+            figures |= {f"{side}_ce": ce, f"{side}_perplexity": compute_perplexity(ce)}
             if covered:
-                figures[f"{side}_bits_per_byte"] = ce * count / math.log(2) / covered
+                figures[f"{side}_bits_per_byte"] = count_bits(ce * count, covered)
     if "agreement" in mean:
         figures |= {n: value for n, value in mean.items() if n.startswith(_COMPARED)}
         figures |= {"temperature": loss.temperature, "agreement": mean["agreement"]}
@@ -67,7 +78,8 @@ def masters_figures(figures: Mapping[str, float]) -> dict[str, float]:
 
 def judge_rounded(first: Mapping[str, float], last: Mapping[str, float]) -> tuple[bool, str]:
     """Whether a rounded student is nearer on held-out text than it was untrained, and the news."""
-    name = next((name for name in ("kl", "kl_topk") if name in last), "loss")
+    kl, _ = kl_names(last)
+    name = kl if kl in last else "loss"
     was, now = first[name], last[name]
     if now < was:
         return True, f"rounded, trained: held-out {name} {now:.4g}; untrained {was:.4g}"

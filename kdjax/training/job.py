@@ -47,7 +47,14 @@ from kdjax.errors import UserError
 from kdjax.formats.saved import saved_run
 from kdjax.losses.kd import KDLoss
 from kdjax.models.adapters import shape_adapters
-from kdjax.models.decoder import Compute, DecoderFunctions, Params, functional, initialise
+from kdjax.models.decoder import (
+    Compute,
+    DecoderFunctions,
+    Params,
+    functional,
+    initialise,
+    shape_block,
+)
 from kdjax.models.loading import load_params
 from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.nextn import attach_block
@@ -602,7 +609,7 @@ def _open_student_model(
     if config.student.block:
         assert teacher is not None
         _log.info("student: the block that drafts, beside the teacher's own arrays")
-        return attach_block(teacher, spec, {"mtp": functional(spec, Compute())[1]["mtp"]})
+        return attach_block(teacher, spec, {"mtp": shape_block(spec)})
     if lora is None:
         functions, shapes = functional(spec, compute)
         return Model(functions, shapes, spec.vocab_size, spec=spec, placement=compute.placement)

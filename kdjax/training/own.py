@@ -9,7 +9,7 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import OWN, Config
+from kdjax.config import OWN, Config, flatten
 from kdjax.data.pipeline import BatchSource
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
@@ -75,12 +75,9 @@ class Own:
             config = dataclasses.replace(config, loss=loss)
         if self.student is None:
             return config
+        fields = flatten(config)
         for name in _FILES_ONLY:
-            *path, field = name.split(".")
-            section: Any = config
-            for part in path:
-                section = getattr(section, part)
-            if asked := getattr(section, field):
+            if asked := fields[name]:
                 raise UserError(
                     f"found {name}={asked!r} and a student of your own, "
                     f"{type(self.student).__name__}; expected one of both: it is for models that "

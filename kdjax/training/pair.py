@@ -21,7 +21,7 @@ from kdjax.formats.blocks import decode
 from kdjax.models.adapters import Lora, choose_lora, draw_adapters
 from kdjax.models.checkpoint import Checkpoint, cut_layers, drop_block, open_checkpoint, tie_head
 from kdjax.models.decoder import Params, draw_block
-from kdjax.models.drafts import why_refused
+from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
 from kdjax.models.tokenizer import Tokenizer
@@ -29,6 +29,10 @@ from kdjax.models.tokenizer import Tokenizer
 _log = logging.getLogger("kdjax")
 # Ends each refusal of a teacher that teaches nothing.
 HOW_TO_ALLOW = "set --config.teacher.allow_degenerate=True or KDJAX_ALLOW_DEGENERATE_KD=1."
+_TEACHES_NOTHING = (
+    "the KL would start at 0 and the teacher teach nothing. Give two different models, or, if this "
+    "is meant,"
+)
 _CUT_DIFFERENTLY = "The same text would be cut differently: choose models of one tokenizer."
 
 
@@ -82,9 +86,8 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     open_adapters(config.student.lora, student)
     teacher = teacher and teacher.fall_back(config.data.tokenizer)
     drafts = config.student.layers or "total_variation" in config.loss.divergence
-    headers = (x.header.metadata for x in (teacher, student) if x)
-    if teacher and drafts and (reason := why_refused(*headers)):
-        _log.warning("llama.cpp would not draft with this pair: %s", reason)
+    if teacher and drafts:
+        warn_if_refused(teacher, student)
     tokenizer = student.tokenizer
     rows, real = student.spec.vocab_size, tokenizer.vocab_size
     if teacher is None:
@@ -188,9 +191,8 @@ def refuse_same(teacher: Model, student: Model) -> None:
     both = all(x is not None and len(x.table) for x in files)
     if teacher.params is student.params or (both and same_weights(*files)):  # type: ignore[arg-type]
         raise UserError(
-            f"{teacher.source} (teacher) and {student.source} (student) hold the same weights: the "
-            "KL would start at 0 and the teacher teach nothing. Give two different models, or, if "
-            "this is meant, as for a student whose parameters were replaced since, "
+            f"{teacher.source} (teacher) and {student.source} (student) hold the same weights: "
+            f"{_TEACHES_NOTHING} as for a student whose parameters were replaced since, "
             "make_step(..., allow_degenerate=True)."
         )
 
@@ -201,8 +203,7 @@ def _refuse_degenerate(teacher: Checkpoint, student: Checkpoint, *, allowed: boo
         _log.warning("%s hold the same weights: the KL starts at 0", paths)
         return
     raise UserError(
-        f"{paths} hold the same weights, whatever their names: the KL would start at 0 and the "
-        f"teacher teach nothing. Give two different models, or, if this is meant, {HOW_TO_ALLOW}"
+        f"{paths} hold the same weights, whatever their names: {_TEACHES_NOTHING} {HOW_TO_ALLOW}"
     )
 
 

@@ -18,9 +18,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from kdjax.config import OWN, SELF, Config, choose_optim, count_teacher_positions, flatten
+from kdjax.config import (
+    OWN,
+    SELF,
+    Config,
+    choose_optim,
+    count_prompt_positions,
+    count_teacher_positions,
+    flatten,
+)
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
+from kdjax.device.sharding import count_bytes
 from kdjax.errors import UserError
 from kdjax.losses.divergences import forward_kl, parse_divergence
 from kdjax.losses.positions import COMPARED_CHUNK
@@ -29,7 +38,7 @@ from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
 from kdjax.models.checkpoint import Checkpoint, drop_block
-from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.decoder import Compute, Params, functional, shape_block
 from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
 from kdjax.models.ready import count_layers
@@ -90,7 +99,7 @@ def _count_writing(
     """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`."""
     parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * ready}
     if drafts:
-        parts["its block"] = _count_bytes(_shape_block(spec)) // 4 * ready
+        parts["its block"] = count_bytes(shape_block(spec)) // 4 * ready
     parts |= decoding.count_slots(spec, size, *sizes, kernel=kernel, drafts=drafts)
     free = None if free is None else free - sum(parts.values())
     return parts | {"its layers apart": count_layers(spec, ready, shards, free)}
@@ -113,7 +122,7 @@ def plan_text(
     loaded = Loaded(model, weights, dtype)
     resident: dict[str, Size] = {f"model, {loaded.form}": loaded.count(mesh)}
     if drafts:
-        resident["its block, float32"] = _count_bytes(_shape_block(model.spec))
+        resident["its block, float32"] = count_bytes(shape_block(model.spec))
     limit = devices.memory_bytes
     free = limit - sum(resident.values()) if limit else None
     phases = {"text is written": loaded.count_writing(sizes, devices, free, drafts=drafts)}
@@ -158,9 +167,7 @@ class Loaded(NamedTuple):
         Of a model whose file has one.
         """
         bare = self._replace(checkpoint=drop_block(self.checkpoint))
-        return (
-            _count_bytes(_shape_block(self.checkpoint.spec)) + bare.count(mesh) - self.count(mesh)
-        )
+        return count_bytes(shape_block(self.checkpoint.spec)) + bare.count(mesh) - self.count(mesh)
 
     def count_head(self) -> Size:
         """Bytes of the numbers of its head."""
@@ -198,7 +205,7 @@ class Loaded(NamedTuple):
         if devices.platform == "cpu":
             parts = _count_forward_on_cpu(spec, *sizes, self._size)
             if block and self._size < 4:  # of which float32 numbers are multiplied
-                parts["its block, for products"] = _count_bytes(_shape_block(spec))
+                parts["its block, for products"] = count_bytes(shape_block(spec))
             return parts
         positions = sizes[0] * sizes[1]
         rule = _GPU_RULE["forward"] * count_rule(spec, "forward")
@@ -217,7 +224,7 @@ class Loaded(NamedTuple):
         more = {} if devices.platform == "cpu" else {"workspace": _GPU_OVERHEAD}
         return {
             "activations": 4 * rows * length * numbers,
-            "its block, for products": block * _count_bytes(_shape_block(spec)),
+            "its block, for products": block * count_bytes(shape_block(spec)),
         } | more
 
     def count_states(self, sizes: tuple[int, int]) -> Size:
@@ -426,7 +433,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         # To add up microbatches' takes about what whole ones take (two H200s, from a cache: 37.06
         # GB of 38.02 planned).
         gradients /= 1 if config.train.microbatches > 1 else mesh.size
-    moments = _count_bytes(jax.eval_shape(tx.init, shapes)) * masters / _count_bytes(shapes)
+    moments = count_bytes(jax.eval_shape(tx.init, shapes)) * masters / count_bytes(shapes)
     resident: dict[str, Size] = {}
     if pair.teacher is not None:
         dtype = config.teacher.param_dtype
@@ -449,7 +456,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     }
     if config.student.quantize:
         form = choose_form(config.student.quantize, pair.student.spec)
-        scales = _count_bytes(jax.eval_shape(form.begin, shapes)) * masters / _count_bytes(shapes)
+        scales = count_bytes(jax.eval_shape(form.begin, shapes)) * masters / count_bytes(shapes)
         resident |= {"student, rounded, float32": whole, "its scales": scales}
     limit = _share_memory(devices)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
@@ -528,24 +535,15 @@ def _count_trained(config: Config, spec: ArchSpec) -> float:
         return 1.0
     shapes = functional(spec, Compute())[1]
     trained = leave_out(shapes, _prepare_optimizer(config, spec, shapes)[1])
-    return _count_bytes(trained) / _count_bytes(shapes)
-
-
-def _shape_block(spec: ArchSpec) -> Params:
-    """Shapes of the block that drafts, float32."""
-    return functional(spec, Compute())[1]["mtp"]
+    return count_bytes(trained) / count_bytes(shapes)
 
 
 def _count_block(spec: ArchSpec, length: int) -> float:
     """FLOP a token of the block that drafts, both ways; the head has no gradient of its own."""
-    leaves = jax.tree.leaves(_shape_block(spec))
+    leaves = jax.tree.leaves(shape_block(spec))
     products = sum(x.size for x in leaves if len(x.shape) > 2)
     scores = 2.0 * spec.num_heads * spec.head_dim * length
     return 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
-
-
-def _count_bytes(abstract: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -625,7 +623,7 @@ class _Temporaries:
             spec = self.pair.teacher.spec  # the student writes a few as well
         ready = size if self.platform == "gpu" else 4  # of weights ready for products
         shards = self.mesh.shape["fsdp"]
-        prompt = rollout.prompt_tokens or self.config.data.seq_len - rollout.max_tokens
+        prompt = count_prompt_positions(self.config)
         slots = sharding.split_rows(rollout.batch_size, self.mesh)
         sizes = slots, prompt, rollout.max_tokens
         parts = {"the student as it writes": copied / shards}

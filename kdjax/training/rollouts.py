@@ -20,10 +20,11 @@ from kdjax.config import (
     Config,
     RolloutConfig,
     count_own_rows,
+    count_prompt_positions,
     count_teacher_positions,
     has_hints,
 )
-from kdjax.data.pipeline import News, Source, TextSource, example
+from kdjax.data.pipeline import News, Source, TextSource, example, stack_examples
 from kdjax.data.rollouts import (
     ROUND,
     Answer,
@@ -45,7 +46,7 @@ from kdjax.device.placement import Placement
 from kdjax.errors import CheckError, UserError
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import DecoderFunctions, Params
-from kdjax.models.decoding import Sampling, complete
+from kdjax.models.decoding import Completion, Sampling, complete
 from kdjax.models.model import Model, cast_params, load_model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import describe_answers
@@ -166,25 +167,17 @@ class Author:
         self, writer: Model, prompts: Sequence[Any], numbers: Sequence[int]
     ) -> list[Answer]:
         settings = self.config.rollout
-        sampling = Sampling(
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            stop_ids=tuple(i for i in self.tokenizer.stop_ids if i < self.real),
-            seed=self.config.train.seed,
+        completions = answer_prompts(
+            self.config,
+            writer,
+            self.tokenizer,
+            self.real,
+            [prompt.ids for prompt in prompts],
+            settings.temperature,
+            batch_size=settings.batch_size,
+            room=count_prompt_positions(self.config) + settings.max_tokens,  # as any round's
+            numbers=numbers,
         )
-        assert isinstance(writer.functions, DecoderFunctions)
-        with writer.precision():
-            completions = complete(
-                writer.functions,
-                writer.params,
-                [prompt.ids for prompt in prompts],
-                sampling,
-                real=self.real,
-                spread=writer.spread,
-                batch_size=settings.batch_size,
-                room=_longest_prompt(self.config) + settings.max_tokens,  # as any round's
-                numbers=numbers,
-            )
         return [
             Answer.of(prompt, c.ids, c.log_probs, cut=c.reason == "length")
             for prompt, c in zip(prompts, completions, strict=True)
@@ -221,6 +214,31 @@ class Author:
             text = self.tokenizer.decode(prompt)
             shown.append({"prompt": text, "ended_by": ended, "tokens": tokens})
         return figures, shown
+
+
+def answer_prompts(
+    config: Config,
+    writer: Model,
+    tokenizer: Tokenizer,
+    real: int,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    **settings: Any,
+) -> list[Completion]:
+    """Answers prompts (ids), up to `rollout.max_tokens`, by the first `real` ids of the tokenizer.
+
+    `settings` are as of `decoding.write_answers`.
+    """
+    sampling = Sampling(
+        max_tokens=config.rollout.max_tokens,
+        temperature=temperature,
+        stop_ids=tuple(i for i in tokenizer.stop_ids if i < real),
+        seed=config.train.seed,
+    )
+    assert isinstance(writer.functions, DecoderFunctions)
+    models = writer.functions, writer.params
+    with writer.precision():
+        return complete(*models, prompts, sampling, real=real, spread=writer.spread, **settings)
 
 
 def _number_probes(asked: Sequence[Any]) -> Sequence[int]:
@@ -285,8 +303,8 @@ class AnswerSource(Source):
         order = np.arange(len(held.rows.tokens))
         if again:
             order = np.random.default_rng([settings.train.seed, number, again]).permutation(order)
-        parts = [example(held.rows, int(row)) for row in order[at * own : (at + 1) * own]]
-        batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+        chosen = order[at * own : (at + 1) * own]
+        batch = stack_examples([example(held.rows, int(row)) for row in chosen])
         if self._text is not None:
             others = self._text.next()
             if held.rows.teacher is not None:
@@ -382,7 +400,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     return read_prompts(
         config.rollout.prompts,
         tokenizer,
-        _longest_prompt(config),
+        count_prompt_positions(config),
         config.train.seed,
         parse_special=config.data.parse_special,
         # An answer's end is read as well.
@@ -391,10 +409,6 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
         else 0,
         hold=config.rollout.gap_exercises,
     )
-
-
-def _longest_prompt(config: Config) -> int:
-    return config.rollout.prompt_tokens or config.data.seq_len - config.rollout.max_tokens
 
 
 def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) -> None:
@@ -486,8 +500,11 @@ def answer_source(
     loss: KDLoss | None = None,
     phase: int = 0,
 ) -> AnswerSource:
-    """The source of a run, or of its phase of that number, in which answers are written anew each
-    round."""
+    """The source of a run, or of its phase of that number, whose answers are written in rounds.
+
+    Raises `UserError` for answers of a teacher that does not run, and for prompts that cannot be
+    read.
+    """
     reads = teacher is not None and isinstance(teacher.functions, DecoderFunctions)
     if config.rollout.writer == "teacher" and not reads:
         raise UserError(
@@ -503,6 +520,6 @@ def answer_source(
         teacher if reads else None,
         loss,
     )
-    _log.info("prompts: %d, at most %d tokens", len(author.prompts), _longest_prompt(config))
+    _log.info("prompts: %d, at most %d tokens", len(author.prompts), count_prompt_positions(config))
     place = dict(process_index=jax.process_index(), process_count=jax.process_count())
     return AnswerSource(author, text, workdir, phase=phase, **place)

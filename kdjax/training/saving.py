@@ -27,12 +27,13 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from kdjax.config import Config, is_phased
-from kdjax.device.sharding import make_mesh
+from kdjax.device.sharding import count_bytes, make_local_mesh
 from kdjax.errors import CheckError, UserError, WriteError
 from kdjax.formats import TensorTable
 from kdjax.formats.checksums import add_up, checksum
 from kdjax.formats.files import writing
 from kdjax.formats.saved import (
+    CHECKPOINTS,
     CHECKSUMS,
     DIGEST,
     RECEIPT,
@@ -96,7 +97,7 @@ class Checkpoints:
         handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
         self._workdir = workdir
         self.best: Best | None = None  # a step that stays, beside the newest
-        self._folder = (workdir / "checkpoints").resolve()
+        self._folder = (workdir / CHECKPOINTS).resolve()
         self._in_flight = False
         self._quiet = contextlib.ExitStack()
         with self._writing():
@@ -136,7 +137,7 @@ class Checkpoints:
 
     def check_room(self, state: TrainState) -> None:
         """Raises `WriteError` if the disk has no room for a checkpoint of these arrays."""
-        need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        need = count_bytes(state)
         disk = shutil.disk_usage(self._folder)
         if disk.free < need and disk.total:  # some file systems do not say
             raise WriteError(
@@ -402,7 +403,7 @@ def _params_before_training(
         draw = functools.partial(initialise, spec, Compute(), seed)
         drawn = flatten_dict(jax.jit(draw)(), sep="/")
         return lambda name: np.asarray(drawn[name])
-    mesh = make_mesh(1, 1, 1, jax.local_devices()[:1])
+    mesh = make_local_mesh(1)
     shapes = flatten_dict(functional(spec, Compute())[1], sep="/")
 
     def load(name: str) -> np.ndarray:

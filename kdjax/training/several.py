@@ -57,14 +57,6 @@ class _Part(NamedTuple):
     batch: Batch
 
 
-def _own_columns(batch: dict[str, Any], number: int) -> dict[str, Any]:
-    """The batch as the teacher of this number sees it: `teacher_0_ids` is its `teacher_ids`."""
-    mine = f"teacher_{number}_"
-    shared = {k: v for k, v in batch.items() if not k.startswith("teacher_")}
-    own = {k.replace(mine, "teacher_", 1): v for k, v in batch.items() if k.startswith(mine)}
-    return shared | own
-
-
 @dataclasses.dataclass(frozen=True)
 class Teachers(TeacherKind):
     """Several teachers, each of its own kind; `make_step(student, [a, b], loss, tx, kind=...)`.
@@ -127,7 +119,7 @@ class Teachers(TeacherKind):
 
     def check_columns(self, batch: dict[str, Any], placed: Batch, head: HeadSpec) -> Array | None:
         counts = [
-            kind.check_columns(_own_columns(batch, n), _own_columns(placed, n), head)
+            kind.check_columns(self._own_columns(batch, n), self._own_columns(placed, n), head)
             for n, kind in enumerate(self.kinds)
         ]
         if not self.weights:
@@ -155,11 +147,18 @@ class Teachers(TeacherKind):
             )
         return None
 
+    def _own_columns(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
+        """The batch as the teacher of this number sees it: `teacher_0_ids` is its `teacher_ids`."""
+        mine = f"teacher_{number}_"
+        shared = {k: v for k, v in batch.items() if not k.startswith("teacher_")}
+        own = {k.replace(mine, "teacher_", 1): v for k, v in batch.items() if k.startswith(mine)}
+        return shared | own
+
     def _parts(self, teacher: RunningTeacher, batch: Batch) -> Iterator[_Part]:
         functions: Any = teacher.functions or (None,) * len(self.kinds)
         for number, kind in enumerate(self.kinds):
             running = RunningTeacher(functions[number], teacher.params.get(str(number), {}))
-            yield _Part(kind, running, _own_columns(batch, number))
+            yield _Part(kind, running, self._own_columns(batch, number))
 
     def _shares(self, batch: Batch) -> Array:
         """`[B, T, N]`."""
@@ -182,9 +181,14 @@ class Teachers(TeacherKind):
             }
         return dataclasses.replace(self, kinds=tuple(kinds)), batch
 
-    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
+    def _read_all(self, teacher: RunningTeacher, batch: Batch) -> tuple[tuple[Any, ...], Any]:
+        """The hidden states of all of them, and their heads."""
         outputs = [p.kind.read_outputs(p.running, p.batch) for p in self._parts(teacher, batch)]
         hidden, heads = zip(*outputs, strict=True)
+        return hidden, heads
+
+    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
+        hidden, heads = self._read_all(teacher, batch)
         return (*hidden, self._shares(batch)), Mixed(heads)
 
     def _add(self, method: str, teacher: RunningTeacher, batch: Batch, *others: Any) -> Any:
@@ -246,12 +250,11 @@ class Beyond(Teachers):
     def check_columns(self, batch: dict[str, Any], placed: Batch, head: HeadSpec) -> Array | None:
         return self.kinds[0].check_columns(batch, placed, head)
 
-    def _parts(self, teacher: RunningTeacher, batch: Batch) -> Iterator[_Part]:
-        plain = {name: x for name, x in batch.items() if not name.startswith("teacher_")}
-        for number, columns in enumerate((batch, plain)):
-            params = teacher.params.get(str(number), {})
-            functions: Any = teacher.functions or (None, None)
-            yield _Part(self.kinds[number], RunningTeacher(functions[number], params), columns)
+    def _own_columns(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
+        """The batch as it is for the teacher; for the start what the student reads."""
+        if not number:
+            return batch
+        return {name: x for name, x in batch.items() if not name.startswith("teacher_")}
 
     def begin_parts(
         self, teacher: RunningTeacher, batch: Batch, parts: int
@@ -261,8 +264,7 @@ class Beyond(Teachers):
         return dataclasses.replace(self, kinds=(kind, self.kinds[1])), batch
 
     def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
-        outputs = [p.kind.read_outputs(p.running, p.batch) for p in self._parts(teacher, batch)]
-        hidden, heads = zip(*outputs, strict=True)
+        hidden, heads = self._read_all(teacher, batch)
         return hidden, Extrapolated(heads, self.strength)
 
 

@@ -29,7 +29,7 @@ from kdjax.device.sharding import (
     ROWS,
     batch_sharding,
     compiler_options,
-    make_mesh,
+    make_local_mesh,
     parameter_shardings,
     put_batch,
     replicated,
@@ -58,6 +58,7 @@ from kdjax.training.teachers import (
     PLACES,
     READ,
     SCHEDULED,
+    Batch,
     Dense,
     NoTeacher,
     RunningTeacher,
@@ -75,9 +76,6 @@ from kdjax.training.trained import (
     zeros_for,
 )
 
-# tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
-# adds its own columns, `teacher_...`.
-Batch = dict[str, Array]
 Mean = tuple[Any, Any]  # a sum and its count, float32 scalars: divided last
 
 
@@ -192,11 +190,6 @@ def _sum_over_devices(
     return run
 
 
-def _run_student(spec: StepSpec, params: Params, batch: Batch) -> tuple[Array, Array]:
-    columns = batch["tokens"], batch["segment_ids"], batch["positions"]
-    return spec.student.hidden(params, *columns), spec.student.head(params)
-
-
 def _run_both(
     spec: StepSpec, params: Params, teacher: Params, batch: Batch
 ) -> tuple[tuple[Array, Array], RunningTeacher, dict[str, Array] | None, Any]:
@@ -205,9 +198,10 @@ def _run_both(
     These come by name, and all together with their weights.
     """
     running = RunningTeacher(spec.teacher, teacher)
-    if not spec.extra:
-        return _run_student(spec, params, batch), running, None, None
     columns = batch["tokens"], batch["segment_ids"], batch["positions"]
+    if not spec.extra:
+        hidden = spec.student.hidden(params, *columns)
+        return (hidden, spec.student.head(params)), running, None, None
     projections: Any = params.get(_EXTRA, {})
     params = {name: x for name, x in params.items() if name != _EXTRA}
     names, theirs = list_names(spec.extra, "student"), {}
@@ -926,7 +920,7 @@ def _share_placement(student: Model, teachers: Sequence[Model]) -> Placement:
     """Placement of all models; a user's module, which has none, takes the teacher's."""
     known = [model.placement for model in (student, *teachers) if model.placement]
     if not known:
-        return Placement.on(make_mesh(1, 1, 1, jax.local_devices()[:1]))
+        return Placement.on(make_local_mesh(1))
     if any(known[0].mesh != other.mesh for other in known):
         raise UserError("teacher and student are on different devices: load both on the same.")
     return known[0]

@@ -44,6 +44,8 @@ from kdjax.models.model import Model, check_float8, load_head, load_model, narro
 from kdjax.models.weights import from_bits, to_bits
 
 Size = int | float  # bytes
+# tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
+# adds its own columns, `teacher_...`.
 Batch = dict[str, Array]
 Student = tuple[Array, Array]  # hidden states [B, T, D] and head [V, D]
 
@@ -84,7 +86,7 @@ class RunningTeacher(NamedTuple):
         return jax.lax.stop_gradient(_align(hidden, batch))
 
     def hidden_in_parts(self, batch: Batch, parts: int) -> Array:
-        """Hidden states of `Decoder`s, a layer at a time for all parts of the batch."""
+        """Hidden states `[B, T, D]` of `Decoder`s, a layer at a time for all parts of a batch."""
         functions: Any = self.functions
         hidden = functions.hidden_in_parts(self.params, *_choose_columns(batch), parts)
         return _align(hidden, batch)

@@ -110,9 +110,9 @@ def train_only(
     spec: ArchSpec | None,
     patterns: str | Sequence[str],
 ) -> tuple[optax.GradientTransformation, Layers]:
-    """`optimizer` for the parameters of `choose_layers`, none for the others; all if it is empty.
+    """`optimizer` for the parameters that `choose_layers` chooses, none for the others.
 
-    All but the block that drafts, which the loss of the others does not reach.
+    Without patterns for all but the block that drafts, which the loss of the others does not reach.
     The others have no moments either. Of a stack of which some layers are chosen all have moments,
     and only those are moved; such stacks are the second result. `params` may be shapes.
     """

@@ -17,7 +17,7 @@ from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
 from kdjax.formats.files import remove_leftovers, writing
 from kdjax.formats.locks import LOCK, locking
-from kdjax.formats.saved import saved_steps
+from kdjax.formats.saved import CHECKPOINTS, saved_steps
 from kdjax.hub import fetch_files
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.layers import LayerLoss
@@ -130,7 +130,7 @@ def _naming_checkpoint(workdir: Path) -> Iterator[None]:
         steps = saved_steps(workdir)
         saved = "No checkpoint was saved: the run begins anew."
         if steps:
-            newest = workdir / "checkpoints" / str(steps[-1])
+            newest = workdir / CHECKPOINTS / str(steps[-1])
             saved = f"The last good checkpoint is {newest}: the run goes on from there."
         raise WriteError(f"{error}\n{saved}") from error
 

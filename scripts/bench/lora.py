@@ -22,11 +22,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from kdjax.config import Config
 from kdjax.device.runtime import Devices
-from kdjax.device.sharding import make_mesh
+from kdjax.device.sharding import make_local_mesh
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.schema import spec_from_table
 from kdjax.training.pair import Pair, Vocabulary
@@ -102,7 +100,7 @@ def plan_cards(args: argparse.Namespace) -> list[dict[str, Any]]:
     config.data.max_segments = 1
     config.train.microbatches, config.student.remat = args.microbatches, args.remat
     config.loss.chunk_tokens, config.student.init = 1024, "checkpoint"
-    mesh, found = make_mesh(1, 1, 1, jax.devices()[:1]), []
+    mesh, found = make_local_mesh(1), []
     for card, names in CARDS.items():
         tables = [Header(QWEN25_SHAPES[name]) for name in names]
         teacher, student = (Checkpoint(table, spec_from_table(table)) for table in tables)

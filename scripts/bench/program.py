@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kdjax.config import Config, flatten, validate
+from kdjax.config import Config, flatten, set_fields, validate
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from scripts.bench.rows import ids_of, made_records, made_rows, timed_steps
@@ -53,15 +53,15 @@ def configured(settings: dict[str, Any]) -> Config:
     config = Config()
     config.data.train = "(random tokens)"
     config.loss.chunk_tokens = 1024  # its default, 0, wants a plan, and would differ by device
-    known = flatten(config)
+    known, typed = flatten(config), {}
     for name, value in settings.items():
         if name not in known:
             raise UserError(f"{name}={value!r}: no such field. See kdjax/config.py.")
-        *sections, field = name.split(".")
         kind = type(known[name])
         if isinstance(value, str) and kind is bool:
             value = value.lower() in ("1", "true")
-        setattr(functools.reduce(getattr, sections, config), field, kind(value))
+        typed[name] = kind(value)
+    set_fields(config, typed)
     validate(config)
     return config
 

@@ -10,16 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from kdjax.errors import reporting
-from scripts.bench.synthetic import (
-    GEMMA3_SHAPES,
-    QWEN3_SHAPES,
-    QWEN25_SHAPES,
-    QWEN35_SHAPES,
-    RECIPES,
-    write_random_gguf,
-)
-
-SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | QWEN35_SHAPES
+from scripts.bench.synthetic import RECIPES, SHAPES, write_random_gguf
 
 
 @reporting

@@ -40,17 +40,11 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.models.arch import ArchSpec
 from kdjax.models.schema import spec_from_table
+from scripts.bench import synthetic
 from scripts.bench.peer import MODES
 from scripts.bench.program import Request, configured
 from scripts.bench.rows import ids_of
-from scripts.bench.synthetic import (
-    GEMMA3_SHAPES,
-    QWEN3_SHAPES,
-    QWEN25_SHAPES,
-    QWEN35_SHAPES,
-    ModelShape,
-    write_random_gguf,
-)
+from scripts.bench.synthetic import ModelShape, write_random_gguf
 
 # name: fields of kdjax/config.py. A new variant is a line here.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -88,7 +82,7 @@ DEMO_SHAPES = {
     "demo-teacher": ModelShape("demo-teacher", 4, 512, 8, 2, 1536, 4352, tied=True),
     "demo-student": ModelShape("demo-student", 4, 192, 6, 2, 512, 4096, tied=True),
 }
-SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | QWEN35_SHAPES | DEMO_SHAPES
+SHAPES = synthetic.SHAPES | DEMO_SHAPES
 
 # Of several devices: what each table changes in the defaults of the command.
 _TOPK = "cached-topk:loss.chunk_tokens=16384"

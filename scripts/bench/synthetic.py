@@ -1,12 +1,13 @@
 """Valid GGUF files of random weights, for tests, benchmarks and machines without a network.
 
-A file has the shapes, block types, key-values and tokenizer of a Qwen2 model as llama.cpp
-quantizes it, and random blocks, so that everything but what it says is like the real thing.
+A file has the shapes, block types, key-values and tokenizer of a Qwen2, Qwen3, Qwen3.5 or Gemma 3
+as llama.cpp quantizes it, and random blocks, so that everything but what it says is like the real
+thing.
 """
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -157,6 +158,7 @@ for _label, _counts in {
     "tiny-delta-experts": dict(experts=8, experts_used=2, expert_ffn=256, shared_ffn=256),
 }.items():
     QWEN35_SHAPES[_label] = QWEN35_SHAPES[_label]._replace(**_counts)
+SHAPES = QWEN25_SHAPES | QWEN3_SHAPES | GEMMA3_SHAPES | QWEN35_SHAPES
 
 
 def tensor_plan(
@@ -490,7 +492,7 @@ def write_random_gguf(
     layer_order: LayerOrder = "published",
     tokenizer_from: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Writes a Qwen2 model of random weights, matrices of standard deviation 1/sqrt(inputs).
+    """Writes a model of random weights, matrices of standard deviation 1/sqrt(inputs).
 
     Streams, so memory stays near 0.25 GB at any size. The same arguments give the same bytes.
     `tokenizer_from` is a GGUF file to copy the tokenizer from; by default a byte-level BPE of a few
@@ -509,3 +511,17 @@ def write_random_gguf(
         metadata,
         [(*row, _stream(*row, (seed, index))) for index, row in enumerate(plan)],
     )
+
+
+def write_tiny_pair(folder: Path) -> None:
+    """Writes the two toys into the folder, as teacher.gguf and student.gguf."""
+    for seed, name in enumerate(("teacher", "student")):
+        write_random_gguf(folder / f"{name}.gguf", QWEN25_SHAPES[f"tiny-{name}"], seed=seed)
+
+
+def write_tiny_text(folder: Path, sizes: Sequence[int]) -> None:
+    """Makes the folder, and in it a Python file of so many functions for each of the sizes."""
+    folder.mkdir(parents=True)
+    for i, size in enumerate(sizes):
+        lines = (f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(size))
+        (folder / f"{i:02}.py").write_text("\n".join(lines))

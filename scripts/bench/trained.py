@@ -11,7 +11,6 @@ Exit status: 0, or 2 for bad input.
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,11 +19,13 @@ import optax
 
 import kdjax
 from kdjax.device.placement import Placement
-from kdjax.device.sharding import make_mesh
+from kdjax.device.sharding import count_bytes, make_mesh
 from kdjax.errors import reporting
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.schema import spec_from_table
 from kdjax.training.pair import Vocabulary
+from scripts.bench.synthetic import SHAPES, Header
 
 CHOICES = {
     "all": "",
@@ -33,29 +34,7 @@ CHOICES = {
     "norms": "*norm*",
     "layer 23": "blocks/23",
 }
-_CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
 _COLUMNS = ("tokens", "labels", "segment_ids", "positions", "weights")
-
-
-def read_spec() -> ArchSpec:
-    """The architecture as a folder of shapes alone says it."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_CONFIG))
-        return kdjax.open_checkpoint(folder, shapes=True).spec
 
 
 def measure(spec: ArchSpec, trainable: str, devices: int) -> dict[str, float]:
@@ -81,7 +60,7 @@ def measure(spec: ArchSpec, trainable: str, devices: int) -> dict[str, float]:
     }
     memory = step.jitted.lower(step.abstract, {}, batch).compile().memory_analysis()
     return {
-        "state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract)) / 1e9,
+        "state": count_bytes(step.abstract) / 1e9,
         "arguments": memory.argument_size_in_bytes / 1e9,
         "temporaries": memory.temp_size_in_bytes / 1e9,
     }
@@ -94,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file that keeps all figures")
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 4)
-    spec, found = read_spec(), []
+    spec, found = spec_from_table(Header(SHAPES["0.5b"])), []
     for devices in (1, 4):
         for name, trainable in CHOICES.items():
             figures = measure(spec, trainable, devices)

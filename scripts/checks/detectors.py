@@ -264,7 +264,7 @@ def damaged(table: TensorTable) -> dict[str, tuple[str, dict]]:
 def look(path: Path, dtype: str) -> tuple[list[str], dict, list[str]]:
     """Findings (as lines), figures of the probe, and answers."""
     target = open_target(f"{path}@dense:{dtype}")
-    mesh = sharding.make_mesh(1, 1, 1, jax.local_devices()[:1])
+    mesh = sharding.make_local_mesh(1)
     found, model = examine.of_files(target.checkpoint), target.load(mesh)
     more, figures = examine.of_logits(model)
     last, answers = examine.of_answers(model)

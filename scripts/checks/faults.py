@@ -45,7 +45,7 @@ from kdjax.errors import (
 )
 from kdjax.evaluation.sandbox import BUBBLEWRAP
 from kdjax.formats import open_table
-from kdjax.formats.saved import CHECKSUMS, find_damage, saved_steps
+from kdjax.formats.saved import CHECKPOINTS, CHECKSUMS, find_damage, saved_steps, step_folder
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training.caching import cache_teacher
 from kdjax.training.hooks import Hook
@@ -55,7 +55,7 @@ from kdjax.training.saving import Checkpoints
 from kdjax.training.teachers import CachedTopK
 from kdjax.watch.report import ReportPage
 from kdjax.watch.run import distill
-from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
+from scripts.bench.synthetic import write_tiny_pair, write_tiny_text
 from scripts.checks import sandbox_attacks as attacks
 
 STEPS = 8
@@ -127,13 +127,9 @@ class Bench:
     def __init__(self, folder: Path, seed: int, minutes: float, short: bool = False):
         self.folder, self.random, self.count = folder, random.Random(seed), 0
         self.minutes = minutes
-        for number, name in enumerate(("teacher", "student")):
-            write_random_gguf(folder / f"{name}.gguf", QWEN25_SHAPES[f"tiny-{name}"], seed=number)
         text = folder / "text"
-        text.mkdir()
-        for i in range(12):
-            lines = (f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(12))
-            (text / f"{i:02}.py").write_text("\n".join(lines))
+        write_tiny_pair(folder)
+        write_tiny_text(text, [12] * 12)
         self.config = tiny(Config())
         config = self.config
         config.teacher.path, config.student.path = (
@@ -201,7 +197,7 @@ def read_checksums(workdir: Path) -> dict[str, int]:
 
     From the file itself: TensorStore, once used here, would allow no fork.
     """
-    step = workdir / "checkpoints" / str(saved_steps(workdir)[-1])
+    step = step_folder(workdir, saved_steps(workdir)[-1])
     return json.loads((step / "run" / "metadata").read_text())[CHECKSUMS]
 
 
@@ -252,7 +248,7 @@ def is_saving(workdir: Path, seen: set[str], skipped: int) -> bool:
 
 def unfinished(workdir: Path) -> list[Path]:
     """Saves that are not complete."""
-    return list((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
+    return list((workdir / CHECKPOINTS).glob("*.orbax-checkpoint-tmp*"))
 
 
 def damage(path: Path, way: str, draw: random.Random) -> None:
@@ -273,7 +269,7 @@ def damage(path: Path, way: str, draw: random.Random) -> None:
 
 def try_damage(bench: Bench, short: bool) -> Iterator[Row]:
     """Every file of the newest step, damaged in every way, then resumed from."""
-    newest = bench.straight / "checkpoints" / str(STEPS)
+    newest = bench.straight / CHECKPOINTS / str(STEPS)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
 
     def restore_all() -> list[tuple[str, str]]:
@@ -288,7 +284,7 @@ def try_damage(bench: Bench, short: bool) -> Iterator[Row]:
 
         older = bench.folder / "older"
         shutil.copytree(bench.straight, older)
-        shutil.rmtree(older / "checkpoints" / str(STEPS))
+        shutil.rmtree(older / CHECKPOINTS / str(STEPS))
         truth = dict([restore(bench.straight), restore(older)])
         found: list[tuple[str, str]] = []
         for path in files[:: 6 if short else 1]:

@@ -28,6 +28,7 @@ import optax
 import kdjax
 from kdjax import demo
 from kdjax.commands.parsing import load_config
+from kdjax.config import flatten
 from kdjax.errors import UserError, reporting
 from kdjax.formats.saved import saved_steps, step_folder
 from kdjax.training.teachers import CachedHidden, CachedTopK
@@ -93,11 +94,12 @@ def _train(kind: str, folder: Path) -> str:
 
 
 def _changed(config: kdjax.Config) -> Iterator[tuple[str, Any]]:
-    for name in ("data.train", "data.heldout", "data.heldout_fraction", "data.cache_dir"):
-        yield name, getattr(config.data, name.split(".")[1])
-    for name in ("train.steps", "optim.warmup_steps", "eval.every", "eval.rows"):
-        room, field = name.split(".")
-        yield name, getattr(getattr(config, room), field)
+    fields = flatten(config)
+    for name in (
+        *("data.train", "data.heldout", "data.heldout_fraction", "data.cache_dir"),
+        *("train.steps", "optim.warmup_steps", "eval.every", "eval.rows"),
+    ):
+        yield name, fields[name]
 
 
 _COLUMNS = dict.fromkeys(("tokens", "labels", "segment_ids", "positions"), ((), "int32"))

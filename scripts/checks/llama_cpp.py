@@ -28,7 +28,7 @@ import numpy as np
 
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
-from kdjax.errors import UserError
+from kdjax.errors import UserError, reporting
 from kdjax.export import export_gguf
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
@@ -119,7 +119,7 @@ def load(path: Path) -> Model:
     """Makes a model of float32 parameters; a head that repeats the embedding is tied."""
     checkpoint = open_checkpoint(path)
     spec = dataclasses.replace(checkpoint.spec, tied=has_tied_head(checkpoint.table))
-    placement = Placement(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))
+    placement = Placement(sharding.make_local_mesh(1))
     return load_model(
         dataclasses.replace(checkpoint, spec=spec), dtype="float32", placement=placement
     )
@@ -222,6 +222,7 @@ def _print(row: dict[str, Any]) -> None:
     print("  ".join(said), flush=True)
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -247,17 +248,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def split(text: str) -> list[str]:
         return [part for part in text.split(",") if part]
 
-    try:
-        encoders = compare_encoders(
-            args.python, args.source or args.model, split(args.kquants), args.tensors, args.out
-        )
-        perplexity: list[dict[str, Any]] = []
-        if kinds := split(args.types):
-            ids = windows(args.text, str(args.model), args.window, args.windows)
-            perplexity = compare_perplexity(args.python, args.model, kinds, ids, args.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    encoders = compare_encoders(
+        args.python, args.source or args.model, split(args.kquants), args.tensors, args.out
+    )
+    perplexity: list[dict[str, Any]] = []
+    if kinds := split(args.types):
+        ids = windows(args.text, str(args.model), args.window, args.windows)
+        perplexity = compare_perplexity(args.python, args.model, kinds, ids, args.out)
     if args.json:
         found = {"llama_cpp": version, "perplexity": perplexity, "encoders": encoders}
         args.json.write_text(json.dumps(found, indent=1, default=float) + "\n")

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from kdjax.errors import UserError
+from kdjax.errors import reporting
 from kdjax.models.model import Model, load
 
 MOST_ERROR = 1e-4
@@ -101,22 +101,19 @@ def compare(path: Path, length: int, *, torch: bool) -> dict[str, Any]:
     return figures | {"peak bytes": peak}
 
 
-def main() -> None:
+@reporting
+def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--length", type=int, default=640, help="positions")
     parser.add_argument("--no_torch", action="store_true", help="only packed against dequantized")
     args = parser.parse_args()
-    try:
-        figures = compare(args.model, args.length, torch=not args.no_torch)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    figures = compare(args.model, args.length, torch=not args.no_torch)
     print(json.dumps(figures, indent=1))
     errors = [value for key, value in figures.items() if " to " in key]
-    sys.exit(int(max(errors, default=0.0) > MOST_ERROR))
+    return int(max(errors, default=0.0) > MOST_ERROR)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

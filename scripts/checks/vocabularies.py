@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from kdjax.errors import UserError
+from kdjax.errors import UserError, reporting
 from kdjax.formats import open_table
 from kdjax.models.encoders import KINDS, SPACE, is_sentencepiece
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
@@ -123,6 +123,7 @@ def compare(path: Path) -> int:
     return differing
 
 
+@reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the comparison over the files, and over the vocabularies of folders."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -148,8 +149,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main())

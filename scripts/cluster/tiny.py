@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
+from scripts.bench.synthetic import write_tiny_pair, write_tiny_text
 
 _CONFIG = """\
 from kdjax.config import Config, tiny
@@ -37,12 +37,8 @@ def write(folder: Path) -> Path:
     Documents of very different lengths, so that the devices' rows hold different numbers of
     trained positions.
     """
-    (folder / "text").mkdir(parents=True)
-    for seed, name in enumerate(("teacher", "student")):
-        write_random_gguf(folder / f"{name}.gguf", QWEN25_SHAPES[f"tiny-{name}"], seed=seed)
-    for i in range(24):
-        lines = (f"def f{i}_{j}(self):\n    return {i * j} + self.x" for j in range(1 + i % 12))
-        (folder / "text" / f"{i:02}.py").write_text("\n".join(lines))
+    write_tiny_text(folder / "text", [1 + i % 12 for i in range(24)])
+    write_tiny_pair(folder)
     config = folder / "config.py"
     config.write_text(_CONFIG.format(folder=folder.resolve()))
     return config

@@ -26,6 +26,7 @@ from kdjax.data.text import read_json_lines
 from kdjax.device import runtime
 from kdjax.errors import MissingFileError, UserError, reporting
 from kdjax.evaluation.drafting import begin_text
+from kdjax.formats.files import replacing
 from kdjax.models.checkpoint import Form, open_checkpoint
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.model import load
@@ -110,7 +111,7 @@ def why_not(answer: Completion, code: bool) -> str | None:
 def run(args: argparse.Namespace) -> None:
     """Answers until the time is spent; prints a line a batch."""
     start = time.monotonic()
-    out, part = Path(args.out), Path(f"{args.out}.part")
+    out = Path(args.out)
     if out.exists() and not args.overwrite:
         raise UserError(f"{out}: is there already. Give another --out, or --overwrite.")
     form = Form.parse(args.model)
@@ -125,29 +126,27 @@ def run(args: argparse.Namespace) -> None:
     tried = tokens = 0
     dropped: dict[str, int] = {}
     model = load(form.path, weights=form.weights, dtype=form.dtype, max_segments=1)
-    with model.precision():
-        begun = time.monotonic()
-        for batch in batches(questions, args.batch_size, args.seed):
-            if time.monotonic() - start > args.seconds:
-                break
-            # The same seed for all: it is part of the program, which would compile anew.
-            prompts = [q.ids for q in batch]
-            answers = model.generate(prompts, sampling, batch_size=args.batch_size)
-            for question, answer in zip(batch, answers, strict=True):
-                why = why_not(answer, question.code)
-                if why and not (args.all and answer.text.strip()):
-                    dropped[why] = dropped.get(why, 0) + 1
-                else:
-                    kept.append(json.dumps(question.answered(answer.text)) + "\n")
-            part.write_text("".join(kept))
-            part.rename(out)
-            tried += len(batch)
-            tokens += sum(len(a.ids) for a in answers)
-            print(
-                f"{tried} of {len(questions)} asked, {len(kept) / tried:.1%} kept, {tokens} "
-                f"tokens, {tokens / (time.monotonic() - begun):.0f} tokens/s, {dropped}",
-                flush=True,
-            )
+    begun = time.monotonic()
+    for batch in batches(questions, args.batch_size, args.seed):
+        if time.monotonic() - start > args.seconds:
+            break
+        prompts = [q.ids for q in batch]
+        answers = model.generate(prompts, sampling, batch_size=args.batch_size)
+        for question, answer in zip(batch, answers, strict=True):
+            why = why_not(answer, question.code)
+            if why and not (args.all and answer.text.strip()):
+                dropped[why] = dropped.get(why, 0) + 1
+            else:
+                kept.append(json.dumps(question.answered(answer.text)) + "\n")
+        with replacing(out) as file:
+            file.write("".join(kept).encode())
+        tried += len(batch)
+        tokens += sum(len(a.ids) for a in answers)
+        print(
+            f"{tried} of {len(questions)} asked, {len(kept) / tried:.1%} kept, {tokens} tokens, "
+            f"{tokens / (time.monotonic() - begun):.0f} tokens/s, {dropped}",
+            flush=True,
+        )
 
 
 @reporting

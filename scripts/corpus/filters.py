@@ -192,7 +192,7 @@ class Benchmark:
     `problems` are (entry point or "", text of prompt and solution). A text is contaminated if it
     shares two distinct windows of 10 words with one problem, names the benchmark, or defines a
     function under an entry point's name of three words or more: shorter ones, as `add`, are
-    everybody's.
+    everybody's. A function that is asked about by its name may have none of these either.
     """
 
     _NAMED = re.compile(r"human[-_ ]?eval|\bmbpp\b|evalplus|big_?code[-_ ]?eval", re.IGNORECASE)
@@ -208,8 +208,8 @@ class Benchmark:
         long = sorted(e for e in self.entries if len(e.split("_")) > 2)
         self._defined = re.compile(rf"\bdef ({'|'.join(long)})\(") if long else None
 
-    def why(self, text: str) -> str | None:
-        """How the text is contaminated, in a word or two; None if it is not."""
+    def why(self, text: str, name: str = "") -> str | None:
+        """How a text, or the function of a name, is contaminated, in a few words; None if not."""
         if self._NAMED.search(text):
             return "names a benchmark"
         if self._defined and self._defined.search(text):
@@ -218,7 +218,9 @@ class Benchmark:
         for window in _windows(text):
             for number in self._windows.get(window, ()):
                 shared.setdefault(number, set()).add(window)
-        return "shares words" if any(len(w) > 1 for w in shared.values()) else None
+        if any(len(w) > 1 for w in shared.values()):
+            return "shares words"
+        return "has an entry point's name" if name in self.entries else None
 
 
 def _windows(text: str) -> Iterator[tuple[str, ...]]:

@@ -146,7 +146,7 @@ class Maker:
             whole = function.after_context(function.source)
             if parsed(whole) is None:
                 self.dropped["conversation: syntax"] += 1
-            elif function.name in self._benchmark.entries or self._benchmark.why(whole):
+            elif self._benchmark.why(whole, function.name):
                 self.dropped["conversation: benchmark"] += 1
             elif self._heldout.has(shingles(function.source)):
                 self.dropped["conversation: copy of held-out text"] += 1

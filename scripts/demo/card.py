@@ -15,12 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 from jinja2 import Environment, StrictUndefined
 
 from kdjax import demo
 from kdjax.device import runtime
-from kdjax.device.sharding import make_mesh
+from kdjax.device.sharding import make_local_mesh
 from kdjax.evaluation.heldout import measure, read_text
 from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
@@ -31,7 +30,7 @@ TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 def figures(model: str, text: Path, seq_len: int) -> dict[str, Any]:
     """Held-out figures of a workdir or a model file, computed in float32."""
-    mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    mesh = make_local_mesh(1)
     target = open_target(model)
     tokenizer = target.checkpoint.tokenizer
     read = read_text(str(text / "heldout"), tokenizer, rows=1 << 30, seq_len=seq_len)

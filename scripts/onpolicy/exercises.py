@@ -14,7 +14,6 @@ Exit status: 0 done, 2 bad input.
 import argparse
 import ast
 import doctest
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any
 from kdjax.data.text import read_json_lines
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation.problems import OPENING
-from kdjax.formats.files import replacing
 from scripts.corpus.filters import Benchmark
-from scripts.onpolicy.invent import ask_plainly
+from scripts.onpolicy.invent import ask_plainly, find_function
+from scripts.onpolicy.prompts import write_lines
 
 _LEAST_EXAMPLES = 2
 
@@ -67,7 +66,7 @@ def set_apart(exercises: Iterable[str], count: int) -> tuple[list[dict[str, str]
         else:
             problems.append(problem)
     held = hold(problems)
-    return problems, [e for e in others if not held.why(e) and _name(e) not in held.entries]
+    return problems, [e for e in others if not held.why(e, _name(e))]
 
 
 def hold(problems: Iterable[dict[str, str]]) -> Benchmark:
@@ -75,16 +74,12 @@ def hold(problems: Iterable[dict[str, str]]) -> Benchmark:
     return Benchmark((problem["entry_point"], problem["prompt"]) for problem in problems)
 
 
-def _function(exercise: str) -> ast.FunctionDef:
-    return next(n for n in ast.parse(exercise).body if isinstance(n, ast.FunctionDef))
-
-
 def _name(exercise: str) -> str:
-    return _function(exercise).name
+    return find_function(exercise).name
 
 
 def _docstring(exercise: str) -> str:
-    return ast.get_docstring(_function(exercise)) or ""
+    return ast.get_docstring(find_function(exercise)) or ""
 
 
 def _exercise(prompt: dict[str, Any]) -> str:
@@ -133,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in args.prompts:
         files[path.name] = [p for p in _read(path) if not held.why(p["messages"][0]["content"])]
     for name, records in files.items():
-        with replacing(args.out / name) as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+        write_lines(args.out / name, records)
         print(f"{name}: {len(records)}")
     return 0
 

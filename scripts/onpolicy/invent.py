@@ -13,7 +13,6 @@ Exit status: 0 done, 2 bad input.
 
 import argparse
 import ast
-import json
 import random
 import re
 import sys
@@ -25,13 +24,12 @@ from typing import Any
 
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
-from kdjax.formats.files import replacing
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model, load
 from kdjax.models.tokenizer import Tokenizer
 from scripts.corpus.conversations import Function, conversations
 from scripts.corpus.filters import Benchmark
-from scripts.onpolicy.prompts import as_script, read_benchmark
+from scripts.onpolicy.prompts import as_script, read_benchmark, write_lines
 
 _THINGS = (
     "a list of integers",
@@ -153,10 +151,14 @@ def read_exercise(answer: str) -> tuple[str, str] | None:
     return None
 
 
+def find_function(exercise: str) -> ast.FunctionDef:
+    """The function that an exercise opens."""
+    return next(n for n in ast.parse(exercise).body if isinstance(n, ast.FunctionDef))
+
+
 def ask_plainly(opening: str) -> str:
     """A request for the function of an opening, in words."""
-    tree = ast.parse(opening)
-    node = next(n for n in tree.body if isinstance(n, ast.FunctionDef))
+    node = find_function(opening)
     told, sign, shown = (ast.get_docstring(node) or "").partition(">>>")
     says = re.sub(r"\s*\bExamples?\W*$", "", " ".join(told.split()))
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
@@ -202,8 +204,7 @@ def invent(
             counts["left out: no exercise"] += 1
             continue
         name, opening = read
-        why = known.why(opening) or ("has an entry point's name" if name in known.entries else None)
-        why = why or ("is there already" if opening in prompts else None)
+        why = known.why(opening, name) or ("is there already" if opening in prompts else None)
         if why is not None:
             counts[f"left out: {why}"] += 1
             continue
@@ -245,8 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_tokens=args.max_tokens,
         plain=args.plain,
     )
-    with replacing(args.out) as file:
-        file.write("".join(json.dumps(prompt) + "\n" for prompt in prompts).encode())
+    write_lines(args.out, prompts)
     print(f"{counts} {time.perf_counter() - begun:.1f} s", flush=True)
     return 0
 

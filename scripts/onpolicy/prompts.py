@@ -26,7 +26,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,9 +244,7 @@ def make(
     random.Random(seed).shuffle(order)
     clean = []
     for key in order:
-        why = known.why(found[key].after_context(found[key].source))
-        if why is None and found[key].name in known.entries:
-            why = "has an entry point's name"
+        why = known.why(found[key].after_context(found[key].source), found[key].name)
         if why is None:
             clean.append(found[key])
         else:
@@ -265,7 +263,7 @@ def make(
     prompts: list[dict[str, Any]] = []
     answered: list[dict[str, Any]] = []
     for function in clean:
-        if held.why(function.after_context(function.source)) or function.name in held.entries:
+        if held.why(function.after_context(function.source), function.name):
             counts["left out: development set"] += 1
             continue
         answered += [{"messages": turns} for turns in conversations(function)]
@@ -284,6 +282,12 @@ def read_benchmark(path: Path) -> Iterator[tuple[str, str]]:
     for problem in load(path):
         entry = problem.names[0] if problem.names else ""
         yield entry, f"{problem.prompt}{problem.reference}"
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> None:
+    """Writes JSON lines; the file takes its place when all of them are there."""
+    with replacing(path) as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 @reporting
@@ -310,8 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = {"prompts.jsonl": prompts, "development.jsonl": problems}
     files["conversations.jsonl"] = answered
     for name, records in files.items():
-        with replacing(args.out / name) as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+        write_lines(args.out / name, records)
     counts |= {"prompts": len(prompts), "problems": len(problems)}
     with replacing(args.out / "prompts.json") as file:
         file.write(json.dumps(counts, indent=1).encode() + b"\n")
