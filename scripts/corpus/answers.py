@@ -131,7 +131,8 @@ def run(args: argparse.Namespace) -> None:
         if time.monotonic() - start > args.seconds:
             break
         prompts = [q.ids for q in batch]
-        answers = model.generate(prompts, sampling, batch_size=args.batch_size)
+        numbers = range(tried, tried + len(batch))
+        answers = model.generate(prompts, sampling, batch_size=args.batch_size, numbers=numbers)
         for question, answer in zip(batch, answers, strict=True):
             why = why_not(answer, question.code)
             if why and not (args.all and answer.text.strip()):
