@@ -17,8 +17,8 @@ from kdjax.config import RolloutConfig, SmokeConfig, validate
 from kdjax.data.pipeline import example
 from kdjax.data.rollouts import FOLDER, Answer, Prompt, Room, read_prompts, read_round, round_path
 from kdjax.device.runtime import device_summary
-from kdjax.errors import BAD_INPUT, UserError
-from kdjax.evaluation import gap
+from kdjax.errors import BAD_INPUT, INTERRUPTED, UserError
+from kdjax.evaluation import gap, sandbox
 from kdjax.losses.divergences import log_softmax
 from kdjax.losses.kd import kd_loss
 from kdjax.models.checkpoint import open_checkpoint
@@ -344,7 +344,7 @@ def test_without_a_gap_the_run_stops_unless_told_to_go_on(job, tmp_path, monkeyp
     assert "hints do not help this teacher" in caplog.text
     # Measured is below two points in a hundred and above 0 for sure: it goes on.
     sure = {"exercises": 900, "plain": 0.5, "hinted": 0.51, "gain": 0.01, "low": 0.002}
-    monkeypatch.setattr(gap, "measure_gap", lambda _: sure | {"high": 0.018, "kl": 0.1})
+    monkeypatch.setattr(gap, "measure_gap", lambda _, **__: sure | {"high": 0.018, "kl": 0.1})
     gap.check_gap(begin(job, tmp_path / "another"))
     monkeypatch.undo()
     cached = dataclasses.replace(fresh, kind=CachedHidden(), workdir=tmp_path / "cached")
@@ -353,6 +353,36 @@ def test_without_a_gap_the_run_stops_unless_told_to_go_on(job, tmp_path, monkeyp
     rollout = dataclasses.replace(job.config.rollout, hints=False)
     gap.check_gap(begin(job, tmp_path / "plain", rollout=rollout))  # nothing to do
     assert not (tmp_path / "plain").exists()
+
+
+def test_without_walls_the_gap_is_measured_only_if_asked_for(job, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(gap, "_answer", answer_as("hints"))
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    sandbox.held.cache_clear()
+    try:
+        fresh = begin(job, tmp_path / "run")
+        with pytest.raises(UserError, match=r"cannot be measured: found no bubblewrap.*degenerate"):
+            gap.check_gap(fresh)
+        allowed = dataclasses.replace(job.config.teacher, allow_degenerate=True)
+        gap.check_gap(begin(job, tmp_path / "run", teacher=allowed))
+        assert "found no bubblewrap" in caplog.text and not (tmp_path / "run" / gap.GAP).exists()
+        gap.check_gap(fresh, allow_unsandboxed=True)
+        assert json.loads((tmp_path / "run" / gap.GAP).read_text())["gain"] == 1.0
+    finally:
+        sandbox.held.cache_clear()
+
+
+@pytest.mark.parametrize("flags", [[], ["--allow-unsandboxed"]])
+def test_the_flag_reaches_the_gap(tmp_path, monkeypatch, flags):
+    gates = []
+
+    def stood_in(config, workdir, *, gate, **_):
+        gates.append(gate)
+        return "interrupted"
+
+    monkeypatch.setattr("kdjax.watch.run.distill", stood_in)
+    assert main.main(["--config=demo", f"--workdir={tmp_path}/run", *flags]) == INTERRUPTED
+    assert gates[0].keywords == {"allow_unsandboxed": bool(flags)}
 
 
 def test_a_smoke_run_is_not_judged_by_text_without_hints(job):

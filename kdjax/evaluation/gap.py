@@ -40,11 +40,12 @@ LEAST = 0.02  # of exercises that the teacher solves with hints alone: less is n
 _AT_ONCE = 32  # rows that are read together
 
 
-def check_gap(job: Job) -> None:
+def check_gap(job: Job, *, allow_unsandboxed: bool = False) -> None:
     """Measures the gap of a run's first hints, prints it and keeps it in the workdir's `gap.json`.
 
-    A run that begins again finds it there. Raises `UserError` for a teacher whom hints help by less
-    than two points in a hundred exercises, if the interval holds 0, and where nothing can be
+    The teacher's programs run where this machine can confine them, or `allow_unsandboxed`. A run
+    that begins again finds the figures there. Raises `UserError` for a teacher whom hints help by
+    less than two points in a hundred exercises, if the interval holds 0, and where nothing can be
     measured; with `teacher.allow_degenerate` a line says so and the run goes on.
     """
     hinted = list_hinted(job.config)
@@ -54,7 +55,7 @@ def check_gap(job: Job) -> None:
     path = job.workdir / GAP
     made_of = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
     try:
-        figures = _read(path, made_of) or measure_gap(job)
+        figures = _read(path, made_of) or measure_gap(job, allow_unsandboxed=allow_unsandboxed)
     except NothingToMeasureError as error:
         return _refuse(job, f"the gain by hints cannot be measured: {error}")
     _log.info("%s", describe(figures))
@@ -71,7 +72,7 @@ def check_gap(job: Job) -> None:
 
 
 class NothingToMeasureError(UserError):
-    """There is no teacher that answers, or no exercise that judges."""
+    """There is no teacher that answers, no exercise that judges, or no place to run programs."""
 
 
 def _refuse(job: Job, message: str) -> None:
@@ -105,7 +106,7 @@ def describe(figures: Mapping[str, Any]) -> str:
     )
 
 
-def measure_gap(job: Job) -> dict[str, Any]:
+def measure_gap(job: Job, *, allow_unsandboxed: bool = False) -> dict[str, Any]:
     """The teacher's pass@1, greedy, without hints and with them, their difference and its interval.
 
     `kl` is the mean of KL(with || without), nats, over the tokens that the student at its start
@@ -123,11 +124,14 @@ def measure_gap(job: Job) -> dict[str, Any]:
             "found a teacher that comes from a cache and answers nothing; expected one that runs. "
             "Measure with the same config, without teacher.cache and with smoke.steps=1."
         )
-    sandbox.check(False)
+    try:
+        sandbox.check(allow_unsandboxed)
+    except UserError as error:
+        raise NothingToMeasureError(str(error)) from error
     count = len(held)
     prompts = [one.prompt.ids for one in held], [list(one.prompt.hinted) for one in held]
     answers = _answer(job, teacher, [*prompts[0], *prompts[1]], 0.0)
-    passed = np.asarray(_run_programs(job, [*held, *held], answers), np.float64)
+    passed = np.asarray(_run_programs(job, [*held, *held], answers, allow_unsandboxed), np.float64)
     plain, hinted = passed[:count], passed[count:]
     low, high = draw_anew(hinted[None], plain[None], seeds=False)
     return {
@@ -157,14 +161,22 @@ def _answer(
 
 
 def _run_programs(
-    job: Job, held: Sequence[HeldExercise], answers: Sequence[Sequence[int]]
+    job: Job,
+    held: Sequence[HeldExercise],
+    answers: Sequence[Sequence[int]],
+    allow_unsandboxed: bool,
 ) -> list[bool]:
     """Whether each answer's program passed; the first process runs them for all."""
 
     def run(one: HeldExercise, ids: Sequence[int]) -> bool:
         exercise, wording = bench.read_exercise(one.exercise)
         program = bench.program(exercise, wording, job.pair.tokenizer.decode(list(ids)))
-        ran = sandbox.run(program, tests=exercise.checks, names=exercise.names)
+        ran = sandbox.run(
+            program,
+            tests=exercise.checks,
+            names=exercise.names,
+            allow_unsandboxed=allow_unsandboxed,
+        )
         return ran.reason == sandbox.PASSED
 
     passed = None

@@ -224,7 +224,7 @@ class Table:
         params, begun = None, time.monotonic()
         if arm.setting != BEFORE:
             notes = Notes(job)
-            check_gap(job)
+            check_gap(job, allow_unsandboxed=self._args.allow_unsandboxed)
             if has_hints(arm.config):
                 figures["gap"] = json.loads((folder / GAP).read_text())
             collapse = CollapseGuard(folder, *(one.rollout for one in list_phases(arm.config)))
