@@ -10,6 +10,7 @@ import functools
 import glob
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec
@@ -154,6 +155,8 @@ def reporting(main: Callable[_P, int]) -> Callable[_P, int]:
 
     @functools.wraps(main)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> int:
+        # Python's remarks on code without a file: what a model wrote, or a corpus holds.
+        warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
         try:
             return main(*args, **kwargs)
         except (KdjaxError, OSError) as error:

@@ -106,6 +106,16 @@ def test_a_bug_keeps_its_traceback():
         body()
 
 
+def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):
+    program = "import ast; from kdjax.errors import reporting\n@reporting\ndef body():\n    "
+    program += "ast.parse('1and 2'); return 0\nbody()"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert capfd.readouterr().err == ""
+    if sys.version_info >= (3, 12):  # Python 3.11 keeps such remarks to itself
+        subprocess.run([sys.executable, "-c", program.replace("@reporting", "")], check=True)
+        assert "SyntaxWarning" in capfd.readouterr().err
+
+
 # --- mistyped names -----------------------------------------------------------------------------
 
 
