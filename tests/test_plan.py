@@ -501,6 +501,25 @@ def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, c
         command.survey_headers(tiny_config)
 
 
+def test_a_run_without_a_document_to_hold_out_is_not_planned(tiny_config, monkeypatch, tmp_path):
+    """Each phase's text counts, where it is on this machine; one of the Hub is not fetched."""
+
+    def find(path, wanted):
+        return pytest.fail("fetches text") if path.startswith("hf:") else path
+
+    monkeypatch.setattr("kdjax.data.text.fetch_path", find)
+    (tmp_path / "a.txt").write_text("One document, which is on one side alone.")
+    sound, tiny_config.data.train = tiny_config.data.train, str(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"no document is left for .* out of 1: change data"):
+        survey(tiny_config, whole=False)
+    for text in ("hf:somebody/text/a.jsonl", f"{tmp_path}/b.txt", sound):
+        tiny_config.data.train = text
+        survey(tiny_config, whole=False)
+    tiny_config.then = ({"data.train": str(tmp_path / "a.txt")},)
+    with pytest.raises(UserError, match="no document is left"):
+        survey(tiny_config, whole=False)
+
+
 def test_headers_alone_are_planned_as_the_files_are(tiny_config, tmp_path):
     """A download that has only begun leaves them so; training does not start from them."""
     whole = survey(tiny_config)[2]

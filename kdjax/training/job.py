@@ -61,6 +61,7 @@ from kdjax.models.nextn import attach_block
 from kdjax.training import optim
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
+    check_texts,
     hash_imatrix,
     hash_models,
     hash_text,
@@ -284,8 +285,9 @@ def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
 def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan]:
     """Opens, compares and plans; reads headers and allocates nothing.
 
-    With `whole=False` the models' files may end behind their headers, as in a download under way.
-    Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
+    With `whole=False` the models' files may end behind their headers, as in a download under way,
+    and text is looked into as far as it takes. Raises `UserError` for a pair that cannot be
+    distilled, text that does not divide, or a run that cannot fit.
     """
     kinds = ask_kinds(config.teacher)
     meshes = list(_ask_meshes(config.mesh))
@@ -302,6 +304,8 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     else:
         _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
+    if not whole:  # else it is read next
+        check_texts(config, pair.tokenizer)
     mesh, plan = _choose_for_all(config, pair, meshes, kinds)
     return Placement.on(mesh), pair, plan
 
