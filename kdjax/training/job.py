@@ -27,7 +27,6 @@ from kdjax.config import (
     count_own_rows,
     flatten,
     is_phased,
-    list_phases,
     place_phase,
 )
 from kdjax.data import pipeline
@@ -73,7 +72,6 @@ from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair
 from kdjax.training.phases import Progress
 from kdjax.training.plan import (
-    REMATS,
     Plan,
     choose_plan,
     count_step_flops,
@@ -306,29 +304,8 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
     if not whole:  # else it is read next
         check_texts(config, pair.tokenizer)
-    mesh, plan = _choose_for_all(config, pair, meshes, kinds)
+    mesh, plan = _choose_mesh(config, pair, meshes, kinds)
     return Placement.on(mesh), pair, plan
-
-
-def _choose_for_all(
-    config: Config, pair: Pair, meshes: Sequence[Mesh], kinds: Sequence[TeacherKind]
-) -> tuple[Mesh, Plan]:
-    """The mesh and the plan of the phase that needs most, in the form in which all phases fit."""
-    phases = list_phases(config)
-    chosen = [_choose_mesh(phase, pair, meshes, kinds) for phase in phases]
-    if len(chosen) == 1:
-        return chosen[0]
-    plans = [plan for _, plan in chosen]
-    mesh = max((mesh for mesh, _ in chosen), key=meshes.index)
-    kind = max((plan.kind for plan in plans), key=kinds.index)
-    remat = max((plan.remat for plan in plans), key=REMATS.index)
-    chunk = min(plan.chunk_tokens for plan in plans)
-    fixed = [replace_settings(phase, remat, chunk) for phase in phases]
-    again = (choose_plan(phase, pair, mesh, device_summary(), (kind,)) for phase in fixed)
-    most = max(again, key=lambda plan: plan.peak)
-    settings = kind, remat, chunk
-    same = [plan for plan in plans if (plan.kind, plan.remat, plan.chunk_tokens) == settings]
-    return mesh, dataclasses.replace(most, choice=same[0].choice) if same else most  # says why
 
 
 def _ask_meshes(asked: MeshConfig) -> Iterator[Mesh]:
