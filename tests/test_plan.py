@@ -434,6 +434,27 @@ def test_a_delta_layers_rule_holds_what_is_counted(sizes):
         assert plan.count_rule(spec, way) == pytest.approx(used, rel=limit), way
 
 
+@pytest.mark.parametrize("weights", ["packed", pytest.param("dense", marks=pytest.mark.slow)])
+def test_a_period_of_a_teachers_layers_is_wide_at_once_on_a_cpu(tiny_config, tmp_path, weights):
+    """XLA says so of a whole step, of which such a teacher is the most."""
+    shape = QWEN35_SHAPES["tiny-delta-teacher"]._replace(
+        layers=8, hidden=512, heads=8, head=64, ffn=1536
+    )
+    write_random_gguf(tmp_path / "t.gguf", shape)
+    tiny_config.teacher.path, tiny_config.teacher.weights = str(tmp_path / "t.gguf"), weights
+    tiny_config.teacher.param_dtype = tiny_config.train.compute_dtype = "bfloat16"
+    tiny_config.train.batch_size = tiny_config.eval.batch_size = 16  # on eight devices
+    tiny_config.data.seq_len = 64
+    job, mesh = assemble(tiny_config, tmp_path), make_local_mesh()
+    made = plan.make_plan(job.config, job.pair, mesh, on(1, "cpu"), KINDS[weights])
+    batch = job.step.put(job.source.next())
+    lowered = job.step.train.lower(job.step.abstract, job.teacher_params, batch)
+    used = lowered.compile().memory_analysis()
+    held = used.argument_size_in_bytes + used.temp_size_in_bytes
+    assert made.peak_phase == "the teacher runs forward"
+    assert made.peak == pytest.approx(held, rel=0.05)
+
+
 def test_auto_leaves_a_cpus_memory_to_others(pairs):
     config = config_of(8, 2048, remat="auto", chunk=0)
     made = plan.choose_plan(config, pairs["1.5b"], make_local_mesh(1), on(512, "cpu"), AUTO)

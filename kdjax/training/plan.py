@@ -10,6 +10,7 @@ vocabulary rows, D hidden width, F MLP width.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,13 +37,13 @@ from kdjax.losses.divergences import forward_kl, parse_divergence
 from kdjax.losses.positions import COMPARED_CHUNK
 from kdjax.models import decoding
 from kdjax.models.adapters import shape_adapters
-from kdjax.models.arch import ArchSpec
+from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
 from kdjax.models.checkpoint import Checkpoint, drop_block
 from kdjax.models.decoder import Compute, Params, functional, shape_block
 from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
-from kdjax.models.ready import count_layers
+from kdjax.models.ready import count_layers, count_whole
 from kdjax.training import optim
 from kdjax.training.forms import choose_form
 from kdjax.training.pair import Pair, open_adapters
@@ -71,6 +72,10 @@ _GPU_RULE = {"forward": 1.0, "backward": 0.3}
 # Within 2% of what 12 shapes held in all: 8 layers, widths of 512 and 1024, 4,096 to 32,768 ids.
 _BLOCK = {"chunk": 25.2, "head": 9.8, "masters": 1.6}
 _BLOCK_POSITION = {"width": 10.3, "queries": 37.7, "mlp": 19.9, "pairs": 13.5}
+# Bytes of a number of packed layers as one row on a CPU is multiplied with them, if all types have
+# minimums: XLA's products then widen numbers themselves.
+_FUSED = 1.5
+_APART = "its layers apart"
 # XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
 _CPU_FACTOR = 1.6
 # Figures of every position (`evaluation.heldout`): bytes of an id of a position in a chunk, for one
@@ -89,7 +94,7 @@ _RUNS = {2: (25.7, 1.0, 4.7, 2.9, 1.65), 4: (23.7, 2.5, 2.8, 2.7, 0.8)}
 def _count_writing(
     spec: ArchSpec,
     size: int,
-    ready: int,
+    ready: tuple[Size, Size],
     sizes: tuple[int, int, int],
     shards: int,
     free: Size | None,
@@ -97,13 +102,17 @@ def _count_writing(
     kernel: bool,
     drafts: int = 0,
 ) -> dict[str, Size]:
-    """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`."""
-    parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * ready}
+    """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`.
+
+    `ready` are bytes of a number of layers and of the head, as products take them.
+    """
+    layers, head = ready
+    parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * head}
     if drafts:
-        parts["its block"] = count_bytes(shape_block(spec)) // 4 * ready
+        parts["its block"] = count_bytes(shape_block(spec)) // 4 * layers
     parts |= decoding.count_slots(spec, size, *sizes, kernel=kernel, drafts=drafts)
     free = None if free is None else free - sum(parts.values())
-    return parts | {"its layers apart": count_layers(spec, ready, shards, free)}
+    return parts | {_APART: count_layers(spec, layers, shards, free)}
 
 
 def plan_text(
@@ -185,15 +194,55 @@ class Loaded(NamedTuple):
         wide: bool = False,
     ) -> dict[str, Size]:
         """Counts what writing takes where so many bytes are `free`; see `plan_text`."""
-        on_gpu = devices.platform == "gpu"
+        on_gpu, spec = devices.platform == "gpu", self.checkpoint.spec
         # On a CPU weights lie wide for products, but for one row that reads an id at a time.
         narrow = sizes[0] == 1 and not drafts and not wide
-        ready = self._size if on_gpu or narrow else 4
+        ready = (self._size, self._size) if on_gpu else (4, 4)
+        if narrow and not on_gpu:
+            ready = self._count_narrow()
         settings = self._size, ready, sizes, 1, free
-        parts = _count_writing(self.checkpoint.spec, *settings, kernel=on_gpu, drafts=drafts)
-        if not on_gpu and not narrow and self._size < 4:  # a call widens them before its steps
+        parts = _count_writing(spec, *settings, kernel=on_gpu, drafts=drafts)
+        if on_gpu:
+            return {name: part for name, part in parts.items() if part}
+        if not narrow and self._size < 4:  # a call widens them before its steps
             parts["keys and values, for products"] = 2 * parts["keys and values"]
+        if not wide:  # else nothing is read before
+            parts["a call's own"] = max(
+                parts["a call's own"], self._count_prompts(sizes, ready[0], bool(parts[_APART]))
+            )
         return {name: part for name, part in parts.items() if part}
+
+    def _count_prompts(self, sizes: tuple[int, int, int], ready: Size, apart: bool) -> Size:
+        """Bytes that the reading of prompts holds on a CPU, by layers apart or as they are stored.
+
+        `ready` are those of a number of layers apart.
+        """
+        spec, rows = self.checkpoint.spec, decoding.prompts_at_once(sizes[0])
+        length = decoding.pad_length(sizes[1])
+        reading = _count_forward_on_cpu(spec, rows, length, self._size)
+        if apart and not spec.delta_value_heads:  # which are read as they are stored
+            narrow = ready not in (4, _FUSED)
+            matrix = 4 * 2 * spec.hidden_size * spec.mlp_width  # gates and ups, made wide
+            reading["weights of layers, for products"] = narrow * matrix
+        pair = 2 * len(spec.places(delta=False)) * spec.num_kv_heads * spec.head_dim
+        return sum(reading.values()) + pair * rows * length * self._size
+
+    def _count_narrow(self) -> tuple[Size, Size]:
+        """Bytes of a number of layers and head as one row on a CPU is multiplied with them."""
+        if not self.kind.decodes or self.dtype != "float32":
+            return self._size, self._size
+        table, layers, count = self.checkpoint.table, 0.0, 0
+        sizes: dict[str, float] = {}
+        for path, names in self.checkpoint.names.items():
+            tensors = [table.info(name) for name in names]
+            if len(tensors[0].shape) < 2:
+                continue
+            size = count_whole({tensor.dtype for tensor in tensors})
+            if path[0] in STACKS:
+                numbers = sum(math.prod(tensor.shape) for tensor in tensors)
+                layers, count = layers + size * numbers, count + numbers
+            sizes[path[0]] = size
+        return layers / count, sizes.get("head", sizes["embed"])
 
     def count_reading(
         self, sizes: tuple[int, int], devices: Devices, *, block: bool = False
@@ -630,12 +679,15 @@ class _Temporaries:
         parts = {"the student as it writes": copied / shards}
         free = None if self.free is None else self.free - parts["the student as it writes"]
         kernel = self.platform == "gpu"
-        return parts | _count_writing(spec, size, ready, sizes, shards, free, kernel=kernel)
+        return parts | _count_writing(
+            spec, size, (ready, ready), sizes, shards, free, kernel=kernel
+        )
 
     def _phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
         config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
         parts, shards = config.train.microbatches, sharding.row_shards(self.mesh)
-        positions = config.train.batch_size // parts // shards * length
+        rows = config.train.batch_size // parts // shards
+        positions = rows * length
         rule = self._rule(self._trained, "backward")
         remat = "none" if config.student.block else config.student.remat
         sizes = self._size, self._tensor
@@ -646,8 +698,7 @@ class _Temporaries:
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
-            read = positions * count_teacher_positions(config) / length
-            running = self._teacher_forward(read)
+            running = self._teacher_forward(rows, count_teacher_positions(config))
             if parts > 1 and self.kind.decodes:
                 # Each layer's of the whole batch, before and after it.
                 assert self.pair.teacher is not None
@@ -682,9 +733,10 @@ class _Temporaries:
             matrices = 16 * rows * student.hidden_size / self._tensor
             work = {"gradients": self.gradients, "the largest stack, 4 times": matrices}
             yield "Muon orthogonalizes", work
-        positions = config.eval.batch_size // shards * length
+        rows = config.eval.batch_size // shards
+        positions = rows * length
         if self.kind.runs:
-            yield "evaluating: the teacher runs forward", self._teacher_forward(positions)
+            yield "evaluating: the teacher runs forward", self._teacher_forward(rows, length)
         logits = 8 + 8 * beyond
         yield "evaluating: logits are compared", self._heads(positions, logits, gradient=0)
 
@@ -708,9 +760,14 @@ class _Temporaries:
         # What a CPU takes: the factor of all phases is not of it.
         return {name: size / _CPU_FACTOR for name, size in parts.items()}
 
-    def _teacher_forward(self, positions: Size) -> dict[str, Size]:
+    def _teacher_forward(self, rows: int, length: int) -> dict[str, Size]:
         assert self.pair.teacher is not None
-        teacher = self.pair.teacher.spec
+        teacher, positions = self.pair.teacher.spec, rows * length
+        if self.platform == "cpu":
+            # What a CPU takes: the factor of all phases is not of it.
+            parts = _count_forward_on_cpu(teacher, rows, length, self._size)
+            parts["teacher's hidden states"] = 2 * positions * teacher.hidden_size * self._size
+            return {name: size / self._tensor / _CPU_FACTOR for name, size in parts.items()}
         rule = self._rule(teacher, "forward")
         position = _count_forward(teacher, self.kind, self._size, rule, self._tensor)
         layer = _count_layer(teacher) / self._tensor
