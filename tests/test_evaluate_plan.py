@@ -12,7 +12,7 @@ from kdjax.commands import evaluate
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.device.sharding import count_bytes
-from kdjax.evaluation import drafting, heldout
+from kdjax.evaluation import drafting, heldout, plan
 from kdjax.evaluation.target import open_target
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
@@ -22,7 +22,6 @@ from kdjax.models.model import Model
 from kdjax.models.nextn import take_block
 from kdjax.models.shards import map_rows
 from kdjax.models.speculation import BlockWriter
-from kdjax.training import plan
 from scripts.bench.synthetic import QWEN25_SHAPES, QWEN35_SHAPES, write_random_gguf
 
 CPU_OF = functools.partial(Devices, "cpu", "cpu", 1, peak_flops=None)

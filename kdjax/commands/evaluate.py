@@ -336,7 +336,7 @@ def show_plan(request: Request) -> int:
     Reads headers, tokenizers and text, and loads no weights. Raises `UserError` for what `evaluate`
     would refuse.
     """
-    from kdjax.training.plan import Loaded, plan_evaluation
+    from kdjax.evaluation.plan import Loaded, plan_evaluation
 
     args = request.args
     target = open_target(args.target, args.student, args.tokenizer)
