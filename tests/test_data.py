@@ -41,9 +41,13 @@ def tokenizer(models):
     return load_tokenizer(models / "student.gguf")
 
 
-def prepare(folder, tokenizer, patterns, **changes):
+def settings_of(tokenizer, patterns, **changes):
     settings = rows.RowSettings(patterns, "", tokenizer, 7, 0.5, END, max_segments=32)
-    return rows.prepare_rows(dataclasses.replace(settings, **changes), folder / "cache")
+    return dataclasses.replace(settings, **changes)
+
+
+def prepare(folder, tokenizer, patterns, **changes):
+    return rows.prepare_rows(settings_of(tokenizer, patterns, **changes), folder / "cache")
 
 
 # --- tokenizer ----------------------------------------------------------------------------------
@@ -791,6 +795,47 @@ def test_one_sided_split_is_refused(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"no document is left for heldout out of 3: change data"):
         prepare(tmp_path, tokenizer, str(tmp_path / "t"), heldout_fraction=1e-9)
     assert not list((tmp_path / "cache").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("train", "heldout", "fraction", "message"),
+    [
+        ("t", "", 1e-9, "no document is left for heldout out of 6: change data"),
+        ("t", "", 1 - 1e-9, "no document is left for train out of 6: change data"),
+        ("t", "t", 0.5, "no document is left for train out of 6: all of data.train is also in"),
+        ("blank", "t", 0.5, "no document is left for train out of 6: data.train holds no text"),
+        ("blank", "", 0.5, "the text is empty"),
+    ],
+)
+def test_a_split_is_refused_before_anything_is_encoded(
+    tokenizer, tmp_path, monkeypatch, train, heldout, fraction, message
+):
+    """In the very words of the run that reads all of the text."""
+    write_documents(tmp_path / "t", 6)
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.txt").write_text(" ")
+    sides = {"heldout": heldout and str(tmp_path / heldout), "heldout_fraction": fraction}
+    asked = settings_of(tokenizer, str(tmp_path / train), **sides)
+    with pytest.raises(UserError, match=message) as late:
+        rows.prepare_rows(asked, tmp_path / "cache")
+    monkeypatch.setattr(rows, "tokenize_documents", lambda *_, **__: pytest.fail("encodes"))
+    with pytest.raises(UserError) as early:
+        rows.check_split(asked)
+    assert str(early.value) == str(late.value)
+
+
+def test_a_split_is_looked_for_no_further_than_it_takes(tokenizer, tmp_path, monkeypatch):
+    write_documents(tmp_path / "t", 40)
+    read, real = [], rows.documents
+
+    def count(files, tokenizer):
+        for document in real(files, tokenizer):
+            read.append(document)
+            yield document
+
+    monkeypatch.setattr(rows, "documents", count)
+    rows.check_split(settings_of(tokenizer, str(tmp_path / "t"), heldout_fraction=0.5))
+    assert 2 <= len(read) < 20
 
 
 def test_cache_is_by_content(tokenizer, tmp_path, monkeypatch):

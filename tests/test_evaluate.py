@@ -550,6 +550,45 @@ def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, mo
     assert document["mbpp"]["pass_at_k"] == {"1": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), 130), (UserError("no sandbox any more"), 2)]
+)
+def test_what_was_finished_before_a_stop_is_kept_and_told(
+    command, pair, tmp_path, monkeypatch, error, status
+):
+    """Beside the file that a kill would leave, whatever stops the second of three parts."""
+    left = ["mbpp", "held_out"]
+
+    def run(benchmark, tokenizer, generate, settings):
+        if not benchmark[0].task.startswith("HumanEval"):
+            killed = json.loads((tmp_path / "out.json").read_text())
+            assert (killed["unfinished"], killed["status"]) == (left, None)
+            assert killed["humaneval"]["pass_at_k"] == {"1": 1.0} and "mbpp" not in killed
+            raise error
+        samples = [passk.Sample(one.task, sandbox.PASSED, "", "stop", "") for one in benchmark]
+        return passk.summarise(benchmark, samples, settings)
+
+    monkeypatch.setattr(evaluate.passk, "run_benchmark", run)
+    monkeypatch.setattr(evaluate.examine, "of_logits", lambda _: ([], {"ce": 9, "vocabulary": 9}))
+    monkeypatch.setattr(evaluate.examine, "of_answers", lambda _: ([], []))
+    asked = f"--humaneval={humaneval(tmp_path)}", f"--mbpp={mbpp(tmp_path)}", f"--data={pair}/text"
+    ended, document, printed = command(f"{pair}/student.gguf", *asked, "--seq-len=32")
+    assert (ended, document["status"], document["unfinished"]) == (status, status, left)
+    assert document["humaneval"]["pass_at_k"] == {"1": 1.0} and document["sandbox"]
+    assert "humaneval: pass@1 1.0000" in printed.out
+    assert "stopped before it had: mbpp, held_out" in printed.out
+    assert f"what was finished is in {tmp_path}/out.json" in printed.err
+
+
+def test_a_stop_before_anything_is_finished_writes_nothing(command, pair, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate.examine, "of_files", stop)
+    status, document, printed = command(f"{pair}/student.gguf", f"--mbpp={mbpp(tmp_path)}")
+    assert (status, document, printed.out) == (130, None, "")
+
+
 @pytest.mark.slow
 def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair, tmp_path):
     status, document, printed = command(

@@ -12,7 +12,7 @@ from kdjax.commands import evaluate
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.device.sharding import count_bytes
-from kdjax.evaluation import drafting, heldout
+from kdjax.evaluation import drafting, heldout, plan
 from kdjax.evaluation.target import open_target
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
@@ -22,7 +22,6 @@ from kdjax.models.model import Model
 from kdjax.models.nextn import take_block
 from kdjax.models.shards import map_rows
 from kdjax.models.speculation import BlockWriter
-from kdjax.training import plan
 from scripts.bench.synthetic import QWEN25_SHAPES, QWEN35_SHAPES, write_random_gguf
 
 CPU_OF = functools.partial(Devices, "cpu", "cpu", 1, peak_flops=None)
@@ -40,7 +39,9 @@ of = jax.ShapeDtypeStruct
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     small = PLAIN._replace(layers=2, hidden=256, heads=4, ffn=768)
-    for name, shape in (("plain", PLAIN), ("small", small), ("delta", DELTA)):
+    periods = DELTA._replace(layers=8, drafts=0)
+    shapes = {"plain": PLAIN, "small": small, "delta": DELTA, "periods": periods}
+    for name, shape in shapes.items():
         write_random_gguf(folder / f"{name}.gguf", shape, recipe="q8_0")
     return folder
 
@@ -82,7 +83,8 @@ def compare(models, rows, length):
 
 
 def write(model, sizes):
-    """The engine's slots and the weights made ready, and a call's own."""
+    """The engine's slots and the weights made ready, and the own of the larger call: steps, or the
+    reading of prompts."""
     rows, prompt, answer = sizes
     writer = model.as_writer("generate")
     opened = functools.partial(
@@ -92,9 +94,16 @@ def write(model, sizes):
     weights = writer.prepare(model.params, rows)
     state = weights, slots, of((), jnp.uint32), of((rows,), bool)
     static = dict(writer=writer, sampling=decoding.Sampling(1, temperature=1.0))
+    at_once = decoding.prompts_at_once(rows)
+    tokens, lengths = (
+        of((at_once, decoding.pad_length(prompt)), jnp.int32),
+        of((at_once,), jnp.int32),
+    )
     with model.precision():
         used = Held.by(decoding._advance_on_cpu.lower(model.params, *state, **static))
-    return count_bytes(weights) + count_bytes(slots) + used.temporary
+        read = Held.by(jax.jit(writer.read).lower(model.params, weights, tokens, lengths))
+    own = max(used.temporary, read.temporary + read.output)
+    return count_bytes(weights) + count_bytes(slots) + own
 
 
 def plan_of(target, teacher, mesh, **asked):
@@ -127,6 +136,17 @@ def test_a_model_alone_holds_what_is_planned(paths, mesh, form, rows, length):
     assert sum_phase(made, "it is asked") == pytest.approx(asked, rel=0.05)
 
 
+@pytest.mark.parametrize("form", ["packed:float32", "packed:bfloat16", "dense:bfloat16"])
+@pytest.mark.parametrize(("name", "prompt"), [("plain", 50), ("plain", 600), ("periods", 50)])
+def test_one_row_that_writes_holds_what_is_planned(paths, mesh, name, form, prompt):
+    """Weights as narrow as they are stored, and of those that read its prompt one matrix wide, or,
+    of layers of two kinds, a period of them."""
+    target, sizes = open_target(f"{paths}/{name}.gguf@{form}"), (1, prompt, 40)
+    model, kept = target.load(mesh), (target.form.weights, target.form.dtype)
+    made = plan.plan_text(target.checkpoint, *kept, sizes, mesh, CPU)
+    assert made.peak == pytest.approx(model.resident_bytes + write(model, sizes), rel=0.06)
+
+
 @pytest.mark.parametrize("form", ["packed:bfloat16", "dense:float32"])
 @pytest.mark.parametrize(("rows", "length"), [(2, 512), (8, 192)])
 def test_a_model_and_its_block_hold_what_is_planned(paths, mesh, form, rows, length):
@@ -153,7 +173,8 @@ def test_a_model_and_its_block_hold_what_is_planned(paths, mesh, form, rows, len
     assert max(phases) == pytest.approx(reading, rel=0.05)
     assert sum_phase(made, "logits are compared") == pytest.approx(comparing, rel=0.05)
     written = model.resident_bytes + write(model, (12, 50, 40))
-    assert sum_phase(made, "prompts are continued") == pytest.approx(written, rel=0.05)
+    # XLA leaves out what of a single period only the last layer's output needs.
+    assert sum_phase(made, "prompts are continued") == pytest.approx(written, rel=0.12)
     writer, both = block.as_writer("draft"), (block.params, block.params)
     pair = BlockWriter.of(writer, writer, both, 1)
     ready = {id(x): x for x in jax.tree.leaves(pair.prepare(both, 1))}  # one head for both

@@ -434,6 +434,27 @@ def test_a_delta_layers_rule_holds_what_is_counted(sizes):
         assert plan.count_rule(spec, way) == pytest.approx(used, rel=limit), way
 
 
+@pytest.mark.parametrize("weights", ["packed", pytest.param("dense", marks=pytest.mark.slow)])
+def test_a_period_of_a_teachers_layers_is_wide_at_once_on_a_cpu(tiny_config, tmp_path, weights):
+    """XLA says so of a whole step, of which such a teacher is the most."""
+    shape = QWEN35_SHAPES["tiny-delta-teacher"]._replace(
+        layers=8, hidden=512, heads=8, head=64, ffn=1536
+    )
+    write_random_gguf(tmp_path / "t.gguf", shape)
+    tiny_config.teacher.path, tiny_config.teacher.weights = str(tmp_path / "t.gguf"), weights
+    tiny_config.teacher.param_dtype = tiny_config.train.compute_dtype = "bfloat16"
+    tiny_config.train.batch_size = tiny_config.eval.batch_size = 16  # on eight devices
+    tiny_config.data.seq_len = 64
+    job, mesh = assemble(tiny_config, tmp_path), make_local_mesh()
+    made = plan.make_plan(job.config, job.pair, mesh, on(1, "cpu"), KINDS[weights])
+    batch = job.step.put(job.source.next())
+    lowered = job.step.train.lower(job.step.abstract, job.teacher_params, batch)
+    used = lowered.compile().memory_analysis()
+    held = used.argument_size_in_bytes + used.temp_size_in_bytes
+    assert made.peak_phase == "the teacher runs forward"
+    assert made.peak == pytest.approx(held, rel=0.05)
+
+
 def test_auto_leaves_a_cpus_memory_to_others(pairs):
     config = config_of(8, 2048, remat="auto", chunk=0)
     made = plan.choose_plan(config, pairs["1.5b"], make_local_mesh(1), on(512, "cpu"), AUTO)
@@ -499,6 +520,25 @@ def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, c
     tiny_config.teacher.weights = "auto"
     with pytest.raises(UserError, match="does not fit"):
         command.survey_headers(tiny_config)
+
+
+def test_a_run_without_a_document_to_hold_out_is_not_planned(tiny_config, monkeypatch, tmp_path):
+    """Each phase's text counts, where it is on this machine; one of the Hub is not fetched."""
+
+    def find(path, wanted):
+        return pytest.fail("fetches text") if path.startswith("hf:") else path
+
+    monkeypatch.setattr("kdjax.data.text.fetch_path", find)
+    (tmp_path / "a.txt").write_text("One document, which is on one side alone.")
+    sound, tiny_config.data.train = tiny_config.data.train, str(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"no document is left for .* out of 1: change data"):
+        survey(tiny_config, whole=False)
+    for text in ("hf:somebody/text/a.jsonl", f"{tmp_path}/b.txt", sound):
+        tiny_config.data.train = text
+        survey(tiny_config, whole=False)
+    tiny_config.then = ({"data.train": str(tmp_path / "a.txt")},)
+    with pytest.raises(UserError, match="no document is left"):
+        survey(tiny_config, whole=False)
 
 
 def test_headers_alone_are_planned_as_the_files_are(tiny_config, tmp_path):
@@ -624,3 +664,31 @@ def test_auto_is_settled_by_what_fits(pairs, monkeypatch):
             continue
         chosen = plan.choose_plan(*arguments)
         assert chosen.kind.name == ("dense" if fast else "packed") and "by auto" in chosen.choice
+
+
+def test_phases_are_settled_together_and_by_auto(tiny_config, monkeypatch):
+    """Each alone would take another form; the words are of the one in which both fit."""
+    tiny_config.teacher.weights = tiny_config.student.remat = "auto"
+    tiny_config.loss.chunk_tokens = 0
+    tiny_config.then = ({"train.steps": 7, "loss.alpha": 0.0},)
+    fits = {  # by phase, kind, `student.remat` and chunk
+        False: lambda kind, remat, chunk: remat != "none" and chunk < 16384,
+        True: lambda kind, remat, chunk: kind == "packed" and chunk < 4096,
+    }
+
+    def make(config, pair, mesh, devices, kind):
+        asked = kind.name, config.student.remat, config.loss.chunk_tokens
+        fit = fits[config.train.steps == 7](*asked)
+        resident = {"all": 5e9 if fit else 15e9}
+        return plan.Plan(kind, *asked[1:], resident, 0, {"any": {}}, 10e9, None)
+
+    monkeypatch.setattr(plan, "make_plan", make)
+    monkeypatch.setattr(job, "device_summary", lambda: on(10))
+    made = survey(tiny_config)[2]
+    assert (made.kind.name, made.remat, made.chunk_tokens) == ("packed", "dots", 1024)
+    assert not made.missing
+    said = "packed, by auto: dense needs 15.00 GB, packed needs 5.00 GB", "remat dots, by auto"
+    assert all(words in made.choice for words in (*said, "chunk_tokens 1024, by auto"))
+    tiny_config.then = ({"train.steps": 7, "loss.chunk_tokens": 512},)
+    made = survey(tiny_config)[2]
+    assert made.chunk_tokens == 4096  # of the first phase: the second has what it asked for

@@ -47,6 +47,7 @@ from kdjax.errors import (
     UserError,
     WriteError,
     reporting,
+    status_of,
 )
 from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
@@ -137,6 +138,12 @@ class Request:
         every = itertools.product(self.benchmarks.items(), self.rounds)
         return {f"{name}{way.name}": (benchmark, way) for (name, benchmark), way in every}
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names in the document of what is measured at length, in that order."""
+        read = ("draft" if self.args.draft else "held_out",) if self.domains else ()
+        return (*self.asked, *read)
+
 
 def check(args: argparse.Namespace) -> Request:
     """Raises `UserError` for flags that cannot work, before a model is read."""
@@ -212,13 +219,16 @@ def _model_at_work(step: str) -> Iterator[None]:
 def evaluate(request: Request) -> tuple[dict[str, Any], int]:
     """Everything that was asked for: the document and the exit status.
 
-    Raises `UserError` for paths that do not exist and a teacher that cannot be compared with.
+    What ends it before shows and writes the parts that are finished, and is raised on. Raises
+    `UserError` for paths that do not exist and a teacher that cannot be compared with.
     """
     args = request.args
     cluster.check_agreement("request", vars(args))
     for text in filter(None, (args.target, args.teacher)):
         fetch_path(Form.parse(text).path)
     document: dict[str, Any] = {"target": args.target, "mode": passk.INFERENCE, "broken": []}
+    if request.benchmarks:
+        document["sandbox"] = sandbox.describe(sandbox.held())
     teacher = open_target(args.teacher, fallback=args.tokenizer) if args.teacher else None
     try:
         _measure(document, request, teacher)
@@ -227,8 +237,10 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
         for name, (benchmark, way) in request.asked.items():
             if name not in document:
                 document[name] = _fail_benchmark(request, benchmark, way, str(failure))
-    if request.benchmarks:
-        document["sandbox"] = sandbox.describe(sandbox.held())
+    except BaseException as error:  # a user who stops it, a disk, a bug
+        if (left := _list_left(document, request)) != request.parts and jax.process_index() == 0:
+            _show(document | {"unfinished": left, "status": status_of(error)}, args.json)
+        raise
     modes = [document["mode"], *(document[name]["mode"] for name in request.asked)]
     if passk.INFERENCE_FAILED in modes:
         return document, INFERENCE_FAILED
@@ -281,6 +293,21 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
             )
 
 
+def _list_left(document: dict[str, Any], request: Request) -> tuple[str, ...]:
+    """The parts of the request that have no figures yet."""
+    return tuple(name for name in request.parts if document.get(name) is None)
+
+
+def _keep(document: dict[str, Any], request: Request) -> None:
+    """Writes the finished parts to --json, unless all are: what kills a process gives no time."""
+    path, left = request.args.json, _list_left(document, request)
+    if path and left and jax.process_index() == 0:
+        try:
+            table.write(path, _json_able(document | {"unfinished": left, "status": None}))
+        except WriteError as error:  # it is tried again, and then aside
+            _log.warning("%s", error)
+
+
 def _read_domains(
     request: Request, target: Target, teacher: Target | None
 ) -> tuple[dict[str, heldout.Text], dict[str, list[list[int]]]]:
@@ -309,7 +336,7 @@ def show_plan(request: Request) -> int:
     Reads headers, tokenizers and text, and loads no weights. Raises `UserError` for what `evaluate`
     would refuse.
     """
-    from kdjax.training.plan import Loaded, plan_evaluation
+    from kdjax.evaluation.plan import Loaded, plan_evaluation
 
     args = request.args
     target = open_target(args.target, args.student, args.tokenizer)
@@ -418,6 +445,7 @@ def _run_model(document: dict[str, Any], request: Request, target: Target, mesh:
     _add_findings(document, findings)
     for name, figures in solve(request, model, target.checkpoint):
         document[name] = figures
+        _keep(document, request)
 
 
 def solve(
@@ -482,20 +510,22 @@ def main(argv: list[str] | None = None) -> int:
         if request.args.plan:
             return show_plan(request)
         document, status = evaluate(request)
-        document = _json_able({**document, "status": status})
         if jax.process_index() == 0:
-            _show(document, request.args.json)
+            _show(document | {"status": status}, request.args.json)
         if "inference_error" in document and jax.process_count() > 1:
             raise SystemExit(status)  # which the others hear: they may wait for its rows
     return status
 
 
 def _show(document: dict[str, Any], path: Path | None) -> None:
+    document = _json_able(document)
     try:
-        print(table.text(document))
+        print(table.text(document), flush=True)
     finally:  # whatever reads the text
         if path:
             _write(path, document)
+            if "unfinished" in document:
+                _log.info("what was finished is in %s", path)
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ def _write_text(args: argparse.Namespace) -> int:
 
 def _show_plan(args: argparse.Namespace, target: Target, prompt: int, mesh: Mesh) -> int:
     """Prints what writing needs; returns whether it fits, as an exit status."""
-    from kdjax.training.plan import plan_text
+    from kdjax.evaluation.plan import plan_text
 
     if args.draft and args.draft != OWN_BLOCK:
         raise UserError(f"--plan: found --draft={args.draft}; expected none, or {OWN_BLOCK}.")

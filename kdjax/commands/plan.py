@@ -27,7 +27,7 @@ from kdjax.errors import BAD_INPUT, FINISHED, reporting
 from kdjax.hub import fetch_headers
 
 if TYPE_CHECKING:
-    from kdjax.training.plan import Plan
+    from kdjax.training.counts import Plan
 
 
 def survey_headers(config: Config) -> "Plan":

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -505,27 +506,46 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
 def _split_sides(
     settings: RowSettings, files: _Files
 ) -> Iterator[tuple[int | None, Document, np.ndarray, np.ndarray]]:
-    """Each document with ids, loss mask and side, 0 of training, 1 held out; None: left out."""
+    """The documents of `_split_documents` with ids and loss mask behind each."""
+    split, read = itertools.tee(_split_documents(settings, files))
+    tokenized = tokenize_documents(
+        (document for _, document in read),
+        settings.tokenizer,
+        settings.end_of_document_id,
+        parse_special=settings.parse_special,
+    )
+    for (side, document), (_, ids, mask) in zip(split, tokenized, strict=True):
+        yield side, document, ids, mask
 
-    def tokenize(paths: list[Path]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
-        source = documents(paths, settings.tokenizer)
-        return tokenize_documents(
-            source,
-            settings.tokenizer,
-            settings.end_of_document_id,
-            parse_special=settings.parse_special,
-        )
 
+def _split_documents(settings: RowSettings, files: _Files) -> Iterator[tuple[int | None, Document]]:
+    """Each document with its side, 0 of training, 1 held out; None: left out, as it is held out."""
     apart: set[bytes] = set()
-    for document, ids, mask in tokenize(files[1]):
+    for document in documents(files[1], settings.tokenizer):
         apart.add(document.digest())
-        yield 1, document, ids, mask
-    for document, ids, mask in tokenize(files[0]):
+        yield 1, document
+    for document in documents(files[0], settings.tokenizer):
         digest = document.digest()
         if files[1]:
-            yield None if digest in apart else 0, document, ids, mask
+            yield None if digest in apart else 0, document
         else:
-            yield int(_is_heldout(digest, settings.heldout_fraction)), document, ids, mask
+            yield int(_is_heldout(digest, settings.heldout_fraction)), document
+
+
+def check_split(settings: RowSettings) -> None:
+    """Raises `UserError` for text of which `prepare_rows` would have none for one of the sides.
+
+    Encodes nothing, and reads no more documents than show one of each side.
+    """
+    counts, left_out = [0, 0], 0
+    for side, _ in _split_documents(settings, settings.find_files()):
+        if side is None:
+            left_out += 1
+            continue
+        counts[side] += 1
+        if all(counts):
+            return
+    _check_counts(counts, settings, left_out)
 
 
 def locate_documents(settings: RowSettings) -> Iterator[tuple[int, Document, list[Piece]]]:
@@ -536,24 +556,30 @@ def locate_documents(settings: RowSettings) -> Iterator[tuple[int, Document, lis
             yield side, document, packers[side].place(len(ids), whole=document.said is not None)
 
 
-def _check_sides(
-    writers: list[_SideWriter], settings: RowSettings, left_out: int
-) -> dict[str, Any]:
-    """Counts rows, tokens and marks of both sides; raises `UserError` if one has no row."""
-    sides: dict[str, Any] = {}
-    total = sum(writer.counts["documents"] for writer in writers)
+def _check_counts(counts: Sequence[int], settings: RowSettings, left_out: int) -> None:
+    """Raises `UserError` unless each side has a document; those left out are of training."""
+    total = sum(counts)
     if total == 0:
         named = ", ".join(filter(None, (settings.train, settings.heldout)))
         raise UserError(f"{named}: the text is empty: no document has two tokens or more.")
-    for name, writer in zip(_SIDES, writers, strict=True):
-        counts = writer.counts
-        if not counts["rows"]:
+    for name, count in zip(_SIDES, counts, strict=True):
+        if not count:
             hint = "change data.heldout_fraction, add documents, or set data.heldout"
             if settings.heldout:
                 hint = f"data.{name} holds no text, or less than two tokens a document"
             if left_out and name == "train":
                 hint = "all of data.train is also in data.heldout"
             raise UserError(f"no document is left for {name} out of {total}: {hint}.")
+
+
+def _check_sides(
+    writers: list[_SideWriter], settings: RowSettings, left_out: int
+) -> dict[str, Any]:
+    """Counts rows, tokens and marks of both sides; raises `UserError` if one has no row."""
+    _check_counts([writer.counts["documents"] for writer in writers], settings, left_out)
+    sides: dict[str, Any] = {}
+    for name, writer in zip(_SIDES, writers, strict=True):
+        counts = writer.counts
         fill = counts["tokens"] / (counts["rows"] * (settings.seq_len + 1))
         sides[name] = counts | {"fill": round(fill, 4), "marks": dict(writer.marks.most_common())}
     return sides

@@ -174,6 +174,8 @@ def text(document: dict[str, Any]) -> str:
             lines += ["", *describe_benchmark(name, document[name])]
     if "sandbox" in document:
         lines += ["  sandbox: " + "; ".join(f"{k}: {v}" for k, v in document["sandbox"].items())]
+    if "unfinished" in document:
+        lines += ["", "stopped before it had: " + ", ".join(document["unfinished"])]
     return "\n".join(lines)
 
 

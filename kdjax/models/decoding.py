@@ -326,7 +326,7 @@ def count_slots(
     state += itemsize * (spec.delta_kernel - 1) * spec.delta_columns
     cache, room = slots * pair, _room_for(prompt + answer + drafts)
     cache *= room
-    positions = _prompts_at_once(slots) * pad_length(prompt)
+    positions = prompts_at_once(slots) * pad_length(prompt)
     # Keys and values as layers give them, stacked and turned; a layer's activations.
     read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
     floats = spec.delta_key_heads * spec.delta_key_dim
@@ -357,7 +357,7 @@ def _room_for(ids: int) -> int:
     return -(-ids // _ROOM) * _ROOM
 
 
-def _prompts_at_once(slots: int) -> int:
+def prompts_at_once(slots: int) -> int:
     """How many prompts a device of so many slots reads in a call."""
     return min(max(slots // 8, 1), 32)
 
@@ -754,7 +754,7 @@ class _Engine:
         self._row_of = np.full(slots, -1)
         self._ended = np.zeros(slots, bool)  # by the host, since the last call
         self._asked = np.zeros(slots, int)  # steps of the calls so far, each of an id or more
-        self._at_once = _prompts_at_once(self._local)
+        self._at_once = prompts_at_once(self._local)
         capacity = _room_for(max(longest, room) + writer.spare)
         opened = _open(params, writer=writer, slots=slots, capacity=capacity)
         self._slots = _lay_beside(params, opened)

@@ -39,7 +39,7 @@ class Grouped:
             y = _add_columns(sums * self.factors)[None]
         else:
             wide = _to_float32(self.values).reshape(self.values.shape[0], GROUP, -1)
-            wide = (wide * self.factors[:, None]).reshape(self.values.shape)
+            wide = (wide * (self.factors + _never(x))[:, None]).reshape(self.values.shape)
             y = jnp.einsum("ND,FD->NF", turned, wide)
         if self.minimums is None:
             return y
@@ -51,7 +51,7 @@ def project_row(x: Float32[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
     pieces = _count_pieces(bits.shape[1])
     if pieces and x.shape[0] == 1:
         return _add_columns(_add_pieces(x, bits, bits.shape[1] // pieces, _widen))[None]
-    return jnp.einsum("ND,FD->NF", x, _widen(bits))
+    return jnp.einsum("ND,FD->NF", x, _widen(bits + _never(x).astype(bits.dtype)))
 
 
 def project_bits(x: Float[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
@@ -115,3 +115,8 @@ def _add_columns(x: Float32[Array, "F W"]) -> Float32[Array, " F"]:
     """The sum over the last axis, as a product, which is faster; what is added is written first."""
     ones = jnp.ones(x.shape[1], jnp.float32)
     return jnp.einsum("FW,W->F", jax.lax.optimization_barrier(x), ones)
+
+
+def _never(x: Array) -> Array:
+    """0, known only once x is: XLA's CPU backend would widen the weights of all layers at first."""
+    return (x[(0,) * x.ndim] > jnp.inf).astype(jnp.float32)

@@ -1,5 +1,6 @@
 """Reads a run's inputs: its rows and prompts, and the hashes of all that its paths name."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,14 @@ import numpy as np
 
 from kdjax.config import Config, DataConfig, StudentConfig, flatten, last_step, list_phases
 from kdjax.data import pipeline
-from kdjax.data.rows import RowSet, RowSettings, prepare_rows, rows_key, warn_of_marks
+from kdjax.data.rows import RowSet, RowSettings, check_split, prepare_rows, rows_key, warn_of_marks
 from kdjax.data.teacher_cache import hash_index, join_hashes, read_index, split_caches
 from kdjax.device import cluster
 from kdjax.device.placement import Placement
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.imatrix import hash_importance
 from kdjax.formats.saved import read_receipt, saved_run, saved_steps
+from kdjax.hub import PREFIX
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import CONTENTS, check_same_run, identify
 from kdjax.training.own import NO_CODE, Own
@@ -49,6 +51,22 @@ def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
         _log.info("text, %s: %s rows, %s tokens of %s documents, %s", side, *counts, full)
         warn_of_marks(side, info["marks"], tokenizer, data.parse_special)
     return rows
+
+
+def check_texts(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` for text of which no document would be left to train on, or to hold out.
+
+    A phase whose text is of the Hub, or not on this machine, is not asked.
+    """
+    settings = {
+        (phase.data.train, phase.data.heldout): row_settings(phase.data, tokenizer)
+        for phase in list_phases(config)
+    }
+    for texts, asked in settings.items():
+        if any(part.strip().startswith(PREFIX) for part in ",".join(texts).split(",")):
+            continue
+        with contextlib.suppress(MissingFileError):
+            check_split(asked)
 
 
 def list_read_rows(config: Config, rows: RowSet) -> np.ndarray:

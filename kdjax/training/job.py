@@ -27,7 +27,6 @@ from kdjax.config import (
     count_own_rows,
     flatten,
     is_phased,
-    list_phases,
     place_phase,
 )
 from kdjax.data import pipeline
@@ -61,6 +60,7 @@ from kdjax.models.nextn import attach_block
 from kdjax.training import optim
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
+    check_texts,
     hash_imatrix,
     hash_models,
     hash_text,
@@ -72,7 +72,6 @@ from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair
 from kdjax.training.phases import Progress
 from kdjax.training.plan import (
-    REMATS,
     Plan,
     choose_plan,
     count_step_flops,
@@ -284,8 +283,9 @@ def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
 def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan]:
     """Opens, compares and plans; reads headers and allocates nothing.
 
-    With `whole=False` the models' files may end behind their headers, as in a download under way.
-    Raises `UserError` for a pair that cannot be distilled or a run that cannot fit.
+    With `whole=False` the models' files may end behind their headers, as in a download under way,
+    and text is looked into as far as it takes. Raises `UserError` for a pair that cannot be
+    distilled, text that does not divide, or a run that cannot fit.
     """
     kinds = ask_kinds(config.teacher)
     meshes = list(_ask_meshes(config.mesh))
@@ -302,29 +302,10 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     else:
         _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
-    mesh, plan = _choose_for_all(config, pair, meshes, kinds)
+    if not whole:  # else it is read next
+        check_texts(config, pair.tokenizer)
+    mesh, plan = _choose_mesh(config, pair, meshes, kinds)
     return Placement.on(mesh), pair, plan
-
-
-def _choose_for_all(
-    config: Config, pair: Pair, meshes: Sequence[Mesh], kinds: Sequence[TeacherKind]
-) -> tuple[Mesh, Plan]:
-    """The mesh and the plan of the phase that needs most, in the form in which all phases fit."""
-    phases = list_phases(config)
-    chosen = [_choose_mesh(phase, pair, meshes, kinds) for phase in phases]
-    if len(chosen) == 1:
-        return chosen[0]
-    plans = [plan for _, plan in chosen]
-    mesh = max((mesh for mesh, _ in chosen), key=meshes.index)
-    kind = max((plan.kind for plan in plans), key=kinds.index)
-    remat = max((plan.remat for plan in plans), key=REMATS.index)
-    chunk = min(plan.chunk_tokens for plan in plans)
-    fixed = [replace_settings(phase, remat, chunk) for phase in phases]
-    again = (choose_plan(phase, pair, mesh, device_summary(), (kind,)) for phase in fixed)
-    most = max(again, key=lambda plan: plan.peak)
-    settings = kind, remat, chunk
-    same = [plan for plan in plans if (plan.kind, plan.remat, plan.chunk_tokens) == settings]
-    return mesh, dataclasses.replace(most, choice=same[0].choice) if same else most  # says why
 
 
 def _ask_meshes(asked: MeshConfig) -> Iterator[Mesh]:

@@ -10,8 +10,7 @@ vocabulary rows, D hidden width, F MLP width.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,23 +25,30 @@ from kdjax.config import (
     count_prompt_positions,
     count_teacher_positions,
     flatten,
+    list_phases,
 )
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.device.sharding import count_bytes
 from kdjax.errors import UserError
 from kdjax.losses.divergences import forward_kl, parse_divergence
-from kdjax.losses.positions import COMPARED_CHUNK
-from kdjax.models import decoding
 from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
-from kdjax.models.checkpoint import Checkpoint, drop_block
 from kdjax.models.decoder import Compute, Params, functional, shape_block
-from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
-from kdjax.models.ready import count_layers
 from kdjax.training import optim
+from kdjax.training.counts import (
+    GPU_OVERHEAD,
+    GPU_RULE,
+    Plan,
+    count_forward,
+    count_forward_on_cpu,
+    count_layer,
+    count_rule,
+    count_writing,
+    share_memory,
+)
 from kdjax.training.forms import choose_form
 from kdjax.training.pair import Pair, open_adapters
 from kdjax.training.teachers import RUNNING, Dense, NoTeacher, Size, TeacherKind
@@ -52,18 +58,6 @@ from kdjax.training.trained import find_frozen, leave_out, train_only
 # head's gradient less often: of a cached step on an H200 4,096 gain 4%, and 16,384 another 2%.
 _CHUNKS = (16384, 4096, 1024)
 REMATS = ("none", "dots", "full")  # the fastest first
-# Plans of 20 measured steps were between 0.1% below the peak and 4.7% above it.
-_MARGIN = 1.03
-# Library workspaces (cuBLAS takes 32 MiB a product in flight), code, and gaps between buffers.
-_GPU_OVERHEAD = 0.35e9
-# A delta layer's rule on one position, bytes: of a value head so many float32 pairs of positions in
-# a chunk, of a column of keys, of a column of values, of a number of the state before a chunk.
-# Those of a program compiled for a CPU, in bf16, backwards within 3% and forwards within 11% for
-# widths of 64 and 128 and one to three value heads a key head.
-_RULE = {"forward": (3.0, 13.0, 1.7, 5.5), "backward": (14.3, 62.7, 46.4, 26.6)}
-# Of it on a GPU, which fuses more and passes states on in a kernel: 81.3 GB of a 9B teacher and a
-# 0.8B student at 8 x 2048 that recomputes nothing, on an H200.
-_GPU_RULE = {"forward": 1.0, "backward": 0.3}
 # The block that drafts, compared with its layers and trained, as compiled for a CPU in bf16: bytes
 # of an id of a position in a chunk, a number of the head, a byte of masters; at a position, of
 # a column of the width, of queries and of the MLP, and of a query head for each other position.
@@ -72,348 +66,6 @@ _BLOCK = {"chunk": 25.2, "head": 9.8, "masters": 1.6}
 _BLOCK_POSITION = {"width": 10.3, "queries": 37.7, "mlp": 19.9, "pairs": 13.5}
 # XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
 _CPU_FACTOR = 1.6
-# Figures of every position (`evaluation.heldout`): bytes of an id of a position in a chunk, for one
-# model and for two that are compared. These, and what a block holds that drafts along texts, are as
-# compiled for a CPU; a GPU, not measured, is said to hold as much.
-_FIGURES = 12.3, 40.6
-# A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
-# chunks keeps zeros and copies for all layers of a period.
-_CPU_RULE = {2: 1.93, 4: 3.0}
-# The block that drafts along texts, 8 a place, as compiled for a CPU: float32 numbers at a position
-# of a column of keys, of the width, of queries, of a pair of positions, and in all of a number of
-# the block, by bytes of a number. Within 12% of 18 programs each.
-_RUNS = {2: (25.7, 1.0, 4.7, 2.9, 1.65), 4: (23.7, 2.5, 2.8, 2.7, 0.8)}
-
-
-def _count_writing(
-    spec: ArchSpec,
-    size: int,
-    ready: int,
-    sizes: tuple[int, int, int],
-    shards: int,
-    free: Size | None,
-    *,
-    kernel: bool,
-    drafts: int = 0,
-) -> dict[str, Size]:
-    """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`."""
-    parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * ready}
-    if drafts:
-        parts["its block"] = count_bytes(shape_block(spec)) // 4 * ready
-    parts |= decoding.count_slots(spec, size, *sizes, kernel=kernel, drafts=drafts)
-    free = None if free is None else free - sum(parts.values())
-    return parts | {"its layers apart": count_layers(spec, ready, shards, free)}
-
-
-def plan_text(
-    model: Checkpoint,
-    weights: str,
-    dtype: str,
-    sizes: tuple[int, int, int],
-    mesh: Mesh,
-    devices: Devices,
-    *,
-    drafts: int = 0,
-) -> "Plan":
-    """The plan of texts that a model writes on one device, with `drafts` a round of its own block.
-
-    `sizes` are rows at once, ids of the longest prompt and of an answer. Allocates nothing.
-    """
-    loaded = Loaded(model, weights, dtype)
-    resident: dict[str, Size] = {f"model, {loaded.form}": loaded.count(mesh)}
-    if drafts:
-        resident["its block, float32"] = count_bytes(shape_block(model.spec))
-    limit = devices.memory_bytes
-    free = limit - sum(resident.values()) if limit else None
-    phases = {"text is written": loaded.count_writing(sizes, devices, free, drafts=drafts)}
-    return Plan(loaded.kind, "", 0, resident, 0, phases, limit, None)
-
-
-def _share_memory(devices: Devices) -> Size | None:
-    """Bytes that one device offers: emulated ones share the machine's memory."""
-    limit = devices.memory_bytes
-    return limit / devices.count if limit and devices.platform == "cpu" else limit
-
-
-class Loaded(NamedTuple):
-    """A model as a command loads it, not to train: what it takes is counted, nothing is loaded."""
-
-    checkpoint: Checkpoint
-    weights: str  # of `config.WEIGHTS`
-    dtype: str
-
-    @property
-    def kind(self) -> TeacherKind:
-        """How its weights are kept."""
-        return RUNNING[self.weights]
-
-    @property
-    def form(self) -> str:
-        """The same in a plan's words."""
-        return self.kind.resident or self.dtype
-
-    @property
-    def _size(self) -> int:
-        return jnp.dtype(self.dtype).itemsize
-
-    def count(self, mesh: Mesh) -> Size:
-        """Bytes of its weights on a device."""
-        width = self.checkpoint.spec.vocab_size
-        return self.kind.resident_bytes(self.checkpoint, width, self.dtype, mesh)
-
-    def count_block(self, mesh: Mesh) -> Size:
-        """Bytes more with the block that drafts in float32, as `take_block` puts it in its place.
-
-        Of a model whose file has one.
-        """
-        bare = self._replace(checkpoint=drop_block(self.checkpoint))
-        return count_bytes(shape_block(self.checkpoint.spec)) + bare.count(mesh) - self.count(mesh)
-
-    def count_head(self) -> Size:
-        """Bytes of the numbers of its head."""
-        spec = self.checkpoint.spec
-        return spec.vocab_size * spec.hidden_size * self._size
-
-    def count_writing(
-        self,
-        sizes: tuple[int, int, int],
-        devices: Devices,
-        free: Size | None,
-        *,
-        drafts: int = 0,
-        wide: bool = False,
-    ) -> dict[str, Size]:
-        """Counts what writing takes where so many bytes are `free`; see `plan_text`."""
-        on_gpu = devices.platform == "gpu"
-        # On a CPU weights lie wide for products, but for one row that reads an id at a time.
-        narrow = sizes[0] == 1 and not drafts and not wide
-        ready = self._size if on_gpu or narrow else 4
-        settings = self._size, ready, sizes, 1, free
-        parts = _count_writing(self.checkpoint.spec, *settings, kernel=on_gpu, drafts=drafts)
-        if not on_gpu and not narrow and self._size < 4:  # a call widens them before its steps
-            parts["keys and values, for products"] = 2 * parts["keys and values"]
-        return {name: part for name, part in parts.items() if part}
-
-    def count_reading(
-        self, sizes: tuple[int, int], devices: Devices, *, block: bool = False
-    ) -> dict[str, Size]:
-        """Counts what a pass over so many rows of so many positions holds within its layers.
-
-        With `block` that of the block that drafts comes behind it in the same program.
-        """
-        spec = self.checkpoint.spec
-        if devices.platform == "cpu":
-            parts = _count_forward_on_cpu(spec, *sizes, self._size)
-            if block and self._size < 4:  # of which float32 numbers are multiplied
-                parts["its block, for products"] = count_bytes(shape_block(spec))
-            return parts
-        positions = sizes[0] * sizes[1]
-        rule = _GPU_RULE["forward"] * count_rule(spec, "forward")
-        activations = positions * _count_forward(spec, self.kind, self._size, rule, 1)
-        if self.dtype == "float32":  # for which cuDNN has no attention
-            activations += _count_scores(spec, *sizes)
-        layer = _count_layer(spec) * self._size * self.kind.decodes
-        return {"activations": activations, "a layer": layer, "workspace": _GPU_OVERHEAD}
-
-    def count_runs(self, sizes: tuple[int, int], devices: Devices) -> dict[str, Size]:
-        """Counts what its block holds that drafts at each of so many positions, by `draft_runs`."""
-        (rows, length), spec = sizes, self.checkpoint.spec
-        keys, width, queries, pairs, block = _RUNS[self._size]
-        numbers = keys * spec.num_kv_heads * spec.head_dim + width * spec.hidden_size
-        numbers += spec.num_heads * (queries * spec.head_dim + pairs * length)
-        more = {} if devices.platform == "cpu" else {"workspace": _GPU_OVERHEAD}
-        return {
-            "activations": 4 * rows * length * numbers,
-            "its block, for products": block * count_bytes(shape_block(spec)),
-        } | more
-
-    def count_states(self, sizes: tuple[int, int]) -> Size:
-        """Bytes of the hidden states of so many rows of so many positions."""
-        return sizes[0] * sizes[1] * self.checkpoint.spec.hidden_size * self._size
-
-
-def plan_evaluation(
-    target: Loaded,
-    teacher: Loaded | None,
-    mesh: Mesh,
-    devices: Devices,
-    *,
-    written: Mapping[str, tuple[int, int, int]],
-    continued: tuple[int, int, int] | None = None,
-    read: tuple[int, int] | None = None,
-    drafts: int = 0,
-    timed: bool = False,
-) -> "Plan":
-    """The plan of an evaluation, of which each phase loads the models that it needs.
-
-    `written` are the sizes, as of `plan_text`, of what the target writes, by phase; `continued`
-    those of prompts that the teacher continues, or the target where its own block drafts. Both
-    models then read texts, `read` rows of so many positions at once on a device, and are compared;
-    with `drafts` the target's block reads them as it drafts so many. Allocates nothing.
-    """
-    limit, alone = _share_memory(devices), teacher is None
-    models = {"teacher": teacher, "target": target} if teacher else {"model": target}
-    held = {name: {f"{name}, {x.form}": x.count(mesh)} for name, x in models.items()}
-    resident = held["model"] if alone else {}
-    phases: dict[str, dict[str, Size]] = {}
-
-    def add(phase: str, name: str, parts: dict[str, Size]) -> None:
-        whole = ({} if alone else held[name]) | parts
-        phases[phase] = {part: size for part, size in whole.items() if size}
-
-    def write(phase: str, name: str, sizes: tuple[int, int, int], **more: Any) -> None:
-        model, extra = models[name], more.pop("block", {})
-        free = limit - sum(held[name].values()) - sum(extra.values()) if limit else None
-        add(phase, name, extra | model.count_writing(sizes, devices, free, **more))
-
-    last = [*models][-1]
-    for phase, sizes in written.items():
-        write(phase, last, sizes)
-    if continued:
-        write("prompts are continued", next(iter(models)), continued)
-    if read is None:
-        return Plan(target.kind, "", 0, resident, 0, phases, limit, None)
-    block: dict[str, Size] = {}
-    if drafts:
-        block = {"its block, float32, for its own": target.count_block(mesh)}
-    other: dict[str, Size] = {}
-    for name, model in models.items():
-        # Those of the batch before are held while the next is read; a block's once more, by place.
-        states = model.count_states(read) * (3 * (1 + drafts) if drafts else 2)
-        around = other | block | {f"{name}'s head": model.count_head(), "hidden states": states}
-        phase = "text is read" if alone else f"the {name} reads text"
-        add(phase, name, around | model.count_reading(read, devices, block=bool(drafts)))
-        if drafts:
-            add("its block drafts along it", name, around | model.count_runs(read, devices))
-        other |= {f"{name}'s head": model.count_head()} if name != last else {}
-    add(
-        "logits are compared",
-        last,
-        block | _count_figures([*models.values()], read, drafts, devices),
-    )
-    if timed:
-        least = decoding.pad_length(1)  # behind so many ids, as `drafting.time_pass`
-        sizes = (1, least, least - 1)
-        write("a pass is timed", last, sizes, block=block, drafts=min(drafts, 1), wide=True)
-    return Plan(target.kind, "", 0, resident, 0, phases, limit, None)
-
-
-def _count_figures(
-    models: Sequence[Loaded], read: tuple[int, int], drafts: int, devices: Devices
-) -> dict[str, Size]:
-    """Counts what `heldout.position_values` holds of so many rows and positions, inputs included.
-
-    With `drafts` a model is compared with its own block, whose head is the same.
-    """
-    heads = [model.count_head() for model in models]
-    widest = min(model.checkpoint.spec.vocab_size for model in models)
-    pair = len(models) > 1 or drafts > 0
-    chunk = min(COMPARED_CHUNK, read[0] * read[1])
-    # A CPU multiplies float32 numbers.
-    narrow = (size for model, size in zip(models, heads, strict=True) if model.dtype != "float32")
-    wide = sum(narrow) * (1 + (drafts > 0)) * (devices.platform == "cpu")
-    # Each model's, and once more in chunks; of a block all of a pass, and once more by place.
-    states = sum(model.count_states(read) for model in models) * (2 + 2 * drafts + 2 * bool(drafts))
-    return {
-        "heads": sum(heads),
-        "heads, for products": wide,
-        "logits of a chunk": chunk * widest * _FIGURES[pair],
-        "hidden states": states,
-    }
-
-
-def _count_layer(spec: ArchSpec) -> Size:
-    """Numbers of a layer, on average."""
-    ends = (2 - spec.tied) * spec.vocab_size * spec.hidden_size
-    return (count_parameters(spec) - ends) / spec.num_layers
-
-
-def _count_forward(spec: ArchSpec, kind: TeacherKind, size: int, rule: Size, tensor: int) -> Size:
-    """Bytes a position of a pass forward on a GPU; `rule` is what a delta layer's rule holds."""
-    mlp = spec.mlp_width / tensor
-    # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
-    return size * (2 * mlp + 5 * spec.hidden_size) + kind.extra_bytes * mlp + rule / tensor
-
-
-def _count_scores(spec: ArchSpec, rows: int, length: int) -> Size:
-    """Bytes of a block of queries' scores on the XLA path, float32, before and behind the exp."""
-    return 8 * rows * spec.num_heads * min(length, QUERY_BLOCK) * length
-
-
-def _count_forward_on_cpu(spec: ArchSpec, rows: int, length: int, size: int) -> dict[str, Size]:
-    """Counts a pass forward as compiled for a CPU: float32 numbers, and attention by pairs.
-
-    The largest of attention, the MLP and a delta layer's rule; weights are those that each still
-    needs, or, of a period of layers, all at once.
-    """
-    positions, width, mlp = rows * length, spec.hidden_size, spec.mlp_width
-    queries, keys = (n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads))
-    seen = rows * length * length + 4 * positions * spec.head_dim  # who sees whom, and angles
-    numbers = keys + (length > QUERY_BLOCK) * (queries + 1.5 * keys) + spec.gated * queries
-    behind = width * queries + 3 * width * mlp
-    attention = _count_scores(spec, rows, length) + 4 * positions * numbers + seen
-    between = 4 * positions * (2 * mlp + (2 if size < 4 else 1.5) * width) + seen
-    phases = [(attention, 4 * behind), (between, 8 * width * mlp)]
-    if spec.delta_value_heads:
-        bare = dataclasses.replace(spec, drafts=0)
-        layers = 1 if spec.experts else len(spec.period())
-        rule = positions * count_rule(spec, "forward") * _CPU_RULE[size]
-        phases.append((rule, 4 * layers * _count_layer(bare)))
-    activations, weights = max(phases, key=sum)
-    return {"activations": activations, "weights of layers, for products": weights}
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Bytes on one device, by part; `phases` are alternatives, of which one is the peak."""
-
-    kind: TeacherKind
-    remat: str
-    chunk_tokens: int
-    resident: dict[str, Size]
-    gradients: Size  # float32 bytes: the masters' own, or whole masters' with microbatches
-    phases: dict[str, dict[str, Size]]
-    limit: Size | None  # what one device offers; None if unknown
-    tokens_per_s: float | None  # bound by arithmetic at the data sheet's rate, all devices
-    choice: str = ""  # the kind of teacher and why
-
-    @property
-    def free(self) -> Size | None:
-        """Bytes that what is resident leaves of the device; None if unknown."""
-        return self.limit - sum(self.resident.values()) if self.limit else None
-
-    @property
-    def peak_phase(self) -> str:
-        """The phase that needs most."""
-        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
-
-    @property
-    def peak(self) -> Size:
-        """Bytes of everything resident and of the largest phase."""
-        return sum(self.resident.values()) + sum(self.phases[self.peak_phase].values())
-
-    @property
-    def missing(self) -> Size:
-        """Bytes that the device lacks for the peak and a margin; 0 if nothing is known."""
-        return max(0.0, _MARGIN * self.peak - self.limit) if self.limit else 0.0
-
-    def lines(self) -> Iterator[str]:
-        """The plan as text, in GB of 10^9 bytes."""
-        yield "on each device, GB:"
-        for name, size in self.resident.items():
-            yield f"  {name:<44} {size / 1e9:8.2f}"
-        for phase, parts in self.phases.items():
-            peak = "  <- the peak" if phase == self.peak_phase else ""
-            yield f"  while {phase + ':':<38} {sum(parts.values()) / 1e9:8.2f}{peak}"
-            for name, size in parts.items():
-                yield f"    {name:<51} {size / 1e9:8.2f}"
-        limit = f"of {self.limit / 1e9:.2f}" if self.limit else "of an unknown amount"
-        verdict = f"{self.missing / 1e9:.2f} too much" if self.missing else "fits"
-        yield f"  {'peak':<44} {self.peak / 1e9:8.2f} {limit}: {verdict}"
-        if self.tokens_per_s:
-            yield f"at most {self.tokens_per_s:,.0f} tokens/s: arithmetic at the chip's peak rate"
-        if self.choice:
-            yield self.choice
 
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
@@ -458,7 +110,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         form = choose_form(config.student.quantize, pair.student.spec)
         scales = count_bytes(jax.eval_shape(form.begin, shapes)) * masters / count_bytes(shapes)
         resident |= {"student, rounded, float32": whole, "its scales": scales}
-    limit = _share_memory(devices)
+    limit = share_memory(devices)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
     plan = Plan(
         kind=kind,
@@ -604,7 +256,7 @@ class _Temporaries:
     def plan_phases(self) -> dict[str, dict[str, Size]]:
         """Parts of each phase by name, in the order of a step and an evaluation."""
         on_cpu = self.platform == "cpu"
-        factor, overhead = (_CPU_FACTOR, {}) if on_cpu else (1.0, {"workspace": _GPU_OVERHEAD})
+        factor, overhead = (_CPU_FACTOR, {}) if on_cpu else (1.0, {"workspace": GPU_OVERHEAD})
         phases = {
             name: {part: size * factor for part, size in parts.items() if size} | overhead
             for name, parts in self._phases()
@@ -629,12 +281,13 @@ class _Temporaries:
         parts = {"the student as it writes": copied / shards}
         free = None if self.free is None else self.free - parts["the student as it writes"]
         kernel = self.platform == "gpu"
-        return parts | _count_writing(spec, size, ready, sizes, shards, free, kernel=kernel)
+        return parts | count_writing(spec, size, (ready, ready), sizes, shards, free, kernel=kernel)
 
     def _phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
         config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
         parts, shards = config.train.microbatches, sharding.row_shards(self.mesh)
-        positions = config.train.batch_size // parts // shards * length
+        rows = config.train.batch_size // parts // shards
+        positions = rows * length
         rule = self._rule(self._trained, "backward")
         remat = "none" if config.student.block else config.student.remat
         sizes = self._size, self._tensor
@@ -645,8 +298,7 @@ class _Temporaries:
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
-            read = positions * count_teacher_positions(config) / length
-            running = self._teacher_forward(read)
+            running = self._teacher_forward(rows, count_teacher_positions(config))
             if parts > 1 and self.kind.decodes:
                 # Each layer's of the whole batch, before and after it.
                 assert self.pair.teacher is not None
@@ -673,7 +325,7 @@ class _Temporaries:
             gathered = 0 if self._frozen else self._gathered_masters
             backward["embedding, gathered"] = whole * gathered
             if config.student.lora.rank:
-                backward["a frozen layer"] = _count_layer(student) * self._size
+                backward["a frozen layer"] = count_layer(student) * self._size
             yield "the student runs backward", backward | held
         if config.optim.name == "muon":
             width = student.experts * student.expert_size or student.mlp_width
@@ -681,9 +333,10 @@ class _Temporaries:
             matrices = 16 * rows * student.hidden_size / self._tensor
             work = {"gradients": self.gradients, "the largest stack, 4 times": matrices}
             yield "Muon orthogonalizes", work
-        positions = config.eval.batch_size // shards * length
+        rows = config.eval.batch_size // shards
+        positions = rows * length
         if self.kind.runs:
-            yield "evaluating: the teacher runs forward", self._teacher_forward(positions)
+            yield "evaluating: the teacher runs forward", self._teacher_forward(rows, length)
         logits = 8 + 8 * beyond
         yield "evaluating: logits are compared", self._heads(positions, logits, gradient=0)
 
@@ -707,12 +360,17 @@ class _Temporaries:
         # What a CPU takes: the factor of all phases is not of it.
         return {name: size / _CPU_FACTOR for name, size in parts.items()}
 
-    def _teacher_forward(self, positions: Size) -> dict[str, Size]:
+    def _teacher_forward(self, rows: int, length: int) -> dict[str, Size]:
         assert self.pair.teacher is not None
-        teacher = self.pair.teacher.spec
+        teacher, positions = self.pair.teacher.spec, rows * length
+        if self.platform == "cpu":
+            # What a CPU takes: the factor of all phases is not of it.
+            parts = count_forward_on_cpu(teacher, rows, length, self._size)
+            parts["teacher's hidden states"] = 2 * positions * teacher.hidden_size * self._size
+            return {name: size / self._tensor / _CPU_FACTOR for name, size in parts.items()}
         rule = self._rule(teacher, "forward")
-        position = _count_forward(teacher, self.kind, self._size, rule, self._tensor)
-        layer = _count_layer(teacher) / self._tensor
+        position = count_forward(teacher, self.kind, self._size, rule, self._tensor)
+        layer = count_layer(teacher) / self._tensor
         gathered = layer + teacher.vocab_size * teacher.hidden_size / self._tensor
         return {
             "teacher's activations": positions * position,
@@ -739,7 +397,7 @@ class _Temporaries:
     def _rule(self, spec: ArchSpec, way: str) -> Size:
         """A delta layer's chunks, a position; 0 without such layers."""
         # What a CPU takes, on a CPU: the factor of all phases is not of it.
-        factor = 1 / _CPU_FACTOR if self.platform == "cpu" else _GPU_RULE[way]
+        factor = 1 / _CPU_FACTOR if self.platform == "cpu" else GPU_RULE[way]
         return factor * count_rule(spec, way)
 
     def _layer(self, positions: Size) -> Size:
@@ -754,15 +412,6 @@ class _Temporaries:
         again = spec.period().count(True) if self.config.student.remat != "none" else 1
         widest = max(attention, mlp, again * self._rule(spec, "backward")) / self._tensor
         return positions * (widest + 10 * self._size * spec.hidden_size)
-
-
-def count_rule(spec: ArchSpec, way: str) -> Size:
-    """Bytes of a delta layer's convolution and rule on one position, "forward" or "backward"."""
-    pairs, keys, values, states = _RULE[way]
-    heads, width = spec.delta_value_heads, spec.delta_value_dim
-    columns = keys * spec.delta_key_heads * spec.delta_key_dim
-    passed = states * spec.delta_key_dim * width / CHUNK
-    return columns + heads * (4 * pairs * CHUNK + values * width + passed)
 
 
 def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int, rule: Size) -> Size:
@@ -802,34 +451,42 @@ def choose_plan(
 ) -> Plan:
     """The plan that will be run: the fastest of `kinds`, `student.remat` and chunks that fits.
 
-    `student.remat` of "auto" and `loss.chunk_tokens` of 0 are chosen. Raises `UserError` if none of
-    several kinds fits, naming what is missing and settings that fit. A single kind was asked for by
-    name and is not refused: the plan may be wrong by a few percent.
+    `student.remat` of "auto" and `loss.chunk_tokens` of 0 are chosen. Of several phases all fit so,
+    and the plan is that of the one that needs most. Raises `UserError` if none of several kinds
+    fits, naming what is missing and settings that fit. A single kind was asked for by name and is
+    not refused: the plan may be wrong by a few percent.
     """
     # On a CPU "none" is hardly faster, and the memory is other programs' too.
     roomy = devices.platform != "cpu" and bool(devices.memory_bytes)
     remats = (config.student.remat,)
     if remats == ("auto",):
         remats = REMATS if roomy else ("full",)
-    chunk = config.loss.chunk_tokens or _CHUNKS[-1]
+    chunk, phases = config.loss.chunk_tokens or _CHUNKS[-1], list_phases(config)
 
-    def plan(remat: str, kind: TeacherKind, chunk: int) -> Plan:
-        return make_plan(replace_settings(config, remat, chunk), pair, mesh, devices, kind)
+    def plan(phase: Config, remat: str, kind: TeacherKind, chunk: int) -> Plan:
+        settled = replace_settings(phase, remat, phase.loss.chunk_tokens or chunk)
+        return make_plan(settled, pair, mesh, devices, kind)
+
+    def plan_all(remat: str, kind: TeacherKind, chunk: int) -> Plan:
+        plans = (plan(phase, remat, kind, chunk) for phase in phases)
+        most = max(plans, key=lambda made: made.peak)
+        return dataclasses.replace(most, chunk_tokens=chunk)  # a phase may have asked for its own
 
     tried: list[Plan] = []
     for remat, kind in itertools.product(remats, kinds):
-        tried.append(plan(remat, kind, chunk))
+        tried.append(plan_all(remat, kind, chunk))
         if not tried[-1].missing:
             break
     best = tried[-1]
     if roomy and not config.loss.chunk_tokens:
-        wider = (plan(best.remat, best.kind, tokens) for tokens in _CHUNKS[:-1])
+        wider = (plan_all(best.remat, best.kind, tokens) for tokens in _CHUNKS[:-1])
         best = next((wide for wide in wider if not wide.missing), best)
     sizes = (f"{p.kind.name} needs {p.peak / 1e9:.2f} GB" for p in tried if p.remat == best.remat)
     offered = f"offers {best.limit / 1e9:.2f}" if best.limit else "does not tell its memory"
     reason = f"{', '.join(sizes)}; the device {offered}"
     if len(kinds) > 1 and best.missing:
-        asked = replace_settings(config, config.student.remat, chunk)
+        most = max(phases, key=lambda phase: plan(phase, best.remat, best.kind, chunk).peak)
+        asked = replace_settings(most, config.student.remat, most.loss.chunk_tokens or chunk)
         remedy = _find_remedy(asked, pair, mesh, devices.platform, best)
         raise UserError(
             f"this run does not fit: {reason}, {best.missing / 1e9:.2f} too little. {remedy}"
