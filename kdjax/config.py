@@ -328,6 +328,8 @@ def list_phases(config: Config) -> list[Config]:
         phase.train.seed += number
         phase.train.seconds, phase.train.until = 0.0, ""
         set_fields(phase, changes)
+        # 0 is what is chosen for all; the run's own is that by then.
+        phase.loss.chunk_tokens = phase.loss.chunk_tokens or config.loss.chunk_tokens
         phases.append(phase)
     return phases
 

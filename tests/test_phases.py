@@ -72,6 +72,12 @@ def test_the_plan_of_all_phases_says_who_chose_the_teachers_weights(job):
     assert "teacher.weights dense, by auto: dense needs" in job.plan.choice
 
 
+def test_a_phase_that_leaves_its_chunks_to_the_plan_has_the_runs_own():
+    config = Config(then=({"loss.chunk_tokens": 0}, {"loss.chunk_tokens": 64}))
+    config.loss.chunk_tokens = 128  # as the plan has chosen for all
+    assert [phase.loss.chunk_tokens for phase in list_phases(config)] == [128, 128, 64]
+
+
 def test_a_run_goes_through_its_phases(job, straight):
     workdir, recorder = straight
     figures = recorder.last()
