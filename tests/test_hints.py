@@ -221,7 +221,7 @@ def test_the_plan_counts_the_teachers_longer_rows(job):
     plain = dataclasses.replace(job.config, rollout=rollout)
     asked = job.step.placement.mesh, device_summary(), Dense()
     phases = [make_plan(c, job.pair, *asked).phases for c in (plain, job.config)]
-    sizes = [one["the teacher runs forward"]["teacher's activations"] for one in phases]
+    sizes = [one["the teacher runs forward"]["teacher's hidden states"] for one in phases]
     assert sizes[1] == pytest.approx(sizes[0] * 104 / 64)
     before, after = (count_step_flops(c, job.pair, Dense()) for c in (plain, job.config))
     assert after - before > 0.6 * job.pair.teacher.spec.forward_flops(64)
