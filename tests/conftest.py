@@ -124,16 +124,19 @@ def undrawn():
 
 @pytest.fixture(scope="module")
 def two_devices():
-    """Runs of the module split their rows over two devices, not eight: half their processor time.
+    """Runs and commands of the module split their rows over two devices, not eight.
 
-    A run whose config names a number (`mesh.data=8`) gets that many.
+    That is half their processor time: what each device computes by itself, such as the predictions
+    of one text, is computed twice and not eight times. A run whose config names a number
+    (`mesh.data=8`) gets that many.
     """
     from kdjax.device import sharding
 
     two, make = jax.devices()[:2], sharding.make_mesh
 
     def make_mesh(data, fsdp, tensor, devices=None):
-        return make(data, fsdp, tensor, two if devices is None and data == -1 else devices)
+        every = data == -1 and len(jax.devices() if devices is None else devices) > len(two)
+        return make(data, fsdp, tensor, two if every else devices)
 
     with (
         mock.patch.object(sharding, "make_mesh", make_mesh),

@@ -37,6 +37,8 @@ from kdjax.watch.verify import verify
 from kdjax.watch.writers import JsonLines
 from scripts.bench.synthetic import write_random_gguf
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
@@ -122,9 +124,9 @@ def test_another_base_or_block_is_refused(run, tmp_path, served):
 
 @pytest.mark.slow
 def test_devices_that_share_rows_come_to_one_devices_figures(run, served):
-    """The run is on eight; one device takes the same first step in the library."""
+    """The run is on two; one device takes the same first step in the library."""
     config, _, job, recorder = run
-    assert dict(job.step.placement.mesh.shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert dict(job.step.placement.mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 1}
     model = kdjax.load(served, weights="packed", dtype="float32")
     loss, block = kdjax.KDLoss(kdjax.total_variation), kdjax.take_block(model)
     step = kdjax.make_step(block, model, loss, optimizer(config.optim, 4))
@@ -138,7 +140,7 @@ def test_devices_that_share_rows_come_to_one_devices_figures(run, served):
 @pytest.mark.slow
 def test_devices_that_share_weights_train_alike(run, tmp_path):
     config, workdir, one, recorder = run
-    with mock.patch.object(config.mesh, "fsdp", 2):
+    with mock.patch.multiple(config.mesh, data=4, fsdp=2):
         ours, job = Recorder(), assemble(config, tmp_path / "run")
         assert go(config, tmp_path / "run", ours, job=job) == "finished"
     for a, b in zip(ours.curve(), recorder.curve(), strict=True):

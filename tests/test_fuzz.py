@@ -275,7 +275,7 @@ def check(path, data):
 )
 @pytest.mark.parametrize("suffix", ["gguf", "apr", "safetensors"])
 def test_mutated_files_are_read_or_refused(tmp_path, valid, suffix, batch):
-    # Annotations are checked by all other tests; here, at 0.1 ms a call, they would be most of the
+    # Annotations are checked by other tests; here, at 0.1 ms a call, they would be most of the
     # time, and their messages most of the memory.
     jaxtyping.config.update("jaxtyping_disable", True)
     path, outcomes = tmp_path / f"x.{suffix}", Counter()

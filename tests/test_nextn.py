@@ -28,6 +28,8 @@ from kdjax.models.speculation import BlockWriter
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
 from scripts.checks import llama_answers
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 SHAPE = QWEN35_SHAPES["tiny-delta"]._replace(rows=305, drafts=1)
 EXPERTS = dict(ffn=0, experts=7, experts_used=2, expert_ffn=96, shared_ffn=64)
 PROMPTS = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in (24, 2, 9)]
