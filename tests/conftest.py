@@ -122,6 +122,17 @@ def undrawn():
         yield
 
 
+@pytest.fixture
+def without_walls(monkeypatch):
+    """Nothing here confines programs, as in most containers."""
+    from kdjax.evaluation import sandbox
+
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    sandbox.held.cache_clear()
+    yield
+    sandbox.held.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def two_devices():
     """Runs and commands of the module split their rows over two devices, not eight.

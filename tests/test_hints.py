@@ -18,7 +18,7 @@ from kdjax.data.pipeline import example
 from kdjax.data.rollouts import FOLDER, Answer, Prompt, Room, read_prompts, read_round, round_path
 from kdjax.device.runtime import device_summary
 from kdjax.errors import BAD_INPUT, INTERRUPTED, UserError
-from kdjax.evaluation import gap, sandbox
+from kdjax.evaluation import gap
 from kdjax.losses.divergences import log_softmax
 from kdjax.losses.kd import kd_loss
 from kdjax.models.checkpoint import open_checkpoint
@@ -355,21 +355,17 @@ def test_without_a_gap_the_run_stops_unless_told_to_go_on(job, tmp_path, monkeyp
     assert not (tmp_path / "plain").exists()
 
 
+@pytest.mark.usefixtures("without_walls")
 def test_without_walls_the_gap_is_measured_only_if_asked_for(job, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(gap, "_answer", answer_as("hints"))
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    sandbox.held.cache_clear()
-    try:
-        fresh = begin(job, tmp_path / "run")
-        with pytest.raises(UserError, match=r"cannot be measured: found no bubblewrap.*degenerate"):
-            gap.check_gap(fresh)
-        allowed = dataclasses.replace(job.config.teacher, allow_degenerate=True)
-        gap.check_gap(begin(job, tmp_path / "run", teacher=allowed))
-        assert "found no bubblewrap" in caplog.text and not (tmp_path / "run" / gap.GAP).exists()
-        gap.check_gap(fresh, allow_unsandboxed=True)
-        assert json.loads((tmp_path / "run" / gap.GAP).read_text())["gain"] == 1.0
-    finally:
-        sandbox.held.cache_clear()
+    fresh = begin(job, tmp_path / "run")
+    with pytest.raises(UserError, match=r"cannot be measured: found no bubblewrap.*degenerate"):
+        gap.check_gap(fresh)
+    allowed = dataclasses.replace(job.config.teacher, allow_degenerate=True)
+    gap.check_gap(begin(job, tmp_path / "run", teacher=allowed))
+    assert "found no bubblewrap" in caplog.text and not (tmp_path / "run" / gap.GAP).exists()
+    gap.check_gap(fresh, allow_unsandboxed=True)
+    assert json.loads((tmp_path / "run" / gap.GAP).read_text())["gain"] == 1.0
 
 
 @pytest.mark.parametrize("flags", [[], ["--allow-unsandboxed"]])

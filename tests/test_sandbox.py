@@ -163,16 +163,12 @@ def test_without_walls_the_limits_still_hold():
     assert "Too many open files" in end("x = [open('f', 'w') for _ in range(99)]").error
 
 
-def test_nothing_runs_where_there_is_no_wall_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    sandbox.held.cache_clear()
-    try:
-        with pytest.raises(UserError, match=r"bwrap: not on the PATH.*--allow-unsandboxed"):
-            sandbox.run("assert True", SMALL)
-        assert run("assert True", SMALL).passed
-        assert "NOTHING" in sandbox.describe(sandbox.held())["by"]
-    finally:
-        sandbox.held.cache_clear()
+@pytest.mark.usefixtures("without_walls")
+def test_nothing_runs_where_there_is_no_wall_unless_asked_for():
+    with pytest.raises(UserError, match=r"bwrap: not on the PATH.*--allow-unsandboxed"):
+        sandbox.run("assert True", SMALL)
+    assert run("assert True", SMALL).passed
+    assert "NOTHING" in sandbox.describe(sandbox.held())["by"]
 
 
 # The judge.

@@ -23,7 +23,7 @@ from kdjax.device import cluster
 from kdjax.errors import UserError
 from kdjax.evaluation import problems as bench
 from kdjax.evaluation import sandbox
-from kdjax.evaluation.passk import draw_anew
+from kdjax.evaluation.passk import Settings, draw_anew, run_answer
 from kdjax.formats.files import replacing
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import DecoderFunctions
@@ -170,14 +170,9 @@ def _run_programs(
 
     def run(one: HeldExercise, ids: Sequence[int]) -> bool:
         exercise, wording = bench.read_exercise(one.exercise)
-        program = bench.program(exercise, wording, job.pair.tokenizer.decode(list(ids)))
-        ran = sandbox.run(
-            program,
-            tests=exercise.checks,
-            names=exercise.names,
-            allow_unsandboxed=allow_unsandboxed,
-        )
-        return ran.reason == sandbox.PASSED
+        settings = Settings(wording=wording, allow_unsandboxed=allow_unsandboxed)
+        answer = job.pair.tokenizer.decode(list(ids))
+        return run_answer(exercise, answer, settings).passed
 
     passed = None
     if jax.process_index() == 0:

@@ -127,18 +127,23 @@ def encode_prompt(problem: Problem, tokenizer: Tokenizer, settings: Settings) ->
     return ids
 
 
+def run_answer(problem: Problem, answer: str, settings: Settings) -> sandbox.Outcome:
+    """Runs the program that an answer makes, and the problem's tests; see `sandbox.run`."""
+    return sandbox.run(
+        bench.program(problem, settings.wording, answer),
+        settings.limits,
+        tests=problem.checks,
+        names=problem.names,
+        allow_unsandboxed=settings.allow_unsandboxed,
+    )
+
+
 def _run(asked: tuple[Problem, Completion | Exception], settings: Settings) -> Sample:
     problem, answer = asked
     if isinstance(answer, Exception):
         return Sample(problem.task, INFERENCE_FAILED, _say(answer), "", "")
     try:
-        outcome = sandbox.run(
-            bench.program(problem, settings.wording, answer.text),
-            settings.limits,
-            tests=problem.checks,
-            names=problem.names,
-            allow_unsandboxed=settings.allow_unsandboxed,
-        )
+        outcome = run_answer(problem, answer.text, settings)
     except Exception as error:  # the harness itself: out of memory, of descriptors, of disk
         outcome = sandbox.Outcome(sandbox.INFRASTRUCTURE, _say(error))
     return Sample(problem.task, outcome.reason, outcome.error, answer.reason, answer.text)

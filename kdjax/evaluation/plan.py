@@ -189,7 +189,7 @@ def plan_text(
     devices: Devices,
     *,
     drafts: int = 0,
-) -> "Plan":
+) -> Plan:
     """The plan of texts that a model writes on one device, with `drafts` a round of its own block.
 
     `sizes` are rows at once, ids of the longest prompt and of an answer. Allocates nothing.
@@ -215,7 +215,7 @@ def plan_evaluation(
     read: tuple[int, int] | None = None,
     drafts: int = 0,
     timed: bool = False,
-) -> "Plan":
+) -> Plan:
     """The plan of an evaluation, of which each phase loads the models that it needs.
 
     `written` are the sizes, as of `plan_text`, of what the target writes, by phase; `continued`

@@ -196,8 +196,8 @@ def count_whole(blocks: Collection[str]) -> float:
     wholes = []
     for block in blocks:
         row = jax.ShapeDtypeStruct((1, block_type(block).nbytes), jnp.uint8)
-        split_row = functools.partial(split, dtype_name=block)
-        wholes.append(jax.eval_shape(lambda raw, b=block, f=split_row: read_whole(f(raw), b), row))
+        fields = jax.eval_shape(functools.partial(split, dtype_name=block), row)
+        wholes.append(jax.eval_shape(functools.partial(read_whole, dtype_name=block), fields))
     if None in wholes:
         return 4.0
     shared = 1 + (len(wholes) > 1 or wholes[0].minimums is not None)

@@ -33,6 +33,7 @@ GPU_RULE = {"forward": 1.0, "backward": 0.3}
 # A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
 # chunks keeps zeros and copies for all layers of a period.
 _CPU_RULE = {2: 1.93, 4: 3.0}
+APART = "its layers apart"  # a part of what writing holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +143,6 @@ def count_forward_on_cpu(spec: ArchSpec, rows: int, length: int, size: int) -> d
         phases.append((rule, 4 * layers * count_layer(bare)))
     activations, weights = max(phases, key=sum)
     return {"activations": activations, "weights of layers, for products": weights}
-
-
-APART = "its layers apart"
 
 
 def count_writing(
