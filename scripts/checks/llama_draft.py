@@ -1,7 +1,8 @@
 """Counts how many of a draft's tokens llama.cpp's server keeps, against another draft's.
 
     llama-server -m big.gguf -md draft.gguf -ngl 99 -ngld 99 -np 16 -c 32768 \\
-        --spec-draft-n-max 1 --spec-draft-p-min 0 --spec-draft-sampling probabilistic
+        --spec-type draft-simple --spec-draft-n-max 1 --spec-draft-p-min 0 \\
+        --spec-draft-sampling probabilistic
     python -m scripts.checks.llama_draft big.gguf --server=http://localhost:8080 \\
         --prompts=prompts.jsonl --count=128 --temperature=1 --json=trained.json \\
         [--against=published.json]
@@ -65,8 +66,8 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
     accepted, drafted = map(sum, zip(*rows, strict=True))
     if not drafted:
         raise UserError(
-            f"--server={args.server}: nothing was drafted; expected a llama-server with -md, whose "
-            "log says why a draft is refused."
+            f"--server={args.server}: nothing was drafted; expected a llama-server with -md and "
+            "--spec-type draft-simple, whose log says why a draft is refused."
         )
     kept = dict(accepted=accepted, drafted=drafted, share=accepted / drafted, rows=rows)
     return kept | dict(temperature=args.temperature, max_tokens=args.max_tokens)
