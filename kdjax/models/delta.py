@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from kdjax.models import kernels
+from kdjax.models import chunks, kernels
 from kdjax.models.kernels import News, states_fit
 
 CHUNK = 64
@@ -222,8 +222,15 @@ def apply_delta_rule(
 
     q and k are of unit length, q scaled; `decay` is the logarithm g, at most 0. `state` is the one
     before the first position, of its document. Products are in v's dtype and summed in float32,
-    which states and decays are.
+    which states and decays are. `in_kernels` says that `models.chunks` computes it, which takes half
+    precision and `kernels.states_fit`.
     """
+    if state is None:
+        state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
+    if in_kernels:
+        q, k = (x.astype(v.dtype) for x in (q, k))
+        found: Any = chunks.apply_delta_rule(q, k, v, decay, beta, segment_ids, state, CHUNK)
+        return found
     (rows, length, heads, width), groups = v.shape, k.shape[2]
     pad, lead = -length % CHUNK, (rows, -1, CHUNK)
     behind = functools.partial(jnp.pad, mode="edge")  # a document that goes on, and learns nothing
@@ -238,8 +245,6 @@ def apply_delta_rule(
     q, k = (cut(x.astype(v.dtype), groups, x.shape[3]) for x in (q, k))
     v = cut(v, repeats, groups, width)
     decay, beta = (cut(x[..., None], repeats, groups, 1)[..., 0] for x in (decay, beta))
-    if state is None:
-        state = jnp.zeros((rows, heads, k.shape[-1], width), jnp.float32)
     state = state.reshape(rows, repeats, groups, *state.shape[2:])
 
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -277,8 +282,7 @@ def apply_delta_rule(
     kept = (to_end[..., None] * k[:, :, None]).astype(v.dtype)
     turns = fresh.astype(v.dtype), seen, kept, carried[..., -1]
     turns = [x.reshape(len(x), -1, *x.shape[4:]) for x in turns]
-    run: Any = kernels.pass_states if in_kernels else pass_states
-    end, before, news = run(*turns, state.reshape(-1, *state.shape[3:]))
+    end, before, news = pass_states(*turns, state.reshape(-1, *state.shape[3:]))
     before, news = (x.reshape(*v.shape[:4], *x.shape[2:]) for x in (before, news))
     out = carried[..., None] * dot("NBGCK,NBRGKV->NBRGCV", q, before)
     out = (out + dot("NBRGCD,NBRGDV->NBRGCV", reads, news)).astype(v.dtype)
@@ -327,7 +331,7 @@ def invert_unit_lower(
     times = functools.partial(jnp.matmul, precision=precision)
     size = lower.shape[-1]
     block = min(_BLOCK, size)
-    inverse = _invert_blocks(_take_diagonal(lower, block), times)  # [*B, C / 16, 16, 16]
+    inverse = chunks.invert_blocks(_take_diagonal(lower, block), times)  # [*B, C / 16, 16, 16]
     while block < size:
         first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
         left = _take_diagonal(lower, 2 * block)[..., block:, :block]
@@ -342,21 +346,6 @@ def _take_diagonal(x: Array, block: int) -> Array:
     """The square blocks on the diagonal, `[*B, C / block, block, block]`."""
     starts = range(0, x.shape[-1], block)
     return jnp.stack([x[..., i : i + block, i : i + block] for i in starts], axis=-3)
-
-
-def _invert_blocks(lower: Array, times: Any) -> Array:
-    """`invert_unit_lower` of small matrices, each join as a product of them whole."""
-    size, block = lower.shape[-1], 1
-    place = jnp.arange(size, dtype=jnp.int32)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
-    while block < size:
-        half, pair = place // block, place // (2 * block)
-        join = (pair[:, None] == pair[None]) & (half[:, None] > half[None])
-        part = jnp.where(join, lower, 0.0)
-        if block > 1:
-            part = times(times(inverse, part), inverse)
-        inverse, block = inverse - part, 2 * block
-    return inverse
 
 
 def _differentiate(precision: Any, inverse: Array, gradient: Array) -> tuple[Array]:

@@ -2,8 +2,8 @@
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
 `Placement.kernels` is false: on other devices, where `tensor` splits what a kernel would have
-whole, and once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` and
-`pass_states` have gradients here: the others serve a frozen teacher and what brings its own.
+whole, and once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` has gradients here, and
+those of `models.chunks` have: the others serve a frozen teacher and what brings its own.
 """
 
 import functools
@@ -421,119 +421,10 @@ def _attend_and_keep(
         plgpu.store(ref.at[at, row, head, position + of_new[:, None], width], x, mask=kept)
 
 
-_STATE_COLUMNS, _STATE_WARPS = 64, 4  # of a state that one program passes on, and its warps
-
-
 def states_fit(keys: int, values: int, dtype: DTypeLike) -> bool:
-    """Whether `pass_states` takes states of this shape: half precision, powers of two."""
+    """Whether kernels take states of this shape: half precision, powers of two."""
     sizes = all(16 <= n <= 256 and n & (n - 1) == 0 for n in (keys, values))
     return sizes and jnp.dtype(dtype).itemsize == 2
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def pass_states(
-    fresh: Float[Array, "N P C V"],
-    seen: Float[Array, "N P C K"],
-    kept: Float[Array, "N P C K"],
-    stays: Float[Array, "N P"],
-    state: Float[Array, "P K V"],
-    interpret: bool = False,
-) -> tuple[Array, Array, Array]:
-    """Computes `delta.pass_states`: each state stays on its processor over all chunks.
-
-    XLA's loop writes and reads the states some ten times a chunk.
-    """
-    return _run_states(
-        _pass_states,
-        (fresh, seen, kept, stays, state),
-        (state, jax.ShapeDtypeStruct((*fresh.shape[:2], *state.shape[1:]), fresh.dtype), fresh),
-        interpret,
-    )
-
-
-def _run_states(kernel: Any, inputs: Any, outs: Any, interpret: bool) -> Any:
-    heads, _, width = inputs[-1].shape
-    columns = min(_STATE_COLUMNS, width)
-    return pl.pallas_call(
-        functools.partial(kernel, inputs[0].shape[0], columns),
-        grid=(heads, width // columns),
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
-        compiler_params=plgpu.CompilerParams(num_warps=_STATE_WARPS, num_stages=2),
-        interpret=interpret,
-    )(*inputs)
-
-
-def _state_places(columns: int, fresh: Any, state: Any) -> tuple[Array, Array, Array]:
-    """Places of a chunk's positions, of keys, and of the columns of values of a program's part."""
-    positions, keys = (jnp.arange(ref.shape[-2], dtype=jnp.int32) for ref in (fresh, state))
-    part = pl.program_id(1) * columns + jnp.arange(columns, dtype=jnp.int32)
-    return positions[:, None], keys, part[None]
-
-
-def _pass_states(count: int, columns: int, fresh, seen, kept, stays, state, last, before, news):
-    head = pl.program_id(0)
-    row, keys, part = _state_places(columns, fresh, state)
-    of_key, key = keys[:, None], keys[None]
-
-    def turn(n, s):
-        half = s.astype(before.dtype)
-        plgpu.store(before.at[n, head, of_key, part], half)
-        known = plgpu.dot(plgpu.load(seen.at[n, head, row, key]), half)
-        new = plgpu.load(fresh.at[n, head, row, part]).astype(jnp.float32) - known
-        new = new.astype(news.dtype)
-        plgpu.store(news.at[n, head, row, part], new)
-        learnt = plgpu.dot(plgpu.load(kept.at[n, head, row, key]), new, trans_a=True)
-        return s * plgpu.load(stays.at[n, head]) + learnt
-
-    first = plgpu.load(state.at[head, of_key, part])
-    plgpu.store(last.at[head, of_key, part], jax.lax.fori_loop(0, count, turn, first))
-
-
-def _states_forward(fresh, seen, kept, stays, state, interpret) -> Any:
-    found: Any = pass_states(fresh, seen, kept, stays, state, interpret)
-    return found, (seen, kept, stays, *found[1:])
-
-
-def _states_backward(interpret: bool, residuals: Any, gradients: Any) -> Any:
-    seen, kept, stays, before, news = residuals
-    last, of_before, of_news = gradients
-    first, after, fresh = _run_states(
-        _pass_gradients,
-        (of_news, of_before, seen, kept, stays, last),
-        (last, of_before, of_news),
-        interpret,
-    )
-    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    of_kept = dot("NPCV,NPKV->NPCK", news, after).astype(kept.dtype)
-    of_seen = -dot("NPCV,NPKV->NPCK", fresh, before).astype(seen.dtype)
-    of_stays = jnp.sum(after.astype(jnp.float32) * before.astype(jnp.float32), (-2, -1))
-    return fresh, of_seen, of_kept, of_stays, first
-
-
-def _pass_gradients(
-    count: int, columns: int, of_news, of_before, seen, kept, stays, last, first, after, fresh
-):
-    """From the last chunk to the first: the gradient of the state, that behind each chunk."""
-    head = pl.program_id(0)
-    row, keys, part = _state_places(columns, of_news, last)
-    of_key, key = keys[:, None], keys[None]
-
-    def turn(i, g):
-        n, half = count - 1 - i, g.astype(after.dtype)
-        plgpu.store(after.at[n, head, of_key, part], half)
-        new = plgpu.load(of_news.at[n, head, row, part]).astype(jnp.float32)
-        new += plgpu.dot(plgpu.load(kept.at[n, head, row, key]), half)
-        new = new.astype(fresh.dtype)
-        plgpu.store(fresh.at[n, head, row, part], new)
-        g = g * plgpu.load(stays.at[n, head])
-        g += plgpu.load(of_before.at[n, head, of_key, part]).astype(jnp.float32)
-        return g - plgpu.dot(plgpu.load(seen.at[n, head, row, key]), new, trans_a=True)
-
-    start = plgpu.load(last.at[head, of_key, part])
-    plgpu.store(first.at[head, of_key, part], jax.lax.fori_loop(0, count, turn, start))
-
-
-pass_states.defvjp(_states_forward, _states_backward)
 
 
 _STEP_COLUMNS, _STEP_WARPS = 32, 4  # of a state that few positions read, as `_STATE_COLUMNS`
