@@ -403,3 +403,232 @@ def _rule_forward(q, k, v, decay, beta, segment_ids, state, size, interpret) -> 
 
 
 apply_delta_rule.defvjp(_rule_forward, _go_back)
+
+
+# Positions and warps of a program that makes heads; positions that one going back adds up, as many
+# at a time.
+_HEAD_ROWS, _HEAD_WARPS = 32, 4
+_BACK_SPAN, _BACK_ROWS = 256, 16
+
+
+class _Columns(NamedTuple):
+    """Columns of `[B, T, E]` of a program's head: of queries, then keys, then values."""
+
+    row: Array
+    tile: Array
+    head: Array
+    column: Array  # in E
+    place: Array  # in the head
+    real: Any  # [1, columns], whether it exists; True if all do
+    groups: int
+
+    def choose(self, queries: Any, keys: Any, values: Any) -> Array:
+        """The one of this head."""
+        return jnp.where(
+            self.head < self.groups, queries, jnp.where(self.head < 2 * self.groups, keys, values)
+        )
+
+    def parts(self, refs: Any, position: Array) -> Any:
+        """Places of these positions in queries, keys and values, and which of them are meant."""
+        for i, ref in enumerate(refs):
+            begin, heads = i * self.groups, ref.shape[2]
+            mine = (self.head >= begin) & (self.head < begin + heads)
+            head = jnp.clip(self.head - begin, 0, heads - 1)
+            yield ref.at[self.row, position[:, None], head, self.place[None]], mine & self.real
+
+
+def _find_columns(groups: int, keys: int, width: int) -> _Columns:
+    row, tile, head = (pl.program_id(i) for i in range(3))
+    place, is_key = _count(max(keys, width)), head < 2 * groups
+    behind = 2 * groups * (keys - width)  # what heads of this width leave out
+    start = jnp.where(is_key, head * keys, head * width + behind)
+    real = True if keys == width else (place < jnp.where(is_key, keys, width))[None]
+    return _Columns(row, tile, head, start + place, place, real, groups)
+
+
+def _read_parts(
+    at: _Columns, position: Array, mixed: Any, kernel: Any, ids: Any, before: Any = None
+) -> tuple[list[Array], list[Array]]:
+    """The convolution's inputs `[positions, columns]` at each of its places, and the weights."""
+    (_, length, _), behind = mixed.shape, kernel.shape[1] - 1
+    inside, own = position < length, _read_ids(ids, at.row, position)
+    inputs, weights = [], []
+    for back in range(behind, -1, -1):
+        since = position - back
+        known = inside & (since >= 0) & (_read_ids(ids, at.row, since) == own)
+        x = plgpu.load(
+            mixed.at[at.row, jnp.maximum(since, 0)[:, None], at.column[None]],
+            mask=known[:, None] & at.real,
+            other=0.0,
+        )
+        if before is not None and back:
+            known = inside & (since < 0) & (_read_ids(ids, at.row, 0 * position) == own)
+            x += plgpu.load(
+                before.at[at.row, jnp.minimum(since, -1)[:, None] + behind, at.column[None]],
+                mask=known[:, None] & at.real,
+                other=0.0,
+            ).astype(x.dtype)
+        inputs.append(x.astype(jnp.float32))
+        weights.append(_read_weight(at, kernel, behind - back))
+    return inputs, weights
+
+
+def _read_ids(ids: Any, row: Array, position: Array) -> Array:
+    return plgpu.load(ids.at[row, jnp.clip(position, 0, ids.shape[1] - 1)])
+
+
+def _read_weight(at: _Columns, kernel: Any, place: int) -> Array:
+    real = None if at.real is True else at.real[0]
+    other = None if real is None else 0.0
+    weight = plgpu.load(kernel.at[at.column, jnp.int32(place)], mask=real, other=other)
+    return weight.astype(jnp.float32)[None]
+
+
+def _convolve(inputs: list[Array], weights: list[Array], dtype: Any) -> tuple[Array, Array]:
+    """The sum, and silu of it, rounded."""
+    total = jnp.zeros(inputs[0].shape, jnp.float32)
+    for x, weight in zip(inputs, weights, strict=True):
+        total += x * weight
+    return total, (total * jax.nn.sigmoid(total)).astype(dtype).astype(jnp.float32)
+
+
+def _measure(at: _Columns, keys: int, made: Array) -> tuple[Array, Array]:
+    """Rows' inverse lengths, 1 of values; and what queries are scaled by besides."""
+    lengths = jax.lax.rsqrt(jnp.sum(made * made, axis=1) + 1e-6)[:, None]
+    return at.choose(lengths, lengths, 1.0), at.choose(keys**-0.5, 1.0, 1.0)
+
+
+def make_heads(
+    mixed: Float[Array, "B T E"],
+    kernel: Float[Array, "E W"],
+    segment_ids: Int[Array, "B T"],
+    groups: int,
+    key_dim: int,
+    heads: int,
+    before: Float[Array, "B W1 E"] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T G K"], Float[Array, "B T G K"], Float[Array, "B T H V"]]:
+    """Queries, keys and values of `delta.make_heads`, in mixed's dtype; it is read once.
+
+    With `before` it has no gradient.
+    """
+    sizes = groups, key_dim, heads, (mixed.shape[2] - 2 * groups * key_dim) // heads
+    if before is None:
+        found: Any = _make_heads(mixed, kernel, segment_ids, sizes, interpret)
+        return found
+    return _run_heads(mixed, kernel, segment_ids, sizes, interpret, before)
+
+
+def _run_heads(mixed, kernel, segment_ids, sizes, interpret, *before) -> Any:
+    (groups, keys, heads, width), (rows, length, _) = sizes, mixed.shape
+    shapes = (groups, keys), (groups, keys), (heads, width)
+    return pl.pallas_call(
+        functools.partial(_say_heads, sizes, bool(before)),
+        grid=(rows, pl.cdiv(length, _HEAD_ROWS), 2 * groups + heads),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((rows, length, *shape), mixed.dtype) for shape in shapes
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=_HEAD_WARPS, num_stages=1),
+        interpret=interpret,
+    )(mixed, kernel, segment_ids, *before)
+
+
+_make_heads = jax.custom_vjp(_run_heads, nondiff_argnums=(3, 4))
+
+
+def _say_heads(sizes, goes_on, mixed, kernel, ids, *refs):
+    before, outs = (refs[0] if goes_on else None), refs[goes_on:]
+    groups, keys, _, width = sizes
+    at = _find_columns(groups, keys, width)
+    position = at.tile * _HEAD_ROWS + _count(_HEAD_ROWS)
+    parts = _read_parts(at, position, mixed, kernel, ids, before)
+    _, made = _convolve(*parts, mixed.dtype)
+    factor, scale = _measure(at, keys, made)
+    said = (made * factor * scale).astype(mixed.dtype)
+    for to, mine in at.parts(outs, position):
+        plgpu.store(to, said, mask=(position < mixed.shape[1])[:, None] & mine)
+
+
+def _heads_forward(mixed, kernel, segment_ids, sizes, interpret) -> Any:
+    return _run_heads(mixed, kernel, segment_ids, sizes, interpret), (mixed, kernel, segment_ids)
+
+
+def _heads_backward(sizes: Any, interpret: bool, residuals: Any, gradients: Any) -> Any:
+    """By the sum of each position first, which its W inputs then share."""
+    mixed, kernel, ids = residuals
+    (groups, keys, heads, width), (rows, length, columns) = sizes, mixed.shape
+    spans = pl.cdiv(length, _BACK_SPAN)
+    like = jax.ShapeDtypeStruct(mixed.shape, mixed.dtype)
+
+    def run(body: Any, tiles: int, outs: Any, *inputs: Any) -> Any:
+        return pl.pallas_call(
+            functools.partial(body, sizes),
+            grid=(rows, tiles, 2 * groups + heads),
+            out_shape=outs,
+            compiler_params=plgpu.CompilerParams(num_warps=_HEAD_WARPS, num_stages=1),
+            interpret=interpret,
+        )(*inputs)
+
+    of_kernel = (rows, spans, kernel.shape[1], columns), jnp.float32
+    outs = like, jax.ShapeDtypeStruct(*of_kernel)
+    of_sums, of_kernel = run(_sum_back, spans, outs, mixed, kernel, ids, *gradients)
+    tiles = pl.cdiv(length, _HEAD_ROWS)
+    (of_mixed,) = run(_spread_back, tiles, (like,), of_sums, kernel, ids)
+    return of_mixed, jnp.sum(of_kernel, axis=(0, 1)).T.astype(kernel.dtype), None
+
+
+def _sum_back(sizes, mixed, kernel, ids, of_q, of_k, of_v, of_sums, of_kernel):
+    """Gradients of the sums at a span of positions, and of the weights by these."""
+    groups, keys, _, width = sizes
+    at, length = _find_columns(groups, keys, width), mixed.shape[1]
+
+    def add(step, totals):
+        position = at.tile * _BACK_SPAN + step * _BACK_ROWS + _count(_BACK_ROWS)
+        inside = (position < length)[:, None]
+        inputs, weights = _read_parts(at, position, mixed, kernel, ids)
+        total, made = _convolve(inputs, weights, mixed.dtype)
+        factor, scale = _measure(at, keys, made)
+        given = jnp.zeros(made.shape, jnp.float32)
+        for place, mine in at.parts((of_q, of_k, of_v), position):
+            given += plgpu.load(place, mask=inside & mine, other=0.0).astype(jnp.float32)
+        given *= scale
+        unit = made * factor
+        along = jnp.sum(given * unit, axis=1)[:, None]
+        given = factor * (given - at.choose(unit, unit, 0.0) * along)
+        gate = jax.nn.sigmoid(total)
+        given *= gate * (1 + total * (1 - gate))
+        to = of_sums.at[at.row, position[:, None], at.column[None]]
+        plgpu.store(to, given.astype(of_sums.dtype), mask=inside & at.real)
+        return tuple(sums + given * x for sums, x in zip(totals, inputs, strict=True))
+
+    zero = jnp.zeros((_BACK_ROWS, at.place.shape[0]), jnp.float32)
+    count = kernel.shape[1]
+    totals = jax.lax.fori_loop(0, _BACK_SPAN // _BACK_ROWS, add, (zero,) * count)
+    real = None if at.real is True else at.real[0]
+    for place, sums in enumerate(totals):
+        to = of_kernel.at[at.row, at.tile, jnp.int32(place), at.column]
+        plgpu.store(to, jnp.sum(sums, axis=0), mask=real)
+
+
+def _spread_back(sizes, of_sums, kernel, ids, of_mixed):
+    """Gradients of inputs: of the sums at their own and the next positions of the document."""
+    groups, keys, _, width = sizes
+    at, behind, length = _find_columns(groups, keys, width), kernel.shape[1] - 1, ids.shape[1]
+    position = at.tile * _HEAD_ROWS + _count(_HEAD_ROWS)
+    own = _read_ids(ids, at.row, position)
+    total = jnp.zeros((_HEAD_ROWS, at.place.shape[0]), jnp.float32)
+    for back in range(behind + 1):
+        later = position + back
+        known = (later < length) & (_read_ids(ids, at.row, later) == own)
+        x = plgpu.load(
+            of_sums.at[at.row, later[:, None], at.column[None]],
+            mask=known[:, None] & at.real,
+            other=0.0,
+        )
+        total += x.astype(jnp.float32) * _read_weight(at, kernel, behind - back)
+    to = of_mixed.at[at.row, position[:, None], at.column[None]]
+    inside = (position < length)[:, None] & at.real
+    plgpu.store(to, total.astype(of_mixed.dtype), mask=inside)
+
+
+_make_heads.defvjp(_heads_forward, _heads_backward)
