@@ -126,7 +126,13 @@ def invert_blocks(lower: Array, times: Any) -> Array:
 
 
 def _run(
-    kernel: Any, sizes: tuple[int, int], shape: Any, groups: int, outs: Any, warps: int, *inputs: Any
+    kernel: Any,
+    sizes: tuple[int, int],
+    shape: Any,
+    groups: int,
+    outs: Any,
+    warps: int,
+    *inputs: Any,
 ) -> Any:
     """Runs a program a chunk of each head of values `[B, T, H, V]` of this shape."""
     (size, _), (rows, length, heads, _) = sizes, shape
@@ -442,7 +448,7 @@ def _find_columns(groups: int, keys: int, width: int) -> _Columns:
     place, is_key = _count(max(keys, width)), head < 2 * groups
     behind = 2 * groups * (keys - width)  # what heads of this width leave out
     start = jnp.where(is_key, head * keys, head * width + behind)
-    real = True if keys == width else (place < jnp.where(is_key, keys, width))[None]
+    real = True if keys == width else jnp.where(is_key, place < keys, place < width)[None]
     return _Columns(row, tile, head, start + place, place, real, groups)
 
 
@@ -495,7 +501,8 @@ def _convolve(inputs: list[Array], weights: list[Array], dtype: Any) -> tuple[Ar
 def _measure(at: _Columns, keys: int, made: Array) -> tuple[Array, Array]:
     """Rows' inverse lengths, 1 of values; and what queries are scaled by besides."""
     lengths = jax.lax.rsqrt(jnp.sum(made * made, axis=1) + 1e-6)[:, None]
-    return at.choose(lengths, lengths, 1.0), at.choose(keys**-0.5, 1.0, 1.0)
+    one = jnp.ones_like(lengths)
+    return at.choose(lengths, lengths, one), at.choose(keys**-0.5 * one, one, one)
 
 
 def make_heads(
@@ -556,7 +563,7 @@ def _heads_forward(mixed, kernel, segment_ids, sizes, interpret) -> Any:
 def _heads_backward(sizes: Any, interpret: bool, residuals: Any, gradients: Any) -> Any:
     """By the sum of each position first, which its W inputs then share."""
     mixed, kernel, ids = residuals
-    (groups, keys, heads, width), (rows, length, columns) = sizes, mixed.shape
+    (groups, _, heads, _), (rows, length, columns) = sizes, mixed.shape
     spans = pl.cdiv(length, _BACK_SPAN)
     like = jax.ShapeDtypeStruct(mixed.shape, mixed.dtype)
 

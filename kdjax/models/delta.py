@@ -60,17 +60,17 @@ def read_states(
     state: Float32[Array, "B H K V"] | Stacked | None = None,
     in_kernels: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "*L B H K V"]]:
-    """Outputs of the heads, and the last state: `convolve`, unit lengths, `apply_delta_rule`.
+    """Outputs of the heads, and the last state: `make_heads`, `apply_delta_rule`.
 
-    With `in_kernels` kernels pass the states on where `kernels.states_fit`, of a stack in place.
+    With `in_kernels` kernels do both where `kernels.states_fit`; of a stack, a few positions change
+    the states in place.
     """
-    mixed = convolve(inputs.mixed, inputs.kernel, segment_ids, before)
-    lead, heads = mixed.shape[:2], inputs.beta.shape[2]
-    q, k, v = jnp.split(mixed, [groups * key_dim, 2 * groups * key_dim], axis=-1)
-    q, k = (normalize_heads(x.reshape(*lead, groups, key_dim)) for x in (q, k))
-    v = v.reshape(*lead, heads, -1)
-    columns = q * key_dim**-0.5, k, v, inputs.decay, inputs.beta, segment_ids
-    few, fits = lead[1] <= _FEW, in_kernels and states_fit(key_dim, v.shape[3], v.dtype)
+    mixed, heads = inputs.mixed, inputs.beta.shape[2]
+    few, width = mixed.shape[1] <= _FEW, mixed.shape[2] - 2 * groups * key_dim
+    fits = in_kernels and states_fit(key_dim, width // heads, mixed.dtype)
+    make = chunks.make_heads if fits and not few else make_heads
+    q, k, v = make(mixed, inputs.kernel, segment_ids, groups, key_dim, heads, before)
+    columns = q, k, v, inputs.decay, inputs.beta, segment_ids
     if not isinstance(state, Stacked):
         return recur(*columns, state) if few else apply_delta_rule(*columns, state, fits)
     if few and fits:
@@ -100,16 +100,19 @@ def read_and_keep(
     decay, beta = (jnp.where(read, x, 0.0) for x in (inputs.decay, inputs.beta))
     inputs = inputs._replace(decay=decay, beta=beta)
     out, state = read_states(inputs, groups, key_dim, segment_ids, before, state, in_kernels)
-    rows, _, width = inputs.mixed.shape
+    # Of all positions' inputs no copy is made for the few that are kept.
     behind = inputs.kernel.shape[1] - 1
+    at = lengths[:, None] + jnp.arange(-behind, 0, dtype=jnp.int32)[None]  # negative: in `before`
+    place = jnp.maximum(at, 0)
+    latest = jnp.take_along_axis(segment_ids, place, axis=1) == segment_ids[:, -1:]
+    last = jnp.take_along_axis(inputs.mixed, place[..., None], axis=1)
     if before is None:
-        before = jnp.zeros((rows, behind, width), inputs.mixed.dtype)
-    latest = segment_ids == segment_ids[:, -1:]
-    mixed = jnp.where(latest[..., None], inputs.mixed, 0)
-    before = jnp.where(latest[:, :1, None], before, 0).astype(mixed.dtype)
-    at = lengths[:, None] + jnp.arange(behind, dtype=jnp.int32)[None]
-    all_inputs = jnp.concatenate([before, mixed], axis=1)
-    return out, (state, jnp.take_along_axis(all_inputs, at[..., None], axis=1))
+        earlier = jnp.zeros_like(last)
+    else:
+        place = jnp.minimum(at, -1) + behind
+        earlier = jnp.take_along_axis(before.astype(last.dtype), place[..., None], axis=1)
+    last = jnp.where((at >= 0)[..., None], last, earlier)
+    return out, (state, jnp.where(latest[..., None], last, 0))
 
 
 def hold_news(
@@ -137,6 +140,23 @@ def read_late(
         mixed.astype(before.dtype), inputs.kernel, decay, beta, late.alive, *stacks
     )
     return out[:, None].astype(mixed.dtype), states, before, late._replace(news=news)
+
+
+def make_heads(
+    mixed: Float[Array, "B T E"],
+    kernel: Float[Array, "E W"],
+    segment_ids: Int[Array, "B T"],
+    groups: int,
+    key_dim: int,
+    heads: int,
+    before: Float[Array, "B W1 E"] | None = None,
+) -> tuple[Float[Array, "B T G K"], Float[Array, "B T G K"], Float[Array, "B T H V"]]:
+    """Queries, scaled, and keys, of unit length in float32, and values: `convolve`, split."""
+    mixed = convolve(mixed, kernel, segment_ids, before)
+    lead = mixed.shape[:2]
+    q, k, v = jnp.split(mixed, [groups * key_dim, 2 * groups * key_dim], axis=-1)
+    q, k = (normalize_heads(x.reshape(*lead, groups, key_dim)) for x in (q, k))
+    return q * key_dim**-0.5, k, v.reshape(*lead, heads, -1)
 
 
 def normalize_heads(x: Float[Array, "*B K"]) -> Float32[Array, "*B K"]:
@@ -222,8 +242,8 @@ def apply_delta_rule(
 
     q and k are of unit length, q scaled; `decay` is the logarithm g, at most 0. `state` is the one
     before the first position, of its document. Products are in v's dtype and summed in float32,
-    which states and decays are. `in_kernels` says that `models.chunks` computes it, which takes half
-    precision and `kernels.states_fit`.
+    which states and decays are. With `in_kernels` those of `models.chunks` compute it, of states
+    that `kernels.states_fit`.
     """
     if state is None:
         state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)

@@ -2,8 +2,8 @@
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
 `Placement.kernels` is false: on other devices, where `tensor` splits what a kernel would have
-whole, and once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` has gradients here, and
-those of `models.chunks` have: the others serve a frozen teacher and what brings its own.
+whole, and once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` has gradients
+here, and `models.chunks` has: the others serve a frozen teacher and what brings its own.
 """
 
 import functools
