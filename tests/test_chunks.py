@@ -91,7 +91,8 @@ def test_fast_states_lose_nothing_in_kernels():
     args, ids = (q, k, v, decay, beta), jnp.ones((2, 64), jnp.int32)
     kernel: Any = functools.partial(chunks.apply_delta_rule, size=64, interpret=INTERPRET)
     out, last = kernel(*args, ids, state)
-    exact = delta.recur(*(x.astype(jnp.float32) for x in args), ids, state)
+    recur: Any = delta.recur
+    exact = recur(*(x.astype(jnp.float32) for x in args), ids, state)
     for a, b in zip((out, last), exact, strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         assert np.linalg.norm(a - b) < 6e-3 * np.linalg.norm(b)
@@ -144,8 +145,8 @@ def test_a_row_goes_on_in_kernels_as_defined(stacked, monkeypatch):
     rest = inputs, groups, width, ids, lengths, before
     state = delta.Stacked(states, jnp.int32(1)) if stacked else states[1]
     for name in ("apply_delta_rule", "make_heads"):
-        kernel = functools.partial(getattr(chunks, name), interpret=INTERPRET)
-        monkeypatch.setattr(chunks, name, kernel)
+        run = functools.partial(getattr(chunks, name), interpret=INTERPRET)
+        monkeypatch.setattr(chunks, name, run)
     out, (got, last) = jax.jit(lambda: delta.read_and_keep(*rest, state, in_kernels=True))()
     out_, (want, last_) = jax.jit(lambda: delta.read_and_keep(*rest, states[1]))()
     np.testing.assert_array_equal(last, last_)
