@@ -178,25 +178,24 @@ def _go_forward(rule: _Rule, state: Array, size: int, interpret: bool, *, keep: 
     shape, dtype, groups, keys = rule.v.shape, rule.v.dtype, rule.k.shape[2], rule.k.shape[3]
     (rows, length, heads, width), chunk = shape, (size, interpret)
     lead = pl.cdiv(length, size), rows * heads
-    columns = [width, keys, keys, *((size,) if keep else ())]
+    columns = [width, keys, *((size,) if keep else ())]
     outs = [((*lead, size, n), dtype) for n in columns]
-    stays = lead, jnp.float32
+    fades = (lead, jnp.float32), ((*lead, size), jnp.float32)
     inputs = rule.k, rule.v, *rule[3:]
-    stays, fresh, seen, kept, *inverse = _run(
-        _teach, chunk, shape, groups, [stays, *outs], _CHUNK_WARPS, *inputs
+    stays, to_end, fresh, seen, *inverse = _run(
+        _teach, chunk, shape, groups, [*fades, *outs], _CHUNK_WARPS, *inputs
     )
     first = state.reshape(-1, *state.shape[2:])
     before = jax.ShapeDtypeStruct((*lead, keys, width), dtype)
-    last, before, news = _run_states(
-        _pass_states, (fresh, seen, kept, stays, first), (first, before, fresh), interpret
-    )
+    inputs = fresh, seen, rule.k, to_end, stays, first
+    last, before, news = _run_states(_pass_states, heads, inputs, (first, before, fresh), interpret)
     inputs = rule.q, rule.k, *rule[3:], before, news
     (out,) = _run(_say, chunk, shape, groups, [(shape, dtype)], _OUT_WARPS, *inputs)
-    return (out, last.reshape(state.shape)), (*inverse, stays, before, news)
+    return (out, last.reshape(state.shape)), (*inverse, stays, to_end, before, news)
 
 
-def _teach(find, k, v, decay, beta, ids, stays, fresh, seen, kept, *inverse):
-    """What a chunk teaches: `fresh` less `seen` times the state before it, at `kept`."""
+def _teach(find, k, v, decay, beta, ids, stays, to_end, fresh, seen, *inverse):
+    """What a chunk teaches: `fresh` less `seen` times the state before it."""
     place = find()
     fades = _read_fades(place, decay, beta, ids)
     keys = place.load(k, place.group)
@@ -208,8 +207,9 @@ def _teach(find, k, v, decay, beta, ids, stays, fresh, seen, kept, *inverse):
     plgpu.store(place.part(fresh), _dot(solve, values).astype(fresh.dtype))
     known = _scale(keys, fades.beta * fades.carried)
     plgpu.store(place.part(seen), _dot(solve, known).astype(seen.dtype))
-    plgpu.store(place.part(kept), _scale(keys, fades.to_end))
-    plgpu.store(stays.at[place.number, place.state], fades.stays)
+    at = place.number, place.state
+    plgpu.store(to_end.at[*at, _count(to_end.shape[2])], fades.to_end)
+    plgpu.store(stays.at[at], fades.stays)
 
 
 def _mix(place: _Place, fades: _Fades) -> Array:
@@ -228,74 +228,100 @@ def _say(find, q, k, decay, beta, ids, before, news, out):
     place.store(out, said + _dot(reads, plgpu.load(place.part(news))))
 
 
-def _run_states(kernel: Any, inputs: Any, outs: Any, interpret: bool) -> Any:
-    heads, _, width = inputs[-1].shape
+def _run_states(kernel: Any, heads: int, inputs: Any, outs: Any, interpret: bool) -> Any:
+    """Runs a program a part of each state; the first input lies where the last output will."""
+    states, _, width = inputs[-1].shape
     columns = min(_STATE_COLUMNS, width)
     return pl.pallas_call(
-        functools.partial(kernel, inputs[0].shape[0], columns),
-        grid=(heads, width // columns),
+        functools.partial(kernel, inputs[0].shape[0], columns, heads),
+        grid=(states, width // columns),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
+        input_output_aliases={0: len(outs) - 1},
         compiler_params=plgpu.CompilerParams(num_warps=_STATE_WARPS, num_stages=2),
         interpret=interpret,
     )(*inputs)
 
 
-def _state_places(columns: int, fresh: Any, state: Any) -> tuple[Array, Array, Array]:
-    """Places of a chunk's positions, of keys, and of the columns of values of a program's part."""
-    positions, keys = (jnp.arange(ref.shape[-2], dtype=jnp.int32) for ref in (fresh, state))
-    part = pl.program_id(1) * columns + jnp.arange(columns, dtype=jnp.int32)
-    return positions[:, None], keys, part[None]
+class _Part(NamedTuple):
+    """A part of a state that one program passes on: some columns of values."""
+
+    state: Array  # among P
+    row: Array
+    group: Array
+    position: Array  # [C, 1]
+    key: Array  # [K]
+    column: Array  # [1, columns]
+
+    def load_keys(self, k: Any, n: Array) -> Array:
+        """Chunk n of the keys of the state's head, zeros beyond the row."""
+        position = n * self.position.shape[0] + self.position
+        at = k.at[self.row, position, self.group, self.key[None]]
+        return plgpu.load(at, mask=position < k.shape[1], other=0.0)
+
+    def load_fades(self, to_end: Any, n: Array) -> Array:
+        """Shares `[C, 1]` that are left of positions at the end of chunk n."""
+        return plgpu.load(to_end.at[n, self.state, _count(to_end.shape[2])])[:, None]
 
 
-def _pass_states(count: int, columns: int, fresh, seen, kept, stays, state, last, before, news):
-    head = pl.program_id(0)
-    row, keys, part = _state_places(columns, fresh, state)
-    of_key, key = keys[:, None], keys[None]
+def _find_part(columns: int, heads: int, size: int, k: Any) -> _Part:
+    state = pl.program_id(0)
+    column = pl.program_id(1) * columns + _count(columns)
+    group, keys = state % heads % k.shape[2], _count(k.shape[3])
+    return _Part(state, state // heads, group, _count(size)[:, None], keys, column[None])
+
+
+def _pass_states(
+    count: int, columns: int, heads: int, fresh, seen, k, to_end, stays, state, last, before, news
+):
+    """The states before each chunk, and its news: `fresh` less what the state says of `seen`."""
+    at = _find_part(columns, heads, fresh.shape[2], k)
+    of_key = at.key[:, None]
 
     def turn(n, s):
         half = s.astype(before.dtype)
-        plgpu.store(before.at[n, head, of_key, part], half)
-        known = plgpu.dot(plgpu.load(seen.at[n, head, row, key]), half)
-        new = plgpu.load(fresh.at[n, head, row, part]).astype(jnp.float32) - known
-        new = new.astype(news.dtype)
-        plgpu.store(news.at[n, head, row, part], new)
-        learnt = plgpu.dot(plgpu.load(kept.at[n, head, row, key]), new, trans_a=True)
-        return s * plgpu.load(stays.at[n, head]) + learnt
+        plgpu.store(before.at[n, at.state, of_key, at.column], half)
+        known = _dot(plgpu.load(seen.at[n, at.state, at.position, at.key[None]]), half)
+        new = plgpu.load(fresh.at[n, at.state, at.position, at.column]).astype(jnp.float32) - known
+        plgpu.store(news.at[n, at.state, at.position, at.column], new.astype(news.dtype))
+        new = (at.load_fades(to_end, n) * new).astype(news.dtype)
+        learnt = _dot(at.load_keys(k, n), new, trans_a=True)
+        return s * plgpu.load(stays.at[n, at.state]) + learnt
 
-    first = plgpu.load(state.at[head, of_key, part])
-    plgpu.store(last.at[head, of_key, part], jax.lax.fori_loop(0, count, turn, first))
+    first = plgpu.load(state.at[at.state, of_key, at.column])
+    plgpu.store(last.at[at.state, of_key, at.column], jax.lax.fori_loop(0, count, turn, first))
 
 
 def _pass_gradients(
-    count: int, columns: int, of_news, of_before, seen, kept, stays, last, first, after, fresh
+    count: int, columns: int, heads: int, of_news, of_before, seen, k, to_end, stays, last, *outs
 ):
     """From the last chunk to the first: the gradient of the state, that behind each chunk."""
-    head = pl.program_id(0)
-    row, keys, part = _state_places(columns, of_news, last)
-    of_key, key = keys[:, None], keys[None]
+    first, after, fresh = outs
+    at = _find_part(columns, heads, of_news.shape[2], k)
+    of_key = at.key[:, None]
 
     def turn(i, g):
         n, half = count - 1 - i, g.astype(after.dtype)
-        plgpu.store(after.at[n, head, of_key, part], half)
-        new = plgpu.load(of_news.at[n, head, row, part]).astype(jnp.float32)
-        new += plgpu.dot(plgpu.load(kept.at[n, head, row, key]), half)
+        plgpu.store(after.at[n, at.state, of_key, at.column], half)
+        new = plgpu.load(of_news.at[n, at.state, at.position, at.column]).astype(jnp.float32)
+        new += at.load_fades(to_end, n) * _dot(at.load_keys(k, n), half)
         new = new.astype(fresh.dtype)
-        plgpu.store(fresh.at[n, head, row, part], new)
-        g = g * plgpu.load(stays.at[n, head])
-        g += plgpu.load(of_before.at[n, head, of_key, part]).astype(jnp.float32)
-        return g - plgpu.dot(plgpu.load(seen.at[n, head, row, key]), new, trans_a=True)
+        plgpu.store(fresh.at[n, at.state, at.position, at.column], new)
+        g = g * plgpu.load(stays.at[n, at.state])
+        g += plgpu.load(of_before.at[n, at.state, of_key, at.column]).astype(jnp.float32)
+        known = plgpu.load(seen.at[n, at.state, at.position, at.key[None]])
+        return g - _dot(known, new, trans_a=True)
 
-    start = plgpu.load(last.at[head, of_key, part])
-    plgpu.store(first.at[head, of_key, part], jax.lax.fori_loop(0, count, turn, start))
+    start = plgpu.load(last.at[at.state, of_key, at.column])
+    plgpu.store(first.at[at.state, of_key, at.column], jax.lax.fori_loop(0, count, turn, start))
 
 
 def _go_back(size: int, interpret: bool, residuals: Any, gradients: Any) -> Any:
-    rule, (inverse, stays, before, news) = residuals
+    rule, (inverse, stays, to_end, before, news) = residuals
     of_out, of_last = gradients
     shape, dtype, groups, keys = rule.v.shape, rule.v.dtype, rule.k.shape[2], rule.k.shape[3]
     chunk, lead, width = (size, interpret), news.shape[:2], shape[3]
-    parts = (size, width), (keys, width), (size, keys), (size, keys)
-    of_news, of_before, seen, kept = _run(
+    parts = (size, width), (keys, width), (size, keys)
+    of_news, of_before, seen = _run(
         _ask_back,
         chunk,
         shape,
@@ -307,7 +333,8 @@ def _go_back(size: int, interpret: bool, residuals: Any, gradients: Any) -> Any:
     last = of_last.reshape(-1, keys, width)
     first, after, fresh = _run_states(
         _pass_gradients,
-        (of_news, of_before, seen, kept, stays, last),
+        shape[2],
+        (of_news, of_before, seen, rule.k, to_end, stays, last),
         (last, of_before, of_news),
         interpret,
     )
@@ -330,7 +357,7 @@ def _go_back(size: int, interpret: bool, residuals: Any, gradients: Any) -> Any:
     return of_q, of_k, of_v, of_decay, of_beta, None, first.reshape(of_last.shape)
 
 
-def _ask_back(find, q, k, decay, beta, ids, inverse, of_out, of_news, of_before, seen, kept):
+def _ask_back(find, q, k, decay, beta, ids, inverse, of_out, of_news, of_before, seen):
     """Gradients of `_say` that the states wait for; what the states read, made again."""
     place = find()
     fades = _read_fades(place, decay, beta, ids)
@@ -343,7 +370,6 @@ def _ask_back(find, q, k, decay, beta, ids, inverse, of_out, of_news, of_before,
     known = _scale(keys, fades.beta * fades.carried)
     solve = plgpu.load(place.part(inverse))
     plgpu.store(place.part(seen), _dot(solve, known).astype(seen.dtype))
-    plgpu.store(place.part(kept), _scale(keys, fades.to_end))
 
 
 def _teach_back(
