@@ -107,7 +107,7 @@ def test_heads_of_a_kernel_are_those_defined(dtype, keys, width):
     """Outputs and gradients, over borders of documents and of the kernels' tiles."""
     rng, (groups, heads, length) = np.random.default_rng(1), (1, 3, 300)
     columns = 2 * groups * keys + heads * width
-    mixed = jnp.asarray(rng.normal(size=(2, length, columns)), dtype)
+    mixed = jnp.asarray(rng.normal(size=(2, length, columns + 24)), dtype)  # 24 of others
     kernel = jnp.asarray(rng.normal(size=(columns, 4)), jnp.float32)
     ids = number(length)
 
@@ -135,7 +135,7 @@ def test_a_row_goes_on_in_kernels_as_defined(stacked, monkeypatch):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     columns = (2 * groups + heads) * width
-    mixed, kernel = normal(3, length, columns, dtype=HALF), normal(columns, 4)
+    mixed, kernel = normal(3, length, columns + 8, dtype=HALF), normal(columns, 4)
     decay = -jax.nn.softplus(normal(3, length, heads))
     beta = jax.nn.sigmoid(normal(3, length, heads))
     inputs = delta.DeltaInputs(mixed, kernel, decay, beta)

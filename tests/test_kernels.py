@@ -241,7 +241,8 @@ def test_states_that_are_written_late_are_those_written_at_once(dtype):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     columns = 2 * groups * keys + heads * width
-    mixed, kernel = normal(2 * steps, rows, 1, columns, dtype=dtype), normal(columns, 4)
+    mixed = normal(2 * steps, rows, 1, columns + 8, dtype=dtype)  # 8 columns of others
+    kernel = normal(columns, 4)
     decay = -jax.nn.softplus(normal(2 * steps, rows, 1, heads))
     beta = jax.nn.sigmoid(normal(2 * steps, rows, 1, heads))
     states, before = normal(2, rows, heads, keys, width), normal(2, rows, 3, columns, dtype=dtype)

@@ -532,7 +532,7 @@ def _measure(at: _Columns, keys: int, made: Array) -> tuple[Array, Array]:
 
 
 def make_heads(
-    mixed: Float[Array, "B T E"],
+    mixed: Float[Array, "B T X"],
     kernel: Float[Array, "E W"],
     segment_ids: Int[Array, "B T"],
     groups: int,
@@ -545,7 +545,7 @@ def make_heads(
 
     With `before` it has no gradient.
     """
-    sizes = groups, key_dim, heads, (mixed.shape[2] - 2 * groups * key_dim) // heads
+    sizes = groups, key_dim, heads, (kernel.shape[0] - 2 * groups * key_dim) // heads
     if before is None:
         found: Any = _make_heads(mixed, kernel, segment_ids, sizes, interpret)
         return found
@@ -589,9 +589,9 @@ def _heads_forward(mixed, kernel, segment_ids, sizes, interpret) -> Any:
 def _heads_backward(sizes: Any, interpret: bool, residuals: Any, gradients: Any) -> Any:
     """By the sum of each position first, which its W inputs then share."""
     mixed, kernel, ids = residuals
-    (groups, _, heads, _), (rows, length, columns) = sizes, mixed.shape
+    (groups, _, heads, _), (rows, length, _), columns = sizes, mixed.shape, kernel.shape[0]
     spans = pl.cdiv(length, _BACK_SPAN)
-    like = jax.ShapeDtypeStruct(mixed.shape, mixed.dtype)
+    like = jax.ShapeDtypeStruct((rows, length, columns), mixed.dtype)
 
     def run(body: Any, tiles: int, outs: Any, *inputs: Any) -> Any:
         return pl.pallas_call(
@@ -607,6 +607,7 @@ def _heads_backward(sizes: Any, interpret: bool, residuals: Any, gradients: Any)
     of_sums, of_kernel = run(_sum_back, spans, outs, mixed, kernel, ids, *gradients)
     tiles = pl.cdiv(length, _HEAD_ROWS)
     (of_mixed,) = run(_spread_back, tiles, (like,), of_sums, kernel, ids)
+    of_mixed = jnp.pad(of_mixed, ((0, 0), (0, 0), (0, mixed.shape[2] - columns)))
     return of_mixed, jnp.sum(of_kernel, axis=(0, 1)).T.astype(kernel.dtype), None
 
 

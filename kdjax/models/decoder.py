@@ -250,10 +250,8 @@ class DeltaNet(nnx.Module):
         """Mixes rows `[B T, width]`, `lead` being (B, T); returns also what `recall` keeps."""
         linears = self.qkv, self.gate, self.alpha, self.beta
         weights = [linear.weight.get_value() for linear in linears]
-        mixed, gate, alpha, beta = (
-            y.reshape(*lead, -1)
-            for y in project_all(round_for(rows, weights[0]), weights, self.placement)
-        )
+        products = project_all(round_for(rows, weights[0]), weights, self.placement, whole=True)
+        mixed, gate, alpha, beta = (y.reshape(*lead, -1) for y in products)
         rate, shift = (jnp.exp(self.log_rate[...]), self.shift[...])
         fade = jax.nn.softplus(alpha.astype(jnp.float32) + shift[None, None])
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))
@@ -929,7 +927,7 @@ class Decoder(nnx.Module):
 
             def recall(inputs: DeltaInputs) -> tuple[Array, Cache]:
                 nonlocal read
-                read = inputs
+                read = inputs._replace(mixed=inputs.mixed[..., : self.spec.delta_columns])
                 if cache.late is not None:
                     stack = Stacked(cache.states, index)
                     out, states, latest, late = read_late(inputs, cache.inputs, stack, cache.late)

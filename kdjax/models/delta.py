@@ -30,7 +30,7 @@ _FEW = 16  # positions that are read one after the other sooner than as a chunk
 class DeltaInputs(NamedTuple):
     """Inputs of a layer's states, made of its rows."""
 
-    mixed: Float[Array, "B T E"]  # queries, keys and values, before the convolution
+    mixed: Float[Array, "B T X"]  # first queries, keys and values, before the convolution
     kernel: Float32[Array, "E W"]  # of the convolution
     decay: Float32[Array, "B T H"]
     beta: Float32[Array, "B T H"]
@@ -66,7 +66,7 @@ def read_states(
     the states in place.
     """
     mixed, heads = inputs.mixed, inputs.beta.shape[2]
-    few, width = mixed.shape[1] <= _FEW, mixed.shape[2] - 2 * groups * key_dim
+    few, width = mixed.shape[1] <= _FEW, inputs.kernel.shape[0] - 2 * groups * key_dim
     fits = in_kernels and states_fit(key_dim, width // heads, mixed.dtype)
     make = chunks.make_heads if fits and not few else make_heads
     q, k, v = make(mixed, inputs.kernel, segment_ids, groups, key_dim, heads, before)
@@ -106,6 +106,7 @@ def read_and_keep(
     place = jnp.maximum(at, 0)
     latest = jnp.take_along_axis(segment_ids, place, axis=1) == segment_ids[:, -1:]
     last = jnp.take_along_axis(inputs.mixed, place[..., None], axis=1)
+    last = last[..., : inputs.kernel.shape[0]]
     if before is None:
         earlier = jnp.zeros_like(last)
     else:
@@ -143,7 +144,7 @@ def read_late(
 
 
 def make_heads(
-    mixed: Float[Array, "B T E"],
+    mixed: Float[Array, "B T X"],
     kernel: Float[Array, "E W"],
     segment_ids: Int[Array, "B T"],
     groups: int,
@@ -151,8 +152,11 @@ def make_heads(
     heads: int,
     before: Float[Array, "B W1 E"] | None = None,
 ) -> tuple[Float[Array, "B T G K"], Float[Array, "B T G K"], Float[Array, "B T H V"]]:
-    """Queries, scaled, and keys, of unit length in float32, and values: `convolve`, split."""
-    mixed = convolve(mixed, kernel, segment_ids, before)
+    """Queries, scaled, and keys, of unit length in float32, and values: `convolve`, split.
+
+    Only the first E columns of `mixed` are read.
+    """
+    mixed = convolve(mixed[..., : kernel.shape[0]], kernel, segment_ids, before)
     lead = mixed.shape[:2]
     q, k, v = jnp.split(mixed, [groups * key_dim, 2 * groups * key_dim], axis=-1)
     q, k = (normalize_heads(x.reshape(*lead, groups, key_dim)) for x in (q, k))

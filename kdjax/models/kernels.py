@@ -508,7 +508,7 @@ _NEWS_COLUMNS, _NEWS_WARPS, _MIXED_WARPS = 128, 8, 2
 
 
 def read_with_news(
-    mixed: Float[Array, "B E"],
+    mixed: Float[Array, "B X"],
     kernel: Float[Array, "E W"],
     decay: Float[Array, "B H"],
     beta: Float[Array, "B H"],
