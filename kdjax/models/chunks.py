@@ -20,7 +20,9 @@ from kdjax.models.kernels import plgpu
 
 # Warps of a program: of a chunk forward, of its outputs, of both kernels of its gradients.
 _CHUNK_WARPS, _OUT_WARPS, _NEWS_WARPS, _BACK_WARPS = 4, 4, 4, 8
-_STATE_COLUMNS, _STATE_WARPS = 64, 4  # of a state that one program passes on, and its warps
+# Columns of a state that one program passes on, and its warps; and of one that makes outputs too.
+_STATE_COLUMNS, _STATE_WARPS = 64, 4
+_ALL_COLUMNS, _ALL_WARPS = 128, 8
 
 
 class _Fades(NamedTuple):
@@ -174,42 +176,58 @@ def apply_delta_rule(
 
 
 def _go_forward(rule: _Rule, state: Array, size: int, interpret: bool, *, keep: bool) -> Any:
-    """Outputs and last states; and, to `keep`: inverses, states before chunks, news."""
+    """Outputs and last states; and, to `keep`: inverses, states before chunks, news.
+
+    Without, outputs are made as the states pass, which are then not written.
+    """
     shape, dtype, groups, keys = rule.v.shape, rule.v.dtype, rule.k.shape[2], rule.k.shape[3]
     (rows, length, heads, width), chunk = shape, (size, interpret)
     lead = pl.cdiv(length, size), rows * heads
-    columns = [width, keys, *((size,) if keep else ())]
-    outs = [((*lead, size, n), dtype) for n in columns]
-    fades = (lead, jnp.float32), ((*lead, size), jnp.float32)
-    inputs = rule.k, rule.v, *rule[3:]
-    stays, to_end, fresh, seen, *inverse = _run(
-        _teach, chunk, shape, groups, [*fades, *outs], _CHUNK_WARPS, *inputs
+    outs = [(lead, jnp.float32), *[((*lead, size), jnp.float32)] * 2]
+    outs += [((*lead, size, n), dtype) for n in (width, keys, size)]
+    stays, carried, to_end, fresh, seen, pairs = _run(
+        functools.partial(_teach, keep), chunk, shape, groups, outs, _CHUNK_WARPS, *rule
     )
     first = state.reshape(-1, *state.shape[2:])
-    before = jax.ShapeDtypeStruct((*lead, keys, width), dtype)
-    inputs = fresh, seen, rule.k, to_end, stays, first
-    last, before, news = _run_states(_pass_states, heads, inputs, (first, before, fresh), interpret)
-    inputs = rule.q, rule.k, *rule[3:], before, news
-    (out,) = _run(_say, chunk, shape, groups, [(shape, dtype)], _OUT_WARPS, *inputs)
-    return (out, last.reshape(state.shape)), (*inverse, stays, to_end, before, news)
+    if keep:
+        before = jax.ShapeDtypeStruct((*lead, keys, width), dtype)
+        inputs, outs = (fresh, seen, rule.k, to_end, stays, first), (first, before, fresh)
+        last, before, news = _run_states(_pass_states, heads, inputs, outs, interpret, 2)
+        kept = pairs, stays, to_end, before, news
+        inputs, outs = (rule.q, rule.k, *rule[3:], before, news), [(shape, dtype)]
+        (out,) = _run(_say, chunk, shape, groups, outs, _OUT_WARPS, *inputs)
+    else:
+        inputs = fresh, seen, rule.k, to_end, stays, rule.q, carried, pairs, first
+        last, out = _run_states(_pass_and_say, heads, inputs, (first, rule.v), interpret)
+        kept = None
+    return (out, last.reshape(state.shape)), kept
 
 
-def _teach(find, k, v, decay, beta, ids, stays, to_end, fresh, seen, *inverse):
-    """What a chunk teaches: `fresh` less `seen` times the state before it."""
+def _teach(keep, find, q, k, v, decay, beta, ids, stays, carried, to_end, fresh, seen, pairs):
+    """What a chunk teaches: `fresh` less `seen` times the state before it.
+
+    `pairs` is how positions mix, inverted, to `keep`, else what queries read of positions.
+    """
     place = find()
     fades = _read_fades(place, decay, beta, ids)
     keys = place.load(k, place.group)
     mixing = _mix(place, fades) * _dot(keys, keys, trans_b=True)
     solve = invert_blocks(mixing, functools.partial(_dot, allow_tf32=True)).astype(keys.dtype)
-    for ref in inverse:
-        plgpu.store(place.part(ref), solve)
     values = _scale(place.load(v, place.head), fades.beta)
     plgpu.store(place.part(fresh), _dot(solve, values).astype(fresh.dtype))
     known = _scale(keys, fades.beta * fades.carried)
     plgpu.store(place.part(seen), _dot(solve, known).astype(seen.dtype))
+    reads = solve if keep else _read(place.load(q, place.group), keys, fades)
+    plgpu.store(place.part(pairs), reads)
     at = place.number, place.state
-    plgpu.store(to_end.at[*at, _count(to_end.shape[2])], fades.to_end)
     plgpu.store(stays.at[at], fades.stays)
+    for ref, share in ((carried, fades.carried), (to_end, fades.to_end)):
+        plgpu.store(ref.at[*at, _count(ref.shape[2])], share)
+
+
+def _read(queries: Array, keys: Array, fades: _Fades) -> Array:
+    """What queries read of a chunk's news."""
+    return (_dot(queries, keys, trans_b=True) * fades.faded).astype(keys.dtype)
 
 
 def _mix(place: _Place, fades: _Fades) -> Array:
@@ -223,21 +241,24 @@ def _say(find, q, k, decay, beta, ids, before, news, out):
     place = find()
     fades = _read_fades(place, decay, beta, ids)
     queries, keys = (place.load(x, place.group) for x in (q, k))
-    reads = (_dot(queries, keys, trans_b=True) * fades.faded).astype(keys.dtype)
+    reads = _read(queries, keys, fades)
     said = fades.carried[:, None] * _dot(queries, plgpu.load(place.part(before)))
     place.store(out, said + _dot(reads, plgpu.load(place.part(news))))
 
 
-def _run_states(kernel: Any, heads: int, inputs: Any, outs: Any, interpret: bool) -> Any:
-    """Runs a program a part of each state; the first input lies where the last output will."""
+def _run_states(
+    kernel: Any, heads: int, inputs: Any, outs: Any, interpret: bool, place: int | None = None
+) -> Any:
+    """Runs a program a part of each state; the first input lies where output `place` will."""
     states, _, width = inputs[-1].shape
-    columns = min(_STATE_COLUMNS, width)
+    columns, warps = (_STATE_COLUMNS, _STATE_WARPS) if place else (_ALL_COLUMNS, _ALL_WARPS)
+    columns = min(columns, width)
     return pl.pallas_call(
         functools.partial(kernel, inputs[0].shape[0], columns, heads),
         grid=(states, width // columns),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
-        input_output_aliases={0: len(outs) - 1},
-        compiler_params=plgpu.CompilerParams(num_warps=_STATE_WARPS, num_stages=2),
+        input_output_aliases={} if place is None else {0: place},
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
     )(*inputs)
 
@@ -247,45 +268,72 @@ class _Part(NamedTuple):
 
     state: Array  # among P
     row: Array
-    group: Array
+    head: Array
     position: Array  # [C, 1]
     key: Array  # [K]
     column: Array  # [1, columns]
 
     def load_keys(self, k: Any, n: Array) -> Array:
-        """Chunk n of the keys of the state's head, zeros beyond the row."""
+        """Chunk n of the keys or queries of the state's head, zeros beyond the row."""
         position = n * self.position.shape[0] + self.position
-        at = k.at[self.row, position, self.group, self.key[None]]
+        at = k.at[self.row, position, self.head % k.shape[2], self.key[None]]
         return plgpu.load(at, mask=position < k.shape[1], other=0.0)
 
-    def load_fades(self, to_end: Any, n: Array) -> Array:
-        """Shares `[C, 1]` that are left of positions at the end of chunk n."""
-        return plgpu.load(to_end.at[n, self.state, _count(to_end.shape[2])])[:, None]
+    def load_shares(self, shares: Any, n: Array) -> Array:
+        """Numbers `[C, 1]` of the positions of chunk n."""
+        return plgpu.load(shares.at[n, self.state, _count(shares.shape[2])])[:, None]
 
 
-def _find_part(columns: int, heads: int, size: int, k: Any) -> _Part:
+def _find_part(columns: int, heads: int, size: int, keys: int) -> _Part:
     state = pl.program_id(0)
     column = pl.program_id(1) * columns + _count(columns)
-    group, keys = state % heads % k.shape[2], _count(k.shape[3])
-    return _Part(state, state // heads, group, _count(size)[:, None], keys, column[None])
+    position = _count(size)[:, None]
+    return _Part(state, state // heads, state % heads, position, _count(keys), column[None])
 
 
-def _pass_states(
-    count: int, columns: int, heads: int, fresh, seen, k, to_end, stays, state, last, before, news
-):
-    """The states before each chunk, and its news: `fresh` less what the state says of `seen`."""
-    at = _find_part(columns, heads, fresh.shape[2], k)
+def _pass(at: _Part, refs: Any, n: Array, state: Array, half: Array, news: Any = None) -> Any:
+    """The state behind chunk n, and its news: `fresh` less what the state says of `seen`."""
+    fresh, seen, k, to_end, stays = refs
+    known = _dot(plgpu.load(seen.at[n, at.state, at.position, at.key[None]]), half)
+    new = plgpu.load(fresh.at[n, at.state, at.position, at.column]).astype(jnp.float32) - known
+    if news is not None:
+        plgpu.store(news.at[n, at.state, at.position, at.column], new.astype(news.dtype))
+    left = (at.load_shares(to_end, n) * new).astype(half.dtype)
+    learnt = _dot(at.load_keys(k, n), left, trans_a=True)
+    return state * plgpu.load(stays.at[n, at.state]) + learnt, new.astype(half.dtype)
+
+
+def _pass_states(count: int, columns: int, heads: int, *refs):
+    """The states before each chunk, and its news."""
+    (*given, state), (last, before, news) = refs[:-3], refs[-3:]
+    at = _find_part(columns, heads, news.shape[2], state.shape[1])
     of_key = at.key[:, None]
 
     def turn(n, s):
         half = s.astype(before.dtype)
         plgpu.store(before.at[n, at.state, of_key, at.column], half)
-        known = _dot(plgpu.load(seen.at[n, at.state, at.position, at.key[None]]), half)
-        new = plgpu.load(fresh.at[n, at.state, at.position, at.column]).astype(jnp.float32) - known
-        plgpu.store(news.at[n, at.state, at.position, at.column], new.astype(news.dtype))
-        new = (at.load_fades(to_end, n) * new).astype(news.dtype)
-        learnt = _dot(at.load_keys(k, n), new, trans_a=True)
-        return s * plgpu.load(stays.at[n, at.state]) + learnt
+        return _pass(at, given, n, s, half, news)[0]
+
+    first = plgpu.load(state.at[at.state, of_key, at.column])
+    plgpu.store(last.at[at.state, of_key, at.column], jax.lax.fori_loop(0, count, turn, first))
+
+
+def _pass_and_say(count: int, columns: int, heads: int, *refs):
+    """`_pass_states` and `_say` in one."""
+    (*given, q, carried, reads, state), (last, out) = refs[:-2], refs[-2:]
+    at = _find_part(columns, heads, reads.shape[2], state.shape[1])
+    of_key, size = at.key[:, None], reads.shape[2]
+
+    def turn(n, s):
+        half = s.astype(out.dtype)
+        said = at.load_shares(carried, n) * _dot(at.load_keys(q, n), half)
+        s, new = _pass(at, given, n, s, half)
+        pairs = plgpu.load(reads.at[n, at.state, at.position, at.position.reshape(1, size)])
+        said += _dot(pairs, new)
+        position = n * size + at.position
+        to = out.at[at.row, position, at.head, at.column]
+        plgpu.store(to, said.astype(out.dtype), mask=position < out.shape[1])
+        return s
 
     first = plgpu.load(state.at[at.state, of_key, at.column])
     plgpu.store(last.at[at.state, of_key, at.column], jax.lax.fori_loop(0, count, turn, first))
@@ -296,14 +344,14 @@ def _pass_gradients(
 ):
     """From the last chunk to the first: the gradient of the state, that behind each chunk."""
     first, after, fresh = outs
-    at = _find_part(columns, heads, of_news.shape[2], k)
+    at = _find_part(columns, heads, of_news.shape[2], k.shape[3])
     of_key = at.key[:, None]
 
     def turn(i, g):
         n, half = count - 1 - i, g.astype(after.dtype)
         plgpu.store(after.at[n, at.state, of_key, at.column], half)
         new = plgpu.load(of_news.at[n, at.state, at.position, at.column]).astype(jnp.float32)
-        new += at.load_fades(to_end, n) * _dot(at.load_keys(k, n), half)
+        new += at.load_shares(to_end, n) * _dot(at.load_keys(k, n), half)
         new = new.astype(fresh.dtype)
         plgpu.store(fresh.at[n, at.state, at.position, at.column], new)
         g = g * plgpu.load(stays.at[n, at.state])
@@ -337,6 +385,7 @@ def _go_back(size: int, interpret: bool, residuals: Any, gradients: Any) -> Any:
         (of_news, of_before, seen, rule.k, to_end, stays, last),
         (last, of_before, of_news),
         interpret,
+        2,
     )
     of_key, of_one = ((*shape[:3], keys), dtype), (shape[:3], jnp.float32)
     of_q, of_k, of_v, of_decay, of_beta = _run(
@@ -363,7 +412,7 @@ def _ask_back(find, q, k, decay, beta, ids, inverse, of_out, of_news, of_before,
     fades = _read_fades(place, decay, beta, ids)
     queries, keys = (place.load(x, place.group) for x in (q, k))
     asked = place.load(of_out, place.head)
-    reads = (_dot(queries, keys, trans_b=True) * fades.faded).astype(keys.dtype)
+    reads = _read(queries, keys, fades)
     plgpu.store(place.part(of_news), _dot(reads, asked, trans_a=True).astype(of_news.dtype))
     carried = _scale(queries, fades.carried)
     plgpu.store(place.part(of_before), _dot(carried, asked, trans_a=True).astype(of_before.dtype))
@@ -440,7 +489,7 @@ apply_delta_rule.defvjp(_rule_forward, _go_back)
 # Positions and warps of a program that makes heads; positions that one going back adds up, as many
 # at a time.
 _HEAD_ROWS, _HEAD_WARPS = 32, 4
-_BACK_SPAN, _BACK_ROWS = 256, 16
+_BACK_SPAN, _BACK_ROWS = 256, 8
 
 
 class _Columns(NamedTuple):
@@ -500,7 +549,7 @@ def _read_parts(
                 mask=known[:, None] & at.real,
                 other=0.0,
             ).astype(x.dtype)
-        inputs.append(x.astype(jnp.float32))
+        inputs.append(x)
         weights.append(_read_weight(at, kernel, behind - back))
     return inputs, weights
 
@@ -520,7 +569,7 @@ def _convolve(inputs: list[Array], weights: list[Array], dtype: Any) -> tuple[Ar
     """The sum, and silu of it, rounded."""
     total = jnp.zeros(inputs[0].shape, jnp.float32)
     for x, weight in zip(inputs, weights, strict=True):
-        total += x * weight
+        total += x.astype(jnp.float32) * weight
     return total, (total * jax.nn.sigmoid(total)).astype(dtype).astype(jnp.float32)
 
 
@@ -633,7 +682,8 @@ def _sum_back(sizes, mixed, kernel, ids, of_q, of_k, of_v, of_sums, of_kernel):
         given *= gate * (1 + total * (1 - gate))
         to = of_sums.at[at.row, position[:, None], at.column[None]]
         plgpu.store(to, given.astype(of_sums.dtype), mask=inside & at.real)
-        return tuple(sums + given * x for sums, x in zip(totals, inputs, strict=True))
+        pairs = zip(totals, inputs, strict=True)
+        return tuple(sums + given * x.astype(jnp.float32) for sums, x in pairs)
 
     zero = jnp.zeros((_BACK_ROWS, at.place.shape[0]), jnp.float32)
     count = kernel.shape[1]
