@@ -23,6 +23,7 @@ _CHUNK_WARPS, _OUT_WARPS, _NEWS_WARPS, _BACK_WARPS = 4, 4, 4, 8
 # Columns of a state that one program passes on, and its warps; and of one that makes outputs too.
 _STATE_COLUMNS, _STATE_WARPS = 64, 4
 _ALL_COLUMNS, _ALL_WARPS = 128, 8
+_STAGES = 2  # chunks that both have loaded at once
 
 
 class _Fades(NamedTuple):
@@ -258,7 +259,7 @@ def _run_states(
         grid=(states, width // columns),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
         input_output_aliases={} if place is None else {0: place},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=_STAGES),
         interpret=interpret,
     )(*inputs)
 
