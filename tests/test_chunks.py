@@ -163,6 +163,13 @@ def test_a_row_goes_on_in_kernels_as_defined(stacked, monkeypatch):
             assert np.linalg.norm(a - b) < 6e-3 * np.linalg.norm(b)
 
 
+def test_states_fit_where_kernels_take_them():
+    fits = kernels.states_fit
+    assert fits(128, 128, HALF) and fits(16, 64, jnp.float16)
+    assert not (fits(128, 96, HALF) or fits(256, 128, HALF) or fits(8, 64, HALF))
+    assert not fits(128, 128, jnp.float32)
+
+
 @pytest.mark.skipif(not INTERPRET, reason="the other tests compile them there")
 @pytest.mark.parametrize(
     ("length", "groups", "heads"), [(2048, 16, 16), (2048, 16, 32), (192, 16, 16), (130, 16, 48)]
@@ -196,4 +203,3 @@ def test_kernels_of_chunks_become_triton_without_a_gpu(length, groups, heads):
         text = lowered.as_text()
         kernels_ = "_teach", "_pass_and_say", "_say_heads"
         assert all(f'"{name}"' in text for name in kernels_)
-    assert kernels.states_fit(width, width, HALF)
