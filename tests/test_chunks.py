@@ -35,7 +35,7 @@ def draw(length, groups, repeats, keys, width):
 
 
 def pull(function, *args):
-    """What a function gives, and gradients of a sum that sees each number of it."""
+    """Outputs of a function, and gradients of a sum that sees each number of them."""
 
     def loss(*args):
         outs = [x.astype(jnp.float32) for x in function(*args)]

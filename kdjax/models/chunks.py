@@ -27,7 +27,7 @@ _STAGES = 2  # chunks that both have loaded at once
 
 
 class _Fades(NamedTuple):
-    """What a chunk's positions keep of each other and of the state before them."""
+    """Shares that a chunk's positions keep of each other and of the state before them."""
 
     beta: Array  # [C]
     faded: Array  # [C, C], 0 of what is later or of another document
@@ -53,7 +53,7 @@ class _Place(NamedTuple):
         return plgpu.load(at, mask=self.inside[:, None], other=0.0)
 
     def store(self, ref: Any, value: Array) -> None:
-        """As `load`, of the value head."""
+        """Stores the value head's, as `load` finds them."""
         at = ref.at[self.row, self.position[:, None], self.head, _count(ref.shape[3])[None]]
         plgpu.store(at, value.astype(ref.dtype), mask=self.inside[:, None])
 
@@ -205,7 +205,7 @@ def _go_forward(rule: _Rule, state: Array, size: int, interpret: bool, *, keep: 
 
 
 def _teach(keep, find, q, k, v, decay, beta, ids, stays, carried, to_end, fresh, seen, pairs):
-    """What a chunk teaches: `fresh` less `seen` times the state before it.
+    """Makes what a chunk teaches: `fresh` less `seen` times the state before it.
 
     `pairs` is how positions mix, inverted, to `keep`, else what queries read of positions.
     """
@@ -227,7 +227,7 @@ def _teach(keep, find, q, k, v, decay, beta, ids, stays, carried, to_end, fresh,
 
 
 def _read(queries: Array, keys: Array, fades: _Fades) -> Array:
-    """What queries read of a chunk's news."""
+    """Shares of a chunk's news that its queries read."""
     return (_dot(queries, keys, trans_b=True) * fades.faded).astype(keys.dtype)
 
 
@@ -238,7 +238,7 @@ def _mix(place: _Place, fades: _Fades) -> Array:
 
 
 def _say(find, q, k, decay, beta, ids, before, news, out):
-    """What queries are told by the state before the chunk, and by its own positions."""
+    """Tells queries what the state before the chunk says, and its own positions."""
     place = find()
     fades = _read_fades(place, decay, beta, ids)
     queries, keys = (place.load(x, place.group) for x in (q, k))
@@ -637,7 +637,7 @@ def _heads_forward(mixed, kernel, segment_ids, sizes, interpret) -> Any:
 
 
 def _heads_backward(sizes: Any, interpret: bool, residuals: Any, gradients: Any) -> Any:
-    """By the sum of each position first, which its W inputs then share."""
+    """Gradients by the sum of each position first, which its W inputs then share."""
     mixed, kernel, ids = residuals
     (groups, _, heads, _), (rows, length, _), columns = sizes, mixed.shape, kernel.shape[0]
     spans = pl.cdiv(length, _BACK_SPAN)

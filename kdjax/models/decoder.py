@@ -129,7 +129,7 @@ class RMSNorm(nnx.Module):
         return ((x32 * scale).astype(factor.dtype) * factor).astype(x.dtype)
 
     def factor(self, dtype: DTypeLike) -> Array:
-        """What normalised rows are multiplied with, in the dtype of the product."""
+        """Factors of normalised rows, in the dtype of the product."""
         weight = from_bits(self.weight[...])
         return 1 + weight.astype(jnp.float32) if self.offset else weight.astype(dtype)
 

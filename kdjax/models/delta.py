@@ -39,7 +39,7 @@ class DeltaInputs(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What gates a layer's states, as its products and parameters give it."""
+    """Gates of a layer's states, as its products and parameters give them."""
 
     gate: Float[Array, "B T HV"]
     alpha: Float[Array, "B T H"]
