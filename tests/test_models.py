@@ -125,6 +125,10 @@ def test_products_of_cast_weights_are_joined(devices):
 
     for a, b in zip(joined(x, masters), apart(x, masters), strict=True):
         np.testing.assert_array_equal(a, b)
+    first, *rest = weights.project_all(x, masters, placement, whole=True)
+    assert first.shape[1] == (40 if devices == 1 else 24)
+    for a, b in zip((first[:, :24], *rest), apart(x, masters), strict=True):
+        np.testing.assert_array_equal(a, b)
     found, wanted = (jax.grad(total(f), argnums=(0, 1))(x, masters) for f in (joined, apart))
     # x's gradients of three products are rounded to bf16 before they are added, joined only after.
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -498,7 +502,8 @@ def test_whole_numbers_are_multiplied_as_what_they_stand_for(rng, count):
         ready = [make_ready(w, jnp.float32, narrow=True) for w in packed]
         assert [type(w) for w in ready] == [few_rows.Grouped] * 3
         assert ready[1].values.dtype == jnp.int8 and ready[1].minimums.shape == (5, 32)
-        return weights.project_all(x, join(ready)), [w.decode() for w in packed]
+        whole, *rest = weights.project_all(x, join(ready), whole=True)
+        return [whole[:, :5], *rest], [w.decode() for w in packed]
 
     for y, numbers in zip(*multiply(x, packed), strict=True):
         numbers = np.asarray(numbers, np.float64)

@@ -26,6 +26,7 @@ from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
 from kdjax.models.attention import attend, attend_and_keep, attend_runs
 from kdjax.models.delta import (
     DeltaInputs,
+    Gates,
     Stacked,
     hold_news,
     read_and_keep,
@@ -60,8 +61,8 @@ Turn = Callable[[Array, Array], tuple[Array, Array]]
 # Attention of rotated queries and keys, and what the layer is to keep of them.
 Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 
-# What a delta net's states say, and what the layer is to keep of them.
-Recall = Callable[[DeltaInputs], tuple[Array, Any]]
+# What a delta net's states say, gated, and what the layer is to keep of them.
+Recall = Callable[[DeltaInputs, Gates], tuple[Array, Any]]
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,  # keep every activation
@@ -124,10 +125,11 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        factor = self._factor(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        factor = self.factor(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return ((x32 * scale).astype(factor.dtype) * factor).astype(x.dtype)
 
-    def _factor(self, dtype: DTypeLike) -> Array:
+    def factor(self, dtype: DTypeLike) -> Array:
+        """Factors of normalised rows, in the dtype of the product."""
         weight = from_bits(self.weight[...])
         return 1 + weight.astype(jnp.float32) if self.offset else weight.astype(dtype)
 
@@ -137,7 +139,7 @@ class RMSNorm(nnx.Module):
         """x, and its norm as products with `weight` may take it; by one kernel if placed so."""
         if not self.kernels:
             return x, self(x)
-        ours = self._factor(x.dtype)
+        ours = self.factor(x.dtype)
         if isinstance(weight, Scaled):
             return x, Rounded(*kernels.round_rows(x, (ours, self.eps)), x.dtype)
         return kernels.normalize_rows(x, ours, self.eps)
@@ -250,17 +252,19 @@ class DeltaNet(nnx.Module):
         """Mixes rows `[B T, width]`, `lead` being (B, T); returns also what `recall` keeps."""
         linears = self.qkv, self.gate, self.alpha, self.beta
         weights = [linear.weight.get_value() for linear in linears]
-        mixed, gate, alpha, beta = (
-            y.reshape(*lead, -1)
-            for y in project_all(round_for(rows, weights[0]), weights, self.placement)
-        )
+        products = project_all(round_for(rows, weights[0]), weights, self.placement, whole=True)
+        mixed, gate, alpha, beta = (y.reshape(*lead, -1) for y in products)
         rate, shift = (jnp.exp(self.log_rate[...]), self.shift[...])
         fade = jax.nn.softplus(alpha.astype(jnp.float32) + shift[None, None])
-        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
-        inputs = DeltaInputs(mixed, self.conv[...], -rate[None, None] * fade, beta)
-        out, kept = recall(inputs)
-        gate = jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
-        out = (self.norm(out).astype(jnp.float32) * gate).astype(out.dtype)
+        share = jax.nn.sigmoid(beta.astype(jnp.float32))
+        inputs = DeltaInputs(mixed, self.conv[...], -rate[None, None] * fade, share)
+
+        def finish(out: Array) -> Array:
+            opened = jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
+            return (self.norm(out).astype(jnp.float32) * opened).astype(out.dtype)
+
+        weight, eps = self.norm.factor(mixed.dtype), self.norm.eps
+        out, kept = recall(inputs, Gates(gate, alpha, beta, rate, shift, weight, eps, finish))
         return self.out(out.reshape(-1, out.shape[2] * out.shape[3])), kept
 
 
@@ -701,19 +705,21 @@ class Decoder(nnx.Module):
         flag = () if local is None else (local,)
         return run(q, k, v, segment_ids, *flag), (k, v)
 
-    def _recall(self, segment_ids: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
+    def _recall(self, segment_ids: Array, inputs: DeltaInputs, gates: Gates) -> tuple[Array, Array]:
         """Reads the states of a delta net within segments; returns also the last ones."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
-        return read_states(inputs, groups, width, segment_ids, in_kernels=self._in_kernels)
+        out, kept = read_states(inputs, groups, width, segment_ids, in_kernels=self._in_kernels)
+        return gates.finish(out), kept
 
     def _recall_and_keep(
-        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, *behind: Any
+        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, gates: Gates, *behind: Any
     ) -> tuple[Array, Any]:
         """Reads the states of a delta net for a row that goes on; `behind` as of `Cache`."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
         before, state = behind or (None, None)
         columns = inputs, groups, width, segment_ids, lengths
-        return read_and_keep(*columns, before, state, in_kernels=self._in_kernels)
+        out, kept = read_and_keep(*columns, before, state, in_kernels=self._in_kernels)
+        return gates.finish(out), kept
 
     @property
     def _in_kernels(self) -> bool:
@@ -879,7 +885,7 @@ class Decoder(nnx.Module):
             run = nnx.merge(graph, block)
         turn = self._turn(positions, self._angles(positions, self.compute.long), Kind(None, None))
 
-        def recall(_: DeltaInputs) -> tuple[Array, Any]:
+        def recall(*_: Any) -> tuple[Array, Any]:
             raise TypeError("the block that drafts attends")
 
         x, kept = run(run.join(self._embed_tokens(tokens), before), turn, mix, recall)
@@ -927,15 +933,16 @@ class Decoder(nnx.Module):
                 )
                 return out, cache._replace(k=kept[0], v=kept[1])
 
-            def recall(inputs: DeltaInputs) -> tuple[Array, Cache]:
+            def recall(inputs: DeltaInputs, gates: Gates) -> tuple[Array, Cache]:
                 nonlocal read
-                read = inputs
+                read = inputs._replace(mixed=inputs.mixed[..., : self.spec.delta_columns])
                 if cache.late is not None:
                     stack = Stacked(cache.states, index)
-                    out, states, latest, late = read_late(inputs, cache.inputs, stack, cache.late)
+                    stacks = cache.inputs, stack, cache.late
+                    out, states, latest, late = read_late(inputs, gates, *stacks)
                     return out, cache._replace(states=states, inputs=latest, late=late)
                 behind = cache.inputs[index], Stacked(cache.states, index)
-                out, kept = self._recall_and_keep(segment_ids, lengths, inputs, *behind)
+                out, kept = self._recall_and_keep(segment_ids, lengths, inputs, gates, *behind)
                 states, latest = kept
                 return out, cache._replace(
                     states=states,

@@ -14,13 +14,15 @@ h mod G, which is the order of GGUF files.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from kdjax.models import kernels
+from kdjax.models import chunks, kernels
 from kdjax.models.kernels import News, states_fit
 
 CHUNK = 64
@@ -30,10 +32,23 @@ _FEW = 16  # positions that are read one after the other sooner than as a chunk
 class DeltaInputs(NamedTuple):
     """Inputs of a layer's states, made of its rows."""
 
-    mixed: Float[Array, "B T E"]  # queries, keys and values, before the convolution
+    mixed: Float[Array, "B T X"]  # first queries, keys and values, before the convolution
     kernel: Float32[Array, "E W"]  # of the convolution
     decay: Float32[Array, "B T H"]
     beta: Float32[Array, "B T H"]
+
+
+class Gates(NamedTuple):
+    """Gates of a layer's states, as its products and parameters give them."""
+
+    gate: Float[Array, "B T HV"]
+    alpha: Float[Array, "B T H"]
+    beta: Float[Array, "B T H"]
+    rate: Float32[Array, " H"]  # positive: decay is -rate softplus(alpha + shift)
+    shift: Float32[Array, " H"]
+    weight: Float[Array, " V"]  # of the norm
+    eps: float
+    finish: Callable[[Array], Array]  # norms and gates what heads said
 
 
 class Stacked(NamedTuple):
@@ -60,17 +75,17 @@ def read_states(
     state: Float32[Array, "B H K V"] | Stacked | None = None,
     in_kernels: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "*L B H K V"]]:
-    """Outputs of the heads, and the last state: `convolve`, unit lengths, `apply_delta_rule`.
+    """Outputs of the heads, and the last state: `make_heads`, `apply_delta_rule`.
 
-    With `in_kernels` kernels pass the states on where `kernels.states_fit`, of a stack in place.
+    With `in_kernels` kernels do both where `kernels.states_fit`; of a stack, a few positions change
+    the states in place.
     """
-    mixed = convolve(inputs.mixed, inputs.kernel, segment_ids, before)
-    lead, heads = mixed.shape[:2], inputs.beta.shape[2]
-    q, k, v = jnp.split(mixed, [groups * key_dim, 2 * groups * key_dim], axis=-1)
-    q, k = (normalize_heads(x.reshape(*lead, groups, key_dim)) for x in (q, k))
-    v = v.reshape(*lead, heads, -1)
-    columns = q * key_dim**-0.5, k, v, inputs.decay, inputs.beta, segment_ids
-    few, fits = lead[1] <= _FEW, in_kernels and states_fit(key_dim, v.shape[3], v.dtype)
+    mixed, heads = inputs.mixed, inputs.beta.shape[2]
+    few, width = mixed.shape[1] <= _FEW, inputs.kernel.shape[0] - 2 * groups * key_dim
+    fits = in_kernels and states_fit(key_dim, width // heads, mixed.dtype)
+    make = chunks.make_heads if fits and not few else make_heads
+    q, k, v = make(mixed, inputs.kernel, segment_ids, groups, key_dim, heads, before)
+    columns = q, k, v, inputs.decay, inputs.beta, segment_ids
     if not isinstance(state, Stacked):
         return recur(*columns, state) if few else apply_delta_rule(*columns, state, fits)
     if few and fits:
@@ -100,16 +115,20 @@ def read_and_keep(
     decay, beta = (jnp.where(read, x, 0.0) for x in (inputs.decay, inputs.beta))
     inputs = inputs._replace(decay=decay, beta=beta)
     out, state = read_states(inputs, groups, key_dim, segment_ids, before, state, in_kernels)
-    rows, _, width = inputs.mixed.shape
+    # Of all positions' inputs no copy is made for the few that are kept.
     behind = inputs.kernel.shape[1] - 1
+    at = lengths[:, None] + jnp.arange(-behind, 0, dtype=jnp.int32)[None]  # negative: in `before`
+    place = jnp.maximum(at, 0)
+    latest = jnp.take_along_axis(segment_ids, place, axis=1) == segment_ids[:, -1:]
+    last = jnp.take_along_axis(inputs.mixed, place[..., None], axis=1)
+    last = last[..., : inputs.kernel.shape[0]]
     if before is None:
-        before = jnp.zeros((rows, behind, width), inputs.mixed.dtype)
-    latest = segment_ids == segment_ids[:, -1:]
-    mixed = jnp.where(latest[..., None], inputs.mixed, 0)
-    before = jnp.where(latest[:, :1, None], before, 0).astype(mixed.dtype)
-    at = lengths[:, None] + jnp.arange(behind, dtype=jnp.int32)[None]
-    all_inputs = jnp.concatenate([before, mixed], axis=1)
-    return out, (state, jnp.take_along_axis(all_inputs, at[..., None], axis=1))
+        earlier = jnp.zeros_like(last)
+    else:
+        place = jnp.minimum(at, -1) + behind
+        earlier = jnp.take_along_axis(before.astype(last.dtype), place[..., None], axis=1)
+    last = jnp.where((at >= 0)[..., None], last, earlier)
+    return out, (state, jnp.where(latest[..., None], last, 0))
 
 
 def hold_news(
@@ -125,18 +144,49 @@ def hold_news(
 
 
 def read_late(
-    inputs: DeltaInputs, before: Float[Array, "L B W1 E"], stacked: Stacked, late: Late
+    inputs: DeltaInputs,
+    gates: Gates,
+    before: Float[Array, "L B W1 E"],
+    stacked: Stacked,
+    late: Late,
 ) -> tuple[Float[Array, "B 1 H V"], Array, Array, Late]:
     """`read_and_keep` of one position a row by a kernel that writes states once in S positions.
 
-    Returns outputs, the stacks of states and of inputs, and what they do not hold yet.
+    Returns finished outputs, the stacks of states and of inputs, and what they do not hold yet.
     """
-    mixed, decay, beta = (x[:, 0] for x in (inputs.mixed, inputs.decay, inputs.beta))
+    mixed, heads = inputs.mixed[:, 0].astype(before.dtype), gates.rate.shape[0]
+    ends = np.cumsum([inputs.kernel.shape[0], heads * stacked.states.shape[4], heads, heads])
+    if mixed.shape[1] == ends[3]:  # one product of all: to cut it would be copies
+        given = [(mixed, int(end)) for end in ends[:3]]
+    else:
+        given = [(x[:, 0], 0) for x in gates[:3]]
+    gate, alpha, beta = given
+    numbers = kernels.GateNumbers(gate, alpha, beta, *gates[3:7])
     stacks = before, stacked.states, late.news, stacked.layer, late.place
     out, before, states, news = kernels.read_with_news(
-        mixed.astype(before.dtype), inputs.kernel, decay, beta, late.alive, *stacks
+        mixed, inputs.kernel, numbers, late.alive, *stacks
     )
-    return out[:, None].astype(mixed.dtype), states, before, late._replace(news=news)
+    return out[:, None].astype(inputs.mixed.dtype), states, before, late._replace(news=news)
+
+
+def make_heads(
+    mixed: Float[Array, "B T X"],
+    kernel: Float[Array, "E W"],
+    segment_ids: Int[Array, "B T"],
+    groups: int,
+    key_dim: int,
+    heads: int,
+    before: Float[Array, "B W1 E"] | None = None,
+) -> tuple[Float[Array, "B T G K"], Float[Array, "B T G K"], Float[Array, "B T H V"]]:
+    """Queries, scaled, and keys, of unit length in float32, and values: `convolve`, split.
+
+    Only the first E columns of `mixed` are read.
+    """
+    mixed = convolve(mixed[..., : kernel.shape[0]], kernel, segment_ids, before)
+    lead = mixed.shape[:2]
+    q, k, v = jnp.split(mixed, [groups * key_dim, 2 * groups * key_dim], axis=-1)
+    q, k = (normalize_heads(x.reshape(*lead, groups, key_dim)) for x in (q, k))
+    return q * key_dim**-0.5, k, v.reshape(*lead, heads, -1)
 
 
 def normalize_heads(x: Float[Array, "*B K"]) -> Float32[Array, "*B K"]:
@@ -222,8 +272,15 @@ def apply_delta_rule(
 
     q and k are of unit length, q scaled; `decay` is the logarithm g, at most 0. `state` is the one
     before the first position, of its document. Products are in v's dtype and summed in float32,
-    which states and decays are.
+    which states and decays are. With `in_kernels` those of `models.chunks` compute it, of states
+    that `kernels.states_fit`.
     """
+    if state is None:
+        state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
+    if in_kernels:
+        q, k = (x.astype(v.dtype) for x in (q, k))
+        found: Any = chunks.apply_delta_rule(q, k, v, decay, beta, segment_ids, state, CHUNK)
+        return found
     (rows, length, heads, width), groups = v.shape, k.shape[2]
     pad, lead = -length % CHUNK, (rows, -1, CHUNK)
     behind = functools.partial(jnp.pad, mode="edge")  # a document that goes on, and learns nothing
@@ -238,8 +295,6 @@ def apply_delta_rule(
     q, k = (cut(x.astype(v.dtype), groups, x.shape[3]) for x in (q, k))
     v = cut(v, repeats, groups, width)
     decay, beta = (cut(x[..., None], repeats, groups, 1)[..., 0] for x in (decay, beta))
-    if state is None:
-        state = jnp.zeros((rows, heads, k.shape[-1], width), jnp.float32)
     state = state.reshape(rows, repeats, groups, *state.shape[2:])
 
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -277,8 +332,7 @@ def apply_delta_rule(
     kept = (to_end[..., None] * k[:, :, None]).astype(v.dtype)
     turns = fresh.astype(v.dtype), seen, kept, carried[..., -1]
     turns = [x.reshape(len(x), -1, *x.shape[4:]) for x in turns]
-    run: Any = kernels.pass_states if in_kernels else pass_states
-    end, before, news = run(*turns, state.reshape(-1, *state.shape[3:]))
+    end, before, news = pass_states(*turns, state.reshape(-1, *state.shape[3:]))
     before, news = (x.reshape(*v.shape[:4], *x.shape[2:]) for x in (before, news))
     out = carried[..., None] * dot("NBGCK,NBRGKV->NBRGCV", q, before)
     out = (out + dot("NBRGCD,NBRGDV->NBRGCV", reads, news)).astype(v.dtype)
@@ -327,7 +381,7 @@ def invert_unit_lower(
     times = functools.partial(jnp.matmul, precision=precision)
     size = lower.shape[-1]
     block = min(_BLOCK, size)
-    inverse = _invert_blocks(_take_diagonal(lower, block), times)  # [*B, C / 16, 16, 16]
+    inverse = chunks.invert_blocks(_take_diagonal(lower, block), times)  # [*B, C / 16, 16, 16]
     while block < size:
         first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
         left = _take_diagonal(lower, 2 * block)[..., block:, :block]
@@ -342,21 +396,6 @@ def _take_diagonal(x: Array, block: int) -> Array:
     """The square blocks on the diagonal, `[*B, C / block, block, block]`."""
     starts = range(0, x.shape[-1], block)
     return jnp.stack([x[..., i : i + block, i : i + block] for i in starts], axis=-3)
-
-
-def _invert_blocks(lower: Array, times: Any) -> Array:
-    """`invert_unit_lower` of small matrices, each join as a product of them whole."""
-    size, block = lower.shape[-1], 1
-    place = jnp.arange(size, dtype=jnp.int32)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
-    while block < size:
-        half, pair = place // block, place // (2 * block)
-        join = (pair[:, None] == pair[None]) & (half[:, None] > half[None])
-        part = jnp.where(join, lower, 0.0)
-        if block > 1:
-            part = times(times(inverse, part), inverse)
-        inverse, block = inverse - part, 2 * block
-    return inverse
 
 
 def _differentiate(precision: Any, inverse: Array, gradient: Array) -> tuple[Array]:

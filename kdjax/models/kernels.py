@@ -2,8 +2,8 @@
 
 Each kernel computes what a few lines of JAX define where it is called. Those lines run wherever
 `Placement.kernels` is false: on other devices, where `tensor` splits what a kernel would have
-whole, and once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` and
-`pass_states` have gradients here: the others serve a frozen teacher and what brings its own.
+whole, and once JAX has no Triton any more, deprecated since 0.11. `normalize_rows` has gradients
+here, and `models.chunks` has: the others serve a frozen teacher and what brings its own.
 """
 
 import functools
@@ -421,119 +421,13 @@ def _attend_and_keep(
         plgpu.store(ref.at[at, row, head, position + of_new[:, None], width], x, mask=kept)
 
 
-_STATE_COLUMNS, _STATE_WARPS = 64, 4  # of a state that one program passes on, and its warps
-
-
 def states_fit(keys: int, values: int, dtype: DTypeLike) -> bool:
-    """Whether `pass_states` takes states of this shape: half precision, powers of two."""
-    sizes = all(16 <= n <= 256 and n & (n - 1) == 0 for n in (keys, values))
-    return sizes and jnp.dtype(dtype).itemsize == 2
+    """Whether kernels take states of this shape: half precision, powers of two.
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def pass_states(
-    fresh: Float[Array, "N P C V"],
-    seen: Float[Array, "N P C K"],
-    kept: Float[Array, "N P C K"],
-    stays: Float[Array, "N P"],
-    state: Float[Array, "P K V"],
-    interpret: bool = False,
-) -> tuple[Array, Array, Array]:
-    """Computes `delta.pass_states`: each state stays on its processor over all chunks.
-
-    XLA's loop writes and reads the states some ten times a chunk.
+    Of 256 by 256 the chunks before and behind take 295 kB of the 232 that a processor has.
     """
-    return _run_states(
-        _pass_states,
-        (fresh, seen, kept, stays, state),
-        (state, jax.ShapeDtypeStruct((*fresh.shape[:2], *state.shape[1:]), fresh.dtype), fresh),
-        interpret,
-    )
-
-
-def _run_states(kernel: Any, inputs: Any, outs: Any, interpret: bool) -> Any:
-    heads, _, width = inputs[-1].shape
-    columns = min(_STATE_COLUMNS, width)
-    return pl.pallas_call(
-        functools.partial(kernel, inputs[0].shape[0], columns),
-        grid=(heads, width // columns),
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
-        compiler_params=plgpu.CompilerParams(num_warps=_STATE_WARPS, num_stages=2),
-        interpret=interpret,
-    )(*inputs)
-
-
-def _state_places(columns: int, fresh: Any, state: Any) -> tuple[Array, Array, Array]:
-    """Places of a chunk's positions, of keys, and of the columns of values of a program's part."""
-    positions, keys = (jnp.arange(ref.shape[-2], dtype=jnp.int32) for ref in (fresh, state))
-    part = pl.program_id(1) * columns + jnp.arange(columns, dtype=jnp.int32)
-    return positions[:, None], keys, part[None]
-
-
-def _pass_states(count: int, columns: int, fresh, seen, kept, stays, state, last, before, news):
-    head = pl.program_id(0)
-    row, keys, part = _state_places(columns, fresh, state)
-    of_key, key = keys[:, None], keys[None]
-
-    def turn(n, s):
-        half = s.astype(before.dtype)
-        plgpu.store(before.at[n, head, of_key, part], half)
-        known = plgpu.dot(plgpu.load(seen.at[n, head, row, key]), half)
-        new = plgpu.load(fresh.at[n, head, row, part]).astype(jnp.float32) - known
-        new = new.astype(news.dtype)
-        plgpu.store(news.at[n, head, row, part], new)
-        learnt = plgpu.dot(plgpu.load(kept.at[n, head, row, key]), new, trans_a=True)
-        return s * plgpu.load(stays.at[n, head]) + learnt
-
-    first = plgpu.load(state.at[head, of_key, part])
-    plgpu.store(last.at[head, of_key, part], jax.lax.fori_loop(0, count, turn, first))
-
-
-def _states_forward(fresh, seen, kept, stays, state, interpret) -> Any:
-    found: Any = pass_states(fresh, seen, kept, stays, state, interpret)
-    return found, (seen, kept, stays, *found[1:])
-
-
-def _states_backward(interpret: bool, residuals: Any, gradients: Any) -> Any:
-    seen, kept, stays, before, news = residuals
-    last, of_before, of_news = gradients
-    first, after, fresh = _run_states(
-        _pass_gradients,
-        (of_news, of_before, seen, kept, stays, last),
-        (last, of_before, of_news),
-        interpret,
-    )
-    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    of_kept = dot("NPCV,NPKV->NPCK", news, after).astype(kept.dtype)
-    of_seen = -dot("NPCV,NPKV->NPCK", fresh, before).astype(seen.dtype)
-    of_stays = jnp.sum(after.astype(jnp.float32) * before.astype(jnp.float32), (-2, -1))
-    return fresh, of_seen, of_kept, of_stays, first
-
-
-def _pass_gradients(
-    count: int, columns: int, of_news, of_before, seen, kept, stays, last, first, after, fresh
-):
-    """From the last chunk to the first: the gradient of the state, that behind each chunk."""
-    head = pl.program_id(0)
-    row, keys, part = _state_places(columns, of_news, last)
-    of_key, key = keys[:, None], keys[None]
-
-    def turn(i, g):
-        n, half = count - 1 - i, g.astype(after.dtype)
-        plgpu.store(after.at[n, head, of_key, part], half)
-        new = plgpu.load(of_news.at[n, head, row, part]).astype(jnp.float32)
-        new += plgpu.dot(plgpu.load(kept.at[n, head, row, key]), half)
-        new = new.astype(fresh.dtype)
-        plgpu.store(fresh.at[n, head, row, part], new)
-        g = g * plgpu.load(stays.at[n, head])
-        g += plgpu.load(of_before.at[n, head, of_key, part]).astype(jnp.float32)
-        return g - plgpu.dot(plgpu.load(seen.at[n, head, row, key]), new, trans_a=True)
-
-    start = plgpu.load(last.at[head, of_key, part])
-    plgpu.store(first.at[head, of_key, part], jax.lax.fori_loop(0, count, turn, start))
-
-
-pass_states.defvjp(_states_forward, _states_backward)
+    sizes = all(16 <= n <= 128 and n & (n - 1) == 0 for n in (keys, values))
+    return sizes and jnp.dtype(dtype).itemsize == 2
 
 
 _STEP_COLUMNS, _STEP_WARPS = 32, 4  # of a state that few positions read, as `_STATE_COLUMNS`
@@ -612,15 +506,26 @@ def _write_nothing(*_):
     pass
 
 
-# Columns of a state that one program reads, its warps; warps that make a head's position.
-_NEWS_COLUMNS, _NEWS_WARPS, _MIXED_WARPS = 128, 8, 2
+class GateNumbers(NamedTuple):
+    """`delta.Gates` of one position a row; arrays `[B, X]`, and where in them it begins."""
+
+    gate: tuple[Array, int]
+    alpha: tuple[Array, int]
+    beta: tuple[Array, int]
+    rate: Float[Array, " H"]
+    shift: Float[Array, " H"]
+    weight: Float[Array, " V"]
+    eps: float
+
+
+# Warps of a program that reads a state, and of one that makes a head's position.
+_NEWS_WARPS, _MIXED_WARPS = 8, 2
 
 
 def read_with_news(
-    mixed: Float[Array, "B E"],
+    mixed: Float[Array, "B X"],
     kernel: Float[Array, "E W"],
-    decay: Float[Array, "B H"],
-    beta: Float[Array, "B H"],
+    gates: GateNumbers,
     alive: Bool[Array, " B"],
     inputs: Float[Array, "L B W1 E"],
     states: Float[Array, "L B H K V"],
@@ -631,12 +536,14 @@ def read_with_news(
 ) -> tuple[Float[Array, "B H V"], Array, Array, News]:
     """Computes `delta.read_and_keep` for one position a row, of a layer of stacks, all in place.
 
+    Outputs are normed and gated (`delta.Gates`), as a kernel of its own would read them again.
+
     It is the position number `place` since the states were written. States are read once; only the
     last of the S places writes them, and the convolution's last inputs, with what all taught: a
     state is as much again to write as to read. Of rows that are not `alive` nothing is read,
     kept or given. Sums are float32, whatever the states are. S is at least W.
     """
-    (batch, heads), width = decay.shape, states.shape[4]
+    _, batch, heads, _, width = states.shape
     groups, key_width = news.keys.shape[2], news.keys.shape[4]
     # Apart: joined for each layer they would take a kernel.
     at = *(x.astype(jnp.int32)[None] for x in (layer, place)), alive.astype(jnp.int32)
@@ -658,9 +565,11 @@ def read_with_news(
     kept = inputs, news.keys, news.mixed
     q, v, *kept = run(_take_position, (heads, batch), (q, v), (mixed, kernel), kept, _MIXED_WARPS)
     inputs, *taken = kept
-    grid = width // min(_NEWS_COLUMNS, width), heads, batch
-    given, kept = (q, v, decay, beta, taken[0]), (states, news.news, news.decays)
-    out, states, *taught = run(_read_with_news, grid, (out,), given, kept, _NEWS_WARPS)
+    placed = gates[:3]
+    body = functools.partial(_read_with_news, [start for _, start in placed], gates.eps)
+    given = q, v, *(x for x, _ in placed), gates.rate, gates.shift, gates.weight, taken[0]
+    kept = states, news.news, news.decays
+    out, states, *taught = run(body, (heads, batch), (out,), given, kept, _NEWS_WARPS)
     return out, inputs, states, News(*[taken[0], *taught, taken[1]])
 
 
@@ -719,12 +628,12 @@ def _take_position(layer, place, head, row, mixed, kernel, inputs, keys, taken, 
     plgpu.store(v.at[row, head, of_value], value)
 
 
-def _read_with_news(layer, place, number, head, row, q, v, decay, beta, keys, *refs):
-    """A part of a head's state: what it says, and what the position teaches."""
+def _read_with_news(starts, eps, layer, place, head, row, q, v, gate, alpha, beta, *refs):
+    """A head's state: what it says, normed and gated, and what the position teaches."""
+    rate, shift, weight, keys, *refs = refs
     states, old_news, decays, out, kept_states, kept_news, kept_decays = refs
-    _, _, groups, count, key_width = keys.shape
-    columns = min(_NEWS_COLUMNS, states.shape[4])
-    part = number * columns + jnp.arange(columns, dtype=jnp.int32)
+    (_, _, groups, count, key_width), width = keys.shape, states.shape[4]
+    part = jnp.arange(width, dtype=jnp.int32)
     of_key, past = (jnp.arange(n, dtype=jnp.int32) for n in (key_width, count))
     group, known = head % groups, past < place
     s = plgpu.load(states.at[layer, row, head, of_key[:, None], part[None]]).astype(jnp.float32)
@@ -738,7 +647,8 @@ def _read_with_news(layer, place, number, head, row, q, v, decay, beta, keys, *r
         old_news.at[layer, row, head, past[:, None], part[None]], mask=known[:, None], other=0.0
     )
     # What is left of the state, and of what each place before this one taught.
-    now = plgpu.load(decay.at[row, head])
+    fade = plgpu.load(alpha.at[row, starts[1] + head]).astype(jnp.float32)
+    now = -plgpu.load(rate.at[head]) * _softplus(fade + plgpu.load(shift.at[head]))
     faded = plgpu.load(decays.at[layer, row, head, past], mask=known, other=0.0)
     later = jnp.sum(jnp.where(past[:, None] < past[None], faded[None], 0.0), axis=1)
     share = jnp.where(known, jnp.exp(later + now), 0.0)
@@ -749,9 +659,15 @@ def _read_with_news(layer, place, number, head, row, q, v, decay, beta, keys, *r
         alike = share * jnp.sum(taught * x[None], axis=1)
         return whole * held + jnp.sum(alike[:, None] * news, axis=0)
 
-    new = plgpu.load(beta.at[row, head]) * (value - recall(key))
-    said = recall(query) + jnp.sum(key * query) * new
-    plgpu.store(out.at[row, head, part], said.astype(out.dtype))
+    learns = jax.nn.sigmoid(plgpu.load(beta.at[row, starts[2] + head]).astype(jnp.float32))
+    new = learns * (value - recall(key))
+    said = (recall(query) + jnp.sum(key * query) * new).astype(out.dtype).astype(jnp.float32)
+    said *= jax.lax.rsqrt(jnp.sum(said * said) / width + eps)
+    factor = plgpu.load(weight.at[part])
+    said = (said.astype(factor.dtype) * factor).astype(out.dtype).astype(jnp.float32)
+    opened = plgpu.load(gate.at[row, starts[0] + head * width + part]).astype(jnp.float32)
+    opened *= jax.nn.sigmoid(opened)
+    plgpu.store(out.at[row, head, part], (said * opened).astype(out.dtype))
     plgpu.store(kept_news.at[layer, row, head, place, part], new)
     plgpu.store(kept_decays.at[layer, row, head, place], now)
 
@@ -774,6 +690,13 @@ def _read_with_news(layer, place, number, head, row, q, v, decay, beta, keys, *r
             plgpu.store(kept_states.at[at], end.astype(kept_states.dtype))
 
         jax.lax.fori_loop(0, key_width // size, write, None)
+
+
+def _softplus(x: Array) -> Array:
+    """log(1 + e^x); the device's own log1p takes 155 registers of a thread where this takes 80."""
+    z = jnp.exp(-jnp.abs(x))
+    u = 1 + z  # what its rounding does to the logarithm, division by u - 1 undoes
+    return jnp.maximum(x, 0.0) + jnp.where(u == 1, z, jnp.log(u) * z / (u - 1))
 
 
 class Tiles(NamedTuple):

@@ -353,12 +353,15 @@ def project_all(
     x: Array | Rounded,
     weights: Sequence[Array | Scaled | Joined | Adapted],
     placement: Placement | None = None,
+    *,
+    whole: bool = False,
 ) -> list[Float[Array, "N F"]]:
     """x W^T for several weights of one kind and dtype.
 
     Weights that are cast anyway, a student's float32 masters, are joined into one product: the cast
     joins them without a pass of its own, and the backward pass makes one gradient of x in place of
-    a sum of several. Not where `tensor` splits rows: joining would move them between devices.
+    a sum of several. Not where `tensor` splits rows: joining would move them between devices. With
+    `whole` the first keeps the columns of all that are in its product: to cut it would be a copy.
     """
     adapted = [w for w in weights if isinstance(w, Adapted)]
     if adapted:
@@ -366,15 +369,17 @@ def project_all(
         return _project_adapted(x, adapted)
     joined = [w for w in weights if isinstance(w, Joined)]
     if joined:
-        parts = (jnp.split(project(x, w), np.cumsum(w.sizes)[:-1], axis=-1) for w in joined)
-        return [y for split in parts for y in split]
+        parts = [(project(x, w), w.sizes) for w in joined]
+        split = [z for y, sizes in parts for z in jnp.split(y, np.cumsum(sizes)[:-1], axis=-1)]
+        return [parts[0][0], *split[1:]] if whole else split
     single = [w for w in weights if not isinstance(w, Joined | Adapted)]
     numbers = [from_bits(w) for w in single if not isinstance(w, Scaled)]
     cast = bool(numbers) and numbers[0].dtype != x.dtype
     if not cast or (placement is not None and placement.mesh.shape["tensor"] > 1):
         return [project(x, w) for w in single]
     y = project(x, jnp.concatenate([w.astype(x.dtype) for w in numbers]))
-    return jnp.split(y, np.cumsum([w.shape[0] for w in numbers])[:-1], axis=-1)
+    split = jnp.split(y, np.cumsum([w.shape[0] for w in numbers])[:-1], axis=-1)
+    return [y, *split[1:]] if whole else split
 
 
 def gate_rows(
