@@ -97,6 +97,15 @@ def test_unknown_names_say_which_there_are(args, capsys):
     assert config.teacher.allow_degenerate is True and config.teacher.weights == "packed"
 
 
+def test_a_student_of_its_teachers_shape_has_numbers_of_its_own(args):
+    """Else the pair is refused, and no card could be tried with the largest that fits it."""
+    args.teacher = args.student = "tiny-student"
+    fields = step.settings_of("packed-lora", args)
+    files = [Path(fields[f"{part}.path"]) for part in ("teacher", "student")]
+    contents = {file.read_bytes() for file in files}
+    assert len(contents) == 2 and len({len(content) for content in contents}) == 1
+
+
 def test_the_peer_has_the_same_loss_and_ids(args):
     args.set = ["loss.temperature=1", "loss.alpha=0.2"]
     asked = step.torch_request("torch-compile", args)

@@ -132,14 +132,19 @@ def arguments(argv: list[str] | None = None, **defaults: Any) -> argparse.Namesp
     return parser.parse_args(argv)
 
 
-def model_file(shape: str, folder: Path) -> Path:
+def model_file(shape: str, folder: Path, seed: int = 0) -> Path:
     """The file of a known shape, written if it is not there, or the file that is named."""
-    path = folder / f"{shape}.gguf" if shape in SHAPES else Path(shape)
+    path = folder / f"{shape}{f'-{seed}' * bool(seed)}.gguf" if shape in SHAPES else Path(shape)
     if not path.exists() and shape in SHAPES:
         aside = path.with_suffix(".partial")
-        write_random_gguf(aside, SHAPES[shape])
+        write_random_gguf(aside, SHAPES[shape], seed=seed)
         aside.rename(path)
     return path
+
+
+def student_file(args: argparse.Namespace) -> Path:
+    """The student's, of other numbers than those of a teacher of its shape."""
+    return model_file(args.student, args.folder, seed=int(args.student == args.teacher))
 
 
 def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def settings_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     rows = batch_rows(args)
     settings: dict[str, Any] = {
         "teacher.path": str(model_file(args.teacher, args.folder)),
-        "student.path": str(model_file(args.student, args.folder)),
+        "student.path": str(student_file(args)),
         "student.init": "random",
         "student.remat": "full",
         "teacher.param_dtype": args.dtype,
@@ -575,8 +580,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_files(args: argparse.Namespace) -> None:
     """Those of both models, where they are not there."""
-    for shape in (args.teacher, args.student):
-        model_file(shape, args.folder)
+    model_file(args.teacher, args.folder)
+    student_file(args)
 
 
 if __name__ == "__main__":

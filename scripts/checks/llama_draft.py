@@ -12,7 +12,8 @@ token drafted a pass (`--spec-draft-n-max 1`) each is judged; of more, those beh
 are judged by nobody. `probabilistic` is the rejection rule of speculative sampling; by default a
 draft's likeliest id must be the one that the big model draws. `--against` tells how much fewer are
 rejected than in another file of the same prompts, with the interval that holds for 95% of such
-sets of prompts. Exit status: 0 done, 2 bad input.
+sets of prompts. At T = 1 a server draws from all ids, on one core: 128 tokens of 16 answers took
+19 s beside an H200. Give several servers, and few tokens. Exit status: 0 done, 2 bad input.
 """
 
 import argparse
@@ -52,16 +53,19 @@ def fewer_rejected(before: Sequence[Sequence[int]], after: Sequence[Sequence[int
 
 def count(args: argparse.Namespace) -> dict[str, Any]:
     """The server's counters of each prompt, in order, and their sums."""
-    ask(args.server, "/health")
+    servers = args.server.split(",")
+    for server in servers:
+        ask(server, "/health")
     tokenizer = load_tokenizer(args.big)
     prompts = choose_prompts(args.prompts, tokenizer, count=args.count, most=1024)
 
     def answer(number: int) -> list[int]:
         body = dict(prompt=prompts[number], n_predict=args.max_tokens, seed=number + 1)
-        found = ask(args.server, "/completion", body | _WHOLE | {"temperature": args.temperature})
+        server = servers[number % len(servers)]
+        found = ask(server, "/completion", body | _WHOLE | {"temperature": args.temperature})
         return [found["timings"].get(name, 0) for name in ("draft_n_accepted", "draft_n")]
 
-    with ThreadPoolExecutor(args.slots) as pool:
+    with ThreadPoolExecutor(args.slots * len(servers)) as pool:
         rows = list(pool.map(answer, range(len(prompts))))
     accepted, drafted = map(sum, zip(*rows, strict=True))
     if not drafted:
@@ -81,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = flags.add_argument
     add("big", type=Path, help="the GGUF file that is served, for its tokenizer")
-    add("--server", required=True, metavar="URL")
+    add("--server", required=True, metavar="URL[,URL...]", help="prompts are dealt out in turn")
     add("--prompts", required=True, help="text or conversations: files, globs")
     add("--count", type=int, default=128, help="of the prompts")
     add("--max-tokens", type=int, default=96, help="of an answer")
     add("--temperature", type=float, default=1.0)
-    add("--slots", type=int, default=16, help="answers at a time")
+    add("--slots", type=int, default=16, help="answers at a time, of each server")
     add("--against", type=Path, metavar="FILE", help="JSON of another draft")
     add("--json", type=Path, required=True, help="where the counters go")
     args = flags.parse_args(argv)
