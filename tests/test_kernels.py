@@ -231,14 +231,9 @@ def test_a_few_positions_change_the_states_of_their_layer_alone(length):
     np.testing.assert_array_equal(got[::2], states[::2])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "joined"), [(jnp.float32, True), (jnp.bfloat16, True), (jnp.float32, False)]
-)
-def test_states_that_are_written_late_are_those_written_at_once(dtype, joined):
-    """Two calls of eight positions, of layer 1 of 2; of a row that has ended nothing is kept.
-
-    Also what heads say is normed and gated, by columns of one product or of several.
-    """
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_states_that_are_written_late_are_those_written_at_once(dtype):
+    """Two calls of eight positions, of layer 1 of 2; of a row that has ended nothing is kept."""
     rng, (rows, groups, heads, keys, width) = np.random.default_rng(7), (3, 2, 4, 16, 32)
     steps, alive, others = 8, jnp.asarray([True, False, True]), np.asarray([0, 2])
 
@@ -246,56 +241,28 @@ def test_states_that_are_written_late_are_those_written_at_once(dtype, joined):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     columns = 2 * groups * keys + heads * width
-    ends = np.cumsum([columns, heads * width, heads])
-    products = normal(2 * steps, rows, 1, int(ends[-1]) + heads, dtype=dtype)
-    kernel, rate, shift = normal(columns, 4), jnp.exp(normal(heads)), normal(heads)
-    norm = decoder.RMSNorm(width, 1e-6, dtype)
-    weight = norm.weight[...] + normal(width, dtype=dtype) / 4
+    mixed = normal(2 * steps, rows, 1, columns + 8, dtype=dtype)  # 8 columns of others
+    kernel = normal(columns, 4)
+    decay = -jax.nn.softplus(normal(2 * steps, rows, 1, heads))
+    beta = jax.nn.sigmoid(normal(2 * steps, rows, 1, heads))
     states, before = normal(2, rows, heads, keys, width), normal(2, rows, 3, columns, dtype=dtype)
     shapes = jax.eval_shape(lambda: delta.hold_news(states, before, groups, steps, INTERPRET)).news
     # What nobody wrote may be anything.
     never = kernels.News(*(jnp.full(x.shape, jnp.nan, x.dtype) for x in shapes))
     run = functools.partial(kernels.read_with_news, interpret=INTERPRET)
     ids, one = jnp.ones((rows, 1), jnp.int32), jnp.ones((rows,), jnp.int32)
-
-    def divide(product):
-        mixed, gate, alpha, beta = jnp.split(product, ends, axis=-1)
-        decay = -rate * jax.nn.softplus(alpha.astype(jnp.float32) + shift)
-        share = jax.nn.sigmoid(beta.astype(jnp.float32))
-
-        def finish(out):
-            graph = nnx.split(norm)[0]
-            opened = jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
-            normed = nnx.merge(graph, {"weight": weight})(out)
-            return (normed.astype(jnp.float32) * opened).astype(out.dtype)
-
-        inputs = delta.DeltaInputs(product if joined else mixed, kernel, decay, share)
-        return inputs, delta.Gates(gate, alpha, beta, rate, shift, weight, 1e-6, finish)
-
-    @jax.jit
-    def step(product, *rest):
-        return delta.read_late(*divide(product), *rest)
-
-    @jax.jit
-    def define(product, latest, state):
-        inputs, gates = divide(product)
-        out, kept = delta.read_and_keep(inputs, groups, keys, ids, one, latest, state)
-        return gates.finish(out), kept
-
-    with (
-        mock.patch.object(kernels, "read_with_news", run),
-        jax.numpy_rank_promotion("allow"),
-    ):
+    with mock.patch.object(kernels, "read_with_news", run):
+        step = jax.jit(delta.read_late)
         kept, last, state, latest, news = states, before, states[1], before[1], never
         for at in range(2 * steps):
             late = delta.Late(news, jnp.int32(at % steps), alive)
-            stacked = delta.Stacked(kept, jnp.int32(1))
-            out, kept, last, late = step(products[at], last, stacked, late)
+            inputs = delta.DeltaInputs(mixed[at], kernel, decay[at], beta[at])
+            out, kept, last, late = step(inputs, last, delta.Stacked(kept, jnp.int32(1)), late)
             news = late.news if (at + 1) % steps else never
-            want, (state, latest) = define(products[at], latest, state)
+            rest = groups, keys, ids, one, latest, state
+            want, (state, latest) = delta.read_and_keep(inputs, *rest)
             found = (np.asarray(x, np.float32)[others] for x in (out, want))
-            near = 2e-5 if dtype == jnp.float32 else 2.0**-6
-            np.testing.assert_allclose(*found, rtol=near, atol=near)
+            np.testing.assert_allclose(*found, atol=1e-5 if dtype == jnp.float32 else 2.0**-6)
             if at % steps < steps - 1:
                 np.testing.assert_array_equal(kept[1, 0] == states[1, 0], at < steps)
     np.testing.assert_allclose(kept[1][others], state[others], atol=1e-5)

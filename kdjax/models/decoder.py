@@ -26,7 +26,6 @@ from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
 from kdjax.models.attention import attend, attend_and_keep, attend_runs
 from kdjax.models.delta import (
     DeltaInputs,
-    Gates,
     Stacked,
     hold_news,
     read_and_keep,
@@ -61,8 +60,8 @@ Turn = Callable[[Array, Array], tuple[Array, Array]]
 # Attention of rotated queries and keys, and what the layer is to keep of them.
 Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 
-# What a delta net's states say, gated, and what the layer is to keep of them.
-Recall = Callable[[DeltaInputs, Gates], tuple[Array, Any]]
+# What a delta net's states say, and what the layer is to keep of them.
+Recall = Callable[[DeltaInputs], tuple[Array, Any]]
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,  # keep every activation
@@ -125,11 +124,10 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        factor = self.factor(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        factor = self._factor(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return ((x32 * scale).astype(factor.dtype) * factor).astype(x.dtype)
 
-    def factor(self, dtype: DTypeLike) -> Array:
-        """Factors of normalised rows, in the dtype of the product."""
+    def _factor(self, dtype: DTypeLike) -> Array:
         weight = from_bits(self.weight[...])
         return 1 + weight.astype(jnp.float32) if self.offset else weight.astype(dtype)
 
@@ -139,7 +137,7 @@ class RMSNorm(nnx.Module):
         """x, and its norm as products with `weight` may take it; by one kernel if placed so."""
         if not self.kernels:
             return x, self(x)
-        ours = self.factor(x.dtype)
+        ours = self._factor(x.dtype)
         if isinstance(weight, Scaled):
             return x, Rounded(*kernels.round_rows(x, (ours, self.eps)), x.dtype)
         return kernels.normalize_rows(x, ours, self.eps)
@@ -256,15 +254,11 @@ class DeltaNet(nnx.Module):
         mixed, gate, alpha, beta = (y.reshape(*lead, -1) for y in products)
         rate, shift = (jnp.exp(self.log_rate[...]), self.shift[...])
         fade = jax.nn.softplus(alpha.astype(jnp.float32) + shift[None, None])
-        share = jax.nn.sigmoid(beta.astype(jnp.float32))
-        inputs = DeltaInputs(mixed, self.conv[...], -rate[None, None] * fade, share)
-
-        def finish(out: Array) -> Array:
-            opened = jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
-            return (self.norm(out).astype(jnp.float32) * opened).astype(out.dtype)
-
-        weight, eps = self.norm.factor(mixed.dtype), self.norm.eps
-        out, kept = recall(inputs, Gates(gate, alpha, beta, rate, shift, weight, eps, finish))
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+        inputs = DeltaInputs(mixed, self.conv[...], -rate[None, None] * fade, beta)
+        out, kept = recall(inputs)
+        gate = jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
+        out = (self.norm(out).astype(jnp.float32) * gate).astype(out.dtype)
         return self.out(out.reshape(-1, out.shape[2] * out.shape[3])), kept
 
 
@@ -705,21 +699,19 @@ class Decoder(nnx.Module):
         flag = () if local is None else (local,)
         return run(q, k, v, segment_ids, *flag), (k, v)
 
-    def _recall(self, segment_ids: Array, inputs: DeltaInputs, gates: Gates) -> tuple[Array, Array]:
+    def _recall(self, segment_ids: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
         """Reads the states of a delta net within segments; returns also the last ones."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
-        out, kept = read_states(inputs, groups, width, segment_ids, in_kernels=self._in_kernels)
-        return gates.finish(out), kept
+        return read_states(inputs, groups, width, segment_ids, in_kernels=self._in_kernels)
 
     def _recall_and_keep(
-        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, gates: Gates, *behind: Any
+        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, *behind: Any
     ) -> tuple[Array, Any]:
         """Reads the states of a delta net for a row that goes on; `behind` as of `Cache`."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
         before, state = behind or (None, None)
         columns = inputs, groups, width, segment_ids, lengths
-        out, kept = read_and_keep(*columns, before, state, in_kernels=self._in_kernels)
-        return gates.finish(out), kept
+        return read_and_keep(*columns, before, state, in_kernels=self._in_kernels)
 
     @property
     def _in_kernels(self) -> bool:
@@ -885,7 +877,7 @@ class Decoder(nnx.Module):
             run = nnx.merge(graph, block)
         turn = self._turn(positions, self._angles(positions, self.compute.long), Kind(None, None))
 
-        def recall(*_: Any) -> tuple[Array, Any]:
+        def recall(_: DeltaInputs) -> tuple[Array, Any]:
             raise TypeError("the block that drafts attends")
 
         x, kept = run(run.join(self._embed_tokens(tokens), before), turn, mix, recall)
@@ -933,16 +925,15 @@ class Decoder(nnx.Module):
                 )
                 return out, cache._replace(k=kept[0], v=kept[1])
 
-            def recall(inputs: DeltaInputs, gates: Gates) -> tuple[Array, Cache]:
+            def recall(inputs: DeltaInputs) -> tuple[Array, Cache]:
                 nonlocal read
                 read = inputs._replace(mixed=inputs.mixed[..., : self.spec.delta_columns])
                 if cache.late is not None:
                     stack = Stacked(cache.states, index)
-                    stacks = cache.inputs, stack, cache.late
-                    out, states, latest, late = read_late(inputs, gates, *stacks)
+                    out, states, latest, late = read_late(inputs, cache.inputs, stack, cache.late)
                     return out, cache._replace(states=states, inputs=latest, late=late)
                 behind = cache.inputs[index], Stacked(cache.states, index)
-                out, kept = self._recall_and_keep(segment_ids, lengths, inputs, gates, *behind)
+                out, kept = self._recall_and_keep(segment_ids, lengths, inputs, *behind)
                 states, latest = kept
                 return out, cache._replace(
                     states=states,

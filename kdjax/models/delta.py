@@ -14,12 +14,10 @@ h mod G, which is the order of GGUF files.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kdjax.models import chunks, kernels
@@ -36,19 +34,6 @@ class DeltaInputs(NamedTuple):
     kernel: Float32[Array, "E W"]  # of the convolution
     decay: Float32[Array, "B T H"]
     beta: Float32[Array, "B T H"]
-
-
-class Gates(NamedTuple):
-    """Gates of a layer's states, as its products and parameters give them."""
-
-    gate: Float[Array, "B T HV"]
-    alpha: Float[Array, "B T H"]
-    beta: Float[Array, "B T H"]
-    rate: Float32[Array, " H"]  # positive: decay is -rate softplus(alpha + shift)
-    shift: Float32[Array, " H"]
-    weight: Float[Array, " V"]  # of the norm
-    eps: float
-    finish: Callable[[Array], Array]  # norms and gates what heads said
 
 
 class Stacked(NamedTuple):
@@ -144,29 +129,18 @@ def hold_news(
 
 
 def read_late(
-    inputs: DeltaInputs,
-    gates: Gates,
-    before: Float[Array, "L B W1 E"],
-    stacked: Stacked,
-    late: Late,
+    inputs: DeltaInputs, before: Float[Array, "L B W1 E"], stacked: Stacked, late: Late
 ) -> tuple[Float[Array, "B 1 H V"], Array, Array, Late]:
     """`read_and_keep` of one position a row by a kernel that writes states once in S positions.
 
-    Returns finished outputs, the stacks of states and of inputs, and what they do not hold yet.
+    Returns outputs, the stacks of states and of inputs, and what they do not hold yet.
     """
-    mixed, heads = inputs.mixed[:, 0].astype(before.dtype), gates.rate.shape[0]
-    ends = np.cumsum([inputs.kernel.shape[0], heads * stacked.states.shape[4], heads, heads])
-    if mixed.shape[1] == ends[3]:  # one product of all: to cut it would be copies
-        given = [(mixed, int(end)) for end in ends[:3]]
-    else:
-        given = [(x[:, 0], 0) for x in gates[:3]]
-    gate, alpha, beta = given
-    numbers = kernels.GateNumbers(gate, alpha, beta, *gates[3:7])
+    mixed, decay, beta = (x[:, 0] for x in (inputs.mixed, inputs.decay, inputs.beta))
     stacks = before, stacked.states, late.news, stacked.layer, late.place
     out, before, states, news = kernels.read_with_news(
-        mixed, inputs.kernel, numbers, late.alive, *stacks
+        mixed.astype(before.dtype), inputs.kernel, decay, beta, late.alive, *stacks
     )
-    return out[:, None].astype(inputs.mixed.dtype), states, before, late._replace(news=news)
+    return out[:, None].astype(mixed.dtype), states, before, late._replace(news=news)
 
 
 def make_heads(

@@ -506,26 +506,15 @@ def _write_nothing(*_):
     pass
 
 
-class GateNumbers(NamedTuple):
-    """`delta.Gates` of one position a row; arrays `[B, X]`, and where in them it begins."""
-
-    gate: tuple[Array, int]
-    alpha: tuple[Array, int]
-    beta: tuple[Array, int]
-    rate: Float[Array, " H"]
-    shift: Float[Array, " H"]
-    weight: Float[Array, " V"]
-    eps: float
-
-
-# Warps of a program that reads a state, and of one that makes a head's position.
-_NEWS_WARPS, _MIXED_WARPS = 8, 2
+# Columns of a state that one program reads, its warps; warps that make a head's position.
+_NEWS_COLUMNS, _NEWS_WARPS, _MIXED_WARPS = 128, 8, 2
 
 
 def read_with_news(
     mixed: Float[Array, "B X"],
     kernel: Float[Array, "E W"],
-    gates: GateNumbers,
+    decay: Float[Array, "B H"],
+    beta: Float[Array, "B H"],
     alive: Bool[Array, " B"],
     inputs: Float[Array, "L B W1 E"],
     states: Float[Array, "L B H K V"],
@@ -536,14 +525,12 @@ def read_with_news(
 ) -> tuple[Float[Array, "B H V"], Array, Array, News]:
     """Computes `delta.read_and_keep` for one position a row, of a layer of stacks, all in place.
 
-    Outputs are normed and gated (`delta.Gates`), as a kernel of its own would read them again.
-
     It is the position number `place` since the states were written. States are read once; only the
     last of the S places writes them, and the convolution's last inputs, with what all taught: a
     state is as much again to write as to read. Of rows that are not `alive` nothing is read,
     kept or given. Sums are float32, whatever the states are. S is at least W.
     """
-    _, batch, heads, _, width = states.shape
+    (batch, heads), width = decay.shape, states.shape[4]
     groups, key_width = news.keys.shape[2], news.keys.shape[4]
     # Apart: joined for each layer they would take a kernel.
     at = *(x.astype(jnp.int32)[None] for x in (layer, place)), alive.astype(jnp.int32)
@@ -565,11 +552,9 @@ def read_with_news(
     kept = inputs, news.keys, news.mixed
     q, v, *kept = run(_take_position, (heads, batch), (q, v), (mixed, kernel), kept, _MIXED_WARPS)
     inputs, *taken = kept
-    placed = gates[:3]
-    body = functools.partial(_read_with_news, [start for _, start in placed], gates.eps)
-    given = q, v, *(x for x, _ in placed), gates.rate, gates.shift, gates.weight, taken[0]
-    kept = states, news.news, news.decays
-    out, states, *taught = run(body, (heads, batch), (out,), given, kept, _NEWS_WARPS)
+    grid = width // min(_NEWS_COLUMNS, width), heads, batch
+    given, kept = (q, v, decay, beta, taken[0]), (states, news.news, news.decays)
+    out, states, *taught = run(_read_with_news, grid, (out,), given, kept, _NEWS_WARPS)
     return out, inputs, states, News(*[taken[0], *taught, taken[1]])
 
 
@@ -628,12 +613,12 @@ def _take_position(layer, place, head, row, mixed, kernel, inputs, keys, taken, 
     plgpu.store(v.at[row, head, of_value], value)
 
 
-def _read_with_news(starts, eps, layer, place, head, row, q, v, gate, alpha, beta, *refs):
-    """A head's state: what it says, normed and gated, and what the position teaches."""
-    rate, shift, weight, keys, *refs = refs
+def _read_with_news(layer, place, number, head, row, q, v, decay, beta, keys, *refs):
+    """A part of a head's state: what it says, and what the position teaches."""
     states, old_news, decays, out, kept_states, kept_news, kept_decays = refs
-    (_, _, groups, count, key_width), width = keys.shape, states.shape[4]
-    part = jnp.arange(width, dtype=jnp.int32)
+    _, _, groups, count, key_width = keys.shape
+    columns = min(_NEWS_COLUMNS, states.shape[4])
+    part = number * columns + jnp.arange(columns, dtype=jnp.int32)
     of_key, past = (jnp.arange(n, dtype=jnp.int32) for n in (key_width, count))
     group, known = head % groups, past < place
     s = plgpu.load(states.at[layer, row, head, of_key[:, None], part[None]]).astype(jnp.float32)
@@ -647,8 +632,7 @@ def _read_with_news(starts, eps, layer, place, head, row, q, v, gate, alpha, bet
         old_news.at[layer, row, head, past[:, None], part[None]], mask=known[:, None], other=0.0
     )
     # What is left of the state, and of what each place before this one taught.
-    fade = plgpu.load(alpha.at[row, starts[1] + head]).astype(jnp.float32)
-    now = -plgpu.load(rate.at[head]) * _softplus(fade + plgpu.load(shift.at[head]))
+    now = plgpu.load(decay.at[row, head])
     faded = plgpu.load(decays.at[layer, row, head, past], mask=known, other=0.0)
     later = jnp.sum(jnp.where(past[:, None] < past[None], faded[None], 0.0), axis=1)
     share = jnp.where(known, jnp.exp(later + now), 0.0)
@@ -659,15 +643,9 @@ def _read_with_news(starts, eps, layer, place, head, row, q, v, gate, alpha, bet
         alike = share * jnp.sum(taught * x[None], axis=1)
         return whole * held + jnp.sum(alike[:, None] * news, axis=0)
 
-    learns = jax.nn.sigmoid(plgpu.load(beta.at[row, starts[2] + head]).astype(jnp.float32))
-    new = learns * (value - recall(key))
-    said = (recall(query) + jnp.sum(key * query) * new).astype(out.dtype).astype(jnp.float32)
-    said *= jax.lax.rsqrt(jnp.sum(said * said) / width + eps)
-    factor = plgpu.load(weight.at[part])
-    said = (said.astype(factor.dtype) * factor).astype(out.dtype).astype(jnp.float32)
-    opened = plgpu.load(gate.at[row, starts[0] + head * width + part]).astype(jnp.float32)
-    opened *= jax.nn.sigmoid(opened)
-    plgpu.store(out.at[row, head, part], (said * opened).astype(out.dtype))
+    new = plgpu.load(beta.at[row, head]) * (value - recall(key))
+    said = recall(query) + jnp.sum(key * query) * new
+    plgpu.store(out.at[row, head, part], said.astype(out.dtype))
     plgpu.store(kept_news.at[layer, row, head, place, part], new)
     plgpu.store(kept_decays.at[layer, row, head, place], now)
 
@@ -690,13 +668,6 @@ def _read_with_news(starts, eps, layer, place, head, row, q, v, gate, alpha, bet
             plgpu.store(kept_states.at[at], end.astype(kept_states.dtype))
 
         jax.lax.fori_loop(0, key_width // size, write, None)
-
-
-def _softplus(x: Array) -> Array:
-    """log(1 + e^x); the device's own log1p takes 155 registers of a thread where this takes 80."""
-    z = jnp.exp(-jnp.abs(x))
-    u = 1 + z  # what its rounding does to the logarithm, division by u - 1 undoes
-    return jnp.maximum(x, 0.0) + jnp.where(u == 1, z, jnp.log(u) * z / (u - 1))
 
 
 class Tiles(NamedTuple):
