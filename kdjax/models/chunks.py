@@ -105,10 +105,6 @@ def _scale(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor[:, None]).astype(x.dtype)
 
 
-def _dot(a: Array, b: Array, **turned: bool) -> Array:
-    return plgpu.dot(a, b, **turned)
-
-
 def invert_blocks(lower: Array, times: Any) -> Array:
     """(I + lower)^-1 of strictly lower triangular matrices, each join of blocks as whole products.
 
@@ -212,12 +208,12 @@ def _teach(keep, find, q, k, v, decay, beta, ids, stays, carried, to_end, fresh,
     place = find()
     fades = _read_fades(place, decay, beta, ids)
     keys = place.load(k, place.group)
-    mixing = _mix(place, fades) * _dot(keys, keys, trans_b=True)
-    solve = invert_blocks(mixing, functools.partial(_dot, allow_tf32=True)).astype(keys.dtype)
+    mixing = _mix(place, fades) * plgpu.dot(keys, keys, trans_b=True)
+    solve = invert_blocks(mixing, functools.partial(plgpu.dot, allow_tf32=True)).astype(keys.dtype)
     values = _scale(place.load(v, place.head), fades.beta)
-    plgpu.store(place.part(fresh), _dot(solve, values).astype(fresh.dtype))
+    plgpu.store(place.part(fresh), plgpu.dot(solve, values).astype(fresh.dtype))
     known = _scale(keys, fades.beta * fades.carried)
-    plgpu.store(place.part(seen), _dot(solve, known).astype(seen.dtype))
+    plgpu.store(place.part(seen), plgpu.dot(solve, known).astype(seen.dtype))
     reads = solve if keep else _read(place.load(q, place.group), keys, fades)
     plgpu.store(place.part(pairs), reads)
     at = place.number, place.state
@@ -228,7 +224,7 @@ def _teach(keep, find, q, k, v, decay, beta, ids, stays, carried, to_end, fresh,
 
 def _read(queries: Array, keys: Array, fades: _Fades) -> Array:
     """Shares of a chunk's news that its queries read."""
-    return (_dot(queries, keys, trans_b=True) * fades.faded).astype(keys.dtype)
+    return (plgpu.dot(queries, keys, trans_b=True) * fades.faded).astype(keys.dtype)
 
 
 def _mix(place: _Place, fades: _Fades) -> Array:
@@ -243,8 +239,8 @@ def _say(find, q, k, decay, beta, ids, before, news, out):
     fades = _read_fades(place, decay, beta, ids)
     queries, keys = (place.load(x, place.group) for x in (q, k))
     reads = _read(queries, keys, fades)
-    said = fades.carried[:, None] * _dot(queries, plgpu.load(place.part(before)))
-    place.store(out, said + _dot(reads, plgpu.load(place.part(news))))
+    said = fades.carried[:, None] * plgpu.dot(queries, plgpu.load(place.part(before)))
+    place.store(out, said + plgpu.dot(reads, plgpu.load(place.part(news))))
 
 
 def _run_states(
@@ -295,12 +291,12 @@ def _find_part(columns: int, heads: int, size: int, keys: int) -> _Part:
 def _pass(at: _Part, refs: Any, n: Array, state: Array, half: Array, news: Any = None) -> Any:
     """The state behind chunk n, and its news: `fresh` less what the state says of `seen`."""
     fresh, seen, k, to_end, stays = refs
-    known = _dot(plgpu.load(seen.at[n, at.state, at.position, at.key[None]]), half)
+    known = plgpu.dot(plgpu.load(seen.at[n, at.state, at.position, at.key[None]]), half)
     new = plgpu.load(fresh.at[n, at.state, at.position, at.column]).astype(jnp.float32) - known
     if news is not None:
         plgpu.store(news.at[n, at.state, at.position, at.column], new.astype(news.dtype))
     left = (at.load_shares(to_end, n) * new).astype(half.dtype)
-    learnt = _dot(at.load_keys(k, n), left, trans_a=True)
+    learnt = plgpu.dot(at.load_keys(k, n), left, trans_a=True)
     return state * plgpu.load(stays.at[n, at.state]) + learnt, new.astype(half.dtype)
 
 
@@ -327,10 +323,10 @@ def _pass_and_say(count: int, columns: int, heads: int, *refs):
 
     def turn(n, s):
         half = s.astype(out.dtype)
-        said = at.load_shares(carried, n) * _dot(at.load_keys(q, n), half)
+        said = at.load_shares(carried, n) * plgpu.dot(at.load_keys(q, n), half)
         s, new = _pass(at, given, n, s, half)
         pairs = plgpu.load(reads.at[n, at.state, at.position, at.position.reshape(1, size)])
-        said += _dot(pairs, new)
+        said += plgpu.dot(pairs, new)
         position = n * size + at.position
         to = out.at[at.row, position, at.head, at.column]
         plgpu.store(to, said.astype(out.dtype), mask=position < out.shape[1])
@@ -352,13 +348,13 @@ def _pass_gradients(
         n, half = count - 1 - i, g.astype(after.dtype)
         plgpu.store(after.at[n, at.state, of_key, at.column], half)
         new = plgpu.load(of_news.at[n, at.state, at.position, at.column]).astype(jnp.float32)
-        new += at.load_shares(to_end, n) * _dot(at.load_keys(k, n), half)
+        new += at.load_shares(to_end, n) * plgpu.dot(at.load_keys(k, n), half)
         new = new.astype(fresh.dtype)
         plgpu.store(fresh.at[n, at.state, at.position, at.column], new)
         g = g * plgpu.load(stays.at[n, at.state])
         g += plgpu.load(of_before.at[n, at.state, of_key, at.column]).astype(jnp.float32)
         known = plgpu.load(seen.at[n, at.state, at.position, at.key[None]])
-        return g - _dot(known, new, trans_a=True)
+        return g - plgpu.dot(known, new, trans_a=True)
 
     start = plgpu.load(last.at[at.state, of_key, at.column])
     plgpu.store(first.at[at.state, of_key, at.column], jax.lax.fori_loop(0, count, turn, start))
@@ -414,12 +410,14 @@ def _ask_back(find, q, k, decay, beta, ids, inverse, of_out, of_news, of_before,
     queries, keys = (place.load(x, place.group) for x in (q, k))
     asked = place.load(of_out, place.head)
     reads = _read(queries, keys, fades)
-    plgpu.store(place.part(of_news), _dot(reads, asked, trans_a=True).astype(of_news.dtype))
+    plgpu.store(place.part(of_news), plgpu.dot(reads, asked, trans_a=True).astype(of_news.dtype))
     carried = _scale(queries, fades.carried)
-    plgpu.store(place.part(of_before), _dot(carried, asked, trans_a=True).astype(of_before.dtype))
+    plgpu.store(
+        place.part(of_before), plgpu.dot(carried, asked, trans_a=True).astype(of_before.dtype)
+    )
     known = _scale(keys, fades.beta * fades.carried)
     solve = plgpu.load(place.part(inverse))
-    plgpu.store(place.part(seen), _dot(solve, known).astype(seen.dtype))
+    plgpu.store(place.part(seen), plgpu.dot(solve, known).astype(seen.dtype))
 
 
 def _teach_back(
@@ -434,7 +432,7 @@ def _teach_back(
     place = find()
     fades = _read_fades(place, decay, beta, ids)
     asked, taught = place.load(of_out, place.head), plgpu.load(place.part(news))
-    given = _dot(plgpu.load(place.part(inverse)), plgpu.load(place.part(fresh)), trans_a=True)
+    given = plgpu.dot(plgpu.load(place.part(inverse)), plgpu.load(place.part(fresh)), trans_a=True)
     place.store(of_v, fades.beta[:, None] * given)
     values = place.load(v, place.head).astype(jnp.float32)
     of_share = jnp.sum(given * values, axis=1)
@@ -443,29 +441,29 @@ def _teach_back(
     # Pairs of positions: what mixes them, and what queries read of them.
     queries, keys = (place.load(x, place.group) for x in (q, k))
     below = place.position[:, None] > place.position[None]
-    mixed = -jnp.where(below, fades.faded, 0.0) * _dot(given, taught, trans_b=True)
-    grown = mixed * _dot(keys, keys, trans_b=True)
+    mixed = -jnp.where(below, fades.faded, 0.0) * plgpu.dot(given, taught, trans_b=True)
+    grown = mixed * plgpu.dot(keys, keys, trans_b=True)
     of_share += jnp.sum(grown, axis=1)
     mixed = (fades.beta[:, None] * mixed).astype(keys.dtype)
-    read = fades.faded * _dot(asked, taught, trans_b=True)
-    moved = fades.beta[:, None] * grown + read * _dot(queries, keys, trans_b=True)
+    read = fades.faded * plgpu.dot(asked, taught, trans_b=True)
+    moved = fades.beta[:, None] * grown + read * plgpu.dot(queries, keys, trans_b=True)
     of_since = jnp.sum(moved, axis=1) - jnp.sum(moved, axis=0)
     read = read.astype(keys.dtype)
 
     state = plgpu.load(place.part(before))
-    told = _dot(asked, state, trans_b=True)
+    told = plgpu.dot(asked, state, trans_b=True)
     of_carried = jnp.sum(told * queries.astype(jnp.float32), axis=1)
-    place.store(of_q, fades.carried[:, None] * told + _dot(read, keys))
-    made = _dot(read, queries, trans_a=True)
-    made += _dot(mixed, keys) + _dot(mixed, keys, trans_a=True)
+    place.store(of_q, fades.carried[:, None] * told + plgpu.dot(read, keys))
+    made = plgpu.dot(read, queries, trans_a=True)
+    made += plgpu.dot(mixed, keys) + plgpu.dot(mixed, keys, trans_a=True)
     exact = keys.astype(jnp.float32)
-    known = -_dot(given, state, trans_b=True)
+    known = -plgpu.dot(given, state, trans_b=True)
     share = jnp.sum(known * exact, axis=1)
     of_share += fades.carried * share
     of_carried += fades.beta * share
     made += (fades.beta * fades.carried)[:, None] * known
     behind = plgpu.load(place.part(after))
-    kept = _dot(taught, behind, trans_b=True)
+    kept = plgpu.dot(taught, behind, trans_b=True)
     of_end = fades.to_end * jnp.sum(kept * exact, axis=1)
     place.store(of_k, made + fades.to_end[:, None] * kept)
 
