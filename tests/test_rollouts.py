@@ -373,7 +373,7 @@ def test_answers_are_the_same_on_one_device_and_on_eight(job, straight):
         assert record["figures"] == pytest.approx(shared, rel=1e-4)
 
 
-def test_rounds_end_and_cut_answers_may_be_left_out(job, tmp_path):
+def test_rounds_end_and_cut_answers_may_be_left_out(job, tmp_path, caplog):
     rollout = dataclasses.replace(job.config.rollout, rounds=2, every=2, train_cut=False)
     cold = dataclasses.replace(rollout, temperature=0.01)  # no answer happens upon an end
     started = begin(job, tmp_path / "run", rollout=cold)
@@ -382,7 +382,9 @@ def test_rounds_end_and_cut_answers_may_be_left_out(job, tmp_path):
         source.next(params)
     rollout = dataclasses.replace(rollout, train_cut=True)
     source = begin(job, tmp_path / "run", rollout=rollout).source
-    batches = [source.next(params) for _ in range(8)]
+    with caplog.at_level(logging.WARNING):
+        batches = [source.next(params) for _ in range(8)]
+    assert caplog.text.count("cut off at rollout.max_tokens=8 and train without an end") == 1
     assert sorted(rounds_of(tmp_path / "run")) == ["round-00000.npz", "round-00001.npz"]
     own = [tuple(map(bytes, batch["tokens"][:2])) for batch in batches]
     rows = [set(own[i]) | set(own[i + 1]) for i in range(0, 8, 2)]

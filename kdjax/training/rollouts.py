@@ -160,6 +160,12 @@ class Author:
             seconds,
             tokens / seconds,
         )
+        if number == 0 and settings.train_cut and figures["cut_off"] >= 0.5:
+            _log.warning(
+                "most answers of round 0 are cut off at rollout.max_tokens=%d and train without "
+                "an end, which may unlearn ends: raise it until few are.",
+                settings.max_tokens,
+            )
         following = first + -(-len(used) // settings.answers)
         return rows, {"next": following, "figures": figures | compared, "samples": shown}
 
