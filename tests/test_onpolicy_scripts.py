@@ -263,6 +263,7 @@ def test_every_arm_is_a_config_that_can_run():
     plain = dataclasses.replace(arms["hints_big*0"].config, train=own.train)
     rollout = dataclasses.replace(plain.rollout, hints=False, hint_tokens=0)
     assert arms["own_unhinted*0"].config == dataclasses.replace(plain, rollout=rollout)
+    assert (plain.rollout.max_tokens, own.rollout.max_tokens) == (512, 320)
     big = arms["big_hints_self*0"].config
     assert (big.student.path, big.teacher.path) == (own.teacher.path, "self")
     assert set(arms) - set(parse_arms(hints="")) == {

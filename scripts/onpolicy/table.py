@@ -81,8 +81,14 @@ def list_arms(base: Config, seconds: float, hints: str) -> dict[str, dict[str, A
         "train.batch_size": base.train.batch_size // base.train.microbatches,
         "train.microbatches": 1,
     }
-    room = min(384, base.data.seq_len - base.rollout.max_tokens)  # an exercise is long
-    asked = {"rollout.prompts": hints, "rollout.prompt_tokens": room}
+    # An exercise is long, and so are answers: of those cut off at 320 students unlearn to end.
+    longest = base.data.seq_len // 2
+    room = min(384, base.data.seq_len - longest)
+    asked: dict[str, Any] = {
+        "rollout.prompts": hints,
+        "rollout.prompt_tokens": room,
+        "rollout.max_tokens": longest,
+    }
     hinted = asked | {"rollout.hints": True, "rollout.hint_tokens": base.data.seq_len // 2}
     cold = {"rollout.writer": "teacher", "loss.divergence": "forward_kl", "eval.stop_worse": 0.0}
     own = {"rollout.writer": "student", "loss.divergence": base.loss.divergence}
