@@ -337,6 +337,24 @@ def test_references_pass_and_nothing_else_does(tmp_path):
     assert "passed" not in reasons(lambda p: p.reference.replace("return", "exit(0)"))
 
 
+def test_many_inputs_compared_by_numpy_are_a_problem_of_humanevals_form(tmp_path):
+    """EvalPlus' file in HumanEval's form has such tests: a thousand inputs, floats nearly equal."""
+    record = json.loads(humaneval(tmp_path).read_text().split("\n")[1])
+    record["test"] = (
+        "import numpy as np\n\n\ndef check(candidate):\n"
+        "    for given in [[i / 7] for i in range(1000)]:\n"
+        "        assert np.allclose(candidate(*given), given[0] + 1, rtol=1e-7, atol=1e-6)\n"
+    )
+    (tmp_path / "plus.jsonl").write_text(json.dumps(record))
+    (problem,) = problems.load_humaneval(tmp_path / "plus.jsonl")
+    for answer, reason in (
+        (problem.reference, "passed"),
+        ("    return a + 1.00001 * (a < 142) + (a >= 142)\n", "wrong answer"),
+        ("    return a + 1 - (a == 999 / 7)\n", "wrong answer"),
+    ):
+        assert passk.run_answer(problem, answer, passk.Settings("bare")).reason == reason
+
+
 def test_mbpp_takes_the_test_split_of_a_whole_file(tmp_path):
     asked = problems.load_mbpp(mbpp(tmp_path, range(1, 975)))
     assert [p.task for p in asked][::499] == ["MBPP/11", "MBPP/510"]
