@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from exporting import a_student, assert_same, corrupted, load
 
+import kdjax
 from kdjax.commands import export as command
 from kdjax.commands import generate
-from kdjax.export import card, export_hf, vocabulary, weights
+from kdjax.export import card, export_gguf, export_hf, vocabulary, weights
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 
@@ -94,9 +95,13 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
         assert re.search(wanted, capsys.readouterr().err, re.DOTALL)
 
     out = f"--out={tmp_path}/a.gguf"
-    fails("no such folder", tmp_path / "none", "--format=gguf", out)
+    fails("found no such file or folder", tmp_path / "none", "--format=gguf", out)
     (file := tmp_path / "student.gguf").write_bytes(b"GGUF")
-    fails("student.gguf: no such folder; expected the --workdir", file, "--format=gguf", out)
+    fails("student.gguf: found a header cut short", file, "--format=gguf", out)
+    named = student.checkpoint.path
+    fails("found --step with a model that is no workdir", named, "--format=hf", out, "--step=5")
+    fails("found --masters with a model", named, "--format=gguf", out, "--masters")
+    fails("found a model without adapters", named, "--format=peft", f"--out={tmp_path}/p")
     fails("holds no complete checkpoint", tmp_path, "--format=gguf", out)
     fails("no step 7.*expected one of 5, 10", workdir, "--format=gguf", out, "--step=7")
     fails("no such file or folder.*--student", workdir, "--format=gguf", out, "--student=gone.gguf")
@@ -116,6 +121,25 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     monkeypatch.setattr(weights, "encode", corrupted(weights.encode))
     fails("the file just written", workdir, "--format=gguf", out, "--overwrite", status=5)
     assert (tmp_path / "a.gguf").read_bytes() == b"before"
+
+
+def test_a_model_that_no_run_trained_is_written_as_the_library_writes_it(student, tmp_path, capsys):
+    """Rounded plainly, as stored, or as a folder that is a model again."""
+    file, made = student.checkpoint.path, tmp_path / "made"
+    assert run(file, "--format=gguf", "--type=q4_0", f"--out={made}-q4_0.gguf") == 0
+    published = load(file)
+    export_gguf(
+        kdjax.load(file, weights="packed", dtype="float32"), tmp_path / "plain.gguf", dtype="q4_0"
+    )
+    assert Path(f"{made}-q4_0.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
+    assert run(f"{made}-q4_0.gguf", "--format=gguf", f"--out={made}-again.gguf") == 0
+    assert Path(f"{made}-again.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
+    assert run(file, "--format=hf", f"--out={made}") == 0
+    assert run(made, "--format=hf", f"--out={made}-twice") == 0
+    assert_same(load(f"{made}-twice").params, published.params)
+    assert "Which files the teacher and the student were" in (made / "README.md").read_text()
+    said = capsys.readouterr().err
+    assert "student.gguf: gguf as q4_0" in said and "made-q4_0.gguf: gguf as stored" in said
 
 
 def test_generate_writes_the_same_from_a_workdir_as_from_its_export(

@@ -1,11 +1,13 @@
-"""Writes the student of a checkpoint as files that others load.
+"""Writes the student of a run, or another model, as files that others load.
 
     kdjax export runs/a --format=hf --out=exported/student
     kdjax export runs/a --format=gguf --type=q4_k_m --out=student-q4_k_m.gguf
     kdjax export runs/a --format=peft --out=exported/adapter
+    kdjax export model.gguf --format=gguf --type=q2_k --imatrix=imatrix.gguf --out=model-q2_k.gguf
 
-What was written is read back and compared before it takes its place: after an error nothing is left
-of it, and what was at --out before still is.
+A model that no run has trained is rounded plainly, the peer of `student.quantize`. What was written
+is read back and compared before it takes its place: after an error nothing is left of it, and what
+was at --out before still is.
 """
 
 import argparse
@@ -27,17 +29,24 @@ from kdjax.export.check import ExportSummary
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
 from kdjax.export.staging import check_target
 from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run
-from kdjax.models.checkpoint import NEWEST, Checkpoint, open_step
+from kdjax.models.checkpoint import (
+    ADAPTER_CONFIG,
+    CHECKPOINTS,
+    NEWEST,
+    Checkpoint,
+    open_checkpoint,
+    open_step,
+)
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.model import Model, load_model
 from kdjax.models.weights import stack_blocks
 
 
 def read_model(checkpoint: Checkpoint, *, masters: bool = False) -> Model:
-    """A saved step with its parameters on the host, as they were saved: no device is used.
+    """A model with its parameters on the host, as they were saved: no device is used.
 
     Matrices that were rounded in training are the blocks that the last pass saw, unless `masters`.
-    Adapters, or a block that drafts, stand beside the base as its file stores it.
+    A file's, and a base beside adapters or a block that drafts, are as the file stores them.
     """
     if checkpoint.whole_step is None:
         on_host = Placement.on(make_mesh(1, 1, 1, jax.local_devices(backend="cpu")[:1]))
@@ -61,14 +70,29 @@ def _read_receipt(workdir: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no JSON ({error}). Restore it, or move it away.") from error
 
 
+def _open(args: argparse.Namespace) -> tuple[Checkpoint, dict[str, Any]]:
+    """A run's step, by --step or the best, and its receipt; or a model file, or a folder of one."""
+    path, student = Path(args.model), args.student or ""
+    models = ("config.json", ADAPTER_CONFIG)
+    run = path.is_dir() and not any((path / name).is_file() for name in models)
+    if run and path.parent.name != CHECKPOINTS:
+        receipt = _read_receipt(path)  # first: a damaged one hides which student it was
+        return open_step(path, args.step, student=student), receipt
+    if args.step is not None or args.masters:
+        raise UserError(
+            f"{path}: found --{'masters' if args.masters else 'step'} with a model that is no "
+            "workdir; expected the workdir of a run. Leave it out."
+        )
+    checkpoint = open_checkpoint(path, student=student)
+    return checkpoint, _read_receipt(checkpoint.saved.workdir) if checkpoint.saved else {}
+
+
 def export(args: argparse.Namespace) -> ExportSummary:
-    """Reads the checkpoint and writes it as asked."""
-    workdir, out = Path(args.workdir), Path(args.out)
+    """Reads the model and writes it as asked."""
+    out = Path(args.out)
     check_target(out, folder=args.format in ("hf", "peft"), overwrite=args.overwrite)
-    receipt = _read_receipt(workdir)
-    checkpoint = open_step(workdir, args.step, student=args.student or "")
-    assert checkpoint.saved is not None
-    step, model = checkpoint.saved.step, read_model(checkpoint, masters=args.masters)
+    checkpoint, receipt = _open(args)
+    model = read_model(checkpoint, masters=args.masters)
     if args.format in ("peft", "gguf-adapter"):
         if args.type not in (None, "f32") or args.imatrix:
             raise UserError(
@@ -83,15 +107,18 @@ def export(args: argparse.Namespace) -> ExportSummary:
     as_kept = args.format == "gguf" and bool(kept) and not args.masters and not args.type
     dtype = None if as_kept else args.type or "f32"
     options: dict[str, Any] = {"dtype": dtype, "overwrite": args.overwrite}
-    print(f"{workdir} step {step}: {args.format} as {dtype or kept} to {out}", file=sys.stderr)
+    print(f"{checkpoint}: {args.format} as {dtype or kept} to {out}", file=sys.stderr)
     if args.format == "gguf":
         return export_gguf(model, out, imatrix=args.imatrix, **options)
     if args.imatrix:
         raise UserError("found --imatrix without --format=gguf; expected both: leave one out.")
     if args.format == "apr":
         return export_apr(model, out, **options)
-    identity = saved_run(workdir, step).get("identity")
-    card = model_card(checkpoint.spec, name=out.name, step=step, receipt=receipt, identity=identity)
+    card = None
+    if saved := checkpoint.saved:
+        identity = saved_run(saved.workdir, saved.step).get("identity")
+        known: dict[str, Any] = dict(step=saved.step, receipt=receipt, identity=identity)
+        card = model_card(checkpoint.spec, name=out.name, **known)
     return export_hf(model, out, card=card, **options)
 
 
@@ -103,14 +130,16 @@ def _read_step(text: str) -> int | str:
 
 def _parser() -> Parser:
     parser = Parser("export", __doc__, CHECK_FAILED)
-    parser.add_argument("workdir", metavar="WORKDIR", help="of a run that has saved")
+    text = "the workdir of a run, a model file or a folder of Hugging Face's"
+    parser.add_argument("model", metavar="MODEL", help=text)
     text = "hf: a Hugging Face folder; gguf: for llama.cpp; apr; peft, gguf-adapter: of a run with "
     text += "student.lora.rank the adapters alone, which the other formats merge"
     formats = ("hf", "gguf", "apr", "peft", "gguf-adapter")
     parser.add_argument("--format", required=True, choices=formats, help=text)
     parser.add_argument("--out", required=True, help="folder (hf) or file to make")
     text = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k; "
-    text += "gguf of a run with student.quantize: by default the blocks that it trained"
+    text += "gguf of a run with student.quantize: by default the blocks that it trained, of a file "
+    text += "those that it stores"
     parser.add_argument("--type", choices=GGUF_TYPES, help=text)
     text = "of a run with student.quantize its float32 masters, in place of what they round to"
     parser.add_argument("--masters", action="store_true", help=text)
