@@ -7,6 +7,7 @@ from unittest import mock
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_tiny_config, start_over
@@ -24,12 +25,13 @@ from kdjax.formats.gguf import write_gguf
 from kdjax.formats.safetensors import write_folder
 from kdjax.models import decoder, kernels, names
 from kdjax.models.checkpoint import cut_layers, open_checkpoint
-from kdjax.models.decoder import functional
+from kdjax.models.decoder import Compute, functional
 from kdjax.models.decoding import count_slots
 from kdjax.models.importance import sum_squares
 from kdjax.models.model import load_model
+from kdjax.models.schema import spec_from_table
 from kdjax.training.job import assemble
-from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
+from scripts.bench.synthetic import QWEN35_SHAPES, Header, write_random_gguf
 from scripts.checks import llama_answers
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -364,3 +366,34 @@ def test_llama_cpp_writes_what_the_trained_student_writes(run, tmp_path):
     export_gguf(trained, tmp_path / "t.gguf", dtype="f32")
     ids, _ = ask_llama(tmp_path / "t.gguf", PROMPT[:40])
     assert trained.generate([PROMPT[:40]], max_tokens=12, stop_ids=())[0].ids == ids
+
+
+def test_periods_computed_again_keep_no_copies_of_weights():
+    """Two periods of four layers: what is kept of weights are the stacks that were given."""
+    spec = spec_from_table(Header(QWEN35_SHAPES["tiny-delta"]._replace(layers=8)))
+    functions, shapes = functional(spec, Compute(remat="full"))
+
+    def pull(params, ids):
+        return jax.vjp(lambda x: functions.hidden(x, ids, ids, ids), params)[1]
+
+    kept = jax.eval_shape(pull, shapes, jax.ShapeDtypeStruct((1, 16), np.int32))
+    sizes = {x.shape for x in jax.tree.leaves(kept) if spec.mlp_size in x.shape[-2:]}
+    wide = spec.hidden_size, spec.mlp_size
+    assert sizes == {(2, layers, *pair) for layers in (1, 3) for pair in (wide, wide[::-1])}
+
+
+@pytest.mark.slow
+def test_periods_computed_again_have_the_same_gradients():
+    spec = spec_from_table(Header(QWEN35_SHAPES["tiny-delta"]._replace(layers=8)))
+    params = decoder.initialise(spec, Compute(), 0)
+    ids = jnp.arange(70, dtype=jnp.int32)[None]
+
+    def gradient(remat):
+        functions, _ = functional(spec, Compute(remat=remat))
+
+        def run(params):
+            return (functions.hidden(params, ids, jnp.ones_like(ids), ids) ** 2).sum()
+
+        return jax.jit(jax.grad(run))(params)
+
+    chex.assert_trees_all_close(gradient("full"), gradient("none"), rtol=1e-4, atol=1e-3)

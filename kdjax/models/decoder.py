@@ -562,9 +562,15 @@ class Decoder(nnx.Module):
             }
             loop = self.compute.scan or not trained
 
-            def runner(delta: bool) -> Callable:
+            alone = len(period) == 1
+
+            def runner(delta: bool, index: int) -> Callable:
                 def run(carry: Any, xs: Any) -> tuple[Any, Any]:
                     weights, *rest = xs
+                    if not alone:
+                        # Here, or each layer's would be kept for the backward pass, as copies.
+                        weights = _take_layer(weights, index)
+                        weights = _wait_for(carry, weights) if in_turn else weights
                     weights = sliced[delta][1](weights)
                     return layer(carry, nnx.merge(parts[delta][0], weights), *rest)
 
@@ -573,20 +579,22 @@ class Decoder(nnx.Module):
                     run = jax.checkpoint(run, policy=policy, prevent_cse=not loop)
                 return run if slots is None else _writing_rooms(run)
 
-            run = {delta: runner(delta) for delta in parts}
             slices = {delta: slices for delta, (slices, _) in sliced.items()}
-            if len(period) == 1:
+            if alone:
                 xs = slices[period[0]], *inputs
-                carry, output = jax.lax.scan(run[period[0]], carry, xs, unroll=not loop)
+                run = runner(period[0], 0)
+                carry, output = jax.lax.scan(run, carry, xs, unroll=not loop)
                 return carry, [output]
+            runs = [
+                runner(delta, period[:place].count(delta)) for place, delta in enumerate(period)
+            ]
 
             def step(carry: Any, xs: Any) -> tuple[Any, Any]:
                 slices, inputs = xs
                 outputs = []
                 for place, delta in enumerate(period):
-                    weights = _take_layer(slices[delta], period[:place].count(delta))
-                    weights = _wait_for(carry, weights) if in_turn else weights
-                    carry, output = run[delta](carry, (weights, *_take_layer(inputs, place)))
+                    xs = slices[delta], *_take_layer(inputs, place)
+                    carry, output = runs[place](carry, xs)
                     outputs.append(output)
                 return carry, outputs
 

@@ -27,9 +27,8 @@ GPU_OVERHEAD = 0.35e9
 # Those of a program compiled for a CPU, in bf16, backwards within 3% and forwards within 11% for
 # widths of 64 and 128 and one to three value heads a key head.
 _RULE = {"forward": (3.0, 13.0, 1.7, 5.5), "backward": (14.3, 62.7, 46.4, 26.6)}
-# Of it on a GPU, where kernels keep a chunk's parts to themselves: backwards by the 60.4 GB of a 9B
-# teacher and a 0.8B student, 8 x 2048, that recomputes nothing, on an H200; forwards as XLA counts.
-GPU_RULE = {"forward": 0.75, "backward": 0.09}
+# Of it forwards on a GPU, where kernels keep a chunk's parts to themselves, as XLA counts.
+GPU_RULE = {"forward": 0.75}
 # A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
 # chunks keeps zeros and copies for all layers of a period.
 _CPU_RULE = {2: 1.93, 4: 3.0}
@@ -108,6 +107,30 @@ def count_rule(spec: ArchSpec, way: str) -> Size:
     columns = keys * spec.delta_key_heads * spec.delta_key_dim
     passed = states * spec.delta_key_dim * width / CHUNK
     return columns + heads * (4 * pairs * CHUNK + values * width + passed)
+
+
+def count_kept_heads(spec: ArchSpec) -> Size:
+    """Numbers that a delta layer on a GPU keeps of one position, beside its products.
+
+    Values, their news, outputs, normed and gated ones; queries and keys; the state before a chunk;
+    what solves it; and a few float32 numbers a head.
+    """
+    heads, keys = spec.delta_value_heads, spec.delta_key_heads * spec.delta_key_dim
+    return 5 * heads * spec.delta_value_dim + 2 * keys + _count_states(spec) + heads * (CHUNK + 10)
+
+
+def count_heads_backward(spec: ArchSpec) -> Size:
+    """Numbers that such a layer's backward pass holds of one position beside those.
+
+    The gradients of states before and behind a chunk, and five of a column of values.
+    """
+    values = spec.delta_value_heads * spec.delta_value_dim
+    return 2 * _count_states(spec) + 5 * values
+
+
+def _count_states(spec: ArchSpec) -> Size:
+    """Numbers of a state before each chunk, a position."""
+    return spec.delta_value_heads * spec.delta_key_dim * spec.delta_value_dim / CHUNK
 
 
 def count_forward(spec: ArchSpec, kind: TeacherKind, size: int, rule: Size, tensor: int) -> Size:

@@ -31,7 +31,13 @@ from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.device.sharding import count_bytes
 from kdjax.errors import UserError
-from kdjax.losses.divergences import forward_kl, parse_divergence
+from kdjax.losses.divergences import (
+    JensenShannon,
+    Mixture,
+    SkewedForwardKL,
+    SkewedReverseKL,
+    parse_divergence,
+)
 from kdjax.models.adapters import shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
@@ -44,6 +50,8 @@ from kdjax.training.counts import (
     Plan,
     count_forward,
     count_forward_on_cpu,
+    count_heads_backward,
+    count_kept_heads,
     count_layer,
     count_rule,
     count_writing,
@@ -57,6 +65,9 @@ from kdjax.training.trained import find_frozen, leave_out, train_only
 # Positions in a chunk of the loss, by default the most that fit. More at a time pass over the
 # head's gradient less often: of a cached step on an H200 4,096 gain 4%, and 16,384 another 2%.
 _CHUNKS = (16384, 4096, 1024)
+# Bytes of an id at a position that a divergence makes on the way to its gradient, as XLA counts for
+# an H100; of the others, and sums of theirs, the gradient is made of the logits at once.
+_BETWEEN = {JensenShannon: 4, SkewedForwardKL: 8, SkewedReverseKL: 8}
 REMATS = ("none", "dots", "full")  # the fastest first
 # The block that drafts, compared with its layers and trained, as compiled for a CPU in bf16: bytes
 # of an id of a position in a chunk, a number of the head, a byte of masters; at a position, of
@@ -288,13 +299,14 @@ class _Temporaries:
         parts, shards = config.train.microbatches, sharding.row_shards(self.mesh)
         rows = config.train.batch_size // parts // shards
         positions = rows * length
-        rule = self._rule(self._trained, "backward")
+        rule = self._kept_rule(self._trained)
         remat = "none" if config.student.block else config.student.remat
         sizes = self._size, self._tensor
         kept = positions * _keep_a_position(self._trained, remat, *sizes, rule)
         if config.student.remat == "none" and not self._frozen:
-            # And weights as cast for the products.
-            kept += self._size * count_parameters(student) / self._tensor
+            # And weights as cast for the products; that of the head is counted where it is used.
+            cast = student.num_layers * count_layer(student)
+            kept += self._size * cast / self._tensor
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
@@ -308,13 +320,12 @@ class _Temporaries:
             else:
                 running |= accumulated
             yield "the teacher runs forward", running
-        # float32 logits of student and teacher, and their gradient in the compute dtype; without
-        # the kernels that sum them one intermediate more.
-        divergence = config.loss.divergence
-        forward = not divergence.startswith(OWN) and parse_divergence(divergence) == forward_kl
-        in_kernels = self.platform == "gpu" and self._tensor == 1 and forward
+        # float32 logits of student and teacher, and what the divergence makes of them; without the
+        # kernels of one GPU an intermediate more.
+        alone = self.platform == "gpu" and self._tensor == 1
         beyond = config.loss.beyond != 1  # the start's logits, and the target of both
-        logits = 4 + self.kind.logit_bytes + 8 * beyond + self._size + (0 if in_kernels else 4)
+        made = _count_divergence(config.loss.divergence, self._size)
+        logits = 4 + self.kind.logit_bytes + 8 * beyond + made + (0 if alone else 4)
         gradient = 0 if self._frozen else 4
         if config.student.block and self.platform == "cpu":
             yield "the block trains", self._block(positions) | accumulated
@@ -368,7 +379,7 @@ class _Temporaries:
             parts = count_forward_on_cpu(teacher, rows, length, self._size)
             parts["teacher's hidden states"] = 2 * positions * teacher.hidden_size * self._size
             return {name: size / self._tensor / _CPU_FACTOR for name, size in parts.items()}
-        rule = self._rule(teacher, "forward")
+        rule = GPU_RULE["forward"] * count_rule(teacher, "forward")
         position = count_forward(teacher, self.kind, self._size, rule, self._tensor)
         layer = count_layer(teacher) / self._tensor
         gathered = layer + teacher.vocab_size * teacher.hidden_size / self._tensor
@@ -394,11 +405,11 @@ class _Temporaries:
             "hidden states": positions * self._size * states,
         }
 
-    def _rule(self, spec: ArchSpec, way: str) -> Size:
-        """A delta layer's chunks, a position; 0 without such layers."""
-        # What a CPU takes, on a CPU: the factor of all phases is not of it.
-        factor = 1 / _CPU_FACTOR if self.platform == "cpu" else GPU_RULE[way]
-        return factor * count_rule(spec, way)
+    def _kept_rule(self, spec: ArchSpec) -> Size:
+        """Bytes that a delta layer keeps beside its products, a position; 0 without such layers."""
+        if self.platform == "cpu":  # what it takes: the factor of all phases is not of it
+            return count_rule(spec, "backward") / _CPU_FACTOR
+        return self._size * count_kept_heads(spec)
 
     def _layer(self, positions: Size) -> Size:
         """The student's layer whose backward pass runs."""
@@ -408,10 +419,55 @@ class _Temporaries:
         slots = segments + 1 if segments > 1 else 1
         attention = 8 * slots * spec.num_heads * spec.head_dim if self.platform != "cpu" else 0
         mlp = 6 * self._size * spec.mlp_width  # gate, up, their product, and the gradient of each
-        # A step of the scan is a period of layers, and XLA computes them all again at once.
-        again = spec.period().count(True) if self.config.student.remat != "none" else 1
-        widest = max(attention, mlp, again * self._rule(spec, "backward")) / self._tensor
+        again, remat = spec.period().count(True), self.config.student.remat
+        if self.platform == "cpu":
+            # A step of the scan is a period of layers, and XLA computes them all again at once.
+            rule = (again if remat != "none" else 1) * self._kept_rule(spec)
+        elif again and remat == "full":
+            return positions * self._period(attention) + 2 * self._size * count_layer(spec)
+        else:
+            rule = self._size * (count_heads_backward(spec) + spec.delta_columns)
+            rule += again * self._kept_rule(spec) if remat == "dots" else 0
+        widest = max(attention, mlp, rule) / self._tensor
         return positions * (widest + 10 * self._size * spec.hidden_size)
+
+    def _period(self, attention: Size) -> Size:
+        """Bytes a position of a step of the scan over periods of layers, on a GPU.
+
+        XLA sums the gradients of a period's weights when it is through, so that all its layers but
+        the last have been computed again, and their MLPs' and mixers' gradients wait.
+        """
+        spec, size = self._trained, self._size
+        layers = spec.layers[1 : len(spec.period())]
+        again = dataclasses.replace(spec, layers=layers)
+        held = _keep_a_position(again, "none", size, self._tensor, self._kept_rule(spec))
+        waiting = len(layers) * spec.mlp_width + sum(_count_products(spec))
+        waiting += count_heads_backward(spec)
+        return max(attention / self._tensor, held + size * waiting / self._tensor)
+
+
+def _count_divergence(text: str, size: int) -> int:
+    """Bytes of an id at a position of the logits' gradient, `size`, or of what is before it.
+
+    Float32 logarithms of mixtures, and what a skewed divergence's gradient starts from; what a
+    user's function makes is not known, and said to be as much.
+    """
+    if text.startswith(OWN):
+        return max(8, size)
+    divergence = parse_divergence(text)
+    mixed = isinstance(divergence, Mixture)
+    parts = [part for _, part in divergence.parts] if mixed else [divergence]
+    widest = max(_BETWEEN.get(type(part), 0) for part in parts)
+    # A sum of gradients is begun before the logarithm of a Jensen-Shannon mixture goes.
+    waits = mixed and any(isinstance(part, JensenShannon) for part in parts)
+    return max(widest + size * waits, size)
+
+
+def _count_products(spec: ArchSpec) -> tuple[int, int]:
+    """Numbers a position of products of an attention's and of a delta net's rows."""
+    queries = (1 + spec.gated) * spec.num_heads
+    heads = (queries + 2 * spec.num_kv_heads) * spec.head_dim
+    return heads, spec.delta_columns + spec.delta_value_heads * spec.delta_value_dim
 
 
 def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int, rule: Size) -> Size:
@@ -420,10 +476,10 @@ def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int, rule: S
     `rule` is what a delta layer's rule holds.
     """
     d, f = spec.hidden_size, spec.mlp_width / tensor
-    queries = (1 + spec.gated) * spec.num_heads
-    heads = (queries + 2 * spec.num_kv_heads) * spec.head_dim / tensor
+    heads, columns = (n / tensor for n in _count_products(spec))
     # Norms keep what they divided in float32; a layer that may be local, its keys and values.
     own = 2 * spec.qk_norm * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / tensor
+    own += spec.gated * spec.num_heads * spec.head_dim / tensor
     own += 2 * d * spec.post_norms
     own += 2 * (len(set(spec.windows())) > 1) * spec.num_kv_heads * spec.head_dim / tensor
 
@@ -436,9 +492,8 @@ def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int, rule: S
         }[remat]
 
     deltas = len(spec.places(delta=True))
-    columns = spec.delta_columns + spec.delta_value_heads * spec.delta_value_dim
     elements = (spec.num_layers - deltas) * count(heads, own)
-    elements += deltas * count(columns / tensor, rule / size / tensor)
+    elements += deltas * count(columns, rule / size / tensor)
     return elements * size
 
 
