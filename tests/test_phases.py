@@ -260,7 +260,7 @@ def test_the_best_step_stays_and_is_the_one_that_is_taken(judged, tmp_path, capl
     for more, step in ((), 2), (("--step=newest",), 4):
         out = tmp_path / f"{step}.gguf"
         assert export([str(workdir), "--format=gguf", f"--out={out}", *more]) == 0
-        assert f"{workdir} step {step}: gguf" in capsys.readouterr().err
+        assert f"{workdir}, step {step}: gguf" in capsys.readouterr().err
 
 
 def test_a_run_of_phases_is_one_run(judged):

@@ -27,7 +27,7 @@ COMMANDS = {
     "answers": "let a model answer exercises and keep what passes their tests",
     "draft": "train the block of a model that drafts for it",
     "imatrix": "measure which inputs of a model's matrices matter on a text",
-    "export": "write a trained student for Transformers, llama.cpp or as .apr",
+    "export": "write a trained student, or any model, for Transformers, llama.cpp or as .apr",
     "report": "draw what runs left behind: one HTML page, and PNG files",
     "verify": "recheck a run's receipt against the files that it names",
 }
