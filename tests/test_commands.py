@@ -154,7 +154,7 @@ def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):
         (["generate", "kdjax/demo/teachr.gguf", "--prompt=x"], "an kdjax/demo/teacher.gguf?"),
         (["cache", "--config=demo", "--out=x", "extra"], "unrecognized arguments: extra"),
         (["verify", "nowhere"], "nowhere/receipt.json: no such file"),
-        (["verify", "cnofigs"], "Did you mean configs?"),
+        (["verify", "cnofigs"], "Did you mean configs?$"),
         (["report", "kdjax/dmo"], "a run. Did you mean kdjax/demo?$"),
         (["export", "cnofigs", "--format=hf", "--out=x"], "Did you mean configs?"),
         (["evaluate", "x", "--data=kdja/**/*.py"], r"file. Did you mean kdjax/\*\*/\*.py?$"),
