@@ -252,6 +252,20 @@ def load_params(
             f"{table.paths[0]} is a model of {parts}, whose products are not computed in float8. "
             "Load it packed or dense (@packed or @dense; teacher.weights=packed)."
         )
+    planned = plan_params(table, spec, abstract, mesh, matrices=matrices)
+    shapes, tree = jax.tree.flatten({path: [s.whole for s in planned[path]] for path in planned})
+    begun = jax.tree.unflatten(tree, _make_zeros(tuple(shapes)) if shapes else [])
+    sources, params = tensor_names(table, spec), {}
+    for path, stacks in planned.items():
+        filled = [_fill(table, *pair, mesh) for pair in zip(stacks, begun.pop(path), strict=True)]
+        params[path] = filled[0] if len(filled) == 1 else _mix(sources[path], stacks, filled, mesh)
+    return unflatten_dict(params)
+
+
+def plan_params(
+    table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh, *, matrices: str
+) -> dict[tuple[str, ...], list["_Stack"]]:
+    """Plans what `load_params` makes of each parameter, a stack a block type; reads headers."""
     sources = tensor_names(table, spec)
     planned: dict[tuple[str, ...], list[_Stack]] = {}
     for path, leaf in named_leaves(abstract):
@@ -267,13 +281,7 @@ def load_params(
             _plan_stack(table, group, path, leaf, mesh)
             for group in _group(table, readings, path, leaf)
         ]
-    shapes, tree = jax.tree.flatten({path: [s.whole for s in planned[path]] for path in planned})
-    begun = jax.tree.unflatten(tree, _make_zeros(tuple(shapes)) if shapes else [])
-    params = {}
-    for path, stacks in planned.items():
-        filled = [_fill(table, *pair, mesh) for pair in zip(stacks, begun.pop(path), strict=True)]
-        params[path] = filled[0] if len(filled) == 1 else _mix(sources[path], stacks, filled, mesh)
-    return unflatten_dict(params)
+    return planned
 
 
 def _stacked(table: TensorTable, path: tuple[str, ...]) -> int:

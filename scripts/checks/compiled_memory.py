@@ -85,33 +85,22 @@ def shape_parameters(checkpoint: Any, abstract: Any, mesh: Any, form: str) -> An
     import jax.numpy as jnp
     from flax.traverse_util import unflatten_dict
 
-    from kdjax.device.sharding import named_leaves
     from kdjax.formats.blocks import row_bytes
-    from kdjax.models import loading, names
+    from kdjax.models import loading
 
-    made: dict[Any, Any] = {}
-    table, spec = checkpoint.table, checkpoint.spec
-    sources = loading.tensor_names(table, spec)
-    for path, leaf in named_leaves(abstract):
-        kept, layout = "dense", loading._layout(path, spec, table)
-        matrix = len(leaf.shape) - (path[0] in loading.STACKS) >= 2
-        if matrix and not set(names.EXACT) & set(path):
-            kept = "dense" if path[0] == "embed" and form == "float8" else form
-        dtype = jnp.dtype(leaf.dtype)
-        readings = {
-            name: loading._Reading(kept, table.info(name).dtype, dtype, layout)
-            for name in sources[path]
-        }
-        stacks = []
-        for group in loading._group(table, readings, path, leaf):
-            whole = loading._plan_stack(table, group, path, leaf, mesh).whole
+    made, table = dict[Any, Any](), checkpoint.table
+    planned = loading.plan_params(table, checkpoint.spec, abstract, mesh, matrices=form)
+    for path, parts in planned.items():
+        stacks, count = [], sum(len(part.readings) for part in parts)
+        for part in parts:
+            whole = part.whole
             if whole is None:
-                ((name, reading),) = group.items()
+                ((name, reading),) = part.readings.items()
                 info = table.info(name)
                 stored = (*info.shape[:-1], row_bytes(info.dtype, info.shape[-1]))
                 whole = jax.eval_shape(reading, jax.ShapeDtypeStruct(stored, jnp.uint8))
             stacks.append(whole)
-        place_of = jax.ShapeDtypeStruct((len(sources[path]),), jnp.int32)
+        place_of = jax.ShapeDtypeStruct((count,), jnp.int32)
         mixed = loading.Mixed(tuple(stacks), place_of, place_of)
         made[path] = stacks[0] if len(stacks) == 1 else mixed
     return place(unflatten_dict(made), mesh)
