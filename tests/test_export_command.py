@@ -113,6 +113,8 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     assert run(bare, "--format=hf", f"--out={tmp_path}/hf", named) == 0
     readme = (tmp_path / "hf" / "README.md").read_text()
     assert "`bb`" in readme and "How near it is to its teacher" in readme
+    (bare / "config.json").write_text("{}")  # of whom ever: a workdir it stays
+    assert run(bare, "--format=gguf", "--step=5", f"--out={tmp_path}/5.gguf", named) == 0
     (bare / "receipt.json").write_text("{cut")
     fails("receipt.json: no JSON.*Restore it", bare, "--format=gguf", out)
     (tmp_path / "a.gguf").write_bytes(b"before")

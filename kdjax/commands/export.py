@@ -28,9 +28,9 @@ from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
 from kdjax.export.staging import check_target
+from kdjax.formats.safetensors import is_model_folder
 from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run
 from kdjax.models.checkpoint import (
-    ADAPTER_CONFIG,
     CHECKPOINTS,
     NEWEST,
     Checkpoint,
@@ -73,9 +73,9 @@ def _read_receipt(workdir: Path) -> dict[str, Any]:
 def _open(args: argparse.Namespace) -> tuple[Checkpoint, dict[str, Any]]:
     """A run's step, by --step or the best, and its receipt; or a model file, or a folder of one."""
     path, student = Path(args.model), args.student or ""
-    models = ("config.json", ADAPTER_CONFIG)
-    run = path.is_dir() and not any((path / name).is_file() for name in models)
-    if run and path.parent.name != CHECKPOINTS:
+    saved = (path / CHECKPOINTS).is_dir()
+    unsaved = path.is_dir() and path.parent.name != CHECKPOINTS and not is_model_folder(path)
+    if saved or unsaved:
         receipt = _read_receipt(path)  # first: a damaged one hides which student it was
         return open_step(path, args.step, student=student), receipt
     if args.step is not None or args.masters:

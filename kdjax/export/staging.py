@@ -12,6 +12,7 @@ from typing import Any
 
 from kdjax.errors import UserError
 from kdjax.formats.files import make_folder, writing
+from kdjax.formats.safetensors import is_model_folder
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # fcntl.h, RENAME_EXCHANGE of linux/fs.h
 
@@ -29,8 +30,7 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
         kind, other = ("a file", "a folder") if folder else ("a folder", "a file")
         kind = "no regular file" if special else kind
         raise UserError(f"{out} is {kind}; expected {other} to replace. Give another --out.")
-    ours = any((out / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if folder and any(out.iterdir()) and not ours:
+    if folder and any(out.iterdir()) and not is_model_folder(out):
         raise UserError(
             f"{out} is a folder without config.json, so not one that an export made; it is left "
             "alone. Give another --out."

@@ -45,6 +45,11 @@ _Tensors = dict[str, tuple[TensorInfo, np.ndarray]]  # bytes as uint8, flat
 _Opened = tuple[tuple[Path, ...], _Tensors, UserError | None]  # the last of a file that was cut
 
 
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder says that it is a model of Hugging Face's, or an adapter of PEFT's."""
+    return any((folder / name).is_file() for name in (_CONFIG, ADAPTER_CONFIG))
+
+
 def _are_counts(value: object) -> TypeGuard[list[int]]:
     """A few numbers of 63 bits: Python would multiply any others, and refuse to print them."""
     if not isinstance(value, list) or len(value) > _MAX_DIMS:
