@@ -156,7 +156,7 @@ class Loaded(NamedTuple):
                 parts["its block, for products"] = count_bytes(shape_block(spec))
             return parts
         positions = sizes[0] * sizes[1]
-        rule = GPU_RULE["forward"] * count_rule(spec, "forward")
+        rule = GPU_RULE * count_rule(spec, "forward")
         activations = positions * count_forward(spec, self.kind, self._size, rule, 1)
         if self.dtype == "float32":  # for which cuDNN has no attention
             activations += count_scores(spec, *sizes)

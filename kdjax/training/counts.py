@@ -28,7 +28,7 @@ GPU_OVERHEAD = 0.35e9
 # widths of 64 and 128 and one to three value heads a key head.
 _RULE = {"forward": (3.0, 13.0, 1.7, 5.5), "backward": (14.3, 62.7, 46.4, 26.6)}
 # Of it forwards on a GPU, where kernels keep a chunk's parts to themselves, as XLA counts.
-GPU_RULE = {"forward": 0.75}
+GPU_RULE = 0.75
 # A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
 # chunks keeps zeros and copies for all layers of a period.
 _CPU_RULE = {2: 1.93, 4: 3.0}

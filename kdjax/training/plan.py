@@ -379,7 +379,7 @@ class _Temporaries:
             parts = count_forward_on_cpu(teacher, rows, length, self._size)
             parts["teacher's hidden states"] = 2 * positions * teacher.hidden_size * self._size
             return {name: size / self._tensor / _CPU_FACTOR for name, size in parts.items()}
-        rule = GPU_RULE["forward"] * count_rule(teacher, "forward")
+        rule = GPU_RULE * count_rule(teacher, "forward")
         position = count_forward(teacher, self.kind, self._size, rule, self._tensor)
         layer = count_layer(teacher) / self._tensor
         gathered = layer + teacher.vocab_size * teacher.hidden_size / self._tensor
