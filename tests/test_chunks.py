@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_kernels import INTERPRET, lower_for_gpu
 
 from kdjax.models import chunks, delta, kernels
 
-INTERPRET = jax.default_backend() != "gpu"
 DOCUMENTS = (1, 2, 3, 58, 5, 64, 1, 200)  # borders in chunks of 64, on one, before one
 HALF = jnp.bfloat16
 
@@ -194,12 +194,6 @@ def test_kernels_of_chunks_become_triton_without_a_gpu(length, groups, heads):
         return pull(functools.partial(read, ids, None, None), *inputs)
 
     for function, *args in ((pull_all, ids, *shapes), (read, ids, *before, *shapes)):
-        try:
-            lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-        except RuntimeError as error:
-            if "AbstractDevice" not in str(error):  # which jax wants from 0.11 on
-                raise
-            pytest.skip(str(error))
-        text = lowered.as_text()
+        text = lower_for_gpu(function, *args)
         kernels_ = "_teach", "_pass_and_say", "_say_heads"
         assert all(f'"{name}"' in text for name in kernels_)
