@@ -339,18 +339,22 @@ def test_arms_train_and_are_judged_from_one_start(models, text, tmp_path, capsys
         f"--hints={hints}",
         f"--development={tmp_path}/problems.jsonl",
         f"--humaneval={tmp_path}/problems.jsonl",
+        f"--beside=other={text}",
         *("--seconds=60", "--answer-tokens=2", "--rows=8", "--allow-unsandboxed", "--files"),
         f"--out={tmp_path}/out",
     ]
-    arms = "own*1; own*2; before; hints_self; cold_own"
+    arms = "own*1; own*2; before; hints_self; cold_own; own+student.lora.rank=2"
     assert table.main([*asked, f"--arms={arms}"]) == 0
     lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     found = {line["name"]: line for line in map(json.loads, lines)}
-    assert list(found) == ["own*1", "own*2", "before*0", "hints_self*0", "cold_own*0"]
+    names = ["own*1", "own*2", "before*0", "hints_self*0", "cold_own*0"]
+    assert list(found) == [*names, "own+student.lora.rank=2*0"]
     assert found["own*1"]["ended"] == [6] and found["own*1"]["train_seconds"][0] > 0
     start = found["before*0"]["heldout"]["kl"]
     assert found["own*1"]["start"]["kl"] == found["own*2"]["start"]["kl"] == start
     assert found["own*1"]["heldout"]["kl"] != found["own*2"]["heldout"]["kl"] != start
+    others = [found[name]["beside"]["other"] for name in ("before*0", "own*1", "own*2")]
+    assert len(set(others)) == 3 and others == pytest.approx([others[0]] * 3, rel=0.1)
     assert found["hints_self*0"]["gap"]["exercises"] == 2
     assert found["hints_self*0"]["start"]["kl"] == pytest.approx(0, abs=1e-3)
     assert len(found["cold_own*0"]["ended"]) == 2

@@ -10,6 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from kdjax.data.rows import Rows
+from kdjax.evaluation.heldout import read_text
+from kdjax.models.tokenizer import Tokenizer
+
 
 class Arm(Protocol):
     """A run that is named in its line, and the seconds that it trains for."""
@@ -57,3 +61,14 @@ def run_arms(
         with results.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(json.dumps(record), flush=True)
+
+
+def read_beside(named: str, tokenizer: Tokenizer, *, rows: int, seq_len: int) -> dict[str, Rows]:
+    """Rows of each text of NAME=PATH,..., as `kdjax evaluate --data` reads them.
+
+    A student's cross-entropy on what it is not trained on tells what it forgets.
+    """
+    texts = (text.split("=", 1) for text in filter(None, named.split(",")))
+    return {
+        name: read_text(path, tokenizer, rows=rows, seq_len=seq_len).rows for name, path in texts
+    }

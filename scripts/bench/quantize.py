@@ -41,7 +41,7 @@ import kdjax
 from kdjax.config import Config
 from kdjax.data import pipeline
 from kdjax.data.pipeline import TextSource
-from kdjax.data.rows import Rows, RowSet
+from kdjax.data.rows import Rows
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.formats.blocks import is_cut
@@ -52,7 +52,7 @@ from kdjax.training.forms import Rounded, choose_form
 from kdjax.training.heldout import held_out
 from kdjax.training.inputs import prepare
 from kdjax.training.step import Step
-from scripts.bench.arms import run_arms
+from scripts.bench.arms import read_beside, run_arms
 
 QUEUE = (
     "small<big:#60*0; small<big:q4_0#60*0; small<self:q4_0@1e-5#60*0; big<self:blocks=Q2_K#200*0/8;"
@@ -205,20 +205,12 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self._args, self._made = args, {}
-        self.rows = self._prepare(args.text, args.heldout)
-        named = (pair.split("=", 1) for pair in filter(None, args.beside.split(",")))
-        self._beside = {name: self._prepare(text, "", 0.5).train for name, text in named}
-
-    def _prepare(self, train: str, heldout: str, fraction: float = 0.02) -> RowSet:
-        config = Config()
-        config.data.heldout_fraction = fraction
-        config.data.train, config.data.heldout = train, heldout
-        config.data.seq_len, config.data.cache_dir = (
-            self._args.seq_len,
-            str(self._args.out / "rows"),
-        )
-        tokenizer = kdjax.open_checkpoint(self._args.small).tokenizer
-        return prepare(config.data, tokenizer)
+        tokenizer, config = kdjax.open_checkpoint(args.small).tokenizer, Config().data
+        config.train, config.heldout, config.heldout_fraction = args.text, args.heldout, 0.02
+        config.seq_len, config.cache_dir = args.seq_len, str(args.out / "rows")
+        self.rows = prepare(config, tokenizer)
+        sizes = {"rows": args.heldout_rows, "seq_len": args.seq_len}
+        self._beside = read_beside(args.beside, tokenizer, **sizes)
 
     def _keep(self, key: Any, make: Any) -> Any:
         if key not in self._made:

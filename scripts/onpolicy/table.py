@@ -9,9 +9,10 @@ that of --config, flags --config.FIELD=VALUE and all: a run on own answers, whos
 those that --seconds hold. Arms train as `kdjax train` does, hints measured before, from the same
 start and in one process, which keeps loaded models and compiled steps while arms share them;
 nothing is saved but, with --files, OUT/ARM/student.gguf. `before` trains nothing.
-Judged are the student of the last step on held-out text, on --development (greedy) and, if given,
-on HumanEval and MBPP in all wordings, as `kdjax evaluate` does: OUT/ARM/judged.json holds what its
---json would, for scripts.checks.compare_passk. Each arm is a line of OUT/results.jsonl at once; a
+Judged are the student of the last step on held-out text, on the texts of --beside=prose=DIR,c=DIR
+(cross-entropy: what it forgets), on --development (greedy) and, if given, on HumanEval and MBPP in
+all wordings, as `kdjax evaluate` does: OUT/ARM/judged.json holds what its --json would, for
+scripts.checks.compare_passk. Each arm is a line of OUT/results.jsonl at once; a
 later call goes on with the arms that are not there, and none begins that --limit leaves no time
 for. Exit status: 0 done, 2 bad input.
 """
@@ -38,6 +39,8 @@ from kdjax.commands.parsing import (
     started,
 )
 from kdjax.config import SELF, Config, has_hints, list_phases, set_fields, validate
+from kdjax.data import pipeline
+from kdjax.data.rows import Rows
 from kdjax.data.text import find_files
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import UserError, reporting
@@ -54,7 +57,7 @@ from kdjax.training.phases import PHASE, Pace, Progress
 from kdjax.training.saving import Checkpoints
 from kdjax.watch.guards import CollapseGuard, NonFiniteGuard
 from kdjax.watch.writers import JsonLines
-from scripts.bench.arms import run_arms
+from scripts.bench.arms import read_beside, run_arms
 
 BEFORE = "before"
 _ARM = re.compile(r"(?P<name>\w+)(?P<fields>\+.+?)?(?:\*(?P<seed>\d+))?")
@@ -207,6 +210,7 @@ class Table:
 
     def __init__(self, args: Namespace):
         self._args, self._job = args, None
+        self._beside: dict[str, Rows] | None = None
         shared = [
             f"--limit={args.problems}",
             f"--max-tokens={args.answer_tokens}",
@@ -240,13 +244,26 @@ class Table:
             params, figures = notes.params, figures | notes.tell()
         else:
             params = job.step.see(job.make_state())
-            held = job.eval_batches(), job.step.spec.head.loss
-            measured = held_out(job.step.sum_evaluation, params, job.teacher_params, *held)
-            figures["heldout"] = _shorten(measured)
+            figures["heldout"] = _shorten(self.read(job, params, job.rows.heldout))
         trained = time.monotonic()
-        figures |= {"training_wall": trained - begun}
+        figures |= {"training_wall": trained - begun, "beside": self.read_beside(job, params)}
         figures |= self.judge(job, params, folder / "judged.json")
         return figures | {"judging_wall": time.monotonic() - trained}
+
+    def read(self, job: Job, params: Params, rows: Rows) -> Mapping[str, float]:
+        """Figures of these rows, as of held-out ones."""
+        sizes = {"batch_size": job.config.eval.batch_size, "limit": job.config.eval.rows or None}
+        batches = map(job.step.put, pipeline.eval_batches(rows, **sizes))
+        held = batches, job.step.spec.head.loss
+        return held_out(job.step.sum_evaluation, params, job.teacher_params, *held)
+
+    def read_beside(self, job: Job, params: Params) -> dict[str, float]:
+        """The cross-entropy of each text of --beside, by name."""
+        if self._beside is None:
+            sizes = {"rows": job.config.eval.rows or 64, "seq_len": job.config.data.seq_len}
+            self._beside = read_beside(self._args.beside, job.pair.tokenizer, **sizes)
+        read = self._beside.items()
+        return {name: self.read(job, params, rows)["student_ce"] for name, rows in read}
 
     def judge(self, job: Job, params: Params, path: Path) -> dict[str, Any]:
         """How many problems of each set the student solves; its answers are written to `path`."""
@@ -270,6 +287,7 @@ def _make_parser() -> Parser:
     add("--arms", default="", help="separated by semicolons; default: each once")
     add("--hints", default="", help="exercises that passed, of kdjax answers --hint")
     add("--development", type=Path, required=True, help="problems that choose")
+    add("--beside", default="", metavar="NAME=PATH,...", help="other texts: what is forgotten")
     add("--humaneval", type=Path, help="as kdjax evaluate; leave it out to choose")
     add("--mbpp", type=Path, help="as --humaneval")
     add("--seconds", type=float, default=250.0, help="of steps and rounds, an arm")
