@@ -28,7 +28,7 @@ from kdjax.errors import BAD_INPUT, UserError
 from kdjax.formats import open_table
 from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.models import decoding, ready
-from kdjax.models.checkpoint import Checkpoint, open_checkpoint
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.delta import DeltaInputs, read_states
 from kdjax.models.nextn import find_block
@@ -38,13 +38,7 @@ from kdjax.training import job, plan, teachers
 from kdjax.training.job import ask_kinds, assemble, survey
 from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
 from scripts.apr.convert import convert
-from scripts.bench.synthetic import (
-    QWEN3_SHAPES,
-    QWEN25_SHAPES,
-    QWEN35_SHAPES,
-    Header,
-    write_random_gguf,
-)
+from scripts.bench.synthetic import SHAPES, open_header, pair_headers, write_random_gguf
 
 GIB = 2**30
 KINDS = {
@@ -67,25 +61,20 @@ def pairs(tmp_path_factory):
     By their teachers' names, and Qwen3.5 of 9B to others by the student's.
     """
     path = tmp_path_factory.mktemp("tokenizer") / "x.gguf"
-    write_random_gguf(path, QWEN25_SHAPES["tiny-student"])
-    tokenizer, student = load_tokenizer(path), Header(QWEN25_SHAPES["0.5b"])
-    made = {}
-    for name in ("7b", "1.5b"):
-        teacher = Header(QWEN25_SHAPES[name])
-        checkpoints = (Checkpoint(table, spec_from_table(table)) for table in (teacher, student))
-        made[name] = Pair(*checkpoints, tokenizer, Vocabulary(151936, 151665))
-    for shapes, teacher, student, width in (
-        (QWEN3_SHAPES, "qwen3-30b-a3b", "qwen3-0.6b", 151936),
-        (QWEN35_SHAPES, "qwen3.5-9b", "qwen3.5-0.8b", 248320),
-        (QWEN35_SHAPES, "qwen3.5-27b", "qwen3.5-0.8b", 248320),
-        (QWEN35_SHAPES, "qwen3.5-35b-a3b", "qwen3.5-0.8b", 248320),
-        (QWEN35_SHAPES, "qwen3.5-9b", "qwen3.5-2b", 248320),
-        (QWEN35_SHAPES, "qwen3.5-9b", "qwen3.5-4b", 248320),
+    write_random_gguf(path, SHAPES["tiny-student"])
+    tokenizer, made = load_tokenizer(path), {}
+    for teacher, student in (
+        ("7b", "0.5b"),
+        ("1.5b", "0.5b"),
+        ("qwen3-30b-a3b", "qwen3-0.6b"),
+        ("qwen3.5-9b", "qwen3.5-0.8b"),
+        ("qwen3.5-27b", "qwen3.5-0.8b"),
+        ("qwen3.5-35b-a3b", "qwen3.5-0.8b"),
+        ("qwen3.5-9b", "qwen3.5-2b"),
+        ("qwen3.5-9b", "qwen3.5-4b"),
     ):
-        tables = (Header(shapes[name]) for name in (teacher, student))
-        checkpoints = (Checkpoint(table, spec_from_table(table)) for table in tables)
         name = student if teacher in made else teacher
-        made[name] = Pair(*checkpoints, tokenizer, Vocabulary(width, 151665))
+        made[name] = pair_headers(SHAPES[teacher], SHAPES[student], tokenizer)
     return made
 
 
@@ -264,7 +253,7 @@ def test_resident_bytes_are_those_of_the_arrays(
     tiny_config, tmp_path, weights, moment_dtype, experts
 ):
     if experts:  # beside delta layers
-        write_random_gguf(tmp_path / "t.gguf", QWEN35_SHAPES["tiny-delta-experts"])
+        write_random_gguf(tmp_path / "t.gguf", SHAPES["tiny-delta-experts"])
         tiny_config.teacher.path = str(tmp_path / "t.gguf")
     tiny_config.optim.moment_dtype = moment_dtype
     tiny_config.teacher.weights = weights
@@ -412,8 +401,7 @@ def test_a_block_that_drafts_is_planned_as_xla_counts(pairs, shape, divergence, 
     config = config_of(rows, 512, remat="none", chunk=4096, segments=8)
     config.teacher.path, config.student.block = SELF, NEW
     config.loss.divergence = divergence
-    table = Header(QWEN35_SHAPES[shape])
-    model = Checkpoint(table, spec_from_table(table))
+    model = open_header(SHAPES[shape])
     block = dataclasses.replace(model, spec=find_block(model.spec, shape, new=True))
     pair = Pair(model, block, pairs["7b"].tokenizer, Vocabulary(248320, 248049))
     made = plan.make_plan(config, pair, make_local_mesh(1), H200, KINDS["packed"])
@@ -498,9 +486,7 @@ def test_a_delta_layers_rule_holds_what_is_counted(sizes):
 @pytest.mark.parametrize("weights", ["packed", pytest.param("dense", marks=pytest.mark.slow)])
 def test_a_period_of_a_teachers_layers_is_wide_at_once_on_a_cpu(tiny_config, tmp_path, weights):
     """XLA says so of a whole step, of which such a teacher is the most."""
-    shape = QWEN35_SHAPES["tiny-delta-teacher"]._replace(
-        layers=8, hidden=512, heads=8, head=64, ffn=1536
-    )
+    shape = SHAPES["tiny-delta-teacher"]._replace(layers=8, hidden=512, heads=8, head=64, ffn=1536)
     write_random_gguf(tmp_path / "t.gguf", shape)
     tiny_config.teacher.path, tiny_config.teacher.weights = str(tmp_path / "t.gguf"), weights
     tiny_config.teacher.param_dtype = tiny_config.train.compute_dtype = "bfloat16"
@@ -677,7 +663,7 @@ def test_one_number_makes_a_difference(renamed, tmp_path, name):
 
 def test_other_types_with_the_same_numbers_are_the_same(tmp_path):
     paths = [tmp_path / f"{recipe}.gguf" for recipe in ("bf16", "f32")]
-    shape = QWEN25_SHAPES["tiny-student"]
+    shape = SHAPES["tiny-student"]
     write_random_gguf(paths[0], shape, recipe="bf16")
     table, tensors = open_table(paths[0]), []
     for name in table:

@@ -29,9 +29,8 @@ from kdjax.models.decoder import Compute, functional
 from kdjax.models.decoding import count_slots
 from kdjax.models.importance import sum_squares
 from kdjax.models.model import load_model
-from kdjax.models.schema import spec_from_table
 from kdjax.training.job import assemble
-from scripts.bench.synthetic import QWEN35_SHAPES, Header, write_random_gguf
+from scripts.bench.synthetic import QWEN35_SHAPES, open_header, write_random_gguf
 from scripts.checks import llama_answers
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -370,7 +369,7 @@ def test_llama_cpp_writes_what_the_trained_student_writes(run, tmp_path):
 
 def test_periods_computed_again_keep_no_copies_of_weights():
     """Two periods of four layers: what is kept of weights are the stacks that were given."""
-    spec = spec_from_table(Header(QWEN35_SHAPES["tiny-delta"]._replace(layers=8)))
+    spec = open_header(QWEN35_SHAPES["tiny-delta"]._replace(layers=8)).spec
     functions, shapes = functional(spec, Compute(remat="full"))
 
     def pull(params, ids):
@@ -384,7 +383,7 @@ def test_periods_computed_again_keep_no_copies_of_weights():
 
 @pytest.mark.slow
 def test_periods_computed_again_have_the_same_gradients():
-    spec = spec_from_table(Header(QWEN35_SHAPES["tiny-delta"]._replace(layers=8)))
+    spec = open_header(QWEN35_SHAPES["tiny-delta"]._replace(layers=8)).spec
     params = decoder.initialise(spec, Compute(), 0)
     ids = jnp.arange(70, dtype=jnp.int32)[None]
 

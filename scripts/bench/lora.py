@@ -25,13 +25,10 @@ from typing import Any
 from kdjax.config import Config
 from kdjax.device.runtime import Devices
 from kdjax.device.sharding import make_local_mesh
-from kdjax.models.checkpoint import Checkpoint
-from kdjax.models.schema import spec_from_table
-from kdjax.training.pair import Pair, Vocabulary
 from kdjax.training.plan import make_plan
 from kdjax.training.teachers import Packed
 from scripts.bench import step
-from scripts.bench.synthetic import QWEN25_SHAPES, Header
+from scripts.bench.synthetic import QWEN25_SHAPES, pair_headers
 
 # Of a card with so many GB: a teacher and a student that fit, or the largest there are.
 CARDS = {
@@ -102,9 +99,7 @@ def plan_cards(args: argparse.Namespace) -> list[dict[str, Any]]:
     config.loss.chunk_tokens, config.student.init = 1024, "checkpoint"
     mesh, found = make_local_mesh(1), []
     for card, names in CARDS.items():
-        tables = [Header(QWEN25_SHAPES[name]) for name in names]
-        teacher, student = (Checkpoint(table, spec_from_table(table)) for table in tables)
-        pair = Pair(teacher, student, None, Vocabulary(151936, 151665))  # type: ignore[arg-type]
+        pair = pair_headers(QWEN25_SHAPES[names[0]], QWEN25_SHAPES[names[1]])
         planned = {}
         for way, rank in (("adapters_gb", 16), ("whole_gb", 0)):
             config.student.lora.rank = rank

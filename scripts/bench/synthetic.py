@@ -18,6 +18,10 @@ from kdjax.formats import TensorInfo, TensorTable, open_table
 from kdjax.formats.blocks import BLOCKS, encode, row_bytes
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.recipes import RECIPES, Recipe, fitting, gets_more_bits
+from kdjax.models.checkpoint import Checkpoint
+from kdjax.models.schema import spec_from_table
+from kdjax.models.tokenizer import Tokenizer
+from kdjax.training.pair import Pair, Vocabulary
 
 # Bytes of blocks drawn at a time: bounds memory, and is part of what a seed means.
 _CHUNK_BYTES = 1 << 24
@@ -481,6 +485,25 @@ class Header(TensorTable):
     def raw(self, name: str) -> np.ndarray:
         """See `TensorTable`."""
         raise UserError(f"found no {name}: {self.paths[0]} is the header of a file nobody wrote.")
+
+
+def open_header(shape: ModelShape) -> Checkpoint:
+    """The model of a header, with no weights."""
+    table = Header(shape)
+    return Checkpoint(table, spec_from_table(table))
+
+
+def pair_headers(
+    teacher: ModelShape, student: ModelShape, tokenizer: Tokenizer | None = None
+) -> Pair:
+    """Two headers for a plan; 271 rows of the smaller embedding have no token, as in Qwen2.5's.
+
+    A student of its teacher's shape is another file.
+    """
+    models = open_header(teacher), open_header(student._replace(label=f"{student.label}-1"))
+    width = min(one.spec.vocab_size for one in models)
+    unread: Any = tokenizer
+    return Pair(*models, unread, Vocabulary(width, width - 271))
 
 
 def write_random_gguf(

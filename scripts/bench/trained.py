@@ -23,9 +23,8 @@ from kdjax.device.sharding import count_bytes, make_mesh
 from kdjax.errors import reporting
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, functional
-from kdjax.models.schema import spec_from_table
 from kdjax.training.pair import Vocabulary
-from scripts.bench.synthetic import SHAPES, Header
+from scripts.bench.synthetic import SHAPES, open_header
 
 CHOICES = {
     "all": "",
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file that keeps all figures")
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 4)
-    spec, found = spec_from_table(Header(SHAPES["0.5b"])), []
+    spec, found = open_header(SHAPES["0.5b"]).spec, []
     for devices in (1, 4):
         for name, trainable in CHOICES.items():
             figures = measure(spec, trainable, devices)

@@ -114,20 +114,16 @@ def count(config: Any, shapes: tuple[str, str], card: str) -> dict[str, float]:
     from kdjax.device.placement import Placement
     from kdjax.device.runtime import Devices
     from kdjax.device.sharding import make_local_mesh
-    from kdjax.models.checkpoint import Checkpoint
     from kdjax.models.decoder import Compute, functional
     from kdjax.models.model import Model
-    from kdjax.models.schema import spec_from_table
     from kdjax.training import job, plan, teachers
-    from kdjax.training.pair import Pair, Vocabulary
-    from scripts.bench.synthetic import SHAPES, Header
+    from scripts.bench.synthetic import SHAPES, pair_headers
 
     mesh, kind = make_mesh(card), teachers.RUNNING[config.teacher.weights]
     placement = Placement(mesh, kernels=True)
-    tables = [Header(SHAPES[shape]) for shape in shapes]
-    teacher, student = (Checkpoint(table, spec_from_table(table)) for table in tables)
-    width = min(one.spec.vocab_size for one in (teacher, student))
-    pair: Any = Pair(teacher, student, None, Vocabulary(width, width - 271))  # type: ignore[arg-type]
+    pair = pair_headers(SHAPES[shapes[0]], SHAPES[shapes[1]])
+    teacher: Any = pair.teacher
+    width = pair.vocabulary.width
     compute = Compute(
         dtype=jnp.dtype(config.train.compute_dtype),
         param_dtype=jnp.dtype(config.teacher.param_dtype),
