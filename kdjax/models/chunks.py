@@ -567,6 +567,19 @@ class _Columns(NamedTuple):
             head = jnp.clip(self.head - begin, 0, heads - 1)
             yield ref.at[self.row, position[:, None], head, self.place[None]], mine & self.real
 
+    def load(self, refs: Any, position: Array, inside: Array) -> Array:
+        """These positions of queries, keys or values, whichever this head is of."""
+        begins = 0, self.groups, 2 * self.groups
+
+        def read(ref: Any, begin: int) -> Array:
+            at = ref.at[self.row, position[:, None], self.head - begin, self.place[None]]
+            return plgpu.load(at, mask=inside & self.real, other=0.0)
+
+        q, k, v = (functools.partial(read, *x) for x in zip(refs, begins, strict=True))
+        return jax.lax.cond(
+            self.head < self.groups, q, lambda: jax.lax.cond(self.head < 2 * self.groups, k, v)
+        )
+
 
 def _find_columns(groups: int, keys: int, width: int) -> _Columns:
     row, tile, head = (pl.program_id(i) for i in range(3))
@@ -628,6 +641,13 @@ def _measure(at: _Columns, keys: int, made: Array) -> tuple[Array, Array]:
     lengths = jax.lax.rsqrt(jnp.sum(made * made, axis=1) + 1e-6)[:, None]
     one = jnp.ones_like(lengths)
     return at.choose(lengths, lengths, one), at.choose(keys**-0.5 * one, one, one)
+
+
+def _measure_back(at: _Columns, keys: int, made: Array, given: Array) -> Array:
+    """The gradient of what has been made, by that of its scaled unit vectors."""
+    factor, scale = _measure(at, keys, made)
+    along = factor * factor * jnp.sum(given * made, axis=1)[:, None]
+    return (factor * scale) * given - (factor * scale * along) * made
 
 
 def make_heads(
@@ -720,14 +740,10 @@ def _sum_back(sizes, mixed, kernel, ids, of_q, of_k, of_v, of_sums, of_kernel):
         inside = (position < length)[:, None]
         inputs, weights = _read_parts(at, position, mixed, kernel, ids)
         total, made = _convolve(inputs, weights, mixed.dtype)
-        factor, scale = _measure(at, keys, made)
-        given = jnp.zeros(made.shape, jnp.float32)
-        for place, mine in at.parts((of_q, of_k, of_v), position):
-            given += plgpu.load(place, mask=inside & mine, other=0.0).astype(jnp.float32)
-        given *= scale
-        unit = made * factor
-        along = jnp.sum(given * unit, axis=1)[:, None]
-        given = factor * (given - at.choose(unit, unit, 0.0) * along)
+        given = at.load((of_q, of_k, of_v), position, inside).astype(jnp.float32)
+        given = jax.lax.cond(
+            at.head < 2 * groups, lambda: _measure_back(at, keys, made, given), lambda: given
+        )
         gate = jax.nn.sigmoid(total)
         given *= gate * (1 + total * (1 - gate))
         to = of_sums.at[at.row, position[:, None], at.column[None]]
