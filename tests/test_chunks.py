@@ -163,6 +163,15 @@ def test_a_row_goes_on_in_kernels_as_defined(stacked, monkeypatch):
             assert np.linalg.norm(a - b) < 6e-3 * np.linalg.norm(b)
 
 
+def test_inverses_keep_more_than_half_precision():
+    """Of keys that are alike, where errors grow: exact to float32's sums of halves."""
+    shares = np.random.default_rng(0).uniform(0.2, 1, (64, 64)).astype(np.float32)
+    lower: Any = np.tril(shares, -1)
+    found = np.asarray(jax.jit(lambda x: chunks.invert_blocks(x, chunks._times))(lower))
+    exact = np.linalg.inv(np.eye(64) + lower.astype(np.float64))
+    assert np.linalg.norm(found - exact) < 2e-4 * np.linalg.norm(exact)
+
+
 def test_states_fit_where_kernels_take_them():
     fits = kernels.states_fit
     assert fits(128, 128, HALF) and fits(16, 64, jnp.float16)

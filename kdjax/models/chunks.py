@@ -1,9 +1,13 @@
 """Triton kernels of the gated delta rule, beside its definition in `models.delta`.
 
 `apply_delta_rule` reads queries, keys and values where they lie. Three kernels go forward: of each
-chunk what it teaches, for all chunks at once; the states, a chunk after the other; the outputs.
-Three go back, which keep the inverses, the states before chunks and the news, and make the rest
-again. `make_heads` is the convolution and what follows it up to the rule.
+chunk how its positions mix, for all chunks at once; the states, a chunk after the other; the
+outputs. Four go back, which keep the inverses, the states before chunks and the news, and make the
+rest again. `make_heads` is the convolution and what follows it up to the rule.
+
+Products of 64 rows are for 4 warps: Triton has 8 make most of them twice. A kernel of many products
+holds where each operand lies in registers, 4 a step of 16, above all within a loop: so there are
+several kernels, and matrices that are needed transposed too are made twice, or stored and loaded.
 
 Letters are those of `models.delta`; P is B H, one state each.
 """
@@ -18,8 +22,10 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.models.kernels import plgpu
 
-# Warps of a program: of a chunk forward, of its outputs, of both kernels of its gradients.
-_CHUNK_WARPS, _OUT_WARPS, _NEWS_WARPS, _BACK_WARPS = 4, 4, 4, 8
+# Warps of a program: of a chunk forward, of its outputs, of the three kernels of its gradients; and
+# columns of queries' and keys' that a program of the last makes.
+_CHUNK_WARPS, _OUT_WARPS, _NEWS_WARPS, _MIX_WARPS, _BACK_WARPS = 4, 4, 4, 4, 4
+_BACK_COLUMNS = 64
 # Columns of a state that one program passes on, and its warps; and of one that makes outputs too.
 _STATE_COLUMNS, _STATE_WARPS = 64, 4
 _ALL_COLUMNS, _ALL_WARPS = 128, 8
@@ -30,10 +36,16 @@ class _Fades(NamedTuple):
     """Shares that a chunk's positions keep of each other and of the state before them."""
 
     beta: Array  # [C]
-    faded: Array  # [C, C], 0 of what is later or of another document
+    since: Array  # [C], the logarithm of what is kept since the chunk began
+    own: Array  # [C], documents
     carried: Array  # [C], of the state before
     to_end: Array  # [C], of a position at the chunk's end
     stays: Array  # of the state before, at the chunk's end
+
+    def faded(self) -> Array:
+        """`[C, C]`: between two of a document, whichever is the later; else 0."""
+        gaps = jnp.abs(self.since[:, None] - self.since[None])
+        return jnp.where(self.own[:, None] == self.own[None], jnp.exp(-gaps), 0.0)
 
 
 class _Place(NamedTuple):
@@ -43,35 +55,48 @@ class _Place(NamedTuple):
     head: Array
     group: Array
     number: Array
+    turn: Array  # among programs of this chunk
     state: Array  # among P
     position: Array  # [C], in the row
     inside: Array  # [C], whether the row is so long
 
-    def load(self, ref: Any, head: Array) -> Array:
+    def load(self, ref: Any, head: Array, columns: Any = None) -> Array:
         """The head's positions of `[B, T, heads, width]`; zeros beyond the row."""
-        at = ref.at[self.row, self.position[:, None], head, _count(ref.shape[3])[None]]
+        columns = _count(ref.shape[3]) if columns is None else columns
+        at = ref.at[self.row, self.position[:, None], head, columns[None]]
         return plgpu.load(at, mask=self.inside[:, None], other=0.0)
 
-    def store(self, ref: Any, value: Array) -> None:
+    def store(self, ref: Any, value: Array, columns: Any = None) -> None:
         """Stores the value head's, as `load` finds them."""
-        at = ref.at[self.row, self.position[:, None], self.head, _count(ref.shape[3])[None]]
+        columns = _count(ref.shape[3]) if columns is None else columns
+        at = ref.at[self.row, self.position[:, None], self.head, columns[None]]
         plgpu.store(at, value.astype(ref.dtype), mask=self.inside[:, None])
 
-    def part(self, ref: Any) -> Any:
-        """The chunk's matrix of `[N, P, rows, columns]`."""
-        rows, columns = (_count(n) for n in ref.shape[2:])
-        return ref.at[self.number, self.state, rows[:, None], columns[None]]
+    def store_one(self, ref: Any, value: Array) -> None:
+        """Stores a number a position of the value head's, of `[turns, B, T, H]`."""
+        at = ref.at[self.turn, self.row, self.position, self.head]
+        plgpu.store(at, value, mask=self.inside)
+
+    def part(self, ref: Any, rows: Any = None) -> Any:
+        """The chunk's matrix of `[N, P, rows, columns]`, or some rows of it."""
+        rows = _count(ref.shape[2]) if rows is None else rows
+        return ref.at[self.number, self.state, rows[:, None], _count(ref.shape[3])[None]]
+
+    def below(self) -> Array:
+        """Whether a row's position is after a column's."""
+        return self.position[:, None] > self.position[None]
 
 
 def _count(size: int) -> Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
-def _find_place(size: int, length: int, groups: int) -> _Place:
+def _find_place(size: int, length: int, groups: int, turns: int) -> _Place:
     row, number, head = (pl.program_id(i) for i in range(3))
+    row, turn = row // turns, row % turns
     position = number * size + _count(size)
     state = row * pl.num_programs(2) + head
-    return _Place(row, head, head % groups, number, state, position, position < length)
+    return _Place(row, head, head % groups, number, turn, state, position, position < length)
 
 
 def _read_fades(place: _Place, decay: Any, beta: Any, ids: Any) -> _Fades:
@@ -84,16 +109,12 @@ def _read_fades(place: _Place, decay: Any, beta: Any, ids: Any) -> _Fades:
     own = plgpu.load(ids.at[row, jnp.minimum(position, last)])
     before = plgpu.load(ids.at[row, jnp.maximum(begin - 1, 0)])
     end = plgpu.load(ids.at[row, jnp.minimum(begin + size - 1, last)])
-    upto = position[:, None] >= position[None]
     # Differences of sums of 1,000 are 6e-5 off in float32, which bfloat16 (4e-3) does not see.
-    since = jnp.sum(jnp.where(upto, fade[None], 0.0), axis=1)
-    whole = jnp.sum(fade)
-    known = upto & (own[:, None] == own[None])
-    # Masked before exp: of what is to come it would overflow.
-    gaps = jnp.where(known, since[:, None] - since[None], 0.0)
+    since, whole = jnp.cumsum(fade), jnp.sum(fade)
     return _Fades(
         share,
-        jnp.where(known, jnp.exp(gaps), 0.0),
+        since,
+        own,
         jnp.where(own == before, jnp.exp(since), 0.0),
         jnp.where(own == end, jnp.exp(whole - since), 0.0),
         jnp.where(end == before, jnp.exp(whole), 0.0),
@@ -124,6 +145,18 @@ def invert_blocks(lower: Array, times: Any) -> Array:
     return inverse
 
 
+def _times(first: Array, second: Array) -> Array:
+    """A float32 product, 1e-5 off, by three of halves: TF32's operands must be laid out anew."""
+    (a, b), (c, d) = _split(first), _split(second)
+    return plgpu.dot(a, c) + plgpu.dot(a, d) + plgpu.dot(b, c)
+
+
+def _split(x: Array) -> tuple[Array, Array]:
+    """Two bfloat16 whose sum it is, but for 1e-5."""
+    most = x.astype(jnp.bfloat16)
+    return most, (x - most.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
 def _run(
     kernel: Any,
     sizes: tuple[int, int],
@@ -132,12 +165,13 @@ def _run(
     outs: Any,
     warps: int,
     *inputs: Any,
+    turns: int = 1,
 ) -> Any:
-    """Runs a program a chunk of each head of values `[B, T, H, V]` of this shape."""
+    """Runs `turns` programs a chunk of each head of values `[B, T, H, V]` of this shape."""
     (size, _), (rows, length, heads, _) = sizes, shape
     return pl.pallas_call(
-        functools.partial(kernel, functools.partial(_find_place, size, length, groups)),
-        grid=(rows, pl.cdiv(length, size), heads),
+        functools.partial(kernel, functools.partial(_find_place, size, length, groups, turns)),
+        grid=(rows * turns, pl.cdiv(length, size), heads),
         out_shape=tuple(jax.ShapeDtypeStruct(*out) for out in outs),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=sizes[1],
@@ -173,64 +207,65 @@ def apply_delta_rule(
 
 
 def _go_forward(rule: _Rule, state: Array, size: int, interpret: bool, *, keep: bool) -> Any:
-    """Outputs and last states; and, to `keep`: inverses, states before chunks, news.
+    """Outputs and last states; and, to `keep`: inverses, shares, states before chunks, news.
 
     Without, outputs are made as the states pass, which are then not written.
     """
     shape, dtype, groups, keys = rule.v.shape, rule.v.dtype, rule.k.shape[2], rule.k.shape[3]
     (rows, length, heads, width), chunk = shape, (size, interpret)
     lead = pl.cdiv(length, size), rows * heads
-    outs = [(lead, jnp.float32), *[((*lead, size), jnp.float32)] * 2]
-    outs += [((*lead, size, n), dtype) for n in (width, keys, size)]
-    stays, carried, to_end, fresh, seen, pairs = _run(
-        functools.partial(_teach, keep), chunk, shape, groups, outs, _CHUNK_WARPS, *rule
+    outs = [((*lead, size, size), dtype), (lead, jnp.float32), *[((*lead, size), jnp.float32)] * 2]
+    outs += [] if keep else outs[:1]
+    inputs = rule.q, rule.k, *rule[3:]
+    inverse, stays, carried, to_end, *reads = _run(
+        _teach, chunk, shape, groups, outs, _CHUNK_WARPS, *inputs
     )
+    taught = inverse, carried, to_end, stays, rule.beta
     first = state.reshape(-1, *state.shape[2:])
     if keep:
         before = jax.ShapeDtypeStruct((*lead, keys, width), dtype)
-        inputs, outs = (fresh, seen, rule.k, to_end, stays, first), (first, before, fresh)
-        last, before, news = _run_states(_pass_states, heads, inputs, outs, interpret, 2)
-        kept = pairs, stays, to_end, before, news
-        inputs, outs = (rule.q, rule.k, *rule[3:], before, news), [(shape, dtype)]
+        news = jax.ShapeDtypeStruct((*lead, size, width), dtype)
+        given, outs = (first, *taught, rule.k, rule.v), (first, before, news)
+        last, before, news = _run_states(_pass_states, heads, size, given, outs, interpret, 0)
+        kept = taught[:4], before, news
+        inputs, outs = (*inputs, before, news), [(shape, dtype)]
         (out,) = _run(_say, chunk, shape, groups, outs, _OUT_WARPS, *inputs)
     else:
-        inputs = fresh, seen, rule.k, to_end, stays, rule.q, carried, pairs, first
-        last, out = _run_states(_pass_and_say, heads, inputs, (first, rule.v), interpret)
+        given, outs = (first, *taught, rule.k, rule.v, rule.q, *reads), (first, rule.v)
+        last, out = _run_states(_pass_and_say, heads, size, given, outs, interpret)
         kept = None
     return (out, last.reshape(state.shape)), kept
 
 
-def _teach(keep, find, q, k, v, decay, beta, ids, stays, carried, to_end, fresh, seen, pairs):
-    """Makes what a chunk teaches: `fresh` less `seen` times the state before it.
+def _teach(find, q, k, decay, beta, ids, inverse, stays, carried, to_end, *reads):
+    """Makes what a chunk's news follow from: how its positions mix, inverted, and its shares.
 
-    `pairs` is how positions mix, inverted, to `keep`, else what queries read of positions.
+    And what queries read of the news, if asked for.
     """
     place = find()
     fades = _read_fades(place, decay, beta, ids)
-    keys = place.load(k, place.group)
-    mixing = _mix(place, fades) * plgpu.dot(keys, keys, trans_b=True)
-    solve = invert_blocks(mixing, functools.partial(plgpu.dot, allow_tf32=True)).astype(keys.dtype)
-    values = _scale(place.load(v, place.head), fades.beta)
-    plgpu.store(place.part(fresh), plgpu.dot(solve, values).astype(fresh.dtype))
-    known = _scale(keys, fades.beta * fades.carried)
-    plgpu.store(place.part(seen), plgpu.dot(solve, known).astype(seen.dtype))
-    reads = solve if keep else _read(place.load(q, place.group), keys, fades)
-    plgpu.store(place.part(pairs), reads)
     at = place.number, place.state
     plgpu.store(stays.at[at], fades.stays)
     for ref, share in ((carried, fades.carried), (to_end, fades.to_end)):
         plgpu.store(ref.at[*at, _count(ref.shape[2])], share)
+    keys = place.load(k, place.group)
+    for ref in reads:
+        plgpu.store(place.part(ref), _read(place, place.load(q, place.group), keys, fades))
+    mixing = jnp.where(place.below(), fades.beta[:, None] * fades.faded(), 0.0)
+    mixing *= plgpu.dot(keys, keys, trans_b=True)
+    plgpu.store(place.part(inverse), invert_blocks(mixing, _times).astype(inverse.dtype))
 
 
-def _read(queries: Array, keys: Array, fades: _Fades) -> Array:
+def _read(place: _Place, queries: Array, keys: Array, fades: _Fades) -> Array:
     """Shares of a chunk's news that its queries read."""
-    return (plgpu.dot(queries, keys, trans_b=True) * fades.faded).astype(keys.dtype)
+    pairs = plgpu.dot(queries, keys, trans_b=True) * fades.faded()
+    return jnp.where(place.below().T, 0.0, pairs).astype(keys.dtype)
 
 
-def _mix(place: _Place, fades: _Fades) -> Array:
-    """beta * faded of what is earlier."""
-    below = place.position[:, None] > place.position[None]
-    return jnp.where(below, fades.beta[:, None] * fades.faded, 0.0)
+def _read_back(place: _Place, queries: Array, keys: Array, fades: _Fades) -> Array:
+    """`_read`, transposed: a product of its own is quicker than to transpose one."""
+    pairs = plgpu.dot(keys, queries, trans_b=True) * fades.faded()
+    return jnp.where(place.below(), 0.0, pairs).astype(keys.dtype)
 
 
 def _say(find, q, k, decay, beta, ids, before, news, out):
@@ -238,23 +273,29 @@ def _say(find, q, k, decay, beta, ids, before, news, out):
     place = find()
     fades = _read_fades(place, decay, beta, ids)
     queries, keys = (place.load(x, place.group) for x in (q, k))
-    reads = _read(queries, keys, fades)
+    reads = _read(place, queries, keys, fades)
     said = fades.carried[:, None] * plgpu.dot(queries, plgpu.load(place.part(before)))
     place.store(out, said + plgpu.dot(reads, plgpu.load(place.part(news))))
 
 
 def _run_states(
-    kernel: Any, heads: int, inputs: Any, outs: Any, interpret: bool, place: int | None = None
+    kernel: Any,
+    heads: int,
+    size: int,
+    inputs: Any,
+    outs: Any,
+    interpret: bool,
+    place: int | None = None,
 ) -> Any:
-    """Runs a program a part of each state; the first input lies where output `place` will."""
-    states, _, width = inputs[-1].shape
-    columns, warps = (_STATE_COLUMNS, _STATE_WARPS) if place else (_ALL_COLUMNS, _ALL_WARPS)
+    """Runs a program a part of each state; input `place` lies where the same output will."""
+    count, (states, _, width) = inputs[1].shape[0], outs[0].shape
+    columns, warps = (_ALL_COLUMNS, _ALL_WARPS) if place is None else (_STATE_COLUMNS, _STATE_WARPS)
     columns = min(columns, width)
     return pl.pallas_call(
-        functools.partial(kernel, inputs[0].shape[0], columns, heads),
+        functools.partial(kernel, functools.partial(_find_part, columns, heads, size), count),
         grid=(states, width // columns),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
-        input_output_aliases={} if place is None else {0: place},
+        input_output_aliases={} if place is None else {place: place},
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=_STAGES),
         interpret=interpret,
     )(*inputs)
@@ -267,133 +308,140 @@ class _Part(NamedTuple):
     row: Array
     head: Array
     position: Array  # [C, 1]
-    key: Array  # [K]
     column: Array  # [1, columns]
 
-    def load_keys(self, k: Any, n: Array) -> Array:
-        """Chunk n of the keys or queries of the state's head, zeros beyond the row."""
+    def load(self, ref: Any, n: Array, columns: Any = None) -> Array:
+        """Chunk n of `[B, T, heads, width]`, the state's head; zeros beyond the row."""
+        columns = _count(ref.shape[3])[None] if columns is None else columns
         position = n * self.position.shape[0] + self.position
-        at = k.at[self.row, position, self.head % k.shape[2], self.key[None]]
-        return plgpu.load(at, mask=position < k.shape[1], other=0.0)
+        at = ref.at[self.row, position, self.head % ref.shape[2], columns]
+        return plgpu.load(at, mask=position < ref.shape[1], other=0.0)
+
+    def load_beta(self, beta: Any, n: Array) -> Array:
+        """Beta `[C, 1]` of the positions of chunk n."""
+        position = n * self.position.shape[0] + self.position
+        at = beta.at[self.row, position, self.head]
+        return plgpu.load(at, mask=position < beta.shape[1], other=0.0)
 
     def load_shares(self, shares: Any, n: Array) -> Array:
         """Numbers `[C, 1]` of the positions of chunk n."""
-        return plgpu.load(shares.at[n, self.state, _count(shares.shape[2])])[:, None]
+        return plgpu.load(shares.at[n, self.state, self.position])
+
+    def load_pairs(self, pairs: Any, n: Array) -> Array:
+        """The matrix `[C, C]` of chunk n."""
+        return plgpu.load(pairs.at[n, self.state, self.position, _count(pairs.shape[3])[None]])
+
+    def of_news(self, news: Any, n: Array) -> Any:
+        """Where the part's columns of `[N, P, C, V]` lie."""
+        return news.at[n, self.state, self.position, self.column]
+
+    def of_state(self, states: Any, *n: Array) -> Any:
+        """Where the part of `[P, K, V]` lies, or of chunk n's."""
+        return states.at[*n, self.state, _count(states.shape[-2])[:, None], self.column]
 
 
-def _find_part(columns: int, heads: int, size: int, keys: int) -> _Part:
+def _find_part(columns: int, heads: int, size: int) -> _Part:
     state = pl.program_id(0)
     column = pl.program_id(1) * columns + _count(columns)
-    position = _count(size)[:, None]
-    return _Part(state, state // heads, state % heads, position, _count(keys), column[None])
+    return _Part(state, state // heads, state % heads, _count(size)[:, None], column[None])
 
 
 def _pass(at: _Part, refs: Any, n: Array, state: Array, half: Array, news: Any = None) -> Any:
-    """The state behind chunk n, and its news: `fresh` less what the state says of `seen`."""
-    fresh, seen, k, to_end, stays = refs
-    known = plgpu.dot(plgpu.load(seen.at[n, at.state, at.position, at.key[None]]), half)
-    new = plgpu.load(fresh.at[n, at.state, at.position, at.column]).astype(jnp.float32) - known
+    """The state behind chunk n, and its news: what values hold beside what the state says."""
+    inverse, carried, to_end, stays, beta, k, v = refs
+    keys, values = at.load(k, n), at.load(v, n, at.column).astype(jnp.float32)
+    missing = values - at.load_shares(carried, n) * plgpu.dot(keys, half)
+    missing = (at.load_beta(beta, n) * missing).astype(half.dtype)
+    new = plgpu.dot(at.load_pairs(inverse, n), missing)
     if news is not None:
-        plgpu.store(news.at[n, at.state, at.position, at.column], new.astype(news.dtype))
+        plgpu.store(at.of_news(news, n), new.astype(news.dtype))
     left = (at.load_shares(to_end, n) * new).astype(half.dtype)
-    learnt = plgpu.dot(at.load_keys(k, n), left, trans_a=True)
+    learnt = plgpu.dot(keys, left, trans_a=True)
     return state * plgpu.load(stays.at[n, at.state]) + learnt, new.astype(half.dtype)
 
 
-def _pass_states(count: int, columns: int, heads: int, *refs):
+def _pass_states(find, count: int, state, *refs):
     """The states before each chunk, and its news."""
-    (*given, state), (last, before, news) = refs[:-3], refs[-3:]
-    at = _find_part(columns, heads, news.shape[2], state.shape[1])
-    of_key = at.key[:, None]
+    given, (last, before, news) = refs[:-3], refs[-3:]
+    at = find()
 
     def turn(n, s):
         half = s.astype(before.dtype)
-        plgpu.store(before.at[n, at.state, of_key, at.column], half)
+        plgpu.store(at.of_state(before, n), half)
         return _pass(at, given, n, s, half, news)[0]
 
-    first = plgpu.load(state.at[at.state, of_key, at.column])
-    plgpu.store(last.at[at.state, of_key, at.column], jax.lax.fori_loop(0, count, turn, first))
+    first = plgpu.load(at.of_state(state))
+    plgpu.store(at.of_state(last), jax.lax.fori_loop(0, count, turn, first))
 
 
-def _pass_and_say(count: int, columns: int, heads: int, *refs):
+def _pass_and_say(find, count: int, state, *refs):
     """`_pass_states` and `_say` in one."""
-    (*given, q, carried, reads, state), (last, out) = refs[:-2], refs[-2:]
-    at = _find_part(columns, heads, reads.shape[2], state.shape[1])
-    of_key, size = at.key[:, None], reads.shape[2]
+    (*given, q, reads), (last, out) = refs[:-2], refs[-2:]
+    at = find()
 
     def turn(n, s):
         half = s.astype(out.dtype)
-        said = at.load_shares(carried, n) * plgpu.dot(at.load_keys(q, n), half)
         s, new = _pass(at, given, n, s, half)
-        pairs = plgpu.load(reads.at[n, at.state, at.position, at.position.reshape(1, size)])
-        said += plgpu.dot(pairs, new)
-        position = n * size + at.position
+        said = at.load_shares(given[1], n) * plgpu.dot(at.load(q, n), half)
+        said += plgpu.dot(at.load_pairs(reads, n), new)
+        position = n * at.position.shape[0] + at.position
         to = out.at[at.row, position, at.head, at.column]
         plgpu.store(to, said.astype(out.dtype), mask=position < out.shape[1])
         return s
 
-    first = plgpu.load(state.at[at.state, of_key, at.column])
-    plgpu.store(last.at[at.state, of_key, at.column], jax.lax.fori_loop(0, count, turn, first))
+    first = plgpu.load(at.of_state(state))
+    plgpu.store(at.of_state(last), jax.lax.fori_loop(0, count, turn, first))
 
 
 def _pass_gradients(
-    count: int, columns: int, heads: int, of_news, of_before, seen, k, to_end, stays, last, *outs
+    find, count: int, last, inverse, carried, to_end, stays, beta, k, of_news, of_before, *outs
 ):
-    """From the last chunk to the first: the gradient of the state, that behind each chunk."""
-    first, after, fresh = outs
-    at = _find_part(columns, heads, of_news.shape[2], k.shape[3])
-    of_key = at.key[:, None]
+    """From the last chunk to the first: the gradient of the state, that behind each chunk.
+
+    And `given`: that of what a chunk's positions add to its news, of the news times (I + M)^-T.
+    """
+    first, after, given = outs
+    at = find()
 
     def turn(i, g):
         n, half = count - 1 - i, g.astype(after.dtype)
-        plgpu.store(after.at[n, at.state, of_key, at.column], half)
-        new = plgpu.load(of_news.at[n, at.state, at.position, at.column]).astype(jnp.float32)
-        new += at.load_shares(to_end, n) * plgpu.dot(at.load_keys(k, n), half)
-        new = new.astype(fresh.dtype)
-        plgpu.store(fresh.at[n, at.state, at.position, at.column], new)
+        plgpu.store(at.of_state(after, n), half)
+        keys = at.load(k, n)
+        new = plgpu.load(at.of_news(of_news, n)).astype(jnp.float32)
+        new += at.load_shares(to_end, n) * plgpu.dot(keys, half)
+        new = plgpu.dot(at.load_pairs(inverse, n), new.astype(half.dtype), trans_a=True)
+        plgpu.store(at.of_news(given, n), new.astype(given.dtype))
+        known = at.load_beta(beta, n) * at.load_shares(carried, n) * new
         g = g * plgpu.load(stays.at[n, at.state])
-        g += plgpu.load(of_before.at[n, at.state, of_key, at.column]).astype(jnp.float32)
-        known = plgpu.load(seen.at[n, at.state, at.position, at.key[None]])
-        return g - plgpu.dot(known, new, trans_a=True)
+        g += plgpu.load(at.of_state(of_before, n)).astype(jnp.float32)
+        return g - plgpu.dot(keys, known.astype(half.dtype), trans_a=True)
 
-    start = plgpu.load(last.at[at.state, of_key, at.column])
-    plgpu.store(first.at[at.state, of_key, at.column], jax.lax.fori_loop(0, count, turn, start))
+    start = plgpu.load(at.of_state(last))
+    plgpu.store(at.of_state(first), jax.lax.fori_loop(0, count, turn, start))
 
 
 def _go_back(size: int, interpret: bool, residuals: Any, gradients: Any) -> Any:
-    rule, (inverse, stays, to_end, before, news) = residuals
+    rule, (taught, before, news) = residuals
     of_out, of_last = gradients
     shape, dtype, groups, keys = rule.v.shape, rule.v.dtype, rule.k.shape[2], rule.k.shape[3]
-    chunk, lead, width = (size, interpret), news.shape[:2], shape[3]
-    parts = (size, width), (keys, width), (size, keys)
-    of_news, of_before, seen = _run(
-        _ask_back,
-        chunk,
-        shape,
-        groups,
-        [((*lead, *part), dtype) for part in parts],
-        _NEWS_WARPS,
-        *(rule.q, rule.k, *rule[3:], inverse, of_out),
+    chunk = size, interpret
+    outs = [(x.shape, dtype) for x in (news, before)]
+    inputs = rule.q, rule.k, *rule[3:], of_out
+    of_news, of_before = _run(_ask_back, chunk, shape, groups, outs, _NEWS_WARPS, *inputs)
+    last = of_last.reshape(-1, keys, shape[3])
+    inputs = last, *taught, rule.beta, rule.k, of_news, of_before
+    outs = last, before, news
+    first, after, given = _run_states(_pass_gradients, shape[2], size, inputs, outs, interpret, 0)
+    pairs, of_one = ((*news.shape[:2], size, size), dtype), ((1, *shape[:3]), jnp.float32)
+    outs, inputs = [(shape, dtype), of_one, pairs, pairs], (rule.v, *rule[3:], news, given, of_out)
+    of_v, of_beta, *pairs = _run(_mix_back, chunk, shape, groups, outs, _MIX_WARPS, *inputs)
+    turns, of_key = pl.cdiv(keys, _BACK_COLUMNS), ((*shape[:3], keys), dtype)
+    outs = [of_key, of_key, *[((turns, *shape[:3]), jnp.float32)] * 2]
+    inputs = rule.q, rule.k, *rule[3:], before, after, news, given, *pairs, of_out
+    of_q, of_k, of_decay, of_share = _run(
+        _teach_back, chunk, shape, groups, outs, _BACK_WARPS, *inputs, turns=turns
     )
-    last = of_last.reshape(-1, keys, width)
-    first, after, fresh = _run_states(
-        _pass_gradients,
-        shape[2],
-        (of_news, of_before, seen, rule.k, to_end, stays, last),
-        (last, of_before, of_news),
-        interpret,
-        2,
-    )
-    of_key, of_one = ((*shape[:3], keys), dtype), (shape[:3], jnp.float32)
-    of_q, of_k, of_v, of_decay, of_beta = _run(
-        _teach_back,
-        chunk,
-        shape,
-        groups,
-        [of_key, of_key, (shape, dtype), of_one, of_one],
-        _BACK_WARPS,
-        *(*rule, inverse, before, after, news, fresh, of_out),
-    )
+    of_decay, of_beta = jnp.sum(of_decay, axis=0), of_beta[0] + jnp.sum(of_share, axis=0)
     if shape[2] > groups:  # of all value heads that read a key head
         split = *shape[:2], -1, groups, keys
         of_q, of_k = (
@@ -403,77 +451,80 @@ def _go_back(size: int, interpret: bool, residuals: Any, gradients: Any) -> Any:
     return of_q, of_k, of_v, of_decay, of_beta, None, first.reshape(of_last.shape)
 
 
-def _ask_back(find, q, k, decay, beta, ids, inverse, of_out, of_news, of_before, seen):
-    """Gradients of `_say` that the states wait for; what the states read, made again."""
+def _ask_back(find, q, k, decay, beta, ids, of_out, of_news, of_before):
+    """Gradients of `_say` that the states wait for."""
     place = find()
     fades = _read_fades(place, decay, beta, ids)
     queries, keys = (place.load(x, place.group) for x in (q, k))
     asked = place.load(of_out, place.head)
-    reads = _read(queries, keys, fades)
-    plgpu.store(place.part(of_news), plgpu.dot(reads, asked, trans_a=True).astype(of_news.dtype))
-    carried = _scale(queries, fades.carried)
+    reads = _read_back(place, queries, keys, fades)
+    plgpu.store(place.part(of_news), plgpu.dot(reads, asked).astype(of_news.dtype))
+    asked = _scale(asked, fades.carried)
     plgpu.store(
-        place.part(of_before), plgpu.dot(carried, asked, trans_a=True).astype(of_before.dtype)
+        place.part(of_before), plgpu.dot(queries, asked, trans_a=True).astype(of_before.dtype)
     )
-    known = _scale(keys, fades.beta * fades.carried)
-    solve = plgpu.load(place.part(inverse))
-    plgpu.store(place.part(seen), plgpu.dot(solve, known).astype(seen.dtype))
+
+
+def _mix_back(find, v, decay, beta, ids, news, given, of_out, of_v, of_beta, read, mixed):
+    """Gradients of values, and of how positions mix: what queries read, and what news are of."""
+    place = find()
+    fades = _read_fades(place, decay, beta, ids)
+    taught, learnt = (plgpu.load(place.part(x)) for x in (news, given))
+    plgpu.store(place.part(read), _read(place, place.load(of_out, place.head), taught, fades))
+    pairs = jnp.where(place.below(), -fades.faded(), 0.0)
+    pairs *= plgpu.dot(learnt, taught, trans_b=True)
+    plgpu.store(place.part(mixed), pairs.astype(mixed.dtype))
+    exact, values = (x.astype(jnp.float32) for x in (learnt, place.load(v, place.head)))
+    place.store(of_v, fades.beta[:, None] * exact)
+    place.store_one(of_beta, jnp.sum(exact * values, axis=1))
 
 
 def _teach_back(
-    find, q, k, v, decay, beta, ids, inverse, before, after, news, fresh, of_out, *outs
+    find, q, k, decay, beta, ids, before, after, news, given, read, mixed, of_out, *outs
 ):
-    """Gradients of a chunk's inputs by those of its news (`fresh`) and of the state behind it.
+    """Gradients of some columns of queries and keys, and what these add to decay's and beta's.
 
     (I + M) news = w - u S, with w = beta v, u = beta carried k. Where y is (I + M)^-T times the
-    gradient of news, that of w is y, that of u is -y S^T, that of M is -y news^T.
+    gradient of news (`given`), that of w is y, that of u is -y S^T, that of M is -y news^T. Each
+    term of a query's or a key's gradient, times it, is that of the fade at the term's position: of
+    what it reads or is mixed with, plus; of what is read or mixed of it, minus.
     """
-    of_q, of_k, of_v, of_decay, of_beta = outs
+    of_q, of_k, of_decay, of_beta = outs
     place = find()
     fades = _read_fades(place, decay, beta, ids)
-    asked, taught = place.load(of_out, place.head), plgpu.load(place.part(news))
-    given = plgpu.dot(plgpu.load(place.part(inverse)), plgpu.load(place.part(fresh)), trans_a=True)
-    place.store(of_v, fades.beta[:, None] * given)
-    values = place.load(v, place.head).astype(jnp.float32)
-    of_share = jnp.sum(given * values, axis=1)
-    given = given.astype(taught.dtype)
+    columns = min(_BACK_COLUMNS, k.shape[3])
+    column = place.turn * columns + _count(columns)
+    state = plgpu.load(place.part(before, column))
+    keys = place.load(k, place.group, column)
+    reads = plgpu.load(place.part(read))
+    made = fades.carried[:, None] * plgpu.dot(place.load(of_out, place.head), state, trans_b=True)
+    made += plgpu.dot(reads, keys)
+    place.store(of_q, made, column)
+    queries = place.load(q, place.group, column)
+    of_since = jnp.sum(made * queries.astype(jnp.float32), axis=1)
 
-    # Pairs of positions: what mixes them, and what queries read of them.
-    queries, keys = (place.load(x, place.group) for x in (q, k))
-    below = place.position[:, None] > place.position[None]
-    mixed = -jnp.where(below, fades.faded, 0.0) * plgpu.dot(given, taught, trans_b=True)
-    grown = mixed * plgpu.dot(keys, keys, trans_b=True)
-    of_share += jnp.sum(grown, axis=1)
-    mixed = (fades.beta[:, None] * mixed).astype(keys.dtype)
-    read = fades.faded * plgpu.dot(asked, taught, trans_b=True)
-    moved = fades.beta[:, None] * grown + read * plgpu.dot(queries, keys, trans_b=True)
-    of_since = jnp.sum(moved, axis=1) - jnp.sum(moved, axis=0)
-    read = read.astype(keys.dtype)
-
-    state = plgpu.load(place.part(before))
-    told = plgpu.dot(asked, state, trans_b=True)
-    of_carried = jnp.sum(told * queries.astype(jnp.float32), axis=1)
-    place.store(of_q, fades.carried[:, None] * told + plgpu.dot(read, keys))
-    made = plgpu.dot(read, queries, trans_a=True)
-    made += plgpu.dot(mixed, keys) + plgpu.dot(mixed, keys, trans_a=True)
-    exact = keys.astype(jnp.float32)
-    known = -plgpu.dot(given, state, trans_b=True)
-    share = jnp.sum(known * exact, axis=1)
-    of_share += fades.carried * share
-    of_carried += fades.beta * share
-    made += (fades.beta * fades.carried)[:, None] * known
-    behind = plgpu.load(place.part(after))
-    kept = plgpu.dot(taught, behind, trans_b=True)
-    of_end = fades.to_end * jnp.sum(kept * exact, axis=1)
-    place.store(of_k, made + fades.to_end[:, None] * kept)
-
-    of_whole = fades.stays * jnp.sum(behind.astype(jnp.float32) * state.astype(jnp.float32))
-    of_since += fades.carried * of_carried - of_end
-    of_fade = jnp.sum(jnp.where(~below, of_since[None], 0.0), axis=1)
-    of_fade += of_whole + jnp.sum(of_end)
-    for ref, value in ((of_decay, of_fade), (of_beta, of_share)):
-        at = ref.at[place.row, place.position, place.head]
-        plgpu.store(at, value, mask=place.inside)
+    pairs, exact = plgpu.load(place.part(mixed)), keys.astype(jnp.float32)
+    learnt = plgpu.load(place.part(given))
+    made = -fades.carried[:, None] * plgpu.dot(learnt, state, trans_b=True)
+    made += plgpu.dot(pairs, keys)
+    of_share = jnp.sum(made * exact, axis=1)
+    made *= fades.beta[:, None]
+    made += plgpu.dot(pairs, _scale(keys, fades.beta), trans_a=True)
+    made += plgpu.dot(reads, queries, trans_a=True)
+    behind = plgpu.load(place.part(after, column))
+    kept = plgpu.dot(plgpu.load(place.part(news)), behind, trans_b=True)
+    kept *= fades.to_end[:, None]
+    of_end = jnp.sum(kept * exact, axis=1)
+    made += kept
+    place.store(of_k, made, column)
+    of_since += 2 * fades.beta * of_share - jnp.sum(made * exact, axis=1)
+    # A product's diagonal: both lie ready for one, while their own product would fill registers.
+    both = plgpu.dot(behind, state, trans_b=True)
+    of_whole = jnp.sum(jnp.where(column[:, None] == column[None], both, 0.0))
+    of_fade = of_since - jnp.cumsum(of_since) + jnp.sum(of_since + of_end)
+    of_fade += fades.stays * of_whole
+    place.store_one(of_decay, of_fade)
+    place.store_one(of_beta, of_share)
 
 
 def _rule_forward(q, k, v, decay, beta, segment_ids, state, size, interpret) -> Any:
@@ -515,6 +566,19 @@ class _Columns(NamedTuple):
             mine = (self.head >= begin) & (self.head < begin + heads)
             head = jnp.clip(self.head - begin, 0, heads - 1)
             yield ref.at[self.row, position[:, None], head, self.place[None]], mine & self.real
+
+    def load(self, refs: Any, position: Array, inside: Array) -> Array:
+        """These positions of queries, keys or values, whichever this head is of."""
+        begins = 0, self.groups, 2 * self.groups
+
+        def read(ref: Any, begin: int) -> Array:
+            at = ref.at[self.row, position[:, None], self.head - begin, self.place[None]]
+            return plgpu.load(at, mask=inside & self.real, other=0.0)
+
+        q, k, v = (functools.partial(read, *x) for x in zip(refs, begins, strict=True))
+        return jax.lax.cond(
+            self.head < self.groups, q, lambda: jax.lax.cond(self.head < 2 * self.groups, k, v)
+        )
 
 
 def _find_columns(groups: int, keys: int, width: int) -> _Columns:
@@ -577,6 +641,13 @@ def _measure(at: _Columns, keys: int, made: Array) -> tuple[Array, Array]:
     lengths = jax.lax.rsqrt(jnp.sum(made * made, axis=1) + 1e-6)[:, None]
     one = jnp.ones_like(lengths)
     return at.choose(lengths, lengths, one), at.choose(keys**-0.5 * one, one, one)
+
+
+def _measure_back(at: _Columns, keys: int, made: Array, given: Array) -> Array:
+    """The gradient of what has been made, by that of its scaled unit vectors."""
+    factor, scale = _measure(at, keys, made)
+    along = factor * factor * jnp.sum(given * made, axis=1)[:, None]
+    return (factor * scale) * given - (factor * scale * along) * made
 
 
 def make_heads(
@@ -669,14 +740,10 @@ def _sum_back(sizes, mixed, kernel, ids, of_q, of_k, of_v, of_sums, of_kernel):
         inside = (position < length)[:, None]
         inputs, weights = _read_parts(at, position, mixed, kernel, ids)
         total, made = _convolve(inputs, weights, mixed.dtype)
-        factor, scale = _measure(at, keys, made)
-        given = jnp.zeros(made.shape, jnp.float32)
-        for place, mine in at.parts((of_q, of_k, of_v), position):
-            given += plgpu.load(place, mask=inside & mine, other=0.0).astype(jnp.float32)
-        given *= scale
-        unit = made * factor
-        along = jnp.sum(given * unit, axis=1)[:, None]
-        given = factor * (given - at.choose(unit, unit, 0.0) * along)
+        given = at.load((of_q, of_k, of_v), position, inside).astype(jnp.float32)
+        given = jax.lax.cond(
+            at.head < 2 * groups, lambda: _measure_back(at, keys, made, given), lambda: given
+        )
         gate = jax.nn.sigmoid(total)
         given *= gate * (1 + total * (1 - gate))
         to = of_sums.at[at.row, position[:, None], at.column[None]]
