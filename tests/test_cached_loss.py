@@ -14,6 +14,7 @@ from kdjax.config import DIVERGENCES
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec, head_loss
 from kdjax.losses.kd import KDLoss
+from kdjax.losses.likeliest import top_k
 from kdjax.losses.positions import head_evaluation
 from kdjax.losses.topk import (
     TopTeacher,
@@ -21,7 +22,6 @@ from kdjax.losses.topk import (
     cached_head_loss,
     join_ids,
     split_ids,
-    top_k,
     top_of_teacher,
 )
 

@@ -83,8 +83,8 @@ def test_a_hint_stands_in_the_teachers_prompt_alone_and_held_exercises_in_none(
     held = [one.prompt for one in prompts.held]
     assert len(held) == 3 and len(every) + len(held) == 12
     texts = {tokenizer.decode(one.ids): tokenizer.decode(list(one.hinted)) for one in every + held}
-    asked = "<|im_start|>user\nadd 7{}<|im_end|>\n<|im_start|>assistant\n"
-    assert texts[asked.format("")] == asked.format("\n\na + 7!!!!!!!")
+    asked = "<|im_start|>user\n{}add 7<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[asked.format("")] == asked.format("a + 7!!!!!!!\n\n")
     # Whatever else is in the file, the same exercises are held out, at most half of them.
     assert not {tuple(one.ids) for one in every} & {tuple(one.ids) for one in held}
     for one in prompts.held:

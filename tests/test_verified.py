@@ -62,9 +62,15 @@ def test_a_hint_makes_a_prompt_of_each_answer_that_passed(tokenizer, tmp_path, h
     kept.write(exercises, tokenizer, answering(right), SETTINGS, hint)
     first, second = (record for _, record in read_json_lines(tmp_path / "out.jsonl"))
     told = {
-        "solution": ("This program solves it", "    return a + 0\n```\nNow give an answer"),
-        "tests": ("The answer must pass these tests", "    assert f(1) == 1\n"),
-        "error": ("This program fails", "    return None\n```\nIt ended with wrong answer: A"),
+        "solution": ("A function that solves the problem below", "    return a + 0\n```"),
+        "tests": (
+            "The answer to the problem below must pass these tests",
+            "    assert f(1) == 1\n",
+        ),
+        "error": (
+            "This program fails at the problem below",
+            "    return None\n```\nIt ended with wrong answer: A",
+        ),
     }
     begin, within = told[hint]
     assert first["hint"].startswith(f"{begin}:\n```python\n") and within in first["hint"]
@@ -77,6 +83,9 @@ def test_a_hint_makes_a_prompt_of_each_answer_that_passed(tokenizer, tmp_path, h
     assert opening.text == problems.prompt_text(exercises[0], "instruct", tokenizer)
     assert first["hint"] in opening.hinted and first["hint"] not in opening.text
     assert opening.hinted.endswith(problems.OPENING)
+    # The question comes last: what stands behind it decides how an answer ends.
+    asked = first["messages"][0]["content"]
+    assert f"{first['hint']}\n\n{asked}" in opening.hinted
     with pytest.raises(UserError, match=r"found an exercise of .*expected task_id, prompt"):
         problems.read_exercise(first["exercise"] | {"wording": "base"})
 

@@ -160,7 +160,7 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
 
     Of `messages` the conversation up to the assistant's next turn, which is opened: an answer that
     ends them is left out. A record's `opening` stands at the beginning of that turn, its `hint`
-    behind what the user said last. Of anything else its text, as it is. Raises as `documents`.
+    before what the user said last. Of anything else its text, as it is. Raises as `documents`.
     """
     for source, record in _read_records(files):
         if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
@@ -182,7 +182,10 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
 
 
 def _add_hint(messages: Sequence[Any], hint: Any) -> list[Any]:
-    """The messages with the hint behind what the user said last."""
+    """The messages with the hint before what the user said last.
+
+    Behind it a hint changes how an answer ends, more than how it solves: what is asked comes last.
+    """
     last = messages[-1] if messages and isinstance(messages[-1], Mapping) else {}
     content = last.get("content")
     if not (isinstance(hint, str) and isinstance(content, str) and last.get("role") == "user"):
@@ -190,7 +193,7 @@ def _add_hint(messages: Sequence[Any], hint: Any) -> list[Any]:
             "found a hint that no turn of the user takes; expected a text, and messages whose last "
             "turn before the answer is the user's."
         )
-    return [*messages[:-1], {**last, "content": f"{content}\n\n{hint}"}]
+    return [*messages[:-1], {**last, "content": f"{hint}\n\n{content}"}]
 
 
 def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:

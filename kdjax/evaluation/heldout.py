@@ -36,8 +36,8 @@ from kdjax.losses.divergences import (
     total_variation,
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
+from kdjax.losses.likeliest import top_k
 from kdjax.losses.positions import COMPARED_CHUNK, read_positions, share_in_common
-from kdjax.losses.topk import top_k
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.nextn import take_block

@@ -13,7 +13,7 @@ import dataclasses
 import gzip
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ REQUEST = (
     "```python\n{}\n```"
 )
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MBPP_TEST_SPLIT = range(11, 511)  # 1 to 10 are for prompts, the rest for training
 
 
@@ -164,8 +165,7 @@ def _definitions(path: Path, task: int | str, code: str) -> tuple[str, ...]:
             f"{path}: the solution of problem {task!r} is no Python ({error}). Download the file "
             "again."
         ) from error
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return tuple(node.name for node in body if isinstance(node, kinds))
+    return tuple(node.name for node in body if isinstance(node, _DEFINED))
 
 
 def choose_wording(asked: str, tokenizer: Tokenizer) -> str:
@@ -241,8 +241,7 @@ def cut(text: str, stops: tuple[str, ...]) -> str:
 
 
 # An answer's own prints and tests are not its code.
-_KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_KEPT += (ast.Assign, ast.AnnAssign, ast.Try)
+_KEPT = (ast.Import, ast.ImportFrom, *_DEFINED, ast.Assign, ast.AnnAssign, ast.Try)
 
 
 def extract_code(answer: str, *, opened: bool = True) -> str:
@@ -261,6 +260,23 @@ def extract_code(answer: str, *, opened: bool = True) -> str:
         return code
     tree.body = [node for node in tree.body if isinstance(node, _KEPT)]
     return ast.unparse(tree) if tree.body else code
+
+
+def shorten(code: str, names: Collection[str]) -> str:
+    """What these functions of a program need of it, without docstrings and comments."""
+    tree = ast.parse(code)
+    known = {node.name: node for node in tree.body if isinstance(node, _DEFINED)}
+    needed, left = set[str](), set(names)
+    while left:
+        needed |= left
+        walked = (ast.walk(known[name]) for name in left if name in known)
+        left = {node.id for nodes in walked for node in nodes if isinstance(node, ast.Name)}
+        left &= known.keys() - needed
+    tree.body = [x for x in tree.body if not isinstance(x, _DEFINED) or x.name in needed]
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 def program(problem: Problem, wording: str, answer: str) -> str:

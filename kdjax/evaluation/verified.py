@@ -20,10 +20,12 @@ from kdjax.formats.files import replacing
 from kdjax.models.tokenizer import Tokenizer
 
 HINTS = ("solution", "tests", "error")  # what a teacher can be told of an exercise
-_CODE = "\n```python\n{}\n```\n"
-_SOLUTION = f"This program solves it:{_CODE}Now give an answer of your own."
-_TESTS = f"The answer must pass these tests:{_CODE}"
-_FAILED = f"This program fails:{_CODE}It ended with {{}}\nGive an answer without its mistake."
+# What stands before the question. With docstrings or tests of its own a program would say how long
+# an answer is to be, and its reader would end answers elsewhere.
+_CODE = "\n```python\n{}\n```"
+_SOLUTION = f"A function that solves the problem below:{_CODE}"
+_TESTS = f"The answer to the problem below must pass these tests:{_CODE}"
+_FAILED = f"This program fails at the problem below:{_CODE}\nIt ended with {{}}"
 _CALLS = 4  # of the model between two savings: programs of one run while the next is written
 
 
@@ -112,7 +114,7 @@ class VerifiedAnswers:
             }
             if hint:
                 hints = {
-                    "solution": _SOLUTION.format(program.strip()),
+                    "solution": _SOLUTION.format(bench.shorten(program, exercise.names)),
                     "tests": _TESTS.format(exercise.tests.strip()),
                     "error": failed.get(exercise.task, ""),
                 }

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kdjax.config import check_share, check_weights, split_divergence
+from kdjax.config import check_count, check_share, check_weights, split_divergence
 from kdjax.errors import UserError
+from kdjax.losses.likeliest import top_k
 
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
 LogProbs = Float[AnyArray, "*B V"]
@@ -217,6 +218,38 @@ class TotalVariation(Divergence):
 
 
 @dataclasses.dataclass(frozen=True)
+class TopVariation(Divergence):
+    """Total variation from the student's `top` likeliest ids alone, renormalised, between 0 and 1.
+
+    It is the share of drafts that is rejected where they are drawn so, as llama.cpp draws them from
+    ten. Ids as likely as the last are kept; others have no gradient, so a mixture with another
+    divergence has to bring the teacher's ids among them. `UserError` unless `top` is 1, 2, ...
+    """
+
+    top: float = 10.0
+
+    def __post_init__(self):
+        check_count("top", self.top)
+
+    def _draw(self, student_log_probs: LogProbs) -> PerId:
+        """Probabilities of what is drawn; 0 of other ids."""
+        student = jnp.asarray(student_log_probs)
+        likeliest, _ = top_k(student, min(int(self.top), student.shape[-1]))
+        drawn = jnp.where(student >= likeliest[..., -1:], jnp.exp(student), 0.0)
+        return drawn / jnp.sum(drawn, axis=-1, keepdims=True)
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        drawn = self._draw(student_log_probs)
+        return 0.5 * jnp.sum(jnp.abs(jnp.exp(teacher_log_probs) - drawn), axis=-1)
+
+    def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """Total variation's slope through the softmax over what is drawn."""
+        drawn = self._draw(student_log_probs)
+        slope = 0.5 * jnp.sign(drawn - jnp.exp(teacher_log_probs))
+        return drawn * (slope - jnp.sum(drawn * slope, axis=-1, keepdims=True))
+
+
+@dataclasses.dataclass(frozen=True)
 class Mixture(Divergence):
     """A weighted sum of divergences, `Mixture(((0.7, forward_kl), (0.3, total_variation)))`.
 
@@ -287,6 +320,7 @@ _CLASSES: dict[str, type[Divergence]] = {
     "skewed_forward_kl": SkewedForwardKL,
     "skewed_reverse_kl": SkewedReverseKL,
     "total_variation": TotalVariation,
+    "top_variation": TopVariation,
 }
 
 

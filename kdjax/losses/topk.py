@@ -34,6 +34,7 @@ from kdjax.losses.chunked import (
 )
 from kdjax.losses.divergences import Divergence, acceptance, forward_kl, kl_divergence
 from kdjax.losses.kd import cross_entropy, softmax_sums
+from kdjax.losses.likeliest import top_k
 from kdjax.losses.positions import read_positions, scan_positions
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.weights import mask_padding, unembed
@@ -42,7 +43,6 @@ from kdjax.models.weights import mask_padding, unembed
 # the whole sum less that of the k ids, which is off by up to 3e-7 of the whole; to sum it alone
 # takes one more writing of all logits, 6.4 of 38.0 ms at 16,384 positions of an H200.
 _LEAST = 1e-6
-_GROUP = 16  # ids whose largest logit is compared first: sorting 151,936 numbers a position is slow
 
 
 class TopTeacher(NamedTuple):
@@ -254,24 +254,6 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
 
 
 define_gradient(cached_head_loss, _scan_head_loss)
-
-
-def top_k(logits: Float[Array, "*B V"], k: int) -> tuple[Float[Array, "*B K"], Int[Array, "*B K"]]:
-    """The k largest and their ids, as `jax.lax.top_k`: largest first, of equal ones the lower id.
-
-    The k largest lie in the k groups of the largest maxima, so only these are sorted.
-    """
-    width = logits.shape[-1]
-    if k * _GROUP >= width:
-        values, ids = jax.lax.top_k(logits, k)
-        return values, ids
-    pad = ((0, 0),) * (logits.ndim - 1) + ((0, -width % _GROUP),)
-    groups = jnp.pad(logits, pad, constant_values=-jnp.inf)
-    groups = groups.reshape(*logits.shape[:-1], -1, _GROUP)
-    which = jnp.sort(jax.lax.top_k(jnp.max(groups, axis=-1), k)[1], axis=-1)  # lower ids first
-    candidates = jnp.take_along_axis(groups, which[..., None], axis=-2)
-    values, at = jax.lax.top_k(candidates.reshape(*logits.shape[:-1], -1), k)
-    return values, jnp.take_along_axis(which, at // _GROUP, axis=-1) * _GROUP + at % _GROUP
 
 
 def top_of_teacher(
