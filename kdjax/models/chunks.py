@@ -26,10 +26,10 @@ from kdjax.models.kernels import plgpu
 # columns of queries' and keys' that a program of the last makes.
 _CHUNK_WARPS, _OUT_WARPS, _NEWS_WARPS, _MIX_WARPS, _BACK_WARPS = 4, 4, 4, 4, 4
 _BACK_COLUMNS = 64
-# Columns of a state that one program passes on, and its warps; and of one that makes outputs too.
-_STATE_COLUMNS, _STATE_WARPS = 64, 4
-_ALL_COLUMNS, _ALL_WARPS = 128, 8
-_STAGES = 2  # chunks that both have loaded at once
+# Columns of a state that one program passes on, its warps, and chunks that it has loaded at once;
+# and of one that makes outputs too.
+_STATE_COLUMNS, _STATE_WARPS, _STAGES = 64, 4, 2
+_ALL_COLUMNS, _ALL_WARPS, _ALL_STAGES = 64, 4, 1
 
 
 class _Fades(NamedTuple):
@@ -289,14 +289,16 @@ def _run_states(
 ) -> Any:
     """Runs a program a part of each state; input `place` lies where the same output will."""
     count, (states, _, width) = inputs[1].shape[0], outs[0].shape
-    columns, warps = (_ALL_COLUMNS, _ALL_WARPS) if place is None else (_STATE_COLUMNS, _STATE_WARPS)
+    columns, warps, stages = _STATE_COLUMNS, _STATE_WARPS, _STAGES
+    if place is None:
+        columns, warps, stages = _ALL_COLUMNS, _ALL_WARPS, _ALL_STAGES
     columns = min(columns, width)
     return pl.pallas_call(
         functools.partial(kernel, functools.partial(_find_part, columns, heads, size), count),
         grid=(states, width // columns),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
         input_output_aliases={} if place is None else {place: place},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=_STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
     )(*inputs)
 
