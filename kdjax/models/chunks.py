@@ -22,14 +22,12 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.models.kernels import plgpu
 
-# Warps of a program: of a chunk forward, of its outputs, of the three kernels of its gradients; and
-# columns of queries' and keys' that a program of the last makes.
+# Warps of a program: of a chunk forward, of its outputs, of the three kernels of its gradients.
 _CHUNK_WARPS, _OUT_WARPS, _NEWS_WARPS, _MIX_WARPS, _BACK_WARPS = 4, 4, 4, 4, 4
-_BACK_COLUMNS = 64
-# Columns of a state that one program passes on, and its warps; and of one that makes outputs too.
-_STATE_COLUMNS, _STATE_WARPS = 64, 4
-_ALL_COLUMNS, _ALL_WARPS = 128, 8
-_STAGES = 2  # chunks that both have loaded at once
+# Columns of a state that one program passes on, its warps, and chunks that it has loaded at once;
+# and of one that makes outputs too.
+_STATE_COLUMNS, _STATE_WARPS, _STAGES = 64, 4, 2
+_ALL_COLUMNS, _ALL_WARPS, _ALL_STAGES = 64, 4, 1
 
 
 class _Fades(NamedTuple):
@@ -55,32 +53,28 @@ class _Place(NamedTuple):
     head: Array
     group: Array
     number: Array
-    turn: Array  # among programs of this chunk
     state: Array  # among P
     position: Array  # [C], in the row
     inside: Array  # [C], whether the row is so long
 
-    def load(self, ref: Any, head: Array, columns: Any = None) -> Array:
+    def load(self, ref: Any, head: Array) -> Array:
         """The head's positions of `[B, T, heads, width]`; zeros beyond the row."""
-        columns = _count(ref.shape[3]) if columns is None else columns
-        at = ref.at[self.row, self.position[:, None], head, columns[None]]
+        at = ref.at[self.row, self.position[:, None], head, _count(ref.shape[3])[None]]
         return plgpu.load(at, mask=self.inside[:, None], other=0.0)
 
-    def store(self, ref: Any, value: Array, columns: Any = None) -> None:
+    def store(self, ref: Any, value: Array) -> None:
         """Stores the value head's, as `load` finds them."""
-        columns = _count(ref.shape[3]) if columns is None else columns
-        at = ref.at[self.row, self.position[:, None], self.head, columns[None]]
+        at = ref.at[self.row, self.position[:, None], self.head, _count(ref.shape[3])[None]]
         plgpu.store(at, value.astype(ref.dtype), mask=self.inside[:, None])
 
     def store_one(self, ref: Any, value: Array) -> None:
-        """Stores a number a position of the value head's, of `[turns, B, T, H]`."""
-        at = ref.at[self.turn, self.row, self.position, self.head]
-        plgpu.store(at, value, mask=self.inside)
+        """Stores a number a position of the value head's, of `[B, T, H]`."""
+        plgpu.store(ref.at[self.row, self.position, self.head], value, mask=self.inside)
 
-    def part(self, ref: Any, rows: Any = None) -> Any:
-        """The chunk's matrix of `[N, P, rows, columns]`, or some rows of it."""
-        rows = _count(ref.shape[2]) if rows is None else rows
-        return ref.at[self.number, self.state, rows[:, None], _count(ref.shape[3])[None]]
+    def part(self, ref: Any) -> Any:
+        """The chunk's matrix of `[N, P, rows, columns]`."""
+        rows, columns = (_count(count) for count in ref.shape[2:])
+        return ref.at[self.number, self.state, rows[:, None], columns[None]]
 
     def below(self) -> Array:
         """Whether a row's position is after a column's."""
@@ -91,12 +85,11 @@ def _count(size: int) -> Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
-def _find_place(size: int, length: int, groups: int, turns: int) -> _Place:
+def _find_place(size: int, length: int, groups: int) -> _Place:
     row, number, head = (pl.program_id(i) for i in range(3))
-    row, turn = row // turns, row % turns
     position = number * size + _count(size)
     state = row * pl.num_programs(2) + head
-    return _Place(row, head, head % groups, number, turn, state, position, position < length)
+    return _Place(row, head, head % groups, number, state, position, position < length)
 
 
 def _read_fades(place: _Place, decay: Any, beta: Any, ids: Any) -> _Fades:
@@ -165,13 +158,12 @@ def _run(
     outs: Any,
     warps: int,
     *inputs: Any,
-    turns: int = 1,
 ) -> Any:
-    """Runs `turns` programs a chunk of each head of values `[B, T, H, V]` of this shape."""
+    """Runs a program a chunk of each head of values `[B, T, H, V]` of this shape."""
     (size, _), (rows, length, heads, _) = sizes, shape
     return pl.pallas_call(
-        functools.partial(kernel, functools.partial(_find_place, size, length, groups, turns)),
-        grid=(rows * turns, pl.cdiv(length, size), heads),
+        functools.partial(kernel, functools.partial(_find_place, size, length, groups)),
+        grid=(rows, pl.cdiv(length, size), heads),
         out_shape=tuple(jax.ShapeDtypeStruct(*out) for out in outs),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=sizes[1],
@@ -289,14 +281,16 @@ def _run_states(
 ) -> Any:
     """Runs a program a part of each state; input `place` lies where the same output will."""
     count, (states, _, width) = inputs[1].shape[0], outs[0].shape
-    columns, warps = (_ALL_COLUMNS, _ALL_WARPS) if place is None else (_STATE_COLUMNS, _STATE_WARPS)
+    columns, warps, stages = _STATE_COLUMNS, _STATE_WARPS, _STAGES
+    if place is None:
+        columns, warps, stages = _ALL_COLUMNS, _ALL_WARPS, _ALL_STAGES
     columns = min(columns, width)
     return pl.pallas_call(
         functools.partial(kernel, functools.partial(_find_part, columns, heads, size), count),
         grid=(states, width // columns),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
         input_output_aliases={} if place is None else {place: place},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=_STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
     )(*inputs)
 
@@ -432,23 +426,22 @@ def _go_back(size: int, interpret: bool, residuals: Any, gradients: Any) -> Any:
     inputs = last, *taught, rule.beta, rule.k, of_news, of_before
     outs = last, before, news
     first, after, given = _run_states(_pass_gradients, shape[2], size, inputs, outs, interpret, 0)
-    pairs, of_one = ((*news.shape[:2], size, size), dtype), ((1, *shape[:3]), jnp.float32)
+    pairs, of_one = ((*news.shape[:2], size, size), dtype), (shape[:3], jnp.float32)
     outs, inputs = [(shape, dtype), of_one, pairs, pairs], (rule.v, *rule[3:], news, given, of_out)
     of_v, of_beta, *pairs = _run(_mix_back, chunk, shape, groups, outs, _MIX_WARPS, *inputs)
-    turns, of_key = pl.cdiv(keys, _BACK_COLUMNS), ((*shape[:3], keys), dtype)
-    outs = [of_key, of_key, *[((turns, *shape[:3]), jnp.float32)] * 2]
+    of_key = (*shape[:3], keys), dtype
+    outs = of_key, of_key, of_one, of_one
     inputs = rule.q, rule.k, *rule[3:], before, after, news, given, *pairs, of_out
     of_q, of_k, of_decay, of_share = _run(
-        _teach_back, chunk, shape, groups, outs, _BACK_WARPS, *inputs, turns=turns
+        _teach_back, chunk, shape, groups, outs, _BACK_WARPS, *inputs
     )
-    of_decay, of_beta = jnp.sum(of_decay, axis=0), of_beta[0] + jnp.sum(of_share, axis=0)
     if shape[2] > groups:  # of all value heads that read a key head
         split = *shape[:2], -1, groups, keys
         of_q, of_k = (
             jnp.sum(x.reshape(split).astype(jnp.float32), axis=2).astype(dtype)
             for x in (of_q, of_k)
         )
-    return of_q, of_k, of_v, of_decay, of_beta, None, first.reshape(of_last.shape)
+    return of_q, of_k, of_v, of_decay, of_beta + of_share, None, first.reshape(of_last.shape)
 
 
 def _ask_back(find, q, k, decay, beta, ids, of_out, of_news, of_before):
@@ -482,7 +475,7 @@ def _mix_back(find, v, decay, beta, ids, news, given, of_out, of_v, of_beta, rea
 def _teach_back(
     find, q, k, decay, beta, ids, before, after, news, given, read, mixed, of_out, *outs
 ):
-    """Gradients of some columns of queries and keys, and what these add to decay's and beta's.
+    """Gradients of queries and keys, and what these add to decay's and beta's.
 
     (I + M) news = w - u S, with w = beta v, u = beta carried k. Where y is (I + M)^-T times the
     gradient of news (`given`), that of w is y, that of u is -y S^T, that of M is -y news^T. Each
@@ -492,15 +485,13 @@ def _teach_back(
     of_q, of_k, of_decay, of_beta = outs
     place = find()
     fades = _read_fades(place, decay, beta, ids)
-    columns = min(_BACK_COLUMNS, k.shape[3])
-    column = place.turn * columns + _count(columns)
-    state = plgpu.load(place.part(before, column))
-    keys = place.load(k, place.group, column)
+    state = plgpu.load(place.part(before))
+    keys = place.load(k, place.group)
     reads = plgpu.load(place.part(read))
     made = fades.carried[:, None] * plgpu.dot(place.load(of_out, place.head), state, trans_b=True)
     made += plgpu.dot(reads, keys)
-    place.store(of_q, made, column)
-    queries = place.load(q, place.group, column)
+    place.store(of_q, made)
+    queries = place.load(q, place.group)
     of_since = jnp.sum(made * queries.astype(jnp.float32), axis=1)
 
     pairs, exact = plgpu.load(place.part(mixed)), keys.astype(jnp.float32)
@@ -511,15 +502,16 @@ def _teach_back(
     made *= fades.beta[:, None]
     made += plgpu.dot(pairs, _scale(keys, fades.beta), trans_a=True)
     made += plgpu.dot(reads, queries, trans_a=True)
-    behind = plgpu.load(place.part(after, column))
+    behind = plgpu.load(place.part(after))
     kept = plgpu.dot(plgpu.load(place.part(news)), behind, trans_b=True)
     kept *= fades.to_end[:, None]
     of_end = jnp.sum(kept * exact, axis=1)
     made += kept
-    place.store(of_k, made, column)
+    place.store(of_k, made)
     of_since += 2 * fades.beta * of_share - jnp.sum(made * exact, axis=1)
     # A product's diagonal: both lie ready for one, while their own product would fill registers.
     both = plgpu.dot(behind, state, trans_b=True)
+    column = _count(k.shape[3])
     of_whole = jnp.sum(jnp.where(column[:, None] == column[None], both, 0.0))
     of_fade = of_since - jnp.cumsum(of_since) + jnp.sum(of_since + of_end)
     of_fade += fades.stays * of_whole
