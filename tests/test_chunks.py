@@ -164,7 +164,7 @@ def test_a_row_goes_on_in_kernels_as_defined(stacked, monkeypatch):
 
 
 def test_inverses_keep_more_than_half_precision():
-    """Of keys that are alike, where errors grow: exact to float32's sums of halves."""
+    """Keys that are alike, where errors grow: exact to float32's sums of halves."""
     shares = np.random.default_rng(0).uniform(0.2, 1, (64, 64)).astype(np.float32)
     lower: Any = np.tril(shares, -1)
     found = np.asarray(jax.jit(lambda x: chunks.invert_blocks(x, chunks._times))(lower))

@@ -263,7 +263,7 @@ def extract_code(answer: str, *, opened: bool = True) -> str:
 
 
 def shorten(code: str, names: Collection[str]) -> str:
-    """What these functions of a program need of it, without docstrings and comments."""
+    """The parts of a program that these functions need, without docstrings and comments."""
     tree = ast.parse(code)
     known = {node.name: node for node in tree.body if isinstance(node, _DEFINED)}
     needed, left = set[str](), set(names)

@@ -25,9 +25,8 @@ from kdjax.models.kernels import plgpu
 # Warps of a program: of a chunk forward, of its outputs, of the three kernels of its gradients.
 _CHUNK_WARPS, _OUT_WARPS, _NEWS_WARPS, _MIX_WARPS, _BACK_WARPS = 4, 4, 4, 4, 4
 # Columns of a state that one program passes on, its warps, and chunks that it has loaded at once;
-# and of one that makes outputs too.
-_STATE_COLUMNS, _STATE_WARPS, _STAGES = 64, 4, 2
-_ALL_COLUMNS, _ALL_WARPS, _ALL_STAGES = 64, 4, 1
+# of one that makes outputs too.
+_STATE_COLUMNS, _STATE_WARPS, _STAGES, _ALL_STAGES = 64, 4, 2, 1
 
 
 class _Fades(NamedTuple):
@@ -281,16 +280,13 @@ def _run_states(
 ) -> Any:
     """Runs a program a part of each state; input `place` lies where the same output will."""
     count, (states, _, width) = inputs[1].shape[0], outs[0].shape
-    columns, warps, stages = _STATE_COLUMNS, _STATE_WARPS, _STAGES
-    if place is None:
-        columns, warps, stages = _ALL_COLUMNS, _ALL_WARPS, _ALL_STAGES
-    columns = min(columns, width)
+    columns, stages = min(_STATE_COLUMNS, width), _ALL_STAGES if place is None else _STAGES
     return pl.pallas_call(
         functools.partial(kernel, functools.partial(_find_part, columns, heads, size), count),
         grid=(states, width // columns),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
         input_output_aliases={} if place is None else {place: place},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=_STATE_WARPS, num_stages=stages),
         interpret=interpret,
     )(*inputs)
 
