@@ -273,11 +273,12 @@ class Table:
             whole = student.replace(params=params, spec=checkpoint.spec, checkpoint=checkpoint)
             kdjax.export_gguf(whole, path.with_name("student.gguf"), dtype="bf16", overwrite=True)
         student = student.replace(params=cast_params(student, params))
-        ((_, development),) = evaluate.solve(self._development, student, checkpoint)
-        solved = {"development": development}
-        solved |= evaluate.solve(self._benchmarks, student, checkpoint)
-        with replacing(path) as file:
-            file.write(json.dumps({"target": str(path.parent), **solved}).encode())
+        solved: dict[str, dict[str, Any]] = {}
+        for request in (self._development, self._benchmarks):
+            for name, figures in evaluate.solve(request, student, checkpoint):
+                solved["development" if request is self._development else name] = figures
+                with replacing(path) as file:  # at once: a kill leaves what was judged
+                    file.write(json.dumps({"target": str(path.parent), **solved}).encode())
         return {name: {key: of[key] for key in _SOLVED} for name, of in solved.items()}
 
 
