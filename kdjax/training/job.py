@@ -31,7 +31,7 @@ from kdjax.config import (
 )
 from kdjax.data import pipeline
 from kdjax.data.pipeline import Source, TextSource
-from kdjax.data.rows import RowSet
+from kdjax.data.rows import Rows, RowSet
 from kdjax.data.teacher_cache import (
     SeveralCaches,
     TeacherCache,
@@ -194,15 +194,18 @@ class Job:
             params = jax.jit(draw, out_shardings=shardings.params)()
         return self.step.init(params, donate=True)
 
-    def eval_batches(self) -> Iterator[dict[str, Any]]:
-        """Held-out batches on the devices, in a fixed order."""
+    def eval_batches(self, rows: Rows | None = None) -> Iterator[dict[str, Any]]:
+        """Batches of held-out or of other rows on the devices, in a fixed order.
+
+        A cached teacher knows the held-out ones alone.
+        """
         batches = pipeline.eval_batches(
-            self.rows.heldout,
+            self.rows.heldout if rows is None else rows,
             batch_size=self.config.eval.batch_size,
             limit=self.config.eval.rows or None,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
-            more=self.cache and self.cache.heldout,
+            more=self.cache and self.cache.heldout if rows is None else None,
         )
         return (self.step.put(batch) for batch in batches)
 

@@ -39,7 +39,6 @@ from kdjax.commands.parsing import (
     started,
 )
 from kdjax.config import SELF, Config, has_hints, list_phases, set_fields, validate
-from kdjax.data import pipeline
 from kdjax.data.rows import Rows
 from kdjax.data.text import find_files
 from kdjax.device.cluster import SharedFlag
@@ -244,17 +243,15 @@ class Table:
             params, figures = notes.params, figures | notes.tell()
         else:
             params = job.step.see(job.make_state())
-            figures["heldout"] = _shorten(self.read(job, params, job.rows.heldout))
+            figures["heldout"] = _shorten(self.read(job, params))
         trained = time.monotonic()
         figures |= {"training_wall": trained - begun, "beside": self.read_beside(job, params)}
         figures |= self.judge(job, params, folder / "judged.json")
         return figures | {"judging_wall": time.monotonic() - trained}
 
-    def read(self, job: Job, params: Params, rows: Rows) -> Mapping[str, float]:
-        """Figures of these rows, as of held-out ones."""
-        sizes = {"batch_size": job.config.eval.batch_size, "limit": job.config.eval.rows or None}
-        batches = map(job.step.put, pipeline.eval_batches(rows, **sizes))
-        held = batches, job.step.spec.head.loss
+    def read(self, job: Job, params: Params, rows: Rows | None = None) -> Mapping[str, float]:
+        """Figures of held-out rows, or of others as of them."""
+        held = job.eval_batches(rows), job.step.spec.head.loss
         return held_out(job.step.sum_evaluation, params, job.teacher_params, *held)
 
     def read_beside(self, job: Job, params: Params) -> dict[str, float]:
