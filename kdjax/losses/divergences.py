@@ -218,7 +218,7 @@ class TotalVariation(Divergence):
 
 
 @dataclasses.dataclass(frozen=True)
-class TopVariation(Divergence):
+class TopVariation(TotalVariation):
     """Total variation from the student's `top` likeliest ids alone, renormalised, between 0 and 1.
 
     It is the share of drafts that is rejected where they are drawn so, as llama.cpp draws them from
@@ -227,26 +227,23 @@ class TopVariation(Divergence):
     """
 
     top: float = 10.0
+    merges_tail: ClassVar[bool] = False
 
     def __post_init__(self):
         check_count("top", self.top)
 
     def _draw(self, student_log_probs: LogProbs) -> PerId:
-        """Probabilities of what is drawn; 0 of other ids."""
+        """Log-probabilities of what is drawn; minus infinity of other ids."""
         student = jnp.asarray(student_log_probs)
         likeliest, _ = top_k(student, min(int(self.top), student.shape[-1]))
-        drawn = jnp.where(student >= likeliest[..., -1:], jnp.exp(student), 0.0)
-        return drawn / jnp.sum(drawn, axis=-1, keepdims=True)
+        return log_softmax(jnp.where(student >= likeliest[..., -1:], student, -jnp.inf), 1.0)
 
     def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
-        drawn = self._draw(student_log_probs)
-        return 0.5 * jnp.sum(jnp.abs(jnp.exp(teacher_log_probs) - drawn), axis=-1)
+        return super().__call__(teacher_log_probs, self._draw(student_log_probs))
 
     def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
-        """Total variation's slope through the softmax over what is drawn."""
-        drawn = self._draw(student_log_probs)
-        slope = 0.5 * jnp.sign(drawn - jnp.exp(teacher_log_probs))
-        return drawn * (slope - jnp.sum(drawn * slope, axis=-1, keepdims=True))
+        """Total variation's, through the softmax over what is drawn."""
+        return super().logit_gradient(teacher_log_probs, self._draw(student_log_probs))
 
 
 @dataclasses.dataclass(frozen=True)
