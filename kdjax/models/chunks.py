@@ -22,11 +22,10 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.models.kernels import plgpu
 
-# Warps of a program: of a chunk forward, of its outputs, of the three kernels of its gradients.
-_CHUNK_WARPS, _OUT_WARPS, _NEWS_WARPS, _MIX_WARPS, _BACK_WARPS = 4, 4, 4, 4, 4
-# Columns of a state that one program passes on, its warps, and chunks that it has loaded at once;
-# of one that makes outputs too.
-_STATE_COLUMNS, _STATE_WARPS, _STAGES, _ALL_STAGES = 64, 4, 2, 1
+_WARPS = 4  # of a program
+# Columns of a state that one program passes on, and chunks that it has loaded at once; of one that
+# makes outputs too.
+_STATE_COLUMNS, _STAGES, _ALL_STAGES = 64, 2, 1
 
 
 class _Fades(NamedTuple):
@@ -155,7 +154,6 @@ def _run(
     shape: Any,
     groups: int,
     outs: Any,
-    warps: int,
     *inputs: Any,
 ) -> Any:
     """Runs a program a chunk of each head of values `[B, T, H, V]` of this shape."""
@@ -164,7 +162,7 @@ def _run(
         functools.partial(kernel, functools.partial(_find_place, size, length, groups)),
         grid=(rows, pl.cdiv(length, size), heads),
         out_shape=tuple(jax.ShapeDtypeStruct(*out) for out in outs),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=sizes[1],
     )(*inputs)
 
@@ -208,9 +206,7 @@ def _go_forward(rule: _Rule, state: Array, size: int, interpret: bool, *, keep: 
     outs = [((*lead, size, size), dtype), (lead, jnp.float32), *[((*lead, size), jnp.float32)] * 2]
     outs += [] if keep else outs[:1]
     inputs = rule.q, rule.k, *rule[3:]
-    inverse, stays, carried, to_end, *reads = _run(
-        _teach, chunk, shape, groups, outs, _CHUNK_WARPS, *inputs
-    )
+    inverse, stays, carried, to_end, *reads = _run(_teach, chunk, shape, groups, outs, *inputs)
     taught = inverse, carried, to_end, stays, rule.beta
     first = state.reshape(-1, *state.shape[2:])
     if keep:
@@ -220,7 +216,7 @@ def _go_forward(rule: _Rule, state: Array, size: int, interpret: bool, *, keep: 
         last, before, news = _run_states(_pass_states, heads, size, given, outs, interpret, 0)
         kept = taught[:4], before, news
         inputs, outs = (*inputs, before, news), [(shape, dtype)]
-        (out,) = _run(_say, chunk, shape, groups, outs, _OUT_WARPS, *inputs)
+        (out,) = _run(_say, chunk, shape, groups, outs, *inputs)
     else:
         given, outs = (first, *taught, rule.k, rule.v, rule.q, *reads), (first, rule.v)
         last, out = _run_states(_pass_and_say, heads, size, given, outs, interpret)
@@ -286,7 +282,7 @@ def _run_states(
         grid=(states, width // columns),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
         input_output_aliases={} if place is None else {place: place},
-        compiler_params=plgpu.CompilerParams(num_warps=_STATE_WARPS, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=stages),
         interpret=interpret,
     )(*inputs)
 
@@ -417,20 +413,18 @@ def _go_back(size: int, interpret: bool, residuals: Any, gradients: Any) -> Any:
     chunk = size, interpret
     outs = [(x.shape, dtype) for x in (news, before)]
     inputs = rule.q, rule.k, *rule[3:], of_out
-    of_news, of_before = _run(_ask_back, chunk, shape, groups, outs, _NEWS_WARPS, *inputs)
+    of_news, of_before = _run(_ask_back, chunk, shape, groups, outs, *inputs)
     last = of_last.reshape(-1, keys, shape[3])
     inputs = last, *taught, rule.beta, rule.k, of_news, of_before
     outs = last, before, news
     first, after, given = _run_states(_pass_gradients, shape[2], size, inputs, outs, interpret, 0)
     pairs, of_one = ((*news.shape[:2], size, size), dtype), (shape[:3], jnp.float32)
     outs, inputs = [(shape, dtype), of_one, pairs, pairs], (rule.v, *rule[3:], news, given, of_out)
-    of_v, of_beta, *pairs = _run(_mix_back, chunk, shape, groups, outs, _MIX_WARPS, *inputs)
+    of_v, of_beta, *pairs = _run(_mix_back, chunk, shape, groups, outs, *inputs)
     of_key = (*shape[:3], keys), dtype
     outs = of_key, of_key, of_one, of_one
     inputs = rule.q, rule.k, *rule[3:], before, after, news, given, *pairs, of_out
-    of_q, of_k, of_decay, of_share = _run(
-        _teach_back, chunk, shape, groups, outs, _BACK_WARPS, *inputs
-    )
+    of_q, of_k, of_decay, of_share = _run(_teach_back, chunk, shape, groups, outs, *inputs)
     if shape[2] > groups:  # of all value heads that read a key head
         split = *shape[:2], -1, groups, keys
         of_q, of_k = (
@@ -524,9 +518,8 @@ def _rule_forward(q, k, v, decay, beta, segment_ids, state, size, interpret) -> 
 apply_delta_rule.defvjp(_rule_forward, _go_back)
 
 
-# Positions and warps of a program that makes heads; positions that one going back adds up, as many
-# at a time.
-_HEAD_ROWS, _HEAD_WARPS = 32, 4
+# Positions of a program that makes heads; those that one going back adds up, as many at a time.
+_HEAD_ROWS = 32
 _BACK_SPAN, _BACK_ROWS = 256, 8
 
 
@@ -668,7 +661,7 @@ def _run_heads(mixed, kernel, segment_ids, sizes, interpret, *before) -> Any:
         out_shape=tuple(
             jax.ShapeDtypeStruct((rows, length, *shape), mixed.dtype) for shape in shapes
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=_HEAD_WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
     )(mixed, kernel, segment_ids, *before)
 
@@ -705,7 +698,7 @@ def _heads_backward(sizes: Any, interpret: bool, residuals: Any, gradients: Any)
             functools.partial(body, sizes),
             grid=(rows, tiles, 2 * groups + heads),
             out_shape=outs,
-            compiler_params=plgpu.CompilerParams(num_warps=_HEAD_WARPS, num_stages=1),
+            compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
             interpret=interpret,
         )(*inputs)
 
