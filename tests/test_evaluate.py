@@ -429,6 +429,22 @@ def test_programs_run_while_the_next_answers_are_written(pair, tmp_path, monkeyp
     assert got["reasons"] == {"passed": 2}
 
 
+def test_slow_programs_do_not_hold_up_the_next_benchmark(pair, tmp_path, monkeypatch):
+    """Of the first benchmark they run until the second's answers are there; both keep theirs."""
+    tokenizer, asked_again = load_tokenizer(pair / "student.gguf"), threading.Event()
+    asked = problems.load_humaneval(humaneval(tmp_path, 2))
+
+    def run(*_, **__):
+        passed = asked_again.wait(20)
+        return sandbox.Outcome(sandbox.PASSED if passed else sandbox.TIMED_OUT, "")
+
+    monkeypatch.setattr(passk.sandbox, "run", run)
+    writers = answering(lambda *_: ""), answering(lambda *_: asked_again.set() or "")
+    benchmarks = [passk.Benchmark(asked, writer, passk.Settings()) for writer in writers]
+    got = list(passk.run_benchmarks(benchmarks, tokenizer))
+    assert [one["reasons"] for one in got] == [{"passed": 2}] * 2
+
+
 def test_base_answers_end_at_stop_strings(tmp_path):
     problem = problems.load_humaneval(humaneval(tmp_path))[1]
     answer = "    return a + 1\n\ndef add1(a):\n    return 0\n"
@@ -577,20 +593,22 @@ def test_what_was_finished_before_a_stop_is_kept_and_told(
     """Beside the file that a kill would leave, whatever stops the second of three parts."""
     left = ["mbpp", "held_out"]
 
-    def run(benchmark, tokenizer, generate, settings):
-        if not benchmark[0].task.startswith("HumanEval"):
+    def ask(problems, tokenizer, generate, settings):
+        if problems[0].task == "MBPP/12":  # one call is written by then
             killed = json.loads((tmp_path / "out.json").read_text())
             assert (killed["unfinished"], killed["status"]) == (left, None)
             assert killed["humaneval"]["pass_at_k"] == {"1": 1.0} and "mbpp" not in killed
             raise error
-        samples = [passk.Sample(one.task, sandbox.PASSED, "", "stop", "") for one in benchmark]
-        return passk.summarise(benchmark, samples, settings)
+        return [(one, said("")) for one in problems]
 
-    monkeypatch.setattr(evaluate.passk, "run_benchmark", run)
+    passed = sandbox.Outcome(sandbox.PASSED, "")
+    monkeypatch.setattr(evaluate.passk, "_ask", ask)
+    monkeypatch.setattr(evaluate.passk.sandbox, "run", lambda *_, **__: passed)
     monkeypatch.setattr(evaluate.examine, "of_logits", lambda _: ([], {"ce": 9, "vocabulary": 9}))
     monkeypatch.setattr(evaluate.examine, "of_answers", lambda _: ([], []))
     asked = f"--humaneval={humaneval(tmp_path)}", f"--mbpp={mbpp(tmp_path)}", f"--data={pair}/text"
-    ended, document, printed = command(f"{pair}/student.gguf", *asked, "--seq-len=32")
+    few = ("--seq-len=32", "--batch-size=1")
+    ended, document, printed = command(f"{pair}/student.gguf", *asked, *few)
     assert (ended, document["status"], document["unfinished"]) == (status, status, left)
     assert document["humaneval"]["pass_at_k"] == {"1": 1.0} and document["sandbox"]
     assert "humaneval: pass@1 1.0000" in printed.out

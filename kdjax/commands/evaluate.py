@@ -456,12 +456,16 @@ def solve(
     The model's ids and positions are those of the checkpoint.
     """
     tokenizer = checkpoint.tokenizer
-    for name, (benchmark, way) in request.asked.items():
-        wording = problems.choose_wording(way.wording, tokenizer)
-        settings = _settings(request, way, wording, checkpoint)
-        _say(f"{name}: {len(benchmark)} problems, {settings.samples} answers to each")
-        generate = passk.answer_with(model, tokenizer, way.sampling, settings)
-        yield name, passk.run_benchmark(benchmark, tokenizer, generate, settings)
+
+    def benchmarks() -> Iterator[passk.Benchmark]:
+        for name, (benchmark, way) in request.asked.items():
+            wording = problems.choose_wording(way.wording, tokenizer)
+            settings = _settings(request, way, wording, checkpoint)
+            _say(f"{name}: {len(benchmark)} problems, {settings.samples} answers to each")
+            generate = passk.answer_with(model, tokenizer, way.sampling, settings)
+            yield passk.Benchmark(benchmark, generate, settings)
+
+    yield from zip(request.asked, passk.run_benchmarks(benchmarks(), tokenizer), strict=False)
 
 
 def _settings(

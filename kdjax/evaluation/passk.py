@@ -8,9 +8,10 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from kdjax.device import cluster
@@ -153,6 +154,14 @@ def _say(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 
+class Benchmark(NamedTuple):
+    """Problems of one kind, who answers them, and how they are run."""
+
+    problems: Sequence[Problem]
+    generate: Generate
+    settings: Settings
+
+
 def run_benchmark(
     problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate, settings: Settings
 ) -> dict[str, Any]:
@@ -163,22 +172,68 @@ def run_benchmark(
     sandbox could not run, are failures of their problems and are counted beside. Several processes
     share the calls of `generate`, and the programs.
     """
-    # All samples of a problem go into one call: a row's place in it decides what is drawn.
-    together = max(1, settings.batch_size // settings.samples)
-    calls = [problems[i : i + together] for i in range(0, len(problems), together)]
-    ran: list[list[concurrent.futures.Future[Sample]]] = []
+    [figures] = run_benchmarks([Benchmark(problems, generate, settings)], tokenizer)
+    return figures
+
+
+def run_benchmarks(
+    benchmarks: Iterable[Benchmark], tokenizer: Tokenizer
+) -> Iterator[dict[str, Any]]:
+    """Yields the figures of each, in order, once the first answers to the next are written.
+
+    So no device waits for the slowest programs. An error of any kind while those are written comes
+    behind the figures.
+    """
+    before: _Running | None = None
     with concurrent.futures.ThreadPoolExecutor(cluster.cores()) as pool:
         try:
-            for call in cluster.share(calls):  # programs run while the device writes on
-                asked = _ask(call, tokenizer, generate, settings)
-                ran.append([pool.submit(_run, one, settings) for one in asked])
-        except BaseException:  # a user who stops it: those that wait are not begun
+            for benchmark in benchmarks:
+                running = _Running(benchmark, tokenizer)
+                try:
+                    running.begin(pool, first=True)
+                except BaseException:
+                    if before is not None and jax.process_count() == 1:  # others go on
+                        yield before.finish()
+                    raise
+                if before is not None:
+                    yield before.finish()
+                running.begin(pool)
+                before = running
+            if before is not None:
+                yield before.finish()
+        except BaseException:  # programs that wait are not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    mine = [[dataclasses.asdict(one.result()) for one in call] for call in ran]
-    by_call = cluster.collect(f"samples of {problems[0].task}", mine)
-    samples = [Sample(**fields) for fields in itertools.chain(*by_call)]
-    return summarise(problems, samples, settings)
+
+
+class _Running:
+    """A benchmark that is answered and whose programs run."""
+
+    def __init__(self, benchmark: Benchmark, tokenizer: Tokenizer) -> None:
+        self._benchmark, self._tokenizer = benchmark, tokenizer
+        problems, _, settings = benchmark
+        # All samples of a problem go into one call: a row's place in it decides what is drawn.
+        together = max(1, settings.batch_size // settings.samples)
+        calls = [problems[i : i + together] for i in range(0, len(problems), together)]
+        self._left = list(cluster.share(calls))
+        self._ran: list[list[concurrent.futures.Future[Sample]]] = []
+
+    def begin(self, pool: concurrent.futures.Executor, *, first: bool = False) -> None:
+        """Has answers to all calls written, or to the first; their programs run from then on."""
+        _, generate, settings = self._benchmark
+        count = 1 if first else len(self._left)
+        calls, self._left = self._left[:count], self._left[count:]
+        for call in calls:
+            asked = _ask(call, self._tokenizer, generate, settings)
+            self._ran.append([pool.submit(_run, one, settings) for one in asked])
+
+    def finish(self) -> dict[str, Any]:
+        """The figures, once all programs have ended."""
+        problems, _, settings = self._benchmark
+        mine = [[dataclasses.asdict(one.result()) for one in call] for call in self._ran]
+        by_call = cluster.collect(f"samples of {problems[0].task}", mine)
+        samples = [Sample(**fields) for fields in itertools.chain(*by_call)]
+        return summarise(problems, samples, settings)
 
 
 def summarise(

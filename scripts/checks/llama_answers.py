@@ -180,8 +180,8 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
     served = contextlib.nullcontext(args.server) if args.server else serve(args.model, **sizes)
     with served as address:
         writer = Writer(address, args)
-        for name, benchmark in asked.items():
-            document[name] = passk.run_benchmark(benchmark, tokenizer, writer.answer, settings)
+        benchmarks = [passk.Benchmark(of, writer.answer, settings) for of in asked.values()]
+        document |= zip(asked, passk.run_benchmarks(benchmarks, tokenizer), strict=True)
     return document
 
 

@@ -47,7 +47,6 @@ from kdjax.evaluation.gap import GAP, check_gap
 from kdjax.formats.files import replacing
 from kdjax.hub import fetch_files
 from kdjax.models.decoder import Params
-from kdjax.models.model import cast_params
 from kdjax.training.heldout import held_out
 from kdjax.training.hooks import Hook, StepRecord
 from kdjax.training.job import Job, assemble, open_writer
@@ -269,7 +268,8 @@ class Table:
         if self._args.files:
             whole = student.replace(params=params, spec=checkpoint.spec, checkpoint=checkpoint)
             kdjax.export_gguf(whole, path.with_name("student.gguf"), dtype="bf16", overwrite=True)
-        student = student.replace(params=cast_params(student, params))
+        # Adapters are judged merged, as they ship.
+        student = kdjax.merge_lora(student.replace(params=params), job.config.train.compute_dtype)
         solved: dict[str, dict[str, Any]] = {}
         for request in (self._development, self._benchmarks):
             for name, figures in evaluate.solve(request, student, checkpoint):
