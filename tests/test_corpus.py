@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from kdjax.demo import STUDENT
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.models.decoding import Completion
+from kdjax.models.tokenizer import load_tokenizer
 from scripts.corpus import answers
 from scripts.corpus import wheels as wheels_script
 from scripts.corpus.conversations import conversations, free_names, functions, sentence
@@ -440,6 +442,18 @@ def asked(length):
     return answers.Question([], [1] * length, True)
 
 
+def test_a_prompt_is_gone_on_from_whole_and_of_a_text_the_beginning(tmp_path):
+    """Both are answered as records whose completion alone a run trains on."""
+    tokenizer = load_tokenizer(STUDENT)
+    given = "def add(a, b):\n    return a + b\n"
+    lines = [{"prompt": given, "completion": "# no"}, {"text": given}]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    whole, begun = answers.read(tmp_path / "q.jsonl", tokenizer)
+    assert (whole.text, tokenizer.decode(whole.ids)) == (given, given)
+    assert given.startswith(begun.text) and 0 < len(begun.ids) == len(whole.ids) // 2
+    assert begun.answered("x") == {"prompt": begun.text, "completion": "x"}
+
+
 def test_batches_hold_prompts_of_like_length_and_lose_none():
     lengths = [(i * 37) % 500 + 1 for i in range(300)]
     got = list(answers.batches([asked(n) for n in lengths], 16, seed=1))
@@ -520,4 +534,4 @@ def test_the_answers(models, tmp_path, monkeypatch, capsys):
     both = {tuple(row): row for row in rows_of(tmp_path / "a.jsonl")}
     assert [turn["role"] for turn in both[("messages",)]["messages"]] == ["user", "assistant"]
     # Half of the tokens are the prompt.
-    assert both[("text",)]["text"].startswith("def f(x):") and len(both) == 2
+    assert both[("prompt", "completion")]["prompt"].startswith("def f(x):") and len(both) == 2

@@ -602,6 +602,22 @@ def test_only_the_assistant_carries_loss(tokenizer, tmp_path):
     assert document.source == f"{path}:1" and not document.open
 
 
+def test_of_a_prompt_and_its_completion_the_completion_carries_loss(tokenizer, tmp_path):
+    """Marks in it are text; the end of the document is trained, as of any text."""
+    record = {"prompt": "def f(x):\n", "completion": "    return '<|im_end|>'\n"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    pq.write_table(pa.table({k: [v] for k, v in record.items()}), tmp_path / "b.parquet")
+    both = list(text.documents(text.find_files(str(tmp_path)), tokenizer))
+    for _, ids, mask in rows.tokenize_documents(both, tokenizer, tokenizer.end_of_text_id):
+        trained = mask.astype(bool)
+        assert tokenizer.decode(ids[~trained].tolist()) == record["prompt"]
+        assert tokenizer.decode(ids[trained][:-1].tolist()) == record["completion"]
+        assert ids[-1] == tokenizer.end_of_text_id and tokenizer.eos_id not in ids[:-1]
+    assert [d.source[len(str(tmp_path)) :] for d in both] == ["/a.jsonl:1", "/b.parquet:1"]
+    held = heldout.read_text(str(tmp_path), tokenizer, rows=4, seq_len=64)
+    assert held.rows.mask.sum() == 2 * trained.sum()
+
+
 def test_json_lines_and_parquet(tokenizer, tmp_path):
     separator = "a\u2028b"  # a line separator inside a string is not a line end
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': separator}, ensure_ascii=False)}\n\n")
@@ -625,6 +641,7 @@ def test_parquet_without_pyarrow_names_the_extra(tokenizer, tmp_path, monkeypatc
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a.jsonl:2: not JSON \(.* at column"),
         ("a.jsonl", b'{"txt": "x"}', r"a.jsonl:1: expected .* found \['txt'\]"),
         ("a.jsonl", b'{"text": 3}', r"a.jsonl:1: expected"),
+        ("a.jsonl", b'{"prompt": "x"}', r"a.jsonl:1: expected .*completion.* found \['prompt'\]"),
         ("a.jsonl", b"[1]", r"a.jsonl:1: expected .* found list"),
         (
             "a.jsonl",
@@ -653,7 +670,7 @@ def test_bad_input_names_file_and_line_and_writes_nothing(
 
 def test_parquet_without_a_column_and_tokenizer_without_a_template(tokenizer, tmp_path):
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"no column 'text' or 'messages' among body"):
+    with pytest.raises(UserError, match=r"expected columns of .*; found body"):
         list(text.documents([tmp_path / "a.parquet"], tokenizer))
     path = tmp_path / "b.jsonl"
     path.write_text(json.dumps({"messages": chat("q", "a")}))

@@ -98,7 +98,7 @@ def test_the_figures_are_those_of_the_teachers_own_text(models, found):
         padded = [text + [0] * (longest - len(text)) for text in texts]
         logits = (np.asarray(m.logits(padded), np.float64) for m in (big, small))
         written[temperature] = answers, *logits
-    for rule, temperature in (("greedy", 0.0), ("sampled", 1.0), ("matched", 1.0)):
+    for rule, (temperature, _) in drafting.RULES.items():
         kept, totals = [], np.zeros((17, 2))
         for prompt, ids, *logits in zip(prompts, *written[temperature], strict=True):
             at = np.arange(len(ids)) + len(prompt) - 1
@@ -106,8 +106,12 @@ def test_the_figures_are_those_of_the_teachers_own_text(models, found):
             p, q = (np.exp(x - x.max(-1, keepdims=True)) for x in (p, q))
             p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
             row = np.arange(len(ids))
+            if rule == "sampled_top10":
+                least = np.sort(q)[:, -10:-9]
+                q = np.where(q >= least, q, 0)
+                q /= q.sum(-1, keepdims=True)
             chance = np.minimum(1, q[row, ids] / p[row, ids])
-            if rule != "sampled":
+            if not rule.startswith("sampled"):
                 chance = (q.argmax(-1) == ids).astype(float)
             kept += chance[1:].tolist()
             for drafts in range(1, 17):

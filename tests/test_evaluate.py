@@ -136,10 +136,13 @@ def test_figures_against_numpy(pair, mesh):
     middle = np.log((np.exp(s) + np.exp(t)) / 2)
     tops = [np.argsort(-x, axis=-1)[:, :5] for x in (s, t)]
     shared = [len(set(a) & set(b)) / 5 for a, b in zip(*tops, strict=True)]
+    drafted = np.where(s >= np.sort(s)[:, -10:-9], np.exp(s), 0)
+    drafted /= drafted.sum(-1, keepdims=True)
     values = {
         "ce": -s[at, labels],
         "entropy": -(np.exp(s) * s).sum(-1),
         "right": s.argmax(-1) == labels,
+        "drafted": drafted[at, labels],
         "teacher_ce": -t[at, labels],
         "kl_ts": (np.exp(t) * (t - s)).sum(-1),
         "kl_st": (np.exp(s) * (s - t)).sum(-1),

@@ -79,6 +79,7 @@ def test_prompts_are_conversations_with_the_turn_opened_and_texts_cut_at_lines(
     records = [{"messages": [user]}, {"messages": [user, answer]}, {"text": text}]
     records += [{"text": text}, long]
     records.append({"messages": [user], "opening": "def "})
+    records.append({"prompt": "a\nb\n c", "completion": "d"})
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
     with caplog.at_level(logging.WARNING):
         prompts = read_prompts(str(tmp_path), chat, 30, 0)
@@ -88,7 +89,9 @@ def test_prompts_are_conversations_with_the_turn_opened_and_texts_cut_at_lines(
     assert len(rendered) == 1 and {p.end for p in rendered} == {chat.eos_id}
     opened = [p for p in once if chat.decode(p.ids) == "<user>sort\n<assistant>def "]
     assert len(opened) == 1
-    pieces = [chat.decode(p.ids) for p in once if p not in rendered + opened]
+    (whole,) = (p for p in once if chat.decode(p.ids) == "a\nb\n c")
+    assert whole.end == chat.end_of_text_id
+    pieces = [chat.decode(p.ids) for p in once if p not in [*rendered, *opened, whole]]
     assert all(piece.endswith("\n") and 0 < len(chat.encode(piece)) <= 30 for piece in pieces)
     assert sorted("".join(sorted(pieces)).split("\n")) == sorted(text.split("\n"))
     # Each once an epoch, in an order of the seed and the epoch.
@@ -98,7 +101,7 @@ def test_prompts_are_conversations_with_the_turn_opened_and_texts_cut_at_lines(
     again = read_prompts(str(tmp_path), chat, 30, 0)
     assert again.key == prompts.key and [again[i] for i in range(len(once))] == once
     assert read_prompts(str(tmp_path), chat, 29, 0).key != prompts.key
-    with pytest.raises(UserError, match="found 4 prompts of more than 2 tokens and no other"):
+    with pytest.raises(UserError, match="found 5 prompts of more than 2 tokens and no other"):
         read_prompts(f"{tmp_path}/p.jsonl", chat, 2, 0)
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "no line end"}))
     assert chat.decode(read_prompts(f"{tmp_path}/one.jsonl", chat, 30, 0)[0].ids) == "no line end"

@@ -81,11 +81,12 @@ def read_prompts(
 ) -> Prompts:
     """The prompts of files as `data.train` names them, of at most `longest` ids, each once.
 
-    `messages` are rendered with the assistant's turn opened; longer ones are left out, and counted
-    in a warning. Any other text is cut at line ends into prompts. With `longest_hinted` the teacher
-    goes on from a record's `hint` too, the first of equal prompts, and those that are longer then
-    are left out as well; `hold` exercises, at most half of all, are no prompts but `held`. Raises
-    `UserError` if none is left, and if no hint is where hints are asked for.
+    `messages` are rendered with the assistant's turn opened, a `prompt` is taken as it is; longer
+    ones are left out, and counted in a warning. Any other text is cut at line ends into prompts.
+    With `longest_hinted` the teacher goes on from a record's `hint` too, the first of equal
+    prompts, and those that are longer then are left out as well; `hold` exercises, at most half of
+    all, are no prompts but `held`. Raises `UserError` if none is left, and if no hint is where
+    hints are asked for.
     """
     ends: dict[tuple[int, ...], int] = {}  # of each prompt, the id that ends its answer
     hints: dict[tuple[int, ...], list[int]] = {}
@@ -103,6 +104,13 @@ def read_prompts(
                     hints.setdefault(tuple(ids), hinted)
                 if hinted and opening.exercise:
                     exercises.setdefault(tuple(ids), opening.exercise)
+            continue
+        if opening.whole:
+            ids = tokenizer.encode(opening.text, parse_special=parse_special)
+            ids = tokenizer.open_text(ids)
+            too_long += len(ids) > longest
+            if len(ids) <= longest:
+                ends[tuple(ids)] = tokenizer.end_of_text_id
             continue
         most = longest - (tokenizer.opening_id is not None)
         for ids in _cut_at_lines(opening.text, tokenizer, most, parse_special=parse_special):

@@ -298,7 +298,7 @@ def tokenize_documents(
     """Documents with ids (uint32) and loss mask (uint8), in order; whole texts in batches.
 
     `end_id` follows each document that is open. Strings of special tokens become these in
-    conversations, whose template writes them; in whole texts only with `parse_special`. A long
+    conversations, whose template writes them; in plain text only with `parse_special`. A long
     text is encoded in pieces, so that memory beside its text and ids does not grow with it.
     """
     progress = _Progress()
@@ -319,7 +319,7 @@ def tokenize_documents(
             if document.said is not None:
                 ids, mask = document.said.ids, document.said.mask
             elif document.trained is not None:
-                listed, offsets = tokenizer.encode_with_offsets(document.text)
+                listed, offsets = document.encode(tokenizer, parse_special=parse_special)
                 ids = np.array(listed, np.uint32)
                 mask = np.array(document.loss_mask(offsets), np.uint8)
             else:
@@ -496,7 +496,7 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
             continue
         # What a server said of an answer, it said of all before it.
         writers[side].add(ids, mask, whole=document.said is not None)
-        if document.trained is None:
+        if document.open:
             writers[side].marks.update(settings.tokenizer.count_marks(document.text))
     for writer in writers:
         writer.finish()

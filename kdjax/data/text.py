@@ -31,6 +31,9 @@ TEXT_SUFFIXES = frozenset((
 # fmt: on
 TABLE_SUFFIXES = frozenset((".jsonl", ".parquet"))
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
+# The fields of a record, and how messages tell them.
+_FIELDS = (("text",), ("messages",), ("prompt", "completion"))
+_FORMS = '"text" (a string), "messages" (a list), or "prompt" and "completion" (strings)'
 _PYTHON = re.compile(r"(?:^|,)\s*python:")
 
 
@@ -38,7 +41,8 @@ class Document(NamedTuple):
     """One text to train on.
 
     `trained` lists the character spans whose tokens carry loss; None means all of them. A document
-    that is `open` gets an end-of-document token; a conversation ends as its template ends it.
+    that is `open` is plain text, whose marks are text and which gets an end-of-document token; a
+    conversation ends as its template ends it.
     """
 
     text: str
@@ -46,6 +50,19 @@ class Document(NamedTuple):
     trained: tuple[tuple[int, int], ...] | None = None
     open: bool = True
     said: Said | None = None  # its ids, of a server's answer, which is not tokenized again
+
+    def encode(
+        self, tokenizer: Tokenizer, *, parse_special: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids without the end of the document, and the characters `[start, end)` of each.
+
+        A conversation's marks are special ids, those of plain text only with `parse_special`.
+        """
+        special = parse_special or not self.open
+        ids, offsets = tokenizer.encode_with_offsets(self.text, parse_special=special)
+        if self.open and (whole := tokenizer.open_text(ids)) is not ids:
+            ids, offsets = whole, [(0, 0), *offsets]
+        return ids, offsets
 
     def loss_mask(self, offsets: Sequence[tuple[int, int]]) -> list[bool]:
         """Whether each token carries loss, from the characters `[start, end)` it came from."""
@@ -151,6 +168,7 @@ class Opening(NamedTuple):
 
     text: str
     chat: bool  # whether it is a conversation up to the assistant's next turn
+    whole: bool = True  # whether all of it is to be gone on from, or any beginning
     hinted: str = ""  # the same with the record's hint, for the teacher; "": it has none
     exercise: Mapping[str, Any] | None = None  # what judges an answer, as `kdjax answers` keeps it
 
@@ -160,7 +178,8 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
 
     Of `messages` the conversation up to the assistant's next turn, which is opened: an answer that
     ends them is left out. A record's `opening` stands at the beginning of that turn, its `hint`
-    before what the user said last. Of anything else its text, as it is. Raises as `documents`.
+    before what the user said last. Of a `prompt` that, of anything else its text, as it is. Raises
+    as `documents`.
     """
     for source, record in _read_records(files):
         if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
@@ -176,9 +195,13 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
                 text = f"{tokenizer.render(messages, answer_next=True)}{opening}"
             except UserError as error:
                 raise UserError(f"{source}: {error}") from error
-            yield Opening(text, True, hinted, record.get("exercise"))
-        elif (text := _make_document(record, source, tokenizer).text).strip():
-            yield Opening(text, False)
+            yield Opening(text, True, True, hinted, record.get("exercise"))
+            continue
+        prompt = record.get("prompt") if isinstance(record, Mapping) else None
+        whole = isinstance(prompt, str)
+        text = str(prompt) if whole else _make_document(record, source, tokenizer).text
+        if text.strip():
+            yield Opening(text, False, whole)
 
 
 def _add_hint(messages: Sequence[Any], hint: Any) -> list[Any]:
@@ -231,7 +254,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{path}:{number}: not JSON ({error.msg} at column {error.colno}). Each line must "
-                'be one object with a "text" or a "messages" field.'
+                f"be one object with {_FORMS}."
             ) from error
 
 
@@ -245,14 +268,12 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
         ) from None
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        names = [n for n in ("text", "messages") if n in file.schema_arrow.names]
-        if not names:
-            raise UserError(
-                f"{path}: no column 'text' or 'messages' among "
-                f"{', '.join(file.schema_arrow.names)}."
-            )
+        there = file.schema_arrow.names
+        names = next((x for x in _FIELDS if set(x) <= set(there)), None)
+        if names is None:
+            raise UserError(f"{path}: expected columns of {_FORMS}; found {', '.join(there)}.")
         number = 0
-        for batch in file.iter_batches(columns=names[:1]):
+        for batch in file.iter_batches(columns=list(names)):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}:{number}", record
@@ -275,11 +296,12 @@ def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Documen
         return Document(record["text"], source)
     if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
         return _render_conversation(record["messages"], source, tokenizer)
+    both = [record.get(name) for name in _FIELDS[-1]] if isinstance(record, Mapping) else []
+    if both and all(isinstance(part, str) for part in both):
+        prompt, completion = map(str, both)
+        return Document(prompt + completion, source, ((len(prompt), len(prompt + completion)),))
     content = sorted(record) if isinstance(record, Mapping) else type(record).__name__
-    raise UserError(
-        f'{source}: expected an object with "text" (a string) or "messages" (a list); '
-        f"found {content}."
-    )
+    raise UserError(f"{source}: expected an object with {_FORMS}; found {content}.")
 
 
 def _render_conversation(messages: list[Any], source: str, tokenizer: Tokenizer) -> Document:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Rows
-from kdjax.data.text import find_files, openings
+from kdjax.data.text import Opening, find_files, openings
 from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
@@ -43,7 +43,9 @@ RULES: dict[str, tuple[float, Callable[[Values], np.ndarray]]] = {
     "greedy": (0.0, lambda v: np.asarray(v.right)),
     # Of a token y that speculative sampling put out, q(y) min(1, p(y) / q(y)) / p(y) were drafts.
     "sampled": (1.0, lambda v: np.exp(np.minimum(np.asarray(v.teacher_ce) - v.ce, 0.0))),
-    # llama.cpp drafts its likeliest id at any temperature, and keeps it if the teacher draws it.
+    # The same of drafts from the ten likeliest ids, as llama.cpp draws them if it draws.
+    "sampled_top10": (1.0, lambda v: np.minimum(np.asarray(v.drafted) * np.exp(v.teacher_ce), 1.0)),
+    # Else it drafts the likeliest id at any temperature, and keeps it if the teacher draws it.
     "matched": (1.0, lambda v: np.asarray(v.right)),
 }
 
@@ -97,16 +99,13 @@ def choose_prompts(
 ) -> list[list[int]]:
     """Ids of at most `count` beginnings, spread evenly over the documents of `patterns`.
 
-    Of a conversation all before an answer of the assistant, of a text half of it or 128 tokens. At
-    most `most` tokens each: longer ones are left out. Of equal ones, as of files under one licence,
-    one is kept. Raises `UserError` if there are none.
+    Of a conversation all before an answer of the assistant, a `prompt` whole, of a text half of it
+    or 128 tokens. At most `most` tokens each: longer ones are left out. Of equal ones, as of files
+    under one licence, one is kept. Raises `UserError` if there are none.
     """
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
-    prompts = [
-        tokenizer.encode(one.text) if one.chat else begin_text(one.text, tokenizer)
-        for one in (every[at] for at in places)
-    ]
+    prompts = [_encode(one, tokenizer) for one in (every[at] for at in places)]
     fitting = list(dict.fromkeys(tuple(ids) for ids in prompts if 0 < len(ids) <= most))
     if not fitting:
         raise UserError(
@@ -135,6 +134,14 @@ def read_prompts(
         name: choose_prompts(patterns, tokenizer, count=count, most=most)
         for name, patterns in domains.items()
     }
+
+
+def _encode(opening: Opening, tokenizer: Tokenizer) -> list[int]:
+    if opening.chat:
+        return tokenizer.encode(opening.text)
+    if opening.whole:
+        return tokenizer.open_text(tokenizer.encode(opening.text, parse_special=False))
+    return begin_text(opening.text, tokenizer)
 
 
 def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -31,6 +31,7 @@ from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.divergences import (
     acceptance,
     jensen_shannon,
+    keep_likeliest,
     kl_divergence,
     log_softmax,
     total_variation,
@@ -49,7 +50,8 @@ from kdjax.training.pair import Vocabulary, align
 # what counts is how much the model could see before.
 POSITIONS = {"0-15": 0, "16-63": 16, "64-255": 64, "256-1023": 256, "1024+": 1024}
 TOP = 5
-_OWN = ("ce", "entropy", "right")  # the figures of one model, first of `Values`
+DRAWN = 10  # ids that llama.cpp draws a draft from
+_OWN = ("ce", "entropy", "right", "drafted")  # the figures of one model, first of `Values`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ def read_text(
     ]
     marks: collections.Counter[str] = collections.Counter()
     for document, _ in placed:
-        if document.trained is None:
+        if document.open:
             marks.update(tokenizer.count_marks(document.text))
     warn_of_marks(patterns, dict(marks.most_common()), tokenizer, parse_special)
     if not packer.rows:
@@ -117,15 +119,14 @@ def _describe_tokens(
     document: Document, tokenizer: Tokenizer, *, parse_special: bool
 ) -> dict[str, np.ndarray]:
     """Ids, loss mask, classes and bytes of a document's tokens, its end included."""
-    parse = parse_special or document.trained is not None
-    ids, offsets = tokenizer.encode_with_offsets(document.text, parse_special=parse)
-    if document.trained is None and (whole := tokenizer.open_text(ids)) is not ids:
-        ids, offsets = whole, [(0, 0), *offsets]
+    ids, offsets = document.encode(tokenizer, parse_special=parse_special)
+    mask = document.loss_mask(offsets)
     if document.open:
         ids, offsets = [*ids, tokenizer.end_of_text_id], [*offsets, (0, 0)]
+        mask = [*mask, True]
     return {
         "tokens": np.asarray(ids),
-        "mask": np.asarray(document.loss_mask(offsets)),
+        "mask": np.asarray(mask),
         "classes": class_ids(document.text, document.source, offsets),
         "bytes": token_bytes(document.text, offsets),
     }
@@ -137,6 +138,7 @@ class Values(NamedTuple):
     ce: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
     right: Float[Array, "B T"]  # 1 where the model ranks the target first
+    drafted: Float[Array, "B T"]  # chance that it drafts the target, from its DRAWN likeliest ids
     teacher_ce: Float[Array, "B T"]
     teacher_entropy: Float[Array, "B T"]
     kl_ts: Float[Array, "B T"]  # KL(teacher || student), nats
@@ -156,7 +158,8 @@ def _compare(both: Sequence[Array | None], labels: Array) -> Values:
     assert logits is not None
     s = log_softmax(logits, 1.0)
     top = top_k(s, TOP)[1]
-    own = cross_entropy(s, labels), _entropy(s), (top[..., 0] == labels).astype(jnp.float32)
+    drafted = jnp.exp(-cross_entropy(keep_likeliest(s, DRAWN), labels))
+    own = cross_entropy(s, labels), _entropy(s), _as_one(top[..., 0] == labels), drafted
     if teacher_logits is None:
         return Values(*own, *[jnp.zeros_like(own[0])] * (len(Values._fields) - len(own)))
     t = log_softmax(teacher_logits, 1.0)
@@ -173,11 +176,15 @@ def _compare(both: Sequence[Array | None], labels: Array) -> Values:
         jsd=jensen_shannon(t, s),
         tv=total_variation(t, s),
         acceptance=acceptance(t, s),
-        top1=(top[..., 0] == teacher_top[..., 0]).astype(jnp.float32),
+        top1=_as_one(top[..., 0] == teacher_top[..., 0]),
         top5=share_in_common(top, teacher_top),
         cosine=jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-30),
         difference=jnp.max(jnp.abs(x - y), axis=-1),
     )
+
+
+def _as_one(true: Array) -> Array:
+    return true.astype(jnp.float32)
 
 
 def _entropy(log_probs: Array) -> Array:

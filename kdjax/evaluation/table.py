@@ -83,7 +83,8 @@ _SHOWN = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 _KEPT_BY = {
     "greedy": "greedily",
     "sampled": "at T = 1 by speculative sampling",
-    "matched": "at T = 1 as llama.cpp counts",
+    "sampled_top10": "at T = 1 by speculative sampling from the draft's ten likeliest",
+    "matched": "at T = 1 if the teacher draws the draft's likeliest",
 }
 
 

@@ -49,6 +49,16 @@ def _log_mixture(a: AnyArray, b: AnyArray, share: float) -> Array:
     return jnp.logaddexp(a + math.log(share / (1 - share)), b) + math.log(1 - share)
 
 
+def keep_likeliest(log_probs: LogProbs, count: int) -> PerId:
+    """Log-probabilities of the `count` likeliest ids alone; minus infinity of all others.
+
+    Ids as likely as the last of them are kept.
+    """
+    log_probs = jnp.asarray(log_probs)
+    likeliest, _ = top_k(log_probs, min(count, log_probs.shape[-1]))
+    return log_softmax(jnp.where(log_probs >= likeliest[..., -1:], log_probs, -jnp.inf), 1.0)
+
+
 def acceptance(teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
     """Sum of min(t, s), 1 less their total variation: the share of the student's drafts kept.
 
@@ -222,8 +232,8 @@ class TopVariation(TotalVariation):
     """Total variation from the student's `top` likeliest ids alone, renormalised, between 0 and 1.
 
     It is the share of drafts that is rejected where they are drawn so, as llama.cpp draws them from
-    ten. Ids as likely as the last are kept; others have no gradient, so a mixture with another
-    divergence has to bring the teacher's ids among them. `UserError` unless `top` is 1, 2, ...
+    ten. Other ids have no gradient, so a mixture with another divergence has to bring the teacher's
+    ids among them. `UserError` unless `top` is 1, 2, ...
     """
 
     top: float = 10.0
@@ -232,18 +242,14 @@ class TopVariation(TotalVariation):
     def __post_init__(self):
         check_count("top", self.top)
 
-    def _draw(self, student_log_probs: LogProbs) -> PerId:
-        """Log-probabilities of what is drawn; minus infinity of other ids."""
-        student = jnp.asarray(student_log_probs)
-        likeliest, _ = top_k(student, min(int(self.top), student.shape[-1]))
-        return log_softmax(jnp.where(student >= likeliest[..., -1:], student, -jnp.inf), 1.0)
-
     def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
-        return super().__call__(teacher_log_probs, self._draw(student_log_probs))
+        drawn = keep_likeliest(student_log_probs, int(self.top))
+        return super().__call__(teacher_log_probs, drawn)
 
     def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
         """Total variation's, through the softmax over what is drawn."""
-        return super().logit_gradient(teacher_log_probs, self._draw(student_log_probs))
+        drawn = keep_likeliest(student_log_probs, int(self.top))
+        return super().logit_gradient(teacher_log_probs, drawn)
 
 
 @dataclasses.dataclass(frozen=True)
