@@ -38,7 +38,7 @@ from kdjax.losses.divergences import (
     SkewedReverseKL,
     parse_divergence,
 )
-from kdjax.models.adapters import shape_adapters
+from kdjax.models.adapters import Lora, shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
 from kdjax.models.decoder import Compute, Params, functional, shape_block
@@ -59,7 +59,7 @@ from kdjax.training.counts import (
 )
 from kdjax.training.forms import choose_form
 from kdjax.training.pair import Pair, open_adapters
-from kdjax.training.teachers import RUNNING, Dense, NoTeacher, Size, TeacherKind
+from kdjax.training.teachers import RUNNING, Dense, Float8, NoTeacher, Size, TeacherKind
 from kdjax.training.trained import find_frozen, leave_out, train_only
 
 # Positions in a chunk of the loss, by default the most that fit. More at a time pass over the
@@ -250,6 +250,20 @@ class _Temporaries:
         return self.config.student.lora.rank > 0 or bool(self.config.student.block)
 
     @property
+    def _lora(self) -> Lora | None:
+        return open_adapters(self.config.student.lora, self.pair.student)
+
+    @property
+    def _made_head(self) -> int:
+        """Bytes of a number of the student's head as made for products; 0 where it is kept so."""
+        if self._lora is None:
+            return self._size
+        base, tied = RUNNING[self.config.student.lora.weights], self.pair.student.spec.tied
+        # An embedding is numbers beside float8 matrices too.
+        kept = isinstance(base, Dense) or (isinstance(base, Float8) and tied)
+        return 0 if kept else self._size
+
+    @property
     def _trained(self) -> ArchSpec:
         """Architecture of the layers that are run backward: the student's, or the block's one."""
         spec = self.pair.student.spec
@@ -302,7 +316,11 @@ class _Temporaries:
         rule = self._kept_rule(self._trained)
         remat = "none" if config.student.block else config.student.remat
         sizes = self._size, self._tensor
-        kept = positions * _keep_a_position(self._trained, remat, *sizes, rule)
+        if self._lora is None:
+            kept = positions * _keep_a_position(self._trained, remat, *sizes, rule)
+        else:
+            base = RUNNING[config.student.lora.weights]
+            kept = positions * _keep_beside_adapters(student, remat, *sizes, self._lora, base)
         if config.student.remat == "none" and not self._frozen:
             # And weights as cast for the products; that of the head is counted where it is used.
             cast = student.num_layers * count_layer(student)
@@ -395,11 +413,12 @@ class _Temporaries:
         chunk = min(self.config.loss.chunk_tokens, positions)
         width = self.pair.vocabulary.width / self._tensor
         theirs = teacher.spec.hidden_size if teacher and self.kind.logit_bytes else 0
-        # The student's hidden states, their gradient, both chunked; the teacher's, and chunked.
-        states = 3 * student.hidden_size + 2 * theirs
+        # The student's hidden states, their gradient, both chunked; the teacher's, chunked, and, of
+        # a batch that came with them, as they came.
+        states = 3 * student.hidden_size + (1 if self.kind.runs else 2) * theirs
         return {
             "logits of a chunk": chunk * width * logits,
-            "student's head": width * student.hidden_size * (self._size + gradient),
+            "student's head": width * student.hidden_size * (self._made_head + gradient),
             "teacher's head": width * theirs * (self._decoded or self._gathered),
             "student's head, gathered": width * student.hidden_size * self._gathered_masters,
             "hidden states": positions * self._size * states,
@@ -495,6 +514,37 @@ def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int, rule: S
     elements = (spec.num_layers - deltas) * count(heads, own)
     elements += deltas * count(columns, rule / size / tensor)
     return elements * size
+
+
+def _keep_beside_adapters(
+    spec: ArchSpec, remat: str, size: int, tensor: int, lora: Lora, base: TeacherKind
+) -> Size:
+    """The same of a frozen student: the gradients of A alone read the inputs of its matrices.
+
+    Dense layers stand one after the other. Others run in a loop, which hands out every number that
+    the backward pass reads, those too that XLA would rather compute again.
+    """
+    d, f = spec.hidden_size, spec.mlp_width / tensor
+    q, kv = (n * spec.head_dim / tensor for n in (spec.num_heads, spec.num_kv_heads))
+    names, loops = {path[-2] for path in lora.targets}, not isinstance(base, Dense)
+    low = lora.rank * len(names)  # x A^T
+    if remat == "full":
+        numbers = d
+    elif remat == "dots":
+        # What a matrix gives and what its B adds are two products; those of the layer's last matrix
+        # nobody reads, and float8 ones have a derivative of their own. Of some shapes XLA copies
+        # dense weights as well: 0.7 of 28.7 GB.
+        widths = {"q": q, "k": kv, "v": kv, "o": d, "gate": f, "up": f, "down": 0}
+        frozen = 0 if isinstance(base, Float8) else sum(widths.values())
+        numbers = d + frozen + sum(widths[name] for name in names) + low
+    else:
+        mlp = 2 + (spec.activation != "silu") + 3 * loops  # gate, up; what the activation keeps
+        # What norms divided, in a loop as float32.
+        norms = (1 + loops) * (spec.qk_norm * (q + kv) + 2 * d * spec.post_norms)
+        normed = bool(names & {"q", "k", "v"}) + bool(names & {"gate", "up"})
+        inputs = normed * d + f * ("down" in names) + loops * q * ("o" in names)
+        numbers = mlp * f + 2 * (d + q + kv) + norms + inputs + low
+    return spec.num_layers * numbers * size
 
 
 def choose_plan(

@@ -79,8 +79,8 @@ def place(tree: Any, mesh: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
 
-def shape_parameters(checkpoint: Any, abstract: Any, mesh: Any, form: str) -> Any:
-    """Shapes of the parameters that `loading.load_params` would make in this form."""
+def shape_parameters(table: Any, spec: Any, abstract: Any, mesh: Any, *, matrices: str) -> Any:
+    """Shapes of the parameters that `loading.load_params` would make."""
     import jax
     import jax.numpy as jnp
     from flax.traverse_util import unflatten_dict
@@ -88,8 +88,8 @@ def shape_parameters(checkpoint: Any, abstract: Any, mesh: Any, form: str) -> An
     from kdjax.formats.blocks import row_bytes
     from kdjax.models import loading
 
-    made, table = dict[Any, Any](), checkpoint.table
-    planned = loading.plan_params(table, checkpoint.spec, abstract, mesh, matrices=form)
+    made = dict[Any, Any]()
+    planned = loading.plan_params(table, spec, abstract, mesh, matrices=matrices)
     for path, parts in planned.items():
         stacks, count = [], sum(len(part.readings) for part in parts)
         for part in parts:
@@ -114,30 +114,31 @@ def count(config: Any, shapes: tuple[str, str], card: str) -> dict[str, float]:
     from kdjax.device.placement import Placement
     from kdjax.device.runtime import Devices
     from kdjax.device.sharding import make_local_mesh
-    from kdjax.models.decoder import Compute, functional
-    from kdjax.models.model import Model
+    from kdjax.models import model
     from kdjax.training import job, plan, teachers
     from scripts.bench.synthetic import SHAPES, pair_headers
 
     mesh, kind = make_mesh(card), teachers.RUNNING[config.teacher.weights]
     placement = Placement(mesh, kernels=True)
     pair = pair_headers(SHAPES[shapes[0]], SHAPES[shapes[1]])
-    teacher: Any = pair.teacher
-    width = pair.vocabulary.width
-    compute = Compute(
-        dtype=jnp.dtype(config.train.compute_dtype),
-        param_dtype=jnp.dtype(config.teacher.param_dtype),
-        max_segments=config.data.max_segments,
+    assert pair.teacher is not None
+    patched: Any = model
+    patched.load_params = shape_parameters
+    teacher = model.load_model(
+        pair.teacher,
         placement=placement,
+        weights=kind.name,
+        dtype=config.teacher.param_dtype,
+        compute_dtype=config.train.compute_dtype,
+        max_segments=config.data.max_segments,
     )
-    functions, abstract = functional(teacher.spec, compute)
-    params = shape_parameters(teacher, abstract, mesh, kind.name)
-    if width < teacher.spec.vocab_size:
+    params, width = teacher.params, pair.vocabulary.width
+    if width < teacher.vocab_size:
         name = "head" if "head" in params else "embed"
         cut = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[:width], x), params[name])
         params |= {name: place(cut, mesh)}
-    model = Model(functions, params, width, kind.name, "x", teacher.spec, placement, teacher)
-    _, step, _ = job.build_step(config, pair, placement, kind, teacher=model)
+    teacher = teacher.replace(params=params, vocab_size=width)
+    _, step, _ = job.build_step(config, pair, placement, kind, teacher=teacher)
     rows = config.train.batch_size, config.data.seq_len
     ids = ("tokens", "labels", "segment_ids", "positions")
     batch = {name: jax.ShapeDtypeStruct(rows, jnp.int32) for name in ids}
