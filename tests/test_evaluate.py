@@ -433,7 +433,7 @@ def test_programs_run_while_the_next_answers_are_written(pair, tmp_path, monkeyp
 
 
 def test_slow_programs_do_not_hold_up_the_next_benchmark(pair, tmp_path, monkeypatch):
-    """Of the first benchmark they run until the second's answers are there; both keep theirs."""
+    """The first's run until the second's answers are there, and both keep their figures."""
     tokenizer, asked_again = load_tokenizer(pair / "student.gguf"), threading.Event()
     asked = problems.load_humaneval(humaneval(tmp_path, 2))
 
