@@ -443,7 +443,6 @@ def asked(length):
 
 
 def test_a_prompt_is_gone_on_from_whole_and_of_a_text_the_beginning(tmp_path):
-    """Both are answered as records whose completion alone a run trains on."""
     tokenizer = load_tokenizer(STUDENT)
     given = "def add(a, b):\n    return a + b\n"
     lines = [{"prompt": given, "completion": "# no"}, {"text": given}]
@@ -451,7 +450,7 @@ def test_a_prompt_is_gone_on_from_whole_and_of_a_text_the_beginning(tmp_path):
     whole, begun = answers.read(tmp_path / "q.jsonl", tokenizer)
     assert (whole.text, tokenizer.decode(whole.ids)) == (given, given)
     assert given.startswith(begun.text) and 0 < len(begun.ids) == len(whole.ids) // 2
-    assert begun.answered("x") == {"prompt": begun.text, "completion": "x"}
+    assert begun.answered("x") == {"text": f"{begun.text}x"}
 
 
 def test_batches_hold_prompts_of_like_length_and_lose_none():
@@ -534,4 +533,4 @@ def test_the_answers(models, tmp_path, monkeypatch, capsys):
     both = {tuple(row): row for row in rows_of(tmp_path / "a.jsonl")}
     assert [turn["role"] for turn in both[("messages",)]["messages"]] == ["user", "assistant"]
     # Half of the tokens are the prompt.
-    assert both[("prompt", "completion")]["prompt"].startswith("def f(x):") and len(both) == 2
+    assert both[("text",)]["text"].startswith("def f(x):") and len(both) == 2

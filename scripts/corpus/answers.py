@@ -4,12 +4,12 @@
         --seconds=300
 
 The last turn of each conversation is replaced by the teacher's own, or added behind a user's; of a
-line with `text` the teacher continues the beginning, of one with `prompt` that, as `prompt` and
-`completion`: a run's loss is on what the teacher wrote. Kept are answers that ended by themselves
-and whose Python blocks all parse; a question that was answered in code must be answered in code.
-With `--all` every answer is kept, also one that did not end, as a draft wants: it is to know all
-that the teacher says. Prompts are shuffled, then grouped by length, so that a batch has one of few
-shapes. After every batch OUT holds all that was kept so far. No batch begins after --seconds.
+line with `text` the teacher continues the beginning, of one with `prompt` that. Kept are answers
+that ended by themselves and whose Python blocks all parse; a question that was answered in code
+must be answered in code. With `--all` every answer is kept, also one that did not end, as a draft
+wants: it is to know all that the teacher says. Prompts are shuffled, then grouped by length, so
+that a batch has one of few shapes. After every batch OUT holds all that was kept so far. No batch
+begins after --seconds.
 Exit status: 0 done, 2 bad input.
 """
 
@@ -49,7 +49,7 @@ class Question(NamedTuple):
     def answered(self, text: str) -> dict[str, Any]:
         """The record with this answer."""
         if self.text:
-            return {"prompt": self.text, "completion": text}
+            return {"text": self.text + text}
         said = {"role": "assistant", "content": text.strip()}
         return {"messages": [*self.messages, said]}
 
