@@ -18,6 +18,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE="/nonexistent/hub")
 import jax
 import pytest
 from absl import flags
+from jax._src import compiler
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -41,12 +42,26 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 for _name, _value in _COMPILING.items():
     jax.config.update(_name, _value)
     os.environ[_name.upper()] = str(_value)  # for the processes that tests start
+_choose_key = compiler._resolve_compilation_strategy
+
+
+def _leave_meshes_out(computation, devices, options, *others):
+    if devices.size > 1:
+        return None, options
+    return _choose_key(computation, devices, options, *others)
+
+
+# Programs of one device are cached beside those of several, which sharding.leave_cache_out is for.
+compiler._resolve_compilation_strategy = _leave_meshes_out
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
 
 
 def pytest_collection_finish():
-    """Collects garbage seldom, and not in what was imported: a sixth of a tracing test's time."""
+    """Caches and garbage: it is collected seldom, which was a sixth of a tracing test's time."""
+    from kdjax.device import sharding
+
+    sharding.leave_cache_out = lambda: None  # a session has both
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 

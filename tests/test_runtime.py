@@ -281,6 +281,30 @@ def test_too_late_warns_and_sets_nothing(warnings_logged):
     assert len(warnings_logged) == 1
 
 
+@pytest.mark.parametrize(("devices", "kept"), [(1, True), (2, False)])
+def test_programs_of_several_cpu_devices_are_not_cached(tmp_path, devices, kept):
+    """JAX has compiled a program before it knows that others will want several devices."""
+    code = """if True:
+        import jax, os, sys
+        from kdjax.device import sharding
+        double = jax.jit(lambda x: x * 2)
+        double(1.0)
+        before = len(os.listdir(sys.argv[1]))
+        rows = jax.NamedSharding(sharding.make_mesh(-1, 1, 1), sharding.ROWS)
+        double(jax.device_put(jax.numpy.ones(8), rows))
+        print(before > 0, len(os.listdir(sys.argv[1])) > before)
+    """
+    own = {
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    run = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(run, env=os.environ | own, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", str(kept)], done.stderr
+
+
 def test_compilation_cache_precedence(tmp_path, not_started, monkeypatch):
     def cache(environ, chosen=None):
         jax.config.update("jax_compilation_cache_dir", chosen)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,9 +46,22 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = Non
             "process: a row lies within one process. Set mesh.tensor to a divisor, or start fewer "
             "processes with more devices each."
         )
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        leave_cache_out()
     # Auto: the compiler propagates shardings. make_mesh would default to Explicit axes.
     grid = np.asarray(devices).reshape(data, fsdp, tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def leave_cache_out() -> None:
+    """Has every program of this process compiled anew, none read from JAX's compilation cache.
+
+    All collectives of a program have one channel, so each device must run them in one order. XLA's
+    CPU does in programs that it compiled; of those that come from the cache it runs several at a
+    time, which ends the process or takes one's numbers for another's (jaxlib 0.10.2).
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX has asked once whether there is one
 
 
 def make_local_mesh(count: int | None = None) -> Mesh:
