@@ -172,7 +172,7 @@ class TrainConfig:
 class RolloutConfig:
     """Rows of the student's own answers, written in rounds; off while `prompts` is empty."""
 
-    prompts: str = ""  # as data.train; `messages` are answered, `text` is cut and continued
+    prompts: str = ""  # as data.train; `messages` are answered, a `prompt` or `text` is continued
     writer: str = "student"  # student | teacher: whose answers are trained on
     share: float = 1.0  # rows of a batch that are the student's own; the rest is data.train
     every: int = 8  # optimizer steps that a round of answers lasts
