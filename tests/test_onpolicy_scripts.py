@@ -366,3 +366,9 @@ def test_arms_train_and_are_judged_from_one_start(models, text, tmp_path, capsys
     assert before.spec == open_checkpoint(str(models / "student.gguf")).spec
     assert table.main([*asked, f"--arms={arms}"]) == 0
     assert (tmp_path / "out" / "results.jsonl").read_text().splitlines() == lines
+    # Files are asked for of what each arm reads, before any trains.
+    missing = f"--config.teacher.path={tmp_path}/none.gguf"
+    assert table.main([*asked, missing, "--arms=hints_self*0"]) == 0
+    assert table.main([*asked, f"--arms=own*3; own+rollout.prompts={tmp_path}/none.jsonl*0"]) == 2
+    assert f"--config.rollout.prompts={tmp_path}/none.jsonl" in capsys.readouterr().err
+    assert (tmp_path / "out" / "results.jsonl").read_text().splitlines() == lines

@@ -305,13 +305,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun, parser = time.monotonic(), _make_parser()
     log_to_terminal()
     run = parse_run(parser, argv)
-    require_files(run)
     args, base = run.options, fetch_files(run.config)
     if args.hints:
         find_files(args.hints)
     asked = [text.strip() for text in args.arms.split(";") if text.strip()]
     names = asked or list_arms(base, args.seconds, args.hints)
     arms = [Arm.parse(text, base, args, parser) for text in names]
+    for arm in arms:
+        require_files(run._replace(config=arm.config))
     table = Table(args)
     with started():
         run_arms(arms, table.run, args.out, until=begun + args.limit, around=_AROUND)
