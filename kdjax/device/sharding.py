@@ -58,7 +58,7 @@ def leave_cache_out() -> None:
 
     All collectives of a program have one channel, so each device must run them in one order. XLA's
     CPU does in programs that it compiled; of those that come from the cache it runs several at a
-    time, which ends the process or takes one's numbers for another's (jaxlib 0.10.2).
+    time, which ends the process or takes one's numbers for another's (jaxlib 0.10.2, 0.12.0).
     """
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX has asked once whether there is one
