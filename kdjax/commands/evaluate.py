@@ -465,7 +465,7 @@ def solve(
             generate = passk.answer_with(model, tokenizer, way.sampling, settings)
             yield passk.Benchmark(benchmark, generate, settings)
 
-    yield from zip(request.asked, passk.run_benchmarks(benchmarks(), tokenizer), strict=False)
+    yield from zip(request.asked, passk.run_benchmarks(benchmarks(), tokenizer), strict=True)
 
 
 def _settings(

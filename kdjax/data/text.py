@@ -195,7 +195,7 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
                 text = f"{tokenizer.render(messages, answer_next=True)}{opening}"
             except UserError as error:
                 raise UserError(f"{source}: {error}") from error
-            yield Opening(text, True, True, hinted, record.get("exercise"))
+            yield Opening(text, True, hinted=hinted, exercise=record.get("exercise"))
             continue
         prompt = record.get("prompt") if isinstance(record, Mapping) else None
         whole = isinstance(prompt, str)
@@ -292,15 +292,16 @@ def _make_documents(record: object, source: str, tokenizer: Tokenizer) -> Iterat
 
 
 def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Document:
-    if isinstance(record, Mapping) and isinstance(record.get("text"), str):
-        return Document(record["text"], source)
-    if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
-        return _render_conversation(record["messages"], source, tokenizer)
-    both = [record.get(name) for name in _FIELDS[-1]] if isinstance(record, Mapping) else []
-    if both and all(isinstance(part, str) for part in both):
-        prompt, completion = map(str, both)
-        return Document(prompt + completion, source, ((len(prompt), len(prompt + completion)),))
-    content = sorted(record) if isinstance(record, Mapping) else type(record).__name__
+    fields: Mapping[str, Any] = record if isinstance(record, Mapping) else {}
+    if isinstance(fields.get("text"), str):
+        return Document(fields["text"], source)
+    if isinstance(fields.get("messages"), list):
+        return _render_conversation(fields["messages"], source, tokenizer)
+    prompt, completion = fields.get("prompt"), fields.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        text = prompt + completion
+        return Document(text, source, ((len(prompt), len(text)),))
+    content = sorted(fields) if isinstance(record, Mapping) else type(record).__name__
     raise UserError(f"{source}: expected an object with {_FORMS}; found {content}.")
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Rows
-from kdjax.data.text import Opening, find_files, openings
+from kdjax.data.text import find_files, openings
 from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
@@ -105,7 +105,10 @@ def choose_prompts(
     """
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
-    prompts = [_encode(one, tokenizer) for one in (every[at] for at in places)]
+    prompts = [
+        tokenizer.encode(one.text) if one.chat else begin_text(one.text, tokenizer, whole=one.whole)
+        for one in (every[at] for at in places)
+    ]
     fitting = list(dict.fromkeys(tuple(ids) for ids in prompts if 0 < len(ids) <= most))
     if not fitting:
         raise UserError(
@@ -136,16 +139,10 @@ def read_prompts(
     }
 
 
-def _encode(opening: Opening, tokenizer: Tokenizer) -> list[int]:
-    if opening.chat:
-        return tokenizer.encode(opening.text)
-    if opening.whole:
-        return tokenizer.open_text(tokenizer.encode(opening.text, parse_special=False))
-    return begin_text(opening.text, tokenizer)
-
-
-def begin_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Half of a plain text or 128 tokens, to go on from."""
+def begin_text(text: str, tokenizer: Tokenizer, *, whole: bool = False) -> list[int]:
+    """Half of a plain text or 128 tokens, or the `whole`, to go on from."""
+    if whole:
+        return tokenizer.open_text(tokenizer.encode(text, parse_special=False))
     ids = tokenizer.encode(text[: 64 * PROMPT_TOKENS], parse_special=False)
     return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
 

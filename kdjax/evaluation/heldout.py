@@ -159,7 +159,8 @@ def _compare(both: Sequence[Array | None], labels: Array) -> Values:
     s = log_softmax(logits, 1.0)
     top = top_k(s, TOP)[1]
     drafted = jnp.exp(-cross_entropy(keep_likeliest(s, DRAWN), labels))
-    own = cross_entropy(s, labels), _entropy(s), _as_one(top[..., 0] == labels), drafted
+    right = (top[..., 0] == labels).astype(jnp.float32)
+    own = cross_entropy(s, labels), _entropy(s), right, drafted
     if teacher_logits is None:
         return Values(*own, *[jnp.zeros_like(own[0])] * (len(Values._fields) - len(own)))
     t = log_softmax(teacher_logits, 1.0)
@@ -176,15 +177,11 @@ def _compare(both: Sequence[Array | None], labels: Array) -> Values:
         jsd=jensen_shannon(t, s),
         tv=total_variation(t, s),
         acceptance=acceptance(t, s),
-        top1=_as_one(top[..., 0] == teacher_top[..., 0]),
+        top1=(top[..., 0] == teacher_top[..., 0]).astype(jnp.float32),
         top5=share_in_common(top, teacher_top),
         cosine=jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-30),
         difference=jnp.max(jnp.abs(x - y), axis=-1),
     )
-
-
-def _as_one(true: Array) -> Array:
-    return true.astype(jnp.float32)
 
 
 def _entropy(log_probs: Array) -> Array:

@@ -250,15 +250,17 @@ class _Temporaries:
         return self.config.student.lora.rank > 0 or bool(self.config.student.block)
 
     @property
-    def _lora(self) -> Lora | None:
-        return open_adapters(self.config.student.lora, self.pair.student)
+    def _adapted(self) -> tuple[Lora, TeacherKind] | None:
+        """Adapters, and how the base beside them is kept."""
+        lora = open_adapters(self.config.student.lora, self.pair.student)
+        return lora and (lora, RUNNING[self.config.student.lora.weights])
 
     @property
     def _made_head(self) -> int:
         """Bytes of a number of the student's head as made for products; 0 where it is kept so."""
-        if self._lora is None:
+        if self._adapted is None:
             return self._size
-        base, tied = RUNNING[self.config.student.lora.weights], self.pair.student.spec.tied
+        base, tied = self._adapted[1], self.pair.student.spec.tied
         # An embedding is numbers beside float8 matrices too.
         kept = isinstance(base, Dense) or (isinstance(base, Float8) and tied)
         return 0 if kept else self._size
@@ -316,11 +318,10 @@ class _Temporaries:
         rule = self._kept_rule(self._trained)
         remat = "none" if config.student.block else config.student.remat
         sizes = self._size, self._tensor
-        if self._lora is None:
-            kept = positions * _keep_a_position(self._trained, remat, *sizes, rule)
+        if adapted := self._adapted:
+            kept = positions * _keep_beside_adapters(student, remat, *sizes, *adapted)
         else:
-            base = RUNNING[config.student.lora.weights]
-            kept = positions * _keep_beside_adapters(student, remat, *sizes, self._lora, base)
+            kept = positions * _keep_a_position(self._trained, remat, *sizes, rule)
         if config.student.remat == "none" and not self._frozen:
             # And weights as cast for the products; that of the head is counted where it is used.
             cast = student.num_layers * count_layer(student)

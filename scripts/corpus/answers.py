@@ -77,9 +77,7 @@ def read(path: Path, tokenizer: Tokenizer) -> Iterator[Question]:
             ids = tokenizer.encode(tokenizer.render(asked, answer_next=True))
             yield Question(asked, ids, code)
         else:
-            ids = begin_text(plain, tokenizer)
-            if given:
-                ids = tokenizer.open_text(tokenizer.encode(given, parse_special=False))
+            ids = begin_text(plain, tokenizer, whole=bool(given))
             yield Question([], ids, False, tokenizer.decode(ids))
 
 
