@@ -8,6 +8,7 @@ import json
 import math
 import re
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -446,6 +447,24 @@ def test_slow_programs_do_not_hold_up_the_next_benchmark(pair, tmp_path, monkeyp
     benchmarks = [passk.Benchmark(asked, writer, passk.Settings()) for writer in writers]
     got = list(passk.run_benchmarks(benchmarks, tokenizer))
     assert [one["reasons"] for one in got] == [{"passed": 2}] * 2
+
+
+def test_answers_that_failed_hold_no_memory(pair, tmp_path):
+    """An error's frames hold the caches of a call that did not fit, and the next one needs them."""
+    tokenizer, caches = load_tokenizer(pair / "student.gguf"), []
+
+    class Cache:
+        pass
+
+    def generate(prompts, stops):
+        assert not any(cache() for cache in caches)
+        cache = Cache()
+        caches.append(weakref.ref(cache))
+        raise MemoryError("too little")
+
+    asked = problems.load_humaneval(humaneval(tmp_path, 2))
+    got = passk.run_benchmark(asked, tokenizer, generate, passk.Settings(batch_size=1))
+    assert got["inference_error"] == "MemoryError: too little" and len(caches) == 2
 
 
 def test_base_answers_end_at_stop_strings(tmp_path):

@@ -308,5 +308,10 @@ def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatc
     assert (rows, answer) == (one, 32) and 10 < prompt < 300
     for phase in ("mbpp is answered", "the teacher reads text", "the target reads text"):
         assert f"while {phase}:" in told
+    many, few = 64 * sharding.row_shards(sharding.make_local_mesh()), "--batch-size=3"
+    _, asked = plan_command(
+        monkeypatch, *(a.replace(few, f"--batch-size={many}") for a in arguments), *more
+    )
+    assert asked["written"]["mbpp is answered"] == (32, prompt, answer)  # one problem, no 64 slots
     assert evaluate.main([small, "--draft=own", f"--data={text}", "--plan"]) == 2
     assert "whose files have a block that drafts" in capsys.readouterr().err

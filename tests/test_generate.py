@@ -193,6 +193,31 @@ def test_the_last_rows_move_together(models, monkeypatch):
     assert [c.ids for c in got] == [c.ids[:n] for c, n in zip(want, limits, strict=True)]
 
 
+def test_slots_are_no_more_and_no_longer_than_the_rows_need(models, monkeypatch):
+    """A prompt far longer than the others is answered behind them, in a cache of its own."""
+    opening = mock.Mock(side_effect=decoding._open)
+    monkeypatch.setattr(decoding, "_open", opening)
+    short, long = prompts_of(40), [7] * 400
+    prompts, seen = [*short[:5], long, *short[5:]], []
+    how = dict(temperature=1.0, seed=3, stop_ids=())
+    got = run(
+        models,
+        prompts=prompts,
+        batch_size=1024,
+        **how,
+        on_text=lambda number, _: seen.append(number),
+    )
+    caches = [(call.kwargs["slots"], call.kwargs["capacity"]) for call in opening.call_args_list]
+    assert caches == [(64, 128), (32, 512)]
+    assert set(seen[:-1]) >= {0, 40} and seen[-1] == 5 and len(set(seen)) == 41
+    alone = run(models, prompts=prompts[4:7], batch_size=3, **how, numbers=[4, 5, 6])
+    assert [c.ids for c in got[4:7]] == [c.ids for c in alone]
+    assert decoding.group_lengths([30] * 15 + [400], 20) == [[*range(15)], [15]]
+    assert decoding.group_lengths([30] * 14 + [400], 20) == [[*range(15)]]  # of 15 none is a few
+    assert decoding.group_lengths([30] * 15 + [400], 20, room=384) == [[*range(16)]]
+    assert decoding.group_lengths([], 20) == [[]]
+
+
 def test_a_free_slot_takes_the_next_prompt(models):
     """In the prompts' order: the long first row holds its slot, the others share the second."""
     seen = []

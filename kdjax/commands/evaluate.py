@@ -57,7 +57,7 @@ from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import AT_ONCE, Sampling, pad_length
+from kdjax.models.decoding import AT_ONCE, Sampling, choose_slots, group_lengths, pad_length
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
@@ -378,12 +378,19 @@ def _size_answers(
         settings = _settings(
             request, way, problems.choose_wording(way.wording, tokenizer), checkpoint
         )
-        lengths = [0]
-        for problem in benchmark:
-            with contextlib.suppress(UserError):  # which counts as a failure of the problem
-                lengths.append(len(passk.encode_prompt(problem, tokenizer, settings)))
-        rows = sharding.split_rows(args.batch_size, mesh)
-        sizes[f"{name} is answered"] = (rows, max(lengths), args.max_tokens)
+        most, asked = args.max_tokens, sharding.split_rows(args.batch_size, mesh)
+        groups = [(1, 0)]
+        for call in passk.split_calls(benchmark, settings):
+            lengths: list[int] = []
+            for problem in call:
+                with contextlib.suppress(UserError):  # which counts as a failure of the problem
+                    ids = passk.encode_prompt(problem, tokenizer, settings)
+                    lengths += [len(ids)] * way.samples
+            for group in group_lengths(lengths, most):
+                slots = choose_slots(asked, sharding.split_rows(len(group), mesh))
+                groups.append((slots, max((lengths[i] for i in group), default=0)))
+        largest = max(groups, key=lambda group: group[0] * (group[1] + most))
+        sizes[f"{name} is answered"] = (*largest, most)
     return sizes
 
 

@@ -30,6 +30,9 @@ INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
 Generate = Callable[[list[list[int]], tuple[str, ...]], Sequence[Completion]]
 
 
+_Asked = tuple[Problem, Completion | str]  # an answer, or the error that there is instead
+
+
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Probability that one of k of the samples, drawn without replacement, is correct.
 
@@ -92,18 +95,30 @@ class Sample:
     answer: str
 
 
+def split_calls(problems: Sequence[Problem], settings: Settings) -> list[Sequence[Problem]]:
+    """Problems that are asked at once, with all their samples.
+
+    A sample's place in its call decides what is drawn.
+    """
+    together = max(1, settings.batch_size // settings.samples)
+    return [problems[i : i + together] for i in range(0, len(problems), together)]
+
+
 def _ask(
     problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate, settings: Settings
-) -> list[tuple[Problem, Completion | Exception]]:
-    """An answer, or what was raised instead of it, for every sample of problems asked at once."""
-    asked: list[tuple[Problem, Completion | Exception]] = []
+) -> list[_Asked]:
+    """An answer, or what was raised instead of it, for every sample of problems asked at once.
+
+    Of an exception the text alone stays: its frames hold what did not fit into memory.
+    """
+    asked: list[_Asked] = []
     batch, prompts = [], []
     for problem in problems:
         try:
             prompts += [encode_prompt(problem, tokenizer, settings)] * settings.samples
             batch += [problem] * settings.samples
         except UserError as error:
-            asked += [(problem, error)] * settings.samples
+            asked += [(problem, _say(error))] * settings.samples
     if not batch:
         return asked
     try:
@@ -113,7 +128,7 @@ def _ask(
         return [*asked, *zip(batch, answers, strict=True)]
     # Whatever stops a model from answering is this model's failure, to be counted.
     except Exception as error:
-        return [*asked, *((problem, error) for problem in batch)]
+        return [*asked, *((problem, _say(error)) for problem in batch)]
 
 
 def encode_prompt(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[int]:
@@ -139,10 +154,10 @@ def run_answer(problem: Problem, answer: str, settings: Settings) -> sandbox.Out
     )
 
 
-def _run(asked: tuple[Problem, Completion | Exception], settings: Settings) -> Sample:
+def _run(asked: _Asked, settings: Settings) -> Sample:
     problem, answer = asked
-    if isinstance(answer, Exception):
-        return Sample(problem.task, INFERENCE_FAILED, _say(answer), "", "")
+    if isinstance(answer, str):
+        return Sample(problem.task, INFERENCE_FAILED, answer, "", "")
     try:
         outcome = run_answer(problem, answer.text, settings)
     except Exception as error:  # the harness itself: out of memory, of descriptors, of disk
@@ -211,11 +226,7 @@ class _Running:
 
     def __init__(self, benchmark: Benchmark, tokenizer: Tokenizer) -> None:
         self._benchmark, self._tokenizer = benchmark, tokenizer
-        problems, _, settings = benchmark
-        # All samples of a problem go into one call: a row's place in it decides what is drawn.
-        together = max(1, settings.batch_size // settings.samples)
-        calls = [problems[i : i + together] for i in range(0, len(problems), together)]
-        self._left = list(cluster.share(calls))
+        self._left = list(cluster.share(split_calls(benchmark.problems, benchmark.settings)))
         self._ran: list[list[concurrent.futures.Future[Sample]]] = []
 
     def begin(self, pool: concurrent.futures.Executor, *, first: bool = False) -> None:

@@ -37,6 +37,7 @@ _ROOM = 128  # the cache's positions are a multiple, for the same reason
 AT_ONCE = 32  # rows that grow together, unless more or fewer are asked for
 _LEAST = 256  # the last rows move together into no fewer slots of a device
 _BLOCKS = 128  # of ids, of which a draw takes one and then an id in it
+_FEW = 16  # of so many rows one may be far longer than the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,6 +348,33 @@ def count_slots(
     }
 
 
+def choose_slots(asked: int, rows: int) -> int:
+    """Slots for so many rows, of those asked for: `asked` halved while they need no more.
+
+    A slot without a row takes memory and time as well. Few sizes, and so few programs, come of it;
+    of 32 and fewer all are taken, whatever the last rows of a command need.
+    """
+    slots = asked
+    while slots >= 2 * max(rows, AT_ONCE):
+        slots = -(-slots // 2)
+    return slots
+
+
+def group_lengths(lengths: Sequence[int], max_tokens: int, room: int = 0) -> list[list[int]]:
+    """The places of prompts of these lengths that are answered together, in one group or two.
+
+    Every slot has room for the longest prompt: where the longest sixteenth would double that of the
+    others, it is answered behind them. `room` are positions that a slot has at least.
+    """
+    order, few = sorted(range(len(lengths)), key=lambda i: lengths[i]), len(lengths) // _FEW
+    if few:
+        longest = (lengths[order[at]] + max_tokens for at in (-1, -1 - few))
+        most, others = (_room_for(max(count, room)) for count in longest)
+        if most >= 2 * others:
+            return [sorted(order[:-few]), sorted(order[-few:])]
+    return [sorted(order)]
+
+
 def pad_length(longest: int) -> int:
     """Positions of rows whose longest text has so many, a multiple of 64: few programs compile."""
     return -(-longest // _BUCKET) * _BUCKET
@@ -615,7 +643,8 @@ def write_answers(
 ) -> list[Completion]:
     """Continues every prompt (token ids), in order.
 
-    `batch_size` rows grow at once; one that ends makes room for the next prompt. A row draws by the
+    At most `batch_size` rows grow at once (`choose_slots`), the longest prompts perhaps behind the
+    others (`group_lengths`); one that ends makes room for the next. A row draws by the
     seed, its number (default: its place in `prompts`) and its step, whatever the batches. `limits`
     are most ids a prompt, `sampling.max_tokens` by default. `room` are positions that a slot has at
     least: calls whose prompts' lengths differ then share their programs. `on_text` is called with a
@@ -637,10 +666,11 @@ def write_answers(
         Row(np.asarray(prompt, np.int32), int(limit), int(number), sampling, tokenizer)
         for prompt, limit, number in zip(prompts, most, draw_by, strict=True)
     ]
-    engine = _Engine(writer, params, rows, sampling, batch_size, room)
-    for row in engine.run():
-        if on_text is not None:
-            on_text(row, rows[row].read())
+    for group in group_lengths([len(prompt) for prompt in prompts], sampling.max_tokens, room):
+        some = [rows[i] for i in group]
+        for place in _Engine(writer, params, some, sampling, batch_size, room).run():
+            if on_text is not None:
+                on_text(group[place], some[place].read())
     return [row.complete() for row in rows]
 
 
@@ -746,7 +776,8 @@ class _Engine:
         self._writer, self._params, self._rows = writer, params, rows
         placement = writer.spread.placement if writer.spread else None
         self._shards = row_shards(placement.mesh) if placement else 1
-        self._local = -(-batch_size // self._shards)  # slots of a device
+        asked, share = (-(-count // self._shards) for count in (batch_size, len(rows)))
+        self._local = choose_slots(asked, share)  # slots of a device
         slots = self._local * self._shards
         # Prompts of like lengths are read together, so that few are padded far.
         order = sorted(range(len(rows)), key=lambda i: -(len(rows[i].prompt) // -_BUCKET))
