@@ -11,7 +11,6 @@ from .losses.divergences import JensenShannon as JensenShannon
 from .losses.divergences import Mixture as Mixture
 from .losses.divergences import SkewedForwardKL as SkewedForwardKL
 from .losses.divergences import SkewedReverseKL as SkewedReverseKL
-from .losses.divergences import TopVariation as TopVariation
 from .losses.divergences import forward_kl as forward_kl
 from .losses.divergences import reverse_kl as reverse_kl
 from .losses.divergences import total_variation as total_variation

@@ -436,7 +436,6 @@ DIVERGENCES: dict[str, dict[str, float]] = {
     "skewed_forward_kl": {"skew": 0.1},
     "skewed_reverse_kl": {"skew": 0.1},
     "total_variation": {},
-    "top_variation": {"top": 10.0},
 }
 
 
@@ -444,12 +443,6 @@ def check_share(name: str, value: float) -> None:
     """Raises `UserError` unless the value, a divergence's parameter, lies between 0 and 1."""
     if not 0 < value < 1:
         raise UserError(f"{name}={value!r}: must be above 0 and below 1")
-
-
-def check_count(name: str, value: float) -> None:
-    """Raises `UserError` unless the value, a divergence's parameter, is a whole number above 0."""
-    if value < 1 or value % 1:
-        raise UserError(f"{name}={value:g}: must be a whole number above 0")
 
 
 def check_weights(weights: Sequence[float]) -> None:
@@ -509,8 +502,7 @@ def _split_part(text: str) -> tuple[str, dict[str, float]]:
             parameters[key] = float(number)
         except ValueError:
             raise UserError(f"divergence {text!r}: {key} must be a number") from None
-        check = check_count if key == "top" else check_share
-        check(key, parameters[key])
+        check_share(key, parameters[key])
     return name, parameters
 
 

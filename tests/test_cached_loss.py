@@ -13,9 +13,8 @@ from scipy.special import log_softmax, logsumexp
 from kdjax.config import DIVERGENCES
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec, head_loss
-from kdjax.losses.divergences import parse_divergence
 from kdjax.losses.kd import KDLoss
-from kdjax.losses.likeliest import top_k
+from kdjax.losses.likeliest import keep_likeliest, top_k
 from kdjax.losses.positions import head_evaluation
 from kdjax.losses.topk import (
     TopTeacher,
@@ -27,8 +26,6 @@ from kdjax.losses.topk import (
 )
 
 WIDTH, REAL = 50, 47
-# Those that are defined where all other ids are one outcome.
-MERGING = [name for name in DIVERGENCES if parse_divergence(name).merges_tail]
 
 
 @functools.cache
@@ -77,7 +74,7 @@ def from_cache(spec, k):
             for case in [
                 (1.0, 0.0, "forward_kl"),
                 (4.0, 1.0, "forward_kl"),
-                *((3.0, 0.3, name) for name in MERGING if name not in ("forward_kl", "jsd")),
+                *((3.0, 0.3, name) for name in DIVERGENCES if name not in ("forward_kl", "jsd")),
             ]
         ),
     ],
@@ -250,6 +247,14 @@ def test_top_k_by_groups_is_top_k(rng, k):
     got, want = top_k(x, k), jax.lax.top_k(x, k)
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_array_equal(got[1], want[1])
+
+
+def test_the_likeliest_ids_alone_share_out_all_probability():
+    """Worked by hand; an id as likely as the last stays, and of fewer ids than asked for all do."""
+    p = np.asarray((0.1, 0.4, 0.2, 0.2, 0.1), np.float32)
+    for count, want in ((1, (0, 1, 0, 0, 0)), (2, (0, 0.5, 0.25, 0.25, 0)), (10, p)):
+        kept = keep_likeliest(jnp.log(p), count)
+        np.testing.assert_allclose(np.exp(kept), want, rtol=1e-6)
 
 
 def test_every_id_of_18_bits_comes_back():

@@ -12,8 +12,8 @@ RECORDS = REPOSITORY / "docs" / "records"
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINKING = [*PAGES, *RECORDS.glob("*.md"), *(REPOSITORY / "contracts").glob("*.md")]
 LINKING += [REPOSITORY / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-# Lists of fields, of commands and of programs may be longer.
-REFERENCE = ("settings.md", "commands.md", "library.md")
+# Lists of fields and of commands may be longer.
+REFERENCE = ("settings.md", "commands.md")
 
 # What is no measurement: settings and their limits, sizes by arithmetic, others' reports.
 SETTINGS = {

@@ -1,4 +1,4 @@
-"""The library as docs/library.md shows it, and what `import kdjax` offers."""
+"""The library as docs/library.md and docs/extending.md show it, and what `import kdjax` offers."""
 
 import functools
 import re
@@ -18,14 +18,17 @@ from kdjax.errors import UserError
 from kdjax.formats.saved import saved_steps
 
 REPOSITORY = Path(__file__).parent.parent
-PAGE = (REPOSITORY / "docs" / "library.md").read_text()
-PROGRAMS = dict(
-    zip(
-        ("logits", "loop", "whole", "tree", "some", "divergence", "layers", "module", "run"),
-        re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL),
-        strict=True,
-    )
-)
+
+
+def read_programs(page, *names):
+    """The programs of a page of docs, by these names in its order."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return dict(zip(names, programs, strict=True))
+
+
+PROGRAMS = read_programs("library.md", "logits", "loop", "whole", "tree", "some")
+PROGRAMS |= read_programs("extending.md", "divergence", "layers", "module", "run")
 
 
 def make_batches(count, rows=8, length=32):
@@ -36,7 +39,7 @@ def make_batches(count, rows=8, length=32):
 
 @pytest.fixture(params=cases(1, slow=[4]))
 def run(request, models, tmp_path, monkeypatch):
-    """A function that runs a program of the page beside both models, and returns its names.
+    """A function that runs a program of the pages beside both models, and returns its names.
 
     On one device of the eight and on four: so many that JAX says it has, and that models load on.
     """
@@ -49,7 +52,7 @@ def run(request, models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def execute(name, **names):
-        exec(compile(PROGRAMS[name], f"docs/library.md:{name}", "exec"), names)
+        exec(compile(PROGRAMS[name], f"the program {name!r} of docs", "exec"), names)
         if "student" in names and "state" in names:
             places = {leaf.sharding.num_devices for leaf in jax.tree.leaves(names["state"])}
             assert places == {request.param}
@@ -225,8 +228,7 @@ def test_a_divergence_of_ones_own(models, chunk_tokens, devices, microbatches):
 @pytest.mark.parametrize("more", cases(["--plan"], slow=[["--config.log.tensorboard=False"]]))
 @pytest.mark.usefixtures("undrawn")
 def test_the_config_of_the_page_on_settings_trains(models, tmp_path, monkeypatch, more):
-    page = (REPOSITORY / "docs" / "settings.md").read_text()
-    (program, *_) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (program,) = read_programs("settings.md", "config").values()
     assert len([line for line in program.splitlines() if line.strip()]) <= 10
     for path in models.glob("*.gguf"):
         (tmp_path / path.name).symlink_to(path)

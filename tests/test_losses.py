@@ -18,7 +18,6 @@ from kdjax.losses.chunked import HeadSpec, head_loss
 from kdjax.losses.divergences import (
     Divergence,
     Mixture,
-    TopVariation,
     acceptance,
     as_divergence,
     forward_kl,
@@ -132,12 +131,6 @@ def distance(t, s):
     return jnp.sqrt(jnp.sum((jnp.exp(t) - jnp.exp(s)) ** 2, axis=-1))
 
 
-def draw_top(p, top):
-    """Probabilities of the `top` likeliest ids, of those alone."""
-    kept = np.where(p >= -np.sort(-p, axis=-1)[..., top - 1 : top], p, 0)
-    return kept / kept.sum(-1, keepdims=True)
-
-
 # Each divergence beside its definition over float64 probabilities q, the teacher's, and p.
 kl = lambda a, b: rel_entr(a, b).sum(-1)  # noqa: E731
 ORACLES = {
@@ -148,7 +141,6 @@ ORACLES = {
     "skewed_forward_kl": lambda q, p: kl(q, 0.1 * q + 0.9 * p),
     "skewed_reverse_kl:skew=0.2": lambda q, p: kl(p, 0.8 * q + 0.2 * p),
     "total_variation": lambda q, p: np.abs(p - q).sum(-1) / 2,
-    "top_variation:top=5": lambda q, p: np.abs(draw_top(p, 5) - q).sum(-1) / 2,
     "0.7*forward_kl+0.3*total_variation": lambda q, p: (
         0.7 * kl(q, p) + 0.15 * np.abs(p - q).sum(-1)
     ),
@@ -173,7 +165,6 @@ def oracle_divergence(s, t, temperature, kind):
         ("skewed_reverse_kl", 0.107043, 2.302585),
         ("skewed_reverse_kl:skew=0.5", 0.035375, 0.693147),  # ln(2/3) / 4 + 3 ln(6/5) / 4
         ("total_variation", 0.25, 1.0),
-        ("top_variation", 0.25, 1.0),  # of fewer ids than ten
         ("0.5*forward_kl + 0.5*reverse_kl", 0.137327, None),  # the mean of the two above
         ("0.4*jsd:beta=0.3+0.6*total_variation", 0.161601, 0.844346),
     ],
@@ -209,9 +200,6 @@ def test_a_mixture_is_over_merged_outcomes_where_all_its_parts_are():
 def test_the_acceptance_is_what_total_variation_leaves():
     q, p = np.asarray((0.5, 0.3, 0.2), np.float32), np.asarray((0.25, 0.5, 0.25), np.float32)
     np.testing.assert_allclose(acceptance(np.log(q), np.log(p)), 0.25 + 0.3 + 0.2, rtol=1e-6)
-    # Drafts of the likeliest id alone are kept as often as the teacher draws it.
-    for top, kept in ((1.0, 0.3), (3.0, 0.75)):
-        np.testing.assert_allclose(1 - TopVariation(top)(np.log(q), np.log(p)), kept, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ORACLES)

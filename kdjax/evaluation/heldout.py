@@ -31,13 +31,12 @@ from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.divergences import (
     acceptance,
     jensen_shannon,
-    keep_likeliest,
     kl_divergence,
     log_softmax,
     total_variation,
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
-from kdjax.losses.likeliest import top_k
+from kdjax.losses.likeliest import keep_likeliest, top_k
 from kdjax.losses.positions import COMPARED_CHUNK, read_positions, share_in_common
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kdjax.config import check_count, check_share, check_weights, split_divergence
+from kdjax.config import check_share, check_weights, split_divergence
 from kdjax.errors import UserError
-from kdjax.losses.likeliest import top_k
 
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
 LogProbs = Float[AnyArray, "*B V"]
@@ -47,16 +46,6 @@ def kl_divergence(teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> P
 def _log_mixture(a: AnyArray, b: AnyArray, share: float) -> Array:
     """log(share e^a + (1 - share) e^b)."""
     return jnp.logaddexp(a + math.log(share / (1 - share)), b) + math.log(1 - share)
-
-
-def keep_likeliest(log_probs: LogProbs, count: int) -> PerId:
-    """Log-probabilities of the `count` likeliest ids alone; minus infinity of all others.
-
-    Ids as likely as the last of them are kept.
-    """
-    log_probs = jnp.asarray(log_probs)
-    likeliest, _ = top_k(log_probs, min(count, log_probs.shape[-1]))
-    return log_softmax(jnp.where(log_probs >= likeliest[..., -1:], log_probs, -jnp.inf), 1.0)
 
 
 def acceptance(teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
@@ -228,31 +217,6 @@ class TotalVariation(Divergence):
 
 
 @dataclasses.dataclass(frozen=True)
-class TopVariation(TotalVariation):
-    """Total variation from the student's `top` likeliest ids alone, renormalised, between 0 and 1.
-
-    It is the share of drafts that is rejected where they are drawn so, as llama.cpp draws them from
-    ten. Other ids have no gradient, so a mixture with another divergence has to bring the teacher's
-    ids among them. `UserError` unless `top` is 1, 2, ...
-    """
-
-    top: float = 10.0
-    merges_tail: ClassVar[bool] = False
-
-    def __post_init__(self):
-        check_count("top", self.top)
-
-    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
-        drawn = keep_likeliest(student_log_probs, int(self.top))
-        return super().__call__(teacher_log_probs, drawn)
-
-    def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
-        """Total variation's, through the softmax over what is drawn."""
-        drawn = keep_likeliest(student_log_probs, int(self.top))
-        return super().logit_gradient(teacher_log_probs, drawn)
-
-
-@dataclasses.dataclass(frozen=True)
 class Mixture(Divergence):
     """A weighted sum of divergences, `Mixture(((0.7, forward_kl), (0.3, total_variation)))`.
 
@@ -323,7 +287,6 @@ _CLASSES: dict[str, type[Divergence]] = {
     "skewed_forward_kl": SkewedForwardKL,
     "skewed_reverse_kl": SkewedReverseKL,
     "total_variation": TotalVariation,
-    "top_variation": TopVariation,
 }
 
 

@@ -23,3 +23,12 @@ def top_k(logits: Float[Array, "*B V"], k: int) -> tuple[Float[Array, "*B K"], I
     candidates = jnp.take_along_axis(groups, which[..., None], axis=-2)
     values, at = jax.lax.top_k(candidates.reshape(*logits.shape[:-1], -1), k)
     return values, jnp.take_along_axis(which, at // _GROUP, axis=-1) * _GROUP + at % _GROUP
+
+
+def keep_likeliest(log_probs: Float[Array, "*B V"], count: int) -> Float[Array, "*B V"]:
+    """Log-probabilities of the `count` likeliest ids alone; minus infinity of all others.
+
+    Ids as likely as the last of them are kept.
+    """
+    likeliest, _ = top_k(log_probs, min(count, log_probs.shape[-1]))
+    return jax.nn.log_softmax(jnp.where(log_probs >= likeliest[..., -1:], log_probs, -jnp.inf))

@@ -85,7 +85,7 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
         _refuse_degenerate(teacher, student, allowed=config.teacher.allow_degenerate)
     open_adapters(config.student.lora, student)
     teacher = teacher and teacher.fall_back(config.data.tokenizer)
-    drafts = config.student.layers or "variation" in config.loss.divergence
+    drafts = config.student.layers or "total_variation" in config.loss.divergence
     if teacher and drafts:
         warn_if_refused(teacher, student)
     tokenizer = student.tokenizer
