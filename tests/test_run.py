@@ -27,6 +27,7 @@ from kdjax.commands import train as main
 from kdjax.commands.parsing import apply_environment
 from kdjax.config import Config
 from kdjax.data.pipeline import News, Source
+from kdjax.data.rows import RowSet
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import BAD_INPUT, MissingFileError, UserError
@@ -36,6 +37,7 @@ from kdjax.models.decoder import functional
 from kdjax.training import step
 from kdjax.training.hooks import Hook
 from kdjax.training.identity import check_same_run
+from kdjax.training.inputs import warn_of_readings
 from kdjax.training.job import assemble
 from kdjax.training.loop import _Delivery, train
 from kdjax.training.optim import schedule
@@ -49,6 +51,22 @@ from kdjax.watch.writers import JsonLines, Terminal
 pytestmark = pytest.mark.usefixtures("two_devices")
 
 REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("share", "rounds", "told"), [(0.0, 0, "6.0"), (0.5, 0, ""), (1.0, 0, ""), (1.0, 1, "6.0")]
+)
+def test_text_that_is_read_again_and_again_is_told(share, rounds, told, caplog):
+    """Rows that the student writes anew each round are none of it; those of one round are."""
+    config = Config()
+    config.train.steps, config.train.batch_size = 15, 4
+    if share:
+        config.rollout.prompts = "prompts.jsonl"
+    config.rollout.share, config.rollout.rounds = share, rounds
+    rows = RowSet(train=range(10), heldout=(), info={}, key="")
+    warn_of_readings(config, rows)
+    said = f"15 steps read the text {told} times"
+    assert caplog.text.count(said) == 1 if told else not caplog.records
 
 
 class Recorder(Hook):

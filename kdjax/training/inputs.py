@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.config import Config, DataConfig, StudentConfig, flatten, last_step, list_phases
+from kdjax.config import (
+    Config,
+    DataConfig,
+    StudentConfig,
+    count_own_rows,
+    flatten,
+    last_step,
+    list_phases,
+)
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, RowSettings, check_split, prepare_rows, rows_key, warn_of_marks
 from kdjax.data.teacher_cache import hash_index, join_hashes, read_index, split_caches
@@ -24,6 +32,8 @@ from kdjax.training.pair import Pair, open_pair
 from kdjax.training.rollouts import answers_key, check_templates, fix_answers, open_prompts
 
 _log = logging.getLogger("kdjax")
+
+_READINGS = 4  # so often read, text teaches as well as new one (arXiv:2305.16264)
 
 
 def prepare_all(config: Config, pair: Pair, placement: Placement) -> RowSet:
@@ -51,6 +61,19 @@ def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
         _log.info("text, %s: %s rows, %s tokens of %s documents, %s", side, *counts, full)
         warn_of_marks(side, info["marks"], tokenizer, data.parse_special)
     return rows
+
+
+def warn_of_readings(config: Config, rows: RowSet) -> None:
+    """Warns of text that the run's first phase would read so often that students remember it."""
+    train, own = config.train, count_own_rows(config)
+    read = train.batch_size - (own if config.rollout.rounds != 1 else 0)
+    times = train.steps * read / len(rows.train)
+    if times > _READINGS:
+        _log.warning(
+            "train: %s steps read the text %.1f times, and a student remembers what it reads more "
+            "than %s times: give more text (data.train), or fewer steps",
+            *(f"{train.steps:,}", times, _READINGS),
+        )
 
 
 def check_texts(config: Config, tokenizer: Tokenizer) -> None:

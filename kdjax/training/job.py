@@ -67,6 +67,7 @@ from kdjax.training.inputs import (
     hash_texts,
     list_read_rows,
     prepare_all,
+    warn_of_readings,
 )
 from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair
@@ -356,6 +357,7 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | N
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare_all(config, pair, placement)
+    warn_of_readings(config, rows)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)
         cache = None
