@@ -3,6 +3,7 @@
 One device is the 1 x 1 x 1 mesh: the same code runs on a laptop and on a host of GPUs.
 """
 
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kdjax.errors import UserError
+
+_log = logging.getLogger("kdjax")
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")  # over which a batch's rows are split
@@ -60,6 +63,8 @@ def leave_cache_out() -> None:
     CPU does in programs that it compiled; of those that come from the cache it runs several at a
     time, which ends the process or takes one's numbers for another's (jaxlib 0.10.2, 0.12.0).
     """
+    if jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        _log.info("several CPU devices: programs are compiled anew, none comes from the cache")
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX has asked once whether there is one
 
