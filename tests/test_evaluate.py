@@ -9,6 +9,7 @@ import math
 import re
 import threading
 import weakref
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.decoding import Completion
 from kdjax.models.loading import load_params
+from kdjax.models.model import Model
 from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training.heldout import held_out_figures
@@ -465,6 +467,24 @@ def test_answers_that_failed_hold_no_memory(pair, tmp_path):
     asked = problems.load_humaneval(humaneval(tmp_path, 2))
     got = passk.run_benchmark(asked, tokenizer, generate, passk.Settings(batch_size=1))
     assert got["inference_error"] == "MemoryError: too little" and len(caches) == 2
+
+
+def test_calls_of_a_benchmark_have_one_room(pair, tmp_path):
+    """The longest prompt decides it, but for one far longer: calls share their programs."""
+    path = humaneval(tmp_path, 17)
+    lines = path.read_text().splitlines()
+    long = json.loads(lines[3])
+    path.write_text("\n".join([*lines, json.dumps(long | {"prompt": long["prompt"] * 20})]))
+    flags = [str(pair / "student.gguf"), f"--humaneval={path}", "--wording=base", "--max-tokens=8"]
+    request = evaluate.check(evaluate.parser().parse_args([*flags, "--batch-size=5"]))
+    target = open_target(flags[0])
+    asked = mock.Mock(return_value=[])
+    model = mock.Mock(spec=Model, generate=asked)
+    [(_, figures)] = evaluate.solve(request, model, target.checkpoint)
+    assert figures["not_generated"] == 18 and asked.call_count == 4  # nothing was answered
+    lengths = sorted(len(ids) for call in asked.call_args_list for ids in call.args[0])
+    assert lengths[-1] > 10 * lengths[-2]
+    assert {call.kwargs["room"] for call in asked.call_args_list} == {lengths[-2] + 8}
 
 
 def test_base_answers_end_at_stop_strings(tmp_path):

@@ -283,6 +283,20 @@ def test_the_command_plans_what_it_then_runs(paths, text, monkeypatch, capsys):
     assert [*asked["written"].values()] == [examined]
 
 
+def test_a_plan_does_not_give_every_row_the_room_of_one_long_prompt(paths, tmp_path, monkeypatch):
+    """It is answered behind the others, as the command then does with the same room."""
+    easy = {"code": "def f(a): return a", "test_list": ["assert 1"]}
+    texts = ["Add."] * 31 + ["Add " + "one and " * 100 + "two."]
+    lines = [json.dumps(easy | {"task_id": 11 + i, "text": x}) for i, x in enumerate(texts)]
+    (tmp_path / "mbpp.jsonl").write_text("\n".join(lines))
+    asked = [f"{paths}/small.gguf", f"--mbpp={tmp_path}/mbpp.jsonl", "--allow-unsandboxed"]
+    asked += ["--max-tokens=32", "--batch-size=1024", "--wording=base"]
+    slots = sharding.split_rows(1024, sharding.make_local_mesh())
+    _, found = plan_command(monkeypatch, *asked)
+    rows, prompt, _ = found["written"]["mbpp is answered"]
+    assert rows == slots and prompt < 300
+
+
 def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatch, capsys):
     problem = {
         "task_id": 1,
@@ -308,10 +322,5 @@ def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatc
     assert (rows, answer) == (one, 32) and 10 < prompt < 300
     for phase in ("mbpp is answered", "the teacher reads text", "the target reads text"):
         assert f"while {phase}:" in told
-    many, few = 64 * sharding.row_shards(sharding.make_local_mesh()), "--batch-size=3"
-    _, asked = plan_command(
-        monkeypatch, *(a.replace(few, f"--batch-size={many}") for a in arguments), *more
-    )
-    assert asked["written"]["mbpp is answered"] == (32, prompt, answer)  # one problem, no 64 slots
     assert evaluate.main([small, "--draft=own", f"--data={text}", "--plan"]) == 2
     assert "whose files have a block that drafts" in capsys.readouterr().err

@@ -193,8 +193,7 @@ def test_the_last_rows_move_together(models, monkeypatch):
     assert [c.ids for c in got] == [c.ids[:n] for c, n in zip(want, limits, strict=True)]
 
 
-def test_slots_are_no_more_and_no_longer_than_the_rows_need(models, monkeypatch):
-    """A prompt far longer than the others is answered behind them, in a cache of its own."""
+def test_prompts_far_longer_than_the_others_have_a_cache_of_their_own(models, monkeypatch):
     opening = mock.Mock(side_effect=decoding._open)
     monkeypatch.setattr(decoding, "_open", opening)
     short, long = prompts_of(40), [7] * 400
@@ -203,19 +202,22 @@ def test_slots_are_no_more_and_no_longer_than_the_rows_need(models, monkeypatch)
     got = run(
         models,
         prompts=prompts,
-        batch_size=1024,
+        batch_size=48,
         **how,
         on_text=lambda number, _: seen.append(number),
     )
     caches = [(call.kwargs["slots"], call.kwargs["capacity"]) for call in opening.call_args_list]
-    assert caches == [(64, 128), (32, 512)]
+    assert caches == [(48, 128), (32, 512)]
     assert set(seen[:-1]) >= {0, 40} and seen[-1] == 5 and len(set(seen)) == 41
     alone = run(models, prompts=prompts[4:7], batch_size=3, **how, numbers=[4, 5, 6])
     assert [c.ids for c in got[4:7]] == [c.ids for c in alone]
-    assert decoding.group_lengths([30] * 15 + [400], 20) == [[*range(15)], [15]]
-    assert decoding.group_lengths([30] * 14 + [400], 20) == [[*range(15)]]  # of 15 none is a few
-    assert decoding.group_lengths([30] * 15 + [400], 20, room=384) == [[*range(16)]]
-    assert decoding.group_lengths([], 20) == [[]]
+    # Two of 32, but not two of 31; none beyond twice the room of the next; nor where all have more.
+    most = [30] * 29 + [90] * 2 + [400]
+    assert decoding.set_apart([*most[:-1], 300, 400], 20) == ([*range(31)], [31, 32])
+    assert decoding.set_apart(most[2:], 20) == ([*range(29)], [29])
+    assert decoding.set_apart([30] * 30 + [300, 400], 20, room=300) == ([*range(32)], [])
+    assert decoding.set_apart([30] * 14 + [400], 20) == ([*range(15)], [])
+    assert decoding.set_apart([], 20) == ([], [])
 
 
 def test_a_free_slot_takes_the_next_prompt(models):

@@ -57,10 +57,11 @@ from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import AT_ONCE, Sampling, choose_slots, group_lengths, pad_length
+from kdjax.models.decoding import AT_ONCE, Sampling, choose_slots, pad_length, set_apart
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
+from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 OTHER = "target"  # as --draft: the target drafts for the teacher
@@ -378,20 +379,28 @@ def _size_answers(
         settings = _settings(
             request, way, problems.choose_wording(way.wording, tokenizer), checkpoint
         )
-        most, asked = args.max_tokens, sharding.split_rows(args.batch_size, mesh)
-        groups = [(1, 0)]
-        for call in passk.split_calls(benchmark, settings):
-            lengths: list[int] = []
-            for problem in call:
-                with contextlib.suppress(UserError):  # which counts as a failure of the problem
-                    ids = passk.encode_prompt(problem, tokenizer, settings)
-                    lengths += [len(ids)] * way.samples
-            for group in group_lengths(lengths, most):
-                slots = choose_slots(asked, sharding.split_rows(len(group), mesh))
-                groups.append((slots, max((lengths[i] for i in group), default=0)))
-        largest = max(groups, key=lambda group: group[0] * (group[1] + most))
-        sizes[f"{name} is answered"] = (*largest, most)
+        lengths = _count_prompts(benchmark, tokenizer, settings)
+        groups = set_apart(lengths, args.max_tokens)
+        apart = choose_slots(way.samples * len(groups[1]), args.batch_size)
+        asked = [
+            (sharding.split_rows(rows, mesh), max(lengths[i] for i in group), args.max_tokens)
+            for rows, group in zip((args.batch_size, apart), groups, strict=True)
+            if group
+        ]
+        if asked:
+            sizes[f"{name} is answered"] = max(asked, key=lambda size: size[0] * sum(size[1:]))
     return sizes
+
+
+def _count_prompts(
+    benchmark: Sequence[problems.Problem], tokenizer: Tokenizer, settings: passk.Settings
+) -> list[int]:
+    """Ids of each problem's prompt, but of those that leave an answer no room."""
+    lengths = []
+    for problem in benchmark:
+        with contextlib.suppress(UserError):  # which counts as a failure of the problem
+            lengths.append(len(passk.encode_prompt(problem, tokenizer, settings)))
+    return lengths
 
 
 def _size_drafts(
@@ -469,7 +478,10 @@ def solve(
             wording = problems.choose_wording(way.wording, tokenizer)
             settings = _settings(request, way, wording, checkpoint)
             _say(f"{name}: {len(benchmark)} problems, {settings.samples} answers to each")
-            generate = passk.answer_with(model, tokenizer, way.sampling, settings)
+            lengths = _count_prompts(benchmark, tokenizer, settings)
+            together = [lengths[i] for i in set_apart(lengths, request.args.max_tokens)[0]]
+            room = max(together, default=0) + request.args.max_tokens
+            generate = passk.answer_with(model, tokenizer, way.sampling, settings, room)
             yield passk.Benchmark(benchmark, generate, settings)
 
     yield from zip(request.asked, passk.run_benchmarks(benchmarks(), tokenizer), strict=True)

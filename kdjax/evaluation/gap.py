@@ -155,7 +155,7 @@ def _answer(
         job.pair.vocabulary.real,
         prompts,
         temperature,
-        batch_size=job.config.rollout.batch_size,
+        batch_size=min(job.config.rollout.batch_size, len(prompts)),
     )
     return [list(one.ids) for one in said]
 

@@ -72,14 +72,17 @@ def check_asked(sampling: Sampling, samples: int, seconds: float) -> None:
 
 
 def answer_with(
-    model: Model, tokenizer: Tokenizer, sampling: Sampling, settings: Settings
+    model: Model, tokenizer: Tokenizer, sampling: Sampling, settings: Settings, room: int = 0
 ) -> Generate:
-    """A `Generate` by a model, `settings.batch_size` rows at a time, which its end tokens end."""
+    """A `Generate` by a model, `settings.batch_size` rows at a time, which its end tokens end.
+
+    `room` as of `write_answers`: calls of as much share their programs.
+    """
 
     def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
         ends = dict(stop_ids=tokenizer.stop_ids, stop_strings=stops)
         asked = dataclasses.replace(sampling, **ends)
-        return model.generate(prompts, asked, batch_size=settings.batch_size)
+        return model.generate(prompts, asked, batch_size=settings.batch_size, room=room)
 
     return generate
 
@@ -93,15 +96,6 @@ class Sample:
     error: str
     ended: str
     answer: str
-
-
-def split_calls(problems: Sequence[Problem], settings: Settings) -> list[Sequence[Problem]]:
-    """Problems that are asked at once, with all their samples.
-
-    A sample's place in its call decides what is drawn.
-    """
-    together = max(1, settings.batch_size // settings.samples)
-    return [problems[i : i + together] for i in range(0, len(problems), together)]
 
 
 def _ask(
@@ -226,7 +220,11 @@ class _Running:
 
     def __init__(self, benchmark: Benchmark, tokenizer: Tokenizer) -> None:
         self._benchmark, self._tokenizer = benchmark, tokenizer
-        self._left = list(cluster.share(split_calls(benchmark.problems, benchmark.settings)))
+        problems, _, settings = benchmark
+        # All samples of a problem go into one call: a row's place in it decides what is drawn.
+        together = max(1, settings.batch_size // settings.samples)
+        calls = [problems[i : i + together] for i in range(0, len(problems), together)]
+        self._left = list(cluster.share(calls))
         self._ran: list[list[concurrent.futures.Future[Sample]]] = []
 
     def begin(self, pool: concurrent.futures.Executor, *, first: bool = False) -> None:

@@ -348,31 +348,25 @@ def count_slots(
     }
 
 
-def choose_slots(asked: int, rows: int) -> int:
-    """Slots for so many rows, of those asked for: `asked` halved while they need no more.
+def set_apart(
+    lengths: Sequence[int], max_tokens: int, room: int = 0
+) -> tuple[list[int], list[int]]:
+    """The places of prompts of these lengths that are answered together, and of those behind them.
 
-    A slot without a row takes memory and time as well. Few sizes, and so few programs, come of it;
-    of 32 and fewer all are taken, whatever the last rows of a command need.
+    Every slot has room for the longest: a sixteenth of the prompts or fewer are answered behind the
+    others if each has more than twice their room. `room` are positions that a slot has at least.
     """
-    slots = asked
-    while slots >= 2 * max(rows, AT_ONCE):
-        slots = -(-slots // 2)
-    return slots
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    rooms = [_room_for(max(lengths[i] + max_tokens, room)) for i in order]
+    for few in range(len(order) // _FEW, 0, -1):
+        if rooms[-few] > 2 * rooms[-few - 1]:
+            return sorted(order[:-few]), sorted(order[-few:])
+    return sorted(order), []
 
 
-def group_lengths(lengths: Sequence[int], max_tokens: int, room: int = 0) -> list[list[int]]:
-    """The places of prompts of these lengths that are answered together, in one group or two.
-
-    Every slot has room for the longest prompt: where the longest sixteenth would double that of the
-    others, it is answered behind them. `room` are positions that a slot has at least.
-    """
-    order, few = sorted(range(len(lengths)), key=lambda i: lengths[i]), len(lengths) // _FEW
-    if few:
-        longest = (lengths[order[at]] + max_tokens for at in (-1, -1 - few))
-        most, others = (_room_for(max(count, room)) for count in longest)
-        if most >= 2 * others:
-            return [sorted(order[:-few]), sorted(order[-few:])]
-    return [sorted(order)]
+def choose_slots(apart: int, batch_size: int) -> int:
+    """Slots for so many prompts set apart: no more than they need, in few sizes."""
+    return min(batch_size, -(-apart // AT_ONCE) * AT_ONCE)
 
 
 def pad_length(longest: int) -> int:
@@ -643,8 +637,8 @@ def write_answers(
 ) -> list[Completion]:
     """Continues every prompt (token ids), in order.
 
-    At most `batch_size` rows grow at once (`choose_slots`), the longest prompts perhaps behind the
-    others (`group_lengths`); one that ends makes room for the next. A row draws by the
+    `batch_size` rows grow at once; one that ends makes room for the next prompt. Prompts far longer
+    than the others are answered behind them (`set_apart`). A row draws by the
     seed, its number (default: its place in `prompts`) and its step, whatever the batches. `limits`
     are most ids a prompt, `sampling.max_tokens` by default. `room` are positions that a slot has at
     least: calls whose prompts' lengths differ then share their programs. `on_text` is called with a
@@ -666,9 +660,11 @@ def write_answers(
         Row(np.asarray(prompt, np.int32), int(limit), int(number), sampling, tokenizer)
         for prompt, limit, number in zip(prompts, most, draw_by, strict=True)
     ]
-    for group in group_lengths([len(prompt) for prompt in prompts], sampling.max_tokens, room):
+    groups = set_apart([len(prompt) for prompt in prompts], sampling.max_tokens, room)
+    slots = batch_size, choose_slots(len(groups[1]), batch_size)
+    for group, count in zip(groups, slots, strict=True):
         some = [rows[i] for i in group]
-        for place in _Engine(writer, params, some, sampling, batch_size, room).run():
+        for place in _Engine(writer, params, some, sampling, count, room).run() if some else ():
             if on_text is not None:
                 on_text(group[place], some[place].read())
     return [row.complete() for row in rows]
@@ -776,8 +772,7 @@ class _Engine:
         self._writer, self._params, self._rows = writer, params, rows
         placement = writer.spread.placement if writer.spread else None
         self._shards = row_shards(placement.mesh) if placement else 1
-        asked, share = (-(-count // self._shards) for count in (batch_size, len(rows)))
-        self._local = choose_slots(asked, share)  # slots of a device
+        self._local = -(-batch_size // self._shards)  # slots of a device
         slots = self._local * self._shards
         # Prompts of like lengths are read together, so that few are padded far.
         order = sorted(range(len(rows)), key=lambda i: -(len(rows[i].prompt) // -_BUCKET))

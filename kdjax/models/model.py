@@ -217,6 +217,7 @@ class Model:
         numbers: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         batch_size: int | None = None,
+        room: int = 0,
         on_text: Callable[[int, str], None] | None = None,
         **settings: Any,
     ) -> list[Completion]:
@@ -225,10 +226,11 @@ class Model:
         `settings` are the fields of `Sampling`, such as `max_tokens=64, temperature=0.8`, in place
         of `sampling`; without either, the ends of text and of a turn end a completion.
         `batch_size` rows (default: at most 32) grow at once; see `decoding.write_answers` for
-        `numbers`, `limits` and `on_text`. With a `draft`, a smaller model of the same vocabulary on
-        the same devices, the same comes out in fewer passes: it proposes `draft_tokens` ids a pass
-        (`models.speculation`). Raises `UserError` for a model without a decoder, for ids that no
-        token has, for more positions than the model has, and for a draft of another vocabulary.
+        `numbers`, `limits`, `room` and `on_text`. With a `draft`, a smaller model of the same
+        vocabulary on the same devices, the same comes out in fewer passes: it proposes
+        `draft_tokens` ids a pass (`models.speculation`). Raises `UserError` for a model without a
+        decoder, for ids that no token has, for more positions than the model has, and for a draft
+        of another vocabulary.
         """
         writer: Writer = self.as_writer("generate")
         tokenizer = self._known_tokenizer()
@@ -257,6 +259,7 @@ class Model:
                 numbers=numbers,
                 limits=limits,
                 batch_size=batch_size,
+                room=room,
                 on_text=on_text,
             )
 
