@@ -8,8 +8,8 @@ line with `text` the teacher continues the beginning, of one with `prompt` that.
 that ended by themselves and whose Python blocks all parse; a question that was answered in code
 must be answered in code. With `--all` every answer is kept, also one that did not end, as a draft
 wants: it is to know all that the teacher says. Prompts are shuffled, then grouped by length, so
-that a batch has one of few shapes. After every batch OUT holds all that was kept so far. No batch
-begins after --seconds.
+that a batch has one of few shapes. OUT holds what was kept until 15 s ago, and at the end all. No
+batch begins after --seconds.
 Exit status: 0 done, 2 bad input.
 """
 
@@ -34,6 +34,7 @@ from kdjax.models.model import load
 from kdjax.models.tokenizer import Tokenizer
 from scripts.corpus.filters import parsed
 
+SAVED_EVERY = 15.0  # seconds: the file of a large model's answers has hundreds of MB
 LENGTHS = (128, 256, 448)  # tokens; a batch's prompts end in the same interval
 _BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)\n?```", re.DOTALL)
 
@@ -128,7 +129,13 @@ def run(args: argparse.Namespace) -> None:
     tried = tokens = 0
     dropped: dict[str, int] = {}
     model = load(form.path, weights=form.weights, dtype=form.dtype, max_segments=1)
-    begun = time.monotonic()
+
+    def save() -> float:
+        with replacing(out) as file:
+            file.write("".join(kept).encode())
+        return time.monotonic()
+
+    begun = saved = time.monotonic()
     for batch in batches(questions, args.batch_size, args.seed):
         if time.monotonic() - start > args.seconds:
             break
@@ -141,8 +148,8 @@ def run(args: argparse.Namespace) -> None:
                 dropped[why] = dropped.get(why, 0) + 1
             else:
                 kept.append(json.dumps(question.answered(answer.text)) + "\n")
-        with replacing(out) as file:
-            file.write("".join(kept).encode())
+        if time.monotonic() - saved > SAVED_EVERY:
+            saved = save()
         tried += len(batch)
         tokens += sum(len(a.ids) for a in answers)
         print(
@@ -150,6 +157,8 @@ def run(args: argparse.Namespace) -> None:
             f"{tokens / (time.monotonic() - begun):.0f} tokens/s, {dropped}",
             flush=True,
         )
+    if tried:
+        save()
 
 
 @reporting
