@@ -3,16 +3,9 @@
 import itertools
 import json
 import zipfile
-from typing import Any
 
 import pytest
 
-from kdjax.demo import STUDENT
-from kdjax.device import runtime
-from kdjax.errors import UserError
-from kdjax.models.decoding import Completion
-from kdjax.models.tokenizer import load_tokenizer
-from scripts.corpus import answers
 from scripts.corpus import wheels as wheels_script
 from scripts.corpus.conversations import conversations, free_names, functions, sentence
 from scripts.corpus.filters import Benchmark, Copies, is_test, permissive, shingles, why_not
@@ -425,112 +418,3 @@ def test_a_package_gives_no_more_than_its_cap(wheels, tmp_path):
 def test_what_cannot_be_made(wheels, tmp_path, capsys, flag, message):
     assert make(wheels, tmp_path / "out", flag) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-class Lengths:
-    """A tokenizer whose prompts are as long as they say."""
-
-    def render(self, messages, *, answer_next):
-        assert answer_next
-        return messages[-1]["content"]
-
-    def encode(self, text):
-        return [1] * int(text)
-
-
-def asked(length):
-    return answers.Question([], [1] * length, True)
-
-
-def test_a_prompt_is_gone_on_from_whole_and_of_a_text_the_beginning(tmp_path):
-    tokenizer = load_tokenizer(STUDENT)
-    given = "def add(a, b):\n    return a + b\n"
-    lines = [{"prompt": given, "completion": "# no"}, {"text": given}]
-    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    whole, begun = answers.read(tmp_path / "q.jsonl", tokenizer)
-    assert (whole.text, tokenizer.decode(whole.ids)) == (given, given)
-    assert given.startswith(begun.text) and 0 < len(begun.ids) == len(whole.ids) // 2
-    assert begun.answered("x") == {"text": f"{begun.text}x"}
-
-
-def test_batches_hold_prompts_of_like_length_and_lose_none():
-    lengths = [(i * 37) % 500 + 1 for i in range(300)]
-    got = list(answers.batches([asked(n) for n in lengths], 16, seed=1))
-    edges = [0, *answers.LENGTHS]
-    for batch in got:
-        inside = {sum(len(q.ids) > edge for edge in edges) for q in batch}
-        assert len(batch) <= 16 and len(inside) == 1
-    short = sorted(n for n in lengths if n <= answers.LENGTHS[-1])
-    assert sorted(len(q.ids) for batch in got for q in batch) == short
-    assert [len(batch) for batch in got].count(16) == len(got) - len(answers.LENGTHS)
-    # The first batches are not the shortest ones.
-    assert len({sum(len(got[i][0].ids) > edge for edge in edges) for i in range(6)}) > 1
-
-
-@pytest.mark.parametrize(
-    ("text", "reason", "code", "why"),
-    [
-        ("```python\nx = 1\n```", "stop", True, None),
-        ("Yes.", "stop", False, None),
-        ("```python\nx = 1\n```", "length", True, "did not end"),
-        (" ", "stop", False, "did not end"),
-        ("Yes.", "stop", True, "no code"),
-        ("```\nx = 1\n```", "stop", True, "no code"),
-        ("```python\nx = 1\n```\n```py\nx = =\n```", "stop", False, "syntax"),
-    ],
-)
-def test_answers_that_are_kept(text, reason, code, why):
-    assert answers.why_not(Completion([1], text, reason, [0.0]), code) == why
-
-
-def test_questions_lose_their_answers(tmp_path):
-    tokenizer: Any = Lengths()
-    path = tmp_path / "a.jsonl"
-    turns = [dict(role="user", content="7"), dict(role="assistant", content="a ```b```")]
-    path.write_text(json.dumps({"messages": turns}) + "\n")
-    assert list(answers.read(path, tokenizer)) == [(turns[:1], [1] * 7, True, "")]
-    path.write_text(json.dumps({"messages": turns[:1]}) + "\n")
-    assert list(answers.read(path, tokenizer)) == [(turns[:1], [1] * 7, False, "")]
-    for bad in ('{"messages": []}', '{"text": " "}', "3", json.dumps({"messages": turns[1:]}), "["):
-        path.write_text(f"{json.dumps({'messages': turns})}\n{bad}\n")
-        with pytest.raises(UserError, match=r"a.jsonl:2: (found no|not JSON)"):
-            list(answers.read(path, tokenizer))
-
-
-@pytest.mark.slow
-def test_the_answers(models, tmp_path, monkeypatch, capsys):
-    """Answers of a random model, some of which end by chance; the file says what was printed."""
-    monkeypatch.setattr(runtime, "configure", lambda: None)
-    made = [
-        dict(messages=[dict(role="user", content=f"Why {i}?"), dict(role="assistant", content="-")])
-        for i in range(24)
-    ]
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(m) + "\n" for m in made))
-    command = [
-        f"{models}/teacher.gguf@dense:float32",
-        f"--read={tmp_path}/q.jsonl",
-        f"--out={tmp_path}/a.jsonl",
-        "--batch-size=8",
-        "--max-tokens=60",
-        "--temperature=1",
-    ]
-    assert answers.main(command) == 0
-    said = capsys.readouterr().out.splitlines()
-    got = rows_of(tmp_path / "a.jsonl")
-    assert len(said) == 3 and said[-1].startswith(f"24 of 24 asked, {len(got) / 24:.1%} kept")
-    assert 0 < len(got) < 24
-    questions = [m["messages"][0] for m in made]
-    for row in got:
-        question, answer = row["messages"]
-        assert question in questions and answer["content"] != "-"
-    assert answers.main(command) == 2
-    assert "is there already" in capsys.readouterr().err
-    assert answers.main([*command, "--overwrite", "--seconds=0"]) == 0
-    assert rows_of(tmp_path / "a.jsonl") == got
-    asked = [dict(messages=questions[:1]), dict(text="def f(x):\n    return x")]
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(m) + "\n" for m in asked))
-    assert answers.main([*command, "--overwrite", "--all"]) == 0
-    both = {tuple(row): row for row in rows_of(tmp_path / "a.jsonl")}
-    assert [turn["role"] for turn in both[("messages",)]["messages"]] == ["user", "assistant"]
-    # Half of the tokens are the prompt.
-    assert both[("text",)]["text"].startswith("def f(x):") and len(both) == 2

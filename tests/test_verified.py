@@ -1,4 +1,4 @@
-"""Answers to exercises: what passes is kept with its proof, and a stopped run goes on."""
+"""Answers to prompts are kept, those to exercises if they pass; a stopped run goes on."""
 
 import dataclasses
 import hashlib
@@ -10,10 +10,19 @@ from test_evaluate import answering, humaneval
 import kdjax
 from kdjax.commands import answers as command
 from kdjax.data.text import openings, read_json_lines
+from kdjax.demo import STUDENT
 from kdjax.errors import UserError
 from kdjax.evaluation import passk, problems, sandbox
-from kdjax.evaluation.verified import HINTS, VerifiedAnswers, group, state_path
-from kdjax.models.decoding import Completion
+from kdjax.evaluation.answers import (
+    HINTS,
+    Prompt,
+    VerifiedAnswers,
+    WrittenAnswers,
+    group,
+    read_prompts,
+    state_path,
+)
+from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.tokenizer import load_tokenizer
 
 SETTINGS = passk.Settings(wording="instruct", samples=2, batch_size=4, allow_unsandboxed=True)
@@ -34,7 +43,7 @@ def right(call, row):
 def test_what_passes_is_kept_with_its_proof(tokenizer, tmp_path):
     exercises = problems.load_humaneval(humaneval(tmp_path, 4))
     kept = VerifiedAnswers(tmp_path / "out.jsonl", {"seed": 0})
-    for part in group(exercises, SETTINGS):
+    for part in group(exercises, 4, 2):
         kept.write(part, tokenizer, answering(right), SETTINGS)
     records = [record for _, record in read_json_lines(tmp_path / "out.jsonl")]
     assert [record["task"] for record in records] == [f"HumanEval/{i}" for i in range(4)]
@@ -92,7 +101,7 @@ def test_a_hint_makes_a_prompt_of_each_answer_that_passed(tokenizer, tmp_path, h
 
 def test_a_stopped_run_goes_on_and_asks_nothing_twice(tokenizer, tmp_path):
     exercises = problems.load_humaneval(humaneval(tmp_path, 20))
-    parts, out = group(exercises, SETTINGS), tmp_path / "out.jsonl"
+    parts, out = group(exercises, 4, 2), tmp_path / "out.jsonl"
     assert [len(part) for part in parts] == [8, 8, 4]
     whole = VerifiedAnswers(tmp_path / "whole.jsonl", {"seed": 0})
     for i, part in enumerate(parts):
@@ -146,8 +155,9 @@ def test_a_model_without_answers_stops_it(tokenizer, tmp_path):
 def test_the_command(models, tmp_path, monkeypatch, capsys):
     file, out = humaneval(tmp_path), tmp_path / "out.jsonl"
 
-    def generate(self, prompts, sampling, *, batch_size):
+    def generate(self, prompts, sampling, *, batch_size, room):
         assert sampling.temperature == 0.8 and len(prompts) == 6 == batch_size
+        assert room == max(map(len, prompts)) + 32
         texts = [f"def add{i}(a):\n    return a + {i}" for i in (0, 0, 1, 9, 9, 9)]
         return [Completion([], text, "stop", []) for text in texts]
 
@@ -166,3 +176,84 @@ def test_the_command(models, tmp_path, monkeypatch, capsys):
     file.write_text(file.read_text() + "\n" + file.read_text())
     assert command.main(flags) == 2
     assert "3 exercises with a task_id that another has" in capsys.readouterr().err
+
+
+def test_a_prompt_is_gone_on_from_whole_and_of_a_text_the_beginning(tmp_path):
+    """Each once; a conversation loses its answer and keeps what opens it."""
+    tokenizer = load_tokenizer(STUDENT)
+    given, asked = "def add(a, b):\n    return a + b\n", [{"role": "user", "content": "Add."}]
+    chat = [*asked, {"role": "assistant", "content": "No."}]
+    lines = [
+        {"prompt": given, "completion": "# no"},
+        {"text": given},
+        {"text": given},
+        {"messages": chat, "opening": "Sure:"},
+        {"prompt": given * 50},
+    ]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+    tokenizer = dataclasses.replace(tokenizer, chat_template=template)
+    whole, begun, said = read_prompts(f"{tmp_path}/q.jsonl", tokenizer, 100)
+    assert (whole.beginning, tokenizer.decode(list(whole.ids))) == (given, given)
+    assert given.startswith(begun.beginning) and 0 < len(begun.ids) == len(whole.ids) // 2
+    assert begun.answered("x") == {"text": f"{begun.beginning}x"}
+    answer = {"role": "assistant", "content": "Sure: 3"}
+    assert said.answered(" 3") == {"messages": [*asked, answer]}
+    with pytest.raises(UserError, match="found no prompt of 1 to 3 ids"):
+        read_prompts(f"{tmp_path}/q.jsonl", tokenizer, 3)
+
+
+def test_what_is_said_to_prompts_is_kept_and_asked_once(models, tmp_path):
+    """A kill between the two files writes some answers again, and each draws as it would have."""
+    model = kdjax.load(f"{models}/student.gguf", dtype="float32")
+    prompts = [Prompt((i, i + 1, 7), (), f"{i}:") for i in range(12)]
+    sampling, fixed = Sampling(6, temperature=1.0, stop_ids=()), dict(batch_size=4, room=16)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    parts = group(prompts, 1, 1)
+    assert [len(part) for part in parts] == [4, 4, 4]
+    for path, count in ((whole, 3), (out, 2)):
+        kept = WrittenAnswers(path, {"seed": 0}, samples=2)
+        for part in parts[:count]:
+            kept.write(part, model, sampling, **fixed)
+    lines = whole.read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    assert len(texts) == 24 == len(set(texts))
+    assert all(text.startswith(f"{i // 2}:") for i, text in enumerate(texts))
+    with out.open("a") as file:
+        file.write(json.dumps({"text": "8: of no part that is told of"}) + "\n")
+    kept = WrittenAnswers(out, {"seed": 0}, samples=2)
+    assert kept.asked == 8
+    kept.write(parts[2], model, sampling, **fixed)
+    assert out.read_bytes() == whole.read_bytes()
+    assert kept.describe(12).startswith("12 of 12 prompts answered, 24 answers kept; ")
+    ended = WrittenAnswers(tmp_path / "ended.jsonl", {}, ended=True)
+    ended.write(prompts, model, sampling, **fixed)  # each is cut off
+    assert ended.asked == 12 and not (tmp_path / "ended.jsonl").read_text()
+
+
+def test_the_command_answers_prompts(models, tmp_path, capsys):
+    texts = [{"text": f"def f{i}(x):\n    return x + {i}\n"} for i in range(9)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(x) + "\n" for x in texts))
+    out = tmp_path / "out.jsonl"
+    flags = [str(models / "student.gguf"), f"--prompts={tmp_path}/q.jsonl", f"--out={out}"]
+    more = ["--max-tokens=4", "--batch-size=2"]
+    assert command.main([*flags, *more, "--limit=8"]) == 0
+    assert "8 of 8 prompts answered, 8 answers kept" in capsys.readouterr().out
+    assert len(out.read_text().splitlines()) == 8
+    first = out.read_text()
+    assert command.main([*flags, *more, "--batch-size=3"]) == 0  # which decides nothing
+    assert "9 of 9 prompts answered, 9 answers kept" in capsys.readouterr().out
+    assert out.read_text().startswith(first) and len(out.read_text()) > len(first)
+    for bad, message in (
+        ("--temperature=0.5", "made with other --temperature;"),
+        ("--hint=tests", "--hint has no meaning with --prompts"),
+        (f"--exercises={out}", "not allowed with argument"),
+        ("--seconds=-1", "--seconds=-1 must be 0 or more"),
+        ("--samples=0", "--samples=0 must be 1 or more"),
+    ):
+        assert command.main([*flags, *more, bad]) == 2
+        assert message in capsys.readouterr().err
+    assert command.main([flags[0], flags[2], f"--exercises={out}", "--ended"]) == 2
+    assert "--ended has no meaning with --exercises" in capsys.readouterr().err
+    assert command.main([flags[0], f"--out={out}"]) == 2
+    assert "one of the arguments --prompts --exercises is required" in capsys.readouterr().err

@@ -1,79 +1,136 @@
-"""Lets a model answer exercises and keeps what passes their own tests: text to train on.
+"""Lets a model answer: text of its own, or programs that pass their exercises' own tests.
 
+    kdjax answers teacher.gguf --prompts=prompts.jsonl --out=text.jsonl --seconds=400
     kdjax answers teacher.gguf@packed --exercises=problems.jsonl --out=verified.jsonl --samples=8
-    kdjax train --config=CONFIG --workdir=runs/a --config.data.train=verified.jsonl
+    kdjax train --config=CONFIG --workdir=runs/a --config.data.train=text.jsonl,verified.jsonl
 
-With --hint=solution the lines are prompts of a run whose teacher alone reads the hints:
+Prompts are files as of `data.train`: of `messages` the assistant's next turn is written, a `prompt`
+is gone on from, and of a text its first half or 128 tokens are; each once, in an order of --seed. A
+line of --out is the whole: what a draft learns from, which is to know all that the model says.
+
+Exercises are JSON lines of HumanEval's form: task_id, prompt, entry_point, test and, never shown,
+canonical_solution. Of their answers only those are kept that the tests pass, as conversations with
+their proof. Keep the exercises of benchmarks out: what is trained on cannot judge. With
+--hint=solution the lines are prompts of a run whose teacher alone reads the hints:
 
     kdjax train --config=CONFIG --workdir=runs/b --config.rollout.prompts=verified.jsonl \
         --config.rollout.hints=True
 
-MODEL is as of `kdjax evaluate`. Exercises are JSON lines of HumanEval's form: task_id, prompt,
-entry_point, test and, never shown, canonical_solution. Each line of --out is a conversation with
-the proof that its program passed. A run that was stopped goes on where it was. Keep the exercises
-of benchmarks out: what is trained on cannot judge.
+MODEL is as of `kdjax evaluate`. A run that was stopped goes on where it was.
 """
 
 import argparse
 import dataclasses
 import hashlib
 import logging
+import random
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from kdjax.commands.parsing import Parser, check_least, log_to_terminal
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
+from kdjax.evaluation.answers import HINTS, VerifiedAnswers, WrittenAnswers, group, read_prompts
 from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
-from kdjax.evaluation.verified import HINTS, VerifiedAnswers, group
 from kdjax.formats.files import make_place
 from kdjax.models.checkpoint import Form
-from kdjax.models.decoding import Sampling
+from kdjax.models.decoding import Sampling, find_room
 
 _log = logging.getLogger("kdjax")
+
+# Of --samples, --temperature and --top-p: of prompts the model's own distribution.
+_DEFAULTS = {"prompts": (1, 1.0, 1.0), "exercises": (4, 0.8, 0.95)}
+_OF_EXERCISES, _OF_PROMPTS = ("wording", "hint", "timeout", "allow_unsandboxed"), ("ended",)
 
 
 def _parser() -> Parser:
     parser = Parser("answers", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="workdir, step folder, model file or folder, with @FORM")
-    add("--exercises", required=True, type=Path, metavar="FILE", help="JSON lines")
-    add("--out", required=True, type=Path, metavar="FILE", help="conversations, JSON lines")
-    add("--wording", choices=problems.CHATS, default="instruct", help="see docs/evaluation.md")
-    add("--samples", type=int, default=4, help="answers to each exercise")
-    add("--temperature", type=float, default=0.8, help="0 with one answer to each alone")
-    add("--top-p", type=float, default=0.95, help="has no effect at temperature 0")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompts", default="", metavar="FILES", help="as of data.train")
+    asked.add_argument("--exercises", type=Path, metavar="FILE", help="JSON lines")
+    add("--out", required=True, type=Path, metavar="FILE", help="JSON lines to train on")
+    add("--samples", type=int, help="answers to each; default: 1 to a prompt, 4 to an exercise")
+    text = "default: 1 of prompts, 0.8 of exercises; 0 with one answer to each alone"
+    add("--temperature", type=float, help=text)
+    text = "has no effect at temperature 0; default: 1 of prompts, 0.95 of exercises"
+    add("--top-p", type=float, help=text)
     add("--max-tokens", type=int, default=512, help="of an answer")
-    text = "adds to each line a hint for rollout.hints: the program, the tests, or a failure"
-    add("--hint", choices=HINTS, default="", help=text)
-    add("--seed", type=int, default=0, help="of what is drawn")
-    add("--limit", type=int, default=0, help="only the first exercises; 0: all")
+    add("--seed", type=int, default=0, help="of what is drawn, and of the order of prompts")
+    add("--limit", type=int, default=0, help="only the first so many; 0: all")
+    add("--seconds", type=float, default=0.0, help="nothing is asked after that; 0: until the end")
     add("--batch-size", type=int, default=64, help="answers written at a time")
-    add("--timeout", type=float, default=sandbox.DEFAULT.wall_seconds, help="seconds a program")
-    add("--allow-unsandboxed", action="store_true", help="see `kdjax evaluate`")
+    add("--ended", action="store_true", help="of prompts: no answer that --max-tokens cut off")
+    text = "of exercises: see docs/evaluation.md; default: instruct"
+    add("--wording", choices=problems.CHATS, help=text)
+    text = "of exercises: a hint for rollout.hints: the program, the tests, or a failure"
+    add("--hint", choices=HINTS, help=text)
+    text = f"of exercises: seconds a program; default: {sandbox.DEFAULT.wall_seconds:g}"
+    add("--timeout", type=float, help=text)
+    add("--allow-unsandboxed", action="store_true", help="of exercises: see `kdjax evaluate`")
     return parser
 
 
-def _tell(args: argparse.Namespace, target: Target, exercises: list[problems.Problem]) -> dict:
-    """Everything that decides the answers: a file with any of it different is another one."""
-    asked = hashlib.sha256()
-    for exercise in exercises:
-        asked.update(f"{exercise.prompt}\0{exercise.checks}\0".encode("utf-8", "surrogatepass"))
-    names = ("wording", "samples", "temperature", "top_p", "max_tokens", "seed", "batch_size")
-    said = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    said |= {"--hint": args.hint} if args.hint else {}
-    model = {"MODEL": target.checkpoint.sha256, "FORM": Form.parse(args.model).weights}
-    return said | model | {"--exercises": asked.hexdigest()}
-
-
-@reporting
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    args = _parser().parse_args(argv)
+def _check(args: argparse.Namespace) -> Sampling:
+    """Fills in what depends on what is asked; raises `UserError` for flags that do not fit it."""
+    kind = "prompts" if args.prompts else "exercises"
+    for name in _OF_EXERCISES if args.prompts else _OF_PROMPTS:
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} has no meaning with --{kind}.")
+    for name, value in zip(("samples", "temperature", "top_p"), _DEFAULTS[kind], strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.wording = args.wording or "instruct"
+    args.timeout = sandbox.DEFAULT.wall_seconds if args.timeout is None else args.timeout
     check_least(args, samples=1, max_tokens=1, batch_size=1, limit=0)
+    if args.seconds < 0:
+        raise UserError(f"--seconds={args.seconds:g} must be 0 or more.")
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, seed=args.seed)
     check_asked(sampling, args.samples, args.timeout)
+    return sampling
+
+
+def _tell(args: argparse.Namespace, target: Target, asked: Iterable[str], *more: str) -> dict:
+    """Everything that decides the answers: a file with any of it different is another one."""
+    digest = hashlib.sha256()
+    for one in asked:
+        digest.update(one.encode("utf-8", "surrogatepass"))
+    names = ("samples", "temperature", "top_p", "max_tokens", "seed", *more)
+    said: dict[str, Any] = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    said |= {"--hint": args.hint} if args.hint else {}
+    model = {"MODEL": target.checkpoint.sha256, "FORM": Form.parse(args.model).weights}
+    return said | model | {"--prompts" if args.prompts else "--exercises": digest.hexdigest()}
+
+
+def _answer_prompts(args: argparse.Namespace, target: Target, sampling: Sampling) -> str:
+    tokenizer, begun = target.checkpoint.tokenizer, time.monotonic()
+    most = target.checkpoint.spec.max_positions - args.max_tokens
+    prompts = read_prompts(args.prompts, tokenizer, most)
+    random.Random(args.seed).shuffle(prompts)
+    made_by = _tell(args, target, (repr(prompt.ids) for prompt in prompts), "ended")
+    answers = WrittenAnswers(args.out, made_by, samples=args.samples, ended=args.ended)
+    prompts = prompts[: args.limit or None]
+    make_place(args.out)
+    if answers.asked:
+        _log.info("goes on: %s", answers.describe(len(prompts)))
+    model = target.load(sharding.make_local_mesh())
+    room = find_room([len(prompt.ids) for prompt in prompts], args.max_tokens)
+    sampling = dataclasses.replace(sampling, stop_ids=tokenizer.stop_ids)
+    for part in group(prompts[answers.asked :], args.batch_size, args.samples):
+        if args.seconds and time.monotonic() - begun > args.seconds:
+            break
+        answers.write(part, model, sampling, batch_size=args.batch_size, room=room)
+        _log.info("%s", answers.describe(len(prompts)))
+    return answers.describe(len(prompts))
+
+
+def _answer_exercises(args: argparse.Namespace, target: Target, sampling: Sampling) -> str:
+    begun = time.monotonic()
     exercises = problems.load_humaneval(args.exercises)[: args.limit or None]
     if repeated := len(exercises) - len({exercise.task for exercise in exercises}):
         raise UserError(
@@ -81,22 +138,15 @@ def main(argv: list[str] | None = None) -> int:
             "expected one of its own for each."
         )
     sandbox.check(args.allow_unsandboxed)
-    runtime.configure()
-    log_to_terminal()
-    target = open_target(args.model)
     tokenizer = target.checkpoint.tokenizer
     if not tokenizer.chat_template:
         raise UserError(f"{args.model}: found no chat template; expected one to ask with.")
-    if (most := target.checkpoint.spec.max_positions) <= args.max_tokens:
-        raise UserError(
-            f"--max-tokens={args.max_tokens}: the model has {most} positions; lower it."
-        )
-    room = most - args.max_tokens
-    fit = [
-        exercise
+    room = target.checkpoint.spec.max_positions - args.max_tokens
+    lengths = [
+        len(tokenizer.encode(problems.prompt_text(exercise, args.wording, tokenizer)))
         for exercise in exercises
-        if len(tokenizer.encode(problems.prompt_text(exercise, args.wording, tokenizer))) <= room
     ]
+    fit = [one for one, length in zip(exercises, lengths, strict=True) if length <= room]
     if len(fit) < len(exercises):
         _log.warning(
             "%d of %d exercises are left out: of more than %d ids, which leave no room for answers "
@@ -106,7 +156,8 @@ def main(argv: list[str] | None = None) -> int:
             room,
             args.max_tokens,
         )
-    answers = VerifiedAnswers(args.out, _tell(args, target, exercises))
+    asked = (f"{exercise.prompt}\0{exercise.checks}\0" for exercise in exercises)
+    answers = VerifiedAnswers(args.out, _tell(args, target, asked, "wording", "batch_size"))
     settings = Settings(
         wording=args.wording,
         samples=args.samples,
@@ -119,9 +170,28 @@ def main(argv: list[str] | None = None) -> int:
     if answers.tried:
         _log.info("goes on: %s", answers.describe())
     model = target.load(sharding.make_local_mesh())
-    generate = answer_with(model, tokenizer, sampling, settings)
-    for part in group(fit, settings):
-        answers.write(part, tokenizer, generate, settings, args.hint)
+    positions = find_room([length for length in lengths if length <= room], args.max_tokens)
+    generate = answer_with(model, tokenizer, sampling, settings, positions)
+    for part in group(fit, args.batch_size, args.samples):
+        if args.seconds and time.monotonic() - begun > args.seconds:
+            break
+        answers.write(part, tokenizer, generate, settings, args.hint or "")
         _log.info("%s", answers.describe())
-    print(f"{args.out}: {answers.describe()}")
+    return answers.describe()
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    sampling = _check(args)
+    runtime.configure()
+    log_to_terminal()
+    target = open_target(args.model)
+    if (most := target.checkpoint.spec.max_positions) <= args.max_tokens:
+        raise UserError(
+            f"--max-tokens={args.max_tokens}: the model has {most} positions; lower it."
+        )
+    answer = _answer_prompts if args.prompts else _answer_exercises
+    print(f"{args.out}: {answer(args, target, sampling)}")
     return FINISHED

@@ -24,7 +24,7 @@ COMMANDS = {
     "cache": "run a teacher once over the text and keep what training needs of it",
     "evaluate": "measure a model: held-out text, a teacher, HumanEval, MBPP, its health",
     "generate": "write text with a model",
-    "answers": "let a model answer exercises and keep what passes their tests",
+    "answers": "let a model answer prompts, or exercises and keep what passes their tests",
     "draft": "train the block of a model that drafts for it",
     "imatrix": "measure which inputs of a model's matrices matter on a text",
     "export": "write a trained student, or any model, for Transformers, llama.cpp or as .apr",

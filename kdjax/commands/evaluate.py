@@ -57,7 +57,7 @@ from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import AT_ONCE, Sampling, choose_slots, pad_length, set_apart
+from kdjax.models.decoding import AT_ONCE, Sampling, choose_slots, find_room, pad_length, set_apart
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
@@ -479,8 +479,7 @@ def solve(
             settings = _settings(request, way, wording, checkpoint)
             _say(f"{name}: {len(benchmark)} problems, {settings.samples} answers to each")
             lengths = _count_prompts(benchmark, tokenizer, settings)
-            together = [lengths[i] for i in set_apart(lengths, request.args.max_tokens)[0]]
-            room = max(together, default=0) + request.args.max_tokens
+            room = find_room(lengths, request.args.max_tokens)
             generate = passk.answer_with(model, tokenizer, way.sampling, settings, room)
             yield passk.Benchmark(benchmark, generate, settings)
 

@@ -171,6 +171,8 @@ class Opening(NamedTuple):
     whole: bool = True  # whether all of it is to be gone on from, or any beginning
     hinted: str = ""  # the same with the record's hint, for the teacher; "": it has none
     exercise: Mapping[str, Any] | None = None  # what judges an answer, as `kdjax answers` keeps it
+    messages: tuple[Any, ...] = ()  # of a conversation, and
+    opening: str = ""  # what begins the turn of the answer
 
 
 def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
@@ -195,7 +197,8 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
                 text = f"{tokenizer.render(messages, answer_next=True)}{opening}"
             except UserError as error:
                 raise UserError(f"{source}: {error}") from error
-            yield Opening(text, True, hinted=hinted, exercise=record.get("exercise"))
+            said = tuple(messages), opening
+            yield Opening(text, True, True, hinted, record.get("exercise"), *said)
             continue
         prompt = record.get("prompt") if isinstance(record, Mapping) else None
         whole = isinstance(prompt, str)

@@ -364,6 +364,12 @@ def set_apart(
     return sorted(order), []
 
 
+def find_room(lengths: Sequence[int], max_tokens: int) -> int:
+    """Positions for all of these prompts that are not set apart: calls with it share programs."""
+    together, _ = set_apart(lengths, max_tokens)
+    return max((lengths[i] for i in together), default=0) + max_tokens
+
+
 def choose_slots(apart: int, batch_size: int) -> int:
     """Slots for so many prompts set apart: no more than they need, in few sizes."""
     return min(batch_size, -(-apart // AT_ONCE) * AT_ONCE)

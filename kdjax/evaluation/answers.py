@@ -1,0 +1,276 @@
+"""Answers that a model writes to a file, and that a stopped run goes on with: text to train on.
+
+All that it says to prompts (`WrittenAnswers`), or programs that passed their exercises' own tests
+(`VerifiedAnswers`): rejection sampling as of Yuan et al. 2023 (arXiv:2308.01825), where the sandbox
+judges and no model does.
+"""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from kdjax.data.text import find_files, openings
+from kdjax.errors import UserError
+from kdjax.evaluation import passk
+from kdjax.evaluation import problems as bench
+from kdjax.evaluation.drafting import begin_text
+from kdjax.evaluation.passk import Generate, Settings
+from kdjax.evaluation.problems import Problem
+from kdjax.evaluation.sandbox import INFRASTRUCTURE, PASSED
+from kdjax.formats.files import replacing
+from kdjax.models.decoding import Sampling
+from kdjax.models.model import Model
+from kdjax.models.tokenizer import Tokenizer
+
+
+class Prompt(NamedTuple):
+    """A prompt's ids, and the conversation or the text that they are."""
+
+    ids: tuple[int, ...]
+    messages: tuple[Any, ...] = ()
+    beginning: str = ""  # of the assistant's turn, or of a text
+
+    def answered(self, answer: str) -> dict[str, Any]:
+        """The record with this answer."""
+        text = f"{self.beginning}{answer}"
+        if not self.messages:
+            return {"text": text}
+        return {"messages": [*self.messages, {"role": "assistant", "content": text}]}
+
+
+def read_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[Prompt]:
+    """Beginnings of all documents of `patterns`, as of `drafting.choose_prompts`, each once.
+
+    Those of more than `most` ids are left out. Raises `UserError` if there are none.
+    """
+    found: dict[tuple[int, ...], Prompt] = {}
+    opened = len(tokenizer.open_text([]))
+    for one in openings(find_files(patterns), tokenizer):
+        if one.chat:
+            prompt = Prompt(tuple(tokenizer.encode(one.text)), one.messages, one.opening)
+        else:
+            ids = tuple(begin_text(one.text, tokenizer, whole=one.whole))
+            text = one.text if one.whole else tokenizer.decode(list(ids[opened:]))
+            prompt = Prompt(ids, (), text)
+        if 0 < len(prompt.ids) <= most:
+            found.setdefault(prompt.ids, prompt)
+    if not found:
+        raise UserError(f"{patterns}: found no prompt of 1 to {most} ids; expected some.")
+    return list(found.values())
+
+
+HINTS = ("solution", "tests", "error")  # what a teacher can be told of an exercise
+# What stands before the question. With docstrings or tests of its own a program would say how long
+# an answer is to be, and its reader would end answers elsewhere.
+_CODE = "\n```python\n{}\n```"
+_SOLUTION = f"A function that solves the problem below:{_CODE}"
+_TESTS = f"The answer to the problem below must pass these tests:{_CODE}"
+_FAILED = f"This program fails at the problem below:{_CODE}\nIt ended with {{}}"
+_CALLS = 4  # of the model between two savings: programs of one run while the next is written
+
+
+def state_path(out: Path) -> Path:
+    """File beside `out` that says which exercises were tried, and how."""
+    return out.with_name(f"{out.name}.tried.json")
+
+
+class _Answers:
+    """Answers in `out`, a line each, and beside it what was asked.
+
+    `made_by` tells what decides the answers; another one there is refused.
+    """
+
+    def __init__(self, out: Path, made_by: Mapping[str, Any]) -> None:
+        self._out, self._state = out, state_path(out)
+        self._made_by = json.loads(json.dumps(made_by))
+        self._lines: list[str] = []
+        if not self._state.exists():
+            if out.exists():
+                raise UserError(
+                    f"{out}: is there already, and {self._state.name} is not; expected both or "
+                    "none. Give another --out, or remove it."
+                )
+            return
+        try:
+            found = json.loads(self._state.read_text())
+            before = found["made_by"]
+            # Answers are saved before what they answer: those of what is not there come again.
+            self._go_on(found, out.read_text("utf-8").splitlines() if out.exists() else [])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self._state}: found {error!r}; remove it and {out}.") from error
+        if before != self._made_by:
+            every = before.keys() | self._made_by.keys()
+            names = sorted(name for name in every if before.get(name) != self._made_by.get(name))
+            raise UserError(
+                f"{out}: found answers made with other {', '.join(names)}; expected the same to go "
+                "on. Give another --out, or remove it."
+            )
+
+    def _go_on(self, found: Mapping[str, Any], lines: list[str]) -> None:
+        raise NotImplementedError
+
+    def _save(self, **state: Any) -> None:
+        for path, text in (
+            (self._out, "".join(f"{line}\n" for line in self._lines)),
+            (self._state, json.dumps({"made_by": self._made_by, **state}) + "\n"),
+        ):
+            with replacing(path) as file:
+                file.write(text.encode())
+
+
+class WrittenAnswers(_Answers):
+    """A model's answers to prompts, in `out`, and beside it how many prompts these are.
+
+    A line is the conversation with the answer, `messages`, or the `text` of a prompt and what
+    followed. `samples` are answers to each prompt, of which empty ones and, with `ended`, those
+    that did not end by themselves are left out.
+    """
+
+    def __init__(
+        self, out: Path, made_by: Mapping[str, Any], *, samples: int = 1, ended: bool = False
+    ) -> None:
+        self.asked, self._samples, self._ended = 0, samples, ended
+        self._tokens, self._seconds = 0, 0.0  # of this process
+        super().__init__(out, made_by)
+
+    def _go_on(self, found: Mapping[str, Any], lines: list[str]) -> None:
+        self.asked, self._lines = int(found["asked"]), lines[: int(found["kept"])]
+
+    def write(
+        self,
+        prompts: Sequence[Prompt],
+        model: Model,
+        sampling: Sampling,
+        batch_size: int,
+        room: int,
+    ) -> None:
+        """Adds the answers to the next prompts; a sample draws by its number among all."""
+        begun, first = time.monotonic(), self.asked * self._samples
+        each = [prompt for prompt in prompts for _ in range(self._samples)]
+        said = model.generate(
+            [prompt.ids for prompt in each],
+            sampling,
+            batch_size=batch_size,
+            room=room,
+            numbers=range(first, first + len(each)),
+        )
+        self._lines += [
+            json.dumps(prompt.answered(one.text))
+            for prompt, one in zip(each, said, strict=True)
+            if one.text.strip() and (one.reason == "stop" or not self._ended)
+        ]
+        self.asked += len(prompts)
+        self._tokens += sum(len(one.ids) for one in said)
+        self._seconds += time.monotonic() - begun
+        self._save(asked=self.asked, kept=len(self._lines))
+
+    def describe(self, count: int) -> str:
+        """One line: how many of so many prompts were answered, and how fast."""
+        speed = f"; {self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
+        done = f"{self.asked:,} of {count:,} prompts answered"
+        return f"{done}, {len(self._lines):,} answers kept{speed}"
+
+
+class VerifiedAnswers(_Answers):
+    """Answers that passed, in `out`, and beside it what was tried.
+
+    Each line of `out` is a conversation, `messages`, with its `task` and `proof`: the SHA-256s of
+    the program and of the tests, and the number of the sample. Equal programs are kept once.
+    """
+
+    def __init__(self, out: Path, made_by: Mapping[str, Any]) -> None:
+        self.tried: dict[str, list[str]] = {}  # how each answer of a task ended
+        super().__init__(out, made_by)
+
+    def _go_on(self, found: Mapping[str, Any], lines: list[str]) -> None:
+        self.tried = found["tried"]
+        self._lines = [line for line in lines if json.loads(line)["task"] in self.tried]
+
+    def write(
+        self,
+        exercises: Sequence[Problem],
+        tokenizer: Tokenizer,
+        generate: Generate,
+        settings: Settings,
+        hint: str = "",
+    ) -> None:
+        """Adds the answers to exercises that were not tried; `describe` says how they ended.
+
+        With a `hint` of `HINTS` each has one, what opens an answer, and the exercise: a prompt for
+        a run with hints.
+        """
+        left = [exercise for exercise in exercises if exercise.task not in self.tried]
+        if not left:
+            return
+        result = passk.run_benchmark(left, tokenizer, generate, settings)
+        if result["mode"] == passk.INFERENCE_FAILED:
+            raise UserError(f"the model gave no answer: {result['inference_error']}")
+        by_task = {exercise.task: exercise for exercise in left}
+        ends: dict[str, list[str]] = {task: [] for task in by_task}
+        failed: dict[str, str] = {}  # of each task, the first program that failed and how
+        for sample in result["results"] if hint == "error" else ():
+            if sample["reason"] not in (PASSED, INFRASTRUCTURE, passk.INFERENCE_FAILED):
+                code = bench.program(by_task[sample["task"]], settings.wording, sample["answer"])
+                said = f"{sample['reason']}: {sample['error']}".strip(": \n")
+                failed.setdefault(sample["task"], _FAILED.format(code.strip(), said))
+        seen = set()
+        for sample in result["results"]:
+            exercise, wording = by_task[sample["task"]], settings.wording
+            number = len(ends[exercise.task])
+            ends[exercise.task].append(sample["reason"])
+            program = bench.program(exercise, wording, sample["answer"])
+            if sample["reason"] != PASSED or (exercise.task, program) in seen:
+                continue
+            seen.add((exercise.task, program))
+            proof = {"program": _sha256(program), "tests": _sha256(exercise.checks)}
+            record = {
+                "messages": bench.conversation(exercise, wording, sample["answer"]),
+                "task": exercise.task,
+                "proof": proof | {"sample": number},
+            }
+            if hint:
+                hints = {
+                    "solution": _SOLUTION.format(bench.shorten(program, exercise.names)),
+                    "tests": _TESTS.format(exercise.tests.strip()),
+                    "error": failed.get(exercise.task, ""),
+                }
+                record |= {
+                    "opening": bench.open_answer(wording),
+                    "hint": hints[hint],
+                    "exercise": bench.write_exercise(exercise, wording),
+                }
+            self._lines.append(json.dumps(record))
+        self.tried |= ends
+        self._save(tried=self.tried)
+
+    def describe(self) -> str:
+        """One line: how many exercises were tried and solved, and how their programs ended."""
+        ends = Counter(reason for reasons in self.tried.values() for reason in reasons)
+        solved = sum(PASSED in reasons for reasons in self.tried.values())
+        rest = ", ".join(f"{n} {reason}" for reason, n in ends.most_common() if reason != PASSED)
+        return (
+            f"{len(self.tried)} exercises tried, {solved} solved; {ends[PASSED]} of "
+            f"{ends.total()} answers passed, {len(self._lines)} different kept"
+            + f"; {rest}"
+            * bool(rest)
+        )
+
+
+_T = TypeVar("_T")
+
+
+def group(asked: Sequence[_T], batch_size: int, samples: int) -> list[Sequence[_T]]:
+    """Parts of what is asked between whose answers the file is saved: a few calls of the model.
+
+    Whole calls, so that a run that goes on asks as it would have.
+    """
+    size = _CALLS * max(1, batch_size // samples)
+    return [asked[i : i + size] for i in range(0, len(asked), size)]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
