@@ -249,7 +249,7 @@ def parse_arms(*texts, hints="hints.jsonl"):
 
 def test_every_arm_is_a_config_that_can_run():
     arms = parse_arms()
-    assert len(arms) == 10
+    assert len(arms) == 11
     for arm in arms.values():
         phases = list_phases(arm.config)
         seconds = [phase.train.seconds for phase in phases if arm.seconds]
@@ -259,6 +259,12 @@ def test_every_arm_is_a_config_that_can_run():
     assert own.train.steps == 130 and text.train.steps == 559 and not text.rollout.prompts
     writers = [phase.rollout.writer for phase in list_phases(cold)]
     assert writers == ["teacher", "student"] and cold.train.until == "overlap"
+    first, then = list_phases(arms["text_own*0"].config)
+    assert first.train == dataclasses.replace(text.train, steps=335, seconds=75.0)
+    assert (then.rollout.prompts, then.train.steps) == (own.rollout.prompts, 156)
+    assert then.rollout == dataclasses.replace(own.rollout, every=18)
+    rates = dataclasses.replace(own.optim, warmup_steps=then.optim.warmup_steps)
+    assert then.optim == rates and then.loss == own.loss
     # The control asks the same questions, without the hints.
     plain = dataclasses.replace(arms["hints_big*0"].config, train=own.train)
     rollout = dataclasses.replace(plain.rollout, hints=False, hint_tokens=0)

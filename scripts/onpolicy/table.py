@@ -93,6 +93,17 @@ def list_arms(base: Config, seconds: float, hints: str) -> dict[str, dict[str, A
     hinted = asked | {"rollout.hints": True, "rollout.hint_tokens": base.data.seq_len // 2}
     cold = {"rollout.writer": "teacher", "loss.divergence": "forward_kl", "eval.stop_worse": 0.0}
     own = {"rollout.writer": "student", "loss.divergence": base.loss.divergence}
+    rows = base.train.microbatches  # times as many rows a step as text has
+    after_text = (
+        own
+        | last(0.4, pace=rows)
+        | {
+            "rollout.prompts": base.rollout.prompts,
+            "rollout.every": rows * base.rollout.every,
+            "optim.learning_rate": base.optim.learning_rate,
+            "optim.final_learning_rate": base.optim.final_learning_rate,
+        }
+    )
     arms: dict[str, dict[str, Any]] = {
         BEFORE: {},
         "text": text,
@@ -100,6 +111,7 @@ def list_arms(base: Config, seconds: float, hints: str) -> dict[str, dict[str, A
         "cold_own": cold
         | last(0.4, pace=0.8)
         | {"train.until": "overlap", "then": (own | last(0.6),)},
+        "text_own": text | last(0.6, pace=4.3) | {"then": (after_text,)},
         "beyond": last(pace=0.87) | {"loss.beyond": 1.25},
     }
     itself = {"teacher.path": SELF}
