@@ -17,7 +17,7 @@ from kdjax.data.text import find_files, openings
 from kdjax.errors import UserError
 from kdjax.evaluation import passk
 from kdjax.evaluation import problems as bench
-from kdjax.evaluation.drafting import begin_text
+from kdjax.evaluation.drafting import begin
 from kdjax.evaluation.passk import Generate, Settings
 from kdjax.evaluation.problems import Problem
 from kdjax.evaluation.sandbox import INFRASTRUCTURE, PASSED
@@ -50,14 +50,11 @@ def read_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[Prompt]
     found: dict[tuple[int, ...], Prompt] = {}
     opened = len(tokenizer.open_text([]))
     for one in openings(find_files(patterns), tokenizer):
-        if one.chat:
-            prompt = Prompt(tuple(tokenizer.encode(one.text)), one.messages, one.opening)
-        else:
-            ids = tuple(begin_text(one.text, tokenizer, whole=one.whole))
-            text = one.text if one.whole else tokenizer.decode(list(ids[opened:]))
-            prompt = Prompt(ids, (), text)
-        if 0 < len(prompt.ids) <= most:
-            found.setdefault(prompt.ids, prompt)
+        ids, beginning = tuple(begin(one, tokenizer)), one.opening if one.chat else one.text
+        if not one.whole:
+            beginning = tokenizer.decode(list(ids[opened:]))
+        if 0 < len(ids) <= most:
+            found.setdefault(ids, Prompt(ids, one.messages, beginning))
     if not found:
         raise UserError(f"{patterns}: found no prompt of 1 to {most} ids; expected some.")
     return list(found.values())
@@ -74,7 +71,7 @@ _CALLS = 4  # of the model between two savings: programs of one run while the ne
 
 
 def state_path(out: Path) -> Path:
-    """File beside `out` that says which exercises were tried, and how."""
+    """File beside `out` that says what was asked, and how."""
     return out.with_name(f"{out.name}.tried.json")
 
 

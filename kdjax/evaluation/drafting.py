@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Rows
-from kdjax.data.text import find_files, openings
+from kdjax.data.text import Opening, find_files, openings
 from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
@@ -105,10 +105,7 @@ def choose_prompts(
     """
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
-    prompts = [
-        tokenizer.encode(one.text) if one.chat else begin_text(one.text, tokenizer, whole=one.whole)
-        for one in (every[at] for at in places)
-    ]
+    prompts = [begin(every[at], tokenizer) for at in places]
     fitting = list(dict.fromkeys(tuple(ids) for ids in prompts if 0 < len(ids) <= most))
     if not fitting:
         raise UserError(
@@ -137,6 +134,13 @@ def read_prompts(
         name: choose_prompts(patterns, tokenizer, count=count, most=most)
         for name, patterns in domains.items()
     }
+
+
+def begin(opening: Opening, tokenizer: Tokenizer) -> list[int]:
+    """Ids to go on from: of a conversation all, else as of `begin_text`."""
+    if opening.chat:
+        return tokenizer.encode(opening.text)
+    return begin_text(opening.text, tokenizer, whole=opening.whole)
 
 
 def begin_text(text: str, tokenizer: Tokenizer, *, whole: bool = False) -> list[int]:
