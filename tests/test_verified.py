@@ -217,8 +217,10 @@ def test_what_is_said_to_prompts_is_kept_and_asked_once(models, tmp_path):
             kept.write(part, model, sampling, **fixed)
     lines = whole.read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
-    assert len(texts) == 24 == len(set(texts))
-    assert all(text.startswith(f"{i // 2}:") for i, text in enumerate(texts))
+    asked = [list(prompt.ids) for prompt in prompts for _ in range(2)]
+    said = model.generate(asked, sampling, batch_size=4)  # all at once
+    assert texts == [f"{i // 2}:{one.text}" for i, one in enumerate(said)]
+    assert len(set(texts)) == 24
     with out.open("a") as file:
         file.write(json.dumps({"text": "8: of no part that is told of"}) + "\n")
     kept = WrittenAnswers(out, {"seed": 0}, samples=2)
