@@ -69,6 +69,7 @@ _REMEDIES = {
     errno.EROFS: "Make that disk writable, or name a folder on another",
     errno.EIO: "Look at that disk, which fails (`dmesg` says how)",
 }
+_NO_ROOM = "RESOURCE_EXHAUSTED"
 _PERMISSION = "Make it writable, or name a folder of yours"
 
 
@@ -126,10 +127,17 @@ def suggest_path(path: str | Path) -> str:
     return ""
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether XLA found no room on the device; its class has another name in each jaxlib."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_NO_ROOM)
+
+
 def status_of(error: BaseException) -> int:
     """The exit status of a command that this error ends."""
     if isinstance(error, KdjaxError):
         return error.status
+    if lacks_memory(error):
+        return BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
         return QUIT
     if isinstance(error, OSError):
@@ -144,6 +152,13 @@ def print_error(error: BaseException) -> None:
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, KdjaxError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if lacks_memory(error):
+        said = text.removeprefix(f"{_NO_ROOM}: ").split("\n")[0]
+        text = (
+            f"the device's memory: {said}. `kdjax plan`, or --plan of evaluate and generate, says "
+            "what is needed; take fewer rows at a time (--batch-size, train.microbatches), or a "
+            "model's weights as its file has them (@packed)."
+        )
     print(f"error: {text or type(error).__name__}", file=sys.stderr)
 
 
@@ -160,6 +175,11 @@ def reporting(main: Callable[_P, int]) -> Callable[_P, int]:
         try:
             return main(*args, **kwargs)
         except (KdjaxError, OSError) as error:
+            print_error(error)
+            return status_of(error)
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             print_error(error)
             return status_of(error)
         except KeyboardInterrupt:

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 from kdjax import config as config_module
@@ -85,6 +86,11 @@ def test_the_old_name_of_train_is_the_same_command():
         (MissingFileError("gone"), BAD_INPUT, "error: gone"),
         (PermissionError(13, "Permission denied", "a/b"), BAD_INPUT, "error: a/b: Permission"),
         (OSError(28, "No space left on device"), NOT_WRITTEN, "error: No space left"),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nAt:"),
+            BAD_INPUT,
+            "error: the device's memory: Out of memory allocating 9 bytes",
+        ),
         (KeyboardInterrupt(), QUIT, "stopped"),
     ],
 )
@@ -97,13 +103,25 @@ def test_what_ends_a_command_is_one_line_and_a_status(error, status, line, capsy
     assert capsys.readouterr().err.startswith(line)
 
 
-def test_a_bug_keeps_its_traceback():
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("INTERNAL: x")])
+def test_a_bug_keeps_its_traceback(error):
     @reporting
     def body():
-        raise KeyError("x")
+        raise error
 
-    with pytest.raises(KeyError):
+    with pytest.raises(type(error)):
         body()
+
+
+def test_a_device_without_room_is_told_so(capsys):
+    @reporting
+    def body():
+        jax.numpy.zeros(1 << 50, jax.numpy.float32).block_until_ready()
+        return 0
+
+    assert body() == BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith("error: the device's memory: ") and said.count("\n") == 1
 
 
 def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):
