@@ -53,6 +53,20 @@ def _leave_meshes_out(computation, devices, options, *others):
 
 # Programs of one device are cached beside those of several, which sharding.leave_cache_out is for.
 compiler._resolve_compilation_strategy = _leave_meshes_out
+_compile, _compiled = compiler.backend_compile_and_load, {}
+
+
+def _compile_once(backend, module, devices, options, callbacks):
+    """Programs of several devices, which no cache keeps, are compiled once a process."""
+    if len(devices) == 1 or callbacks:
+        return _compile(backend, module, devices, options, callbacks)
+    key = options.SerializeAsString(), str(module)
+    if key not in _compiled:
+        _compiled[key] = _compile(backend, module, devices, options, callbacks)
+    return _compiled[key]
+
+
+compiler.backend_compile_and_load = _compile_once
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
 
