@@ -1,5 +1,6 @@
 """Test session: 8 emulated CPU devices, strict ranks, full matmul precision."""
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -53,6 +54,20 @@ def _leave_meshes_out(computation, devices, options, *others):
 
 # Programs of one device are cached beside those of several, which sharding.leave_cache_out is for.
 compiler._resolve_compilation_strategy = _leave_meshes_out
+_compile, _compiled = compiler.backend_compile_and_load, {}
+
+
+def _compile_once(backend, module, devices, options, callbacks):
+    """Programs of several devices, which no cache keeps, are compiled once a process."""
+    if len(devices) == 1 or callbacks:
+        return _compile(backend, module, devices, options, callbacks)
+    key = options.SerializeAsString(), str(module)
+    if key not in _compiled:
+        _compiled[key] = _compile(backend, module, devices, options, callbacks)
+    return _compiled[key]
+
+
+compiler.backend_compile_and_load = _compile_once
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
 
@@ -148,6 +163,27 @@ def without_walls(monkeypatch):
     sandbox.held.cache_clear()
 
 
+@contextlib.contextmanager
+def _lend(count):
+    """Meshes of all devices are of the first `count`; one whose size is named gets so many."""
+    from kdjax.device import sharding
+
+    whole, make = jax.devices(), sharding.make_mesh
+
+    def make_mesh(data, fsdp, tensor, devices=None):
+        if data == -1 and len(whole if devices is None else devices) > count:
+            devices = whole[:count]
+        elif data != -1 and devices is None:
+            devices = whole[: data * fsdp * tensor]
+        return make(data, fsdp, tensor, devices)
+
+    with (
+        mock.patch.object(sharding, "make_mesh", make_mesh),
+        mock.patch.object(jax, "device_count", lambda: count),
+    ):
+        yield
+
+
 @pytest.fixture(scope="module")
 def two_devices():
     """Runs and commands of the module split their rows over two devices, not eight.
@@ -156,18 +192,17 @@ def two_devices():
     of one text, is computed twice and not eight times. A run whose config names a number
     (`mesh.data=8`) gets that many.
     """
-    from kdjax.device import sharding
+    with _lend(2):
+        yield
 
-    two, make = jax.devices()[:2], sharding.make_mesh
 
-    def make_mesh(data, fsdp, tensor, devices=None):
-        every = data == -1 and len(jax.devices() if devices is None else devices) > len(two)
-        return make(data, fsdp, tensor, two if every else devices)
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs and commands of the module have one device: none of what they show is of a mesh.
 
-    with (
-        mock.patch.object(sharding, "make_mesh", make_mesh),
-        mock.patch.object(jax, "device_count", lambda: len(two)),
-    ):
+    That is a sixth less than two take, and what they compile is kept for other modules.
+    """
+    with _lend(1):
         yield
 
 

@@ -23,7 +23,7 @@ from kdjax.training.identity import identify
 from kdjax.training.inputs import hash_contents
 from kdjax.training.job import ask_kinds, assemble
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 PROMPT, WORDS = "def f(x):\n", ["return", " ", "x", "<|endoftext|>"]
 CHAT = [{"role": "user", "content": "hi"}]

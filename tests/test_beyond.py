@@ -24,7 +24,7 @@ from kdjax.training import plan
 from kdjax.training.job import assemble
 from kdjax.training.teachers import CachedTopK, Dense, Packed
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def extrapolate(teacher, start, strength):

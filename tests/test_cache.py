@@ -24,7 +24,7 @@ from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
 from kdjax.training.teachers import CachedHidden, CachedTopK
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 REPOSITORY = Path(__file__).parent.parent
 

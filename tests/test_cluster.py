@@ -195,9 +195,19 @@ def test_one_process_of_a_host_reads_for_all_of_it(monkeypatch):
 # --- processes ----------------------------------------------------------------------------------
 
 
+UNDRAWN = """
+from kdjax.training.hooks import Hook
+from kdjax.watch.report import ReportPage
+
+ReportPage.train_end = Hook.train_end  # three seconds of each process that ends
+"""
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    return tiny.write(tmp_path_factory.mktemp("cluster") / "tiny")
+    path = tiny.write(tmp_path_factory.mktemp("cluster") / "tiny")
+    path.write_text(path.read_text() + UNDRAWN)
+    return path
 
 
 def run_command(config, processes, devices, *command):
@@ -231,7 +241,7 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     rollout = dict(share=0.25, every=4, max_tokens=8, prompt_tokens=12, batch_size=16)
     rollout |= {"prompts": config.parent / "text"}
     flags = [f"--config.rollout.{name}={value}" for name, value in rollout.items()]
-    flags += ["--config.train.steps=20", "--config.checkpoint.every=2", "--config.eval.every=10"]
+    flags += ["--config.train.steps=16", "--config.checkpoint.every=2", "--config.eval.every=8"]
     flags += ["--config.eval.samples=0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ((status, output),) = end(tiny.start(config, whole, 1, 4, *flags))
@@ -249,7 +259,7 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     assert written.items() <= read_files(whole / FOLDER).items()  # to the last bit
 
     started = tiny.start(config, parts, 2, 2, *flags)
-    wait_for_step(parts, 12, started)
+    wait_for_step(parts, 8, started)
     started[1].send_signal(signal.SIGTERM)
     ends = end(started)
     assert [status for status, _ in ends] == [INTERRUPTED, INTERRUPTED], ends

@@ -26,14 +26,14 @@ from test_run import (
     _read,
     _saving,
     _steps,
+    command,
     curve,
     go,
-    run_command,
     start,
     wait_for,
 )
 
-from kdjax.commands import evaluate
+from kdjax.commands import evaluate, train
 from kdjax.data import teacher_cache
 from kdjax.errors import NOT_WRITTEN, UserError, WriteError, print_error, status_of
 from kdjax.export import export_gguf, export_hf
@@ -48,7 +48,7 @@ from kdjax.watch.guards import NonFiniteError, NonFiniteGuard
 from kdjax.watch.report import page
 from kdjax.watch.run import distill
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @contextlib.contextmanager
@@ -208,6 +208,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_config, tmp_path):
     """A status of its own and no traceback; `scripts.checks.faults` compares the curves."""
     tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 15, 3, 0
@@ -222,8 +223,7 @@ def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_c
     assert f"The last good checkpoint is {workdir}/checkpoints/{newest}: the run goes on" in output
     receipt = json.loads(_read(workdir / "receipt.json"))
     assert receipt["exit"]["status"] == NOT_WRITTEN and receipt["status"] == "failed"
-    code, output = run_command(tiny_config, workdir)
-    assert code == 0, output
+    assert train.main(command(tiny_config, workdir)[3:]) == 0
     assert curve(workdir)[-1]["step"] == 15 and not _saving(workdir)
 
 

@@ -23,7 +23,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import load, load_model
 from kdjax.training.pair import open_pair, open_student
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def walk(accepts, drafts):

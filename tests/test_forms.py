@@ -33,7 +33,7 @@ from kdjax.training.job import assemble
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import StepMetrics, TrainState, kd_gradients
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 RATE = 0.5  # of plain descent: a step is the gradient itself
 
@@ -126,13 +126,13 @@ def take_steps(pair_, rows):
 
 
 @pytest.fixture(scope="module")
-def one_device(pair):
+def alone(pair):
     """Takes the steps when a test first asks, so that a fault in them is that test's."""
     return functools.cache(lambda: take_steps(pair, batch(pair[0])))
 
 
 @pytest.mark.parametrize("axes", cases(dict(tensor=2), slow=[dict(data=2, fsdp=2)]))
-def test_a_mesh_rounds_as_one_device(pair, one_device, models, axes):
+def test_a_mesh_rounds_as_one_device(pair, alone, models, axes):
     """Scales lie with their rows, and steps and bytes are those of one device."""
     sizes = dict(data=1, fsdp=1, tensor=1) | axes
     mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
@@ -142,7 +142,7 @@ def test_a_mesh_rounds_as_one_device(pair, one_device, models, axes):
         return load_model(checkpoint, placement=Placement.on(mesh), dtype="float32")
 
     spread = take_steps((load("student"), load("teacher")), batch(pair[0]))
-    packed, states = zip(one_device(), spread, strict=True)
+    packed, states = zip(alone(), spread, strict=True)
     jax.tree.map(np.testing.assert_array_equal, *packed)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *(s.params for s in states)

@@ -23,7 +23,7 @@ from kdjax.watch.guards import NoSignalGuard
 from kdjax.watch.run import make_hooks
 from scripts.checks.detectors import rewritten
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 REFUSED = r"kl(_topk)? \S+ nats, agreement (99|100)\.\d+%;.* KDJAX_ALLOW_DEGENERATE_KD=1"
 

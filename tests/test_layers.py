@@ -20,7 +20,7 @@ from kdjax.models.decoder import functional
 from kdjax.training.step import complete_batch
 from kdjax.training.teachers import CachedHidden
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 LENGTH = 16
 KD = kdjax.KDLoss(temperature=2.0, alpha=0.3)

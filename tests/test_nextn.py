@@ -28,7 +28,7 @@ from kdjax.models.speculation import BlockWriter
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
 from scripts.checks import llama_answers
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 SHAPE = QWEN35_SHAPES["tiny-delta"]._replace(rows=305, drafts=1)
 EXPERTS = dict(ffn=0, experts=7, experts_used=2, expert_ffn=96, shared_ffn=64)

@@ -317,6 +317,7 @@ def test_arms_that_have_a_line_are_not_run_again_and_one_that_fails_is_passed_ov
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_arms_train_and_are_judged_from_one_start(models, text, tmp_path, capsys):
     """By text; by itself with hints, which it measures first; and seeds of own answers."""
     hints = write_hints(tmp_path / "hints.jsonl")
@@ -335,7 +336,7 @@ def test_arms_train_and_are_judged_from_one_start(models, text, tmp_path, capsys
         "rollout.max_tokens": 4,
         "rollout.every": 2,
         "rollout.gap_exercises": 2,
-        "train.steps": 6,
+        "train.steps": 5,
         "train.microbatches": 1,
         "optim.warmup_steps": 1,
     }
@@ -355,7 +356,7 @@ def test_arms_train_and_are_judged_from_one_start(models, text, tmp_path, capsys
     found = {line["name"]: line for line in map(json.loads, lines)}
     names = ["own*1", "own*2", "before*0", "hints_self*0", "cold_own*0"]
     assert list(found) == [*names, "own+student.lora.rank=2*0"]
-    assert found["own*1"]["ended"] == [6] and found["own*1"]["train_seconds"][0] > 0
+    assert found["own*1"]["ended"] == [5] and found["own*1"]["train_seconds"][0] > 0
     start = found["before*0"]["heldout"]["kl"]
     assert found["own*1"]["start"]["kl"] == found["own*2"]["start"]["kl"] == start
     assert found["own*1"]["heldout"]["kl"] != found["own*2"]["heldout"]["kl"] != start

@@ -17,7 +17,7 @@ from kdjax.losses.divergences import parse_divergence, write_divergence
 from kdjax.training.own import Own
 from kdjax.watch.verify import verify
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 VOCABULARY = 256
 

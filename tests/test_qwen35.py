@@ -33,7 +33,7 @@ from kdjax.training.job import assemble
 from scripts.bench.synthetic import QWEN35_SHAPES, open_header, write_random_gguf
 from scripts.checks import llama_answers
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 # Three value heads a key head; no row of the head is padding, which llama.cpp would draw.
 SHAPE = QWEN35_SHAPES["tiny-delta-teacher"]._replace(

@@ -29,7 +29,7 @@ from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import _CHECKS, _Recheck, verify
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 class Probe(Hook):

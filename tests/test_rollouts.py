@@ -52,7 +52,7 @@ from kdjax.training.rollouts import AnswerSource, Author, check_templates, open_
 from kdjax.training.teachers import CachedHidden
 from kdjax.watch.guards import CollapseError, CollapseGuard
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

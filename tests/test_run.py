@@ -48,7 +48,7 @@ from kdjax.training.step import StepMetrics
 from kdjax.watch.guards import NonFiniteError, NonFiniteGuard
 from kdjax.watch.writers import JsonLines, Terminal
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -131,7 +131,7 @@ def stopped(one_step, tmp_path):
 
 @pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_path, moments):
-    tiny_config.optim.moment_dtype, tiny_config.mesh.data = moments, 8
+    tiny_config.optim.moment_dtype, tiny_config.mesh.data = moments, 2
     straight, first, second = Recorder(), Recorder(stop_at=4), Recorder()
     job = assemble(tiny_config, tmp_path / "straight")
     tiny_config.checkpoint.every = 0

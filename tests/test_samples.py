@@ -28,7 +28,7 @@ from kdjax.watch.report.workdir import SAMPLES
 from kdjax.watch.run import make_hooks
 from kdjax.watch.samples import Samples, choose
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @functools.cache

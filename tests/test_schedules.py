@@ -29,7 +29,7 @@ from kdjax.errors import UserError
 from kdjax.training.job import assemble
 from kdjax.training.step import complete_batch
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.mark.parametrize(

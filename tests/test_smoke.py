@@ -33,7 +33,7 @@ from kdjax.watch.run import make_hooks
 from kdjax.watch.smoke import Verdict
 from kdjax.watch.verify import verify
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")

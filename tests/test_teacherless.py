@@ -31,7 +31,7 @@ from kdjax.training.saving import Checkpoints
 from kdjax.watch.run import make_hooks
 from kdjax.watch.verify import verify
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],

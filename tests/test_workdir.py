@@ -28,7 +28,7 @@ from kdjax.training.saving import Checkpoints
 from kdjax.watch.run import distill
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 HOLD = """
 import sys, time
@@ -277,5 +277,5 @@ def test_a_few_of_every_fault_lose_nothing():
     command = [sys.executable, "-m", "scripts.checks.faults", "--short"]
     done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=270)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\| `kill -9` at a random moment of a run \| 3 \|", done.stdout)
+    assert re.search(r"\| `kill -9` at a random moment of a run \| 2 \|", done.stdout)
     assert re.search(r"^0 of \d\d processes printed a traceback", done.stdout, re.M)
