@@ -127,7 +127,7 @@ def suggest_path(path: str | Path) -> str:
     return ""
 
 
-def lacks_memory(error: BaseException) -> bool:
+def _lacks_memory(error: BaseException) -> bool:
     """Whether XLA found no room on the device; its class has another name in each jaxlib."""
     return isinstance(error, RuntimeError) and str(error).startswith(_NO_ROOM)
 
@@ -136,7 +136,7 @@ def status_of(error: BaseException) -> int:
     """The exit status of a command that this error ends."""
     if isinstance(error, KdjaxError):
         return error.status
-    if lacks_memory(error):
+    if _lacks_memory(error):
         return BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
         return QUIT
@@ -152,7 +152,7 @@ def print_error(error: BaseException) -> None:
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, KdjaxError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if lacks_memory(error):
+    if _lacks_memory(error):
         said = text.removeprefix(f"{_NO_ROOM}: ").split("\n")[0]
         text = (
             f"the device's memory: {said}. `kdjax plan`, or --plan of evaluate and generate, says "
@@ -174,11 +174,8 @@ def reporting(main: Callable[_P, int]) -> Callable[_P, int]:
         warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
         try:
             return main(*args, **kwargs)
-        except (KdjaxError, OSError) as error:
-            print_error(error)
-            return status_of(error)
-        except RuntimeError as error:
-            if not lacks_memory(error):
+        except Exception as error:
+            if not (isinstance(error, KdjaxError | OSError) or _lacks_memory(error)):
                 raise
             print_error(error)
             return status_of(error)

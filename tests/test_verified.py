@@ -19,7 +19,7 @@ from kdjax.evaluation.answers import (
     VerifiedAnswers,
     WrittenAnswers,
     group,
-    read_prompts,
+    list_prompts,
     state_path,
 )
 from kdjax.models.decoding import Completion, Sampling
@@ -193,14 +193,14 @@ def test_a_prompt_is_gone_on_from_whole_and_of_a_text_the_beginning(tmp_path):
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
     template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
     tokenizer = dataclasses.replace(tokenizer, chat_template=template)
-    whole, begun, said = read_prompts(f"{tmp_path}/q.jsonl", tokenizer, 100)
+    whole, begun, said = list_prompts(f"{tmp_path}/q.jsonl", tokenizer, 100)
     assert (whole.beginning, tokenizer.decode(list(whole.ids))) == (given, given)
     assert given.startswith(begun.beginning) and 0 < len(begun.ids) == len(whole.ids) // 2
     assert begun.answered("x") == {"text": f"{begun.beginning}x"}
     answer = {"role": "assistant", "content": "Sure: 3"}
     assert said.answered(" 3") == {"messages": [*asked, answer]}
     with pytest.raises(UserError, match="found no prompt of 1 to 3 ids"):
-        read_prompts(f"{tmp_path}/q.jsonl", tokenizer, 3)
+        list_prompts(f"{tmp_path}/q.jsonl", tokenizer, 3)
 
 
 def test_what_is_said_to_prompts_is_kept_and_asked_once(models, tmp_path):

@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import hashlib
 import logging
+import math
 import random
 import time
 from collections.abc import Iterable
@@ -33,7 +34,7 @@ from kdjax.commands.parsing import Parser, check_least, log_to_terminal
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
-from kdjax.evaluation.answers import HINTS, VerifiedAnswers, WrittenAnswers, group, read_prompts
+from kdjax.evaluation.answers import HINTS, VerifiedAnswers, WrittenAnswers, group, list_prompts
 from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
@@ -107,10 +108,12 @@ def _tell(args: argparse.Namespace, target: Target, asked: Iterable[str], *more:
     return said | model | {"--prompts" if args.prompts else "--exercises": digest.hexdigest()}
 
 
-def _answer_prompts(args: argparse.Namespace, target: Target, sampling: Sampling) -> str:
-    tokenizer, begun = target.checkpoint.tokenizer, time.monotonic()
+def _answer_prompts(
+    args: argparse.Namespace, target: Target, sampling: Sampling, until: float
+) -> str:
+    tokenizer = target.checkpoint.tokenizer
     most = target.checkpoint.spec.max_positions - args.max_tokens
-    prompts = read_prompts(args.prompts, tokenizer, most)
+    prompts = list_prompts(args.prompts, tokenizer, most)
     random.Random(args.seed).shuffle(prompts)
     made_by = _tell(args, target, (repr(prompt.ids) for prompt in prompts), "ended")
     answers = WrittenAnswers(args.out, made_by, samples=args.samples, ended=args.ended)
@@ -122,15 +125,16 @@ def _answer_prompts(args: argparse.Namespace, target: Target, sampling: Sampling
     room = find_room([len(prompt.ids) for prompt in prompts], args.max_tokens)
     sampling = dataclasses.replace(sampling, stop_ids=tokenizer.stop_ids)
     for part in group(prompts[answers.asked :], args.batch_size, args.samples):
-        if args.seconds and time.monotonic() - begun > args.seconds:
+        if time.monotonic() > until:
             break
         answers.write(part, model, sampling, batch_size=args.batch_size, room=room)
         _log.info("%s", answers.describe(len(prompts)))
     return answers.describe(len(prompts))
 
 
-def _answer_exercises(args: argparse.Namespace, target: Target, sampling: Sampling) -> str:
-    begun = time.monotonic()
+def _answer_exercises(
+    args: argparse.Namespace, target: Target, sampling: Sampling, until: float
+) -> str:
     exercises = problems.load_humaneval(args.exercises)[: args.limit or None]
     if repeated := len(exercises) - len({exercise.task for exercise in exercises}):
         raise UserError(
@@ -173,7 +177,7 @@ def _answer_exercises(args: argparse.Namespace, target: Target, sampling: Sampli
     positions = find_room([length for length in lengths if length <= room], args.max_tokens)
     generate = answer_with(model, tokenizer, sampling, settings, positions)
     for part in group(fit, args.batch_size, args.samples):
-        if args.seconds and time.monotonic() - begun > args.seconds:
+        if time.monotonic() > until:
             break
         answers.write(part, tokenizer, generate, settings, args.hint or "")
         _log.info("%s", answers.describe())
@@ -185,6 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
     sampling = _check(args)
+    until = time.monotonic() + (args.seconds or math.inf)
     runtime.configure()
     log_to_terminal()
     target = open_target(args.model)
@@ -193,5 +198,5 @@ def main(argv: list[str] | None = None) -> int:
             f"--max-tokens={args.max_tokens}: the model has {most} positions; lower it."
         )
     answer = _answer_prompts if args.prompts else _answer_exercises
-    print(f"{args.out}: {answer(args, target, sampling)}")
+    print(f"{args.out}: {answer(args, target, sampling, until)}")
     return FINISHED

@@ -57,7 +57,7 @@ from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import AT_ONCE, Sampling, choose_slots, find_room, pad_length, set_apart
+from kdjax.models.decoding import AT_ONCE, Sampling, find_room, group_prompts, pad_length
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
@@ -379,13 +379,10 @@ def _size_answers(
         settings = _settings(
             request, way, problems.choose_wording(way.wording, tokenizer), checkpoint
         )
-        lengths = _count_prompts(benchmark, tokenizer, settings)
-        groups = set_apart(lengths, args.max_tokens)
-        apart = choose_slots(way.samples * len(groups[1]), args.batch_size)
+        lengths = way.samples * _count_prompts(benchmark, tokenizer, settings)
         asked = [
-            (sharding.split_rows(rows, mesh), max(lengths[i] for i in group), args.max_tokens)
-            for rows, group in zip((args.batch_size, apart), groups, strict=True)
-            if group
+            (sharding.split_rows(slots, mesh), max(lengths[i] for i in group), args.max_tokens)
+            for group, slots in group_prompts(lengths, args.max_tokens, args.batch_size)
         ]
         if asked:
             sizes[f"{name} is answered"] = max(asked, key=lambda size: size[0] * sum(size[1:]))

@@ -197,8 +197,14 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
                 text = f"{tokenizer.render(messages, answer_next=True)}{opening}"
             except UserError as error:
                 raise UserError(f"{source}: {error}") from error
-            said = tuple(messages), opening
-            yield Opening(text, True, True, hinted, record.get("exercise"), *said)
+            yield Opening(
+                text,
+                chat=True,
+                hinted=hinted,
+                exercise=record.get("exercise"),
+                messages=tuple(messages),
+                opening=opening,
+            )
             continue
         prompt = record.get("prompt") if isinstance(record, Mapping) else None
         whole = isinstance(prompt, str)

@@ -17,7 +17,7 @@ from kdjax.data.text import find_files, openings
 from kdjax.errors import UserError
 from kdjax.evaluation import passk
 from kdjax.evaluation import problems as bench
-from kdjax.evaluation.drafting import begin
+from kdjax.evaluation.drafting import begin_each
 from kdjax.evaluation.passk import Generate, Settings
 from kdjax.evaluation.problems import Problem
 from kdjax.evaluation.sandbox import INFRASTRUCTURE, PASSED
@@ -42,22 +42,22 @@ class Prompt(NamedTuple):
         return {"messages": [*self.messages, {"role": "assistant", "content": text}]}
 
 
-def read_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[Prompt]:
-    """Beginnings of all documents of `patterns`, as of `drafting.choose_prompts`, each once.
+def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[Prompt]:
+    """Beginnings of all documents of `patterns`, as of `drafting.begin_each`.
 
-    Those of more than `most` ids are left out. Raises `UserError` if there are none.
+    Raises `UserError` if there are none.
     """
-    found: dict[tuple[int, ...], Prompt] = {}
     opened = len(tokenizer.open_text([]))
-    for one in openings(find_files(patterns), tokenizer):
-        ids, beginning = tuple(begin(one, tokenizer)), one.opening if one.chat else one.text
-        if not one.whole:
-            beginning = tokenizer.decode(list(ids[opened:]))
-        if 0 < len(ids) <= most:
-            found.setdefault(ids, Prompt(ids, one.messages, beginning))
+    found = begin_each(openings(find_files(patterns), tokenizer), tokenizer, most)
     if not found:
         raise UserError(f"{patterns}: found no prompt of 1 to {most} ids; expected some.")
-    return list(found.values())
+    prompts = []
+    for ids, one in found.items():
+        beginning = one.opening if one.chat else one.text
+        if not one.whole:
+            beginning = tokenizer.decode(list(ids[opened:]))
+        prompts.append(Prompt(ids, one.messages, beginning))
+    return prompts
 
 
 HINTS = ("solution", "tests", "error")  # what a teacher can be told of an exercise

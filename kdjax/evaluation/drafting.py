@@ -8,7 +8,7 @@ its own state behind the first draft of a pass, so its chances differ by place i
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,8 +105,7 @@ def choose_prompts(
     """
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
-    prompts = [begin(every[at], tokenizer) for at in places]
-    fitting = list(dict.fromkeys(tuple(ids) for ids in prompts if 0 < len(ids) <= most))
+    fitting = list(begin_each((every[at] for at in places), tokenizer, most))
     if not fitting:
         raise UserError(
             f"{patterns}: found no beginning of 1 to {most} tokens to continue; expected longer "
@@ -136,11 +135,20 @@ def read_prompts(
     }
 
 
-def begin(opening: Opening, tokenizer: Tokenizer) -> list[int]:
-    """Ids to go on from: of a conversation all, else as of `begin_text`."""
-    if opening.chat:
-        return tokenizer.encode(opening.text)
-    return begin_text(opening.text, tokenizer, whole=opening.whole)
+def begin_each(
+    openings: Iterable[Opening], tokenizer: Tokenizer, most: int
+) -> dict[tuple[int, ...], Opening]:
+    """The openings by the ids to go on from: of a conversation all, else as of `begin_text`.
+
+    Of equal ones the first is kept; those of more than `most` ids are left out.
+    """
+    found: dict[tuple[int, ...], Opening] = {}
+    for one in openings:
+        text, whole = one.text, one.whole
+        ids = tokenizer.encode(text) if one.chat else begin_text(text, tokenizer, whole=whole)
+        if 0 < len(ids) <= most:
+            found.setdefault(tuple(ids), one)
+    return found
 
 
 def begin_text(text: str, tokenizer: Tokenizer, *, whole: bool = False) -> list[int]:

@@ -28,8 +28,6 @@ INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
 # Answers prompts (ids), each up to one of the stop strings, in order. If it raises, the samples of
 # that call count as failures.
 Generate = Callable[[list[list[int]], tuple[str, ...]], Sequence[Completion]]
-
-
 _Asked = tuple[Problem, Completion | str]  # an answer, or the error that there is instead
 
 

@@ -370,9 +370,16 @@ def find_room(lengths: Sequence[int], max_tokens: int) -> int:
     return max((lengths[i] for i in together), default=0) + max_tokens
 
 
-def choose_slots(apart: int, batch_size: int) -> int:
-    """Slots for so many prompts set apart: no more than they need, in few sizes."""
-    return min(batch_size, -(-apart // AT_ONCE) * AT_ONCE)
+def group_prompts(
+    lengths: Sequence[int], max_tokens: int, batch_size: int, room: int = 0
+) -> list[tuple[list[int], int]]:
+    """The groups of `set_apart` that there are, one behind the other, each with its slots.
+
+    Those of prompts set apart are no more than they need, in few sizes.
+    """
+    together, apart = set_apart(lengths, max_tokens, room)
+    few = min(batch_size, -(-len(apart) // AT_ONCE) * AT_ONCE)
+    return [(group, slots) for group, slots in ((together, batch_size), (apart, few)) if group]
 
 
 def pad_length(longest: int) -> int:
@@ -644,12 +651,11 @@ def write_answers(
     """Continues every prompt (token ids), in order.
 
     `batch_size` rows grow at once; one that ends makes room for the next prompt. Prompts far longer
-    than the others are answered behind them (`set_apart`). A row draws by the
-    seed, its number (default: its place in `prompts`) and its step, whatever the batches. `limits`
-    are most ids a prompt, `sampling.max_tokens` by default. `room` are positions that a slot has at
-    least: calls whose prompts' lengths differ then share their programs. `on_text` is called with a
-    prompt's place and all its text so far, a few steps at a time. Without a tokenizer there is no
-    text.
+    than the others are answered behind them (`set_apart`). A row draws by the seed, its number
+    (default: its place in `prompts`) and its step, whatever the batches. `limits` are most ids a
+    prompt, `sampling.max_tokens` by default. `room` are positions that a slot has at least: calls
+    whose prompts' lengths differ then share their programs. `on_text` is called with a prompt's
+    place and all its text so far, a few steps at a time. Without a tokenizer there is no text.
 
     Raises `UserError` for an empty prompt, an id that no token has, more positions than the model
     has, numbers or limits that are not one a prompt, and impossible sampling.
@@ -666,11 +672,10 @@ def write_answers(
         Row(np.asarray(prompt, np.int32), int(limit), int(number), sampling, tokenizer)
         for prompt, limit, number in zip(prompts, most, draw_by, strict=True)
     ]
-    groups = set_apart([len(prompt) for prompt in prompts], sampling.max_tokens, room)
-    slots = batch_size, choose_slots(len(groups[1]), batch_size)
-    for group, count in zip(groups, slots, strict=True):
+    lengths = [len(prompt) for prompt in prompts]
+    for group, slots in group_prompts(lengths, sampling.max_tokens, batch_size, room):
         some = [rows[i] for i in group]
-        for place in _Engine(writer, params, some, sampling, count, room).run() if some else ():
+        for place in _Engine(writer, params, some, sampling, slots, room).run():
             if on_text is not None:
                 on_text(group[place], some[place].read())
     return [row.complete() for row in rows]
