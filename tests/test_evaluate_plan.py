@@ -96,7 +96,7 @@ def write(model, sizes):
     static = dict(writer=writer, sampling=decoding.Sampling(1, temperature=1.0))
     at_once = decoding.prompts_at_once(rows)
     tokens, lengths = (
-        of((at_once, decoding.pad_length(prompt)), jnp.int32),
+        of((at_once, decoding.pad_length(prompt, prompt + answer)), jnp.int32),
         of((at_once,), jnp.int32),
     )
     with model.precision():
