@@ -1,6 +1,7 @@
 """Evaluation: figures against plain NumPy, pass@k against brute force, and no fake pass."""
 
 import contextlib
+import dataclasses
 import functools
 import gzip
 import itertools
@@ -33,6 +34,7 @@ from kdjax.formats.saved import saved_params
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.positions import EvalSums
+from kdjax.models import decoding
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.decoding import Completion
@@ -479,12 +481,46 @@ def test_calls_of_a_benchmark_have_one_room(pair, tmp_path):
     request = evaluate.check(evaluate.parser().parse_args([*flags, "--batch-size=5"]))
     target = open_target(flags[0])
     asked = mock.Mock(return_value=[])
-    model = mock.Mock(spec=Model, generate=asked)
+    model = mock.Mock(spec=Model, generate=asked, placement=None)
     [(_, figures)] = evaluate.solve(request, model, target.checkpoint)
     assert figures["not_generated"] == 18 and asked.call_count == 4  # nothing was answered
     lengths = sorted(len(ids) for call in asked.call_args_list for ids in call.args[0])
     assert lengths[-1] > 10 * lengths[-2]
     assert {call.kwargs["room"] for call in asked.call_args_list} == {lengths[-2] + 8}
+
+
+def test_benchmarks_share_programs_where_kernels_read_rows(pair, tmp_path, monkeypatch):
+    """Requests share them, too; where each step reads all of a slot, each has its own room."""
+    path, development = humaneval(tmp_path), tmp_path / "d.jsonl"
+    one = json.loads(path.read_text().splitlines()[0])
+    development.write_text(json.dumps(one | {"prompt": one["prompt"] * 6}))
+    flags = [str(pair / "student.gguf"), "--wording=base", "--max-tokens=8", "--batch-size=4"]
+    every = [
+        evaluate.check(evaluate.parser().parse_args([*flags, *more]))
+        for more in (
+            (f"--humaneval={development}",),
+            (f"--humaneval={path}", f"--mbpp={mbpp(tmp_path)}"),
+        )
+    ]
+    target, find_rooms = open_target(f"{flags[0]}@dense:float32"), evaluate.find_rooms
+    model = target.load(sharding.make_local_mesh())
+    monkeypatch.setattr(passk.sandbox, "run", lambda *_, **__: sandbox.Outcome("passed", ""))
+
+    def judge(kernels):
+        placement = dataclasses.replace(model.placement, kernels=kernels)
+        monkeypatch.setattr(
+            evaluate, "find_rooms", lambda *asked: find_rooms(*asked[:2], placement)
+        )
+        decoding._advance_on_cpu.clear_cache()  # other tests of this process may have compiled it
+        solved = [
+            [sample["answer"] for sample in figures["results"]]
+            for request in every
+            for _, figures in evaluate.solve(request, model, target.checkpoint, *every)
+        ]
+        return solved, decoding._advance_on_cpu._cache_size()
+
+    (together, few), (apart, more) = judge(True), judge(False)
+    assert together == apart and few < more and few == 1
 
 
 def test_base_answers_end_at_stop_strings(tmp_path):

@@ -96,7 +96,7 @@ def write(model, sizes):
     static = dict(writer=writer, sampling=decoding.Sampling(1, temperature=1.0))
     at_once = decoding.prompts_at_once(rows)
     tokens, lengths = (
-        of((at_once, decoding.pad_length(prompt)), jnp.int32),
+        of((at_once, decoding.pad_length(prompt, prompt + answer)), jnp.int32),
         of((at_once,), jnp.int32),
     )
     with model.precision():
@@ -295,6 +295,22 @@ def test_a_plan_does_not_give_every_row_the_room_of_one_long_prompt(paths, tmp_p
     _, found = plan_command(monkeypatch, *asked)
     rows, prompt, _ = found["written"]["mbpp is answered"]
     assert rows == slots and prompt < 300
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_plan_gives_benchmarks_the_room_that_they_get(paths, tmp_path, monkeypatch, kernels):
+    """One for all where kernels read of a slot what its row has."""
+    easy = {"task_id": 11, "text": "Add.", "code": "def f(a): return a", "test_list": ["assert 1"]}
+    long = {"task_id": "0", "prompt": "# one\n" * 60, "entry_point": "f", "test": ""}
+    long["canonical_solution"] = ""
+    asked = [f"{paths}/small.gguf", "--max-tokens=32", "--wording=base", "--allow-unsandboxed"]
+    for name, record in (("mbpp", easy), ("humaneval", long)):
+        (tmp_path / name).write_text(json.dumps(record))
+        asked.append(f"--{name}={tmp_path / name}")
+    monkeypatch.setattr(evaluate.Placement, "on", lambda mesh: evaluate.Placement(mesh, kernels))
+    _, found = plan_command(monkeypatch, *asked)
+    short, longest = (found["written"][f"{name} is answered"][1] for name in ("mbpp", "humaneval"))
+    assert longest > 180 and (short == longest if kernels else short < 180)
 
 
 def test_the_command_plans_text_and_benchmarks(paths, text, tmp_path, monkeypatch, capsys):

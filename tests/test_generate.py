@@ -215,7 +215,7 @@ def test_prompts_far_longer_than_the_others_have_a_cache_of_their_own(models, mo
     most = [30] * 29 + [90] * 2 + [400]
     assert decoding.set_apart([*most[:-1], 300, 400], 20) == ([*range(31)], [31, 32])
     assert decoding.set_apart(most[2:], 20) == ([*range(29)], [29])
-    assert decoding.set_apart([30] * 30 + [300, 400], 20, room=300) == ([*range(32)], [])
+    assert decoding.set_apart([30, 300, 30, 281, 280], 20, room=300) == ([0, 2, 4], [1, 3])
     assert decoding.set_apart([30] * 14 + [400], 20) == ([*range(15)], [])
     assert decoding.set_apart([], 20) == ([], [])
 
@@ -257,6 +257,36 @@ def test_calls_of_one_room_share_their_programs(models):
     assert decoding._advance_on_cpu._cache_size() == 1
     (alone,) = complete(model.functions, model.params, [[1, 5]], sampling, **fixed)
     assert decoding._advance_on_cpu._cache_size() == 2 and alone.ids == short.ids
+
+
+def test_prompts_are_read_at_few_lengths():
+    """Never more than half as many positions again, from 64 on; and no more than the cache has."""
+    padded = [decoding.pad_length(n) for n in range(1, 4097)]
+    assert sorted({*padded}) == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    assert all(n <= m and (m < 1.5 * n or m <= 128) for n, m in enumerate(padded, 1))
+    assert [decoding.pad_length(*asked) for asked in ((600, 608), (600, 1000))] == [640, 768]
+
+
+def test_few_programs_read_prompts_of_many_lengths(models, monkeypatch):
+    """The longest first: of the last a call may have few. More of them write the same answers."""
+    model = load(f"{models}/teacher.gguf", dtype="float32")
+    rng, lengths = np.random.default_rng(4), (330, 70, 530, 390, 130, 450, 140, 270, 100)
+    prompts = [rng.integers(0, 300, n).tolist() for n in lengths]
+
+    def answer():
+        decoding._fill.clear_cache()  # other tests of this process may have compiled the same
+        filled = mock.Mock(side_effect=decoding._fill)
+        with monkeypatch.context() as patch:
+            patch.setattr(decoding, "_fill", filled)
+            found = model.generate(prompts, max_tokens=12, stop_ids=(), batch_size=8)
+        read = [call.args[3].tokens.shape[1] for call in filled.call_args_list]
+        return [one.ids for one in found], read, decoding._fill._cache_size()
+
+    ids, read, compiled = answer()
+    assert read == [640, 512, 512, 384, 384, 192, 192, 128, 128] and compiled == 5
+    monkeypatch.setattr(decoding, "pad_length", lambda longest, room=None: -(-longest // 64) * 64)
+    others, read, compiled = answer()
+    assert ids == others and compiled == len({*read}) == 7
 
 
 @pytest.mark.slow

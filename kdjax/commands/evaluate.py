@@ -19,9 +19,9 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -37,6 +37,7 @@ from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.data.text import find_files
 from kdjax.device import cluster, sharding
+from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import (
     BROKEN,
@@ -61,10 +62,10 @@ from kdjax.models.decoding import AT_ONCE, Sampling, find_room, group_prompts, p
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
-from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 OTHER = "target"  # as --draft: the target drafts for the teacher
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 def parser() -> Parser:
@@ -375,29 +376,49 @@ def _size_answers(
     probes = examine.probe_prompts(tokenizer)
     rows = sharding.split_rows(len(probes), mesh)
     sizes = {"it is examined": (rows, max(map(len, probes)), ANSWER_TOKENS)}
-    for name, (benchmark, way) in request.asked.items():
-        settings = _settings(
-            request, way, problems.choose_wording(way.wording, tokenizer), checkpoint
-        )
-        lengths = way.samples * _count_prompts(benchmark, tokenizer, settings)
+    counted = _count_prompts(request, checkpoint)
+    rooms = find_rooms(counted, args.max_tokens, Placement.on(mesh))
+    for name, (_, way) in request.asked.items():
+        lengths, room = way.samples * counted[name], rooms[name]
+        groups = group_prompts(lengths, args.max_tokens, args.batch_size, room)
         asked = [
-            (sharding.split_rows(slots, mesh), max(lengths[i] for i in group), args.max_tokens)
-            for group, slots in group_prompts(lengths, args.max_tokens, args.batch_size)
+            (
+                sharding.split_rows(slots, mesh),
+                max(room - args.max_tokens, *(lengths[i] for i in group)),
+                args.max_tokens,
+            )
+            for group, slots in groups
         ]
         if asked:
             sizes[f"{name} is answered"] = max(asked, key=lambda size: size[0] * sum(size[1:]))
     return sizes
 
 
-def _count_prompts(
-    benchmark: Sequence[problems.Problem], tokenizer: Tokenizer, settings: passk.Settings
-) -> list[int]:
-    """Ids of each problem's prompt, but of those that leave an answer no room."""
-    lengths = []
-    for problem in benchmark:
-        with contextlib.suppress(UserError):  # which counts as a failure of the problem
-            lengths.append(len(passk.encode_prompt(problem, tokenizer, settings)))
-    return lengths
+def _count_prompts(request: Request, checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Ids of each problem's prompt, but of those that leave an answer no room, by what is asked."""
+    tokenizer, counted = checkpoint.tokenizer, {}
+    for name, (benchmark, way) in request.asked.items():
+        wording = problems.choose_wording(way.wording, tokenizer)
+        settings, lengths = _settings(request, way, wording, checkpoint), []
+        for problem in benchmark:
+            with contextlib.suppress(UserError):  # which counts as a failure of the problem
+                lengths.append(len(passk.encode_prompt(problem, tokenizer, settings)))
+        counted[name] = lengths
+    return counted
+
+
+def find_rooms(
+    counted: Mapping[_Name, Sequence[int]], max_tokens: int, placement: Placement | None
+) -> dict[_Name, int]:
+    """Positions of a slot for prompts of so many ids, by what is asked.
+
+    Where kernels read of a slot what its row has, all have the same, so that they share programs;
+    elsewhere each step reads all of a slot.
+    """
+    rooms = {name: find_room(lengths, max_tokens) for name, lengths in counted.items()}
+    if placement is not None and placement.kernels:
+        return dict.fromkeys(rooms, max(rooms.values(), default=0))
+    return rooms
 
 
 def _size_drafts(
@@ -462,21 +483,27 @@ def _run_model(document: dict[str, Any], request: Request, target: Target, mesh:
 
 
 def solve(
-    request: Request, model: Model, checkpoint: Checkpoint
+    request: Request, model: Model, checkpoint: Checkpoint, *others: Request
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields what of each benchmark the model solves, by the name of that in the document.
 
-    The model's ids and positions are those of the checkpoint.
+    The model's ids and positions are those of the checkpoint. `others` are requests for as many
+    tokens, whose calls are to share programs with these.
     """
     tokenizer = checkpoint.tokenizer
+    counted = {
+        (number, name): lengths
+        for number, one in enumerate((request, *others))
+        for name, lengths in _count_prompts(one, checkpoint).items()
+    }
+    rooms = find_rooms(counted, request.args.max_tokens, model.placement)
 
     def benchmarks() -> Iterator[passk.Benchmark]:
         for name, (benchmark, way) in request.asked.items():
             wording = problems.choose_wording(way.wording, tokenizer)
             settings = _settings(request, way, wording, checkpoint)
             _say(f"{name}: {len(benchmark)} problems, {settings.samples} answers to each")
-            lengths = _count_prompts(benchmark, tokenizer, settings)
-            room = find_room(lengths, request.args.max_tokens)
+            room = rooms[0, name]
             generate = passk.answer_with(model, tokenizer, way.sampling, settings, room)
             yield passk.Benchmark(benchmark, generate, settings)
 

@@ -106,17 +106,20 @@ class Loaded(NamedTuple):
             parts["keys and values, for products"] = 2 * parts["keys and values"]
         if not wide:  # else nothing is read before
             parts["a call's own"] = max(
-                parts["a call's own"], self._count_prompts(sizes, ready[0], bool(parts[APART]))
+                parts["a call's own"],
+                self._count_prompts(sizes, ready[0], bool(parts[APART]), drafts),
             )
         return {name: part for name, part in parts.items() if part}
 
-    def _count_prompts(self, sizes: tuple[int, int, int], ready: Size, apart: bool) -> Size:
+    def _count_prompts(
+        self, sizes: tuple[int, int, int], ready: Size, apart: bool, drafts: int
+    ) -> Size:
         """Bytes that the reading of prompts holds on a CPU, by layers apart or as they are stored.
 
         `ready` are those of a number of layers apart.
         """
         spec, rows = self.checkpoint.spec, decoding.prompts_at_once(sizes[0])
-        length = decoding.pad_length(sizes[1])
+        length = decoding.pad_length(sizes[1], sum(sizes[1:]) + drafts)
         reading = count_forward_on_cpu(spec, rows, length, self._size)
         if apart and not spec.delta_value_heads:  # which are read as they are stored
             narrow = ready not in (4, _FUSED)

@@ -32,8 +32,8 @@ from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed
 
 STEPS = 8  # on the device between two looks of the host
-_BUCKET = 64  # rows are padded to a multiple, so that few programs are compiled
-_ROOM = 128  # the cache's positions are a multiple, for the same reason
+_BUCKET = 64  # positions that rows are padded to, at least
+_ROOM = 128  # the cache's positions are a multiple, so that few programs are compiled
 AT_ONCE = 32  # rows that grow together, unless more or fewer are asked for
 _LEAST = 256  # the last rows move together into no fewer slots of a device
 _BLOCKS = 128  # of ids, of which a draw takes one and then an id in it
@@ -325,9 +325,10 @@ def count_slots(
     pair = 2 * layers * spec.num_kv_heads * spec.head_dim * itemsize
     state = 4 * spec.delta_value_heads * spec.delta_key_dim * spec.delta_value_dim
     state += itemsize * (spec.delta_kernel - 1) * spec.delta_columns
-    cache, room = slots * pair, _room_for(prompt + answer + drafts)
+    ids = prompt + answer + drafts
+    cache, room = slots * pair, _room_for(ids)
     cache *= room
-    positions = prompts_at_once(slots) * pad_length(prompt)
+    positions = prompts_at_once(slots) * pad_length(prompt, ids)
     # Keys and values as layers give them, stacked and turned; a layer's activations.
     read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
     floats = spec.delta_key_heads * spec.delta_key_dim
@@ -354,10 +355,13 @@ def set_apart(
     """The places of prompts of these lengths that are answered together, and of those behind them.
 
     Every slot has room for the longest: a sixteenth of the prompts or fewer are answered behind the
-    others if each has more than twice their room. `room` are positions that a slot has at least.
+    others if each has more than twice their room; where a `room` is given, those that need more.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    rooms = [_room_for(max(lengths[i] + max_tokens, room)) for i in order]
+    if room:
+        fit = sum(n + max_tokens <= room for n in lengths)
+        return sorted(order[:fit]), sorted(order[fit:])
+    rooms = [_room_for(lengths[i] + max_tokens) for i in order]
     for few in range(len(order) // _FEW, 0, -1):
         if rooms[-few] > 2 * rooms[-few - 1]:
             return sorted(order[:-few]), sorted(order[-few:])
@@ -382,9 +386,15 @@ def group_prompts(
     return [(group, slots) for group, slots in ((together, batch_size), (apart, few)) if group]
 
 
-def pad_length(longest: int) -> int:
-    """Positions of rows whose longest text has so many, a multiple of 64: few programs compile."""
-    return -(-longest // _BUCKET) * _BUCKET
+def pad_length(longest: int, room: int | None = None) -> int:
+    """Positions of rows whose longest text has so many; no more than a cache for `room` ids has.
+
+    64, 128, 192, 256, 384, 512, 768, 1,024 and so on, so that few programs are compiled: two in
+    each doubling, where rows have at most half as many positions again as the text.
+    """
+    step = max(_BUCKET, 1 << max((longest - 1).bit_length() - 2, 0))
+    padded = -(-longest // step) * step
+    return padded if room is None else min(padded, _room_for(room))
 
 
 def _room_for(ids: int) -> int:
@@ -653,9 +663,10 @@ def write_answers(
     `batch_size` rows grow at once; one that ends makes room for the next prompt. Prompts far longer
     than the others are answered behind them (`set_apart`). A row draws by the seed, its number
     (default: its place in `prompts`) and its step, whatever the batches. `limits` are most ids a
-    prompt, `sampling.max_tokens` by default. `room` are positions that a slot has at least: calls
-    whose prompts' lengths differ then share their programs. `on_text` is called with a prompt's
-    place and all its text so far, a few steps at a time. Without a tokenizer there is no text.
+    prompt, `sampling.max_tokens` by default. `room` are positions of a slot; prompts that need more
+    are answered behind, too: calls whose prompts' lengths differ then share their programs.
+    `on_text` is called with a prompt's place and all its text so far, a few steps at a time.
+    Without a tokenizer there is no text.
 
     Raises `UserError` for an empty prompt, an id that no token has, more positions than the model
     has, numbers or limits that are not one a prompt, and impossible sampling.
@@ -785,14 +796,15 @@ class _Engine:
         self._shards = row_shards(placement.mesh) if placement else 1
         self._local = -(-batch_size // self._shards)  # slots of a device
         slots = self._local * self._shards
-        # Prompts of like lengths are read together, so that few are padded far.
-        order = sorted(range(len(rows)), key=lambda i: -(len(rows[i].prompt) // -_BUCKET))
+        # Prompts of like lengths are read together, so that few are padded far; the longest first,
+        # since of those read last there may be too few for a call.
+        order = sorted(range(len(rows)), key=lambda i: -pad_length(len(rows[i].prompt)))
         self._waiting = collections.deque(order)
         self._row_of = np.full(slots, -1)
         self._ended = np.zeros(slots, bool)  # by the host, since the last call
         self._asked = np.zeros(slots, int)  # steps of the calls so far, each of an id or more
         self._at_once = prompts_at_once(self._local)
-        capacity = _room_for(max(longest, room) + writer.spare)
+        self._capacity = capacity = _room_for(max(longest, room) + writer.spare)
         opened = _open(params, writer=writer, slots=slots, capacity=capacity)
         self._slots = _lay_beside(params, opened)
         self._weights = writer.prepare(params, slots)
@@ -891,7 +903,7 @@ class _Engine:
         ][: len(self._waiting)]
         numbers = [self._waiting.popleft() for _ in taken]
         longest = max(len(self._rows[i].prompt) for i in numbers)
-        tokens = np.zeros((count, pad_length(longest)), np.int32)
+        tokens = np.zeros((count, pad_length(longest, self._capacity)), np.int32)
         lengths, slots = np.ones(count, np.int32), np.full(count, self._local, np.int32)
         limits, draw_by = np.ones(count, np.int32), np.zeros(count, np.uint32)
         for (place, shard, slot), number in zip(taken, numbers, strict=True):

@@ -198,7 +198,8 @@ def parts(model: Model, engine: Any, slots: int) -> dict[str, float]:
     if by_kernel:
         found["attention_ms"] = attention(engine, spec, dtype, slots)
     at_once = engine._at_once
-    length = decoding.pad_length(max(len(row.prompt) for row in engine._rows))
+    longest = max(len(row.prompt) for row in engine._rows)
+    length = decoding.pad_length(longest, engine._capacity)
     whole = np.full(at_once, length, np.int32)
     prompts = decoding._Prompts(
         np.ones((at_once, length), np.int32),

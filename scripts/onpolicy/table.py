@@ -283,8 +283,9 @@ class Table:
         # Adapters are judged merged, as they ship.
         student = kdjax.merge_lora(student.replace(params=params), job.config.train.compute_dtype)
         solved: dict[str, dict[str, Any]] = {}
-        for request in (self._development, self._benchmarks):
-            for name, figures in evaluate.solve(request, student, checkpoint):
+        both = self._development, self._benchmarks
+        for request, other in (both, both[::-1]):
+            for name, figures in evaluate.solve(request, student, checkpoint, other):
                 solved["development" if request is self._development else name] = figures
                 with replacing(path) as file:  # at once: a kill leaves what was judged
                     file.write(json.dumps({"target": str(path.parent), **solved}).encode())
