@@ -323,6 +323,9 @@ def test_what_the_shipped_configs_train_with():
         )
 
     assert settings("qwen7b_0p5b") == settings("qwen1p5b_0p5b") == (1.0, 0.0, 1e-5, 1e-6, 50)
+    assert settings("qwen1p5b_0p5b:lora") == (1.0, 0.0, 1e-5, 1e-6, 10)
+    adapters = parsing.load_config("qwen1p5b_0p5b:lora")[0].student.lora
+    assert (adapters.rank, adapters.learning_rate) == (64, 1e-4)
     assert settings("qwen7b_0p5b:reference") == (4.0, 0.3, 1.5e-5, 5e-7, 20)
     assert settings("qwen7b_0p5b:tiny") == (4.0, 0.3, 1e-3, 5e-7, 2)
     for name in ("qwen7b_0p5b", "qwen1p5b_0p5b", "onpolicy_1p5b_0p5b", "draft_1p5b_0p5b"):
