@@ -99,8 +99,10 @@ def test_a_hint_stands_in_the_teachers_prompt_alone_and_held_exercises_in_none(
     assert "prompts of more than 38 tokens with their hints are left out" in caplog.text
     assert len(short) < 12
     (tmp_path / "none.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
-    with pytest.raises(UserError, match=r"found 0 hints .*expected a `hint` beside the `messages`"):
+    with pytest.raises(UserError, match=r"no other hint; expected a `hint` beside the `messages`"):
         read_prompts(str(tmp_path / "none.jsonl"), tokenizer, 44, 0, longest_hinted=44)
+    with pytest.raises(UserError, match=r"12 prompts of more than 9 tokens, 0 .*prompt_tokens"):
+        read_prompts(file, tokenizer, 9, 0, longest_hinted=44)
     wrong = {"messages": [{"role": "system", "content": "a"}], "hint": "b"}
     (tmp_path / "none.jsonl").write_text(json.dumps(wrong))
     with pytest.raises(UserError, match=r"none.jsonl:1: found a hint that no turn of the user"):

@@ -13,6 +13,7 @@ import optax
 import pytest
 from exporting import read_tensors
 from flax.traverse_util import flatten_dict, unflatten_dict
+from test_library import read_programs
 
 import kdjax
 from kdjax.commands import evaluate, generate
@@ -333,6 +334,21 @@ def test_llama_cpp_accepts_as_many(path, model, block):
 def batch():
     rows = np.random.default_rng(5).integers(0, 300, (2, 33))
     return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_writes_the_layers_as_they_were(
+    batch, tmp_path, monkeypatch, caplog
+):
+    path = tmp_path / "model-q4_k_m.gguf"
+    write_random_gguf(path, SHAPE._replace(hidden=256, ffn=256), recipe="q4_k_m")
+    (program,) = read_programs("drafts.md", "block").values()
+    monkeypatch.chdir(tmp_path)
+    exec(program, {"batch": batch, "prompts": ["def add("]})
+    assert "rounded numbers" not in caplog.text
+    before, after = read_tensors(path), read_tensors(tmp_path / "model-drafting.gguf")
+    changed = {n for n in before if before[n] != after[n] and not n.endswith("ssm_a")}  # rounded
+    assert changed and all(name.startswith("blk.4.") for name in changed)
 
 
 @pytest.mark.parametrize("mlp", [dict(ffn=256), EXPERTS], ids=["dense", "experts"])

@@ -26,7 +26,7 @@ from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import provenance, receipt
 from kdjax.watch.guards import NonFiniteError
-from kdjax.watch.run import make_hooks
+from kdjax.watch.run import distill, make_hooks
 from kdjax.watch.verify import _CHECKS, _Recheck, verify
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -212,6 +212,25 @@ def test_a_killed_session_is_told_apart(finished, copied):
     _, found = go(job, copied)
     assert [s["reason"] for s in found["sessions"]] == ["killed", "finished"]
     assert found["held_out"] == straight["held_out"] and found["tokens"] == straight["tokens"]
+
+
+def test_a_run_killed_behind_its_last_save_is_closed_by_the_same_command(finished, copied):
+    """Its receipt and its page: nothing else is left to do."""
+    job, _, probe, straight = finished
+    edit(copied, lambda r: (r.clear(), r.update(probe.seen[10])))
+    (copied / "report.html").unlink(missing_ok=True)
+    assert distill(job.config, copied) == "finished"
+    assert verify(copied) and "student after 10 steps" in (copied / "report.html").read_text()
+    found = provenance.read(copied)
+    sessions = [(s["start_step"], s["end_step"], s["reason"]) for s in found["sessions"][1:]]
+    assert found["sessions"][0]["reason"] == "killed" and sessions == [(10, 10, "finished")]
+    assert found["resumed_from"] == [10]
+    for name in ("status", "exit", "steps", "tokens", "positions", "held_out", "output", "data"):
+        assert found[name] == straight[name]
+    page, receipt = copied / "report.html", (copied / "receipt.json").read_bytes()
+    page.unlink()  # killed while it was drawn
+    assert distill(job.config, copied) == "finished" and page.exists()
+    assert (copied / "receipt.json").read_bytes() == receipt
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])

@@ -12,7 +12,7 @@ from kdjax.commands import answers as command
 from kdjax.data.text import openings, read_json_lines
 from kdjax.demo import STUDENT
 from kdjax.errors import UserError
-from kdjax.evaluation import passk, problems, sandbox
+from kdjax.evaluation import answers, passk, problems, sandbox
 from kdjax.evaluation.answers import (
     HINTS,
     Prompt,
@@ -135,9 +135,10 @@ def test_a_stopped_run_goes_on_and_asks_nothing_twice(tokenizer, tmp_path):
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     with pytest.raises(UserError, match=r"made with other seed, top_p; expected the same"):
         VerifiedAnswers(out, {"seed": 1, "top_p": 1.0})
-    state_path(out).write_text("{")
-    with pytest.raises(UserError, match=r"tried.json: found .*remove it"):
-        VerifiedAnswers(out, {"seed": 0})
+    for damaged in ("{", '{"made_by": 3, "kept": 1, "sha256": ""}', "[]"):
+        state_path(out).write_text(damaged)
+        with pytest.raises(UserError, match=r"tried.json: found .*remove it"):
+            VerifiedAnswers(out, {"seed": 0})
     state_path(out).unlink()
     with pytest.raises(UserError, match=r"is there already, and out\.jsonl\.tried\.json is not"):
         VerifiedAnswers(out, {"seed": 0})
@@ -227,10 +228,39 @@ def test_what_is_said_to_prompts_is_kept_and_asked_once(models, tmp_path):
     assert kept.asked == 8
     kept.write(parts[2], model, sampling, **fixed)
     assert out.read_bytes() == whole.read_bytes()
+    for text in ("", "\n".join(lines[:9]), whole.read_text().replace("3:", "33:"), "\xff"):
+        out.write_bytes(text.encode("latin-1"))
+        with pytest.raises(UserError, match=r"found other lines than the 24 that were saved; .*"):
+            WrittenAnswers(out, {"seed": 0}, samples=2)
+    out.unlink()
+    with pytest.raises(UserError, match=r"remove it and out\.jsonl\.tried\.json"):
+        WrittenAnswers(out, {"seed": 0}, samples=2)
     assert kept.describe(12).startswith("12 of 12 prompts answered, 24 answers kept; ")
     ended = WrittenAnswers(tmp_path / "ended.jsonl", {}, ended=True)
     ended.write(prompts, model, sampling, **fixed)  # each is cut off
     assert ended.asked == 12 and not (tmp_path / "ended.jsonl").read_text()
+
+
+def test_a_kill_behind_the_first_answers_is_no_file_of_anothers(models, tmp_path, monkeypatch):
+    model = kdjax.load(f"{models}/student.gguf", dtype="float32")
+    prompts, out = [Prompt((i, i + 1, 7), (), f"{i}:") for i in range(2)], tmp_path / "out.jsonl"
+    write = lambda: WrittenAnswers(out, {}).write(  # noqa: E731
+        prompts, model, Sampling(6, temperature=1.0, stop_ids=()), batch_size=4, room=16
+    )
+    replacing = answers.replacing
+
+    def kill(path):
+        if path == state_path(out) and out.exists():
+            raise KeyboardInterrupt
+        return replacing(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(answers, "replacing", kill)
+        write()
+    first = out.read_bytes()
+    assert WrittenAnswers(out, {}).asked == 0
+    write()
+    assert out.read_bytes() == first and WrittenAnswers(out, {}).asked == 2
 
 
 def test_the_command_answers_prompts(models, tmp_path, capsys):
@@ -251,6 +281,8 @@ def test_the_command_answers_prompts(models, tmp_path, capsys):
         ("--hint=tests", "--hint has no meaning with --prompts"),
         (f"--exercises={out}", "not allowed with argument"),
         ("--seconds=-1", "--seconds=-1 must be 0 or more"),
+        ("--seconds=nan", "--seconds=nan must be 0 or more"),
+        ("--seed=1", "made with other --seed;"),
         ("--samples=0", "--samples=0 must be 1 or more"),
     ):
         assert command.main([*flags, *more, bad]) == 2

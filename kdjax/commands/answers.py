@@ -89,7 +89,7 @@ def _check(args: argparse.Namespace) -> Sampling:
     args.wording = args.wording or "instruct"
     args.timeout = sandbox.DEFAULT.wall_seconds if args.timeout is None else args.timeout
     check_least(args, samples=1, max_tokens=1, batch_size=1, limit=0)
-    if args.seconds < 0:
+    if not args.seconds >= 0:
         raise UserError(f"--seconds={args.seconds:g} must be 0 or more.")
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, seed=args.seed)
     check_asked(sampling, args.samples, args.timeout)
@@ -114,8 +114,8 @@ def _answer_prompts(
     tokenizer = target.checkpoint.tokenizer
     most = target.checkpoint.spec.max_positions - args.max_tokens
     prompts = list_prompts(args.prompts, tokenizer, most)
-    random.Random(args.seed).shuffle(prompts)
     made_by = _tell(args, target, (repr(prompt.ids) for prompt in prompts), "ended")
+    random.Random(args.seed).shuffle(prompts)
     answers = WrittenAnswers(args.out, made_by, samples=args.samples, ended=args.ended)
     prompts = prompts[: args.limit or None]
     make_place(args.out)

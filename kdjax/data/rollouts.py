@@ -69,6 +69,9 @@ class Prompts:
         return self._prompts[self._order[at]]
 
 
+_ROOM = "rollout.prompt_tokens, or where it is 0 data.seq_len, less rollout.max_tokens"
+
+
 def read_prompts(
     patterns: str,
     tokenizer: Tokenizer,
@@ -117,9 +120,10 @@ def read_prompts(
             ends[tuple(tokenizer.open_text(ids))] = tokenizer.end_of_text_id
     if longest_hinted and not hints:
         raise UserError(
-            f"{patterns}: found {hinted_too_long} hints of prompts of more than {longest_hinted} "
-            "tokens and no other; expected a `hint` beside the `messages` of a line, as `kdjax "
-            "answers --hint` writes it. Give shorter ones, or a larger rollout.hint_tokens."
+            f"{patterns}: found {too_long} prompts of more than {longest} tokens, "
+            f"{hinted_too_long} of more than {longest_hinted} with their hints, and no other hint; "
+            "expected a `hint` beside the `messages` of a line, as `kdjax answers --hint` writes "
+            f"it. Give shorter ones, or make room: {_ROOM}; rollout.hint_tokens."
         )
     if hinted_too_long:
         _log.warning(
@@ -130,7 +134,7 @@ def read_prompts(
     if not ends:
         raise UserError(
             f"{patterns}: found {too_long} prompts of more than {longest} tokens and no other. "
-            "Give shorter prompts, a smaller rollout.max_tokens or a larger data.seq_len."
+            f"Give shorter ones, or make room: {_ROOM}."
         )
     if too_long:
         _log.warning("%d prompts of more than %d tokens are left out", too_long, longest)

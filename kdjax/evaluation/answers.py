@@ -94,9 +94,8 @@ class _Answers:
             return
         try:
             found = json.loads(self._state.read_text())
-            before = found["made_by"]
-            # Answers are saved before what they answer: those of what is not there come again.
-            self._go_on(found, out.read_text("utf-8").splitlines() if out.exists() else [])
+            before, kept, digest = dict(found["made_by"]), int(found["kept"]), found["sha256"]
+            self._go_on(found)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self._state}: found {error!r}; remove it and {out}.") from error
         if before != self._made_by:
@@ -104,19 +103,32 @@ class _Answers:
             names = sorted(name for name in every if before.get(name) != self._made_by.get(name))
             raise UserError(
                 f"{out}: found answers made with other {', '.join(names)}; expected the same to go "
-                "on. Give another --out, or remove it."
+                f"on. Give another --out, or remove it and {self._state.name}."
             )
+        # Answers are saved before what they answer: those of what is not there come again.
+        saved = out.read_bytes().splitlines(keepends=True)[:kept] if out.exists() else []
+        if hashlib.sha256(b"".join(saved)).hexdigest() != digest:
+            raise UserError(
+                f"{out}: found other lines than the {kept:,} that were saved; expected these to "
+                f"go on. Give another --out, or remove it and {self._state.name}."
+            )
+        self._lines = [line.decode() for line in saved]
 
-    def _go_on(self, found: Mapping[str, Any], lines: list[str]) -> None:
+    def _go_on(self, found: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
     def _save(self, **state: Any) -> None:
-        for path, text in (
-            (self._out, "".join(f"{line}\n" for line in self._lines)),
-            (self._state, json.dumps({"made_by": self._made_by, **state}) + "\n"),
-        ):
-            with replacing(path) as file:
-                file.write(text.encode())
+        if not self._state.exists():  # without it `out` would be another's, after a kill
+            self._tell("")
+        text = "".join(self._lines)
+        with replacing(self._out) as file:
+            file.write(text.encode())
+        self._tell(text, **state)
+
+    def _tell(self, text: str, **state: Any) -> None:
+        saved = {"kept": text.count("\n"), "sha256": _sha256(text)}
+        with replacing(self._state) as file:
+            file.write(f"{json.dumps({'made_by': self._made_by, **saved, **state})}\n".encode())
 
 
 class WrittenAnswers(_Answers):
@@ -134,8 +146,8 @@ class WrittenAnswers(_Answers):
         self._tokens, self._seconds = 0, 0.0  # of this process
         super().__init__(out, made_by)
 
-    def _go_on(self, found: Mapping[str, Any], lines: list[str]) -> None:
-        self.asked, self._lines = int(found["asked"]), lines[: int(found["kept"])]
+    def _go_on(self, found: Mapping[str, Any]) -> None:
+        self.asked = int(found.get("asked", 0))
 
     def write(
         self,
@@ -156,14 +168,14 @@ class WrittenAnswers(_Answers):
             numbers=range(first, first + len(each)),
         )
         self._lines += [
-            json.dumps(prompt.answered(one.text))
+            f"{json.dumps(prompt.answered(one.text))}\n"
             for prompt, one in zip(each, said, strict=True)
             if one.text.strip() and (one.reason == "stop" or not self._ended)
         ]
         self.asked += len(prompts)
         self._tokens += sum(len(one.ids) for one in said)
         self._seconds += time.monotonic() - begun
-        self._save(asked=self.asked, kept=len(self._lines))
+        self._save(asked=self.asked)
 
     def describe(self, count: int) -> str:
         """One line: how many of so many prompts were answered, and how fast."""
@@ -183,9 +195,8 @@ class VerifiedAnswers(_Answers):
         self.tried: dict[str, list[str]] = {}  # how each answer of a task ended
         super().__init__(out, made_by)
 
-    def _go_on(self, found: Mapping[str, Any], lines: list[str]) -> None:
-        self.tried = found["tried"]
-        self._lines = [line for line in lines if json.loads(line)["task"] in self.tried]
+    def _go_on(self, found: Mapping[str, Any]) -> None:
+        self.tried = dict(found.get("tried", {}))
 
     def write(
         self,
@@ -240,7 +251,7 @@ class VerifiedAnswers(_Answers):
                     "hint": hints[hint],
                     "exercise": bench.write_exercise(exercise, wording),
                 }
-            self._lines.append(json.dumps(record))
+            self._lines.append(f"{json.dumps(record)}\n")
         self.tried |= ends
         self._save(tried=self.tried)
 

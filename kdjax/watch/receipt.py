@@ -78,10 +78,7 @@ class Receipt(Hook):
         pool.shutdown(wait=False)
         earlier = self._read_earlier()
         resumed = earlier if run.start_step else {}
-        sessions = earlier.get("sessions", [])
-        if sessions and sessions[-1]["ended"] is None:
-            sessions[-1]["reason"] = "killed"
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        started = _tell_time()
         saves = resumed.get("tokens_at_saves", {})
         self._per_step = run.tokens_per_step
         self._record = _describe_inputs(run, self._job, folder.resolve()) | {
@@ -102,10 +99,9 @@ class Receipt(Hook):
             "output": None,
             "best": resumed.get("best"),
             "smoke": None,
+            "sessions": earlier.get("sessions", []),
         }
-        session = {"started": started, "ended": None, "start_step": run.start_step, "reason": None}
-        made_by = {name: self._record[name] for name in ("kdjax", "config_sha256")}
-        self._record["sessions"] = [*sessions, session | made_by]
+        _begin_session(self._record, run.start_step, started)
         self._write("running")
 
     def step_end(self, record: StepRecord) -> None:
@@ -146,25 +142,8 @@ class Receipt(Hook):
             reason, error = "failed", problem
         smoke = self._verdict.outcome(error) if self._verdict else None
         verdict = smoke["verdict"] if smoke else None
-        status = exit_status(reason, error, verdict)
-        ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        record |= {
-            "ended": ended,
-            "smoke": smoke,
-            "exit": {
-                "reason": reason,
-                "error": error and type(error).__name__,
-                "message": error and str(error)[:2000],
-                "status": status,
-            },
-        }
-        record["sessions"][-1] |= {
-            "ended": ended,
-            "end_step": record["steps"],
-            "reason": reason,
-            "status": status,
-            "smoke": verdict,
-        }
+        record["smoke"] = smoke
+        _end_session(record, reason, error, verdict)
         self._write(reason)
         if problem is not None:
             raise problem
@@ -173,10 +152,7 @@ class Receipt(Hook):
         """The newest checkpoint and the hash of what it holds on the disk, once it is there."""
         self._checkpoints.wait()
         step = self._checkpoints.latest()
-        if step is None:
-            return None
-        sha = params_hash(saved_params(self._job.workdir, step))
-        return {"step": step, "path": f"checkpoints/{step}", "params_sha256": sha}
+        return None if step is None else _describe_output(self._job.workdir, step)
 
     def _read_earlier(self) -> dict[str, Any]:
         try:
@@ -186,9 +162,85 @@ class Receipt(Hook):
             return {}
 
     def _write(self, status: str) -> None:
-        record = _replace_non_finite(self._record | {"status": status})
-        with replacing(self._path) as file:
-            file.write(json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+        _write(self._path, self._record, status)
+
+
+def close_finished(workdir: Path, step: int) -> bool:
+    """Closes the receipt of a run whose process died behind its last save, that of `step`.
+
+    Returns whether it did: False where the run closed it, or left none.
+    """
+    try:
+        record = read(workdir)
+    except ValueError:
+        record = None
+    if not record or record["output"] is not None:
+        return False
+    config, data = record["config"], record["data"]
+    record |= {
+        "resumed_from": [*record["resumed_from"], step],
+        "steps": step,
+        "tokens": record["tokens_at_saves"].get(str(step)),
+        "positions": step * config["train"]["batch_size"] * config["data"]["seq_len"],
+        "output": _describe_output(workdir, step),
+    }
+    with contextlib.suppress(OSError):
+        data["packed_sha256"] = packed_hash(Path(data["folder"]))
+    _begin_session(record, step, _tell_time())
+    _end_session(record, "finished")
+    _write(workdir / RECEIPT, record, "finished")
+    return True
+
+
+def _tell_time() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _begin_session(record: dict[str, Any], step: int, started: str) -> None:
+    """Adds a session from `step` on to those of the record; one without an end was killed."""
+    sessions = record["sessions"]
+    if sessions and sessions[-1]["ended"] is None:
+        sessions[-1]["reason"] = "killed"
+    session = {"started": started, "ended": None, "start_step": step, "reason": None}
+    made_by = {name: record[name] for name in ("kdjax", "config_sha256")}
+    record["sessions"] = [*sessions, session | made_by]
+
+
+def _end_session(
+    record: dict[str, Any],
+    reason: str,
+    error: BaseException | None = None,
+    verdict: str | None = None,
+) -> None:
+    """Says in the record how the run and its session ended."""
+    status, ended = exit_status(reason, error, verdict), _tell_time()
+    record |= {
+        "ended": ended,
+        "exit": {
+            "reason": reason,
+            "error": error and type(error).__name__,
+            "message": error and str(error)[:2000],
+            "status": status,
+        },
+    }
+    record["sessions"][-1] |= {
+        "ended": ended,
+        "end_step": record["steps"],
+        "reason": reason,
+        "status": status,
+        "smoke": verdict,
+    }
+
+
+def _describe_output(workdir: Path, step: int) -> dict[str, Any]:
+    sha = params_hash(saved_params(workdir, step))
+    return {"step": step, "path": f"checkpoints/{step}", "params_sha256": sha}
+
+
+def _write(path: Path, record: Mapping[str, Any], status: str) -> None:
+    record = _replace_non_finite({**record, "status": status})
+    with replacing(path) as file:
+        file.write(json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from kdjax.training.own import Own
 from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.watch import writers
 from kdjax.watch.guards import CollapseGuard, NonFiniteGuard, NoSignalGuard
-from kdjax.watch.receipt import Receipt
+from kdjax.watch.receipt import Receipt, close_finished
+from kdjax.watch.report import FILE as REPORT
 from kdjax.watch.report import ReportPage
 from kdjax.watch.samples import Samples
 from kdjax.watch.smoke import Verdict
@@ -100,6 +101,8 @@ def distill(
         if is_finished(checkpoints.latest(), config, workdir):
             check_finished(config, workdir, own)
             step = checkpoints.latest()
+            assert step is not None
+            _close(workdir, step)
             more = f"More steps: a larger train.steps and train.after={step}."
             _log.info(
                 "%s already holds step %d of %d: nothing to do.%s",
@@ -119,6 +122,15 @@ def distill(
         reason = train(job, checkpoints, hooks, devices.peak_flops)
         _log.info("%s", runtime.peak_memory())
         return reason
+
+
+def _close(workdir: Path, step: int) -> None:
+    """Closes the receipt and draws the page where a kill behind the last save left them undone."""
+    if jax.process_index() != 0:
+        return
+    closed = close_finished(workdir, step)
+    if closed or not (workdir / REPORT).exists():
+        ReportPage(workdir).train_end("finished", None)
 
 
 @contextlib.contextmanager
