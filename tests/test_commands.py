@@ -354,7 +354,8 @@ def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tm
     printed = error_of(capsys, "plan", *rounded)
     assert f"{rounded[1]}\n    a.gguf: no such file; expected an importance matrix" in printed
     (tmp_path / "a.gguf").write_bytes(b"")
-    assert "a.gguf: found no importance matrix" in error_of(capsys, "plan", *rounded)
+    printed = error_of(capsys, "plan", *rounded)
+    assert "a.gguf: found no importance matrix" in printed and "of `kdjax imatrix`" in printed
     (tmp_path / "a.gguf").unlink()
     printed = error_of(capsys, "train", "--config=onpolicy_1p5b_0p5b")
     assert "--config.rollout.prompts=runs/prompts/prompts.jsonl\n    in a clone" in printed

@@ -101,6 +101,7 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     named = student.checkpoint.path
     fails("found --step with a model that is no workdir", named, "--format=hf", out, "--step=5")
     fails("found --masters with a model", named, "--format=gguf", out, "--masters")
+    fails("found --masters with a student that was not", workdir, "--format=hf", out, "--masters")
     fails("found a model without adapters", named, "--format=peft", f"--out={tmp_path}/p")
     fails("holds no complete checkpoint", tmp_path, "--format=gguf", out)
     fails("no step 7.*expected one of 5, 10", workdir, "--format=gguf", out, "--step=7")

@@ -173,6 +173,8 @@ def test_the_command(models, tmp_path, monkeypatch, capsys):
     assert command.main([*flags, "--batch-size=6"]) == 0
     assert command.main([*flags, "--batch-size=8"]) == 2
     assert "made with other --batch-size" in capsys.readouterr().err
+    assert command.main([*flags, "--batch-size=6", "--limit=1"]) == 2
+    assert "made with other --limit;" in capsys.readouterr().err
     assert command.main([*flags, "--samples=0"]) == 2
     file.write_text(file.read_text() + "\n" + file.read_text())
     assert command.main(flags) == 2
@@ -276,6 +278,8 @@ def test_the_command_answers_prompts(models, tmp_path, capsys):
     assert command.main([*flags, *more, "--batch-size=3"]) == 0  # which decides nothing
     assert "9 of 9 prompts answered, 9 answers kept" in capsys.readouterr().out
     assert out.read_text().startswith(first) and len(out.read_text()) > len(first)
+    assert command.main([*flags, *more, "--limit=8"]) == 0
+    assert "9 of 9 prompts answered" in capsys.readouterr().out
     for bad, message in (
         ("--temperature=0.5", "made with other --temperature;"),
         ("--hint=tests", "--hint has no meaning with --prompts"),

@@ -135,12 +135,14 @@ def _answer_prompts(
 def _answer_exercises(
     args: argparse.Namespace, target: Target, sampling: Sampling, until: float
 ) -> str:
-    exercises = problems.load_humaneval(args.exercises)[: args.limit or None]
+    exercises = problems.load_humaneval(args.exercises)
+    asked = [f"{exercise.prompt}\0{exercise.checks}\0" for exercise in exercises]
     if repeated := len(exercises) - len({exercise.task for exercise in exercises}):
         raise UserError(
             f"{args.exercises}: found {repeated} exercises with a task_id that another has; "
             "expected one of its own for each."
         )
+    exercises = exercises[: args.limit or None]
     sandbox.check(args.allow_unsandboxed)
     tokenizer = target.checkpoint.tokenizer
     if not tokenizer.chat_template:
@@ -160,8 +162,8 @@ def _answer_exercises(
             room,
             args.max_tokens,
         )
-    asked = (f"{exercise.prompt}\0{exercise.checks}\0" for exercise in exercises)
-    answers = VerifiedAnswers(args.out, _tell(args, target, asked, "wording", "batch_size"))
+    made_by = _tell(args, target, asked, "wording", "batch_size", "limit")
+    answers = VerifiedAnswers(args.out, made_by)
     settings = Settings(
         wording=args.wording,
         samples=args.samples,

@@ -193,6 +193,11 @@ def _list_rounds(args: argparse.Namespace) -> tuple[Round, ...]:
         raise UserError(f"--k={args.k}: each must be between 1 and --samples={samples}.")
     sampling = Sampling(args.max_tokens, temperature, args.top_p, seed=args.seed)
     passk.check_asked(sampling, samples, args.timeout)
+    if every and samples == 1 and temperature:
+        raise UserError(
+            f"--temperature={temperature:g}: has no meaning with --wording=all and one sample; "
+            "expected 0, or --samples=5: wordings are compared greedily."
+        )
     if not every:
         return (Round("", args.wording, ks, samples, sampling),)
     greedy = dataclasses.replace(sampling, temperature=0.0)

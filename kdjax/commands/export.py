@@ -92,6 +92,12 @@ def export(args: argparse.Namespace) -> ExportSummary:
     out = Path(args.out)
     check_target(out, folder=args.format in ("hf", "peft"), overwrite=args.overwrite)
     checkpoint, receipt = _open(args)
+    kept = isinstance(checkpoint.table, SavedTable) and checkpoint.table.form.get("quantize")
+    if args.masters and not kept:
+        raise UserError(
+            f"{checkpoint}: found --masters with a student that was not rounded in training; "
+            "expected one of student.quantize. Leave it out."
+        )
     model = read_model(checkpoint, masters=args.masters)
     if args.format in ("peft", "gguf-adapter"):
         if args.type not in (None, "f32") or args.imatrix:
@@ -101,7 +107,6 @@ def export(args: argparse.Namespace) -> ExportSummary:
             )
         write = export_peft if args.format == "peft" else export_gguf_adapter
         return write(model, out, overwrite=args.overwrite)
-    kept = isinstance(checkpoint.table, SavedTable) and checkpoint.table.form.get("quantize")
     if checkpoint.whole_step is None and checkpoint.adapters is None:
         kept = "stored"
     as_kept = args.format == "gguf" and bool(kept) and not args.masters and not args.type

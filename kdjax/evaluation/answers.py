@@ -178,9 +178,9 @@ class WrittenAnswers(_Answers):
         self._save(asked=self.asked)
 
     def describe(self, count: int) -> str:
-        """One line: how many of so many prompts were answered, and how fast."""
+        """One line: how many prompts were answered, of so many if fewer were before, how fast."""
         speed = f"; {self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
-        done = f"{self.asked:,} of {count:,} prompts answered"
+        done = f"{self.asked:,} of {max(count, self.asked):,} prompts answered"
         return f"{done}, {len(self._lines):,} answers kept{speed}"
 
 

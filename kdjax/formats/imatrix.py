@@ -76,7 +76,10 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
             at += 4 * count
             found[name] = (values / max(calls, 1)).astype(np.float32)[None]
     except (struct.error, UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"{path}: found no importance matrix of llama.cpp ({error}).") from error
+        raise UserError(
+            f"{path}: found no importance matrix ({error}); expected a file of `kdjax imatrix` or "
+            "of llama-imatrix."
+        ) from error
     return found
 
 

@@ -244,8 +244,8 @@ class Tokenizer:
 
         if self.chat_template is None:
             raise UserError(
-                "the tokenizer has no chat template, so `messages` cannot be rendered; use an "
-                "instruct model's tokenizer (data.tokenizer, --tokenizer), or plain `text`."
+                "the tokenizer has no chat template, so `messages` cannot be rendered; use plain "
+                "`text`, an instruct model, or its tokenizer (data.tokenizer, --tokenizer)."
             )
         try:
             rendered, _ = render_jinja_template(

@@ -262,7 +262,7 @@ class Terminal(Hook):
     def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         title, names = f"{kind} before step {step}", tuple(figures)
         if kind == ROUND:
-            title = f"round {figures['round']:.0f} of own answers"
+            title = f"round {figures['round']:.0f} of answers"
             names = "length", "cut_off", "entropy", "repeated", "distinct", "divergence", "overlap"
         fields = [f"{name} {figures[name]:.4g}" for name in names if name in figures]
         self._print(f"{title}: {'  '.join(fields)}")
