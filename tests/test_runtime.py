@@ -14,6 +14,7 @@ import pytest
 from jax._src import xla_bridge
 from test_probe import GB10, GH200, H200, ORIN, RTX_4090, SILENT
 
+from kdjax.commands import cli
 from kdjax.device import runtime
 from kdjax.device.probe import Device, Probe
 from kdjax.device.runtime import GIB, DeviceMemory, classify_device_memory, configure, memory_policy
@@ -130,6 +131,14 @@ def test_policy_by_machine(device, expected):
     settings, _ = policy(device)
     names = (runtime.ALLOCATOR, runtime.PREALLOCATE, runtime.FRACTION, runtime.PINNED_GIB)
     assert settings == {n: v for n, v in zip(names, expected, strict=True) if v is not None}
+
+
+@pytest.mark.parametrize("device", [H200, GH200])
+def test_a_lean_command_takes_no_memory_ahead_of_its_use(device):
+    environ = dict(environ={}, mem_available=None)
+    [settings, [reason]] = memory_policy([device], **environ, lean=True)
+    assert settings == policy(device)[0] | {runtime.PREALLOCATE: "false"}
+    assert "grows to" in reason and "at the start" in policy(device)[1][0]
 
 
 def test_without_a_gpu_nothing_is_set():
@@ -569,15 +578,24 @@ def test_a_run_asks_whether_gpus_stay_idle(plugins, monkeypatch, tmp_path):
     from kdjax.watch.run import distill
 
     chosen = runtime.Runtime(DeviceMemory.DISCRETE, {}, ["x"], "off", gpus=1)
-    monkeypatch.setattr(runtime, "configure", lambda: chosen)
+    monkeypatch.setattr(runtime, "configure", lambda lean: chosen)
     monkeypatch.setattr("kdjax.watch.run.validate", lambda _: None)
-    monkeypatch.setenv(runtime.PREALLOCATE, "false")
     with pytest.raises(UserError, match="JAX does not use them"):
         distill(Config(), tmp_path / "run")
     with pytest.raises(UserError, match="JAX does not use them"), parsing.started(lean=True):
         pass
     assert not (tmp_path / "run").exists()
     assert [parsing.load_config(name)[3] for name in ("demo", "qwen7b_0p5b")] == [True, False]
+
+
+@pytest.mark.parametrize("command", [["export", "--format=gguf"], ["imatrix", "--data=text"]])
+def test_what_runs_beside_training_takes_no_memory_ahead_of_its_use(command, monkeypatch, capsys):
+    def configure(**settings):
+        raise UserError(str(settings))
+
+    monkeypatch.setattr(runtime, "configure", configure)
+    assert cli.main([*command, "m.gguf", "--out=out.gguf"]) == 2
+    assert "{'lean': True}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

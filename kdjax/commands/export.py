@@ -162,6 +162,6 @@ def _parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
-    runtime.configure()
+    runtime.configure(lean=True)
     print(f"{args.out}: {export(args)}")
     return FINISHED

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     check_least(args, rows=1, batch_size=1, seq_len=2)
     check_target(args.out, folder=False, overwrite=args.overwrite)
-    runtime.configure()
+    runtime.configure(lean=True)
     log_to_terminal()
     target = open_target(args.model)
     tokenizer = target.checkpoint.tokenizer

@@ -21,7 +21,7 @@ from ml_collections import config_flags
 from kdjax import hub
 from kdjax.config import SELF, TEXTS, WEIGHTS, Config, flatten, read_weights, validate
 from kdjax.data.text import find_files
-from kdjax.device import cluster, runtime
+from kdjax.device import cluster
 from kdjax.device.cluster import JOIN_TIMEOUT
 from kdjax.errors import (
     BAD_INPUT,
@@ -359,15 +359,10 @@ def require_files(run: Run, *, text: bool = True) -> None:
 def started(
     options: argparse.Namespace | None = None, *, lean: bool = False
 ) -> contextlib.AbstractContextManager[object]:
-    """`cluster.started` by the flags of `add_cluster_flags`, or alone.
-
-    With `lean` JAX claims no memory ahead of its use.
-    """
-    if lean:
-        os.environ.setdefault(runtime.PREALLOCATE, "false")
+    """`cluster.started` by the flags of `add_cluster_flags`, or alone."""
     if options is None:
-        return cluster.started("off")
-    return cluster.started(options.distributed, options.join_timeout)
+        return cluster.started("off", lean=lean)
+    return cluster.started(options.distributed, options.join_timeout, lean=lean)
 
 
 def log_to_terminal() -> None:

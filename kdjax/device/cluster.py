@@ -100,13 +100,17 @@ def _read_numbers(environ: Mapping[str, str], engine: str, *names: str) -> list[
 
 @contextlib.contextmanager
 def started(
-    distributed: str = "auto", timeout: int = JOIN_TIMEOUT, *, suits_cpu: bool = False
+    distributed: str = "auto",
+    timeout: int = JOIN_TIMEOUT,
+    *,
+    suits_cpu: bool = False,
+    lean: bool = False,
 ) -> Iterator[runtime.Devices]:
     """Starts JAX with the memory that a run needs, the processes `joined`; returns the devices.
 
-    Raises as `joined` and `runtime.refuse_idle_gpus` do.
+    `lean` as of `runtime.configure`. Raises as `joined` and `runtime.refuse_idle_gpus` do.
     """
-    chosen = runtime.configure()
+    chosen = runtime.configure(lean=lean)
     for line in chosen.describe():
         _log.info("%s", line)
     with joined(distributed, timeout):

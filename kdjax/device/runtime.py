@@ -84,13 +84,18 @@ def mem_available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def memory_policy(
-    devices: Sequence[Device], *, environ: Mapping[str, str], mem_available: int | None
+    devices: Sequence[Device],
+    *,
+    environ: Mapping[str, str],
+    mem_available: int | None,
+    lean: bool = False,
 ) -> tuple[dict[str, str], list[str]]:
     """The environment settings to add for these devices, and the reasons, one line each.
 
-    `mem_available` is in bytes. What `environ` already sets is left out of the settings and named
-    in the reasons; an empty value counts as not set. MANAGED_MEMORY=1 asks for unified memory, 0
-    forbids it. Raises `UserError` for another value, and for both names of the memory fraction.
+    `mem_available` is in bytes. With `lean` nothing is taken ahead of its use. What `environ`
+    already sets is left out of the settings and named in the reasons; an empty value counts as not
+    set. MANAGED_MEMORY=1 asks for unified memory, 0 forbids it. Raises `UserError` for another
+    value, and for both names of the memory fraction.
     """
     asked = environ.get(MANAGED) or None
     if asked not in (None, "0", "1"):
@@ -114,7 +119,7 @@ def memory_policy(
     elif kind is DeviceMemory.UNKNOWN:
         wanted, reason = {}, "the driver did not tell, so JAX's defaults stay"
     else:
-        wanted, reason = _own_memory(kind)
+        wanted, reason = _own_memory(kind, lean)
     if asked:
         wanted[UNIFIED] = asked
     settings, kept = _yield_to_user(wanted, environ)
@@ -150,12 +155,13 @@ def _integrated(devices: Sequence[Device], available: int | None) -> tuple[dict[
     )
 
 
-def _own_memory(kind: DeviceMemory) -> tuple[dict[str, str], str]:
+def _own_memory(kind: DeviceMemory, lean: bool) -> tuple[dict[str, str], str]:
     # The rest is for what XLA does not allocate: the context, cuDNN, cuBLAS, NCCL. On a superchip
     # the operating system may also place page cache in the device's memory.
     fraction = "0.90" if kind is DeviceMemory.DISCRETE else "0.85"
-    settings = {ALLOCATOR: "default", PREALLOCATE: "true", FRACTION: fraction}
-    return settings, f"XLA's default allocator takes {fraction} of it at the start"
+    settings = {ALLOCATOR: "default", PREALLOCATE: str(not lean).lower(), FRACTION: fraction}
+    how = f"grows to {fraction} of it" if lean else f"takes {fraction} of it at the start"
+    return settings, f"XLA's default allocator {how}"
 
 
 def _yield_to_user(
@@ -205,16 +211,18 @@ class Runtime:
 
 def configure(
     *,
+    lean: bool = False,
     environ: MutableMapping[str, str] | None = None,
     probe: Callable[[Mapping[str, str]], Probe] = probe_devices,
     mem_available: Callable[[], int | None] = mem_available,
 ) -> Runtime:
     """Decides and applies everything; call it once, before the first use of a JAX device.
 
-    Compiled programs are kept in ~/.cache/kdjax/xla, unless JAX_COMPILATION_CACHE_DIR or
-    jax.config names another folder. Warns, naming the settings, if JAX already started and can no
-    longer see them. Raises `UserError` for settings that cannot work. The arguments are for tests:
-    `environ` is os.environ if left out.
+    With `lean` JAX takes no memory ahead of its use, as what it took would be missing in a run that
+    begins on the same device. Compiled programs are kept in ~/.cache/kdjax/xla, unless
+    JAX_COMPILATION_CACHE_DIR or jax.config names another folder. Warns, naming the settings, if JAX
+    already started and can no longer see them. Raises `UserError` for settings that cannot work.
+    The arguments are for tests: `environ` is os.environ if left out.
     """
     from jax._src import xla_bridge  # there is no public way to ask
 
@@ -222,7 +230,7 @@ def configure(
     probed = probe(environ) if _wants_gpu(environ) else Probe(note="JAX_PLATFORMS excludes GPUs")
     kind = classify_device_memory(probed.devices)
     settings, reasons = memory_policy(
-        probed.devices, environ=environ, mem_available=mem_available()
+        probed.devices, environ=environ, mem_available=mem_available(), lean=lean
     )
     if probed.note:
         reasons.append(probed.note)
