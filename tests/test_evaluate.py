@@ -47,6 +47,7 @@ from kdjax.training.identity import identify
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
+from scripts.checks import judge_again
 
 CODE = 'import os\n\n\ndef f(x):\n    """Doc."""\n    return x + 41  # naïve 🎉\n'
 
@@ -361,6 +362,34 @@ def test_many_inputs_compared_by_numpy_are_a_problem_of_humanevals_form(tmp_path
         ("    return a + 1 - (a == 999 / 7)\n", "wrong answer"),
     ):
         assert passk.run_answer(problem, answer, passk.Settings("bare")).reason == reason
+
+
+def test_answers_that_were_kept_are_judged_by_other_tests(tmp_path, capsys):
+    """As HumanEval's by those of HumanEval+: what fails an input that nobody asked before."""
+    asked = problems.load_humaneval(path := humaneval(tmp_path, 2))
+    answers = (asked[0].reference, "    return 1 + a * (a < 9)\n", "    return 9\n", "")
+    samples = [
+        passk.Sample(asked[i // 2].task, reason, "", "stop", answer)
+        for i, (reason, answer) in enumerate(
+            zip(["passed", "passed", "wrong answer", passk.INFERENCE_FAILED], answers, strict=True)
+        )
+    ]
+    settings = passk.Settings("bare", samples=2, allow_unsandboxed=True)
+    kept = {"target": "m", "humaneval bare x2": passk.summarise(asked, samples, settings)}
+    (tmp_path / "judged.json").write_text(json.dumps(kept))
+    path.write_text(path.read_text().replace("assert f(2) ==", "assert f(10) - 8 =="))
+    flags = [str(tmp_path / "judged.json"), f"--json={tmp_path / 'plus.json'}"]
+    flags += ["--allow-unsandboxed"]
+    assert judge_again.main([*flags, f"--humaneval={path}"]) == 0
+    plus = json.loads((tmp_path / "plus.json").read_text())["humaneval bare x2"]
+    ends = [one["reason"] for one in plus["results"]]
+    assert ends == ["passed", "wrong answer", "wrong answer", passk.INFERENCE_FAILED]
+    assert plus["pass_at_k"] == {"1": 0.25} and plus["wording"] == "bare"
+    assert judge_again.main([*flags, f"--mbpp={mbpp(tmp_path)}"]) == 2
+    assert judge_again.main([*flags, f"--humaneval={humaneval(tmp_path, 3)}"]) == 2
+    said = capsys.readouterr().err
+    assert "found no answers to the problems that are named" in said
+    assert "HumanEval/2 is among the answers or the problems alone" in said
 
 
 def test_mbpp_takes_the_test_split_of_a_whole_file(tmp_path):
