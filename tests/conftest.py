@@ -13,11 +13,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # not depend on each other can block them all: some devices wait in the one, some in the other.
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# NumPy's threads wait for more work by spinning: of products of small matrices half of the time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # No test reaches the Hugging Face Hub, or looks into the user's cache of it.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE="/nonexistent/hub")
 
 import jax
 import pytest
+from _pytest.unraisableexception import gc_collect_iterations_key
 from absl import flags
 from jax._src import compiler
 
@@ -70,6 +73,11 @@ def _compile_once(backend, module, devices, options, callbacks):
 compiler.backend_compile_and_load = _compile_once
 # Grain asks absl for flags that pytest never parses.
 flags.FLAGS.mark_as_parsed()
+
+
+def pytest_configure(config):
+    """Garbage is collected once at the end, to find what tests left, not five times."""
+    config.stash[gc_collect_iterations_key] = 1
 
 
 def pytest_collection_finish():

@@ -1230,9 +1230,14 @@ class DraftFunctions(DecoderFunctions):
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:
     """Pure functions and the parameters' shapes (`ShapeDtypeStruct` leaves); allocates nothing."""
-    abstract = nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
+    graph, state = _trace(spec, compute)
     return DecoderFunctions(graph, spec, compute), nnx.to_pure_dict(state)
+
+
+@functools.lru_cache(maxsize=64)
+def _trace(spec: ArchSpec, compute: Compute) -> tuple[Any, nnx.State]:
+    """A decoder's graph and shapes; a command asks several times for the same."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0))))
 
 
 def shape_block(spec: ArchSpec) -> Params:

@@ -34,7 +34,7 @@ def judge_again(
     if other := {of["task"] for of in kept} ^ by_task.keys():
         raise UserError(f"{min(other)} is among the answers or the problems alone.")
 
-    def judge(of: Mapping[str, str]) -> passk.Sample:
+    def judge(of: dict[str, str]) -> passk.Sample:
         if of["reason"] == passk.INFERENCE_FAILED:
             return passk.Sample(**of)
         outcome = passk.run_answer(by_task[of["task"]], of["answer"], settings)
