@@ -538,7 +538,7 @@ def test_what_only_a_teacher_tells(monkeypatch, tmp_path, capsys, damage):
     """Damage whose text stays plausible is weak by itself, and named beside its source."""
     from kdjax.commands import evaluate
 
-    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     rewritten(open_table(TEACHER), tmp_path / "x.gguf", "Q4_0", **DAMAGE.get(damage, {}))
     (tmp_path / "text.py").write_text(examine.probes.TEXT * 4)
     flags = [f"--json={tmp_path / 'out.json'}", f"--data=code={tmp_path / 'text.py'}", "--rows=2"]
@@ -569,7 +569,7 @@ def test_a_broken_model_ends_with_status_9_and_its_evidence(
 ):
     from kdjax.commands import evaluate
 
-    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     path = altered(bigram, tmp_path / "x.gguf", nan, "blk.0.ffn_up")
     assert evaluate.main([str(path), f"--json={tmp_path / 'out.json'}"]) == 9
     printed = capsys.readouterr()

@@ -72,7 +72,7 @@ def found(models, tmp_path_factory):
     )
     out = folder / "out.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
+        patch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
         arguments = [f"{models}/student.gguf@dense:float32", f"--json={out}", "--draft"]
         arguments += [f"--teacher={models}/teacher.gguf@dense:float32", "--cost-ratio=0.25"]
         arguments += [f"--data={folder}/text.jsonl", "--rows=2", "--max-tokens=24", "--seq-len=64"]

@@ -365,7 +365,7 @@ def test_many_inputs_compared_by_numpy_are_a_problem_of_humanevals_form(tmp_path
 
 
 def test_answers_that_were_kept_are_judged_by_other_tests(tmp_path, capsys):
-    """As HumanEval's by those of HumanEval+: what fails an input that nobody asked before."""
+    """HumanEval+ asks HumanEval's problems by more inputs: some answers fail one of these."""
     asked = problems.load_humaneval(path := humaneval(tmp_path, 2))
     answers = (asked[0].reference, "    return 1 + a * (a < 9)\n", "    return 9\n", "")
     samples = [
@@ -644,7 +644,7 @@ def test_prompts_beyond_the_context_fail_alone(pair, tmp_path):
 @pytest.fixture
 def command(monkeypatch, tmp_path, capsys):
     """Runs the command; status, its JSON and what it printed."""
-    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
 
     def run(*arguments):
         out = tmp_path / "out.json"

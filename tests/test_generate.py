@@ -508,7 +508,7 @@ def test_a_prompt_is_read_by_the_attention_that_is_sooner_done(models, monkeypat
 
 
 def test_the_command(models, monkeypatch, capsys):
-    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     arguments = [f"{models}/teacher.gguf@packed:float32", "--prompt=def f(", "--max-tokens=9"]
     assert command.main(arguments) == 0
     tokenizer = opened(f"{models}/teacher.gguf@packed:float32").tokenizer

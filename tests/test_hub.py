@@ -428,7 +428,7 @@ def test_devices_are_looked_at_before_the_hub(config_file, fake, monkeypatch, ca
         patch.setattr(runtime, "device_summary", refuse)
         assert cli.main(command) == 2 and "JAX cannot start there" in capsys.readouterr().err
     chosen = runtime.Runtime(runtime.DeviceMemory.DISCRETE, {}, ["x"], "off", gpus=1)
-    monkeypatch.setattr(runtime, "configure", lambda: chosen)
+    monkeypatch.setattr(runtime, "configure", lambda **_: chosen)
     monkeypatch.setattr(runtime, "_asked_platforms", lambda: None)
     assert cli.main(command) == 2 and "JAX does not use them" in capsys.readouterr().err
     assert not fake.asked and not list(Path().iterdir())

@@ -284,7 +284,7 @@ def test_the_figures_of_an_own_block_are_those_of_speculation(path, model, block
     (tmp_path / "text.jsonl").write_text("".join(lines))
     out = tmp_path / "out.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kdjax.device.cluster.started", lambda *_: contextlib.nullcontext())
+        patch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
         arguments = [f"{path}@dense:float32", f"--json={out}", "--draft=own", "--rows=3"]
         arguments += [f"--data={tmp_path}/text.jsonl", "--max-tokens=24", "--seq-len=64"]
         assert evaluate.main(arguments) in (0, 9)  # random weights may be found broken

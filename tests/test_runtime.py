@@ -578,7 +578,7 @@ def test_a_run_asks_whether_gpus_stay_idle(plugins, monkeypatch, tmp_path):
     from kdjax.watch.run import distill
 
     chosen = runtime.Runtime(DeviceMemory.DISCRETE, {}, ["x"], "off", gpus=1)
-    monkeypatch.setattr(runtime, "configure", lambda lean: chosen)
+    monkeypatch.setattr(runtime, "configure", lambda **_: chosen)
     monkeypatch.setattr("kdjax.watch.run.validate", lambda _: None)
     with pytest.raises(UserError, match="JAX does not use them"):
         distill(Config(), tmp_path / "run")

@@ -1235,7 +1235,7 @@ def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Para
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(spec: ArchSpec, compute: Compute) -> tuple[Any, nnx.State]:
+def _trace(spec: ArchSpec, compute: Compute) -> tuple[Any, Any]:
     """A decoder's graph and shapes; a command asks several times for the same."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0))))
 
