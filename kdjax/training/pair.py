@@ -63,7 +63,10 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     """
     path = config.teacher.path
     student = open_student(config, whole=whole)
-    teacher = student.base if path == SELF else open_checkpoint(path, whole=whole) if path else None
+    if path == SELF:
+        teacher: Checkpoint | None = find_self(config, student)
+    else:
+        teacher = open_checkpoint(path, whole=whole) if path else None
     teacher = teacher and drop_block(teacher)
     read = max(map(count_teacher_positions, list_phases(config)))
     if teacher and config.data.seq_len <= teacher.spec.max_positions < read:
@@ -117,6 +120,14 @@ def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
             )
         spec = find_block(spec, student, new=config.student.block == NEW)
     return dataclasses.replace(student, spec=spec)
+
+
+def find_self(config: Config, student: Checkpoint) -> Checkpoint:
+    """The model that `teacher.path=self` names: the student at the start.
+
+    Adapters of `student.path` are part of it, unless adapters are what trains.
+    """
+    return student.base if config.student.lora.rank else student
 
 
 def open_adapters(asked: LoraConfig, student: Checkpoint) -> Lora | None:

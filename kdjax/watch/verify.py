@@ -17,11 +17,11 @@ from kdjax.data.text import split_sources
 from kdjax.errors import CheckError, UserError, suggest_path
 from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
-from kdjax.models.tokenizer import Tokenizer, load_tokenizer
+from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.heldout import ended_untrained
 from kdjax.training.identity import identify, list_differences
 from kdjax.training.inputs import hash_text, hash_texts
-from kdjax.training.pair import begin_beside, open_student
+from kdjax.training.pair import begin_beside, find_self, open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
@@ -136,7 +136,7 @@ class _Recheck:
     def _text_of(self) -> tuple[Config, Tokenizer, str]:
         """Names what decides a text beside its files: config, tokenizer, hash of the student."""
         config = self.config
-        tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
+        tokenizer = open_student(config).tokenizer
         return config, tokenizer, self.receipt["student"]["sha256"]
 
     def end(self) -> str:
@@ -164,7 +164,8 @@ class _Recheck:
             cached = self.config.teacher.cache
             return f"none: {'what it said is cached' if cached else 'trained on the text alone'}"
         if path == SELF:
-            return self._recheck_model("teacher", open_student(self.config).base.table)
+            teacher = find_self(self.config, open_student(self.config))
+            return self._recheck_model("teacher", teacher.table)
         return self._recheck_model("teacher", open_table(path))
 
     def student(self) -> str:
