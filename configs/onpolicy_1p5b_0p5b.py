@@ -9,8 +9,11 @@ run of these commands (2,716 prompts, one seed, one H200) took the held-out KL f
 and HumanEval from 53.8% to 56.1% by kdjax's wording; by another wording and Transformers as the
 writer it solved 92 of 164 before and after. The setting with 11,279 prompts of 47 packages had
 58.2% (250 s, three seeds), where text for as many seconds had 55.6%:
-docs/records/2026-11-23-own-answers.md, also of fourteen variations. `:tiny` is its small double on
-random models, with text for prompts.
+docs/records/2026-11-23-own-answers.md, also of fourteen variations. By three wordings 250 s of
+three seeds gained 0.2 points of HumanEval (-4.0 to 4.4) and 2.1 of MBPP (0.2 to 4.1):
+docs/records/2026-11-26-arms-seeds-h200.md. The run warns that half of round 0's answers are cut off
+at 320 tokens: with 640 it gained the same (docs/records/2026-11-26-own-rank64-h200.md). `:tiny` is
+its small double on random models, with text for prompts.
 """
 
 from kdjax.config import Config, tiny
