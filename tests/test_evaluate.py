@@ -178,6 +178,8 @@ def test_figures_against_numpy(pair, mesh):
             assert figures["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
 
     check(got["overall"], np.ones(len(labels), bool))
+    others = ["tokens", "bytes", "bits_per_byte", "perplexity", "teacher_perplexity"]
+    assert got["overall"].keys() == {*values, *others, "min_cosine", "max_difference"}
     assert list(got["positions"]) == ["0-15", "16-63"]
     check(got["positions"]["0-15"], places < 16)
     check(got["positions"]["16-63"], places >= 16)
