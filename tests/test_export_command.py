@@ -167,6 +167,14 @@ def test_what_is_kept_counts_in_the_error(student, tmp_path):
     assert found.error == pytest.approx((lost / total) ** 0.5, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["", "bf16", "q8_0"])
+def test_an_importance_that_would_weigh_nothing_is_refused(student, tmp_path, capsys, kind):
+    flags = ["--format=gguf", f"--out={tmp_path}/a.gguf", f"--imatrix={tmp_path}/im.gguf"]
+    assert run(student.checkpoint.path, *flags, *([f"--type={kind}"] if kind else [])) == 2
+    said = capsys.readouterr().err
+    assert f"found --imatrix with {kind or 'blocks as stored'}, which" in said
+
+
 def test_generate_writes_the_same_from_a_workdir_as_from_its_export(
     workdir, student, tmp_path, capsys
 ):
