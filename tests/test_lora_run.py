@@ -253,3 +253,5 @@ def test_the_commands_export_verify_and_go_on_from_adapters(lora_config, tmp_pat
     )
     kept = {id(x) for x in jax.tree.leaves(job.step.base)}
     assert kept == {id(x) for x in jax.tree.leaves(job.teacher_params)}
+    assert kdjax.distill(lora_config, tmp_path / "next") == "finished"
+    assert len(verify(tmp_path / "next")) == 9

@@ -137,7 +137,8 @@ class _Recheck:
     def _text_of(self) -> tuple[Config, Tokenizer, str]:
         """Names what decides a text beside its files: config, tokenizer, hash of the student."""
         config = self.config
-        tokenizer = load_tokenizer(config.data.tokenizer or config.student.path)
+        named = config.data.tokenizer
+        tokenizer = load_tokenizer(named) if named else open_student(config).tokenizer
         return config, tokenizer, self.receipt["student"]["sha256"]
 
     def end(self) -> str:
