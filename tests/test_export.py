@@ -717,6 +717,10 @@ def test_an_importance_matrix_weighs_errors(student, tmp_path, rng, legacy):
     write(sums[:-2])
     with pytest.raises(UserError, match=f"importance of {width - 2} inputs for {name}"):
         export_gguf(student, tmp_path / "no.gguf", dtype="q4_0", imatrix=path)
+    name = f"model.{name}"
+    write(sums)
+    with pytest.raises(UserError, match=r"found importances of model.blk.0.ffn_up"):
+        export_gguf(student, tmp_path / "no.gguf", dtype="q4_0", imatrix=path)
     write(-sums)
     with pytest.raises(UserError, match=f"{name} below 0"):
         export_gguf(student, tmp_path / "no.gguf", dtype="q4_0", imatrix=path)

@@ -98,6 +98,14 @@ def test_a_place_that_takes_no_file_is_refused_before_the_model_reads(
     for out in (models / "student.gguf", tmp_path / "link.gguf"):
         assert imatrix.main([*where, f"--out={out}", "--overwrite"]) == 2
         assert f"error: {out} is the model's own file" in capsys.readouterr().err
+    assert imatrix.main([*where[:2], f"--out={tmp_path}/a.gguf", "--seq-len=99999"]) == 2
+    assert "--seq-len=99999: the model has " in capsys.readouterr().err
+
+
+def test_a_model_in_float8_is_refused(models):
+    student = kdjax.load(models / "student.gguf", weights="float8")
+    with pytest.raises(UserError, match=r"in float8; expected one kept dense or packed"):
+        sum_squares(student, [np.zeros((1, 4), int)])
 
 
 def test_its_file_is_no_model(tmp_path):

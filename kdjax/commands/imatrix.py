@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(
             f"{args.out} is the model's own file; expected another. Name another --out."
         )
+    if args.seq_len > (most := target.checkpoint.spec.max_positions):
+        raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
     tokenizer = target.checkpoint.tokenizer
     text = read_text(args.data, tokenizer, rows=args.rows, seq_len=args.seq_len)
     (whole,) = text.batches(len(text.rows))

@@ -77,12 +77,21 @@ class _Source(NamedTuple):
     def encode(
         self, kind: str | None, importance: Mapping[str, np.ndarray] | None = None
     ) -> list[TensorToWrite]:
-        """Every tensor in the type of `choose_types`."""
+        """Every tensor in the type of `choose_types`.
+
+        Raises `UserError` for an importance of another model.
+        """
         wholes = {
             part: whole
             for whole, fused in list_fused(self.spec, gguf=True).items()
             for part, _ in fused.parts
         }
+        names = {wholes.get(tensor.name, tensor.name) for tensor in self.tensors}
+        if importance and not importance.keys() & names:
+            raise UserError(
+                f"found importances of {min(importance)} and its like, none of a tensor that is "
+                "written; expected some: the importance matrix is of another model."
+            )
         rows = []
         for tensor, dtype in zip(self.tensors, self.choose_types(kind), strict=True):
             width = tensor.shape[-1]
