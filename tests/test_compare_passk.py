@@ -104,3 +104,7 @@ def test_what_is_no_evaluation_is_refused(tmp_path, capsys):
     for name in ("a.json", "missing.json"):
         assert compare.main([str(tmp_path / name)] * 2) == 2
         assert "found no readable JSON" in capsys.readouterr().err
+    for figures in (0.52, {"pass_at_k": {"1": 0.52}}):
+        (tmp_path / "a.json").write_text(json.dumps({"humaneval": figures}))
+        assert compare.main([str(tmp_path / "a.json")] * 2) == 2
+        assert "found neither HumanEval nor MBPP" in capsys.readouterr().err

@@ -178,6 +178,8 @@ def test_figures_against_numpy(pair, mesh):
             assert figures["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
 
     check(got["overall"], np.ones(len(labels), bool))
+    others = ["tokens", "bytes", "bits_per_byte", "perplexity", "teacher_perplexity"]
+    assert got["overall"].keys() == {*values, *others, "min_cosine", "max_difference"}
     assert list(got["positions"]) == ["0-15", "16-63"]
     check(got["positions"]["0-15"], places < 16)
     check(got["positions"]["16-63"], places >= 16)
@@ -364,7 +366,7 @@ def test_many_inputs_compared_by_numpy_are_a_problem_of_humanevals_form(tmp_path
         assert passk.run_answer(problem, answer, passk.Settings("bare")).reason == reason
 
 
-def test_answers_that_were_kept_are_judged_by_other_tests(tmp_path, capsys):
+def test_answers_that_were_kept_are_judged_by_other_tests(tmp_path, capsys, monkeypatch):
     """HumanEval+ asks HumanEval's problems by more inputs: some answers fail one of these."""
     asked = problems.load_humaneval(path := humaneval(tmp_path, 2))
     answers = (asked[0].reference, "    return 1 + a * (a < 9)\n", "    return 9\n", "")
@@ -385,11 +387,20 @@ def test_answers_that_were_kept_are_judged_by_other_tests(tmp_path, capsys):
     ends = [one["reason"] for one in plus["results"]]
     assert ends == ["passed", "wrong answer", "wrong answer", passk.INFERENCE_FAILED]
     assert plus["pass_at_k"] == {"1": 0.25} and plus["wording"] == "bare"
-    assert judge_again.main([*flags, f"--mbpp={mbpp(tmp_path)}"]) == 2
-    assert judge_again.main([*flags, f"--humaneval={humaneval(tmp_path, 3)}"]) == 2
-    said = capsys.readouterr().err
-    assert "found no answers to the problems that are named" in said
-    assert "HumanEval/2 is among the answers or the problems alone" in said
+    before, same = (tmp_path / "judged.json").read_bytes(), f"--json={tmp_path / 'judged.json'}"
+    monkeypatch.setattr(passk, "run_answer", lambda *_: pytest.fail("judged at once"))
+    both = [f"--humaneval={path}", f"--mbpp={mbpp(tmp_path)}"]
+    for wrong, message in (
+        ([], "found neither --humaneval nor --mbpp"),
+        (both[1:], "found no answers to the problems of --mbpp"),
+        (both, "found no answers to the problems of --mbpp"),
+        ([both[0], same], "holds the answers; expected another file"),
+        ([both[0], f"--json={tmp_path}"], "is a folder; expected a file to write"),
+        ([f"--humaneval={humaneval(tmp_path, 3)}"], "3 problems, of which HumanEval/2 is in one"),
+    ):
+        assert judge_again.main([*flags, *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "judged.json").read_bytes() == before
 
 
 def test_mbpp_takes_the_test_split_of_a_whole_file(tmp_path):

@@ -127,6 +127,16 @@ def test_quantized_exports_lose_what_their_type_loses(dtype, error, student, exp
     assert np.linalg.norm(logits_of(load(out)) - want) < 0.6 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("dtype", ["q4_k_m", "q6_k", "q2_k", "bf16"])
+def test_blocks_as_they_are_have_the_header_of_their_recipe(dtype, student, tmp_path):
+    """Rows of 128 are no whole K-blocks: most matrices have what stands in for the type."""
+    export_gguf(student, tmp_path / "a.gguf", dtype=dtype)
+    kept = kdjax.load(tmp_path / "a.gguf", weights="packed", dtype="float32")
+    export_gguf(kept, tmp_path / "b.gguf")
+    found = [open_table(tmp_path / f"{name}.gguf").metadata for name in "ab"]
+    assert [x["general.file_type"] for x in found] == [RECIPES[dtype].file_type] * 2
+
+
 def test_q4_k_m_has_the_types_of_llama_quantize(exported, models):
     ours, theirs = open_table(exported("gguf", "q4_k_m")[0]), open_table(models / "student.gguf")
     assert {n: ours.info(n)[1:] for n in ours} == {n: theirs.info(n)[1:] for n in theirs}
@@ -706,6 +716,10 @@ def test_an_importance_matrix_weighs_errors(student, tmp_path, rng, legacy):
     np.testing.assert_array_equal(*(table.raw(other) for table in tables))
     write(sums[:-2])
     with pytest.raises(UserError, match=f"importance of {width - 2} inputs for {name}"):
+        export_gguf(student, tmp_path / "no.gguf", dtype="q4_0", imatrix=path)
+    name = f"model.{name}"
+    write(sums)
+    with pytest.raises(UserError, match=r"found importances of model.blk.0.ffn_up"):
         export_gguf(student, tmp_path / "no.gguf", dtype="q4_0", imatrix=path)
     write(-sums)
     with pytest.raises(UserError, match=f"{name} below 0"):

@@ -18,6 +18,8 @@ import kdjax
 from kdjax.commands import export as command
 from kdjax.commands import generate
 from kdjax.export import card, export_gguf, export_hf, vocabulary, weights
+from kdjax.formats import open_table
+from kdjax.formats.blocks import decode
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 
@@ -95,7 +97,12 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
         assert re.search(wanted, capsys.readouterr().err, re.DOTALL)
 
     out = f"--out={tmp_path}/a.gguf"
-    fails("found no such file or folder", tmp_path / "none", "--format=gguf", out)
+    fails(
+        "found no such file or folder.* or the workdir of a run",
+        tmp_path / "none",
+        "--format=gguf",
+        out,
+    )
     (file := tmp_path / "student.gguf").write_bytes(b"GGUF")
     fails("student.gguf: found a header cut short", file, "--format=gguf", out)
     named = student.checkpoint.path
@@ -143,6 +150,34 @@ def test_a_model_that_no_run_trained_is_written_as_the_library_writes_it(student
     assert "Which files the teacher and the student were" in (made / "README.md").read_text()
     said = capsys.readouterr().err
     assert "student.gguf: gguf as q4_0" in said and "made-q4_0.gguf: gguf as stored" in said
+
+
+def test_what_is_kept_counts_in_the_error(student, tmp_path):
+    """Blocks of the type that is asked for lose nothing: of all numbers the loss is a part."""
+    export_gguf(student, tmp_path / "a.gguf", dtype="q4_k_m")
+    kept = kdjax.load(tmp_path / "a.gguf", weights="packed", dtype="float32")
+    found = export_gguf(kept, tmp_path / "b.gguf", dtype="q6_k")
+    before, after = (open_table(tmp_path / f"{name}.gguf") for name in "ab")
+    lost = total = 0.0
+    types = {name: (before.info(name).dtype, after.info(name).dtype) for name in before}
+    rounded = {name: pair for name, pair in types.items() if pair[1] != "F32"}
+    assert any(a == b for a, b in rounded.values()) and any(a != b for a, b in rounded.values())
+    for name, pair in rounded.items():
+        numbers = [
+            np.asarray(decode(table.raw(name), dtype))
+            for table, dtype in zip((before, after), pair, strict=True)
+        ]
+        lost += np.square(numbers[0] - numbers[1]).sum()
+        total += np.square(numbers[0]).sum()
+    assert found.error == pytest.approx((lost / total) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["", "bf16", "q8_0"])
+def test_an_importance_that_would_weigh_nothing_is_refused(student, tmp_path, capsys, kind):
+    flags = ["--format=gguf", f"--out={tmp_path}/a.gguf", f"--imatrix={tmp_path}/im.gguf"]
+    assert run(student.checkpoint.path, *flags, *([f"--type={kind}"] if kind else [])) == 2
+    said = capsys.readouterr().err
+    assert f"found --imatrix with {kind or 'blocks as stored'}, which" in said
 
 
 def test_generate_writes_the_same_from_a_workdir_as_from_its_export(

@@ -259,7 +259,7 @@ def test_scales_are_fitted_by_an_importance(pair, tmp_path):
         make(pair, imatrix=str(path))
     sums.pop("blk.1.ffn_down.weight")
     write_importance(path, sums, count, datasets=["ids"], chunk_size=16)
-    with pytest.raises(UserError, match=r"found importances of 1 layers .* expected 2 of 256"):
+    with pytest.raises(UserError, match=r"of 1 layers .*, of 256 inputs; expected 2 of 256:"):
         make(pair, quantize="q4_0", imatrix=str(path))
 
 

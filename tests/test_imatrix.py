@@ -11,6 +11,7 @@ import pytest
 
 import kdjax
 from kdjax.commands import imatrix
+from kdjax.errors import UserError
 from kdjax.export import export_gguf
 from kdjax.formats import open_table
 from kdjax.formats.imatrix import read_importance, write_importance
@@ -93,3 +94,21 @@ def test_a_place_that_takes_no_file_is_refused_before_the_model_reads(
     for out, kind in ((tmp_path, "a folder"), (pipe, "no regular file")):
         assert imatrix.main([*where, f"--out={out}", "--overwrite"]) == 2
         assert f"error: {out} is {kind}; expected a file" in capsys.readouterr().err
+    (tmp_path / "link.gguf").symlink_to(models / "student.gguf")
+    for out in (models / "student.gguf", tmp_path / "link.gguf"):
+        assert imatrix.main([*where, f"--out={out}", "--overwrite"]) == 2
+        assert f"error: {out} is the model's own file" in capsys.readouterr().err
+    assert imatrix.main([*where[:2], f"--out={tmp_path}/a.gguf", "--seq-len=99999"]) == 2
+    assert "--seq-len=99999: the model has " in capsys.readouterr().err
+
+
+def test_a_model_in_float8_is_refused(models):
+    student = kdjax.load(models / "student.gguf", weights="float8")
+    with pytest.raises(UserError, match=r"in float8; expected one kept dense or packed"):
+        sum_squares(student, [np.zeros((1, 4), int)])
+
+
+def test_its_file_is_no_model(tmp_path):
+    write_importance(tmp_path / "im.gguf", {"a": np.ones(4)}, 1, datasets=["text"], chunk_size=24)
+    with pytest.raises(UserError, match=r"found no general.architecture .* model_type"):
+        kdjax.load(tmp_path / "im.gguf")

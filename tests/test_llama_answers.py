@@ -101,3 +101,15 @@ def test_what_two_writers_share_is_counted_by_problem():
     ours = found((0, "a", "passed"), (1, "b", "passed"), (2, "c", "timeout"))
     theirs = found((2, "d", "timeout"), (1, "b", "passed"), (3, "e", "passed"))
     assert count_equal(ours, theirs) == {"problems": 2, "answers": 1, "verdicts": 2}
+
+
+def test_what_is_refused_is_refused_before_an_answer(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(llama_answers, "judge", lambda *_: pytest.fail("answers are written"))
+    (tmp_path / "b.json").write_text("no JSON")
+    flags = ["a.gguf", f"--humaneval={humaneval(tmp_path)}", "--server=http://localhost:1"]
+    for wrong, message in (
+        ([f"--json={tmp_path}"], "is a folder; expected a file to write"),
+        ([f"--json={tmp_path}/a.json", f"--against={tmp_path}/b.json"], "found no readable JSON"),
+    ):
+        assert llama_answers.main([*flags, *wrong]) == 2
+        assert message in capsys.readouterr().err

@@ -253,6 +253,8 @@ def test_the_commands_export_verify_and_go_on_from_adapters(lora_config, tmp_pat
     )
     kept = {id(x) for x in jax.tree.leaves(job.step.base)}
     assert kept == {id(x) for x in jax.tree.leaves(job.teacher_params)}
+    assert kdjax.distill(lora_config, tmp_path / "next") == "finished"
+    assert len(verify(tmp_path / "next")) == 9
     # Rounded by itself the student trains whole: its teacher is what the run left, not its base.
     lora_config.student.path, lora_config.student.lora.rank = str(folder), 0
     lora_config.student.quantize, lora_config.teacher.weights = "q4_0", "dense"

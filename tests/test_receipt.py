@@ -19,6 +19,7 @@ from conftest import make_tiny_config, start_over, without_page
 from kdjax import __version__
 from kdjax.device import runtime
 from kdjax.errors import UserError
+from kdjax.formats.imatrix import write_importance
 from kdjax.formats.saved import saved_params, saved_run
 from kdjax.training.hooks import Hook, exit_status
 from kdjax.training.job import assemble
@@ -426,6 +427,30 @@ def test_a_rounded_run_that_ends_as_it_began_is_no_fault(tiny_config, tmp_path):
     go(assemble(tiny_config, tmp_path), tmp_path / "run")
     said = "the run ended with the student as it began, the nearer: 0 of 26 tensors changed"
     assert said in verify(tmp_path / "run")[-1]
+
+
+def test_an_importance_is_hashed_again(tiny_config, tmp_path, monkeypatch):
+    """From the folder that the run was started in, wherever `verify` is called."""
+    width, path = 128, tmp_path / "im.gguf"
+
+    def write(scale):
+        sums = {f"blk.{i}.ffn_up.weight": np.full(width, scale) for i in range(2)}
+        write_importance(path, sums, 1, datasets=["a"], chunk_size=8)
+
+    write(1)
+    tiny_config.student.quantize, tiny_config.student.imatrix = "blocks=Q4_0", path.name
+    tiny_config.train.steps = tiny_config.checkpoint.every = 2
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        go(assemble(tiny_config, tmp_path), tmp_path / "run")
+    monkeypatch.delitem(_CHECKS, "parameters")
+    assert verify(tmp_path / "run")
+    write(2)
+    with pytest.raises(UserError, match=r"\n  checkpoint: found .* student.imatrix.sha256"):
+        verify(tmp_path / "run")
+    path.unlink()
+    with pytest.raises(UserError, match=r"\n  checkpoint: cannot be checked: .*im.gguf: no such"):
+        verify(tmp_path / "run")
 
 
 # --- revision and hashes ------------------------------------------------------------------------

@@ -41,6 +41,8 @@ from kdjax.models.decoder import Compute, functional
 from kdjax.models.model import Model, load_model
 from kdjax.models.weights import stack_blocks
 
+_NEVER_WEIGHED = "f32", "f16", "bf16", "q8_0"  # types whose scales are not searched for
+
 
 def read_model(checkpoint: Checkpoint, *, masters: bool = False) -> Model:
     """A model with its parameters on the host, as they were saved: no device is used.
@@ -110,13 +112,20 @@ def export(args: argparse.Namespace) -> ExportSummary:
     if checkpoint.whole_step is None and checkpoint.adapters is None:
         kept = "stored"
     as_kept = args.format == "gguf" and bool(kept) and not args.masters and not args.type
+    if args.imatrix and args.format != "gguf":
+        raise UserError("found --imatrix without --format=gguf; expected both: leave one out.")
     dtype = None if as_kept else args.type or "f32"
     options: dict[str, Any] = {"dtype": dtype, "overwrite": args.overwrite}
     print(f"{checkpoint}: {args.format} as {dtype or kept} to {out}", file=sys.stderr)
+    if args.imatrix and dtype in (None, *_NEVER_WEIGHED):
+        found = dtype or "blocks as stored"
+        raise UserError(
+            f"found --imatrix with {found}, which no importance changes; expected a --type that "
+            "searches scales, such as q4_k_m, and of blocks that were trained --masters. Name it, "
+            "or leave --imatrix out."
+        )
     if args.format == "gguf":
         return export_gguf(model, out, imatrix=args.imatrix, **options)
-    if args.imatrix:
-        raise UserError("found --imatrix without --format=gguf; expected both: leave one out.")
     if args.format == "apr":
         return export_apr(model, out, **options)
     card = None
@@ -148,7 +157,8 @@ def _parser() -> Parser:
     parser.add_argument("--type", choices=GGUF_TYPES, help=text)
     text = "of a run with student.quantize its float32 masters, in place of what they round to"
     parser.add_argument("--masters", action="store_true", help=text)
-    text = "gguf: a file of llama-imatrix, by which errors are weighed (--type=q4_k_m and below)"
+    text = "gguf: a file of `kdjax imatrix` or llama-imatrix, by which errors are weighed "
+    text += "(--type=q6_k, q5_0, q4_k_m and below)"
     parser.add_argument("--imatrix", default="", metavar="FILE", help=text)
     text = f"a saved step, or {NEWEST}; by default the best by held-out text, as the run judged it"
     parser.add_argument("--step", type=_read_step, help=text)

@@ -45,6 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     runtime.configure(lean=True)
     log_to_terminal()
     target = open_target(args.model)
+    if args.out.exists() and any(args.out.samefile(path) for path in target.checkpoint.table.paths):
+        raise UserError(
+            f"{args.out} is the model's own file; expected another. Name another --out."
+        )
+    if args.seq_len > (most := target.checkpoint.spec.max_positions):
+        raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
     tokenizer = target.checkpoint.tokenizer
     text = read_text(args.data, tokenizer, rows=args.rows, seq_len=args.seq_len)
     (whole,) = text.batches(len(text.rows))

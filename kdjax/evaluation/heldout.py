@@ -366,7 +366,7 @@ def _summarise(columns: dict[str, np.ndarray]) -> dict[str, Any]:
             figures["max_difference"] = float(columns[name].max())
             continue
         figures[name] = math.fsum(columns[name]) / len(classes)
-        if name.endswith("ce"):
+        if name in ("ce", "teacher_ce"):
             perplexity = compute_perplexity(figures[name])
             figures[name.removesuffix("ce") + "perplexity"] = perplexity
         if name == "cosine":

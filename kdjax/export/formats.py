@@ -51,10 +51,10 @@ class _Source(NamedTuple):
     tokenizer: Tokenizer
     files: TokenizerFiles
 
-    def encode(
-        self, kind: str | None, importance: Mapping[str, np.ndarray] | None = None
-    ) -> list[TensorToWrite]:
-        """Every tensor, of the types that `llama-quantize` chooses, or None as it is kept."""
+    def choose_types(self, kind: str | None) -> list[str]:
+        """The type that `llama-quantize` chooses for each tensor, or None as it is kept."""
+        if kind is None:
+            return [tensor.blocks.block if tensor.blocks else "F32" for tensor in self.tensors]
         model = {
             "layers": self.spec.num_layers,
             "groups": self.spec.num_heads // self.spec.num_kv_heads,
@@ -62,18 +62,39 @@ class _Source(NamedTuple):
             "experts": self.spec.experts,
             "fused": FAMILIES[self.spec.family].fused,
         }
+        return [
+            tensor_type(RECIPES[kind], tensor.path, tensor.layer or 0, tensor.shape[-1], **model)
+            for tensor in self.tensors
+        ]
+
+    def choose_file_type(self, kind: str | None) -> int:
+        """`general.file_type`: of a mixture that is no recipe's that of its commonest type."""
+        kept = self.choose_types(None)
+        if kind is None:
+            kind = next((name for name in RECIPES if self.choose_types(name) == kept), None)
+        return RECIPES[kind].file_type if kind else _file_type(kept)
+
+    def encode(
+        self, kind: str | None, importance: Mapping[str, np.ndarray] | None = None
+    ) -> list[TensorToWrite]:
+        """Every tensor in the type of `choose_types`.
+
+        Raises `UserError` for an importance of another model.
+        """
         wholes = {
             part: whole
             for whole, fused in list_fused(self.spec, gguf=True).items()
             for part, _ in fused.parts
         }
+        names = {wholes.get(tensor.name, tensor.name) for tensor in self.tensors}
+        if importance and not importance.keys() & names:
+            raise UserError(
+                f"found importances of {min(importance)} and its like, none of a tensor that is "
+                "written; expected some: the importance matrix is of another model."
+            )
         rows = []
-        for tensor in self.tensors:
-            layer, width = tensor.layer or 0, tensor.shape[-1]
-            if kind is None:
-                dtype = tensor.blocks.block if tensor.blocks else "F32"
-            else:
-                dtype = tensor_type(RECIPES[kind], tensor.path, layer, width, **model)
+        for tensor, dtype in zip(self.tensors, self.choose_types(kind), strict=True):
+            width = tensor.shape[-1]
             weights = (importance or {}).get(wholes.get(tensor.name, tensor.name))
             if weights is not None and weights.shape[1] != width:
                 raise UserError(
@@ -218,8 +239,7 @@ def export_gguf(
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)
     encoded = source.encode(dtype, read_importance(imatrix) if imatrix else None)
     rows = _fuse(encoded, spec, gguf=True)
-    file_type = RECIPES[dtype].file_type if dtype else _file_type([row[1] for row in rows])
-    metadata = headers.gguf_metadata(spec, header, file_type, values)
+    metadata = headers.gguf_metadata(spec, header, source.choose_file_type(dtype), values)
     for name, divisors in rope_tensors(spec.rope, spec.head_dim).items():
         rows.append((name, "F32", divisors.shape, divisors.view(np.uint8)))
     with stage(Path(out), folder=False, overwrite=overwrite) as aside:

@@ -42,8 +42,8 @@ def open_table(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTab
     if not path.exists():
         command, exact = _download_command(path)
         raise MissingFileError(
-            f"{path}: found no such file or folder; expected a GGUF model or a Hugging Face folder "
-            f"(config.json beside model.safetensors).{suggest_path(path)} "
+            f"{path}: found no such file or folder; expected a GGUF model, a Hugging Face folder "
+            f"(config.json beside model.safetensors) or the workdir of a run.{suggest_path(path)} "
             f"{'Download it' if exact else 'Download one, for example'}: `{command}`"
         )
     if path.is_dir() or path.suffix == ".safetensors":

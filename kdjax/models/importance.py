@@ -14,7 +14,7 @@ from kdjax.models import names
 from kdjax.models.arch import STACKS
 from kdjax.models.decoder import Params
 from kdjax.models.model import Model
-from kdjax.models.weights import Adapted
+from kdjax.models.weights import Adapted, Scaled
 
 
 def sum_squares(
@@ -23,7 +23,7 @@ def sum_squares(
     """Sums float64 `[inputs]` by the tensor's name in GGUF, and how many positions they are of.
 
     Of layers' matrices alone, in one pass; a row is one text from its first position on. Summed in
-    float32 over a batch. Raises `UserError` for experts and for a module of one's own.
+    float32 over a batch. Raises `UserError` for experts, float8 and a module of one's own.
     """
     spec = model.spec
     if spec is None or spec.experts:
@@ -32,6 +32,10 @@ def sum_squares(
     flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
     stacks = {name for name, delta in STACKS.items() if delta is not None}
     paths = [p for p in flat if p[0] in stacks and p[-1] == "weight" and "norm" not in p[-2]]
+    if any(isinstance(flat[path], Scaled) for path in paths):
+        raise UserError(
+            "found a model in float8; expected one kept dense or packed. Name another form."
+        )
     layers = {name: spec.places(delta=delta) for name, delta in STACKS.items()}
     zeros = {path: jnp.zeros((len(layers[path[0]]), flat[path].shape[-1])) for path in paths}
 

@@ -1021,6 +1021,11 @@ def _open_header(table: TensorTable) -> Header:
 
 
 def _known_family(family: Family | None, name: object, path: Path) -> Family:
+    if name is None:
+        raise UserError(
+            f"{path}: found no general.architecture (GGUF) or model_type (config.json); expected "
+            "one: this is no model. Name the file or folder of one."
+        )
     if family is None:
         raise UserError(
             f"{path} holds a {name!r} model; kdjax knows {', '.join(FAMILIES)}. "

@@ -286,9 +286,10 @@ def _spread_importance(
             continue
         width = shapes[path].shape[-1]
         if len(given) < len(rows) or any(row.shape != (1, width) for row in given):
+            widths = ", ".join(str(n) for n in sorted({row.shape[-1] for row in given}))
             raise UserError(
-                f"{file}: found importances of {len(given)} layers for {names[0]} and its like; "
-                f"expected {len(rows)} of {width} inputs: the file is of another model."
+                f"{file}: found importances of {len(given)} layers for {names[0]} and its like, of "
+                f"{widths} inputs; expected {len(rows)} of {width}: the file is of another model."
             )
         found[path] = np.stack(given)
     if not found:

@@ -30,8 +30,8 @@ _log = logging.getLogger("kdjax")
 # Ends each refusal of a teacher that teaches nothing.
 HOW_TO_ALLOW = "set --config.teacher.allow_degenerate=True or KDJAX_ALLOW_DEGENERATE_KD=1."
 _TEACHES_NOTHING = (
-    "the KL would start at 0 and the teacher teach nothing. Give two different models, or, if this "
-    "is meant,"
+    "the KL would start at 0 and the teacher teach nothing. Give two different models, round the "
+    "student (quantize), or, if this is meant,"
 )
 _CUT_DIFFERENTLY = "The same text would be cut differently: choose models of one tokenizer."
 

@@ -20,7 +20,7 @@ from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, 
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.heldout import ended_untrained
 from kdjax.training.identity import identify, list_differences
-from kdjax.training.inputs import hash_text, hash_texts
+from kdjax.training.inputs import hash_imatrix, hash_text, hash_texts
 from kdjax.training.pair import begin_beside, find_self, open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
@@ -103,6 +103,7 @@ class _Recheck:
         for section, name in (
             (config.data, "tokenizer"),
             (config.student, "path"),
+            (config.student, "imatrix"),
             (config.teacher, "path"),
         ):
             if (path := getattr(section, name)) not in ("", SELF):
@@ -221,9 +222,9 @@ class _Recheck:
         }
         if "cache" in teacher:
             contents["teacher.cache"] = teacher["cache"]
-        for name in ("rollout.prompts", "student.imatrix.sha256"):
-            if name in saved:
-                contents[name] = self.hashes.get(name)
+        if "rollout.prompts" in saved:
+            contents["rollout.prompts"] = self.hashes.get("rollout.prompts")
+        contents |= hash_imatrix(self.config.student)
         named = {f"own.{name}": text for name, text in self.python.items()}
         contents |= {name: text for name, text in named.items() if name in saved}
         texts = hash_texts(*self._text_of) if self.config.then else []

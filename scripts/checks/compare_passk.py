@@ -35,11 +35,12 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     """The benchmarks in a file of `kdjax evaluate --json`; raises `UserError` if there is none."""
     try:
         found = json.loads(path.read_text())
-        kept = {name: found[name] for name in found if name.partition(" ")[0] in BENCHMARKS}
+        named = {name: found[name] for name in found if name.partition(" ")[0] in BENCHMARKS}
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{path}: found no readable JSON ({error}); expected what `--json` wrote"
         ) from error
+    kept = {name: of for name, of in named.items() if isinstance(of, dict) and "results" in of}
     if not kept:
         raise UserError(
             f"{path}: found neither HumanEval nor MBPP; expected a file of `kdjax evaluate TARGET "

@@ -19,6 +19,7 @@ from typing import Any
 from kdjax.device import cluster
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk, problems, sandbox, table
+from kdjax.formats.files import make_place
 from scripts.checks import compare_passk
 
 
@@ -32,7 +33,11 @@ def judge_again(
     by_task = {problem.task: problem for problem in asked}
     kept = figures["results"]
     if other := {of["task"] for of in kept} ^ by_task.keys():
-        raise UserError(f"{min(other)} is among the answers or the problems alone.")
+        raise UserError(
+            f"found answers to {figures['problems']} problems and tests of {len(by_task)} "
+            f"problems, of which {min(other)} is in one alone; expected the same. Name a file of "
+            "the problems that were asked."
+        )
 
     def judge(of: dict[str, str]) -> passk.Sample:
         if of["reason"] == passk.INFERENCE_FAILED:
@@ -60,14 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sandbox.check(args.allow_unsandboxed)
     found = compare_passk.read(args.judged)
+    if args.json.resolve() == args.judged.resolve():
+        raise UserError(f"{args.json} holds the answers; expected another file. Name one.")
+    make_place(args.json)
+    tests = {
+        name: load(path)
+        for name, load in problems.BENCHMARKS.items()
+        if (path := getattr(args, name)) is not None
+    }
+    if not tests:
+        raise UserError("found neither --humaneval nor --mbpp; expected one. Name the tests.")
+    by_name = {name: [of for of in found if of.partition(" ")[0] == name] for name in tests}
+    if lacking := [name for name, ways in by_name.items() if not ways]:
+        raise UserError(
+            f"{args.judged}: found no answers to the problems of --{lacking[0]}; expected some. "
+            "Leave it out."
+        )
     document: dict[str, Any] = {"target": str(args.judged), "broken": []}
-    for name in problems.BENCHMARKS:
-        if (path := getattr(args, name)) is None:
-            continue
-        asked = problems.BENCHMARKS[name](path)
-        for of, figures in found.items():
-            if of.partition(" ")[0] != name:
-                continue
+    for name, asked in tests.items():
+        for of in by_name[name]:
+            figures = found[of]
             settings = passk.Settings(
                 wording=figures["wording"],
                 samples=figures["samples"] // figures["problems"],
@@ -75,8 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             document[of] = judge_again(figures, asked, settings)
             print("\n".join(table.describe_benchmark(of, document[of])), flush=True)
-    if len(document) == 2:
-        raise UserError(f"{args.judged}: found no answers to the problems that are named.")
     table.write(args.json, document)
     return 0
 

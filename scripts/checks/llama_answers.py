@@ -27,8 +27,10 @@ from typing import Any
 
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk, problems, sandbox, table
+from kdjax.formats.files import make_place
 from kdjax.models.decoding import Completion
 from kdjax.models.tokenizer import load_tokenizer
+from scripts.checks import compare_passk
 
 SKIPPED = 77
 
@@ -192,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.server and importlib.util.find_spec("xllamacpp") is None:
         print("skipped: `pip install xllamacpp`")
         return SKIPPED
-    other = json.loads(args.against.read_text()) if args.against else {}
+    other = compare_passk.read(args.against) if args.against else {}
+    make_place(args.json)
     document = judge(args)
     for name in problems.BENCHMARKS:
         if name not in document:
