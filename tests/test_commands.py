@@ -213,11 +213,8 @@ def test_overrides_are_read_as_the_field_s_type():
         "-1",
         "--noconfig.teacher.allow_degenerate",
     )
-    changed = {
-        k: v
-        for k, v in flatten(run.config).items()
-        if v != flatten(run_of("--config=demo").config)[k]
-    }
+    shipped = flatten(run_of("--config=demo").config)
+    changed = {k: v for k, v in flatten(run.config).items() if v != shipped[k]}
     assert changed == {"train.steps": 50, "optim.eps": 1e-9, "log.tensorboard": True}
 
 
