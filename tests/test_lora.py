@@ -1,6 +1,7 @@
 """Adapters of a frozen base: what they compute, what moves, what is formed, kept and written."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -87,15 +88,31 @@ def make(student, teacher, **settings):
     return kdjax.make_step(student, teacher, LOSS, optax.sgd(0.1), **settings)
 
 
+@pytest.fixture(scope="module")
+def stepped(bases, teacher):
+    """A student with adapters of a form of weights, the state behind a step, and its metrics."""
+
+    @functools.cache
+    def take(form):
+        student = shake(kdjax.add_lora(bases[form], rank=4, alpha=6.0))
+        step = make(student, teacher)
+        return student, *step(step.init(student.params), teacher.params, batch(student))
+
+    return take
+
+
+@pytest.fixture(scope="module")
+def whole(bases, teacher):
+    """The step that trains all of a student, of whatever form its matrices were merged."""
+    return make(bases["dense"], teacher)
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_moves_the_adapters_by_the_gradient_of_what_they_are(bases, teacher, form):
+def test_a_step_moves_the_adapters_by_the_gradient_of_what_they_are(stepped, whole, teacher, form):
     """Against full training's gradient G of a merged W: dB = s G A^T, dA = s B^T G."""
-    student = shake(kdjax.add_lora(bases[form], rank=4, alpha=6.0))
-    step = make(student, teacher)
-    state, metrics = step(step.init(student.params), teacher.params, batch(student))
+    student, state, metrics = stepped(form)
     assert jax.tree.structure(state.params) == jax.tree.structure(split_adapters(student.params)[1])
     merged = kdjax.merge_lora(student)
-    whole = make(merged, teacher)
     moved, expected = whole(whole.init(merged.params), teacher.params, batch(student))
     close = dict(rtol=2e-4) if form != "float8" else dict(rtol=0.1)  # which rounds activations
     np.testing.assert_allclose(metrics.means()["loss"], expected.means()["loss"], **close)
@@ -114,13 +131,9 @@ def test_a_step_moves_the_adapters_by_the_gradient_of_what_they_are(bases, teach
                 np.testing.assert_allclose(found, d, atol=2e-5, rtol=2e-3)
 
 
-def test_forms_of_the_same_numbers_train_alike(bases, teacher):
+def test_forms_of_the_same_numbers_train_alike(stepped):
     """Packed blocks decode to the dense numbers, forwards and backwards."""
-    states = []
-    for form in ("packed", "dense"):
-        student = shake(kdjax.add_lora(bases[form], rank=4))
-        step = make(student, teacher)
-        states.append(step(step.init(student.params), teacher.params, batch(student))[0].params)
+    states = [stepped(form)[1].params for form in ("packed", "dense")]
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
