@@ -106,6 +106,19 @@ def write(model, sizes):
     return count_bytes(weights) + count_bytes(slots) + own
 
 
+@pytest.fixture(scope="module")
+def opened(paths, mesh):
+    """Of a file in a form: its target, its model and `write` of that model, each made once."""
+
+    @functools.cache
+    def open_once(name):
+        target = open_target(f"{paths}/{name}")
+        model = target.load(mesh)
+        return target, model, functools.cache(functools.partial(write, model))
+
+    return open_once
+
+
 def plan_of(target, teacher, mesh, **asked):
     sides = [
         plan.Loaded(x.checkpoint, x.form.weights, x.form.dtype) if x else None
@@ -120,10 +133,9 @@ def sum_phase(made, name):
 
 @pytest.mark.parametrize("form", ["packed:bfloat16", "dense:float32", "dense:bfloat16"])
 @pytest.mark.parametrize(("rows", "length"), [(2, 1024), (8, 192), (16, 64)])
-def test_a_model_alone_holds_what_is_planned(paths, mesh, form, rows, length):
+def test_a_model_alone_holds_what_is_planned(opened, mesh, form, rows, length):
     """Long rows hold the pairs of attention, short ones the MLP's columns."""
-    target = open_target(f"{paths}/plain.gguf@{form}")
-    model, sizes = target.load(mesh), (12, 50, 40)
+    (target, model, write), sizes = opened(f"plain.gguf@{form}"), (12, 50, 40)
     made = plan_of(target, None, mesh, written={"it is asked": sizes}, read=(rows, length))
     held = model.resident_bytes
     head = count_bytes(jax.eval_shape(model.functions.head, model.params))
@@ -132,26 +144,25 @@ def test_a_model_alone_holds_what_is_planned(paths, mesh, form, rows, length):
     comparing = held + head + used.output + compare([model], rows, length).temporary
     assert sum_phase(made, "text is read") == pytest.approx(reading, rel=0.05)
     assert sum_phase(made, "logits are compared") == pytest.approx(comparing, rel=0.05)
-    asked = held + write(model, sizes)
+    asked = held + write(sizes)
     assert sum_phase(made, "it is asked") == pytest.approx(asked, rel=0.05)
 
 
 @pytest.mark.parametrize("form", ["packed:float32", "packed:bfloat16", "dense:bfloat16"])
 @pytest.mark.parametrize(("name", "prompt"), [("plain", 50), ("plain", 600), ("periods", 50)])
-def test_one_row_that_writes_holds_what_is_planned(paths, mesh, name, form, prompt):
+def test_one_row_that_writes_holds_what_is_planned(opened, mesh, name, form, prompt):
     """Weights as narrow as they are stored, and of those that read its prompt one matrix wide, or,
     of layers of two kinds, a period of them."""
-    target, sizes = open_target(f"{paths}/{name}.gguf@{form}"), (1, prompt, 40)
-    model, kept = target.load(mesh), (target.form.weights, target.form.dtype)
+    (target, model, write), sizes = opened(f"{name}.gguf@{form}"), (1, prompt, 40)
+    kept = target.form.weights, target.form.dtype
     made = plan.plan_text(target.checkpoint, *kept, sizes, mesh, CPU)
-    assert made.peak == pytest.approx(model.resident_bytes + write(model, sizes), rel=0.06)
+    assert made.peak == pytest.approx(model.resident_bytes + write(sizes), rel=0.06)
 
 
 @pytest.mark.parametrize("form", ["packed:bfloat16", "dense:float32"])
 @pytest.mark.parametrize(("rows", "length"), [(2, 512), (8, 192)])
-def test_a_model_and_its_block_hold_what_is_planned(paths, mesh, form, rows, length):
-    target = open_target(f"{paths}/delta.gguf@{form}")
-    model = target.load(mesh)
+def test_a_model_and_its_block_hold_what_is_planned(opened, mesh, form, rows, length):
+    target, model, write = opened(f"delta.gguf@{form}")
     made = plan_of(
         target,
         None,
@@ -172,7 +183,7 @@ def test_a_model_and_its_block_hold_what_is_planned(paths, mesh, form, rows, len
     phases = [sum_phase(made, x) for x in ("text is read", "its block drafts along it")]
     assert max(phases) == pytest.approx(reading, rel=0.05)
     assert sum_phase(made, "logits are compared") == pytest.approx(comparing, rel=0.05)
-    written = model.resident_bytes + write(model, (12, 50, 40))
+    written = model.resident_bytes + write((12, 50, 40))
     # XLA leaves out what of a single period only the last layer's output needs.
     assert sum_phase(made, "prompts are continued") == pytest.approx(written, rel=0.12)
     writer, both = block.as_writer("draft"), (block.params, block.params)
