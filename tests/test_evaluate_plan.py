@@ -108,7 +108,7 @@ def write(model, sizes):
 
 @pytest.fixture(scope="module")
 def opened(paths, mesh):
-    """Of a file in a form: its target, its model and `write` of that model, each made once."""
+    """The target of a file in a form, its model and `write` of that model, each made once."""
 
     @functools.cache
     def open_once(name):
