@@ -83,7 +83,9 @@ def near(model, share=0.3):
     return model.replace(params=jax.tree.map(move, model.params))
 
 
-DRAWN = dict(temperature=1.0, top_p=0.9, seed=5)
+# No draw of this seed is so near its threshold that weights 1e-4 apart draw another id. One of seed
+# 5 was, and programs whose sums round otherwise fell on either side of it.
+DRAWN = dict(temperature=1.0, top_p=0.9, seed=4)
 
 
 @pytest.mark.parametrize(
