@@ -20,6 +20,7 @@ from kdjax.commands import generate
 from kdjax.export import card, export_gguf, export_hf, vocabulary, weights
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode
+from kdjax.formats.imatrix import write_importance
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
 
@@ -172,12 +173,18 @@ def test_what_is_kept_counts_in_the_error(student, tmp_path):
     assert found.error == pytest.approx((lost / total) ** 0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["", "bf16", "q8_0"])
+@pytest.mark.parametrize("kind", ["", "bf16", "q8_0", "mxfp4", "q4_0"])
 def test_an_importance_that_would_weigh_nothing_is_refused(student, tmp_path, capsys, kind):
-    flags = ["--format=gguf", f"--out={tmp_path}/a.gguf", f"--imatrix={tmp_path}/im.gguf"]
-    assert run(student.checkpoint.path, *flags, *([f"--type={kind}"] if kind else [])) == 2
+    """So are types of no search, blocks as stored, and a type that all blocks have already."""
+    model, path = tmp_path / "q4_0.gguf", tmp_path / "im.gguf"
+    export_gguf(student, model, dtype="q4_0")
+    sums = {"blk.0.ffn_gate.weight": np.ones(student.spec.hidden_size)}
+    write_importance(path, sums, 512, datasets=["text"], chunk_size=512)
+    flags = ["--format=gguf", f"--out={tmp_path}/a.gguf", f"--imatrix={path}"]
+    assert run(model, *flags, *([f"--type={kind}"] if kind else [])) == 2
     said = capsys.readouterr().err
-    assert f"found --imatrix with {kind or 'blocks as stored'}, which" in said
+    assert f"found an importance and {kind or 'blocks as they are'}, of which it changes" in said
+    assert not (tmp_path / "a.gguf").exists()
 
 
 def test_generate_writes_the_same_from_a_workdir_as_from_its_export(

@@ -77,6 +77,8 @@ def test_a_gguf_adapter_says_what_llama_cpp_reads(tokenizer, tmp_path):
     """B's rows of a Llama's queries are interleaved as the base's are."""
     student = adapted("llama", tokenizer)
     kdjax.export_gguf_adapter(student, tmp_path / "a.gguf")
+    with pytest.raises(UserError, match="found an adapter; expected a model"):
+        kdjax.load(tmp_path / "a.gguf")
     table = open_table(tmp_path / "a.gguf")
     wanted = {"general.type": "adapter", "general.architecture": "llama", "adapter.type": "lora"}
     assert wanted.items() <= table.metadata.items()

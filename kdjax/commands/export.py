@@ -41,8 +41,6 @@ from kdjax.models.decoder import Compute, functional
 from kdjax.models.model import Model, load_model
 from kdjax.models.weights import stack_blocks
 
-_NEVER_WEIGHED = "f32", "f16", "bf16", "q8_0"  # types whose scales are not searched for
-
 
 def read_model(checkpoint: Checkpoint, *, masters: bool = False) -> Model:
     """A model with its parameters on the host, as they were saved: no device is used.
@@ -117,13 +115,6 @@ def export(args: argparse.Namespace) -> ExportSummary:
     dtype = None if as_kept else args.type or "f32"
     options: dict[str, Any] = {"dtype": dtype, "overwrite": args.overwrite}
     print(f"{checkpoint}: {args.format} as {dtype or kept} to {out}", file=sys.stderr)
-    if args.imatrix and dtype in (None, *_NEVER_WEIGHED):
-        found = dtype or "blocks as stored"
-        raise UserError(
-            f"found --imatrix with {found}, which no importance changes; expected a --type that "
-            "searches scales, such as q4_k_m, and of blocks that were trained --masters. Name it, "
-            "or leave --imatrix out."
-        )
     if args.format == "gguf":
         return export_gguf(model, out, imatrix=args.imatrix, **options)
     if args.format == "apr":

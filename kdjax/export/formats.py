@@ -20,6 +20,7 @@ from kdjax.formats.apr.table import DTYPES, write_apr
 from kdjax.formats.files import TensorToWrite
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.imatrix import read_importance
+from kdjax.formats.kquants import WEIGHED
 from kdjax.formats.recipes import RECIPES, tensor_type
 from kdjax.formats.safetensors import SHARD_BYTES, write_folder
 from kdjax.formats.table import TensorTable
@@ -79,7 +80,7 @@ class _Source(NamedTuple):
     ) -> list[TensorToWrite]:
         """Every tensor in the type of `choose_types`.
 
-        Raises `UserError` for an importance of another model.
+        Raises `UserError` for an importance of another model, and for one that changes nothing.
         """
         wholes = {
             part: whole
@@ -92,7 +93,7 @@ class _Source(NamedTuple):
                 f"found importances of {min(importance)} and its like, none of a tensor that is "
                 "written; expected some: the importance matrix is of another model."
             )
-        rows = []
+        rows, changed = [], False
         for tensor, dtype in zip(self.tensors, self.choose_types(kind), strict=True):
             width = tensor.shape[-1]
             weights = (importance or {}).get(wholes.get(tensor.name, tensor.name))
@@ -101,7 +102,15 @@ class _Source(NamedTuple):
                     f"found an importance of {weights.shape[1]} inputs for {tensor.name}; expected "
                     f"{width}: the importance matrix is of another model."
                 )
+            kept = tensor.blocks is not None and tensor.blocks.block == dtype
+            changed |= weights is not None and dtype in WEIGHED and not kept
             rows.append((tensor.name, dtype, tensor.shape, tensor.stream(dtype, weights)))
+        if importance and not changed:
+            raise UserError(
+                f"found an importance and {kind or 'blocks as they are'}, of which it changes no "
+                "tensor; expected a type that searches scales, such as q4_k_m, and of blocks that "
+                "were trained the masters (--masters). Name it, or leave the importance out."
+            )
         return rows
 
 

@@ -627,6 +627,8 @@ ENCODERS: dict[str, Encoder] = {
         2.0,
     ),
 }
+# An importance changes these: scales of the others are those of the largest value.
+WEIGHED = ENCODERS.keys() - {"Q8_0", "Q5_1", "MXFP4"}
 
 
 def _cast(dtype_name: str) -> jax.typing.DTypeLike | None:

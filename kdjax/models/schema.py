@@ -1008,6 +1008,11 @@ def _open_header(table: TensorTable) -> Header:
         family = find_gguf_family(arch, table.metadata)
         header = Header(table, _known_family(family, arch, path), path, arch)
         if "token_embd.weight" not in table:
+            if table.metadata.get("general.type") == "adapter":
+                raise UserError(
+                    f"{path}: found an adapter; expected a model. Name its run or PEFT folder, or "
+                    "the model that it was trained on (llama.cpp takes both, -m and --lora)."
+                )
             raise UserError(f"{path}: no tensor token_embd.weight; this is not a whole model.")
         return header
     name = table.metadata.get("model_type")

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from kdjax.errors import UserError
 from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows, is_cut
 from kdjax.formats.imatrix import read_importance
+from kdjax.formats.kquants import WEIGHED
 from kdjax.formats.recipes import choose_types, parts_by_type
 from kdjax.formats.saved import BLOCK, LORA
 from kdjax.models.adapters import Lora, join_adapters, split_adapters
@@ -263,7 +264,8 @@ def choose_form(
         stacks={name: spec.places(delta=delta) for name, delta in STACKS.items()},
     )
     types = tuple(sorted(chosen.items()))
-    importance = _spread_importance(imatrix, chosen, spec) if imatrix else {}
+    weighed = [path for path, kinds in chosen.items() if not WEIGHED.isdisjoint(kinds)]
+    importance = _spread_importance(imatrix, weighed, spec) if imatrix else {}
     return Rounded(types, text, every, hold, importance)
 
 
@@ -293,5 +295,8 @@ def _spread_importance(
             )
         found[path] = np.stack(given)
     if not found:
-        raise UserError(f"{file}: found no importance of a tensor that is rounded; expected some.")
+        raise UserError(
+            f"{file}: found no importance of a tensor whose scales are searched for; expected "
+            "some. Leave it out, or name a type such as q4_k_m."
+        )
     return found
