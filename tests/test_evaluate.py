@@ -439,7 +439,7 @@ def said(text):
 )
 def test_code_is_found_in_the_answers_of_instruct_models(tmp_path, answer):
     problem = problems.load_humaneval(humaneval(tmp_path))[1]
-    sample = passk._run((problem, said(answer)), passk.Settings(wording="instruct"))
+    sample = passk.judge((problem, said(answer)), passk.Settings(wording="instruct"))
     assert sample.reason == "passed", sample
 
 
@@ -459,7 +459,7 @@ def test_code_is_found_in_the_answers_of_instruct_models(tmp_path, answer):
 )
 def test_answers_to_other_wordings(tmp_path, wording, answer, reason):
     problem = problems.load_mbpp(mbpp(tmp_path))[0]
-    sample = passk._run((problem, said(answer)), passk.Settings(wording=wording))
+    sample = passk.judge((problem, said(answer)), passk.Settings(wording=wording))
     assert sample.reason == reason, sample
 
 
@@ -566,7 +566,7 @@ def test_benchmarks_share_programs_where_kernels_read_rows(pair, tmp_path, monke
 def test_base_answers_end_at_stop_strings(tmp_path):
     problem = problems.load_humaneval(humaneval(tmp_path))[1]
     answer = "    return a + 1\n\ndef add1(a):\n    return 0\n"
-    assert passk._run((problem, said(answer)), passk.Settings()).reason == "passed"
+    assert passk.judge((problem, said(answer)), passk.Settings()).reason == "passed"
     for stop in problems.HUMANEVAL_STOPS:
         assert problems.cut(f"x{stop}y", problems.HUMANEVAL_STOPS) == "x"
 

@@ -606,7 +606,6 @@ def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
 def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, capsys):
     monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(1e-6))
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tiny_config.teacher.weights = "packed"
     assert command.print_plan(command.survey_headers(tiny_config)) == BAD_INPUT
     assert "too much" in capsys.readouterr().out

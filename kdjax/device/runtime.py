@@ -222,7 +222,7 @@ def configure(
     begins on the same device. Compiled programs are kept in ~/.cache/kdjax/xla, unless
     JAX_COMPILATION_CACHE_DIR or jax.config names another folder. Warns, naming the settings, if JAX
     already started and can no longer see them. Raises `UserError` for settings that cannot work.
-    The arguments are for tests: `environ` is os.environ if left out.
+    The other arguments are for tests: `environ` is os.environ if left out.
     """
     from jax._src import xla_bridge  # there is no public way to ask
 

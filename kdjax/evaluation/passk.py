@@ -28,7 +28,7 @@ INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
 # Answers prompts (ids), each up to one of the stop strings, in order. If it raises, the samples of
 # that call count as failures.
 Generate = Callable[[list[list[int]], tuple[str, ...]], Sequence[Completion]]
-_Asked = tuple[Problem, Completion | str]  # an answer, or the error that there is instead
+Asked = tuple[Problem, Completion | str]  # an answer, or the error that there is instead
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -98,12 +98,12 @@ class Sample:
 
 def _ask(
     problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate, settings: Settings
-) -> list[_Asked]:
+) -> list[Asked]:
     """An answer, or what was raised instead of it, for every sample of problems asked at once.
 
     Of an exception the text alone stays: its frames hold what did not fit into memory.
     """
-    asked: list[_Asked] = []
+    asked: list[Asked] = []
     batch, prompts = [], []
     for problem in problems:
         try:
@@ -146,7 +146,8 @@ def run_answer(problem: Problem, answer: str, settings: Settings) -> sandbox.Out
     )
 
 
-def _run(asked: _Asked, settings: Settings) -> Sample:
+def judge(asked: Asked, settings: Settings) -> Sample:
+    """The sample that an answer is: how its program ended, or why there is none."""
     problem, answer = asked
     if isinstance(answer, str):
         return Sample(problem.task, INFERENCE_FAILED, answer, "", "")
@@ -232,7 +233,7 @@ class _Running:
         calls, self._left = self._left[:count], self._left[count:]
         for call in calls:
             asked = _ask(call, self._tokenizer, generate, settings)
-            self._ran.append([pool.submit(_run, one, settings) for one in asked])
+            self._ran.append([pool.submit(judge, one, settings) for one in asked])
 
     def finish(self) -> dict[str, Any]:
         """The figures, once all programs have ended."""

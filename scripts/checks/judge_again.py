@@ -20,6 +20,7 @@ from kdjax.device import cluster
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk, problems, sandbox, table
 from kdjax.formats.files import make_place
+from kdjax.models.decoding import Completion
 from scripts.checks import compare_passk
 
 
@@ -39,11 +40,10 @@ def judge_again(
             "the problems that were asked."
         )
 
-    def judge(of: dict[str, str]) -> passk.Sample:
-        if of["reason"] == passk.INFERENCE_FAILED:
-            return passk.Sample(**of)
-        outcome = passk.run_answer(by_task[of["task"]], of["answer"], settings)
-        return passk.Sample(**(of | {"reason": outcome.reason, "error": outcome.error}))
+    def judge(of: Mapping[str, str]) -> passk.Sample:
+        failed = of["reason"] == passk.INFERENCE_FAILED
+        answer = of["error"] if failed else Completion([], of["answer"], of["ended"], [])
+        return passk.judge((by_task[of["task"]], answer), settings)
 
     with concurrent.futures.ThreadPoolExecutor(cluster.cores()) as pool:
         samples = list(pool.map(judge, kept))
