@@ -20,7 +20,7 @@ from quick import cases
 
 from kdjax.commands import plan as command
 from kdjax.commands.parsing import apply_environment
-from kdjax.config import NEW, SELF, WEIGHTS, Config
+from kdjax.config import NEW, SELF, WEIGHTS, Config, set_fields
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.device.sharding import make_local_mesh
@@ -319,6 +319,24 @@ def test_resident_bytes_are_those_of_the_arrays(
     assert moments == pytest.approx(student * jnp.dtype(moment_dtype).itemsize / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"optim.moment_dtype": "bfloat16"},
+        {"student.quantize": "q4_0"},
+        {"student.lora.rank": 4},
+        {"optim.trainable": "blocks"},
+    ],
+    ids=["plain", "rounded", "adapters", "frozen"],
+)
+def test_a_checkpoint_is_as_large_as_is_planned(tiny_config, tmp_path, asked):
+    set_fields(tiny_config, asked)
+    job = assemble(tiny_config, tmp_path)
+    made = plan.make_plan(job.config, job.pair, make_local_mesh(1), on(1), KINDS["dense"])
+    state = sharding.count_bytes(job.step.abstract)  # what `check_room` asks the disk for
+    assert made.saved == state - 4  # the number of the step
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_frozen_parameters_are_planned_without_moments_and_gradients(tiny_config, tmp_path, name):
     tiny_config.optim.name, tiny_config.optim.trainable = name, "blocks/*/mlp, blk.1.attn_q"
@@ -600,6 +618,7 @@ def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "teacher, bfloat16" in done.stdout and "by auto" in done.stdout
     assert re.search(r"peak +\d+\.\d\d of \d+\.\d\d: fits", done.stdout)
+    assert re.search(r"a checkpoint on the disk: \d+\.\d\d GB\n", done.stdout)
     assert not (tmp_path / "rows").exists()
 
 

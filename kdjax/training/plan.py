@@ -96,7 +96,9 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         # To add up microbatches' takes about what whole ones take (two H200s, from a cache: 37.06
         # GB of 38.02 planned).
         gradients /= 1 if config.train.microbatches > 1 else mesh.size
-    moments = count_bytes(jax.eval_shape(tx.init, shapes)) * masters / count_bytes(shapes)
+    saved = count_bytes(shapes) + count_bytes(jax.eval_shape(tx.init, shapes))
+    share = masters / count_bytes(shapes)
+    moments = saved * share - masters
     resident: dict[str, Size] = {}
     if pair.teacher is not None:
         dtype = config.teacher.param_dtype
@@ -119,8 +121,9 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     }
     if config.student.quantize:
         form = choose_form(config.student.quantize, pair.student.spec)
-        scales = count_bytes(jax.eval_shape(form.begin, shapes)) * masters / count_bytes(shapes)
-        resident |= {"student, rounded, float32": whole, "its scales": scales}
+        scales = count_bytes(jax.eval_shape(form.begin, shapes))
+        saved += scales
+        resident |= {"student, rounded, float32": whole, "its scales": scales * share}
     limit = share_memory(devices)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
     plan = Plan(
@@ -132,6 +135,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         phases={},
         limit=limit,
         tokens_per_s=devices.peak_flops / flops if devices.peak_flops else None,
+        saved=saved,
     )
     temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, gradients, plan.free)
     return dataclasses.replace(plan, phases=temporaries.plan_phases())
