@@ -269,6 +269,7 @@ def test_the_command_plans_what_it_then_runs(paths, text, monkeypatch, capsys):
     status, asked = plan_command(monkeypatch, *arguments, memory=10**9)
     told = capsys.readouterr().out
     assert status == 0 and "fits" in told and "while its block drafts along it" in told
+    assert "checkpoint" not in told  # an evaluation saves none
     assert plan_command(monkeypatch, *arguments, memory=10**6)[0] == 2
     assert "too much" in capsys.readouterr().out
 

@@ -93,7 +93,7 @@ def check_export(
     infos, kept, lost, total = [], [], 0.0, 0.0
     for tensor in tensors:
         infos.append(table.info(tensor.name))
-        if (blocks := tensor.blocks) is not None and blocks.block == infos[-1].dtype:
+        if (blocks := tensor.find_kept(infos[-1].dtype)) is not None:
             if not np.array_equal(table.raw(tensor.name), tensor.kept_bytes(blocks)):
                 problems.append(f"{tensor.name}: not the blocks that were given")
             kept.append(tensor)

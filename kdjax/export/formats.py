@@ -102,8 +102,8 @@ class _Source(NamedTuple):
                     f"found an importance of {weights.shape[1]} inputs for {tensor.name}; expected "
                     f"{width}: the importance matrix is of another model."
                 )
-            kept = tensor.blocks is not None and tensor.blocks.block == dtype
-            changed |= weights is not None and dtype in WEIGHED and not kept
+            searched = dtype in WEIGHED and tensor.find_kept(dtype) is None
+            changed |= searched and weights is not None
             rows.append((tensor.name, dtype, tensor.shape, tensor.stream(dtype, weights)))
         if importance and not changed:
             raise UserError(

@@ -91,6 +91,11 @@ class Tensor:
             array = (array.astype(np.uint32) << 16).view(np.float32)
         return array.astype(np.float32, copy=False)
 
+    def find_kept(self, dtype: str) -> Packed | None:
+        """Its blocks, if they are of that type and so are written as they are."""
+        blocks = self.blocks
+        return blocks if blocks is not None and blocks.block == dtype else None
+
     def kept_bytes(self, blocks: Packed) -> np.ndarray:
         """The rows of its blocks as the file holds them, uint8."""
         return self.layout.write_order(np.asarray(_join(blocks.fields)))
@@ -102,8 +107,7 @@ class Tensor:
 
         Blocks of that type are written as they are, never rounded a second time.
         """
-        blocks = self.blocks
-        if blocks is not None and blocks.block == dtype:
+        if (blocks := self.find_kept(dtype)) is not None:
             return lambda: self.kept_bytes(blocks)
 
         def parts() -> Iterator[np.ndarray]:

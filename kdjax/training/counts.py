@@ -47,7 +47,7 @@ class Plan:
     phases: dict[str, dict[str, Size]]
     limit: Size | None  # what one device offers; None if unknown
     tokens_per_s: float | None  # bound by arithmetic at the data sheet's rate, all devices
-    saved: Size = 0  # bytes of a checkpoint on the disk, of all devices
+    saved: Size = 0  # bytes of a checkpoint on the disk, of all devices; 0: nothing is saved
     choice: str = ""  # the kind of teacher and why
 
     @property
@@ -83,7 +83,8 @@ class Plan:
         limit = f"of {self.limit / 1e9:.2f}" if self.limit else "of an unknown amount"
         verdict = f"{self.missing / 1e9:.2f} too much" if self.missing else "fits"
         yield f"  {'peak':<44} {self.peak / 1e9:8.2f} {limit}: {verdict}"
-        yield f"a checkpoint on the disk: {self.saved / 1e9:.2f} GB"
+        if self.saved:
+            yield f"a checkpoint on the disk: {self.saved / 1e9:.2f} GB"
         if self.tokens_per_s:
             yield f"at most {self.tokens_per_s:,.0f} tokens/s: arithmetic at the chip's peak rate"
         if self.choice:

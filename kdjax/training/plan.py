@@ -96,9 +96,8 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         # To add up microbatches' takes about what whole ones take (two H200s, from a cache: 37.06
         # GB of 38.02 planned).
         gradients /= 1 if config.train.microbatches > 1 else mesh.size
-    saved = count_bytes(shapes) + count_bytes(jax.eval_shape(tx.init, shapes))
-    share = masters / count_bytes(shapes)
-    moments = saved * share - masters
+    trained, moments = count_bytes(shapes), count_bytes(jax.eval_shape(tx.init, shapes))
+    share, saved = masters / trained, trained + moments
     resident: dict[str, Size] = {}
     if pair.teacher is not None:
         dtype = config.teacher.param_dtype
@@ -117,7 +116,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         )
     resident |= {
         f"{beside}, float32" if beside else "student, float32 masters": masters,
-        f"optimizer moments, {config.optim.moment_dtype}": moments,
+        f"optimizer moments, {config.optim.moment_dtype}": moments * share,
     }
     if config.student.quantize:
         form = choose_form(config.student.quantize, pair.student.spec)
