@@ -195,6 +195,17 @@ def test_a_failed_save_is_heard_of_before_the_next_one(tmp_path, rng):
     sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError("Event loop is closed")))
 
 
+@pytest.mark.parametrize("large", [0, 1])  # bytes more than the checkpoint has
+def test_a_large_checkpoint_is_told_before_it_is_written(tmp_path, monkeypatch, caplog, large):
+    weight, told = jnp.arange(250_000, dtype=jnp.float32), []
+    state = TrainState(jnp.int32(5), {"weight": weight}, {"mu": weight})
+    monkeypatch.setattr("kdjax.training.saving._LARGE", 2_000_004 + large)
+    with caplog.at_level("INFO", "kdjax"), Checkpoints(tmp_path, 3) as store:
+        monkeypatch.setattr(store._manager, "save", lambda *_, **__: told.extend(caplog.messages))
+        store.save(5, state, {})
+    assert told == ([] if large else ["saving a checkpoint of 0.00 GB"])
+
+
 def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
     tiny_config, tmp_path, monkeypatch
 ):

@@ -57,6 +57,7 @@ _log = logging.getLogger("kdjax")
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore says it
 _STATE = "state"  # in `run`, of a loop of one's own: its arrays
+_LARGE = 1_000_000_000  # bytes whose saving takes so long that it is told
 _REDRAWN = 1e-5  # random numbers are the same on other hardware but for their last bits
 
 
@@ -127,7 +128,8 @@ class Checkpoints:
         Raises `WriteError` if this save, or the one before it, could not be written.
         """
         self.wait()
-        self.check_room(state)
+        if (need := self.check_room(state)) >= _LARGE:
+            _log.info("saving a checkpoint of %.2f GB", need / 1e9)
         run = run | {CHECKSUMS: checksums(state)}
         run[DIGEST] = record_digest(run)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
@@ -135,8 +137,8 @@ class Checkpoints:
         with self._writing():
             self._manager.save(step, args=items)
 
-    def check_room(self, state: TrainState) -> None:
-        """Raises `WriteError` if the disk has no room for a checkpoint of these arrays."""
+    def check_room(self, state: TrainState) -> int:
+        """Bytes of a checkpoint of these arrays; raises `WriteError` if the disk has no room."""
         need = count_bytes(state)
         disk = shutil.disk_usage(self._folder)
         if disk.free < need and disk.total:  # some file systems do not say
@@ -145,6 +147,7 @@ class Checkpoints:
                 f"{need / 1e9:.3f} GB for a checkpoint. Free some space there, or name a --workdir "
                 "on another disk, and give the same command again."
             )
+        return need
 
     def raise_failed(self) -> None:
         """Raises `WriteError` if a save that began in the background has failed since."""
