@@ -279,6 +279,9 @@ def test_the_command_writes_it_and_refuses_what_cannot_be(
     assert "train from it: --config.teacher.path= --config.teacher.cache=" in capfd.readouterr().err
     for flags, says in (
         (["--k=5"], "found a token with 4 alternatives and --k=5"),
+        (["--k=0"], "found --k=0; expected 1 to"),
+        (["--k=-1"], "found --k=-1; expected 1 to"),
+        (["--all"], "all answers are kept"),
         (["--kind=hidden"], "answers have no hidden states"),
         (["--config.loss.temperature=2"], "temperature=2 and rest='tail'"),
         (["--config.data.heldout=" + str(path)], "found text without a teacher's log-prob"),
@@ -289,6 +292,15 @@ def test_the_command_writes_it_and_refuses_what_cannot_be(
         )
         error = capfd.readouterr().err
         assert re.search(re.escape(says), error) and "Traceback" not in error
+    again = ["--config.teacher.cache=", "--config.loss.alpha=1", "--rest=absent"]
+    assert run(answers, out, *again) == BAD_INPUT
+    assert "settings: the cache has {}, this run {'rest': 'absent'}" in capfd.readouterr().err
+    for flags, says in (
+        (["--rest=absent"], "--rest is of --from"),
+        (["--kind=hidden", "--k=2"], "--k is of --kind=topk"),
+    ):
+        assert run(out, *flags) == BAD_INPUT
+        assert says in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -324,7 +336,14 @@ def test_names_of_several_caches_are_read_and_refused(answered, tmp_path):
     assert split_caches("a") == [(1.0, Path("a"))]
     assert split_caches("a, b") == [(0.5, Path("a")), (0.5, Path("b"))]
     assert split_caches("0.7*a,0.3*b") == [(0.7, Path("a")), (0.3, Path("b"))]
-    for text, says in (("0.7*a,0.7*b", "their sum 1"), ("x*a,b", "expected folders by commas")):
+    folders = "expected folders by commas"
+    for text, says in (
+        ("0.7*a,0.7*b", "their sum 1"),
+        ("0.7*a", "their sum 1"),
+        ("x*a,b", folders),
+        ("a,", folders),
+        ("0.7*a,0.3*", folders),
+    ):
         with pytest.raises(UserError, match=says):
             split_caches(text)
     config, _ = answered

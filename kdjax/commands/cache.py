@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     text = "a server's answers with log-probabilities, in place of a teacher"
     parser.add_argument("--from", dest="answers", metavar="FILE", help=text)
     text = "of --from: what the k ids lack of 1 is with all other ids, or shared out among the k"
-    parser.add_argument("--rest", choices=("tail", "absent"), default="tail", help=text)
+    parser.add_argument("--rest", choices=("tail", "absent"), help=text)
     parser.add_argument(
         "--all", action="store_true", help="every row, not those of the steps alone"
     )
@@ -55,7 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.answers:
         if options.kind != "topk":
             parser.error("--from: answers have no hidden states; leave --kind out")
+        if options.all:
+            parser.error("--from: all answers are kept; leave --all out")
         run.config.data.train, run.config.teacher.path = options.answers, ""
+    elif options.rest:
+        parser.error("--rest is of --from: a teacher says how likely every id is")
+    if options.kind == "hidden" and options.k is not None:
+        parser.error("--k is of --kind=topk: hidden states have no ids; leave it out")
     require_files(run)
     kind = CachedHidden()
     if options.kind == "topk":
@@ -63,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     with started(options, lean=True):
         config = fetch_files(run.config, check=functools.partial(survey, whole=False))
         if options.answers:
-            cache_answers(config, options.out, options.k, rest=options.rest)
+            cache_answers(config, options.out, options.k, rest=options.rest or "tail")
         else:
             cache_teacher(config, options.out, kind, all_rows=options.all)
     return FINISHED

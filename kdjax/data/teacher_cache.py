@@ -55,7 +55,7 @@ class CacheSpec:
     dtype: str  # train.compute_dtype, that of hidden states
     weights: str  # of the teacher: dense, whose numbers packed ones have too, or float8
     sides: tuple[int, int]  # rows of training, held-out rows
-    # Fields of the teacher that came later, where they are not at their defaults.
+    # What came later, where it is not at its default: fields of the teacher, `rest` of answers.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -393,13 +393,16 @@ class SeveralCaches:
 def split_caches(text: str) -> list[tuple[float, Path]]:
     """The folders that `teacher.cache` names, with their weights: `"0.7*a,0.3*b"`.
 
-    Without weights, `"a,b"`, all have the same. `UserError` for weights that are no shares.
+    Without weights, `"a,b"`, all have the same. `UserError` for weights that are no shares, and for
+    one that names no folder.
     """
-    if "," not in text or Path(text).exists():
+    if not {",", "*"} & set(text) or Path(text).exists():
         return [(1.0, Path(text))]
     parts = [part.strip().rpartition("*") for part in text.split(",")]
     try:
         weights = [float(weight) if star else 1 / len(parts) for weight, star, _ in parts]
+        if not all(folder for _, _, folder in parts):
+            raise ValueError(text)
     except ValueError:
         raise UserError(
             f"teacher.cache={text!r}: expected folders by commas, such as a,b or 0.7*a,0.3*b"

@@ -58,8 +58,8 @@ def cache_teacher(
         )
     placement, pair, plan = survey(config)
     real = pair.vocabulary.real
-    if isinstance(kind, CachedTopK) and not 0 < kind.k <= real:
-        raise UserError(f"found --k={kind.k}; expected 1 to {real:,}, the ids of the vocabulary.")
+    if isinstance(kind, CachedTopK):
+        _check_k(kind.k, real)
     rows = prepare_all(config, pair, placement)
     teacher_hash = str(hash_models(pair)["teacher.sha256"])
     spec = describe_cache(config, pair, rows, kind, teacher_hash)
@@ -105,6 +105,8 @@ def cache_answers(config: Config, out: Path, k: int | None, *, rest: str = "tail
     TeacherInBatch(rest).check_loss(KDLoss(temperature=config.loss.temperature))
     config = dataclasses.replace(config, teacher=TeacherConfig())
     pair = open_pair(config)
+    if k is not None:
+        _check_k(k, pair.vocabulary.real)
     rows = prepare(config.data, pair.tokenizer)
     settings, train = row_settings(config.data, pair.tokenizer), len(rows.train)
     placed: dict[int, list[tuple[Piece, Said]]] = {}
@@ -127,12 +129,19 @@ def cache_answers(config: Config, out: Path, k: int | None, *, rest: str = "tail
             f"every token. Leave --k out, which then is {least}, or ask the server for more."
         )
     spec = describe_cache(config, pair, rows, CachedTopK(k or least), "")
+    if rest != "tail":
+        spec = dataclasses.replace(spec, settings={**spec.settings, "rest": rest})
     teacher_cache.write(out, spec, functools.partial(_read_said, placed, spec, rest))
     _log.info(
         "train from it: --config.teacher.path= --config.teacher.cache=%s --config.data.train=%s",
         out,
         config.data.train,
     )
+
+
+def _check_k(k: int, real: int) -> None:
+    if not 0 < k <= real:
+        raise UserError(f"found --k={k}; expected 1 to {real:,}, the ids of the vocabulary.")
 
 
 def _read_said(
