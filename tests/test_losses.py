@@ -17,6 +17,7 @@ from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec, head_loss
 from kdjax.losses.divergences import (
     Divergence,
+    JensenShannon,
     Mixture,
     acceptance,
     as_divergence,
@@ -187,14 +188,20 @@ def test_divergences_have_the_values_known_of_them(text, known, limit):
 
 def test_a_mixture_is_over_merged_outcomes_where_all_its_parts_are():
     both = Mixture(((0.5, forward_kl), (0.5, total_variation)))
-    own = Mixture(((0.5, forward_kl), (0.5, as_divergence(distance))))
+    own = Mixture(((0.5, forward_kl), (0.5, distance)))
     assert both.merges_tail and not own.merges_tail
+    assert own == Mixture(((0.5, forward_kl), (0.5, as_divergence(distance))))
     assert parse_divergence("0.5*forward_kl+0.5*total_variation") == both
     q, p = (np.log(np.asarray(x, np.float32)) for x in ((0.5, 0.3, 0.2), (0.25, 0.5, 0.25)))
     g = both.logit_gradient(q, p)
     inside, tail = both.merged_gradient(q, p)
     np.testing.assert_allclose(inside, g[:2], rtol=1e-6)
     np.testing.assert_allclose(tail * np.exp(p[2:]), g[2:], rtol=1e-6)
+
+
+def test_a_class_is_no_divergence():
+    with pytest.raises(UserError, match=r"such as JensenShannon\(0.5\)"):
+        KDLoss(JensenShannon)
 
 
 def test_the_acceptance_is_what_total_variation_leaves():

@@ -216,17 +216,20 @@ class TotalVariation(Divergence):
         return 0.5 * jnp.sign(student_log_probs - teacher_log_probs)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Mixture(Divergence):
     """A weighted sum of divergences, `Mixture(((0.7, forward_kl), (0.3, total_variation)))`.
 
-    `UserError` unless there are two or more, with weights above 0 that add up to 1.
+    Parts are what `as_divergence` takes. `UserError` unless their weights are above 0 and add up
+    to 1.
     """
 
     parts: tuple[tuple[float, Divergence], ...]
 
-    def __post_init__(self):
-        check_weights([weight for weight, _ in self.parts])
+    def __init__(self, parts: Iterable[tuple[float, Divergence | DivergenceFunction | str]]):
+        whole = tuple((weight, as_divergence(part)) for weight, part in parts)
+        check_weights([weight for weight, _ in whole])
+        object.__setattr__(self, "parts", whole)
 
     @property
     def merges_tail(self) -> bool:  # type: ignore[override]
@@ -319,10 +322,10 @@ def as_divergence(divergence: Divergence | DivergenceFunction | str) -> Divergen
         return divergence
     if isinstance(divergence, str):
         return parse_divergence(divergence)
-    if not callable(divergence):
+    if isinstance(divergence, type) or not callable(divergence):
         raise UserError(
-            f"divergence={divergence!r}: must be a Divergence, one's name, or a function "
-            "f(teacher_log_probs, student_log_probs) -> one number a position"
+            f"divergence={divergence!r}: must be a Divergence such as JensenShannon(0.5), one's "
+            "name, or a function f(teacher_log_probs, student_log_probs) -> one number a position"
         )
     merges_tail = bool(getattr(divergence, "merges_tail", False))
     return FunctionDivergence(divergence, merges_tail=merges_tail)
