@@ -336,6 +336,17 @@ def test_teachers_optimizers_and_names_that_do_not_suit_are_refused(models):
     ):
         with pytest.raises(UserError, match=message):
             kdjax.LayerLoss(nothing, ["embed"], **given)
+    same = {"blocks/0": "blocks/0"}
+    for function, given, message in (
+        (kdjax.match_hidden, [{}], r"hidden_mse: found student=\(\); expected a list of layers"),
+        (kdjax.match_relations, [{}, 2], r"relations: found student=\[\]; expected a list"),
+        (functools.partial(kdjax.match_relations, parts=()), [same, 2], r"found student=\[\]"),
+        (kdjax.match_relations, [same, 0], "heads=0: must be at least 1"),
+        (kdjax.LayerLoss, [nothing, "embed"], "extra: found student='embed'; expected a list"),
+        (kdjax.LayerLoss, [nothing, ["embed"], "embed"], "extra: found teacher='embed'; expected"),
+    ):
+        with pytest.raises(UserError, match=message):
+            function(*given)
     with pytest.raises(UserError, match="distance='l1': must be one of mse, cosine"):
         kdjax.match_hidden({"embed": "embed"}, "l1")
 

@@ -42,7 +42,8 @@ class LayerLoss:
 
     `project` has, for some of the student's layers, the width that a trained matrix makes of theirs
     before the function sees them, or that matrix as it begins, `[width, D]`, or the teacher's layer
-    whose width is meant, if it is another. Raises `UserError` for a name that metrics have already.
+    whose width is meant, if it is another. Raises `UserError` for a name that metrics have already,
+    and for no layers of the student.
 
         def first_layers(student, teacher, batch):
             distance = jnp.mean((student["blocks/0"] - teacher["blocks/0"]) ** 2, axis=-1)
@@ -61,6 +62,12 @@ class LayerLoss:
     def __post_init__(self) -> None:
         if self.name in TAKEN:
             raise UserError(f"name={self.name!r}: metrics have it already; expected another.")
+        for side, names in (("student", self.student), ("teacher", self.teacher)):
+            if isinstance(names, str) or not (names or side == "teacher"):
+                raise UserError(
+                    f"{self.name}: found {side}={names!r}; expected a list of layers, such as "
+                    '["blocks/3"].'
+                )
         if odd := sorted(set(self.project) - set(self.student)):
             raise UserError(f"project={odd}: expected names of student={list(self.student)}.")
 
@@ -197,6 +204,8 @@ def match_relations(
 
         extra = kdjax.match_relations({"blocks/5": "blocks/20"}, heads=16)
     """
+    if heads < 1:
+        raise UserError(f"heads={heads}: must be at least 1.")
     names = [(f"{s}/attn/{part}", f"{t}/attn/{part}") for s, t in pairs.items() for part in parts]
 
     def sum_relations(ours: Layers, theirs: Layers, batch: Mapping[str, Array]) -> Array:
@@ -213,7 +222,7 @@ def match_relations(
             total += jnp.sum(jax.lax.map(jax.checkpoint(compare), columns))
         return total / len(names)
 
-    student, teacher = zip(*names, strict=True)
+    student, teacher = ([pair[side] for pair in names] for side in (0, 1))
     return LayerLoss(sum_relations, student, teacher, weight, "relations")
 
 
