@@ -701,11 +701,12 @@ def _list_problems(config: Config) -> list[str]:
                 f"student.lora.rank={config.student.lora.rank}: must be 0 with student.quantize="
                 f"{config.student.quantize!r}, which trains all of the student"
             )
-    if config.student.imatrix and not config.student.quantize:
-        problems.append(
-            f"student.imatrix={config.student.imatrix!r}: needs student.quantize: it weighs the "
-            "errors of rounding"
-        )
+    for name, why in (
+        ("student.imatrix", "it weighs the errors of rounding"),
+        ("student.quantize_every", "scales of rounding are fitted as often"),
+    ):
+        if flat[name] and not config.student.quantize:
+            problems.append(f"{name}={flat[name]!r}: needs student.quantize: {why}")
     if config.student.block:
         problems += _list_odd_for_block(flat)
     if config.teacher.path == SELF and config.student.init == "random":

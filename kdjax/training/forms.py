@@ -241,11 +241,13 @@ def choose_form(
 
     Raises `UserError` for types that cannot be trained and for a user's module.
     """
-    if not text and imatrix:
-        raise UserError(
-            f"found imatrix={imatrix!r} and no quantize; expected both: it weighs rounding errors."
-        )
     if not text:
+        for name, asked, why in (
+            ("imatrix", imatrix, "it weighs rounding errors"),
+            ("quantize_every", every, "scales of rounding are fitted as often"),
+        ):
+            if asked:
+                raise UserError(f"found {name}={asked!r} and no quantize; expected both: {why}.")
         return PLAIN
     if spec is None:
         raise UserError(
