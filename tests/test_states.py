@@ -97,6 +97,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             kdjax.load_state(tmp_path, other[0])
+    (file := tmp_path / "file").write_text("")
+    for use, given in ((kdjax.load_state, step), (kdjax.save_state, make_step()[1])):
+        with pytest.raises(UserError, match="file: found a file; expected the folder of save_st"):
+            use(file, given)
     with pytest.raises(UserError, match="the state of a loop or a module of your own"):
         kdjax.load(tmp_path)
     (tmp_path / "receipt.json").write_text("{}")

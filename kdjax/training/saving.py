@@ -229,7 +229,7 @@ def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
         kdjax.save_state("runs/own", state)
     """
     refuse_donated(state)
-    folder, step = Path(folder), int(state.step)
+    folder, step = _check_folder(folder), int(state.step)
     if (folder / RECEIPT).exists():
         raise UserError(
             f"{folder} holds a run of kdjax train; expected a folder of your own loop's: name "
@@ -245,16 +245,25 @@ def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
         checkpoints.save(step, state, {_STATE: _describe_arrays(state)})
 
 
+def _check_folder(folder: str | Path) -> Path:
+    """Raises `UserError` for a file where the folder of a loop's states is wanted."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: found a file; expected the folder of save_state: name that.")
+    return folder
+
+
 def load_state(folder: str | Path, step: Step) -> TrainState | None:
     """The newest state that `save_state` left in `folder`, on the devices of `step`; None: none.
 
     Arrays lie as `step` wants them, on however many devices they were saved. A damaged step is
-    moved aside, and the one before it taken. Raises `UserError` for the state of another student or
-    optimizer, naming the first array that differs, and `CheckError` if no step is intact.
+    moved aside, and the one before it taken. Raises `UserError` for a file, and for the state of
+    another student or optimizer, naming the first array that differs; `CheckError` if no step is
+    intact.
 
         state = kdjax.load_state("runs/own", step) or step.init(student.params)
     """
-    folder = Path(folder)
+    folder = _check_folder(folder)
     if not saved_steps(folder):
         return None
     with Checkpoints(folder, keep=2, asynchronous=False) as checkpoints:
