@@ -108,6 +108,7 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     fails("student.gguf: found a header cut short", file, "--format=gguf", out)
     named = student.checkpoint.path
     fails("found --step with a model that is no workdir", named, "--format=hf", out, "--step=5")
+    fails("needs none; .* Leave it out", named, "--format=hf", out, f"--student={named}")
     fails("found --masters with a model", named, "--format=gguf", out, "--masters")
     fails("found --masters with a student that was not", workdir, "--format=hf", out, "--masters")
     fails("found a model without adapters", named, "--format=peft", f"--out={tmp_path}/p")

@@ -217,7 +217,8 @@ def open_checkpoint(
     `student` or what the run's receipt names. `tokenizer` names another file or folder for the
     tokenizer alone; with `shapes` a folder may hold its `config.json` and no weights, with
     `whole=False` a file no more than its header. Reads headers only. Raises `MissingFileError` if
-    there is nothing at `path`, `UserError` for what cannot be understood.
+    there is nothing at `path`, `UserError` for what cannot be understood, and for a `student`
+    beside a model that is whole.
     """
     path = Path(fetch_path(path, TOKENIZER if shapes else MODEL))
     if (path / ADAPTER_CONFIG).is_file() and not (path / CHECKPOINTS).is_dir():
@@ -227,6 +228,11 @@ def open_checkpoint(
     if path.parent.name == CHECKPOINTS and (path.name.isdigit() or path.name == NEWEST):
         workdir, step = path.parent.parent, path.name if path.name == NEWEST else int(path.name)
         return open_step(workdir, step, student=student, tokenizer=tokenizer)
+    if student:
+        raise UserError(
+            f"{path}: found {student!r} named as its student or base, and a model that needs none; "
+            "expected a run or a folder of PEFT's. Leave it out."
+        )
     table = take_text((open_shapes if shapes else open_table)(path, whole=whole))
     spec = spec_from_table(table)
     return Checkpoint(split_fused(table, spec), spec, tokenizer)
