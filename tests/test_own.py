@@ -14,7 +14,8 @@ import kdjax
 from kdjax.errors import UserError
 from kdjax.formats.saved import saved_params
 from kdjax.losses.divergences import parse_divergence, write_divergence
-from kdjax.training.own import Own
+from kdjax.training.hooks import StepRecord
+from kdjax.training.own import Calls, Own
 from kdjax.watch.verify import verify
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -121,6 +122,14 @@ def test_a_hook_stops_a_run_and_another_optimizer_does_not_go_on(own_config, tmp
     assert set(receipt["unhashed_python"]) == {"on_step"}
     with pytest.raises(UserError, match=r"own.optimizer: .*absent.*, now 'state"):
         kdjax.distill(own_config, tmp_path / "a", loss=loss, optimizer=optax.sgd(1.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "stops"),
+    [(True, True), (np.True_, True), (jnp.array(True), True), (np.False_, False), (3, False)],
+)
+def test_true_of_any_library_stops_a_run(said, stops):
+    assert Calls(lambda record: said, None).step_end(StepRecord(1, {}, 0.0, {})) is stops
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,9 @@ class Calls(Hook):
         self._on_step, self._on_eval = on_step, on_eval
 
     def step_end(self, record: StepRecord) -> bool:
-        return self._on_step is not None and self._on_step(record) is True
+        said = self._on_step and self._on_step(record)
+        # NumPy's and JAX's True as well, but no number: `file.write` returns one.
+        return said is True or (getattr(said, "dtype", None) == bool and bool(said))
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         if self._on_eval is not None:
