@@ -508,6 +508,15 @@ def test_what_a_step_cannot_take_is_refused_in_words():
     with pytest.raises(UserError, match="a batch of 6 rows; expected a multiple of 4: 4 micro"):
         built.step(built.state, built.teacher, jax.tree.map(lambda x: x[:6], batch()))
     state = jax.tree.map(jnp.copy, built.state)
+    fewer = built.teacher | {"norm": {"weight": built.teacher["norm"]["weight"][:-1]}}
+    for other, message in (
+        (state.params, r"teacher head: no such array; expected \(160, \d+\). It is another mod"),
+        (fewer, r"teacher norm/weight: \((\d+),\); expected \((?!\1)\d+,\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            built.step(state, other, batch())
+        with pytest.raises(UserError, match=message):
+            built.step.evaluate(state, other, [batch()])
     built.step(state, built.teacher, batch())
     with pytest.raises(UserError, match="a state that an earlier step has taken"):
         built.step(state, built.teacher, batch())

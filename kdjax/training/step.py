@@ -161,6 +161,7 @@ class StepSpec:
     some_layers: Layers = ()  # stacks of which some layers are trained
     extra: tuple[LayerLoss, ...] = ()  # losses beside the divergence
     schedules: Schedules | None = None  # of the loss; `head.loss` has their last values
+    shapes: Mapping[str, Any] | None = None  # of the teacher's arrays by path; None: not compared
 
 
 def _sum_over_devices(
@@ -298,6 +299,7 @@ def kd_step(
 
     `base` is the frozen part of a student with adapters.
     """
+    _refuse_other(spec.shapes, teacher)
     if spec.schedules is not None:
         batch = batch | _read_schedules(spec.schedules, state.step, batch)
     form, kept = spec.form, getattr(state, "kept", None)
@@ -324,6 +326,22 @@ def kd_step(
     return _state(state.step + 1, params, opt_state, None if base else kept, extra), metrics
 
 
+def _list_shapes(tree: Params) -> dict[str, Any]:
+    return dict(zip(list_paths(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
+
+
+def _refuse_other(wanted: Mapping[str, Any] | None, teacher: Params) -> None:
+    """Raises `UserError` for arrays of another model than the teacher's; costs a trace alone."""
+    found = _list_shapes(teacher)
+    for name in () if wanted is None else sorted(found.keys() | wanted):
+        if found.get(name) != wanted.get(name):
+            was, now = (shapes.get(name, "no such array") for shapes in (found, wanted))
+            raise UserError(
+                f"found in a step's teacher {name}: {was}; expected {now}. It is another model, "
+                "such as the student: pass the params of the teacher that make_step was given."
+            )
+
+
 def _read_schedules(schedules: Schedules, step: Any, batch: Batch) -> Batch:
     """Columns of the step's temperature and alpha: they travel with the rows to all devices."""
     shape = batch["weights"].shape
@@ -338,6 +356,7 @@ def eval_step(
     params: Params, teacher: Params, batch: Batch, *, spec: StepSpec
 ) -> EvalSums | TopEvalSums | ExtraSums:
     """Held-out sums of one batch; rows of weight 0 count nothing."""
+    _refuse_other(spec.shapes, teacher)
 
     def sum_evaluation(params: Params, teacher: Params, batch: Batch) -> Any:
         student, running, extra, total = _run_both(spec, params, teacher, batch)
@@ -465,7 +484,9 @@ class Step:
         if self.base is not None:
             frozen |= frozenset(list_paths(self.base))
         head = dataclasses.replace(spec.head, frozen=_is_head_frozen(params, frozen))
-        self.spec = spec = dataclasses.replace(spec, spreads=spreads, frozen=frozen, head=head)
+        known = _list_shapes(teacher or {})
+        spec = dataclasses.replace(spec, spreads=spreads, frozen=frozen, head=head, shapes=known)
+        self.spec = spec
         options = compiler_options(placement.mesh)
         everywhere = replicated(placement.mesh)
         self._outside: list[Any] = []  # counts of ids in earlier batches, not yet looked at
@@ -547,7 +568,8 @@ class Step:
     ) -> tuple[TrainState, StepMetrics]:
         """Donates `state`; `batch` holds host or device arrays, as `complete_batch` takes them.
 
-        Raises `UserError` for a batch that cannot be used, and for a state given before.
+        Raises `UserError` for a batch that cannot be used, for a state given before, and for
+        arrays of other names or shapes than the teacher's.
         """
         refuse_donated(state)
         placed, outside = self._put(batch)
