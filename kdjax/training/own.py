@@ -169,7 +169,7 @@ class Calls(Hook):
     def step_end(self, record: StepRecord) -> bool:
         said = self._on_step and self._on_step(record)
         # NumPy's and JAX's True as well, but no number: `file.write` returns one.
-        return said is True or (getattr(said, "dtype", None) == bool and bool(said))
+        return said is True or (getattr(said, "dtype", None) == "bool" and bool(said))
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         if self._on_eval is not None:
