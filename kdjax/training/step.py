@@ -332,8 +332,10 @@ def _list_shapes(tree: Params) -> dict[str, Any]:
 
 def _refuse_other(wanted: Mapping[str, Any] | None, teacher: Params) -> None:
     """Raises `UserError` for arrays of another model than the teacher's; costs a trace alone."""
+    if wanted is None:
+        return
     found = _list_shapes(teacher)
-    for name in () if wanted is None else sorted(found.keys() | wanted):
+    for name in sorted(found.keys() | wanted):
         if found.get(name) != wanted.get(name):
             was, now = (shapes.get(name, "no such array") for shapes in (found, wanted))
             raise UserError(
