@@ -347,6 +347,11 @@ def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tm
     printed = error_of(capsys, "plan", "--config=qwen7b_0p5b", *text, mine)
     assert f"{mine}\n    qwen2.5-coder-0.5b" in printed and "`hf download Qwen/" in printed
     assert "data" not in printed
+    later = "--config.then.0.data.train=gone", "--config.then.0.train.steps=40"
+    eight = "--config.train.batch_size=8"  # the tests' devices
+    assert cli.main(["plan", "--config=demo", eight, *later]) == FINISHED
+    printed = capsys.readouterr()
+    assert f"{later[0]}\n    gone: no file found" in printed.err and "fits" in printed.out
     rounded = "--config=demo:q4_0", "--config.student.imatrix=a.gguf"
     printed = error_of(capsys, "plan", *rounded)
     assert f"{rounded[1]}\n    a.gguf: no such file; expected an importance matrix" in printed

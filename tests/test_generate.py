@@ -523,6 +523,12 @@ def test_the_command(models, monkeypatch, capsys):
     assert said.out == want[0].text.rstrip("�") + "\n" and "accepted a pass" in said.err
     assert command.main([arguments[0], "--prompt=x", "--top-p=2"]) == 2
     assert "top_p=2.0: must be" in capsys.readouterr().err
+    for flags, found in (
+        (draft[1:], "=3 needs --draft"),
+        ([draft[0], "--draft-tokens=0"], "=0 must"),
+    ):
+        assert command.main([*arguments, *flags]) == 2
+        assert f"error: --draft-tokens{found}" in capsys.readouterr().err
 
 
 def test_processes_agree_on_whether_the_layers_fit_a_second_time(models, monkeypatch):

@@ -29,7 +29,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training import loop
 from kdjax.training.best import Judge, Part, WorseError, compare_parts
 from kdjax.training.hooks import StepRecord
-from kdjax.training.job import assemble
+from kdjax.training.job import assemble, survey
 from kdjax.training.phases import PHASE, Pace, Progress
 from kdjax.training.saving import _Kept
 from kdjax.watch.verify import verify
@@ -383,6 +383,36 @@ def test_flags_change_phases_and_add_them(tiny_config):
     assert choose_figure(config) == "kl" and choose_figure(tiny_config) == "loss"
     with pytest.raises(UserError, match=r"found 1 phases; expected then.1 next"):
         override(tiny_config, ["--config.then.2.train.steps=1"], run_parser("train", ""))
+
+
+@pytest.mark.parametrize(
+    ("flag", "found"),
+    [
+        (
+            "then.0.train.stepz=4",
+            "then.0.train.stepz: no such field. Did you mean --config.then.0.",
+        ),
+        ("then.0.train.steps=x", "then.0.train.steps=x: found no whole number"),
+        (
+            "then.0.train.steps",
+            "then.0.train.steps: found no value; expected --config.then.0.train",
+        ),
+        ("then.0.teacher.backend=q4k", "then.0.teacher.backend: no such field"),
+    ],
+)
+def test_a_flag_of_a_phase_that_cannot_be_read_is_named_whole(tiny_config, flag, found):
+    with pytest.raises(UserError, match=f"^--config.{found}"):
+        override(tiny_config, [f"--config.{flag}"], run_parser("train", ""))
+
+
+def test_text_of_a_later_phase_that_holds_nothing_is_refused_before_the_first(
+    tiny_config, tmp_path
+):
+    (tmp_path / "empty.txt").write_text("\n")
+    changes = {"train.steps": 40, "data.train": str(tmp_path / "empty.txt")}
+    tiny_config.then = (changes,)
+    with pytest.raises(UserError, match=r"^then\[0\]: .*empty"):
+        survey(tiny_config)
 
 
 def test_a_round_of_a_phase_lies_in_a_folder_of_its_own(straight):

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import time
 import types
 
@@ -464,13 +465,17 @@ def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, c
     CollapseGuard(tmp_path, free).news(25, "round", round_figures(3, **changes))
 
 
-def test_a_resumed_run_is_compared_with_its_first_round(job, straight):
+def test_a_resumed_run_is_compared_with_its_first_round(straight, tmp_path):
     workdir, recorder = straight
     guard = CollapseGuard(workdir, RolloutConfig(every=4, stop_growth=1.5))
     figures = recorder.last()["round", 1] | {"round": 1.0}
     guard.news(5, "round", figures)
-    with pytest.raises(CollapseError, match=r"raise checkpoint.keep"):
-        guard.news(5, "round", figures | {"length": 1.6 * figures["length"]})
+    longer = figures | {"length": 1.6 * figures["length"]}
+    with pytest.raises(CollapseError, match=r"step 0 .* That is the start: begin anew, in another"):
+        guard.news(5, "round", longer)
+    shutil.copytree(workdir / "rollouts", tmp_path / "rollouts")
+    with pytest.raises(CollapseError, match=r"step 4 .* No checkpoint .*raise checkpoint.keep"):
+        CollapseGuard(tmp_path, RolloutConfig(every=4)).news(9, "round", longer | {"length": 99.0})
 
 
 def test_another_template_is_refused_unless_accepted(job, tokenizer, tmp_path, caplog):

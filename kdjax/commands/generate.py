@@ -19,7 +19,7 @@ import time
 import jax
 from jax.sharding import Mesh
 
-from kdjax.commands.parsing import Parser, add_cluster_flags, started
+from kdjax.commands.parsing import Parser, add_cluster_flags, check_least, started
 from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
@@ -67,10 +67,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="SMALL",
         help=f"a model that drafts, in any of these forms, or {OWN_BLOCK}: the model's own block",
     )
-    add("--draft-tokens", type=int, default=5, help="drafted a pass (%(default)s)")
+    add("--draft-tokens", type=int, metavar="N", help="drafted a pass (5), with --draft")
     add("--plan", action="store_true", help="as `kdjax plan`: say what it needs, write nothing")
     add_cluster_flags(parser)
     args = parser.parse_args(argv)
+    if args.draft_tokens is not None and not args.draft:
+        parser.error(f"--draft-tokens={args.draft_tokens} needs --draft")
+    check_least(args, draft_tokens=1)
+    args.draft_tokens = args.draft_tokens or 5
     with started(args):
         if jax.process_index() == 0:
             return _write_text(args)

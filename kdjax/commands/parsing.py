@@ -43,7 +43,7 @@ _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 _OLD_FLAG = re.compile(r"--?config\.teacher\.(backend|compute)(?:=(.*))?")
-_PHASE_FLAG = re.compile(r"--?config\.then\.(\d+)\.([^=]+)=(.*)", re.DOTALL)
+_PHASE_FLAG = re.compile(r"--?config\.then\.(\d+)\.([^=]+)(?:=(.*))?", re.DOTALL)
 _ILLEGAL = re.compile(r"flag --config\.([^=]+)=(.*?): ", re.DOTALL)
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
 _FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
@@ -240,10 +240,18 @@ def _take_phases(config: Config, argv: Sequence[str], parser: Parser) -> tuple[C
             rest.append(arg)
             continue
         number, field = int(match[1]), match[2]
+        if match[3] is None:
+            raise UserError(f"{arg}: found no value; expected {arg}=VALUE.")
         if number > len(phases):
             raise UserError(f"{arg}: found {len(phases)} phases; expected then.{len(phases)} next.")
         plain = dataclasses.replace(config, then=())
-        value = flatten(override(plain, [f"--config.{field}={match[3]}"], parser))[field]
+        try:
+            if field not in (fields := flatten(plain)):  # one of earlier versions has no place here
+                raise UserError(_unknown_field(field, fields))
+            value = flatten(override(plain, [f"--config.{field}={match[3]}"], parser))[field]
+        except UserError as error:
+            of_phase = f"--config.then.{number}."
+            raise UserError(str(error).replace("--config.", of_phase)) from error
         phases[number:] = [
             {**(phases[number] if number < len(phases) else {}), field: value},
             *phases[number + 1 :],

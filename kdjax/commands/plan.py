@@ -8,6 +8,7 @@ enough. A run that does not fit ends with status 2 and the settings that
 would.
 """
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +24,13 @@ from kdjax.commands.parsing import (
     started,
 )
 from kdjax.config import Config
-from kdjax.errors import BAD_INPUT, FINISHED, reporting
+from kdjax.errors import BAD_INPUT, FINISHED, MissingFileError, reporting
 from kdjax.hub import fetch_headers
 
 if TYPE_CHECKING:
     from kdjax.training.counts import Plan
+
+_log = logging.getLogger("kdjax")
 
 
 def survey_headers(config: Config) -> "Plan":
@@ -47,7 +50,11 @@ def print_plan(plan: "Plan") -> int:
 
 def plan_run(run: Run) -> int:
     """Plans what a command line asked for; returns the exit status."""
-    require_files(run, text=False)
+    try:
+        require_files(run)
+    except MissingFileError as error:
+        require_files(run, text=False)
+        _log.warning("planned without text: %s", error)
     return print_plan(survey_headers(run.config))
 
 

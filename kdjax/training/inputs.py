@@ -1,6 +1,5 @@
 """Reads a run's inputs: its rows and prompts, and the hashes of all that its paths name."""
 
-import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -81,15 +80,19 @@ def check_texts(config: Config, tokenizer: Tokenizer) -> None:
 
     A phase whose text is of the Hub, or not on this machine, is not asked.
     """
-    settings = {
-        (phase.data.train, phase.data.heldout): row_settings(phase.data, tokenizer)
-        for phase in list_phases(config)
-    }
-    for texts, asked in settings.items():
-        if any(part.strip().startswith(PREFIX) for part in ",".join(texts).split(",")):
+    asked = set[tuple[str, str]]()
+    for number, phase in enumerate(list_phases(config)):
+        texts = phase.data.train, phase.data.heldout
+        of_hub = any(part.strip().startswith(PREFIX) for part in ",".join(texts).split(","))
+        if of_hub or texts in asked:
             continue
-        with contextlib.suppress(MissingFileError):
-            check_split(asked)
+        asked.add(texts)
+        try:
+            check_split(row_settings(phase.data, tokenizer))
+        except MissingFileError:
+            continue
+        except UserError as error:
+            raise UserError(f"then[{number - 1}]: {error}" if number else str(error)) from error
 
 
 def list_read_rows(config: Config, rows: RowSet) -> np.ndarray:

@@ -306,7 +306,7 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     else:
         _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
-    if not whole:  # else it is read next
+    if config.then or not whole:  # else it is read next
         check_texts(config, pair.tokenizer)
     mesh, plan = _choose_mesh(config, pair, meshes, kinds)
     return Placement.on(mesh), pair, plan

@@ -145,8 +145,10 @@ class CollapseGuard(Hook):
         )
         good = max(step - 1 - settings.every, 0)  # the student there wrote the round before
         steps = [saved for saved in saved_steps(self._workdir) if saved <= good]
-        kept = "No checkpoint from before it is kept: raise checkpoint.keep."
-        if steps:
+        kept = "No checkpoint of it is kept: raise checkpoint.keep, or set checkpoint.every."
+        if not good:
+            kept = "That is the start: begin anew, in another --workdir."
+        elif steps:
             kept = f"The last good checkpoint is {step_folder(self._workdir, steps[-1])}."
         raise CollapseError(
             f"round {number}, before step {step}: the student's own answers collapse\n"
