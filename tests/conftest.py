@@ -98,6 +98,16 @@ def _own_log(monkeypatch):
 
 
 @pytest.fixture
+def types_unchecked():
+    """Annotations are not checked, as in a user's run; elsewhere tests check them."""
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
 def rng():
     import numpy as np
 

@@ -14,7 +14,6 @@ import tracemalloc
 import zlib
 from collections import Counter
 
-import jaxtyping
 import numpy as np
 import pytest
 from test_apr import MODEL as ARCHITECTURE
@@ -274,10 +273,9 @@ def check(path, data):
     "batch", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, BATCHES))]
 )
 @pytest.mark.parametrize("suffix", ["gguf", "apr", "safetensors"])
-def test_mutated_files_are_read_or_refused(tmp_path, valid, suffix, batch):
-    # Annotations are checked by other tests; here, at 0.1 ms a call, they would be most of the
-    # time, and their messages most of the memory.
-    jaxtyping.config.update("jaxtyping_disable", True)
+def test_mutated_files_are_read_or_refused(tmp_path, valid, suffix, batch, types_unchecked):
+    # To check annotations, at 0.1 ms a call, would be most of the time, and their messages most of
+    # the memory.
     path, outcomes = tmp_path / f"x.{suffix}", Counter()
     (tmp_path / "config.json").write_text("{}")  # which stands beside a safetensors file
     cases = {number: made(suffix, number, valid) for number in range(batch, CASES, BATCHES)}
@@ -293,7 +291,6 @@ def test_mutated_files_are_read_or_refused(tmp_path, valid, suffix, batch):
                 raise
     finally:
         tracemalloc.stop()
-        jaxtyping.config.update("jaxtyping_disable", False)
     # Neither all harmless nor all stopped by the first check.
     assert outcomes.total() == CASES // BATCHES
     print(suffix, batch, outcomes)

@@ -4,7 +4,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -163,9 +162,7 @@ def test_divergences_of_ones_own_have_no_name():
         ({"on_step": "print"}, "found on_step='print'; expected a function"),
     ],
 )
-def test_what_is_no_such_thing_is_refused(given, message, request):
-    jaxtyping.config.update("jaxtyping_disable", True)  # as a user's run has it
-    request.addfinalizer(lambda: jaxtyping.config.update("jaxtyping_disable", False))
+def test_what_is_no_such_thing_is_refused(given, message, types_unchecked):
     with pytest.raises(UserError, match=message):
         Own(**given)
 

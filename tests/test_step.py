@@ -503,6 +503,13 @@ def test_ids_outside_the_vocabulary_are_refused(column, value):
     built.step.put(batch())  # said once
 
 
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: [model]])
+def test_a_step_refuses_a_model_where_it_wants_arrays(wrap, types_unchecked):
+    built = build()
+    with pytest.raises(UserError, match=r"found object as a step's teacher; .* teacher.params"):
+        built.step(built.state, wrap(object()), batch())
+
+
 def test_what_a_step_cannot_take_is_refused_in_words():
     built = build(microbatches=4)
     with pytest.raises(UserError, match="a batch of 6 rows; expected a multiple of 4: 4 micro"):

@@ -32,12 +32,21 @@ WEIGHTS = "teacher_weights"  # a batch's column, of rows or of positions
 
 
 def name_arrays(teacher: Arrays) -> Params:
-    """A step's teacher as one tree: several by their numbers, "0" the first."""
+    """A step's teacher as one tree: several by their numbers, "0" the first.
+
+    Raises `UserError` for what is no arrays, such as the model that has them.
+    """
     if teacher is None:
         return {}
     if isinstance(teacher, dict):
         return teacher
-    return {str(number): params or {} for number, params in enumerate(teacher)}
+    parts = teacher if isinstance(teacher, list | tuple) else [teacher]
+    if odd := [part for part in parts if not isinstance(part, dict | None)]:
+        raise UserError(
+            f"found {type(odd[0]).__name__} as a step's teacher; expected arrays: those of one, "
+            "teacher.params, or of several, [a.params, b.params]."
+        )
+    return {str(number): params or {} for number, params in enumerate(parts)}
 
 
 def spread_weights(columns: dict[str, Any]) -> dict[str, Any]:
