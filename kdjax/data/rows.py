@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kdjax.data.text import Document, documents, find_files
+from kdjax.data.text import Document, documents, encode_documents, find_files
 from kdjax.errors import UserError
 from kdjax.formats.files import make_folder, writing
 from kdjax.formats.locks import LOCK, LockedError, locking
@@ -315,18 +315,19 @@ def tokenize_documents(
     def tokenize(batch: list[Document]) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
         whole = [d.text for d in batch if d.trained is None and len(d.text) <= LONG]
         plain = iter(tokenizer.encode_batch(whole, parse_special=parse_special))
+        masked = [d for d in batch if d.trained is not None and d.said is None]
+        parts = iter(encode_documents(masked, tokenizer, parse_special=parse_special))
         for document in batch:
             if document.said is not None:
                 ids, mask = document.said.ids, document.said.mask
             elif document.trained is not None:
-                listed, offsets = document.encode(tokenizer, parse_special=parse_special)
-                ids = np.array(listed, np.uint32)
-                mask = np.array(document.loss_mask(offsets), np.uint8)
+                ids, offsets = next(parts)
+                mask = document.loss_mask(offsets).astype(np.uint8)
+                progress.add(len(ids), document.source)
             else:
                 long = len(document.text) > LONG
                 ids = encode_long(document) if long else np.array(next(plain), np.uint32)
-                opened = np.array(tokenizer.open_text(ids[:1].tolist()), np.uint32)
-                ids = np.concatenate([opened, ids[1:]])
+                ids = tokenizer.open_array(ids)
                 mask = np.ones(len(ids), np.uint8)
                 progress.add(0 if long else len(ids), document.source)
             if document.open:

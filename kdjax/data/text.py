@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kdjax.data.answers import Said, is_answer, read_answers
 from kdjax.data.installed import source_files
 from kdjax.errors import MissingFileError, UserError, suggest_path
@@ -51,28 +53,43 @@ class Document(NamedTuple):
     open: bool = True
     said: Said | None = None  # its ids, of a server's answer, which is not tokenized again
 
-    def encode(
-        self, tokenizer: Tokenizer, *, parse_special: bool
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids without the end of the document, and the characters `[start, end)` of each.
-
-        A conversation's marks are special ids, those of plain text only with `parse_special`.
-        """
-        special = parse_special or not self.open
-        ids, offsets = tokenizer.encode_with_offsets(self.text, parse_special=special)
-        if self.open and (whole := tokenizer.open_text(ids)) is not ids:
-            ids, offsets = whole, [(0, 0), *offsets]
-        return ids, offsets
-
-    def loss_mask(self, offsets: Sequence[tuple[int, int]]) -> list[bool]:
+    def loss_mask(self, offsets: np.ndarray) -> np.ndarray:
         """Whether each token carries loss, from the characters `[start, end)` it came from."""
+        starts = offsets[:, 0]
         if self.trained is None:
-            return [True] * len(offsets)
-        return [any(a <= start < b for a, b in self.trained) for start, _ in offsets]
+            return np.ones(len(starts), bool)
+        begins, ends = np.array(self.trained, np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
+        return np.any((begins <= starts) & (starts < ends), axis=0)
 
     def digest(self) -> bytes:
         """SHA-256 of the text: what decides the held-out split."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()
+
+
+def encode_documents(
+    documents: Sequence[Document], tokenizer: Tokenizer, *, parse_special: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of each its ids without an end, and the characters `[start, end)` of each, int64 `[n, 2]`.
+
+    A conversation's marks are special ids, those of plain text only with `parse_special`.
+    """
+    special = [parse_special or not document.open for document in documents]
+    encoded = {
+        parse: iter(
+            tokenizer.encode_batch_with_offsets(
+                [d.text for d, parses in zip(documents, special, strict=True) if parses == parse],
+                parse_special=parse,
+            )
+        )
+        for parse in (False, True)
+    }
+    for document, parse in zip(documents, special, strict=True):
+        ids, offsets = next(encoded[parse])
+        if document.open:
+            ids = tokenizer.open_array(ids)
+            before = np.zeros((len(ids) - len(offsets), 2), np.int64)
+            offsets = np.concatenate([before, offsets])
+        yield ids, offsets
 
 
 def split_sources(text: str) -> tuple[list[str], list[str]]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Packer, Rows, tokenize_documents, warn_of_marks
-from kdjax.data.text import Document, documents, find_files
+from kdjax.data.text import Document, documents, encode_documents, find_files
 from kdjax.device import cluster
 from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
@@ -118,14 +118,14 @@ def _describe_tokens(
     document: Document, tokenizer: Tokenizer, *, parse_special: bool
 ) -> dict[str, np.ndarray]:
     """Ids, loss mask, classes and bytes of a document's tokens, its end included."""
-    ids, offsets = document.encode(tokenizer, parse_special=parse_special)
-    mask = document.loss_mask(offsets)
+    ((ids, places),) = encode_documents([document], tokenizer, parse_special=parse_special)
+    mask, offsets = document.loss_mask(places), list(map(tuple, places.tolist()))
     if document.open:
-        ids, offsets = [*ids, tokenizer.end_of_text_id], [*offsets, (0, 0)]
-        mask = [*mask, True]
+        ids, offsets = np.append(ids, tokenizer.end_of_text_id), [*offsets, (0, 0)]
+        mask = np.append(mask, True)
     return {
-        "tokens": np.asarray(ids),
-        "mask": np.asarray(mask),
+        "tokens": ids,
+        "mask": mask,
         "classes": class_ids(document.text, document.source, offsets),
         "bytes": token_bytes(document.text, offsets),
     }

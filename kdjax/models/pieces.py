@@ -7,7 +7,7 @@ surrounds it, so that a pre-tokenizer and merges find the same words as in the w
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,19 @@ def _encode(encoder: Encoder, texts: list[str]) -> list[tuple[np.ndarray, np.nda
     return [
         (np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded
     ]
+
+
+def encode_texts(encoder: Encoder, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """As `encode_pieces`, of each text the whole; those that are not long all at once."""
+    short = iter(_encode(encoder, [text for text in texts if len(text) <= LONG]))
+    found = []
+    for text in texts:
+        if len(text) <= LONG:
+            found.append(next(short))
+        else:
+            ids, offsets = zip(*encode_pieces(encoder, text), strict=True)
+            found.append((np.concatenate(ids), np.concatenate(offsets)))
+    return found
 
 
 def _is_safe(encoder: Encoder, text: str, at: int) -> bool:

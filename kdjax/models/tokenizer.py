@@ -42,7 +42,7 @@ from kdjax.models.encoders import (
     spell,
 )
 from kdjax.models.families import FAMILIES
-from kdjax.models.pieces import encode_pieces
+from kdjax.models.pieces import encode_pieces, encode_texts
 
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]
@@ -102,6 +102,11 @@ class Tokenizer:
         if self.opening_id is None or ids[:1] == [self.opening_id]:
             return ids
         return [self.opening_id, *ids]
+
+    def open_array(self, ids: np.ndarray) -> np.ndarray:
+        """As `open_text`, of uint32 `[n]`."""
+        opened = np.array(self.open_text(ids[:1].tolist()), np.uint32)
+        return np.concatenate([opened, ids[1:]])
 
     @functools.cached_property
     def content_hash(self) -> str:
@@ -219,13 +224,14 @@ class Tokenizer:
         self, text: str, *, parse_special: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids as of `encode`, and the characters `[start, end)` that each came from."""
-        encoder = self.encoder if parse_special else self._plain
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        for some, places in encode_pieces(encoder, text):
-            ids += some.tolist()
-            offsets += map(tuple, places.tolist())
-        return ids, offsets
+        ((ids, offsets),) = self.encode_batch_with_offsets([text], parse_special=parse_special)
+        return ids.tolist(), list(map(tuple, offsets.tolist()))
+
+    def encode_batch_with_offsets(
+        self, texts: Sequence[str], *, parse_special: bool = True
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The same of each text, on all cores: uint32 ids, int64 characters `[n, 2]`."""
+        return encode_texts(self.encoder if parse_special else self._plain, texts)
 
     @property
     def _named_tokens(self) -> dict[str, Any]:
