@@ -69,7 +69,7 @@ class Document(NamedTuple):
 def encode_documents(
     documents: Sequence[Document], tokenizer: Tokenizer, *, parse_special: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of each its ids without an end, and the characters `[start, end)` of each, int64 `[n, 2]`.
+    """Ids of each without an end, and the characters `[start, end)` of each, int64 `[n, 2]`.
 
     A conversation's marks are special ids, those of plain text only with `parse_special`.
     """

@@ -37,7 +37,7 @@ def _encode(encoder: Encoder, texts: list[str]) -> list[tuple[np.ndarray, np.nda
 
 
 def encode_texts(encoder: Encoder, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """As `encode_pieces`, of each text the whole; those that are not long all at once."""
+    """The ids and characters of `encode_pieces`, whole; texts that are not long all at once."""
     short = iter(_encode(encoder, [text for text in texts if len(text) <= LONG]))
     found = []
     for text in texts:

@@ -104,7 +104,7 @@ class Tokenizer:
         return [self.opening_id, *ids]
 
     def open_array(self, ids: np.ndarray) -> np.ndarray:
-        """As `open_text`, of uint32 `[n]`."""
+        """The same of an array, uint32 `[n]`."""
         opened = np.array(self.open_text(ids[:1].tolist()), np.uint32)
         return np.concatenate([opened, ids[1:]])
 
