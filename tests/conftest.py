@@ -95,6 +95,9 @@ def _own_log(monkeypatch):
     log = logging.getLogger("kdjax")
     monkeypatch.setattr(log, "propagate", log.propagate)
     monkeypatch.setattr(log, "handlers", log.handlers)
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture

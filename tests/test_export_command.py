@@ -200,6 +200,15 @@ def test_generate_writes_the_same_from_a_workdir_as_from_its_export(
         assert generate.main([f"{model}@dense:float32", *source, *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts == [texts[0]] * 3 and texts[0] != "\n"
+    folder = tmp_path / "hf"
+    assert run(exported, "--format=hf", f"--out={folder}") == 0
+    capsys.readouterr()
+    assert generate.main([f"{exported}@dense:float32", f"--draft={folder}", *flags]) == 0
+    said = capsys.readouterr()
+    assert said.out == texts[0]
+    assert re.match(
+        r"\d\d:\d\d:\d\d llama.cpp would not draft with this pair: the draft is", said.err
+    )
 
 
 def test_a_card_without_records_claims_nothing(student):

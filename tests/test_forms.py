@@ -257,8 +257,9 @@ def test_scales_are_fitted_by_an_importance(pair, tmp_path):
         assert np.mean(plain == weighed) < 0.99
     with pytest.raises(UserError, match="no quantize; expected both"):
         make(pair, imatrix=str(path))
-    with pytest.raises(UserError, match="found quantize_every=2 and no quantize; expected both"):
-        make(pair, quantize_every=2)
+    for name in ("quantize_every", "quantize_until"):
+        with pytest.raises(UserError, match=f"found {name}=2 and no quantize; expected both"):
+            make(pair, **{name: 2})
     with pytest.raises(UserError, match="found no importance of a tensor whose scales"):
         make(pair, quantize="q8_0", imatrix=str(path))
     sums.pop("blk.1.ffn_down.weight")

@@ -101,6 +101,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     for use, given in ((kdjax.load_state, step), (kdjax.save_state, make_step()[1])):
         with pytest.raises(UserError, match="file: found a file; expected the folder of save_st"):
             use(file, given)
+        for inner in ("checkpoints", "checkpoints/1", "checkpoints/2"):
+            with pytest.raises(
+                UserError, match=rf"{inner}: found steps of .*; expected the folder"
+            ):
+                use(tmp_path / inner, given)
     with pytest.raises(UserError, match="the state of a loop or a module of your own"):
         kdjax.load(tmp_path)
     (tmp_path / "receipt.json").write_text("{}")

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from kdjax.commands.parsing import Parser
+from kdjax.commands.parsing import Parser, log_to_terminal
 from kdjax.device import runtime
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
@@ -163,6 +163,7 @@ def _parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
+    log_to_terminal()
     runtime.configure(lean=True)
     print(f"{args.out}: {export(args)}")
     return FINISHED

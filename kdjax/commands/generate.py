@@ -13,13 +13,20 @@ nothing. Of several processes that an engine started the first alone answers: a 
 """
 
 import argparse
+import logging
 import sys
 import time
 
 import jax
 from jax.sharding import Mesh
 
-from kdjax.commands.parsing import Parser, add_cluster_flags, check_least, started
+from kdjax.commands.parsing import (
+    Parser,
+    add_cluster_flags,
+    check_least,
+    log_to_terminal,
+    started,
+)
 from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
@@ -75,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--draft-tokens={args.draft_tokens} needs --draft")
     check_least(args, draft_tokens=1)
     args.draft_tokens = args.draft_tokens or 5
+    log_to_terminal(logging.WARNING)  # the text is what is asked for
     with started(args):
         if jax.process_index() == 0:
             return _write_text(args)

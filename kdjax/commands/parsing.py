@@ -373,12 +373,12 @@ def started(
     return cluster.started(options.distributed, options.join_timeout, lean=lean)
 
 
-def log_to_terminal() -> None:
-    """Shows kdjax's own lines, with the time, and warnings of others."""
+def log_to_terminal(level: int = logging.INFO) -> None:
+    """Shows kdjax's own lines from `level` on, with the time, and warnings of others."""
     # Libraries log through absl at INFO (Orbax a dozen lines a save); the run's own lines do not.
     absl_logging.set_verbosity(absl_logging.WARNING)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     log = logging.getLogger("kdjax")
     log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.INFO)
+    log.setLevel(level)

@@ -245,6 +245,7 @@ def choose_form(
         for name, asked, why in (
             ("imatrix", imatrix, "it weighs rounding errors"),
             ("quantize_every", every, "scales of rounding are fitted as often"),
+            ("quantize_until", hold, "scales of rounding are fitted until then"),
         ):
             if asked:
                 raise UserError(f"found {name}={asked!r} and no quantize; expected both: {why}.")

@@ -564,12 +564,17 @@ def build_step(
         allow_degenerate=True,  # `open_pair` has judged that
         quantize=config.student.quantize,
         quantize_every=config.student.quantize_every,
-        quantize_until=config.train.steps - config.train.steps // 10,
+        quantize_until=_last_fit(config),
         imatrix=config.student.imatrix,
         trainable=config.optim.trainable,
         extra=own.extra,
     )
     return teacher, step, schedule
+
+
+def _last_fit(config: Config) -> int | None:
+    """The step from which scales of rounding are held; None where nothing is rounded."""
+    return config.train.steps - config.train.steps // 10 if config.student.quantize else None
 
 
 def _make_loss(config: Config) -> KDLoss:

@@ -246,10 +246,16 @@ def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
 
 
 def _check_folder(folder: str | Path) -> Path:
-    """Raises `UserError` for a file where the folder of a loop's states is wanted."""
+    """Raises `UserError` for a file, or a folder of steps, where that of a loop is wanted."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: found a file; expected the folder of save_state: name that.")
+    for path in (folder, folder.parent):
+        if path.name == CHECKPOINTS and saved_steps(path.parent):
+            raise UserError(
+                f"{folder}: found steps of {path.parent}; expected the folder of save_state: name "
+                "that."
+            )
     return folder
 
 
@@ -257,9 +263,9 @@ def load_state(folder: str | Path, step: Step) -> TrainState | None:
     """The newest state that `save_state` left in `folder`, on the devices of `step`; None: none.
 
     Arrays lie as `step` wants them, on however many devices they were saved. A damaged step is
-    moved aside, and the one before it taken. Raises `UserError` for a file, and for the state of
-    another student or optimizer, naming the first array that differs; `CheckError` if no step is
-    intact.
+    moved aside, and the one before it taken. Raises `UserError` for a file or a folder of steps,
+    and for the state of another student or optimizer, naming the first array that differs;
+    `CheckError` if no step is intact.
 
         state = kdjax.load_state("runs/own", step) or step.init(student.params)
     """
