@@ -21,6 +21,7 @@ from tokenizers import models as encoder_models
 from tokenizers import pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from kdjax import progress
 from kdjax.config import Config, DataConfig
 from kdjax.data import pipeline, rows, text
 from kdjax.data.installed import package_versions
@@ -266,7 +267,7 @@ def test_a_long_document_is_packed_as_a_short_one_and_says_how_far_it_is(
     sides = dict(patterns=f"{tmp_path}/a.txt", heldout=f"{tmp_path}/b.txt", parse_special=True)
     whole = prepare(tmp_path / "whole", tokenizer, **sides)
     monkeypatch.setattr(rows, "LONG", 1_000)
-    monkeypatch.setattr(rows, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
     for name, value in dict(PIECE=500, LONG=1_000, AROUND=200, _AT_ONCE=4).items():
         monkeypatch.setattr(pieces, name, value)
     with caplog.at_level("INFO", logger="kdjax"):

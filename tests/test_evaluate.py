@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
+from kdjax import progress
 from kdjax.commands import evaluate
 from kdjax.data.rows import RowSettings, prepare_rows
 from kdjax.device import sharding
@@ -205,7 +206,9 @@ def test_no_position_sorts_the_whole_vocabulary():
     assert not [line for line in sorts if str(vocab) in line]
 
 
-def test_domains_are_merged_once(pair, mesh):
+def test_domains_are_merged_once(pair, mesh, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    caplog.set_level("INFO", logger="kdjax")
     student = open_target(f"{pair}/student.gguf@dense:float32")
     domains = {"code": f"{pair}/text/a.py", "prose": f"{pair}/text/b.md"}
     figures = measure(student, None, domains, mesh)
@@ -214,6 +217,7 @@ def test_domains_are_merged_once(pair, mesh):
     want = sum(part["ce"] * part["tokens"] for part in parts) / count
     assert figures["all"]["overall"]["ce"] == pytest.approx(want, rel=1e-9)
     assert "kl_ts" not in figures["all"]["overall"]
+    assert f"batches, {student}: 3 of 4" in caplog.messages
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 from exporting import a_student, assert_same, corrupted, load
 
 import kdjax
+from kdjax import progress
 from kdjax.commands import export as command
 from kdjax.commands import generate
 from kdjax.export import card, export_gguf, export_hf, vocabulary, weights
@@ -135,9 +136,12 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     assert (tmp_path / "a.gguf").read_bytes() == b"before"
 
 
-def test_a_model_that_no_run_trained_is_written_as_the_library_writes_it(student, tmp_path, capsys):
+def test_a_model_that_no_run_trained_is_written_as_the_library_writes_it(
+    student, tmp_path, capsys, monkeypatch
+):
     """Rounded plainly, as stored, or as a folder that is a model again."""
     file, made = student.checkpoint.path, tmp_path / "made"
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
     assert run(file, "--format=gguf", "--type=q4_0", f"--out={made}-q4_0.gguf") == 0
     published = load(file)
     export_gguf(
@@ -152,6 +156,7 @@ def test_a_model_that_no_run_trained_is_written_as_the_library_writes_it(student
     assert "Which files the teacher and the student were" in (made / "README.md").read_text()
     said = capsys.readouterr().err
     assert "student.gguf: gguf as q4_0" in said and "made-q4_0.gguf: gguf as stored" in said
+    assert "tensors written: 25 of 26" in said and "tensors read back: 25 of 26" in said
 
 
 def test_what_is_kept_counts_in_the_error(student, tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kdjax
+from kdjax import progress
 from kdjax.commands import imatrix
 from kdjax.errors import UserError
 from kdjax.export import export_gguf
@@ -62,13 +63,15 @@ def test_sums_of_squares_are_those_of_what_each_matrix_is_multiplied_with(models
         assert read[f"{name}.counts"].ravel().tolist() == [count]
 
 
-def test_the_command_measures_what_export_then_weighs_by(models, tmp_path, capsys):
+def test_the_command_measures_what_export_then_weighs_by(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
     text = tmp_path / "a.py"  # its end does not fill the last of eight rows
     text.write_text("".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(200)))
     out = tmp_path / "im.gguf"
     where = [str(models / "student.gguf"), f"--data={text}", f"--out={out}", "--seq-len=32"]
-    assert imatrix.main([*where, "--rows=8"]) == 0
-    assert "14 matrices, 224 positions" in capsys.readouterr().out
+    assert imatrix.main([*where, "--rows=8", "--batch-size=2"]) == 0
+    said = capsys.readouterr()
+    assert "14 matrices, 224 positions" in said.out and "batches read: 3 of 4" in said.err
     student = kdjax.load(models / "student.gguf", dtype="float32")
     for name, path in (("plain", ""), ("weighed", out)):
         export_gguf(student, tmp_path / f"{name}.gguf", dtype="q4_0", imatrix=path)

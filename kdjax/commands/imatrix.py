@@ -21,6 +21,7 @@ from kdjax.export.staging import check_target
 from kdjax.formats.files import make_place
 from kdjax.formats.imatrix import write_importance
 from kdjax.models.importance import sum_squares
+from kdjax.progress import counted
 
 
 def _parser() -> Parser:
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     model = target.load(sharding.make_local_mesh(1))
 
     def batches() -> Iterator[np.ndarray]:
-        for start in range(0, len(tokens), args.batch_size):
+        for start in counted(range(0, len(tokens), args.batch_size), "batches read"):
             yield tokens[start : start + args.batch_size]
 
     sums, count = sum_squares(model, batches())

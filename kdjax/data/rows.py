@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from kdjax.formats.files import make_folder, writing
 from kdjax.formats.locks import LOCK, LockedError, locking
 from kdjax.models.pieces import LONG
 from kdjax.models.tokenizer import Tokenizer
+from kdjax.progress import Progress
 
 _log = logging.getLogger("kdjax")
 
@@ -37,7 +37,6 @@ COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
 _ASIDE = ".making-"  # before the names of folders in the making
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
-_REPORT_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,17 +278,15 @@ class _SideWriter:
                 file.close()
 
 
-class _Progress:
+class _Tokens:
     """Says every 10 s how many tokens there are, and which text is at work."""
 
     def __init__(self) -> None:
-        self._tokens, self._last = 0, time.monotonic()
+        self._tokens, self._progress = 0, Progress()
 
     def add(self, tokens: int, source: str) -> None:
         self._tokens += tokens
-        if time.monotonic() - self._last >= _REPORT_SECONDS:
-            self._last = time.monotonic()
-            _log.info("%s: %.1f million tokens of the text so far", source, self._tokens / 1e6)
+        self._progress.say("%s: %.1f million tokens of the text so far", source, self._tokens / 1e6)
 
 
 def tokenize_documents(
@@ -301,7 +298,7 @@ def tokenize_documents(
     conversations, whose template writes them; in plain text only with `parse_special`. A long
     text is encoded in pieces, so that memory beside its text and ids does not grow with it.
     """
-    progress = _Progress()
+    progress = _Tokens()
 
     def encode_long(document: Document) -> np.ndarray:
         parts = []

@@ -42,6 +42,7 @@ from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels import EXCLUDED
 from kdjax.models.nextn import take_block
 from kdjax.models.tokenizer import Tokenizer
+from kdjax.progress import counted
 from kdjax.training.heldout import compute_perplexity, count_bits
 from kdjax.training.pair import Vocabulary, align
 
@@ -210,7 +211,8 @@ def _forward(
         return
     model = target.load(mesh, max(int(batch["segment_ids"].max()) for batch in batches))
     head = jax.block_until_ready(jax.jit(model.functions.head)(model.params))
-    for hidden in model.hidden_states(batches):
+    told = counted(batches, f"batches, {target}") if jax.process_index() == 0 else batches
+    for hidden in model.hidden_states(told):
         yield hidden, head
 
 

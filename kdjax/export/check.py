@@ -27,6 +27,7 @@ from kdjax.models.loading import is_gguf, split_fused, tensor_names
 from kdjax.models.ropes import Rope, rope_frequencies
 from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
+from kdjax.progress import counted
 
 # Root mean square of the errors in a block of 256, relative to its largest element: what no valid
 # rounding exceeds. Half the worst step for the types with one scale, which are off by a whole step
@@ -91,7 +92,7 @@ def check_export(
     if path.is_dir():
         problems += _check_folder(path)
     infos, kept, lost, total = [], [], 0.0, 0.0
-    for tensor in tensors:
+    for tensor in counted(tensors, "tensors read back"):
         infos.append(table.info(tensor.name))
         if (blocks := tensor.find_kept(infos[-1].dtype)) is not None:
             if not np.array_equal(table.raw(tensor.name), tensor.kept_bytes(blocks)):

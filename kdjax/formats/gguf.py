@@ -28,6 +28,7 @@ from kdjax.formats.files import (
     tensor_bytes,
 )
 from kdjax.formats.table import TensorInfo, TensorTable
+from kdjax.progress import counted
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # equal but for the big-endian files that 3 allows
@@ -357,7 +358,9 @@ def write_gguf(
         offset += -(-nbytes // alignment) * alignment
     with replacing(path) as file:
         file.write(b"".join(header))
-        for (name, *_, data), nbytes in zip(tensors, sizes, strict=True):
+        for (name, *_, data), nbytes in zip(
+            counted(tensors, "tensors written"), sizes, strict=True
+        ):
             file.write(bytes(-file.tell() % alignment))
             file.writelines(checked_chunks(path, name, data, nbytes))
         file.write(bytes(-file.tell() % alignment))

@@ -32,6 +32,7 @@ from kdjax.formats.files import (
     tensor_bytes,
 )
 from kdjax.formats.table import TensorInfo, TensorTable
+from kdjax.progress import counted
 
 _MAX_DIMS = 8
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -213,7 +214,7 @@ def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
     memory while it is written. Raises `UserError` for data of another size than its shape has.
     """
     arrays = {}
-    for tensor in tensors:
+    for tensor in counted(list(tensors), "tensors taken"):
         name, dtype, shape, data = tensor
         pieces = checked_chunks(path, name, data, _nbytes(tensor))
         chunks = [np.frombuffer(piece, np.uint8) for piece in pieces]
