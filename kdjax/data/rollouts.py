@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kdjax.data.rows import COLUMNS, Piece, Rows, TeacherRows, place_whole
-from kdjax.data.text import find_files, openings
+from kdjax.data.text import encode_chats, find_files, openings
 from kdjax.errors import CheckError, UserError
 from kdjax.formats.files import replacing
 from kdjax.models.tokenizer import Tokenizer
@@ -95,11 +95,11 @@ def read_prompts(
     hints: dict[tuple[int, ...], list[int]] = {}
     exercises: dict[tuple[int, ...], Mapping[str, Any]] = {}
     too_long = hinted_too_long = 0
-    for opening in openings(find_files(patterns), tokenizer):
+    found = openings(find_files(patterns), tokenizer)
+    for opening, ids, hinted in encode_chats(found, tokenizer):
         if opening.chat:
-            ids = tokenizer.encode(opening.text)
             too_long += len(ids) > longest
-            hinted = tokenizer.encode(opening.hinted) if longest_hinted and opening.hinted else []
+            hinted = hinted if longest_hinted and opening.hinted else []
             hinted_too_long += len(hinted) > longest_hinted
             if 0 < len(ids) <= longest and len(hinted) <= longest_hinted:
                 ends[tuple(ids)] = tokenizer.eos_id

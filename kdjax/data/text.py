@@ -3,6 +3,7 @@
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ TEXT_SUFFIXES = frozenset((
 ))
 # fmt: on
 TABLE_SUFFIXES = frozenset((".jsonl", ".parquet"))
+_CHATS = 1_024  # beginnings encoded at a time: bounds memory
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 # The fields of a record, and how messages tell them.
 _FIELDS = (("text",), ("messages",), ("prompt", "completion"))
@@ -228,6 +230,21 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
         text = str(prompt) if whole else _make_document(record, source, tokenizer).text
         if text.strip():
             yield Opening(text, False, whole)
+
+
+def encode_chats(
+    found: Iterable[Opening], tokenizer: Tokenizer
+) -> Iterator[tuple[Opening, list[int], list[int]]]:
+    """Each beginning with the ids of a conversation and those with its hint, on all cores.
+
+    No ids of any other text, which is cut before it is encoded.
+    """
+    found = iter(found)
+    while batch := list(itertools.islice(found, _CHATS)):
+        texts = [text for one in batch if one.chat for text in (one.text, one.hinted)]
+        ids = iter(tokenizer.encode_batch(texts))
+        for one in batch:
+            yield one, *((next(ids), next(ids)) if one.chat else ([], []))
 
 
 def _add_hint(messages: Sequence[Any], hint: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Rows
-from kdjax.data.text import Opening, find_files, openings
+from kdjax.data.text import Opening, encode_chats, find_files, openings
 from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
@@ -143,9 +143,9 @@ def begin_each(
     Of equal ones the first is kept; those of more than `most` ids are left out.
     """
     found: dict[tuple[int, ...], Opening] = {}
-    for one in openings:
-        text, whole = one.text, one.whole
-        ids = tokenizer.encode(text) if one.chat else begin_text(text, tokenizer, whole=whole)
+    for one, ids, _ in encode_chats(openings, tokenizer):
+        if not one.chat:
+            ids = begin_text(one.text, tokenizer, whole=one.whole)
         if 0 < len(ids) <= most:
             found.setdefault(tuple(ids), one)
     return found
