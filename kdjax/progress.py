@@ -11,7 +11,7 @@ _SECONDS = 10.0
 _T = TypeVar("_T")
 
 
-class Progress:
+class Heartbeat:
     """Logs a line where the one before is 10 s old, or the work began then."""
 
     def __init__(self) -> None:
@@ -25,8 +25,8 @@ class Progress:
 
 def counted(items: Sequence[_T], what: str) -> Iterator[_T]:
     """The items; how many of them are done is said under the words `what`."""
-    progress = Progress()
+    heartbeat = Heartbeat()
     for number, item in enumerate(items):
         if number:
-            progress.say("%s: %d of %d", what, number, len(items))
+            heartbeat.say("%s: %d of %d", what, number, len(items))
         yield item

@@ -96,10 +96,9 @@ def read_prompts(
     exercises: dict[tuple[int, ...], Mapping[str, Any]] = {}
     too_long = hinted_too_long = 0
     found = openings(find_files(patterns), tokenizer)
-    for opening, ids, hinted in encode_chats(found, tokenizer):
+    for opening, ids, hinted in encode_chats(found, tokenizer, hints=bool(longest_hinted)):
         if opening.chat:
             too_long += len(ids) > longest
-            hinted = hinted if longest_hinted and opening.hinted else []
             hinted_too_long += len(hinted) > longest_hinted
             if 0 < len(ids) <= longest and len(hinted) <= longest_hinted:
                 ends[tuple(ids)] = tokenizer.eos_id

@@ -28,7 +28,7 @@ from kdjax.formats.files import make_folder, writing
 from kdjax.formats.locks import LOCK, LockedError, locking
 from kdjax.models.pieces import LONG
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.progress import Progress
+from kdjax.progress import Heartbeat
 
 _log = logging.getLogger("kdjax")
 
@@ -282,11 +282,13 @@ class _Tokens:
     """Says every 10 s how many tokens there are, and which text is at work."""
 
     def __init__(self) -> None:
-        self._tokens, self._progress = 0, Progress()
+        self._tokens, self._heartbeat = 0, Heartbeat()
 
     def add(self, tokens: int, source: str) -> None:
         self._tokens += tokens
-        self._progress.say("%s: %.1f million tokens of the text so far", source, self._tokens / 1e6)
+        self._heartbeat.say(
+            "%s: %.1f million tokens of the text so far", source, self._tokens / 1e6
+        )
 
 
 def tokenize_documents(

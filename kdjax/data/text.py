@@ -233,18 +233,19 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
 
 
 def encode_chats(
-    found: Iterable[Opening], tokenizer: Tokenizer
+    found: Iterable[Opening], tokenizer: Tokenizer, *, hints: bool = False
 ) -> Iterator[tuple[Opening, list[int], list[int]]]:
-    """Each beginning with the ids of a conversation and those with its hint, on all cores.
+    """Each beginning with the ids of a conversation and, with `hints`, of its hint, on all cores.
 
     No ids of any other text, which is cut before it is encoded.
     """
     found = iter(found)
     while batch := list(itertools.islice(found, _CHATS)):
-        texts = [text for one in batch if one.chat for text in (one.text, one.hinted)]
-        ids = iter(tokenizer.encode_batch(texts))
+        plain = iter(tokenizer.encode_batch([one.text for one in batch if one.chat]))
+        told = iter(tokenizer.encode_batch([one.hinted for one in batch if hints and one.hinted]))
         for one in batch:
-            yield one, *((next(ids), next(ids)) if one.chat else ([], []))
+            ids = next(plain) if one.chat else []
+            yield one, ids, next(told) if hints and one.hinted else []
 
 
 def _add_hint(messages: Sequence[Any], hint: Any) -> list[Any]:
