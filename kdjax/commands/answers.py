@@ -192,8 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     sampling = _check(args)
     until = time.monotonic() + (args.seconds or math.inf)
-    runtime.configure()
     log_to_terminal()
+    runtime.configure()
     target = open_target(args.model)
     if (most := target.checkpoint.spec.max_positions) <= args.max_tokens:
         raise UserError(

@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     check_least(args, rows=1, batch_size=1, seq_len=2)
     check_target(args.out, folder=False, overwrite=args.overwrite)
-    runtime.configure(lean=True)
     log_to_terminal()
+    runtime.configure(lean=True)
     target = open_target(args.model)
     if args.out.exists() and any(args.out.samefile(path) for path in target.checkpoint.table.paths):
         raise UserError(
