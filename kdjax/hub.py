@@ -454,6 +454,8 @@ def _fetch_header(file: _File) -> Path:
                         break
                 if part.tell() < HEADER:
                     raise OSError(f"it ended after {part.tell():,} of {HEADER:,} bytes")
+                part.flush()  # a full disk speaks up here, not behind the new name
+                os.fsync(part.fileno())
                 aside.replace(file.header)
             except BaseException:
                 aside.unlink(missing_ok=True)

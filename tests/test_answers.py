@@ -18,6 +18,7 @@ from kdjax.commands.verify import main as verify_command
 from kdjax.data.answers import read_answers
 from kdjax.data.teacher_cache import split_caches
 from kdjax.errors import BAD_INPUT, FINISHED, UserError
+from kdjax.evaluation import heldout
 from kdjax.training.caching import cache_answers
 from kdjax.training.identity import identify
 from kdjax.training.inputs import hash_contents
@@ -137,6 +138,7 @@ def spoil(line, name, place, value):
     [
         (lambda x: spoil(x, "teacher_ids", (1, 2), 10**6), "alternatives .*1000000.*; expected"),
         (lambda x: spoil(x, "teacher_ids", (1, 2), x["teacher_ids"][1][0]), "each id once"),
+        (lambda x: spoil(x, "teacher_ids", (1, 2), 2**70), r"no answer of a server \(OverflowErr"),
         (lambda x: spoil(x, "teacher_top_log_probs", (2, 0), 0.1), "add up to 1.*at most 1"),
         (lambda x: spoil(x, "teacher_top_log_probs", (2, 0), float("nan")), "add up to nan"),
         (lambda x: x["tokens"].append(7), r"no answer of a server \(ValueError"),
@@ -155,6 +157,8 @@ def test_impossible_answers_are_refused_by_their_line(models, change, says):
 def test_answers_without_what_is_needed_say_what_to_ask_for(models):
     tok = tokenizer(models)
     line = lines(tok)["llama.cpp"]
+    line["response"]["usage"] = None
+    list(read_answers(line, "a:1", tok))
     line["response"]["tokens_evaluated"] += 1
     with pytest.raises(UserError, match=r"found a prompt of .* tokens at the server and of"):
         list(read_answers(line, "a:1", tok))
@@ -192,6 +196,21 @@ def answered(models, tiny_config, tmp_path):
     config.train.batch_size, config.train.microbatches, config.train.steps = 8, 1, 4
     config.eval.every = config.checkpoint.every = 0
     return config, answers
+
+
+def test_held_out_text_is_what_the_writer_read(models, tmp_path):
+    """By its own ids, however its text would be encoded anew; its prompt is no target."""
+    tok = tokenizer(models)
+    own = lines(tok)["own"]
+    ids = [*own["tokens"], *tok.encode("日é"), tok.encode("é")[0]]  # it ends within a character
+    count = len(ids) - own["start"]
+    own = {"tokens": ids, "start": own["start"], "teacher_ids": [[i] for i in ids[-count:]]}
+    own["teacher_top_log_probs"] = [[-0.5]] * count
+    (tmp_path / "a.jsonl").write_text(json.dumps(own))
+    held = heldout.read_text(f"{tmp_path}/a.jsonl", tok, rows=1, seq_len=64)
+    assert held.rows.tokens[0, : len(ids)].tolist() == ids
+    assert held.rows.mask[0].sum() == count and held.rows.mask[0, len(ids) - 1]
+    assert held.bytes[0].sum() == len(tok.decode(ids).encode())
 
 
 def read_cached(columns, at):

@@ -206,6 +206,10 @@ def test_a_cache_of_an_earlier_version_is_read_and_mended(tmp_path, small_shards
     path.write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"weights: the cache has float8, this run dense"):
         teacher_cache.open_cache(tmp_path, SPEC)
+    del index["shards"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"found no index of a cached teacher \(KeyError: 'shards'"):
+        teacher_cache.read_index(tmp_path)
 
 
 def test_rows_are_added_to_a_cache_that_runs_know_by_its_first_shard(tmp_path, small_shards):

@@ -646,6 +646,36 @@ def test_json_lines_and_parquet(tokenizer, tmp_path):
     assert found[2].source.endswith("b.parquet:3") and found[3].trained
 
 
+def test_parquet_has_what_stands_beside_a_prompt(tokenizer, tmp_path):
+    """What a line of JSON may have, in columns: the same prompts of both."""
+    asked = [{"role": "user", "content": "Add."}]
+    beside = {"opening": "def ", "hint": "a + b", "exercise": {"prompt": "def add(a, b):"}}
+    for name, record in (("a", {"messages": asked} | beside), ("b", {"prompt": "x = "})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record))
+        columns = {key: [value] for key, value in record.items()}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    chats, beginnings = (
+        list(text.openings(sorted(tmp_path.glob(f"{name}.*")), tokenizer)) for name in ("a", "b")
+    )
+    assert chats[0] == chats[1] and chats[0].exercise and "a + b" in chats[0].hinted
+    assert beginnings[0] == beginnings[1] == text.Opening("x = ", chat=False)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": ["hello"]}, "message 0 must be an object"),
+        ({"messages": chat("q"), "opening": ["def "]}, r"found \['def '\] as the opening"),
+        ({"messages": chat("q"), "hint": "h", "exercise": "T/1"}, "'T/1' as the exercise"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_refused_by_its_line(tokenizer, tmp_path, record, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=f"a.jsonl:1: .*{message}"):
+        list(text.openings([path], tokenizer))
+
+
 def test_parquet_without_pyarrow_names_the_extra(tokenizer, tmp_path, monkeypatch):
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -672,6 +702,13 @@ def test_parquet_without_pyarrow_names_the_extra(tokenizer, tmp_path, monkeypatc
             r"a.jsonl:1: no message of the assistant",
         ),
         ("a.jsonl", b'{"messages": ["x"]}', r"a.jsonl:1: message 0 must be an object"),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud83d\\ude00 \\ud83d"}',
+            r"a.jsonl:1: found '.ud83d', half of",
+        ),
+        ("a.jsonl", b'{"text": ' + b"1" * 5000, r"a.jsonl:1: not JSON \(.*integer string"),
+        ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: not JSON \(.*recursion"),
         ("a.py", b"ok\nfine\n\xff", r"a.py:3: byte 8 \(0xff\) is not UTF-8"),
         ("a.parquet", b"PAR1 not really", r"a.parquet: not a readable Parquet file"),
         ("a.py", b"  \n", r"a.py: the text is empty"),

@@ -887,7 +887,9 @@ def test_any_split_into_batches_gives_the_same_figures(seed, counts):
 def test_a_shortened_program_has_what_its_function_needs_and_says_nothing_more():
     code = """
 import math
-STEP = 2
+def double(x):
+    return 2 * x
+STEP = double(1)
 def least(x):
     'The least.'
     return math.floor(x) + STEP

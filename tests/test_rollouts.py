@@ -102,10 +102,21 @@ def test_prompts_are_conversations_with_the_turn_opened_and_texts_cut_at_lines(
     again = read_prompts(str(tmp_path), chat, 30, 0)
     assert again.key == prompts.key and [again[i] for i in range(len(once))] == once
     assert read_prompts(str(tmp_path), chat, 29, 0).key != prompts.key
-    with pytest.raises(UserError, match=r"5 prompts of more than 2 tokens and no.*prompt_tok"):
+    with pytest.raises(UserError, match=r"23 prompts of more than 2 tokens and no.*prompt_tok"):
         read_prompts(f"{tmp_path}/p.jsonl", chat, 2, 0)
-    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "no line end"}))
-    assert chat.decode(read_prompts(f"{tmp_path}/one.jsonl", chat, 30, 0)[0].ids) == "no line end"
+    long = "y " * 40 + "\n"
+    for text, parts in (
+        ("no line end", 1),
+        ("Q: why?\nA:", 1),
+        (f"a\n{long}b", 2),
+        (f"{long}b", 1),
+    ):
+        caplog.clear()
+        (tmp_path / "one.jsonl").write_text(json.dumps({"text": text}))
+        cut = read_prompts(f"{tmp_path}/one.jsonl", chat, 30, 0)
+        found = sorted(chat.decode(cut[i].ids) for i in range(len(cut)))
+        assert len(found) == parts and "".join(found) == text.replace(long, "")
+        assert ("1 prompts of more than 30 tokens are left out" in caplog.text) == (long in text)
 
 
 def test_answers_are_packed_whole_and_leave_little_room(rng):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from test_evaluate import answering, humaneval
+from test_vocabularies import sentencepiece
 
 import kdjax
 from kdjax.commands import answers as command
@@ -23,7 +24,7 @@ from kdjax.evaluation.answers import (
     state_path,
 )
 from kdjax.models.decoding import Completion, Sampling
-from kdjax.models.tokenizer import load_tokenizer
+from kdjax.models.tokenizer import from_gguf, load_tokenizer
 
 SETTINGS = passk.Settings(wording="instruct", samples=2, batch_size=4, allow_unsandboxed=True)
 
@@ -204,6 +205,35 @@ def test_a_prompt_is_gone_on_from_whole_and_of_a_text_the_beginning(tmp_path):
     assert said.answered(" 3") == {"messages": [*asked, answer]}
     with pytest.raises(UserError, match="found no prompt of 1 to 3 ids"):
         list_prompts(f"{tmp_path}/q.jsonl", tokenizer, 3)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
+def test_a_beginning_is_the_text_to_the_letter(tmp_path, kind):
+    """Not cut within a character of several ids, and without the space that encoding puts first."""
+    tokenizer = load_tokenizer(STUDENT)
+    if kind == "SentencePiece":
+        tokenizer = from_gguf(sentencepiece(), "x")
+    for count in range(6, 16):
+        given = "ab" + "日本語の文章" * count
+        (tmp_path / "q.jsonl").write_text(json.dumps({"text": given}))
+        (begun,) = list_prompts(f"{tmp_path}/q.jsonl", tokenizer, 300)
+        assert begun.beginning and given.startswith(begun.beginning)
+        assert tokenizer.open_text(tokenizer.encode(begun.beginning)) == list(begun.ids)
+
+
+def test_an_exercise_is_known_by_its_id_as_a_text(tokenizer, tmp_path):
+    """Numbers became texts in the file of what was tried, and were asked twice."""
+    path = humaneval(tmp_path, 2)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(json.dumps(r | {"task_id": i}) for i, r in enumerate(records)))
+    exercises = problems.load_humaneval(path)
+    for _ in range(2):
+        kept = VerifiedAnswers(tmp_path / "out.jsonl", {"seed": 0})
+        kept.write(exercises, tokenizer, answering(right), SETTINGS)
+        assert kept.describe().startswith("2 exercises tried")
+    path.write_text(json.dumps(records[0] | {"prompt": None}))
+    with pytest.raises(UserError, match="HumanEval/0' has no prompt, or one of another kind"):
+        problems.load_humaneval(path)
 
 
 def test_what_is_said_to_prompts_is_kept_and_asked_once(models, tmp_path):

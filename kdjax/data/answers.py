@@ -78,7 +78,7 @@ def read_answers(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -
                 yield Said(np.array(ids, np.uint32), len(prompt), top, numbers)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise UserError(
             f"{source}: found no answer of a server ({type(error).__name__}: {error}); expected "
             "`messages` or `prompt`, and a `response` with log-probabilities."
@@ -115,7 +115,7 @@ def _read_prompt(
         ids = tokenizer.open_text(tokenizer.encode(record["prompt"]))
     else:
         ids = record["prompt"]
-    said = response.get("usage", {}).get("prompt_tokens", response.get("tokens_evaluated"))
+    said = (response.get("usage") or {}).get("prompt_tokens", response.get("tokens_evaluated"))
     if said not in (None, len(ids)):
         raise UserError(
             f"found a prompt of {said} tokens at the server and of {len(ids)} here; expected the "

@@ -8,6 +8,7 @@ import collections
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +117,9 @@ def read_prompts(
             continue
         most = longest - (tokenizer.opening_id is not None)
         for ids in _cut_at_lines(opening.text, tokenizer, most, parse_special=parse_special):
-            ends[tuple(tokenizer.open_text(ids))] = tokenizer.end_of_text_id
+            too_long += len(ids) > most
+            if len(ids) <= most:
+                ends[tuple(tokenizer.open_text(ids))] = tokenizer.end_of_text_id
     if longest_hinted and not hints:
         raise UserError(
             f"{patterns}: found {too_long} prompts of more than {longest} tokens, "
@@ -157,17 +160,16 @@ def _choose_held(
 def _cut_at_lines(
     text: str, tokenizer: Tokenizer, longest: int, *, parse_special: bool
 ) -> Iterable[list[int]]:
-    """The text's ids in parts that end with a line, or, of a line that is too long, before it."""
+    """The text's ids in parts of whole lines, as many as `longest` holds; one that is longer."""
     ids, offsets = tokenizer.encode_with_offsets(text, parse_special=parse_special)
     ends = [i for i, (_, end) in enumerate(offsets, 1) if text[end - 1 : end] == "\n"]
+    if ends[-1:] != [len(ids)]:  # the last line has no end
+        ends.append(len(ids))
     start = 0
-    for end, after in zip(ends, [*ends[1:], len(ids)], strict=False):  # no end, no cut
-        if after - start > longest or end == ends[-1]:
-            if 0 < end - start <= longest:
-                yield ids[start:end]
+    for end, after in zip(ends, [*ends[1:], math.inf], strict=True):
+        if after - start > longest:
+            yield ids[start:end]
             start = end
-    if not ends and 0 < len(ids) <= longest:
-        yield ids
 
 
 class Answer(NamedTuple):

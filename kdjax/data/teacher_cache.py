@@ -110,7 +110,9 @@ def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
         fields |= {name: tuple(fields[name]) for name in ("vocabulary", "sides")}
         if compute := fields.pop("compute", None):  # of an earlier version
             fields["weights"] = name_numbers(read_weights(compute))
-        return CacheSpec(**fields), index
+        spec = CacheSpec(**fields)
+        _list_shards(spec, index)  # raises as the rest, where it lists none
+        return spec, index
     except FileNotFoundError:
         raise MissingFileError(
             f"{path}: found no such file; expected a cached teacher.{suggest_path(path)} Make it: "
@@ -118,7 +120,7 @@ def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
         ) from None
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(
             f"{path}: found no index of a cached teacher ({type(error).__name__}: {error}); "
             "expected what `kdjax cache` writes. Delete the folder and make it again."

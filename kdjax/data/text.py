@@ -36,7 +36,8 @@ TABLE_SUFFIXES = frozenset((".jsonl", ".parquet"))
 _CHATS = 1_024  # beginnings encoded at a time: bounds memory
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 # The fields of a record, and how messages tell them.
-_FIELDS = (("text",), ("messages",), ("prompt", "completion"))
+_FIELDS = (("text",), ("messages",), ("prompt", "completion"), ("prompt",))
+_BESIDE = ("opening", "hint", "exercise")  # what a prompt's record may have too
 _FORMS = '"text" (a string), "messages" (a list), or "prompt" and "completion" (strings)'
 _PYTHON = re.compile(r"(?:^|,)\s*python:")
 
@@ -205,9 +206,15 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
     for source, record in _read_records(files):
         if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
             messages = record["messages"]
-            if messages and isinstance(messages[-1], Mapping):
-                messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
-            opening = record.get("opening") or ""
+            _check_messages(messages, source)
+            if messages and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            opening, exercise = record.get("opening") or "", record.get("exercise")
+            if not isinstance(opening, str) or not isinstance(exercise, Mapping | None):
+                raise UserError(
+                    f"{source}: found {opening!r} as the opening and {exercise!r} as the exercise; "
+                    "expected a text and an object, or none. Leave out what is no such thing."
+                )
             try:
                 hinted, hint = "", record.get("hint")
                 if hint:
@@ -220,7 +227,7 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
                 text,
                 chat=True,
                 hinted=hinted,
-                exercise=record.get("exercise"),
+                exercise=exercise,
                 messages=tuple(messages),
                 opening=opening,
             )
@@ -294,12 +301,21 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            yield f"{path}:{number}", json.loads(line)
-        except json.JSONDecodeError as error:
+            record = json.loads(line)
+            if "\\u" in line:
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
             raise UserError(
-                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}). Each line must "
-                f"be one object with {_FORMS}."
+                f"{path}:{number}: found {error.object[error.start]!r}, half of a character's "
+                "escape; expected both halves. Leave it out: the text was cut there."
             ) from error
+        except (ValueError, RecursionError) as error:
+            decoded = isinstance(error, json.JSONDecodeError)
+            said = f"{error.msg} at column {error.colno}" if decoded else str(error)
+            raise UserError(
+                f"{path}:{number}: not JSON ({said}). Each line must be one object with {_FORMS}."
+            ) from error
+        yield f"{path}:{number}", record
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
@@ -317,11 +333,12 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
         if names is None:
             raise UserError(f"{path}: expected columns of {_FORMS}; found {', '.join(there)}.")
         number = 0
-        for batch in file.iter_batches(columns=list(names)):
+        columns = [*names, *(name for name in _BESIDE if name in there)]
+        for batch in file.iter_batches(columns=columns):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}:{number}", record
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
 
 
@@ -349,11 +366,15 @@ def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Documen
     raise UserError(f"{source}: expected an object with {_FORMS}; found {content}.")
 
 
-def _render_conversation(messages: list[Any], source: str, tokenizer: Tokenizer) -> Document:
-    """Renders the messages; only what the assistant says, its end token included, carries loss."""
+def _check_messages(messages: Sequence[Any], source: str) -> None:
     for i, message in enumerate(messages):
         if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
             raise UserError(f"{source}: message {i} must be an object with a role and content.")
+
+
+def _render_conversation(messages: list[Any], source: str, tokenizer: Tokenizer) -> Document:
+    """Renders the messages; only what the assistant says, its end token included, carries loss."""
+    _check_messages(messages, source)
     try:
         text = tokenizer.render(messages)
         spans = []

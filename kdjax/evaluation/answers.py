@@ -55,7 +55,7 @@ def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[Prompt]
     for ids, one in found.items():
         beginning = one.opening if one.chat else one.text
         if not one.whole:
-            beginning = tokenizer.decode(list(ids[opened:]))
+            beginning = tokenizer.decode(list(ids[opened:]), start=True)
         prompts.append(Prompt(ids, one.messages, beginning))
     return prompts
 

@@ -155,8 +155,11 @@ def begin_text(text: str, tokenizer: Tokenizer, *, whole: bool = False) -> list[
     """Half of a plain text or 128 tokens, or the `whole`, to go on from."""
     if whole:
         return tokenizer.open_text(tokenizer.encode(text, parse_special=False))
-    ids = tokenizer.encode(text[: 64 * PROMPT_TOKENS], parse_special=False)
-    return tokenizer.open_text(ids[: min(PROMPT_TOKENS, len(ids) // 2)])
+    ids, offsets = tokenizer.encode_with_offsets(text[: 64 * PROMPT_TOKENS], parse_special=False)
+    count = min(PROMPT_TOKENS, len(ids) // 2)
+    while count and offsets[count][0] < offsets[count - 1][1]:  # not within a character
+        count -= 1
+    return tokenizer.open_text(ids[:count])
 
 
 class Text(NamedTuple):

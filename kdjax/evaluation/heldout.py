@@ -119,8 +119,12 @@ def _describe_tokens(
     document: Document, tokenizer: Tokenizer, *, parse_special: bool
 ) -> dict[str, np.ndarray]:
     """Ids, loss mask, classes and bytes of a document's tokens, its end included."""
-    ((ids, places),) = encode_documents([document], tokenizer, parse_special=parse_special)
-    mask, offsets = document.loss_mask(places), list(map(tuple, places.tolist()))
+    if document.said is not None:
+        ids, mask = document.said.ids, document.said.mask
+        offsets = tokenizer.find_offsets(ids.tolist())
+    else:
+        ((ids, places),) = encode_documents([document], tokenizer, parse_special=parse_special)
+        mask, offsets = document.loss_mask(places), list(map(tuple, places.tolist()))
     if document.open:
         ids, offsets = np.append(ids, tokenizer.end_of_text_id), [*offsets, (0, 0)]
         mask = np.append(mask, True)

@@ -13,7 +13,7 @@ import dataclasses
 import gzip
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,13 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _fields(path: Path, record: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
-    missing = [name for name in names if name not in record]
+    kinds = {"task_id": (str, int), "test_list": list}
+    missing = [name for name in names if not isinstance(record.get(name), kinds.get(name, str))]
     if missing:
         raise UserError(
-            f"{path}: problem {record.get('task_id')!r} has no {', '.join(missing)}; expected "
-            f"{', '.join(names)}. A benchmark's own file has them; exercises need them too."
+            f"{path}: problem {record.get('task_id')!r} has no {', '.join(missing)}, or one of "
+            f"another kind; expected {', '.join(names)}, texts but for a number or a list of "
+            "tests. A benchmark's own file has them; exercises need them too."
         )
     return [record[name] for name in names]
 
@@ -99,7 +101,11 @@ def _fields(path: Path, record: dict[str, Any], names: tuple[str, ...]) -> list[
 def load_humaneval(path: Path) -> list[Problem]:
     """HumanEval's JSON lines, plain or gzip. Raises `UserError` for another file."""
     names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
-    return [humaneval_problem(*_fields(path, record, names)) for record in _records(path)]
+    problems = []
+    for record in _records(path):
+        task, *texts = _fields(path, record, names)
+        problems.append(humaneval_problem(str(task), *texts))  # what was tried is kept by strings
+    return problems
 
 
 def humaneval_problem(task: str, prompt: str, entry: str, solution: str, test: str) -> Problem:
@@ -266,12 +272,16 @@ def shorten(code: str, names: Collection[str]) -> str:
     """The parts of a program that these functions need, without docstrings and comments."""
     tree = ast.parse(code)
     known = {node.name: node for node in tree.body if isinstance(node, _DEFINED)}
-    needed, left = set[str](), set(names)
+    rest = [node for node in tree.body if not isinstance(node, _DEFINED)]
+
+    def find_used(parts: Iterable[ast.AST]) -> set[str]:
+        nodes = (node for part in parts for node in ast.walk(part))
+        return {node.id for node in nodes if isinstance(node, ast.Name)} & known.keys()
+
+    needed, left = set[str](), set(names) | find_used(rest)
     while left:
         needed |= left
-        walked = (ast.walk(known[name]) for name in left if name in known)
-        left = {node.id for nodes in walked for node in nodes if isinstance(node, ast.Name)}
-        left &= known.keys() - needed
+        left = find_used(known[name] for name in left if name in known) - needed
     tree.body = [x for x in tree.body if not isinstance(x, _DEFINED) or x.name in needed]
     for node in ast.walk(tree):
         if isinstance(node, _DEFINED) and ast.get_docstring(node, clean=False) is not None:

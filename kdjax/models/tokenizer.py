@@ -216,6 +216,17 @@ class Tokenizer:
         known = (self.encoder.id_to_token(int(i)) for i in ids)
         return self._within.decode([token for token in known if token is not None])
 
+    def find_offsets(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Characters `[start, end)` of `decode(ids)` that each stands for, or is a part of."""
+        offsets: list[tuple[int, int]] = []
+        at = 0
+        for i in range(1, len(ids) + 1):
+            text = self.decode(ids[len(offsets) : i])
+            if i == len(ids) or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                offsets += [(at, at + len(text))] * (i - len(offsets))
+                at += len(text)
+        return offsets
+
     @functools.cached_property
     def _within(self) -> decoders.Decoder | None:
         return decoder_within(self.encoder) if is_sentencepiece(self.encoder) else None
