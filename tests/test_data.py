@@ -647,7 +647,7 @@ def test_json_lines_and_parquet(tokenizer, tmp_path):
 
 
 def test_parquet_has_what_stands_beside_a_prompt(tokenizer, tmp_path):
-    """What a line of JSON may have, in columns: the same prompts of both."""
+    """Columns say what a line of JSON says: both give the same prompts."""
     asked = [{"role": "user", "content": "Add."}]
     beside = {"opening": "def ", "hint": "a + b", "exercise": {"prompt": "def add(a, b):"}}
     for name, record in (("a", {"messages": asked} | beside), ("b", {"prompt": "x = "})):

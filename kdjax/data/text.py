@@ -209,7 +209,8 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
             _check_messages(messages, source)
             if messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
-            opening, exercise = record.get("opening") or "", record.get("exercise")
+            opening = record.get("opening") or ""
+            exercise = record.get("exercise")
             if not isinstance(opening, str) or not isinstance(exercise, Mapping | None):
                 raise UserError(
                     f"{source}: found {opening!r} as the opening and {exercise!r} as the exercise; "
