@@ -1,6 +1,7 @@
 """From text to batches: tokenizer, documents, packed rows, split, position; all by hand."""
 
 import dataclasses
+import errno
 import importlib
 import importlib.metadata
 import itertools
@@ -674,6 +675,21 @@ def test_a_prompt_of_another_kind_is_refused_by_its_line(tokenizer, tmp_path, re
     path.write_text(json.dumps(record))
     with pytest.raises(UserError, match=f"a.jsonl:1: .*{message}"):
         list(text.openings([path], tokenizer))
+
+
+def test_a_folder_that_cannot_be_listed_is_no_folder_without_text(tmp_path, monkeypatch):
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "a.py").write_text("x = 1")
+    listed = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="locked"):
+        text.find_files(str(tmp_path))
 
 
 def test_parquet_without_pyarrow_names_the_extra(tokenizer, tmp_path, monkeypatch):

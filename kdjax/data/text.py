@@ -148,8 +148,12 @@ def _warn_of_links(links: tuple[Path, ...]) -> None:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """The files of text under a folder, hidden folders left out."""
-    for parent, folders, names in os.walk(folder):
+    """The files of text under a folder, hidden folders left out; raises for one that is locked."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
         for name in names:
             if Path(name).suffix.lower() in TEXT_SUFFIXES | TABLE_SUFFIXES:
