@@ -16,7 +16,15 @@ from kdjax.errors import UserError
 from kdjax.evaluation.health.detectors import tokenizer_order, tokenizer_round_trip
 from kdjax.export import vocabulary
 from kdjax.export.vocabulary import compare_tokenizers
-from kdjax.models.encoders import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, rank_by_score
+from kdjax.models.encoders import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    rank_by_score,
+)
 from kdjax.models.pretokenizers import PRE_TOKENIZERS, name_of
 from kdjax.models.tokenizer import TokenizerFiles, from_gguf, load_tokenizer, opens_with_bos
 from kdjax.training.pair import align
@@ -161,6 +169,20 @@ def test_bytes_marks_and_ends_of_sentencepiece():
     rendered = tokenizer.render([{"role": "user", "content": "the cat"}])
     assert rendered.startswith("<bos><start_of_turn>user\nthe cat<end_of_turn>")
     assert {2, 4, 5} < set(tokenizer.encode(rendered))
+
+
+@pytest.mark.parametrize(("eos", "ends"), [(1, [1, 5]), (5, [5, 1]), (400, [1, 5])])
+def test_a_written_folder_stops_where_an_answer_ends(tmp_path, eos, ends):
+    """At the end that the file names first; 400 is no token but a padding row."""
+    values = sentencepiece(eos_token_id=eos)
+    values["tokenizer.ggml.tokens"] += [f"[PAD{i}]" for i in range(200)]
+    values["tokenizer.ggml.token_type"] += [UNUSED] * 200
+    values["tokenizer.ggml.scores"] += [0.0] * 200
+    config = vocabulary.generation_config(from_gguf(values, "x"), TokenizerFiles(None, values))
+    assert config["eos_token_id"] == ends
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        vocabulary.generation_config(from_gguf(values, "x"), TokenizerFiles(tmp_path, {}))
 
 
 def test_a_file_that_does_not_say_opens_texts_as_its_kind_does():

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from kdjax.errors import UserError
 from kdjax.export.staging import write_json
+from kdjax.formats.files import load_json
 from kdjax.models.encoders import (
     BYTE,
     CONTROL,
@@ -54,13 +55,14 @@ def special_ids(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, int]:
 def generation_config(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, Any]:
     """`generation_config.json`: the folder's own, or special tokens only.
 
-    Both the end of a turn and the end of the text stop a generation.
+    Its `eos_token_id` lists all that ends an answer, the named end first.
     """
     if files.folder is not None and (path := files.folder / "generation_config.json").is_file():
-        return json.loads(path.read_text())
-    ids, end_of_text = special_ids(tokenizer, files), tokenizer.end_of_text_id
-    eos = ids.get("eos_token_id", end_of_text)
-    return ids | {"eos_token_id": [eos] if eos == end_of_text else [eos, end_of_text]}
+        return load_json(path, "a file")
+    ids = special_ids(tokenizer, files)
+    eos = ids.get("eos_token_id", tokenizer.end_of_text_id)
+    others = [i for i in tokenizer.stop_ids if i != eos and i < tokenizer.vocab_size]
+    return ids | {"eos_token_id": [eos, *others]}
 
 
 def _encoder_json(encoder: Encoder) -> dict[str, Any]:
