@@ -49,8 +49,17 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "tokenizer.model",
 )
-MODEL = (*TOKENIZER, "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+MODEL = (
+    *TOKENIZER,
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "configuration_*.py",  # of `auto_map`; never run here
+    "modeling_*.py",
+)
 TEXT = ("*.parquet", "*.jsonl")
 
 

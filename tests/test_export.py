@@ -375,6 +375,20 @@ def test_a_tokenizer_of_the_hub_is_written(student, exported, tmp_path, monkeypa
     assert load_tokenizer(tmp_path / "a.gguf").tokens == checkpoint.tokenizer.tokens
 
 
+def test_templates_by_name_and_sentencepieces_file_are_kept(exported, tmp_path):
+    """Transformers 5 saves the default apart, others in a folder."""
+    source = shutil.copytree(exported("hf")[0], tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (source / "tokenizer.model").write_bytes(b"words")
+    model = load(source)
+    assert model.tokenizer.render([{"role": "user", "content": "hi"}]) == "hi"
+    export_hf(model, tmp_path / "out")
+    for name in ("additional_chat_templates/tool_use.jinja", "tokenizer.model"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
 def test_shards_and_their_index_read_back(student, tmp_path):
     export_hf(student, tmp_path / "hf", shard_bytes=200_000)
     shards = [n for n in left_in(tmp_path / "hf") if n.endswith(".safetensors")]

@@ -5,6 +5,7 @@ Parity with Transformers is in test_models.py (goldens) and test_parity.py (rand
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -232,6 +233,20 @@ def test_code_beside_a_minicpm_is_what_is_computed(tokenizer):
     source = open_checkpoint(GOLDENS / "minicpm", tokenizer=tokenizer)
     source.table.metadata |= {"auto_map": {"AutoModel": "modeling_minicpm.MiniCPMModel"}}
     assert spec_from_table(source.table) == source.spec
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_code_that_a_folder_names_is_written_beside_it_or_not_named(there, tokenizer, tmp_path):
+    source = shutil.copytree(GOLDENS / "minicpm", tmp_path / "source")
+    path = source / "config.json"
+    names = {"AutoConfig": "configuration_minicpm.C", "AutoTokenizer": [None, "far/repo--t.T"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": names}))
+    if there:
+        (source / "configuration_minicpm.py").write_text("x = 1")
+    kdjax.export_hf(kdjax.load(source, tokenizer=tokenizer, dtype="float32"), tmp_path / "out")
+    assert (tmp_path / "out" / "configuration_minicpm.py").is_file() == there
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written.get("auto_map") == (names if there else None)
 
 
 @pytest.mark.parametrize("case", ["minicpm_stretched", "granite_stretched"])

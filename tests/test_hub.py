@@ -47,7 +47,10 @@ def fake(tmp_path, monkeypatch):
             "org/Student-GGUF": {"student.gguf": BIG[::-1], "other.gguf": b"other"},
             "org/Split": {f"big-0000{i}-of-00002.gguf": b"%d" % i for i in (1, 2)},
             "org/Folder": folder | {"model.safetensors": BIG, "consolidated.safetensors": BIG},
-            "org/Inside": {f"sub/{name}": data for name, data in folder.items()},
+            "org/Inside": {
+                f"sub/{name}": data
+                for name, data in (folder | {"additional_chat_templates/a.jinja": b""}).items()
+            },
             "datasets/org/text": {
                 "README.md": b"#",
                 "train/0.parquet": b"0",
@@ -148,6 +151,7 @@ def test_what_is_taken_of_a_repository(fake, tmp_path, path, files):
 
 def test_what_is_taken_of_folders_and_globs(fake):
     assert names(hub.fetch_path("hf:org/Inside/sub", hub.TOKENIZER)) == [
+        "additional_chat_templates/a.jinja",
         "config.json",
         "tokenizer.json",
     ]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -220,6 +221,8 @@ def export_hf(
         vocabulary.write_hf(tokenizer, files, aside, spec.max_positions)
         generation = vocabulary.generation_config(tokenizer, files)
         write_json(aside / "generation_config.json", generation)
+        for path in headers.list_code(header) if "auto_map" in config else []:
+            shutil.copyfile(path, aside / path.name)
         (aside / "README.md").write_text(card or model_card(spec), encoding="utf-8")
         # Last: without config.json no reader takes the folder for a model.
         write_json(aside / "config.json", config)

@@ -5,6 +5,7 @@ replaces it. Sources: Transformers' configuration files and modeling_rope_utils.
 llama.cpp's gguf-py/gguf/constants.py.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,10 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     """`config.json`; `ids` are the special tokens' ids by its names."""
     types = {"torch_dtype": TORCH_DTYPES[dtype]}
     if not is_gguf(source) and "architectures" in source.metadata:
-        layers = layer_entries(spec, source.metadata)
-        return _keep(source, _STALE_HF) | shape_entries(spec) | types | layers
+        layers, kept = layer_entries(spec, source.metadata), _keep(source, _STALE_HF)
+        if not all(path.is_file() for path in list_code(source)):
+            del kept["auto_map"]
+        return kept | shape_entries(spec) | types | layers
     return {
         "architectures": [FAMILIES[spec.family].hf_architecture],
         "model_type": spec.family,
@@ -62,6 +65,16 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
         "use_cache": True,
         **config_entries(spec, types | ids),
     }
+
+
+def list_code(source: TensorTable) -> list[Path]:
+    """The files of code that `auto_map` of a config.json names, whether or not they are there."""
+    named: Any = source.metadata.get("auto_map")
+    values = named.values() if isinstance(named, dict) else ()
+    classes = (name for x in values for name in (x if isinstance(x, list) else [x]))
+    local = (name for name in classes if isinstance(name, str) and "--" not in name)
+    modules = sorted({name.partition(".")[0] for name in local})
+    return [source.paths[0].parent / f"{module}.py" for module in modules]
 
 
 def _keep(source: TensorTable, stale: tuple[str, ...]) -> dict[str, Any]:

@@ -150,7 +150,9 @@ def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context:
     """The tokenizer's files into `folder`; `context` in tokens goes to `model_max_length`."""
     if files.folder is not None:
         for path in files.list_paths():
-            shutil.copyfile(path, folder / path.name)
+            target = folder / path.relative_to(files.folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
         return
     described = _encoder_json(tokenizer.encoder)
     ids, tokens = special_ids(tokenizer, files), tokenizer.tokens

@@ -301,7 +301,8 @@ class TokenizerFiles(NamedTuple):
         """The tokenizer's own files in the folder, which also holds the model's config.json."""
         if self.folder is None:
             return []
-        paths = [self.folder / name for name in TOKENIZER if name != "config.json"]
+        patterns = [name for name in TOKENIZER if name != "config.json"]
+        paths = (path for name in patterns for path in sorted(self.folder.glob(name)))
         return [path for path in paths if path.is_file()]
 
 
@@ -452,6 +453,9 @@ def _from_folder(folder: Path) -> Tokenizer:
     missing = [i for i in range(size) if i not in by_id]
     if missing:
         raise UserError(f"{folder}/tokenizer.json has no token with id {missing[0]}")
+    template = fast.chat_template
+    if isinstance(template, dict):  # by name, where there are several
+        template = template.get("default")
     model = json.loads(encoder.to_str())["model"]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     added = fast.added_tokens_decoder
@@ -463,7 +467,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         merges=tuple(merges),
         special_ids=frozenset(i for i, token in added.items() if token.special),
         eos_id=int(fast.eos_token_id if fast.eos_token_id is not None else size - 1),
-        chat_template=fast.chat_template if isinstance(fast.chat_template, str) else None,
+        chat_template=template if isinstance(template, str) else None,
         names_eos=fast.eos_token_id is not None,
         bos_id=bos,
         pad_id=fast.pad_token_id,
