@@ -12,9 +12,11 @@ from exporting import ask_llama_cpp, needs_llama_cpp, write_small_tokenizer
 from test_lora import shake
 
 import kdjax
+from kdjax.commands.export import read_model
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_table
 from kdjax.models.adapters import Lora, split_adapters
+from kdjax.models.checkpoint import cut_layers, open_checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -186,3 +188,16 @@ def test_models_without_adapters_are_not_exported_as_such(models, tmp_path):
         with pytest.raises(UserError, match="a model without adapters"):
             export(base, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("case", ["llama", "student.gguf"])
+def test_adapters_of_kept_layers_are_not_exported_for_the_whole_base(
+    case, models, tokenizer, tmp_path
+):
+    """A loader would put those of layer 1 on layer 0."""
+    whole = models / case if case.endswith(".gguf") else GOLDENS / case
+    kept = cut_layers(open_checkpoint(whole, tokenizer=tokenizer), (1,))
+    student = kdjax.add_lora(read_model(kept), rank=4)
+    for export in (kdjax.export_peft, kdjax.export_gguf_adapter):
+        with pytest.raises(UserError, match=r"adapters of 1 layers and a base of [2-9].*whole"):
+            export(student, tmp_path / "out")

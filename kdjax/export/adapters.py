@@ -34,6 +34,16 @@ def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
             f"{model.name}: found a model without adapters; expected one of kdjax.add_lora, or of "
             "a run with student.lora.rank. Export it whole: --format=hf or gguf."
         )
+    if model.checkpoint is not None:
+        said, layers = model.checkpoint.header.metadata, model.spec.num_layers
+        key = f"{FAMILIES[model.spec.family].gguf}.block_count"
+        whole = said.get("num_hidden_layers", said.get(key, layers))
+        if whole != layers:
+            raise UserError(
+                f"{model.name}: found adapters of {layers} layers and a base of {whole}, of which "
+                "these were kept; expected one for each, or they are put on other layers. Export "
+                "it whole: --format=hf or gguf."
+            )
     flat: dict[Key, Any] = flatten_dict(split_adapters(model.params)[1])
     arrays = {path: np.asarray(x, np.float32) for path, x in flat.items()}
     broken = ["/".join(path) for path, x in arrays.items() if not np.isfinite(x).all()]
