@@ -417,6 +417,15 @@ def test_fields_that_change_nothing_are_accepted():
     assert spec_from_table(headed(**QWEN2 | nothing)) == spec_from_table(headed(**QWEN2))
 
 
+def test_fields_of_published_phis_are_accepted():
+    phi = json.loads((GOLDENS / "phi3_long" / "config.json").read_text())
+    said = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
+    said["auto_map"] = {"AutoConfig": "configuration_phi3.Phi3Config"}
+    assert spec_from_table(headed(**phi | said)) == spec_from_table(headed(**phi))
+    with pytest.raises(UserError, match="full_attn_mod=2: expected 1"):
+        spec_from_table(headed(**phi | {"full_attn_mod": 2}))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -278,6 +278,7 @@ FAMILIES = {
                 "columns",
                 "rotated_columns",
                 "original_positions",
+                "auto_map",
             ),
         ),
         Family(

@@ -59,6 +59,8 @@ NEUTRAL: dict[str, Any] = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
     "shared_expert_intermediate_size": 0,
     "num_shared_experts": 0, "n_shared_experts": 0,
+    # of Phi-4-mini's files; Transformers' class reads none of them
+    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,
     # a block that drafts, where a family is not known to have one, and an embedding of its own; a
     # gate of attention's output, states in float32
     "mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "attn_output_gate": True,
