@@ -154,6 +154,17 @@ def folder(models, tmp_path):
         ({"peft_type": "IA3"}, "found peft_type 'IA3'"),
         ({"r": 8}, r"lora_A.weight: shape \[4, 128\], expected \[8, 128\]"),
         ({"r": "four"}, "expected numbers"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan; expected numbers"),
+        ({"lora_alpha": 1e400}, "lora_alpha=inf; expected numbers"),
+        ({"r": True}, "found r=True"),
+        ({"alora_invocation_tokens": [1, 2]}, "found alora_invocation_tokens"),
+        ({"layer_replication": [[0, 2]]}, "found layer_replication"),
+        ({"use_bdlora": {"a": 1}}, "found use_bdlora"),
+        ({"arrow_config": {"a": 1}}, "found arrow_config"),
+        ({"init_lora_weights": "pissa_niter_4"}, "found init_lora_weights='pissa_niter_4'"),
+        ({"init_lora_weights": "loftq"}, "found init_lora_weights='loftq'"),
+        ({"base_model_name_or_path": "../adapter"}, r"whose base, '\.\./adapter', is not"),
+        ({"base_model_name_or_path": "a" * 5000}, "whose base, 'aaa"),
         ({"base_model_name_or_path": "/gone/model.gguf"}, "whose base, '/gone/model.gguf', is not"),
     ],
 )
@@ -162,6 +173,14 @@ def test_configs_of_other_adapters_are_refused_by_name(folder, changes, message)
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=message):
         kdjax.load(folder)
+
+
+@pytest.mark.parametrize("start", [False, None, "gaussian", "eva", "orthogonal"])
+def test_starts_that_leave_the_base_alone_are_taken(folder, start):
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"init_lora_weights": start}))
+    assert open_checkpoint(folder).adapters.lora.rank == config["r"]
 
 
 def test_damaged_adapters_and_those_of_another_base_are_refused(folder, models, tmp_path):

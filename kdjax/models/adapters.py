@@ -6,6 +6,7 @@ alpha / rank * B A of a matrix W `[out, in]`, A `[rank, in]` and B `[out, rank]`
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxtyping import Array
 from kdjax.errors import UserError, suggest
 from kdjax.formats import TensorTable
 from kdjax.formats.blocks import decode
-from kdjax.formats.safetensors import PeftTable
+from kdjax.formats.safetensors import ADAPTER_CONFIG, PeftTable
 from kdjax.formats.saved import LORA, SavedTable
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
@@ -249,7 +250,15 @@ _REFUSED = {  # what PEFT has and kdjax has not, and its plain value
     "use_qalora": False,
     "lora_bias": False,
     "target_parameters": None,
+    "alora_invocation_tokens": None,
+    "layer_replication": None,
+    "use_bdlora": None,
+    "arrow_config": None,
+    "init_lora_weights": True,
 }
+# Starts of A and B alone. With others (pissa, olora, corda, loftq) PEFT changes the base whenever
+# it loads one: it takes what A and B began with out of it.
+_PLAIN_STARTS = (True, "gaussian", "eva", "orthogonal")
 
 
 def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
@@ -259,9 +268,11 @@ def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
     of another base: what is missing, misshapen or unknown is listed.
     """
     table = PeftTable(folder)
-    config, where = table.metadata, folder / "adapter_config.json"
+    config, where = table.metadata, folder / ADAPTER_CONFIG
     if (kind := config.get("peft_type")) != "LORA":
         raise UserError(f"{where}: found peft_type {kind!r}; expected 'LORA', the kind kdjax has.")
+    if config.get("init_lora_weights") in _PLAIN_STARTS:
+        config = {**config, "init_lora_weights": True}
     for name, plain in _REFUSED.items():
         if (found := config.get(name)) not in (plain, None, [], {}, False):
             raise UserError(
@@ -270,8 +281,16 @@ def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
                 "(merge_and_unload) and open the merged model."
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
-        raise UserError(f"{where}: found r={rank!r}, lora_alpha={alpha!r}; expected numbers.")
+    if (
+        type(rank) is not int
+        or type(alpha) not in (int, float)
+        or not 0 < alpha < math.inf
+        or rank < 1
+    ):
+        raise UserError(
+            f"{where}: found r={rank!r}, lora_alpha={alpha!r}; expected numbers above 0. Save or "
+            "download the adapter again."
+        )
     stored = _match_peft(table, spec, rank)
     lora = Lora(rank, float(alpha), tuple(stored))
 

@@ -52,7 +52,7 @@ from kdjax.models.tokenizer import (
 _log = logging.getLogger("kdjax")
 NEWEST = "newest"  # in place of a step's number
 _DTYPES = ("bfloat16", "float32")
-_REPO = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hugging Face Hub
+_REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of the Hugging Face Hub
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,8 @@ def _open_adapter(folder: Path, base: str, tokenizer: str, *, whole: bool) -> Ch
     named = load_json(folder / ADAPTER_CONFIG, "a file").get("base_model_name_or_path")
     if not base and isinstance(named, str) and named:
         beside = [Path(named), folder / named]
-        found = next((path for path in beside if path.exists()), None)
+        there = (path for path in beside if os.path.exists(path))
+        found = next((path for path in there if not path.samefile(folder)), None)
         base = str(found) if found else f"{PREFIX}{named}" if _REPO.fullmatch(named) else ""
     if not base:
         raise MissingFileError(
