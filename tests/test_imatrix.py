@@ -1,6 +1,7 @@
 """Importance matrices: what is summed, the file, and what an export makes of it."""
 
 import os
+import struct
 from unittest import mock
 
 import gguf
@@ -15,6 +16,7 @@ from kdjax.commands import imatrix
 from kdjax.errors import UserError
 from kdjax.export import export_gguf
 from kdjax.formats import open_table
+from kdjax.formats.gguf import write_gguf
 from kdjax.formats.imatrix import read_importance, write_importance
 from kdjax.models import decoder, weights
 from kdjax.models.importance import sum_squares
@@ -115,3 +117,29 @@ def test_its_file_is_no_model(tmp_path):
     write_importance(tmp_path / "im.gguf", {"a": np.ones(4)}, 1, datasets=["text"], chunk_size=24)
     with pytest.raises(UserError, match=r"found no general.architecture .* model_type"):
         kdjax.load(tmp_path / "im.gguf")
+
+
+@pytest.mark.parametrize(("kind", "shape", "counts"), [("F32", (1, 64), 3), ("F16", (1, 64), 1)])
+def test_sums_that_fit_no_counts_are_refused(kind, shape, counts, tmp_path):
+    sums = np.ones(shape, "<f4" if kind == "F32" else "<f2").view(np.uint8)
+    rows = [("a.in_sum2", kind, shape, sums)]
+    rows += [("a.counts", "F32", (counts, 1), np.ones((counts, 1), "<f4").view(np.uint8))]
+    write_gguf(tmp_path / "i.gguf", {"general.type": "imatrix"}, rows)
+    with pytest.raises(UserError, match=f"found 64 sums of a and {counts} counts in F"):
+        read_importance(tmp_path / "i.gguf")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bytes(64),
+        struct.pack("<i", -1) + bytes(64),
+        struct.pack("<iiii", 3_000_000, -12, 0, 0) + bytes(64),
+        struct.pack("<iibii", 1, 1, 97, 1, -1) + bytes(64),
+    ],
+)
+def test_an_older_file_that_holds_nothing_is_refused(data, tmp_path):
+    """An export went on without it, and said nothing."""
+    (tmp_path / "i.dat").write_bytes(data)
+    with pytest.raises(UserError, match="found no importance matrix"):
+        read_importance(tmp_path / "i.dat")

@@ -281,6 +281,10 @@ def headed(**config):
 
 
 QWEN2 = json.loads((GOLDENS / "qwen2_tied" / "config.json").read_text())
+LLAMA = json.loads((GOLDENS / "llama" / "config.json").read_text())
+LONGROPE = {"model_type": "phi3", "head_dim": 16, "original_max_position_embeddings": 64}
+LONGROPE |= {"rope_scaling": {"rope_type": "longrope"}}
+LONGROPE["rope_scaling"] |= {"short_factor": [1.0], "long_factor": [1.0] * 8}
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"minicpm"}))  # no class there
@@ -415,6 +419,60 @@ def test_work_of_a_window_counts_the_keys_that_are_seen():
 def test_fields_that_change_nothing_are_accepted():
     nothing = {"some_new_switch": None, "pruned_heads": {}, "use_mrope": False, "temperature": 0.7}
     assert spec_from_table(headed(**QWEN2 | nothing)) == spec_from_table(headed(**QWEN2))
+
+
+GEMMA = {"model_type": "gemma3_text", "sliding_window": 8}
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (GEMMA | {"layer_types": 5}, "layer_types"),
+        (GEMMA | {"layer_types": [["a"]] * LLAMA["num_hidden_layers"]}, "layer_types"),
+        (GEMMA | {"sliding_window_pattern": "x"}, "layer_types"),
+        (GEMMA | {"rope_parameters": {"sliding_attention": "x"}}, "its header"),
+        ({"model_type": "qwen3_5_text", "rope_parameters": {"mrope_section": 5}}, "rope_sections"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": "x"}},
+            "query_growth",
+        ),
+        ({"rope_theta": 1, "rope_scaling": YARN}, "rotary parameters"),
+        (LONGROPE, "rotary parameters"),
+        (LONGROPE | {"original_max_position_embeddings": 1}, "rope_scaling"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_their_entry(changes, named):
+    with pytest.raises(UserError, match=rf"found {named} that cannot be read"):
+        spec_from_table(headed(**LLAMA | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": "x"}, "rope_scaling that"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": [1.0, 2.0]}, "rope_scaling that"),
+        ({"rope.scaling.yarn_attn_factor": "z"}, "rope_scaling that"),
+        ({"general.architecture": np.array([1, 2])}, r"holds a array\(\[1, 2\]\) model"),
+    ],
+)
+def test_values_of_another_kind_in_a_gguf_header_are_refused(models, monkeypatch, changes, named):
+    table = open_table(models / "student.gguf")
+    said = {k if k.startswith("general") else f"qwen2.{k}": v for k, v in changes.items()}
+    monkeypatch.setattr(table, "metadata", dict(table.metadata) | said)
+    with pytest.raises(UserError, match=named):
+        spec_from_table(table)
+
+
+def test_a_gguf_factor_means_what_llama_cpp_takes_it_for(models, monkeypatch):
+    """0 is 1, and a file without a type is linear (llama-model.cpp)."""
+    table = open_table(models / "student.gguf")
+    plain = dict(table.metadata)
+    for said, factor in (({"type": "linear", "factor": 0.0}, 1.0), ({"factor": 4.0}, 4.0)):
+        changed = {f"qwen2.rope.scaling.{name}": value for name, value in said.items()}
+        monkeypatch.setattr(table, "metadata", plain | changed)
+        scaling = spec_from_table(table).rope.scaling
+        assert scaling is not None and (scaling.kind, scaling.factor) == ("linear", factor)
 
 
 def test_fields_of_published_phis_are_accepted():

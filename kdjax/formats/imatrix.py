@@ -6,6 +6,7 @@ and the older binary one (https://github.com/ggml-org/llama.cpp, tools/imatrix a
 
 import hashlib
 import io
+import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,11 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     with _open(path) as file:
         is_gguf = file.read(4) == b"GGUF"
     found = _read_gguf(path) if is_gguf else _read_legacy(path)
+    if not found:
+        raise UserError(
+            f"{path}: found no importance matrix; expected a file of `kdjax imatrix` or of "
+            "llama-imatrix with some. Make it again, or leave it out."
+        )
     for name, values in found.items():
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise UserError(f"{path}: found numbers of {name} below 0 or not finite; expected none")
@@ -55,11 +61,16 @@ def _read_gguf(path: Path) -> dict[str, np.ndarray]:
         matrix = name.removesuffix(_SUMS)
         if matrix + _COUNTS not in table:
             raise UserError(f"{path}: found {name} without {_COUNTS[1:]}; expected both.")
+        parts = [table.info(matrix + part) for part in (_SUMS, _COUNTS)]
+        (size, each), types = (math.prod(x.shape) for x in parts), {x.dtype for x in parts}
+        if types != {"F32"} or size % each:
+            raise UserError(
+                f"{path}: found {size} sums of {matrix} and {each} counts in "
+                f"{', '.join(sorted(types))}; expected F32, of each count as many. Make it again."
+            )
         sums, counts = (table.raw(matrix + part).view("<f4") for part in (_SUMS, _COUNTS))
         counts = np.maximum(counts.reshape(-1, 1), 1)
         found[matrix] = sums.reshape(len(counts), -1) / counts
-    if not found:
-        raise UserError(f"{path}: found no tensor *{_SUMS}; expected a file of llama-imatrix.")
     return found
 
 
@@ -71,6 +82,8 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
             (size,) = struct.unpack_from("<i", data, at)
             name = data[at + 4 : at + 4 + size].decode()
             calls, count = struct.unpack_from("<ii", data, at + 4 + size)
+            if min(size, count) < 0:
+                raise ValueError("a length below 0")
             at += 12 + size
             values = np.frombuffer(data, "<f4", count, at)
             at += 4 * count

@@ -418,7 +418,8 @@ def _take_trunk(table: TensorTable) -> TensorTable:
     family = find_gguf_family(arch, table.metadata)
     names = [f"{arch}.{key}" for key in ("nextn_predict_layers", "block_count")]
     drafts, blocks = (table.metadata.get(name, 0) for name in names)
-    if family is None or "drafts" not in family.fields or not 0 < drafts < blocks:
+    whole = type(drafts) is int and type(blocks) is int
+    if family is None or "drafts" not in family.fields or not (whole and 0 < drafts < blocks):
         return table
     block, own = f"blk.{blocks - 1}.nextn", ("embed_tokens", "shared_head_head")
     parts = {part: f"{block}.{part}.weight" in table for part in (*own, "shared_head_norm")}

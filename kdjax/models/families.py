@@ -326,7 +326,7 @@ def find_gguf_family(name: object, keys: Container[str]) -> Family | None:
 
     Of several families of one name the first that fits, which computes as much as the others.
     """
-    for family in FAMILIES.values():
+    for family in FAMILIES.values() if isinstance(name, str) else ():
         if family.gguf == name and (not family.gguf_mark or f"{name}.{family.gguf_mark}" in keys):
             return family
     return None

@@ -75,13 +75,17 @@ def rope_frequencies(
     if scaling.kind == "linear":
         return inverse / np.float32(scaling.factor), 1.0
     if scaling.kind == "divisors":
-        return inverse / np.asarray(scaling.divisors, np.float32), 1.0
+        return inverse / _shaped(scaling.divisors, inverse), 1.0
     if scaling.kind == "longrope":
         divisors = scaling.long_divisors if long else scaling.divisors
-        return inverse / np.asarray(divisors, np.float32), scaling.attention_factor
+        return inverse / _shaped(divisors, inverse), scaling.attention_factor
     if scaling.kind == "llama3":
         return _llama3(inverse, scaling), 1.0
     return _yarn(inverse, rope.theta, scaling)
+
+
+def _shaped(divisors: tuple[float, ...], inverse: np.ndarray) -> np.ndarray:
+    return np.asarray(divisors, np.float32).reshape(inverse.shape)  # of one for all, an error
 
 
 def _llama3(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -262,7 +266,8 @@ def scaling_from_gguf(table: TensorTable, arch: str) -> RopeScaling | None:
     def number(name: str, default: float) -> float:
         return float(meta.get(f"{arch}.rope.scaling.{name}", default))
 
-    kind = meta.get(f"{arch}.rope.scaling.type", "none")
+    factor = number("factor", 1.0) or 1.0  # as llama.cpp takes 0, and one without a type
+    kind = meta.get(f"{arch}.rope.scaling.type", "linear" if factor != 1 else "none")
     # Converters write yarn's own factor beside it, and llama.cpp computes that anew.
     if kind != "yarn" and number("yarn_attn_factor", 1.0) != 1:
         raise UserError(
@@ -276,7 +281,6 @@ def scaling_from_gguf(table: TensorTable, arch: str) -> RopeScaling | None:
             f"{table.paths[0]}: rope scaling {kind!r} is not one of none, linear, yarn."
         )
 
-    factor = number("factor", 1.0)
     original = int(number("original_context_length", 0.0))
     if kind == "linear":
         return RopeScaling(kind, factor=factor, original_positions=original)

@@ -7,11 +7,14 @@ Sources: Transformers' configuration and modeling files; llama.cpp's gguf-py/ggu
 the GGUF keys and src/models for what no key says.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kdjax.errors import UserError
 from kdjax.formats import TensorTable
@@ -23,6 +26,7 @@ from kdjax.models.ropes import (
     SCALING_KEYS,
     Rope,
     read_number,
+    rope_frequencies,
     scaling_from_config,
     scaling_from_gguf,
     scaling_to_config,
@@ -982,11 +986,13 @@ def known_entries(family: Family, *, gguf: bool) -> frozenset[str]:
 
 def spec_from_table(table: TensorTable) -> ArchSpec:
     """Reads the spec from a checkpoint's header; raises `UserError` for unknown architectures."""
-    header = _open_header(table)
+    with _reading(table.paths[0], "its header"):
+        header = _open_header(table)
     for row in _rows(header.family):
         read = row.read_gguf if header.arch else row.read_hf
         if read is not None:
-            header.fields[row.field or row.name] = read(header)
+            with _reading(header.path, (row.gguf if header.arch else row.hf) or row.name):
+                header.fields[row.field or row.name] = read(header)
     known = known_entries(header.family, gguf=bool(header.arch))
     if header.arch:
         check_gguf_fields(
@@ -998,7 +1004,35 @@ def spec_from_table(table: TensorTable) -> ArchSpec:
         )
     names = {field.name for field in dataclasses.fields(ArchSpec)} & set(header.fields)
     given = {name: header.fields[name] for name in names}
-    return ArchSpec(family=header.family.name, layers=_layers(header.fields), **given)
+    with _reading(header.path, "rotary parameters"):
+        layers = _layers(header.fields)
+        for rope in {layer.rope for layer in layers}:
+            _check_rope(rope, header.fields["head_dim"])
+    return ArchSpec(family=header.family.name, layers=layers, **given)
+
+
+@contextlib.contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Turns what a value of another kind raises into a `UserError` that names its entry."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: found {what} that cannot be read ({type(error).__name__}: "
+            f"{str(error)[:120]}); expected what a published model has there. Download the file "
+            "again."
+        ) from error
+
+
+def _check_rope(rope: Rope | None, head_dim: int) -> None:
+    """Raises where a rotation cannot be computed: divisors of other lengths, a logarithm of 0."""
+    with np.errstate(all="ignore"):
+        for long in (False, True):
+            frequencies, factor = rope_frequencies(rope, head_dim, long=long)
+            if not np.isfinite([*frequencies, factor]).all():
+                raise ValueError("frequencies that are not finite")
 
 
 def _open_header(table: TensorTable) -> Header:
