@@ -24,10 +24,12 @@ from exporting import (
 from quick import cases
 
 import kdjax
+from kdjax.commands.export import read_model
 from kdjax.errors import UserError
 from kdjax.export import export_apr, export_gguf, export_hf, formats
 from kdjax.export.headers import hf_config
 from kdjax.formats import open_table
+from kdjax.formats.gguf import write_gguf
 from kdjax.formats.recipes import RECIPES, tensor_type
 from kdjax.models.adapters import choose_lora
 from kdjax.models.arch import Layer
@@ -35,6 +37,7 @@ from kdjax.models.checkpoint import cut_layers, open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.ropes import RopeScaling
 from kdjax.models.schema import config_entries, gguf_entries, own_entries, spec_from_table
+from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
 
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = cases(
@@ -270,6 +273,34 @@ def test_divisors_that_llama_cpp_does_not_read_are_refused(case, scaled, tokeniz
     kind = {"llama3": "llama3", "stretched": "longrope"}[scaled]
     with pytest.raises(UserError, match=f"model with {kind}; expected another rope scaling"):
         gguf_entries(as_gguf(f"{case}_{scaled}", tokenizer).spec)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "kept"),
+    [
+        ("olmo3", "olmo2.attention.sliding_window_pattern", (0, 1, 2)),
+        ("tiny-delta-teacher", "qwen35.attention.recurrent_layers", (0, 1, 2)),
+    ],
+)
+def test_a_flag_a_layer_is_cut_with_its_layers(case, key, kept, tokenizer, tmp_path):
+    """Published files have it; of a whole model it is written as it was."""
+    if case in QWEN35_SHAPES:
+        write_random_gguf(tmp_path / "a.gguf", QWEN35_SHAPES[case])
+    else:
+        export_gguf(golden(case, tokenizer), tmp_path / "a.gguf")
+    table = open_table(tmp_path / "a.gguf")
+    spec = spec_from_table(table)
+    flags = [layer.window > 0 or layer.delta for layer in spec.layers]
+    rows = [(n, table.info(n).dtype, table.info(n).shape, table.raw(n)) for n in table]
+    write_gguf(tmp_path / "b.gguf", dict(table.metadata) | {key: flags}, rows)
+    export_gguf(read_model(open_checkpoint(tmp_path / "b.gguf")), tmp_path / "whole.gguf")
+    assert list(open_table(tmp_path / "whole.gguf").metadata[key]) == flags
+    cut = read_model(cut_layers(open_checkpoint(tmp_path / "b.gguf"), kept))
+    export_gguf(cut, tmp_path / "cut.gguf")
+    assert list(open_table(tmp_path / "cut.gguf").metadata[key]) == [flags[i] for i in kept]
+    write_gguf(tmp_path / "c.gguf", dict(table.metadata) | {key: flags[:-1]}, rows)
+    with pytest.raises(UserError, match=f"found {len(flags) - 1} of {key}; expected one for each"):
+        open_checkpoint(tmp_path / "c.gguf")
 
 
 def test_an_olmo_is_known_by_its_window(tokenizer, tmp_path):

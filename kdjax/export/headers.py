@@ -36,6 +36,8 @@ _STALE = (
     "split.",
     "tokenizer.",
 )
+# And what has a flag a layer, which are others where layers were cut.
+_BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")
 # config.json entries likewise.
 _STALE_HF = (
     "quantization_config",
@@ -92,6 +94,9 @@ def gguf_metadata(
     if is_gguf(source):
         kept = _keep(source, _STALE)
         base |= {key: value for key, value in kept.items() if not is_empty(value)}
+        flags = [x.window > 0 or x.delta for x in spec.layers] + [False] * spec.drafts
+        keys = [f"{FAMILIES[spec.family].gguf}.{name}" for name in _BY_LAYER]
+        base |= {key: flags for key in keys if isinstance(base.get(key), list | np.ndarray)}
     base |= gguf_entries(spec) | {"general.file_type": file_type}
     return base | {"general.quantization_version": 2} | tokenizer
 

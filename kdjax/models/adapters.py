@@ -280,7 +280,8 @@ def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
                 "rank beside the matrices, and nothing else. Merge it with PEFT "
                 "(merge_and_unload) and open the merged model."
             )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
     if (
         type(rank) is not int
         or type(alpha) not in (int, float)

@@ -447,7 +447,17 @@ def _read_pattern(header: Header) -> tuple[bool, ...]:
     pattern = header.get("attention.sliding_window_pattern", header.family.window_period)
     if isinstance(pattern, int):
         return every_layer_but(pattern, header.fields["num_layers"])
-    return tuple(bool(local) for local in pattern)
+    return _read_flags(header, "attention.sliding_window_pattern", pattern)
+
+
+def _read_flags(header: Header, name: str, listed: Any) -> tuple[bool, ...]:
+    layers = header.fields["num_layers"]
+    if len(listed) != layers:
+        raise UserError(
+            f"{header.path}: found {len(listed)} of {header.arch}.{name}; expected one for each of "
+            f"{layers} layers. Download the file again."
+        )
+    return tuple(map(bool, listed))
 
 
 def _check_pattern(spec: ArchSpec, family: Family) -> None:
@@ -580,12 +590,7 @@ def _read_recurrent(header: Header) -> tuple[bool, ...]:
         return every_layer_but(header.count("full_attention_interval", 4), layers)
     if len(listed) == layers + header.fields["drafts"]:
         listed = listed[:layers]
-    if len(listed) != layers:
-        raise UserError(
-            f"{header.path}: found {len(listed)} of {header.arch}.attention.recurrent_layers; "
-            f"expected one for each of {layers} layers. Download the file again."
-        )
-    return tuple(map(bool, listed))
+    return _read_flags(header, "attention.recurrent_layers", listed)
 
 
 def _full_interval(spec: ArchSpec) -> int | None:
