@@ -185,6 +185,17 @@ def test_a_written_folder_stops_where_an_answer_ends(tmp_path, eos, ends):
         vocabulary.generation_config(from_gguf(values, "x"), TokenizerFiles(tmp_path, {}))
 
 
+def test_answers_end_where_a_file_says_so(tmp_path):
+    """By GGUF's key for the end of a turn, and by generation_config.json; 4 has no known name."""
+    source = from_gguf(sentencepiece(eot_token_id=4), "x")
+    assert source.stop_ids == (1, 4, 5)
+    assert source.content_hash == from_gguf(sentencepiece(), "x").content_hash
+    vocabulary.write_hf(source, TokenizerFiles(None, {}), tmp_path, 64)
+    for said, ends in (([4, 1, 10**6], (1, 4, 5)), (4, (1, 4, 5)), (None, (1, 5))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+        assert load_tokenizer(tmp_path).stop_ids == ends
+
+
 def test_a_file_that_does_not_say_opens_texts_as_its_kind_does():
     values = sentencepiece()
     assert opens_with_bos(values)

@@ -70,6 +70,7 @@ class Tokenizer:
     bos_id: int | None = None
     pad_id: int | None = None
     opening_id: int | None = None  # BOS, where the model's file puts it before every text
+    named_ends: frozenset[int] = frozenset()  # ends of answers that its file names beside eos
 
     @property
     def vocab_size(self) -> int:
@@ -90,7 +91,7 @@ class Tokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: the end of a text and of a turn."""
         turns = self.special_ids.intersection(self._added_named(_END_OF_TURN))
-        return tuple(sorted({self.end_of_text_id, self.eos_id, *turns}))
+        return tuple(sorted({self.end_of_text_id, self.eos_id, *turns, *self.named_ends}))
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
@@ -378,8 +379,9 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         raise UserError(
             f"{source}: found the end token {eos!r}; expected an id below {len(rows)}. {_ANOTHER}"
         )
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding"))
-    bos, pad = (i if type(i) is int and 0 <= i < len(tokens) else None for i in named)
+    names = "bos", "padding", "eot", "eom"
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
+    bos, pad, *ends = (i if type(i) is int and 0 <= i < len(tokens) else None for i in named)
     return Tokenizer(
         encoder=encoder,
         tokens=spell(encoder, tokens),
@@ -391,6 +393,7 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         bos_id=bos,
         pad_id=pad,
         opening_id=bos if opens_with_bos(metadata) else None,
+        named_ends=frozenset(i for i in ends if i is not None),
     )
 
 
@@ -453,6 +456,9 @@ def _from_folder(folder: Path) -> Tokenizer:
     missing = [i for i in range(size) if i not in by_id]
     if missing:
         raise UserError(f"{folder}/tokenizer.json has no token with id {missing[0]}")
+    path = folder / "generation_config.json"
+    ends = load_json(path, "a file").get("eos_token_id") if path.is_file() else None
+    ends = ends if isinstance(ends, list) else [ends]
     template = fast.chat_template
     if isinstance(template, dict):  # by name, where there are several
         template = template.get("default")
@@ -472,6 +478,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         bos_id=bos,
         pad_id=fast.pad_token_id,
         opening_id=bos if first == [bos] else None,
+        named_ends=frozenset(i for i in ends if type(i) is int and 0 <= i < size),
     )
 
 
