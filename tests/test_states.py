@@ -89,6 +89,9 @@ def test_a_damaged_step_is_moved_aside_and_the_one_before_taken(tmp_path):
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     step, state = make_step()
     kdjax.save_state(tmp_path, train(step, state))
+    with pytest.raises(UserError, match="found keep=0; expected 1 or more"):
+        kdjax.save_state(tmp_path, train(*make_step(), count=2), keep=0)
+    assert saved_steps(tmp_path) == [1]
     with pytest.raises(UserError, match="found step 1 saved and a state of step 1"):
         kdjax.save_state(tmp_path, train(*make_step()))
     for other, message in (

@@ -224,11 +224,13 @@ def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
 
     Every array has its checksum, a kill at any moment leaves the step before whole. The teacher is
     in no state. Raises `UserError` for a folder that holds this step or a later one, or a run of
-    `distill`, and `WriteError` for a disk that is full or takes no writing.
+    `distill`, and for a `keep` below 1; `WriteError` for a disk that is full or takes no writing.
 
         kdjax.save_state("runs/own", state)
     """
     refuse_donated(state)
+    if keep < 1:
+        raise UserError(f"found keep={keep}; expected 1 or more: this step is one of them.")
     folder, step = _check_folder(folder), int(state.step)
     if (folder / RECEIPT).exists():
         raise UserError(
