@@ -422,8 +422,10 @@ def state_shardings(
     return _state(everywhere, params, opt_state, kept, extra)
 
 
-def _is_head_frozen(params: Params, frozen: frozenset[str]) -> bool:
+def _is_head_frozen(student: ModelFunctions, params: Params, frozen: frozenset[str]) -> bool:
     """Whether the head of a decoder, its embedding if they are one, gets no gradient."""
+    if not isinstance(student, DecoderFunctions):  # a user's names say nothing of what they are
+        return False
     head = {name: params[name] for name in ("head", "embed") if name in params}
     first = dict([next(iter(head.items()))]) if head else {}
     paths = list_paths(first)
@@ -485,7 +487,7 @@ class Step:
         frozen = find_frozen(spec.tx, _join(shapes, self._extra))
         if self.base is not None:
             frozen |= frozenset(list_paths(self.base))
-        head = dataclasses.replace(spec.head, frozen=_is_head_frozen(params, frozen))
+        head = dataclasses.replace(spec.head, frozen=_is_head_frozen(spec.student, params, frozen))
         known = _list_shapes(teacher or {})
         spec = dataclasses.replace(spec, spreads=spreads, frozen=frozen, head=head, shapes=known)
         self.spec = spec
