@@ -32,6 +32,7 @@ from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import BAD_INPUT, MissingFileError, UserError
 from kdjax.formats import open_table
+from kdjax.formats.saved import find_best, find_damage
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import functional
 from kdjax.training import step
@@ -606,6 +607,32 @@ def test_a_finished_run_goes_on_under_a_schedule_of_its_own(one_step, tmp_path, 
     chex.assert_trees_all_equal(one, two)
     with pytest.raises(UserError, match=r"train.after=4 and no checkpoint"):
         go(config, tmp_path / "other", job=start_over(job, tmp_path / "other"))
+
+
+def test_a_run_that_was_stopped_in_its_last_step_is_judged_when_it_goes_on(tiny_config, tmp_path):
+    """With a length in seconds, too; the step that was saved is the best, once it is judged."""
+    config = tiny_config
+    config.train.steps, config.optim.warmup_steps = 2, 0
+    config.eval.every, config.checkpoint.every = 0, 0
+    job = assemble(config, tmp_path / "steps")
+    for name, seconds in (("steps", 0.0), ("seconds", 1e6)):
+        config.train.seconds, workdir = seconds, tmp_path / name
+        first, second, third = Recorder(stop_at=1), Recorder(), Recorder()
+
+        def go_on(hook, workdir=workdir, phased=bool(seconds)):
+            return go(config, workdir, hook, job=start_over(job, workdir, phased=phased))
+
+        assert go_on(first) == "interrupted"
+        assert first.calls[-2:] == [("checkpoint", 2), ("end", "interrupted")]
+        assert find_best(workdir) is None
+        assert go_on(second) == "finished"
+        begun, (kind, step, figures), *others = second.calls
+        assert (begun, kind, step) == (("begin", 2), "eval", 2)
+        assert others == [("checkpoint", 2), ("end", "finished")]
+        assert find_best(workdir) == (2, "loss", figures["loss"])
+        assert find_damage(workdir, 2) is None
+        assert go_on(third) == "finished"
+        assert not third.calls
 
 
 @pytest.mark.parametrize("name", cases("muon", slow=["adamw"]))

@@ -30,11 +30,10 @@ from kdjax.training.hooks import Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
 from kdjax.training.phases import PHASE, Pace, Progress
-from kdjax.training.saving import Checkpoints, is_finished
+from kdjax.training.saving import UNJUDGED, Checkpoints, is_finished
 from kdjax.training.step import StepMetrics, TrainState
 
 _log = logging.getLogger("kdjax")
-_UNJUDGED = "unjudged"  # in a step's record: a stop came before its held-out evaluation
 _FIRST = "first"  # in a step's record: held-out figures of a rounded student before the first
 
 
@@ -152,13 +151,16 @@ class _Loop:
         self._checkpoints, self._hooks, self._signals = checkpoints, hooks, signals
         self._judge = judge
         self._first: dict[str, float] = dict(record.get(_FIRST, {}))
-        self._unjudged = bool(record.get(_UNJUDGED))
+        self._unjudged = bool(record.get(UNJUDGED))
         self._stop = False  # what a hook asked for at the last step of the phase before
 
     def run_phase(
         self, job: Job, state: TrainState, progress: Progress
     ) -> tuple[str, TrainState, Progress]:
-        """Runs the phase to its end, "finished", or to a stop request, "interrupted"."""
+        """Runs the phase to its end, "finished", or to a stop request, "interrupted".
+
+        A run that was stopped in its last step has its last evaluation alone.
+        """
         config, start = job.config, int(state.step)
         mesh = job.step.placement.mesh
         pace = Pace(config, progress, SharedFlag(mesh))
@@ -187,7 +189,7 @@ class _Loop:
             if self._first:
                 record[_FIRST] = self._first
             if unjudged:
-                record[_UNJUDGED] = True
+                record[UNJUDGED] = True
             if job.phased:
                 now = pace.progress.end(step) if ended else pace.progress
                 record[PHASE] = dataclasses.asdict(now)
@@ -199,9 +201,18 @@ class _Loop:
 
         if start == 0 or self._unjudged:
             evaluate(start, state)
-            self._unjudged = False
             if start == progress.begun:
                 self._judge.begin_phase(start)
+        if self._unjudged:
+            self._unjudged, over = False, pace.is_over(start)
+            progress = progress.end(start) if over else progress
+            changes = {PHASE: dataclasses.asdict(progress)} if job.phased else {}
+            self._checkpoints.best = self._judge.note_saved(start)
+            self._checkpoints.note_judged(start, changes | self._judge.record)
+            if over:
+                for hook in hooks:
+                    hook.save_begin(start)
+                return "finished", state, progress
         if progress.number and start == progress.begun:
             news = {"phase": float(progress.number), "steps": float(config.train.steps - start)}
             for hook in hooks:
@@ -237,8 +248,9 @@ class _Loop:
             if judged:
                 state = evaluate(step, state, chosen=chosen and saves)
             if saving:
-                save(step, state, ended=ending, unjudged=evaluates and not judged)
-            if stopping and not (ending and final):
+                unjudged = evaluates and not judged
+                save(step, state, ended=ending and not unjudged, unjudged=unjudged)
+            if stopping and not (ending and final and judged):
                 return "interrupted", state, pace.progress
             if ending:
                 self._stop = delivery.stop

@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from kdjax.device.sharding import count_bytes, make_local_mesh
 from kdjax.errors import CheckError, UserError, WriteError
 from kdjax.formats import TensorTable
 from kdjax.formats.checksums import add_up, checksum
-from kdjax.formats.files import writing
+from kdjax.formats.files import replacing, writing
 from kdjax.formats.saved import (
     CHECKPOINTS,
     CHECKSUMS,
@@ -56,6 +57,7 @@ from kdjax.training.step import Step, TrainState, refuse_donated
 _log = logging.getLogger("kdjax")
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore says it
+UNJUDGED = "unjudged"  # in a step's record: a stop came before its held-out evaluation
 _STATE = "state"  # in `run`, of a loop of one's own: its arrays
 _LARGE = 1_000_000_000  # bytes whose saving takes so long that it is told
 _REDRAWN = 1e-5  # random numbers are the same on other hardware but for their last bits
@@ -136,6 +138,15 @@ class Checkpoints:
         self._in_flight = True
         with self._writing():
             self._manager.save(step, args=items)
+
+    def note_judged(self, step: int, changes: Mapping[str, Any]) -> None:
+        """Changes the record of a saved step whose held-out evaluation was still due."""
+        if jax.process_index() == 0:
+            run = saved_run(self._workdir, step) | changes
+            del run[UNJUDGED]
+            run[DIGEST] = record_digest(run)
+            with replacing(step_folder(self._workdir, step) / "run" / "metadata") as file:
+                file.write(json.dumps(run).encode())
 
     def check_room(self, state: TrainState) -> int:
         """Bytes of a checkpoint of these arrays; raises `WriteError` if the disk has no room."""
@@ -436,7 +447,7 @@ def _params_before_training(
 
 
 def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
-    """Whether the newest step, None for none, is the run's last: there is nothing to do.
+    """Whether the newest step, None for none, is the run's last, and judged: nothing is to do.
 
     Raises `UserError` for a smoke run over a checkpoint: it starts from the student's file.
     """
@@ -447,5 +458,5 @@ def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
             "smoke.steps=0 to resume the run."
         )
     if latest is None or not is_phased(config):
-        return latest == config.train.steps
+        return latest == config.train.steps and UNJUDGED not in saved_run(workdir, latest)
     return Progress.read(saved_run(workdir, latest)).number > len(config.then)
