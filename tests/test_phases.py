@@ -302,6 +302,10 @@ def test_a_phase_is_worse_if_it_is_by_more_than_its_error():
     rising.see(1, {"agreement": 0.6}, parts(0.5, 0.6, 0.7))
     with pytest.raises(WorseError):
         rising.see(2, {"agreement": 0.4}, parts(0.3, 0.4, 0.5))
+    cached = Judge("acceptance", 2.0, {})  # against a cache of likeliest ids
+    for step, share in ((1, 0.6), (2, 0.5)):
+        cached.see(step, {"acceptance_topk": share}, [])
+        assert cached.note_saved(step) == Best(1, "acceptance_topk", 0.6)
     assert Judge("kl", 2.0, {}).see(0, {"kl_topk": 1.0}, [{"kl_topk": 1.0, "tokens": 1.0}]) is None
     with pytest.raises(UserError, match=r"no held-out figure 'kl' .*eval.best"):
         Judge("kl", 2.0, {}).see(0, {"loss": 1.0}, [])

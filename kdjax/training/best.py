@@ -83,7 +83,7 @@ class Judge:
         if not self._errors or not self._begin or len(self._begin) != len(now):
             return
         grown, error = compare_parts(self._begin, now)
-        worse = -grown if name in RISING else grown
+        worse = -grown if self._name in RISING else grown
         if worse > self._errors * error:
             kept = f"step {self.best.step} is the best saved" if self.best else "no step was saved"
             raise WorseError(
@@ -102,7 +102,7 @@ class Judge:
         """The best saved step once this one is saved."""
         if self._now and self._now[0] == step:
             _, name, value, _ = self._now
-            sign = -1 if name in RISING else 1
+            sign = -1 if self._name in RISING else 1
             if self.best is None or self.best.name != name or sign * (value - self.best.value) < 0:
                 self.best = Best(step, name, value)
         return self.best
