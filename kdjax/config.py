@@ -7,6 +7,7 @@ A file in `configs/` returns a `Config` from `get_config()`; flags such as
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -615,15 +616,10 @@ _RULES: dict[str, _Rule] = {
 
 def _list_odd_changes(config: Config) -> list[str]:
     """Lists what is wrong with the phases of `then`, each by itself."""
-    fields, problems = flatten(dataclasses.replace(config, then=())), []
+    fields, problems = flatten(Config()), []
     phased = [name for name in fields if name.startswith(PHASED) and name not in _UNPHASED]
     for number, changes in enumerate(config.then):
         name = f"then[{number}]"
-        if not isinstance(changes, Mapping):
-            problems.append(
-                f'{name}={changes!r}: must be a dict of fields, such as {{"train.steps": 100}}'
-            )
-            continue
         if not any(changes.get(length) for length in _LENGTHS):
             problems.append(f"{name}: must have train.steps or train.seconds, how long it is")
         for field_name, value in changes.items():
@@ -635,21 +631,55 @@ def _list_odd_changes(config: Config) -> list[str]:
                     f"{shown}: must be the same in all phases; a phase may change "
                     f"{', '.join(PHASED).replace('., ', '.*, ')}, but for {', '.join(_UNPHASED)}"
                 )
-            elif not _is_alike(value, fields[field_name]):
-                kind = type(fields[field_name]).__name__
-                problems.append(f"{shown}: must be of type {kind}, as the run's")
+            elif odd := _say_odd(value, fields[field_name]):
+                problems.append(f"{shown}: {odd}")
     return problems
 
 
-def _is_alike(value: Any, other: Any) -> bool:
-    """Whether the one may stand where the other does, a whole number for any."""
-    if isinstance(value, bool) or isinstance(other, bool):
-        return type(value) is type(other)
-    return isinstance(value, (int, float) if isinstance(other, float) else type(other))
+def _say_odd(value: Any, default: Any) -> str:
+    """What a value must be to stand where the default does; empty if it may.
+
+    A whole number may stand for any, a list for a tuple.
+    """
+    kinds: Any = type(default)
+    if isinstance(default, float) and not isinstance(value, bool):
+        kinds = (int, float)
+    elif isinstance(default, tuple):
+        kinds = (tuple, list)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
+        return f"must be of type {type(default).__name__}"
+    return "" if not isinstance(value, float) or math.isfinite(value) else "must be finite"
+
+
+def check_fields(config: Config) -> None:
+    """Raises one `UserError` that lists what is no field, and every value of another type."""
+    problems = _list_odd_fields(config, Config(), "") or [
+        f'then[{number}]={changes!r}: must be a dict of fields, such as {{"train.steps": 100}}'
+        for number, changes in enumerate(config.then)
+        if not isinstance(changes, Mapping)
+    ]
+    if problems:
+        raise UserError(_refusal(problems))
+
+
+def _list_odd_fields(section: Any, default: Any, prefix: str) -> list[str]:
+    names, problems = [field.name for field in dataclasses.fields(default)], []
+    for name, value in vars(section).items():
+        shown = f"{prefix}{name}={value!r}"
+        if isinstance(default, TeacherConfig) and name == "_old":  # see `_OldField`
+            continue
+        if name not in names:
+            problems.append(f"{shown}: no such field.{suggest(name, names, prefix)}")
+        elif odd := _say_odd(value, getattr(default, name)):
+            problems.append(f"{shown}: {odd}")
+        elif dataclasses.is_dataclass(value):
+            problems += _list_odd_fields(value, getattr(default, name), f"{prefix}{name}.")
+    return problems
 
 
 def validate(config: Config) -> None:
     """Raises one `UserError` that lists every field that cannot work, its value and what would."""
+    check_fields(config)
     problems = _list_odd_changes(config)
     if not problems:
         first, *others = list_phases(config)

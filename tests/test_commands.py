@@ -452,6 +452,15 @@ def test_the_wheel_has_every_package_and_the_configs():
         ({"student.quantize_every": 2}, r"student.quantize_every=2: needs student.quantize"),
         ({"smoke.steps": -1}, r"smoke.steps=-1: must be 0 or more"),
         ({"smoke.steps": 11}, r"smoke.steps=11: must not exceed train.steps=10"),
+        ({"train.step": 5}, r"train.step=5: no such field. Did you mean train.steps\?"),
+        ({"train.steps": "100"}, r"train.steps='100': must be of type int$"),
+        (
+            {"train.steps": 1e1, "data.train": ["a"]},
+            r"(?s)train=\['a'\]: must be of type str.*steps=10.0: must be of type int",
+        ),
+        ({"optim.learning_rate": None}, r"learning_rate=None: must be of type float"),
+        ({"train.steps": True}, r"train.steps=True: must be of type int"),
+        ({"loss.temperature": float("inf")}, r"loss.temperature=inf: must be finite"),
     ],
 )
 def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message):
@@ -460,6 +469,16 @@ def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message
         setattr(getattr(tiny_config, section), name, value)
     with pytest.raises(UserError, match=message):
         validate(tiny_config)
+
+
+def test_fields_of_a_config_may_be_whole_numbers_and_old_names(tiny_config):
+    tiny_config.optim.weight_decay, tiny_config.teacher.backend = 0, "dequant"
+    tiny_config.then = [{"train.steps": 40, "optim.weight_decay": 0.5}]
+    validate(tiny_config)
+    for then, found in ((None, "then=None: must be of type tuple"), ((3,), "must be a dict of")):
+        tiny_config.then = then
+        with pytest.raises(UserError, match=found):
+            parsing.override(tiny_config, [], parsing.run_parser("train", ""))
 
 
 def test_every_field_has_a_rule_or_is_free():

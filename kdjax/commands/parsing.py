@@ -19,7 +19,16 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from kdjax import hub
-from kdjax.config import SELF, TEXTS, WEIGHTS, Config, flatten, read_weights, validate
+from kdjax.config import (
+    SELF,
+    TEXTS,
+    WEIGHTS,
+    Config,
+    check_fields,
+    flatten,
+    read_weights,
+    validate,
+)
 from kdjax.data.text import find_files
 from kdjax.device import cluster
 from kdjax.device.cluster import JOIN_TIMEOUT
@@ -186,6 +195,7 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
 
 def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
     """A copy of the config with each `--config.field=value` in it, read as the field's type."""
+    check_fields(config)
     config, argv = _take_old_flags(config, argv)
     config, argv = _take_phases(config, argv, parser)
     fields = flatten(dataclasses.replace(config, then=()))
