@@ -153,6 +153,16 @@ def test_any_mesh_rounds_alike(rng):
 # ---- Muon
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_layers_of_a_users_module_may_have_numbers_for_names(name):
+    """As those of an `nnx.List` have."""
+    params = {"layers": {0: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}}
+    assert optim.decay_mask(params) == {"layers": {0: {"kernel": True, "bias": False}}}
+    tx = optim.optimizer(dataclasses.replace(SPEC, name=name), 100)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert all((x != 0).all() for x in jax.tree.leaves(updates))
+
+
 def orthogonalize(x):
     """Keller Jordan's Newton-Schulz iteration, float64: five steps of his quintic."""
     wide = x if x.shape[0] <= x.shape[1] else x.T

@@ -73,15 +73,19 @@ def own_config(tiny_config):
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_run_of_ones_own_python_is_the_loop_of_make_step(own_config, tmp_path):
-    """Optimizer, loss, module, batches, hooks; the receipt says that no hash is of their code."""
+    """Optimizer, loss, module, batches, hooks; the receipt says that no hash is of their code.
+
+    The module's head has no padding rows, as that of the file in its place has.
+    """
     teacher = kdjax.load(own_config.teacher.path)
-    given = make_own(Bigram(teacher.vocab_size))
+    assert teacher.tokenizer.vocab_size < teacher.vocab_size
+    given = make_own(Bigram(teacher.tokenizer.vocab_size))
     records, figures = [], []
     hooks = dict(on_step=records.append, on_eval=figures.append)
     assert kdjax.distill(own_config, tmp_path / "a", **given, **hooks) == "finished"
 
     teacher = kdjax.load(own_config.teacher.path, compute_dtype="float32")
-    student = kdjax.Model.from_module(Bigram(teacher.vocab_size), teacher.tokenizer)
+    student = kdjax.Model.from_module(Bigram(teacher.tokenizer.vocab_size), teacher.tokenizer)
     step = kdjax.make_step(student, teacher, given["loss"], optax.sgd(0.5))
     state, losses = step.init(student.params), []
     for _ in range(2):
@@ -165,6 +169,16 @@ def test_divergences_of_ones_own_have_no_name():
 def test_what_is_no_such_thing_is_refused(given, message, types_unchecked):
     with pytest.raises(UserError, match=message):
         Own(**given)
+
+
+def test_a_head_and_batches_that_are_too_small_are_refused(own_config, tmp_path):
+    with pytest.raises(UserError, match="tokens, but the student's head has 8 rows"):
+        kdjax.distill(own_config, tmp_path / "a", student=Bigram(8))
+    source = Rows()
+    source.batch = {name: x[:3] for name, x in source.batch.items()}
+    own_config.train.microbatches = 2
+    with pytest.raises(UserError, match="a batch of 3 rows; expected a multiple of 2: 2 microb"):
+        kdjax.distill(own_config, tmp_path / "b", batches=source)
 
 
 @pytest.mark.parametrize("name", ["layers", "quantize"])

@@ -528,5 +528,5 @@ def test_what_a_step_cannot_take_is_refused_in_words():
     with pytest.raises(UserError, match="a state that an earlier step has taken"):
         built.step(state, built.teacher, batch())
     several = build(mesh_of(data=4))
-    with pytest.raises(UserError, match="a batch of 6 rows; expected a multiple of 4, the dev"):
+    with pytest.raises(UserError, match="a batch of 6 rows; expected a multiple of 4: the 4 dev"):
         several.step.put(jax.tree.map(lambda x: x[:6], batch()))

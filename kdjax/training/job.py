@@ -70,7 +70,7 @@ from kdjax.training.inputs import (
     warn_of_readings,
 )
 from kdjax.training.own import NO_CODE, Own
-from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair
+from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair, own_vocabulary
 from kdjax.training.phases import Progress
 from kdjax.training.plan import (
     Plan,
@@ -549,10 +549,16 @@ def build_step(
     if tx is None:
         asked = choose_optim(config)
         tx, schedule = optim.optimizer(asked, *steps), optim.schedule(asked, *steps)
-    step = make_step(
+    student = (
         own.open_student(pair.tokenizer, placement)
         or (before and before.describe_student(pair.student.spec))
-        or _open_student_model(config, pair, compute, teacher, kind),
+        or _open_student_model(config, pair, compute, teacher, kind)
+    )
+    vocabulary = pair.vocabulary
+    if own.student is not None:  # whose head may have other rows than the file's
+        vocabulary = own_vocabulary(min(vocabulary.width, student.vocab_size), vocabulary.real)
+    step = make_step(
+        student,
         [teacher, start] if start else teacher,
         own.loss or _make_loss(config),
         tx,
@@ -560,7 +566,7 @@ def build_step(
         chunk_tokens=config.loss.chunk_tokens,
         reduce_dtype=config.train.reduce_dtype,
         kind=_go_beyond(config, kind),
-        vocabulary=pair.vocabulary,
+        vocabulary=vocabulary,
         allow_degenerate=True,  # `open_pair` has judged that
         quantize=config.student.quantize,
         quantize_every=config.student.quantize_every,

@@ -231,7 +231,7 @@ class _Loop:
                 for hook in hooks:
                     hook.news(step, *news)
                 delivery.restart_clock()
-            placed = job.step.put(batch)
+            placed = job.step.put(batch, job.step.spec.microbatches)
             with jax.transfer_guard("disallow"):
                 state, metrics = job.step.train(state, job.teacher_params, placed)
             delivery.push(step, metrics, batch)

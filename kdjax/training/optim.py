@@ -35,7 +35,7 @@ def decay_mask(params: optax.Params) -> optax.Params:
     """True for matrices, False for norms and biases; by name, for stacked ones are all 2-d."""
 
     def matrix(path: tuple[Any, ...], _: Any) -> bool:
-        keys = [key.key for key in path]
+        keys = [str(key.key) for key in path]  # of an `nnx.List` they are numbers
         return keys[-1] != "bias" and not any("norm" in key for key in keys)
 
     return jax.tree_util.tree_map_with_path(matrix, params)
@@ -83,7 +83,7 @@ def _choose_muon(params: optax.Params) -> optax.Params:
     """Which of both moves a parameter: "muon" matrices within layers, convolutions apart."""
 
     def choose(path: tuple[Any, ...], x: Any, decayed: bool) -> str:
-        keys = [key.key for key in path]
+        keys = [str(key.key) for key in path]
         inside = keys[0] in STACKS and x.ndim >= 3 and not any("conv" in key for key in keys)
         return "muon" if decayed and inside else "adam"
 

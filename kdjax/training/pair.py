@@ -337,6 +337,6 @@ def own_vocabulary(rows: int, real: int, beside: str = "") -> Vocabulary:
     if not 0 < real <= rows:
         raise UserError(
             f"the tokenizer has {real:,} tokens, but the student's head has {rows:,} "
-            f"rows{beside}: the checkpoint is not the one its tokenizer belongs to."
+            f"rows{beside}: the model is not the one its tokenizer belongs to."
         )
     return Vocabulary(rows, real)

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ class Checkpoints:
         with self._writing():
             self._manager.save(step, args=items)
 
-    def note_judged(self, step: int, changes: Mapping[str, Any]) -> None:
+    def note_judged(self, step: int, changes: dict[str, Any]) -> None:
         """Changes the record of a saved step whose held-out evaluation was still due."""
         if jax.process_index() == 0:
             run = saved_run(self._workdir, step) | changes
@@ -457,6 +457,9 @@ def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
             "the student's own weights and saves nothing. Give it another --workdir, or set "
             "smoke.steps=0 to resume the run."
         )
-    if latest is None or not is_phased(config):
-        return latest == config.train.steps and UNJUDGED not in saved_run(workdir, latest)
-    return Progress.read(saved_run(workdir, latest)).number > len(config.then)
+    if latest is None:
+        return False
+    record = saved_run(workdir, latest)
+    if is_phased(config):
+        return Progress.read(record).number > len(config.then)
+    return latest == config.train.steps and UNJUDGED not in record

@@ -576,13 +576,7 @@ class Step:
         arrays of other names or shapes than the teacher's.
         """
         refuse_donated(state)
-        placed, outside = self._put(batch)
-        rows, devices = len(placed["tokens"]), row_shards(self.placement.mesh)
-        if rows % (parts := devices * self.spec.microbatches):
-            raise UserError(
-                f"found a batch of {rows} rows; expected a multiple of {parts}: "
-                f"{self.spec.microbatches} microbatches on each of {devices} devices."
-            )
+        placed, outside = self._put(batch, self.spec.microbatches)
         state, metrics = self.train(state, name_arrays(teacher), placed)
         return state, metrics if outside is None else metrics.replace(outside=outside)
 
@@ -607,15 +601,15 @@ class Step:
                 "iterator that was used up gives none: give a list."
             ) from None
 
-    def put(self, batch: Any) -> Batch:
-        """A batch, whole and on the devices, its rows split over them.
+    def put(self, batch: Any, parts: int = 1) -> Batch:
+        """A batch, whole and on the devices, its rows split over them, in so many microbatches.
 
         Labels of -100 get weight 0. Raises `UserError` for ids outside the vocabulary: of host
         arrays at once, of arrays on devices when a later batch is put and the count is there.
         """
-        return self._put(batch)[0]
+        return self._put(batch, parts)[0]
 
-    def _put(self, batch: Any) -> tuple[Batch, Array | None]:
+    def _put(self, batch: Any, parts: int) -> tuple[Batch, Array | None]:
         """Puts a batch as `put` does, and counts the ids outside in arrays on devices."""
         mesh, whole = self.placement.mesh, complete_batch(batch)
         ready = [x for x in self._outside if x.is_ready()]
@@ -626,10 +620,11 @@ class Step:
         outside = None
         on_devices = any(isinstance(x, jax.Array) for x in ids)
         shards = row_shards(mesh) // (1 if on_devices else jax.process_count())
-        if len(ids[0]) % shards:
+        if len(ids[0]) % (shards * parts):
+            sharing = f"{parts} microbatches on each of the " if parts > 1 else "the "
             raise UserError(
-                f"found a batch of {len(ids[0])} rows; expected a multiple of {shards}, the "
-                "devices that share its rows."
+                f"found a batch of {len(ids[0])} rows; expected a multiple of {shards * parts}: "
+                f"{sharing}{shards} devices that share its rows."
             )
         if on_devices:
             whole["labels"], whole["weights"], outside = self._read_ids(*ids)
