@@ -685,6 +685,7 @@ def validate(config: Config) -> None:
         first, *others = list_phases(config)
         problems = _list_problems(first)
         for number, phase in enumerate(others):
+            phase.smoke = SmokeConfig()  # a trial runs the first phase alone
             own = (problem for problem in _list_problems(phase) if problem not in problems)
             problems += [f"then[{number}]: {problem}" for problem in own]
     if problems:

@@ -579,8 +579,12 @@ def build_step(
 
 
 def _last_fit(config: Config) -> int | None:
-    """The step from which scales of rounding are held; None where nothing is rounded."""
-    return config.train.steps - config.train.steps // 10 if config.student.quantize else None
+    """The step from which scales of rounding are held; None where nothing is rounded.
+
+    These are the last tenth of the phase, which begins behind `train.after`.
+    """
+    steps = config.train.steps
+    return steps - (steps - config.train.after) // 10 if config.student.quantize else None
 
 
 def _make_loss(config: Config) -> KDLoss:
