@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
+from numbers import Real
 from typing import Any
 
 from kdjax.errors import UserError, suggest
@@ -442,7 +443,7 @@ DIVERGENCES: dict[str, dict[str, float]] = {
 
 def check_share(name: str, value: float) -> None:
     """Raises `UserError` unless the value, a divergence's parameter, lies between 0 and 1."""
-    if not 0 < value < 1:
+    if not (isinstance(value, Real) and 0 < value < 1):
         raise UserError(f"{name}={value!r}: must be above 0 and below 1")
 
 

@@ -154,9 +154,10 @@ def test_the_plan_counts_the_starts_bytes(job):
     assert name not in plan.make_plan(shared, job.pair, *asked).resident
 
 
-def test_what_cannot_go_beyond_is_refused(job):
-    with pytest.raises(UserError, match=r"strength=0.0: must be greater than 0"):
-        kdjax.Beyond(strength=0.0)
+def test_what_cannot_go_beyond_is_refused(job, types_unchecked):
+    for strength in (0.0, "1"):
+        with pytest.raises(UserError, match=rf"strength={strength!r}: must be greater than 0"):
+            kdjax.Beyond(strength=strength)
     with pytest.raises(UserError, match=r"expected one that knows all ids"):
         kdjax.Beyond(kinds=(CachedTopK(3), CachedTopK(3)))
     for section, changes in (("loss", {"alpha": 1.0}), ("student", {"init": "random"})):

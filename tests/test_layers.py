@@ -308,6 +308,15 @@ def nothing(ours, theirs, batch):
             "expected a multiple of heads=7",
         ),
         (kdjax.LayerLoss(lambda s, t, b: b["weights"], ["embed"]), "to give .1, 64.; expected a n"),
+        (
+            kdjax.match_hidden({"blocks/0/attn/q": "blocks/0"}),
+            "hidden_mse: found blocks/0/attn/q of 4 axes; expected hidden states",
+        ),
+        (
+            kdjax.match_hidden({"embed": "blocks/1/attn/k"}, project=False),
+            "hidden_mse: found blocks/1/attn/k of 4 axes",
+        ),
+        (kdjax.LayerLoss(lambda s, t, b: None, ["embed"]), "to give None; expected a number"),
         ([kdjax.LayerLoss(nothing, ["embed"])] * 2, "extra losses called extra, extra"),
     ],
 )
@@ -332,6 +341,8 @@ def test_teachers_optimizers_and_names_that_do_not_suit_are_refused(models):
         kdjax.make_step(student, None, kdjax.KDLoss(alpha=1), optax.sgd(0.1), extra=lost)
     for given, message in (
         (dict(name="loss"), "name='loss': metrics have it already"),
+        (dict(project={"embed": "head"}), "extra: found project=.'embed': 'head'.; expected a wid"),
+        (dict(project={"embed": 0}), "extra: found project=.'embed': 0.; expected a width"),
         (dict(project={"blocks/1": 3}), "project=.'blocks/1'.: expected names of student"),
     ):
         with pytest.raises(UserError, match=message):

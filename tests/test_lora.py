@@ -243,10 +243,12 @@ def test_targets_by_every_name(bases):
         ({"targets": "token_embd"}, "Embedding and head"),
         ({"rank": 65}, "expected 1 to 64: k_proj has shape"),
         ({"rank": 0}, "found rank 0"),
+        ({"rank": 2.5}, "found rank=2.5; expected a whole number"),
+        ({"targets": ["q_proj"]}, r"found targets=\['q_proj'\]; expected text"),
         ({"alpha": 0.0}, "alpha=0"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(bases, settings, message):
+def test_what_cannot_be_adapted_is_refused(bases, settings, message, types_unchecked):
     with pytest.raises(UserError, match=message):
         kdjax.add_lora(bases["packed"], **settings)
 

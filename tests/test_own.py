@@ -150,6 +150,11 @@ def test_divergences_of_configs_are_written_as_they_are_read(text):
     assert parse_divergence(write_divergence(divergence)) == divergence
 
 
+def test_a_share_that_is_no_number_is_refused(types_unchecked):
+    with pytest.raises(UserError, match=r"beta='0.5': must be above 0 and below 1"):
+        kdjax.JensenShannon("0.5")
+
+
 def test_divergences_of_ones_own_have_no_name():
     whole = kdjax.KDLoss(overlap).divergence
     assert write_divergence(whole) is None

@@ -472,6 +472,9 @@ def test_a_collapse_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, c
     assert caught.value.status == COLLAPSED and found in message
     assert "the student of step 16 still wrote good ones" in message
     assert f"The last good checkpoint is {tmp_path / 'checkpoints' / '12'}." in message
+    unread = {n: x for n, x in round_figures(3).items() if n != "divergence"}
+    with pytest.raises(CollapseError, match=r"divergence: 0.03 in round 0, now none, of empty an"):
+        guard.news(25, "round", unread)
     free = RolloutConfig(every=8, stop_growth=0.0)
     CollapseGuard(tmp_path, free).news(25, "round", round_figures(3, **changes))
 

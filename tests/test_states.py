@@ -104,6 +104,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     for use, given in ((kdjax.load_state, step), (kdjax.save_state, make_step()[1])):
         with pytest.raises(UserError, match="file: found a file; expected the folder of save_st"):
             use(file, given)
+        with pytest.raises(UserError, match="file: found a file; expected the folder of save_st"):
+            use(file / "inner", given)
         for inner in ("checkpoints", "checkpoints/1", "checkpoints/2"):
             with pytest.raises(
                 UserError, match=rf"{inner}: found steps of .*; expected the folder"

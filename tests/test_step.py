@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import kdjax
 from kdjax.config import OptimConfig
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
@@ -508,6 +509,20 @@ def test_a_step_refuses_a_model_where_it_wants_arrays(wrap, types_unchecked):
     built = build()
     with pytest.raises(UserError, match=r"found object as a step's teacher; .* teacher.params"):
         built.step(built.state, wrap(object()), batch())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss": kdjax.forward_kl}, r"found loss=ForwardKL\(\); expected a kdjax.KDLoss"),
+        ({"optimizer": 1e-4}, "found optimizer=0.0001; expected an optax.GradientTr"),
+        ({"microbatches": 0}, "found microbatches=0; expected 1 or more"),
+    ],
+)
+def test_what_makes_no_step_is_refused(given, message, types_unchecked):
+    parts = {"loss": kdjax.KDLoss(alpha=1), "optimizer": optax.sgd(1.0)} | given
+    with pytest.raises(UserError, match=message):
+        kdjax.make_step(object(), None, **parts)
 
 
 def test_what_a_step_cannot_take_is_refused_in_words():

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +71,13 @@ class LayerLoss:
                 )
         if odd := sorted(set(self.project) - set(self.student)):
             raise UserError(f"project={odd}: expected names of student={list(self.student)}.")
+        for name, asked in self.project.items():
+            named, none = isinstance(asked, str), isinstance(asked, int) and asked < 1
+            if none or (named and asked not in self.teacher):
+                raise UserError(
+                    f"{self.name}: found project={{{name!r}: {asked!r}}}; expected a width, a "
+                    f"matrix or a name of teacher={list(self.teacher)}."
+                )
 
     def begin(
         self, ours: Mapping[str, Any], theirs: Mapping[str, Any], number: int
@@ -80,8 +88,9 @@ class LayerLoss:
         """
         found = {}
         for place, (name, asked) in enumerate(sorted(self.project.items())):
-            width = ours[name].shape[-1]
+            width = _check_hidden(self.name, name, ours[name]).shape[-1]
             if isinstance(asked, str):
+                _check_hidden(self.name, asked, theirs[asked])
                 if theirs[asked].shape[-1] == width:
                     continue
                 asked = theirs[asked].shape[-1]
@@ -115,13 +124,24 @@ class LayerLoss:
         named = given if isinstance(given, Mapping) else {"": given}
         sums = {}
         for name, value in named.items():
-            if jnp.shape(value) != ():
+            found = () if isinstance(value, Real) else getattr(value, "shape", value)
+            if found != ():
                 raise UserError(
-                    f"{self.name}: found {self.function} to give {list(jnp.shape(value))}; "
+                    f"{self.name}: found {self.function} to give {found}; "
                     "expected a number, the sum over the batch's positions."
                 )
             sums[f"{self.name}_{name}" if name else self.name] = jnp.asarray(value, jnp.float32)
         return sums
+
+
+def _check_hidden(loss: str, name: str, x: Any) -> Any:
+    """The layer, if it is of hidden states; raises `UserError` for one of heads."""
+    if len(x.shape) != 3:
+        raise UserError(
+            f"{loss}: found {name} of {len(x.shape)} axes; expected hidden states, [B, T, D], such "
+            'as "blocks/3" has. kdjax.match_relations compares queries, keys and values.'
+        )
+    return x
 
 
 def _key(name: str) -> str:
@@ -153,7 +173,8 @@ def match_hidden(
         weights = batch["weights"]
         total = jnp.zeros(())
         for mine, other in pairs.items():
-            s, t = (_keep_weighted(x, weights) for x in (ours[mine], theirs[other]))
+            both = (mine, ours[mine]), (other, theirs[other])
+            s, t = (_keep_weighted(_check_hidden(name, n, x), weights) for n, x in both)
             if s.shape != t.shape:
                 raise UserError(
                     f"hidden_{distance}: found {mine} {s.shape[-1]} wide and the teacher's {other} "

@@ -48,6 +48,10 @@ def add_lora(
             f"{model.name}: found a model that has adapters; expected one without. Merge "
             "them first (kdjax.merge_lora), or train those."
         )
+    if not isinstance(rank, int):
+        raise UserError(f"found rank={rank!r}; expected a whole number.")
+    if not isinstance(targets, str):
+        raise UserError(f'found targets={targets!r}; expected text, such as "q_proj,v_proj".')
     lora = choose_lora(model.spec, rank, alpha, targets)
     return attach_adapters(model, lora, draw_adapters(lora, model.spec, seed))
 

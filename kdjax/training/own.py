@@ -19,12 +19,11 @@ from kdjax.losses.layers import LayerLoss
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.hooks import Hook, StepRecord
-from kdjax.training.step import TrainState
+from kdjax.training.step import PARTS, TrainState, check_kind
 
 _EXPECTED: dict[str, tuple[Any, str]] = {
     "batches": (BatchSource, "an object with next, get_state and set_state"),
-    "optimizer": (optax.GradientTransformation, "an optax.GradientTransformation"),
-    "loss": (KDLoss, "a kdjax.KDLoss"),
+    **PARTS,
     "student": (nnx.Module, "a Flax NNX module with hidden and head_weight"),
     "on_step": (Callable, "a function of a StepRecord"),
     "on_eval": (Callable, "a function of held-out figures"),
@@ -53,8 +52,8 @@ class Own:
     def __post_init__(self) -> None:
         for name, (kind, wanted) in _EXPECTED.items():
             value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise UserError(f"found {name}={value!r}; expected {wanted}.")
+            if value is not None:
+                check_kind(name, value, kind, wanted)
 
     def rewrite(self, config: Config) -> Config:
         """The config in whose words the loss is, as far as it has any; another object.

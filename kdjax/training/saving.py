@@ -261,8 +261,9 @@ def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
 def _check_folder(folder: str | Path) -> Path:
     """Raises `UserError` for a file, or a folder of steps, where that of a loop is wanted."""
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: found a file; expected the folder of save_state: name that.")
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path}: found a file; expected the folder of save_state: name that.")
     for path in (folder, folder.parent):
         if path.name == CHECKPOINTS and saved_steps(path.parent):
             raise UserError(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -248,7 +249,7 @@ class Beyond(Teachers):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 < self.strength < float("inf"):
+        if not (isinstance(self.strength, Real) and 0 < self.strength < float("inf")):
             raise UserError(f"strength={self.strength!r}: must be greater than 0")
         if len(self.kinds) != 2 or self.weights or self._merged:
             raise UserError(

@@ -797,6 +797,19 @@ def _as_type(name: str, column: Any) -> Any:
     return column.astype(np.int32)
 
 
+# What these arguments of `make_step` and `distill` are, and the words for it.
+PARTS: dict[str, tuple[Any, str]] = {
+    "optimizer": (optax.GradientTransformation, "an optax.GradientTransformation"),
+    "loss": (KDLoss, "a kdjax.KDLoss"),
+}
+
+
+def check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
+    """Raises `UserError` for an argument that is something else."""
+    if not isinstance(value, kind):
+        raise UserError(f"found {name}={value!r}; expected {wanted}.")
+
+
 def make_step(
     student: Model,
     teacher: Model | Sequence[Model | None] | None,
@@ -841,6 +854,10 @@ def make_step(
         state = step.init(student.params)
         state, metrics = step(state, teacher.params, {"tokens": ids[:, :-1], "labels": ids[:, 1:]})
     """
+    for name, value in (("loss", loss), ("optimizer", optimizer)):
+        check_kind(name, value, *PARTS[name])
+    if microbatches < 1:
+        raise UserError(f"found microbatches={microbatches}; expected 1 or more.")
     several = list(teacher) if isinstance(teacher, Sequence) else None
     models = [m for m in (several or [teacher]) if isinstance(m, Model)]
     if kind is None and several is not None:

@@ -135,11 +135,14 @@ class CollapseGuard(Hook):
         if "divergence" in first:  # with a teacher that can read
             least = max(first["divergence"], self._LEAST_DIVERGENCE)
             limits["divergence"] = growth * least
-        over = [name for name, limit in limits.items() if figures[name] >= limit]
+        # Only empty answers to all prompts that are compared leave a round without a divergence.
+        now = {"divergence": math.inf} | dict(figures)
+        over = [name for name, limit in limits.items() if now[name] >= limit]
         if not over:
             return
         evidence = "\n  ".join(
-            f"{name}: {first[name]:.4g} in round 0, now {figures[name]:.4g}; the limit is "
+            f"{name}: {first[name]:.4g} in round 0, now "
+            f"{f'{now[name]:.4g}' if name in figures else 'none, of empty answers'}; the limit is "
             f"{limits[name]:.4g}"
             for name in over
         )
