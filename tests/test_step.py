@@ -539,6 +539,8 @@ def test_what_a_step_cannot_take_is_refused_in_words():
             built.step(state, other, batch())
         with pytest.raises(UserError, match=message):
             built.step.evaluate(state, other, [batch()])
+    with pytest.raises(UserError, match=r"a step's student head: .* It is another mod"):
+        built.step.init(built.teacher)
     built.step(state, built.teacher, batch())
     with pytest.raises(UserError, match="a state that an earlier step has taken"):
         built.step(state, built.teacher, batch())

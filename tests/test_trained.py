@@ -218,28 +218,30 @@ def test_parameters_have_our_names_and_ggufs(models):
 
 
 class Untied(nnx.Module):
-    """A head that is no `embed`, though it has one."""
+    """A head that is no `embed`, though it has one; no block that drafts is called `mtp`."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(16, 4, rngs=rngs)
         self.out = nnx.Linear(4, 16, use_bias=False, rngs=rngs)
+        self.mtp = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
 
     def hidden(self, tokens, segment_ids, positions):
-        return self.embed(tokens)
+        return self.mtp(self.embed(tokens))
 
     def head_weight(self):
         return self.out.kernel[...].T
 
 
-def test_the_head_of_a_module_of_ones_own_is_trained_whatever_its_name():
+def test_parameters_of_a_module_of_ones_own_are_trained_whatever_their_names():
     student = kdjax.Model.from_module(Untied())
     loss = kdjax.KDLoss(alpha=1)
-    built = kdjax.make_step(student, None, loss, optax.sgd(1.0), trainable="out")
     batch = {"tokens": [[1, 2, 3]], "labels": [[2, 3, 4]]}
-    state, _ = built(built.init(student.params), {}, batch)
-    moved = jax.tree.map(lambda a, b: bool((a != b).any()), student.params, state.params)
-    assert moved == {"embed": {"embedding": False}, "out": {"kernel": True}}
+    for named, expected in (("out", {"out"}), ("", {"embed", "mtp", "out"})):
+        built = kdjax.make_step(student, None, loss, optax.sgd(1.0), trainable=named)
+        state, _ = built(built.init(student.params), {}, batch)
+        moved = jax.tree.map(lambda a, b: bool((a != b).any()), student.params, state.params)
+        assert {name for name, part in moved.items() if any(part.values())} == expected
 
 
 def test_names_without_a_parameter_are_refused(models):

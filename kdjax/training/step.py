@@ -330,17 +330,17 @@ def _list_shapes(tree: Params) -> dict[str, Any]:
     return dict(zip(list_paths(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
 
 
-def _refuse_other(wanted: Mapping[str, Any] | None, teacher: Params) -> None:
-    """Raises `UserError` for arrays of another model than the teacher's; costs a trace alone."""
+def _refuse_other(wanted: Mapping[str, Any] | None, arrays: Params, side: str = "teacher") -> None:
+    """Raises `UserError` for arrays of another model than that side's; costs a trace alone."""
     if wanted is None:
         return
-    found = _list_shapes(teacher)
+    found = _list_shapes(arrays)
     for name in sorted(found.keys() | wanted):
         if found.get(name) != wanted.get(name):
             was, now = (shapes.get(name, "no such array") for shapes in (found, wanted))
             raise UserError(
-                f"found in a step's teacher {name}: {was}; expected {now}. It is another model, "
-                "such as the student: pass the params of the teacher that make_step was given."
+                f"found in a step's {side} {name}: {was}; expected {now}. It is another model: "
+                f"pass the params of the {side} that make_step was given."
             )
 
 
@@ -549,9 +549,15 @@ class Step:
         """The state before the first step, from a copy of `params`: the model stays whole.
 
         With `donate` the arrays themselves go into the state, and the model loses them. Of a
-        student with adapters these alone are the state's.
+        student with adapters these alone are the state's. Raises `UserError` for a model in place
+        of its arrays, and for those of another.
         """
+        if not isinstance(params, Mapping):
+            raise UserError(
+                f"found {type(params).__name__} to begin with; expected arrays: student.params."
+            )
         params = self.spec.form.masters(params)
+        _refuse_other(_list_shapes(self.abstract.params), params, "student")
 
         def begin(params: Params) -> TrainState:
             if not donate:  # jit hands an argument that it only passes on back as it is

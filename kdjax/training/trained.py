@@ -117,7 +117,7 @@ def train_only(
     and only those are moved; such stacks are the second result. `params` may be shapes.
     """
     if not patterns:
-        if _BLOCK not in params or len(params) == 1:
+        if spec is None or _BLOCK not in params or len(params) == 1:
             return optimizer, ()
         patterns = [name for name in params if name != _BLOCK]
     chosen = choose_layers(params, spec, patterns)
