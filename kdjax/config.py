@@ -638,7 +638,7 @@ def _list_odd_changes(config: Config) -> list[str]:
 
 
 def _say_odd(value: Any, default: Any) -> str:
-    """What a value must be to stand where the default does; empty if it may.
+    """Says what a value must be to stand where the default does; empty if it may.
 
     A whole number may stand for any, a list for a tuple.
     """

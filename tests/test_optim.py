@@ -155,7 +155,7 @@ def test_any_mesh_rounds_alike(rng):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_layers_of_a_users_module_may_have_numbers_for_names(name):
-    """As those of an `nnx.List` have."""
+    """Those of an `nnx.List` have."""
     params = {"layers": {0: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}}
     assert optim.decay_mask(params) == {"layers": {0: {"kernel": True, "bias": False}}}
     tx = optim.optimizer(dataclasses.replace(SPEC, name=name), 100)
