@@ -44,6 +44,20 @@ def test_problems_are_paired_and_benchmarks_added(write):
     assert compare.table([first, first])[2].endswith("| 0 | 0 | 1 |")
 
 
+def test_a_problem_that_was_asked_in_several_ways_counts_once_over_all(write):
+    ways = ("humaneval", "humaneval request", "humaneval bare")
+    before, after = [1] * 7, [2] * 6 + [0]
+    first = write("a.json", **dict.fromkeys(ways, benchmark(before)))
+    second = write("b.json", **dict.fromkeys(ways, benchmark(after)))
+    rows = compare.table([first, second])[2:]
+    assert rows[0].endswith("| 6 | 1 | 0.12 |")
+    assert rows[-1] == "| b | all |  |  | 6 | 1 | 0.12 |"
+    # Better in one way and worse in another is neither.
+    asked = (benchmark(passes) for passes in (after, before, [0] * 7))
+    third = write("c.json", **dict(zip(ways, asked, strict=True)))
+    assert compare.table([first, third])[-1] == "| c | all |  |  | 0 | 1 | 1 |"
+
+
 def test_a_gain_counts_over_wordings_problems_and_seeds(write):
     def asked(*passes):
         names = ("humaneval", "humaneval request", "humaneval bare")

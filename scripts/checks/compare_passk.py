@@ -3,10 +3,11 @@
     python -m scripts.checks.compare_passk before.json after.json [another.json ...]
 
 Every other file against the first, benchmark by benchmark and over all problems together, as a
-table in Markdown. A problem is better if more of its samples pass than before; p is that of an
-exact two-sided sign test of how many are better and how many worse. Two pass rates of the same
-problems say less: most of the difference between problems is in both. Files are refused if their
-problems, samples a problem or wordings differ.
+table in Markdown. A problem is better if more of its samples pass than before; over all, a problem
+that was asked in several ways counts once, by its samples of all of them. p is that of an exact
+two-sided sign test of how many are better and how many worse. Two pass rates of the same problems
+say less: most of the difference between problems is in both. Files are refused if their problems,
+samples a problem or wordings differ.
 
 A second table has the later files as seeds of one setting, and those that commas join to the first,
 `a-0.json,a-1.json`, as seeds of the other: each benchmark, and of `--wording=all` the mean over the
@@ -16,8 +17,8 @@ wordings, greedy. The interval holds 95% of the differences of problems and seed
 import argparse
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def passed(benchmark: dict[str, Any]) -> dict[str, list[bool]]:
     return samples
 
 
-def better_and_worse(before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int]:
-    """Problems of which more samples pass, and fewer; raises `ValueError` if they do not pair."""
+def count_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """Samples of each problem that pass beyond those before; `ValueError` if they do not pair."""
     if before["wording"] != after["wording"]:
         raise ValueError(f"worded {before['wording']} there, {after['wording']} here")
     old, new = passed(before), passed(after)
@@ -67,16 +68,15 @@ def better_and_worse(before: dict[str, Any], after: dict[str, Any]) -> tuple[int
             f"{len(counts)} problems and {sum(counts.values())} samples there, "
             f"{len(new)} and {sum(map(len, new.values()))} here, or other problems"
         )
-    change = [sum(new[task]) - sum(old[task]) for task in old]
-    return sum(c > 0 for c in change), sum(c < 0 for c in change)
+    return {task: sum(new[task]) - sum(old[task]) for task in old}
 
 
 def pair(
     first: Path, before: dict[str, Any], path: Path, after: dict[str, Any], name: str
-) -> tuple[int, int]:
-    """`better_and_worse` of two files' benchmark; raises `UserError` if they do not pair."""
+) -> dict[str, int]:
+    """`count_changes` of two files' benchmark; raises `UserError` if they do not pair."""
     try:
-        return better_and_worse(before[name], after[name])
+        return count_changes(before[name], after[name])
     except ValueError as error:
         raise UserError(
             f"{path}: its {_title(name)} does not pair with that of {first}: {error}"
@@ -91,16 +91,16 @@ def table(paths: Sequence[Path]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for path in paths[1:]:
-        after, both = read(path), [0, 0]
+        after, every = read(path), Counter[tuple[str, str]]()
         shared = [name for name in before if name in after]
         if not shared:
             raise UserError(f"{path}: found no benchmark that {paths[0]} has as well")
         for name in shared:
             change = pair(paths[0], before, path, after, name)
-            both = [a + b for a, b in zip(both, change, strict=True)]
+            every.update({(name.partition(" ")[0], task): c for task, c in change.items()})
             rows.append(row(path, _title(name), rate(before[name]), rate(after[name]), change))
         if len(shared) > 1:
-            rows.append(row(path, "all", "", "", both))
+            rows.append(row(path, "all", "", "", every))
     return rows
 
 
@@ -152,8 +152,8 @@ def rate(benchmark: dict[str, Any]) -> str:
     return f"{benchmark['reasons'].get(PASSED, 0)} of {benchmark['samples']}"
 
 
-def row(path: Path, name: str, before: str, after: str, change: Sequence[int]) -> str:
-    better, worse = change
+def row(path: Path, name: str, before: str, after: str, change: Mapping[Any, int]) -> str:
+    better, worse = sum(c > 0 for c in change.values()), sum(c < 0 for c in change.values())
     p = binomtest(better, better + worse).pvalue if better + worse else 1.0
     return f"| {path.stem} | {name} | {before} | {after} | {better} | {worse} | {p:.2g} |"
 
