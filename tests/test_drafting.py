@@ -16,7 +16,7 @@ from kdjax.config import validate
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
-from kdjax.evaluation import drafting
+from kdjax.evaluation import drafting, heldout
 from kdjax.evaluation.drafting import Costs, count_blocks, independent, speed_up
 from kdjax.export import export_gguf
 from kdjax.models.checkpoint import open_checkpoint
@@ -135,6 +135,22 @@ def test_the_figures_are_those_of_the_teachers_own_text(models, found):
     assert math.isclose(domain["sampled"]["tokens"], domain["matched"]["tokens"])
 
 
+def test_figures_of_a_broken_draft_are_shown_as_such_and_none_is_best(tmp_path, capsys):
+    """They were texts by then, which no format of a number takes: a traceback for status 9."""
+    values = heldout.Values(*[np.full((1, 6), np.nan)] * len(heldout.Values._fields))
+    mask = np.array([[0, 0, 1, 1, 1, 1]])
+    texts = [drafting.Text("code", t, [{"weights": mask}]) for t in (0.0, 1.0)]
+    figures = drafting.count_saved(texts, [[[values]]] * 2, Costs(0.25))
+    assert figures["code"]["sampled"]["best"] is None
+    document = {"target": "x", "mode": "inference", "broken": [{"detector": "d", "evidence": "e"}]}
+    costs = {"draft": 0.25, "more": 0.0, "measured": False}
+    document |= {"draft": {"costs": costs, "domains": figures}}
+    command._show(document, tmp_path / "out.json")
+    assert '"kept": "nan"' in (tmp_path / "out.json").read_text()
+    said = capsys.readouterr().out
+    assert "nan of the drafts kept" in said and "best with" not in said
+
+
 def test_costs_are_measured(models):
     model = load(f"{models}/student.gguf", dtype="float32")
     assert 0 < drafting.time_pass(model, 1) < 60
@@ -147,7 +163,8 @@ def test_costs_are_measured(models):
         (["--cost-ratio=0.1"], "needs --draft"),
         (["--data=x", "--draft=own", "--teacher=t.gguf"], "the target drafts for itself"),
         (["--data=x", "--draft=small.gguf"], "invalid choice: 'small.gguf'"),
-        (["--teacher=t.gguf", "--data=x", "--draft", "--cost-ratio=0"], "must be above 0"),
+        (["--teacher=t.gguf", "--data=x", "--draft", "--cost-ratio=0"], "must be a number above 0"),
+        (["--teacher=t.gguf", "--data=x", "--draft", "--cost-ratio=inf"], "a number above 0"),
     ],
 )
 def test_flags_that_cannot_work(flags, message, capsys):

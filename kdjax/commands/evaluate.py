@@ -157,8 +157,10 @@ def check(args: argparse.Namespace) -> Request:
         raise UserError("--draft: name the model that it is to draft for with --teacher=PATH.")
     if args.draft == OWN_BLOCK and (args.teacher or not args.data):
         raise UserError("--draft=own: the target drafts for itself: give --data and no --teacher.")
-    if args.cost_ratio is not None and not (args.draft and args.cost_ratio > 0):
-        raise UserError(f"--cost-ratio={args.cost_ratio:g} must be above 0, and needs --draft.")
+    if args.cost_ratio is not None and not (args.draft and 0 < args.cost_ratio < math.inf):
+        raise UserError(
+            f"--cost-ratio={args.cost_ratio:g} must be a number above 0, and needs --draft."
+        )
     rounds = _list_rounds(args)
     for text in filter(None, (args.target, args.teacher)):
         Form.parse(text)
@@ -569,12 +571,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(document: dict[str, Any], path: Path | None) -> None:
-    document = _json_able(document)
     try:
         print(table.text(document), flush=True)
     finally:  # whatever reads the text
         if path:
-            _write(path, document)
+            _write(path, _json_able(document))
             if "unfinished" in document:
                 _log.info("what was finished is in %s", path)
 

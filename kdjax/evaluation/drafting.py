@@ -7,6 +7,7 @@ accepted drafts of every pass: nothing is simulated. A block that a model's file
 its own state behind the first draft of a pass, so its chances differ by place in the pass.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -373,5 +374,6 @@ def _figures(
             "independent": independent(share, drafts),
             "speed_up": speed_up(accepted / passes, drafts, costs),
         }
-    best = max(blocks, key=lambda k: blocks[k]["speed_up"], default=None)
+    known = (k for k, block in blocks.items() if math.isfinite(block["speed_up"]))
+    best = max(known, key=lambda k: blocks[k]["speed_up"], default=None)
     return {"tokens": tokens, "kept": share, "places": places, "best": best, "blocks": blocks}

@@ -45,8 +45,8 @@ _GROUPED = {
 }
 
 
-def _cell(value: int | float | str | None, form: str) -> str:
-    return "-" if value is None else value if isinstance(value, str) else format(value, form)
+def _cell(value: int | float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _table(columns: dict[str, tuple[str, str]], rows: dict[str, dict[str, Any]]) -> list[list[str]]:
