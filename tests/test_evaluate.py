@@ -413,6 +413,26 @@ def test_mbpp_takes_the_test_split_of_a_whole_file(tmp_path):
     assert "Write a function to double.\nassert d(2) == 4" in asked[0].prompt
 
 
+def test_mbpps_sanitized_file_is_an_array_and_is_cut_too(tmp_path):
+    path = mbpp(tmp_path, (2, 11, 510, 511))
+    path.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()]))
+    assert [p.task for p in problems.load_mbpp(path)] == ["MBPP/11", "MBPP/510"]
+    assert len(problems.load_mbpp(mbpp(tmp_path, range(20)))) == 20  # a file of one's own
+    assert len(problems.load_mbpp(mbpp(tmp_path, (601, 602)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("read", "name"), [("load_humaneval", "h.jsonl"), ("load_mbpp", "m.jsonl")]
+)
+def test_problems_of_one_id_are_refused_before_any_is_answered(tmp_path, read, name):
+    """Figures go by that id: all answers were written, then came a traceback."""
+    humaneval(tmp_path, 1), mbpp(tmp_path, (11,))
+    path = tmp_path / name
+    path.write_text(f"{path.read_text()}\n" * 2)
+    with pytest.raises(UserError, match="found 1 problems with a task_id that another has"):
+        getattr(problems, read)(path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

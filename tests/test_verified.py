@@ -179,7 +179,7 @@ def test_the_command(models, tmp_path, monkeypatch, capsys):
     assert command.main([*flags, "--samples=0"]) == 2
     file.write_text(file.read_text() + "\n" + file.read_text())
     assert command.main(flags) == 2
-    assert "3 exercises with a task_id that another has" in capsys.readouterr().err
+    assert "3 problems with a task_id that another has" in capsys.readouterr().err
 
 
 def test_a_prompt_is_gone_on_from_whole_and_of_a_text_the_beginning(tmp_path):

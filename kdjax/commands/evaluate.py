@@ -92,7 +92,7 @@ def parser() -> Parser:
     special = "in plain text <|endoftext|> and its like are special ids, as with data.parse_special"
     add("--parse-special", action="store_true", help=special)
     add("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz")
-    add("--mbpp", type=Path, metavar="FILE", help="mbpp.jsonl or sanitized-mbpp.json lines")
+    add("--mbpp", type=Path, metavar="FILE", help="mbpp.jsonl or sanitized-mbpp.json")
     add("--limit", type=int, default=0, help="only the first problems of each; 0: all")
     words = "auto: by the chat template; all: three wordings greedily, then 5 samples of the first"
     add("--wording", choices=(*problems.WORDINGS, "auto", "all"), default="auto", help=words)

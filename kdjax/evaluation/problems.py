@@ -75,14 +75,17 @@ def _records(path: Path) -> list[dict[str, Any]]:
     data = path.read_bytes()
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
-        records = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, EOFError, ValueError) as error:
+        if text.lstrip().startswith("["):
+            records = json.loads(text)
+        else:
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (OSError, EOFError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: found no JSON lines ({error}); expected one problem a line. "
-            "Download the file again."
+            f"{path}: found no JSON lines ({error}); expected one problem a line, or one "
+            "array of them. Download the file again."
         ) from error
     if not records or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{path}: found no problem; expected one JSON object a line.")
+        raise UserError(f"{path}: found no problem; expected JSON objects, one a line.")
     return records
 
 
@@ -98,6 +101,16 @@ def _fields(path: Path, record: dict[str, Any], names: tuple[str, ...]) -> list[
     return [record[name] for name in names]
 
 
+def _tell_apart(path: Path, found: list[Problem]) -> list[Problem]:
+    """The same problems; raises `UserError` unless each has a `task_id` of its own."""
+    if repeated := len(found) - len({problem.task for problem in found}):
+        raise UserError(
+            f"{path}: found {repeated} problems with a task_id that another has; expected one of "
+            "its own for each."
+        )
+    return found
+
+
 def load_humaneval(path: Path) -> list[Problem]:
     """HumanEval's JSON lines, plain or gzip. Raises `UserError` for another file."""
     names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
@@ -105,7 +118,7 @@ def load_humaneval(path: Path) -> list[Problem]:
     for record in _records(path):
         task, *texts = _fields(path, record, names)
         problems.append(humaneval_problem(str(task), *texts))  # what was tried is kept by strings
-    return problems
+    return _tell_apart(path, problems)
 
 
 def humaneval_problem(task: str, prompt: str, entry: str, solution: str, test: str) -> Problem:
@@ -125,14 +138,16 @@ def humaneval_problem(task: str, prompt: str, entry: str, solution: str, test: s
 
 
 def load_mbpp(path: Path) -> list[Problem]:
-    """MBPP's JSON lines, full or sanitized; of a full file the test split (ids 11 to 510).
+    """MBPP's JSON lines, or the array of its sanitized file; of a whole file the test split.
 
-    Raises `UserError` for another file.
+    A file is whole if it has problems of the test split, ids 11 to 510, and of the training split
+    behind it. Raises `UserError` for another file.
     """
     records = _records(path)
-    ids = {record.get("task_id") for record in records}
-    if len(ids) > len(_MBPP_TEST_SPLIT):
-        records = [record for record in records if record["task_id"] in _MBPP_TEST_SPLIT]
+    ids = [record.get("task_id") for record in records]
+    split = [x for x, i in zip(records, ids, strict=True) if i in _MBPP_TEST_SPLIT]
+    if any(isinstance(i, int) and i >= _MBPP_TEST_SPLIT.stop for i in ids):
+        records = split or records
     problems = []
     for record in records:
         text = "prompt" if "prompt" in record else "text"
@@ -156,7 +171,7 @@ def load_mbpp(path: Path) -> list[Problem]:
                 bare_stops=BARE_STOPS,
             )
         )
-    return problems
+    return _tell_apart(path, problems)
 
 
 BENCHMARKS = {"humaneval": load_humaneval, "mbpp": load_mbpp}  # their readers, by name
