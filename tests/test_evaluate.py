@@ -467,6 +467,15 @@ def test_code_is_found_in_the_answers_of_instruct_models(tmp_path, answer):
     assert sample.reason == "passed", sample
 
 
+def test_a_right_answer_that_is_one_long_sum_passes(tmp_path):
+    """It is too deep to be written anew; that counted as a failure of the sandbox."""
+    problem = problems.load_humaneval(humaneval(tmp_path))[1]
+    code = f"def add1(a):\n    return a + 1{' + 0' * 500}\n"
+    sample = passk.judge((problem, said(code)), passk.Settings(wording="instruct"))
+    assert sample.reason == "passed", sample
+    assert problems.shorten(code, ("add1",)) == code
+
+
 @pytest.mark.parametrize(
     ("wording", "answer", "reason"),
     [

@@ -277,14 +277,17 @@ def extract_code(answer: str, *, opened: bool = True) -> str:
     code = max(blocks, key=len) if blocks and not inside else before
     try:
         tree = ast.parse(code)
+        tree.body = [node for node in tree.body if isinstance(node, _KEPT)]
+        return ast.unparse(tree) if tree.body else code  # which a long sum is too deep for
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
-    tree.body = [node for node in tree.body if isinstance(node, _KEPT)]
-    return ast.unparse(tree) if tree.body else code
 
 
 def shorten(code: str, names: Collection[str]) -> str:
-    """The parts of a program that these functions need, without docstrings and comments."""
+    """The parts of a program that these functions need, without docstrings and comments.
+
+    A program too deep for `ast.unparse` comes back whole.
+    """
     tree = ast.parse(code)
     known = {node.name: node for node in tree.body if isinstance(node, _DEFINED)}
     rest = [node for node in tree.body if not isinstance(node, _DEFINED)]
@@ -301,7 +304,10 @@ def shorten(code: str, names: Collection[str]) -> str:
     for node in ast.walk(tree):
         if isinstance(node, _DEFINED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    try:
+        return ast.unparse(tree)
+    except RecursionError:
+        return code
 
 
 def program(problem: Problem, wording: str, answer: str) -> str:
