@@ -712,6 +712,18 @@ def test_a_model_that_cannot_run_is_no_pass(command, pair, tmp_path):
     assert "humaneval: inference_failed, pass@1 0.0000" in printed.out
 
 
+def test_a_flag_that_does_not_fit_the_model_is_no_fault_of_the_model(command, pair, tmp_path):
+    """Status 8 and a pass@1 of 0 said that the model does not run."""
+    (tmp_path / "x.json").write_text("{")
+    for flag, message in (
+        (f"--student={pair}/teacher.gguf", "a model that needs none"),
+        (f"--tokenizer={tmp_path}/x.json", "x.json"),
+    ):
+        asked = pair / "student.gguf", f"--humaneval={humaneval(tmp_path)}", flag
+        status, document, printed = command(*asked)
+        assert (status, document) == (2, None) and message in printed.err
+
+
 @pytest.mark.parametrize("draft", [[], ["--draft"]])
 def test_text_that_cannot_be_read_is_no_fault_of_the_model(
     command, pair, tmp_path, monkeypatch, draft

@@ -263,7 +263,10 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
         target = open_target(args.target, args.student, args.tokenizer)
     except MissingFileError:
         raise
-    except UserError as error:  # the target is there, and no model that could answer anything
+    except UserError as error:
+        if _opens_alone(args.target):  # and not in this form, or beside --student or --tokenizer
+            raise
+        # The target is there, and no model that could answer anything.
         raise _ModelFailedError(str(error)) from error
     document["model"] = str(target)
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
@@ -300,6 +303,15 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 batch_size=args.batch_size,
                 cost_ratio=args.cost_ratio,
             )
+
+
+def _opens_alone(target: str) -> bool:
+    """Whether the target is a model without its form and the flags that go with it."""
+    try:
+        open_target(Form.parse(target).path)
+    except UserError:
+        return False
+    return True
 
 
 def _list_left(document: dict[str, Any], request: Request) -> tuple[str, ...]:
