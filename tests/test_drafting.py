@@ -151,6 +151,23 @@ def test_figures_of_a_broken_draft_are_shown_as_such_and_none_is_best(tmp_path, 
     assert "nan of the drafts kept" in said and "best with" not in said
 
 
+def test_a_draft_is_judged_by_the_seed_and_batches_that_are_asked_for(models, found, monkeypatch):
+    """On text drawn by seed 0, 32 rows at a time, whatever the flags said."""
+    folder, generate, asked = found[0], kdjax.Model.generate, []
+
+    def note(model, prompts, *args, **more):
+        asked.extend([(more.get("seed"), more["batch_size"])] if "batch_size" in more else [])
+        return generate(model, prompts, *args, **more)
+
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
+    monkeypatch.setattr(kdjax.Model, "generate", note)
+    flags = [f"{models}/student.gguf", f"--teacher={models}/teacher.gguf", "--draft", "--seed=7"]
+    flags += [f"--data={folder}/text.jsonl", "--rows=2", "--max-tokens=4", "--cost-ratio=0.25"]
+    # A row holds a prompt and its answer: --seq-len, which may be beyond the positions, is unused.
+    assert command.main([*flags, "--batch-size=1", "--seq-len=99999"]) in (0, 9)
+    assert asked[1:] == [(7, 1), (7, 1)]  # behind the examination
+
+
 def test_costs_are_measured(models):
     model = load(f"{models}/student.gguf", dtype="float32")
     assert 0 < drafting.time_pass(model, 1) < 60
@@ -161,6 +178,7 @@ def test_costs_are_measured(models):
     [
         (["--draft"], "name the model that it is to draft for"),
         (["--cost-ratio=0.1"], "needs --draft"),
+        (["--data=x", "--draft=own", "--parse-special"], "no meaning with --draft"),
         (["--data=x", "--draft=own", "--teacher=t.gguf"], "the target drafts for itself"),
         (["--data=x", "--draft=small.gguf"], "invalid choice: 'small.gguf'"),
         (["--teacher=t.gguf", "--data=x", "--draft", "--cost-ratio=0"], "must be a number above 0"),

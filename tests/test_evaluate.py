@@ -854,6 +854,19 @@ def test_bad_input_ends_with_status_2(command, pair, arguments, message):
     assert re.search(message, printed.err), printed.err
 
 
+def test_a_teacher_of_fewer_positions_than_a_row_is_refused(command, pair, tmp_path, monkeypatch):
+    short = open_target(f"{pair}/teacher.gguf")
+    spec = dataclasses.replace(short.checkpoint.spec, max_positions=128)
+    short = short._replace(checkpoint=dataclasses.replace(short.checkpoint, spec=spec))
+    opened = {f"{pair}/student.gguf": open_target(f"{pair}/student.gguf"), "short": short}
+    monkeypatch.setattr(evaluate, "open_target", lambda text, *_, **__: opened[text])
+    monkeypatch.setattr(evaluate, "fetch_path", lambda path: path)
+    asked = f"{pair}/student.gguf", f"--data={pair}/text", "--teacher=short"
+    status, document, printed = command(*asked, "--seq-len=129")
+    assert (status, document) == (2, None)
+    assert "--seq-len=129: the teacher has 128 positions" in printed.err
+
+
 @pytest.mark.slow
 def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mesh, command):
     work = tmp_path / "work"

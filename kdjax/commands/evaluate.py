@@ -58,7 +58,7 @@ from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import AT_ONCE, Sampling, find_room, group_prompts, pad_length
+from kdjax.models.decoding import Sampling, find_room, group_prompts, pad_length
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
@@ -88,7 +88,7 @@ def parser() -> Parser:
     ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
     add("--cost-ratio", type=float, metavar="C", help=ratio)
     add("--rows", type=int, default=64, help="rows of each domain, at most")
-    add("--seq-len", type=int, default=1024, help="positions a row")
+    add("--seq-len", type=int, default=1024, help="positions a row; --draft takes --max-tokens")
     special = "in plain text <|endoftext|> and its like are special ids, as with data.parse_special"
     add("--parse-special", action="store_true", help=special)
     add("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz")
@@ -157,6 +157,8 @@ def check(args: argparse.Namespace) -> Request:
         raise UserError("--draft: name the model that it is to draft for with --teacher=PATH.")
     if args.draft == OWN_BLOCK and (args.teacher or not args.data):
         raise UserError("--draft=own: the target drafts for itself: give --data and no --teacher.")
+    if args.draft and args.parse_special:
+        raise UserError("--parse-special has no meaning with --draft: leave it out.")
     if args.cost_ratio is not None and not (args.draft and 0 < args.cost_ratio < math.inf):
         raise UserError(
             f"--cost-ratio={args.cost_ratio:g} must be a number above 0, and needs --draft."
@@ -302,6 +304,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 new_tokens=args.max_tokens,
                 batch_size=args.batch_size,
                 cost_ratio=args.cost_ratio,
+                seed=args.seed,
             )
 
 
@@ -447,7 +450,7 @@ def _size_drafts(
     args = request.args
     most = max(map(len, prompts.values()))
     longest = max(len(prompt) for domain in prompts.values() for prompt in domain)
-    continued = sharding.split_rows(min(most, AT_ONCE), mesh), longest, args.max_tokens
+    continued = sharding.split_rows(min(most, args.batch_size), mesh), longest, args.max_tokens
     return continued, pad_length(longest + args.max_tokens)
 
 
@@ -472,8 +475,13 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
     if args.draft == OWN_BLOCK:
         find_block(checkpoint.spec, checkpoint, new=False)
     most = checkpoint.spec.max_positions
-    if request.domains and args.seq_len > most:
-        raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
+    # A draft's rows are as long as prompts and answers.
+    for name, one in {"model": checkpoint, "teacher": teacher or checkpoint}.items():
+        known = one.spec.max_positions
+        if request.domains and not args.draft and args.seq_len > known:
+            raise UserError(
+                f"--seq-len={args.seq_len}: the {name} has {known} positions; lower it."
+            )
     if request.benchmarks and args.max_tokens >= most:
         raise UserError(
             f"--max-tokens={args.max_tokens} leaves no room for a prompt in {most} "

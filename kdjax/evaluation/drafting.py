@@ -239,7 +239,14 @@ def time_pass(model: Model, tokens: int) -> float:
 
 
 def _continue(
-    teacher: Target, prompts: dict[str, list[list[int]]], mesh: Mesh, most: int, *, timed: bool
+    teacher: Target,
+    prompts: dict[str, list[list[int]]],
+    mesh: Mesh,
+    most: int,
+    *,
+    batch_size: int,
+    seed: int,
+    timed: bool,
 ) -> tuple[dict[float, dict[str, list[list[int]]]], tuple[float, float] | None]:
     """The teacher's continuations by temperature and domain; seconds of its short and long pass."""
     model = teacher.load(mesh)
@@ -249,7 +256,12 @@ def _continue(
             name: [
                 completion.ids
                 for completion in model.generate(
-                    part, max_tokens=most, temperature=temperature, stop_ids=stops
+                    part,
+                    batch_size=min(len(part), batch_size),
+                    max_tokens=most,
+                    temperature=temperature,
+                    stop_ids=stops,
+                    seed=seed,
                 )
             ]
             for name, part in prompts.items()
@@ -269,17 +281,20 @@ def measure(
     new_tokens: int,
     batch_size: int,
     cost_ratio: float | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Block lengths of 1 to 16 drafts by domain and rule, and the best number; JSON-able.
 
-    `prompts` are those of `read_prompts`, for as many new tokens. Without a `draft` the teacher's
+    `prompts` are those of `read_prompts`, for as many new tokens; at T = 1 `seed` decides what is
+    drawn, and `batch_size` rows are written and read at once. Without a `draft` the teacher's
     own block drafts, 1 to 8 a pass.
     Costs are measured on this device, on one row, unless `cost_ratio` says what a pass of the draft
     costs in passes of the teacher; a pass of the teacher over several tokens then costs what one
     over one token does. Raises `UserError` for models that do not go together.
     """
     spec = shared_spec((draft or teacher).checkpoint, teacher.checkpoint)
-    answers, seconds = _continue(teacher, prompts, mesh, new_tokens, timed=cost_ratio is None)
+    drawn = {"batch_size": batch_size, "seed": seed, "timed": cost_ratio is None}
+    answers, seconds = _continue(teacher, prompts, mesh, new_tokens, **drawn)
     size = split_rows(batch_size, mesh) * row_shards(mesh)
     texts = [
         Text.of(name, temperature, prompts[name], part, size)
