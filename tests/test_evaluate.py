@@ -836,6 +836,9 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
         (["{p}/student.gguf", "--data={p}/text", "--seq-len=99999"], "the model has 32768 pos"),
         (["{p}/student.gguf", "--mbpp={p}/m.jsonl", "--max-tokens=32768"], "leaves no room"),
         (["{p}/student.gguf", "--k=x"], "expected whole numbers"),
+        (["{p}/student.gguf", "--data=a={p}/text", "--data=a={p}"], "found the names a, a; exp"),
+        (["{p}/student.gguf", "--data=a={p}/text", "--data=all={p}"], "and no `all`, which is"),
+        (["{p}/student.gguf", "--data=code="], "a name without paths"),
         (
             ["{p}/student.gguf", "--wording=all", "--samples=1", "--temperature=0.5"],
             "--temperature=0.5: has no meaning with --wording=all and one sample",

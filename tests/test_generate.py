@@ -442,6 +442,14 @@ def test_text_streams_as_it_grows(models, capsys):
     for text in ("a", "a�", "aé", "aéb"):
         stream(0, text)
     assert capsys.readouterr().out == "aéb"
+    stream = Stream(["bcd", "x"])  # no stop string is shown that goes on in the next call
+    for text in ("ab", "abc"):
+        stream(0, text)
+    assert capsys.readouterr().out == "a"
+    stream(0, "abcab")
+    assert capsys.readouterr().out == "bca"
+    stream(0, "abcab", ended=True)
+    assert capsys.readouterr().out == "b"
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,13 @@ def check(args: argparse.Namespace) -> Request:
         Form.parse(text)
     split = [text.partition("=") for text in args.data]
     domains = {name: paths if equals else name for name, equals, paths in split}
+    if len(domains) < len(split) or ("all" in domains and len(domains) > 1):
+        raise UserError(
+            f"--data: found the names {', '.join(name for name, *_ in split)}; expected one of its "
+            "own for each, and no `all`, which is all of them together."
+        )
+    if not all(domains.values()):
+        raise UserError("--data: found a name without paths; expected --data=NAME=PATHS.")
     for patterns in domains.values():
         find_files(patterns)
     benchmarks = {

@@ -16,6 +16,7 @@ import argparse
 import logging
 import sys
 import time
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -39,14 +40,16 @@ from kdjax.models.nextn import find_block, take_block
 
 
 class Stream:
-    """Prints the text of one completion as it grows, whole characters only."""
+    """Prints the text of one completion as it grows: whole characters, and no begun stop string."""
 
-    def __init__(self) -> None:
-        self._shown = ""
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._shown, self._stops = "", stops
 
-    def __call__(self, number: int, text: str) -> None:
-        """Prints what the text grew by, for `on_text`."""
+    def __call__(self, number: int, text: str, *, ended: bool = False) -> None:
+        """Prints what the text grew by, for `on_text`; what may become a stop once it `ended`."""
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # an id may end within a character
+        begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        text = text[: len(text) - max(begun, default=0)] if not ended else text
         if text.startswith(self._shown):
             print(text[len(self._shown) :], end="", flush=True)
             self._shown = text
@@ -118,9 +121,11 @@ def _write_text(args: argparse.Namespace) -> int:
     if args.draft == OWN_BLOCK:
         draft = take_block(model)
     begun = time.monotonic()
+    stream = Stream(args.stop)
     (completion,) = model.generate(
-        [text], sampling, draft=draft, draft_tokens=args.draft_tokens, on_text=Stream()
+        [text], sampling, draft=draft, draft_tokens=args.draft_tokens, on_text=stream
     )
+    stream(0, completion.text, ended=True)
     print()
     if drafted := completion.drafted:
         rate = len(completion.ids) / (time.monotonic() - begun)
