@@ -380,7 +380,7 @@ def test_answers_that_were_kept_are_judged_by_other_tests(tmp_path, capsys, monk
             zip(["passed", "passed", "wrong answer", passk.INFERENCE_FAILED], answers, strict=True)
         )
     ]
-    settings = passk.Settings("bare", samples=2, allow_unsandboxed=True)
+    settings = passk.Settings("bare", samples=2, ks=(1, 2), allow_unsandboxed=True)
     kept = {"target": "m", "humaneval bare x2": passk.summarise(asked, samples, settings)}
     (tmp_path / "judged.json").write_text(json.dumps(kept))
     path.write_text(path.read_text().replace("assert f(2) ==", "assert f(10) - 8 =="))
@@ -390,7 +390,7 @@ def test_answers_that_were_kept_are_judged_by_other_tests(tmp_path, capsys, monk
     plus = json.loads((tmp_path / "plus.json").read_text())["humaneval bare x2"]
     ends = [one["reason"] for one in plus["results"]]
     assert ends == ["passed", "wrong answer", "wrong answer", passk.INFERENCE_FAILED]
-    assert plus["pass_at_k"] == {"1": 0.25} and plus["wording"] == "bare"
+    assert plus["pass_at_k"] == {"1": 0.25, "2": 0.5} and plus["wording"] == "bare"
     before, same = (tmp_path / "judged.json").read_bytes(), f"--json={tmp_path / 'judged.json'}"
     monkeypatch.setattr(passk, "run_answer", lambda *_: pytest.fail("judged at once"))
     both = [f"--humaneval={path}", f"--mbpp={mbpp(tmp_path)}"]

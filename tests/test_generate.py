@@ -457,6 +457,7 @@ def test_text_streams_as_it_grows(models, capsys):
     [
         (dict(max_tokens=0), "max_tokens=0: must be 1 or more"),
         (dict(temperature=-1.0), "temperature=-1.0: must be 0 or more"),
+        (dict(temperature=float("inf")), "temperature=inf: must be 0 or more, and finite"),
         (dict(top_p=0.0), "top_p=0.0: must be above 0"),
         (dict(top_k=-1), "top_k=-1"),
         (dict(stop_strings=("",)), "no empty text"),

@@ -13,7 +13,7 @@ import pytest
 
 from kdjax.errors import UserError
 from kdjax.evaluation import sandbox
-from kdjax.evaluation.sandbox import BUBBLEWRAP, NOTHING, Limits
+from kdjax.evaluation.sandbox import BUBBLEWRAP, NOTHING, Limits, allow
 from scripts.checks import sandbox_attacks
 
 # The default 10 s of processor time: on a busy machine 256 MiB in small pieces have taken one.
@@ -64,6 +64,8 @@ def test_ends_are_told_apart(program, reason, error):
 
 def test_an_infinite_loop_ends_by_its_processor_time():
     assert run("while True: pass", Limits(cpu_seconds=1)).reason == "cpu time"
+    assert (allow(40.5).wall_seconds, allow(40.5).cpu_seconds) == (40.5, 41)
+    assert allow(5.0).cpu_seconds == allow(15.0).cpu_seconds == Limits().cpu_seconds
 
 
 def test_sleep_ends_by_the_clock_with_all_it_started():

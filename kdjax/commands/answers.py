@@ -164,7 +164,7 @@ def _answer_exercises(
         samples=args.samples,
         batch_size=args.batch_size,
         room=room,
-        limits=dataclasses.replace(sandbox.DEFAULT, wall_seconds=args.timeout),
+        limits=sandbox.allow(args.timeout),
         allow_unsandboxed=args.allow_unsandboxed,
     )
     make_place(args.out)

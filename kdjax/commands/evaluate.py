@@ -554,7 +554,7 @@ def _settings(
         ks=way.ks,
         batch_size=args.batch_size,
         room=checkpoint.spec.max_positions - args.max_tokens if checkpoint else None,
-        limits=dataclasses.replace(sandbox.DEFAULT, wall_seconds=args.timeout),
+        limits=sandbox.allow(args.timeout),
         allow_unsandboxed=args.allow_unsandboxed,
     )
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import secrets
 import shutil
@@ -57,6 +58,12 @@ class Limits:
 
 
 DEFAULT = Limits()
+
+
+def allow(seconds: float) -> Limits:
+    """The default limits with so many seconds; more than these raise those of the processor too."""
+    more = {"cpu_seconds": math.ceil(seconds)} if seconds > DEFAULT.wall_seconds else {}
+    return dataclasses.replace(DEFAULT, wall_seconds=seconds, **more)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Sampling:
         """Raises `UserError` naming every field that cannot work."""
         rules = {
             "max_tokens": (self.max_tokens >= 1, "1 or more"),
-            "temperature": (self.temperature >= 0, "0 or more"),
+            "temperature": (0 <= self.temperature < np.inf, "0 or more, and finite"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "top_k": (self.top_k >= 0, "0 or more"),
             "stop_strings": (all(self.stop_strings), "no empty text"),

@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = passk.Settings(
                 wording=figures["wording"],
                 samples=figures["samples"] // figures["problems"],
+                ks=tuple(map(int, figures["pass_at_k"])),
                 allow_unsandboxed=args.allow_unsandboxed,
             )
             document[of] = judge_again(figures, asked, settings)
