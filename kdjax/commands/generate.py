@@ -34,7 +34,7 @@ from kdjax.device import sharding
 from kdjax.device.runtime import device_summary
 from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
 from kdjax.evaluation.target import Target, open_target
-from kdjax.models.decoding import Sampling
+from kdjax.models.decoding import Sampling, check_length
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.nextn import find_block, take_block
 
@@ -144,6 +144,7 @@ def _show_plan(args: argparse.Namespace, target: Target, prompt: int, mesh: Mesh
 
     if args.draft and args.draft != OWN_BLOCK:
         raise UserError(f"--plan: found --draft={args.draft}; expected none, or {OWN_BLOCK}.")
+    check_length(0, prompt, args.max_tokens, target.checkpoint.spec.max_positions)
     drafts, (form, checkpoint) = args.draft_tokens if args.draft else 0, target
     sizes = 1, prompt, args.max_tokens
     devices = device_summary()

@@ -533,6 +533,17 @@ _advance, _advance_on_cpu = (
 )
 
 
+def check_length(number: int, length: int, max_tokens: int, positions: int) -> None:
+    """Raises `UserError` for a prompt without ids, or with more than leave its answer room."""
+    if not length:
+        raise UserError(f"prompt {number} is empty: give at least one token.")
+    if length + max_tokens > positions:
+        raise UserError(
+            f"prompt {number} has {length} tokens: with max_tokens={max_tokens} that is more than "
+            f"the model's {positions} positions. Shorten one."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class StepWriter:
     """How a model alone writes, an id a step: a `Writer` of its parameters."""
@@ -544,19 +555,13 @@ class StepWriter:
 
     def check_prompt(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
         """See `Writer`."""
-        if not len(prompt):
-            raise UserError(f"prompt {number} is empty: give at least one token.")
-        ids, positions = np.asarray(prompt), self.functions.spec.max_positions
+        check_length(number, len(prompt), max_tokens, self.functions.spec.max_positions)
+        ids = np.asarray(prompt)
         if ids.min() < 0 or ids.max() >= self.real:
             bad = ids[(ids < 0) | (ids >= self.real)][0]
             raise UserError(
                 f"prompt {number} holds the id {bad}; expected ids of the vocabulary, 0 to "
                 f"{self.real - 1}. Encode the text with the model's own tokenizer."
-            )
-        if len(prompt) + max_tokens > positions:
-            raise UserError(
-                f"prompt {number} has {len(prompt)} tokens: with max_tokens={max_tokens} that is "
-                f"more than the model's {positions} positions. Shorten one."
             )
 
     def for_length(self, positions: int) -> "StepWriter":
