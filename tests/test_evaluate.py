@@ -549,7 +549,9 @@ def test_calls_of_a_benchmark_have_one_room(pair, tmp_path):
     path = humaneval(tmp_path, 17)
     lines = path.read_text().splitlines()
     long = json.loads(lines[3])
-    path.write_text("\n".join([*lines, json.dumps(long | {"prompt": long["prompt"] * 20})]))
+    path.write_text(
+        "\n".join([*lines, json.dumps(long | {"task_id": "long", "prompt": long["prompt"] * 20})])
+    )
     flags = [str(pair / "student.gguf"), f"--humaneval={path}", "--wording=base", "--max-tokens=8"]
     request = evaluate.check(evaluate.parser().parse_args([*flags, "--batch-size=5"]))
     target = open_target(flags[0])
