@@ -40,6 +40,7 @@ LOCAL, WHOLE, DELTA = "sliding_attention", "full_attention", "linear_attention"
 SECTIONS = (11, 11, 10, 0)  # of Qwen's rotations by image axes
 # A layer's facts are listed layer by layer: a damaged header that tells of 2**31 wants 16 GB.
 MOST_LAYERS = 1 << 16
+_COLUMNS = 65_536  # that rotate, at most: those of a damaged header took all memory
 _NO_MLP = 1  # `mlp_size` where no layer has such an MLP, and no header tells of one
 
 
@@ -1033,6 +1034,9 @@ def _reading(path: Path, what: str) -> Iterator[None]:
 
 def _check_rope(rope: Rope | None, head_dim: int) -> None:
     """Raises where a rotation cannot be computed: divisors of other lengths, a logarithm of 0."""
+    columns = (rope and rope.columns) or head_dim
+    if columns > _COLUMNS:
+        raise ValueError(f"{columns} columns of a head that rotate")
     with np.errstate(all="ignore"):
         for long in (False, True):
             frequencies, factor = rope_frequencies(rope, head_dim, long=long)
