@@ -460,7 +460,6 @@ def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
         )
     if latest is None:
         return False
-    record = saved_run(workdir, latest)
     if is_phased(config):
-        return Progress.read(record).number > len(config.then)
-    return latest == config.train.steps and UNJUDGED not in record
+        return Progress.read(saved_run(workdir, latest)).number > len(config.then)
+    return latest == config.train.steps and UNJUDGED not in saved_run(workdir, latest)
