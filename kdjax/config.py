@@ -258,6 +258,33 @@ class Config:
     then: tuple[dict[str, Any], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """A field that earlier versions had, and what does its work now."""
+
+    off: Any  # the value with which it did nothing: runs that have it go on
+    instead: str  # what to do, as "train on text" in "REMOVED: train on text"
+    record: str  # of docs/records, without .md: what decided it
+
+
+# By the names of fields, or of whole sections. A config, a flag or a saved run that uses one is
+# refused by its name.
+REMOVED: dict[str, Removed] = {}
+
+
+def find_removed(name: str) -> Removed | None:
+    """The removed field of this name, such as `train.until`, or the removed section it was of."""
+    return REMOVED.get(name) or REMOVED.get(name.partition(".")[0])
+
+
+def refuse_removed(name: str) -> str:
+    """Says that a field was removed, what decided it and what to do instead; "" if it was not."""
+    if (gone := find_removed(name)) is None:
+        return ""
+    record = f"docs/records/{gone.record}.md"
+    return f"{name} was removed ({record}): {gone.instead}; the tag before-the-cut still has it"
+
+
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """`{"optim.learning_rate": 1.5e-5, ...}` of a config, or of the nested dict made from one."""
     items = config if isinstance(config, dict) else dataclasses.asdict(config)
@@ -270,15 +297,24 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_section(default: Any, values: dict[str, Any]) -> Any:
-    """A section, or a whole config, of what `dataclasses.asdict` made of it."""
+def read_section(default: Any, values: dict[str, Any], prefix: str = "") -> Any:
+    """A section, or a whole config, of what `dataclasses.asdict` made of it.
 
-    def read(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return read_section(getattr(default, name), value)
-        return tuple(value) if isinstance(value, list) else value
-
-    return type(default)(**{name: read(name, value) for name, value in values.items()})
+    `prefix` stands before the names of its fields. Raises `UserError` for a removed field that was
+    used.
+    """
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        value = tuple(value) if isinstance(value, list) else value
+        if (gone := find_removed(f"{prefix}{name}")) is None:
+            inner = f"{prefix}{name}."
+            of_section = isinstance(value, dict)
+            fields[name] = (
+                read_section(getattr(default, name), value, inner) if of_section else value
+            )
+        elif value != gone.off:
+            raise UserError(refuse_removed(f"{prefix}{name}"))
+    return type(default)(**fields)
 
 
 # Fields, and sections, that a phase may change: all that keeps the shape of what is saved, the
@@ -670,7 +706,8 @@ def _list_odd_fields(section: Any, default: Any, prefix: str) -> list[str]:
         if isinstance(default, TeacherConfig) and name == "_old":  # see `_OldField`
             continue
         if name not in names:
-            problems.append(f"{shown}: no such field.{suggest(name, names, prefix)}")
+            gone = refuse_removed(f"{prefix}{name}")
+            problems.append(gone or f"{shown}: no such field.{suggest(name, names, prefix)}")
         elif odd := _say_odd(value, getattr(default, name)):
             problems.append(f"{shown}: {odd}")
         elif dataclasses.is_dataclass(value):

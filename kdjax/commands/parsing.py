@@ -27,6 +27,7 @@ from kdjax.config import (
     check_fields,
     flatten,
     read_weights,
+    refuse_removed,
     validate,
 )
 from kdjax.data.text import find_files
@@ -270,7 +271,12 @@ def _take_phases(config: Config, argv: Sequence[str], parser: Parser) -> tuple[C
 
 
 def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
-    """Says which fields there are instead: the nearest one, then those of its section."""
+    """Says which fields there are instead: the nearest one, then those of its section.
+
+    Of a removed field it says what to do instead.
+    """
+    if gone := refuse_removed(wrong):
+        return f"--config.{gone}."
     section = wrong.partition(".")[0]
     near = [name for name in fields if name.startswith(f"{section}.")]
     if not near:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.config import (
+    REMOVED,
     Config,
     count_own_rows,
     flatten,
     list_phases,
     name_numbers,
     read_weights,
+    refuse_removed,
 )
 from kdjax.data.rows import RowSet
 from kdjax.data.teacher_cache import CacheSpec
@@ -125,7 +127,8 @@ def list_differences(
     saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Name, saved value and current value of every field in which two identities differ."""
-    saved, current, defaults = _renew(saved), _renew(current), _flatten(Config())
+    saved, current = _renew(saved), _renew(current)
+    defaults = _flatten(Config()) | {name: gone.off for name, gone in REMOVED.items()}
 
     def read(record: Mapping[str, Any], name: str) -> Any:
         plain = _PHASE.sub("", name)  # what a phase does not say is as of the run
@@ -143,8 +146,15 @@ def check_same_run(
     """Raises `UserError` naming every field in which the saved run differs from this one.
 
     A run that had finished at `step`, of the checkpoint, goes on with another schedule if the
-    current one says so (`train.after`).
+    current one says so (`train.after`). A removed field that it used is refused as such.
     """
+    removed = [
+        said for name, *_ in list_differences(saved, current) if (said := refuse_removed(name))
+    ]
+    if removed:
+        raise UserError(
+            f"{workdir} holds a checkpoint of a run that cannot go on:\n  " + "\n  ".join(removed)
+        )
     finished = step and step == saved.get("train.steps")
     goes_on = finished and step == current.get("train.after")
     differences = {

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.config import SELF, Config, change_texts, read_section
+from kdjax.config import SELF, Config, change_texts, find_removed, read_section
 from kdjax.data.rollouts import read_round
 from kdjax.data.rows import packed_hash
 from kdjax.data.text import split_sources
@@ -98,7 +98,7 @@ class _Recheck:
         """The run's config, with paths that hold whatever the current directory is."""
         nested = self.receipt["config"]
         # Older runs lack what came later: that has its default.
-        known = {name: value for name, value in nested.items() if name in vars(Config())}
+        known = {n: x for n, x in nested.items() if n in vars(Config()) or find_removed(n)}
         config = read_section(Config(), known)
         for section, name in (
             (config.data, "tokenizer"),

@@ -1,0 +1,66 @@
+"""Fields that earlier versions had: refused by name where they were used, passed over where not."""
+
+import dataclasses
+import json
+
+import pytest
+
+from kdjax import config as config_module
+from kdjax.commands.parsing import parse_run, run_parser
+from kdjax.config import REMOVED, Config, Removed, flatten, read_section, validate
+from kdjax.errors import UserError
+from kdjax.training.identity import check_same_run, identify, list_differences
+
+SAID = r"was removed \(docs/records/{}\.md\): {}.*; the tag before-the-cut still has it"
+
+
+@pytest.fixture(params=["loss.gone", *REMOVED])
+def removed(request, monkeypatch):
+    """Name, row and text of a removed field: one of no version, and all that there are."""
+    monkeypatch.setitem(config_module.REMOVED, "loss.gone", Removed(1.0, "do x", "2026-a-record"))
+    gone = config_module.REMOVED[request.param]
+    return request.param, gone, SAID.format(gone.record, gone.instead[:9])
+
+
+def test_a_config_that_sets_a_removed_field_is_refused(removed, tiny_config):
+    name, _, said = removed
+    *sections, field = name.split(".")
+    section = getattr(tiny_config, sections[0]) if sections else tiny_config
+    assert name not in flatten(Config())
+    setattr(section, field, "used")
+    with pytest.raises(UserError, match=f"{name} {said}"):
+        validate(tiny_config)
+
+
+def test_a_flag_of_a_removed_field_is_refused(removed):
+    name, _, said = removed
+    with pytest.raises(UserError, match=f"--config.{name} {said}"):
+        parse_run(run_parser("train", ""), ["--config=demo", f"--config.{name}=1"])
+
+
+def test_a_saved_config_is_read_where_the_field_did_nothing(removed):
+    name, gone, said = removed
+    nested = dataclasses.asdict(Config())
+    *sections, field = name.split(".")
+    section = nested[sections[0]] if sections else nested
+    section[field] = gone.off
+    nested = json.loads(json.dumps(nested))
+    assert read_section(Config(), nested) == Config()
+    (nested[sections[0]] if sections else nested)[field] = "used"
+    with pytest.raises(UserError, match=f"{name} {said}"):
+        read_section(Config(), nested)
+
+
+def test_a_run_goes_on_where_the_field_did_nothing(removed, tmp_path):
+    name, gone, said = removed
+    current = identify(Config(), {})
+    assert not list(list_differences(current | {name: gone.off}, current))
+    check_same_run(current | {name: gone.off}, current, tmp_path)
+    with pytest.raises(UserError, match=f"(?s)cannot go on.*{name} {said}"):
+        check_same_run(current | {name: "used"}, current, tmp_path)
+
+
+def test_records_of_removed_fields_are_there(removed, request):
+    name, gone, _ = removed
+    if name != "loss.gone":
+        assert (request.config.rootpath / f"docs/records/{gone.record}.md").is_file()
