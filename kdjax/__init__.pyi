@@ -29,7 +29,6 @@ from .models.model import load as load
 from .models.nextn import take_block as take_block
 from .training.saving import load_state as load_state
 from .training.saving import save_state as save_state
-from .training.several import Beyond as Beyond
 from .training.several import Teachers as Teachers
 from .training.step import Step as Step
 from .training.step import StepMetrics as StepMetrics

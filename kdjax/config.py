@@ -134,7 +134,6 @@ class LossConfig:
     final_temperature: float = 0.0  # T at the last step, on a straight line; 0: as the first
     final_alpha: float = -1.0  # alpha at the last step, likewise; -1: as the first
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
-    beyond: float = 1.0  # s of the target p_teacher (p_teacher / p_start)^(s - 1); 1: the teacher
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
 
 
@@ -269,7 +268,9 @@ class Removed:
 
 # By the names of fields, or of whole sections. A config, a flag or a saved run that uses one is
 # refused by its name.
-REMOVED: dict[str, Removed] = {}
+REMOVED: dict[str, Removed] = {
+    "loss.beyond": Removed(1.0, "the teacher itself is the target", "2026-11-26-arms-rest-h200"),
+}
 
 
 def find_removed(name: str) -> Removed | None:
@@ -330,7 +331,6 @@ PHASED = (
     "train.until",
 )
 _UNPHASED = (
-    "loss.beyond",
     "optim.name",
     "optim.trainable",
     "optim.clip_norm",
@@ -600,7 +600,6 @@ _RULES: dict[str, _Rule] = {
         _is_read_by(split_divergence),
         f"one of {', '.join(_forms())}, or a mixture such as 0.5*forward_kl+0.5*reverse_kl",
     ),
-    "loss.beyond": _POSITIVE,
     "loss.chunk_tokens": _NON_NEGATIVE,
     "optim.name": _choice("adamw", "muon"),
     "optim.learning_rate": _POSITIVE,
@@ -791,11 +790,6 @@ def _list_problems(config: Config) -> list[str]:
             f"loss.final_alpha={config.loss.final_alpha}: must be -1 with loss.alpha=1, which "
             "trains without the teacher; begin below 1"
         )
-    if config.loss.beyond != 1 and (config.loss.alpha == 1 or config.student.init == "random"):
-        problems.append(
-            f"loss.beyond={config.loss.beyond}: needs a teacher (loss.alpha below 1) and a student "
-            "that starts from a file (student.init=checkpoint)"
-        )
     if train.microbatches > 0 and train.batch_size % train.microbatches:
         problems.append(
             f"train.batch_size={train.batch_size}: must be divisible by "
@@ -880,7 +874,6 @@ _BLOCKS = {
     "student.quantize": "",
     "student.lora.rank": 0,
     "optim.trainable": "",
-    "loss.beyond": 1.0,
     "rollout.prompts": "",
     "mesh.tensor": 1,
 }

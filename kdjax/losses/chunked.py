@@ -9,7 +9,6 @@ Letters: B rows, T positions, D hidden width, V vocabulary.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,21 +35,8 @@ class Mixed(NamedTuple):
     heads: tuple[Any, ...]
 
 
-class Extrapolated(NamedTuple):
-    """Heads of a teacher and of the student's start, whose hidden states are a pair.
-
-    Together they say p_teacher (p_teacher / p_start)^(strength - 1), normalised, at T = 1
-    (G-OPD, 2026, arXiv:2602.12125); p_start counts as `LEAST_START` at least.
-    """
-
-    heads: tuple[Any, Any]
-    strength: Any  # a number
-
-
-LEAST_START = 1e-6
-
 # A matrix [V D] of numbers, or of float8 with a scale a row; or none; or several.
-Head = Array | Scaled | Given | Mixed | Extrapolated
+Head = Array | Scaled | Given | Mixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +90,7 @@ def cut_head(head: Head, hidden: Any, spec: HeadSpec) -> Head:
     """The rows that are used; numbers, not `Scaled`, in the dtype of the hidden states."""
     if isinstance(head, Given):
         return head
-    if isinstance(head, Mixed | Extrapolated):
+    if isinstance(head, Mixed):
         pairs = zip(head.heads, hidden, strict=False)
         return head._replace(heads=tuple(cut_head(one, states, spec) for one, states in pairs))
     rows = head[: spec.width]
@@ -116,15 +102,11 @@ def compute_logits(hidden: Any, head: Head, spec: HeadSpec) -> Float[Array, "B T
 
     Of several heads the log-probabilities of their mixture.
     """
-    if isinstance(head, Mixed | Extrapolated):
+    if isinstance(head, Mixed):
         said = [
             jax.nn.log_softmax(mask_padding(compute_logits(x, one, spec), spec.real_vocab), axis=-1)
             for x, one in zip(hidden, head.heads, strict=False)
         ]
-        if isinstance(head, Extrapolated):
-            teacher, start = said
-            further = teacher - jnp.maximum(start, math.log(LEAST_START))
-            return jnp.maximum(teacher + (head.strength - 1) * further, EXCLUDED)
         shares = hidden[-1]
         said = [
             one + jnp.maximum(jnp.log(shares[..., n, None]), EXCLUDED) for n, one in enumerate(said)
@@ -260,7 +242,7 @@ def head_loss(
     student_hidden: Float[Array, "B T D1"],
     student_head: Float[Array, "V1 D1"],
     teacher_hidden: Float[Array, "B T D2"] | tuple[Array, ...] | None,
-    teacher_head: Float[Array, "V2 D2"] | Scaled | Given | Mixed | Extrapolated | None,
+    teacher_head: Float[Array, "V2 D2"] | Scaled | Given | Mixed | None,
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"] | Weighing,
     spec: HeadSpec,

@@ -78,11 +78,10 @@ from kdjax.training.plan import (
     count_step_flops,
     replace_settings,
     shares_base,
-    shares_start,
 )
 from kdjax.training.rollouts import answer_source
 from kdjax.training.saving import Checkpoints
-from kdjax.training.several import Beyond, Teachers, name_arrays
+from kdjax.training.several import Teachers
 from kdjax.training.step import Step, TrainState, make_step
 from kdjax.training.teachers import (
     RUNNING,
@@ -128,7 +127,6 @@ class Job:
     plan: Plan | None = None  # None where nothing was planned: a benchmark
     cache: TeacherCache | SeveralCaches | None = None  # of the teacher, which is then not loaded
     own: Own = NO_CODE  # what a user gave as Python
-    start: Model | None = None  # the student's, beside the teacher; None: no `loss.beyond`
     phased: bool = False  # whether steps alone do not tell where a checkpoint is
     last_phase: int = 0  # the number of the run's last phase
 
@@ -145,9 +143,7 @@ class Job:
         rows = prepare_all(config, self.pair, placement)
         rows = rows._replace(heldout=self.rows.heldout)
         parts = config, self.pair, placement, self.kind, self.teacher
-        teacher, step, schedule = build_step(
-            *parts, own=self.own, before=self.step, start=self.start
-        )
+        teacher, step, schedule = build_step(*parts, own=self.own, before=self.step)
         inputs = self.pair, rows, None, step, teacher
         source = make_source(config, self.workdir, *inputs, phase=number)
         made = {"rows": rows, "step": step, "schedule": schedule, "source": source}
@@ -213,8 +209,7 @@ class Job:
     @property
     def teacher_params(self) -> Params:
         """Arrays that the steps take for the teacher."""
-        arrays = self.teacher.params if self.teacher else {}
-        return name_arrays([arrays, self.start.params]) if self.start else arrays
+        return self.teacher.params if self.teacher else {}
 
     @functools.cached_property
     def heldout_bytes(self) -> int:
@@ -296,7 +291,6 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     placement = Placement.on(meshes[0])
     for kind in kinds:
         kind.check(placement)
-        _go_beyond(config, kind)
     _check_batches(config.train, config.eval, placement)
     pair = open_pair(config, whole=whole)
     _log.info("student: %s", pair.student.describe())
@@ -369,14 +363,10 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | N
             like = None
         loaded = like if like and _agree(like.config, config, _LOADED) else None
         teacher = loaded.teacher if loaded else load_teacher(config, pair, plan.kind, placement)
-        start = loaded.start if loaded and config.loss.beyond != 1 else None
-        start = start or load_start(config, pair, plan.kind, placement, teacher)
         if loaded and own == loaded.own == NO_CODE and _agree(loaded.config, config, _COMPILED):
             step, schedule = loaded.step, loaded.schedule
         else:
-            _, step, schedule = build_step(
-                config, pair, placement, plan.kind, teacher, own=own, start=start
-            )
+            _, step, schedule = build_step(config, pair, placement, plan.kind, teacher, own=own)
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
     made_of |= hash_imatrix(config.student) | own.identify(step.abstract)
     texts = []
@@ -403,7 +393,6 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | N
         plan=plan,
         cache=cache,
         own=own,
-        start=start,
         phased=is_phased(config),
         last_phase=0 if config.smoke.steps else len(config.then),
     )
@@ -484,24 +473,6 @@ def text_source(
     )
 
 
-def _go_beyond(config: Config, kind: TeacherKind) -> TeacherKind:
-    """The kind of the step: with `loss.beyond` the start runs beside the teacher."""
-    if config.loss.beyond == 1:
-        return kind
-    return Beyond(kinds=(kind, Dense()), strength=config.loss.beyond)
-
-
-def load_start(
-    config: Config, pair: Pair, kind: TeacherKind, placement: Placement, teacher: Model | None
-) -> Model | None:
-    """The student's start, frozen, for `loss.beyond`; the teacher's arrays where it is that."""
-    if config.loss.beyond == 1:
-        return None
-    if shares_start(config, pair, kind):
-        return teacher
-    return load_teacher(config, dataclasses.replace(pair, teacher=pair.student), Dense(), placement)
-
-
 def load_teacher(
     config: Config, pair: Pair, kind: TeacherKind, placement: Placement
 ) -> Model | None:
@@ -528,7 +499,6 @@ def build_step(
     *,
     own: Own = NO_CODE,
     before: Step | None = None,
-    start: Model | None = None,
 ) -> tuple[Model | None, Step, optax.Schedule | None]:
     """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing.
 
@@ -559,13 +529,13 @@ def build_step(
         vocabulary = own_vocabulary(min(vocabulary.width, student.vocab_size), vocabulary.real)
     step = make_step(
         student,
-        [teacher, start] if start else teacher,
+        teacher,
         own.loss or _make_loss(config),
         tx,
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
         reduce_dtype=config.train.reduce_dtype,
-        kind=_go_beyond(config, kind),
+        kind=kind,
         vocabulary=vocabulary,
         allow_degenerate=True,  # `open_pair` has judged that
         quantize=config.student.quantize,

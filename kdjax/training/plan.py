@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from kdjax.config import (
     OWN,
-    SELF,
     Config,
     choose_optim,
     count_prompt_positions,
@@ -104,10 +103,6 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         resident[f"teacher, {kind.resident or dtype}"] = kind.resident_bytes(
             pair.teacher, pair.vocabulary.width, dtype, mesh
         )
-    if config.loss.beyond != 1 and not shares_start(config, pair, kind):
-        dtype, width = config.teacher.param_dtype, pair.vocabulary.width
-        start = Dense().resident_bytes(pair.student.base, width, dtype, mesh)
-        resident[f"student's start, {dtype}"] = start
     if lora is not None and not shares_base(config, pair, kind):
         weights = RUNNING[config.student.lora.weights]
         dtype, rows = config.train.compute_dtype, pair.student.spec.vocab_size
@@ -152,12 +147,6 @@ def shares_base(config: Config, pair: Pair, kind: TeacherKind) -> bool:
     return same and pair.vocabulary.width == base.spec.vocab_size
 
 
-def shares_start(config: Config, pair: Pair, kind: TeacherKind) -> bool:
-    """Whether the student's start, for `loss.beyond`, is the teacher itself."""
-    same = config.teacher.path == SELF and kind.name == Dense.name
-    return same and pair.student.adapters is None and not config.student.layers
-
-
 def count_step_flops(
     config: Config, pair: Pair, kind: TeacherKind, teacher_rate: float = 1.0
 ) -> float:
@@ -177,8 +166,6 @@ def count_step_flops(
     if kind.runs:  # as many more positions as its rows have
         read = count_teacher_positions(config)
         teacher = kind.flops(pair.teacher, pair.vocabulary.width, read) * read / length
-    if config.loss.beyond != 1:
-        flops += forward
     return teacher / teacher_rate + flops
 
 
@@ -345,9 +332,8 @@ class _Temporaries:
         # float32 logits of student and teacher, and what the divergence makes of them; without the
         # kernels of one GPU an intermediate more.
         alone = self.platform == "gpu" and self._tensor == 1
-        beyond = config.loss.beyond != 1  # the start's logits, and the target of both
         made = _count_divergence(config.loss.divergence, self._size)
-        logits = 4 + self.kind.logit_bytes + 8 * beyond + made + (0 if alone else 4)
+        logits = 4 + self.kind.logit_bytes + made + (0 if alone else 4)
         gradient = 0 if self._frozen else 4
         if config.student.block and self.platform == "cpu":
             yield "the block trains", self._block(positions) | accumulated
@@ -370,8 +356,7 @@ class _Temporaries:
         positions = rows * length
         if self.kind.runs:
             yield "evaluating: the teacher runs forward", self._teacher_forward(rows, length)
-        logits = 8 + 8 * beyond
-        yield "evaluating: logits are compared", self._heads(positions, logits, gradient=0)
+        yield "evaluating: logits are compared", self._heads(positions, 8, gradient=0)
 
     def _block(self, positions: Size) -> dict[str, Size]:
         """Loss and backward pass of the block that drafts on a CPU, where they overlap."""

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterator, Sequence
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -14,14 +13,13 @@ from jaxtyping import Array
 
 from kdjax.config import check_weights
 from kdjax.errors import UserError
-from kdjax.losses.chunked import Extrapolated, HeadSpec, LossSums, Mixed
+from kdjax.losses.chunked import HeadSpec, LossSums, Mixed
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums, cached_head_loss
 from kdjax.models.decoder import Params
 from kdjax.training.teachers import (
     Batch,
-    Dense,
     RunningTeacher,
     Student,
     TeacherKind,
@@ -191,14 +189,9 @@ class Teachers(TeacherKind):
             }
         return dataclasses.replace(self, kinds=tuple(kinds)), batch
 
-    def _read_all(self, teacher: RunningTeacher, batch: Batch) -> tuple[tuple[Any, ...], Any]:
-        """The hidden states of all of them, and their heads."""
+    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
         outputs = [p.kind.read_outputs(p.running, p.batch) for p in self._parts(teacher, batch)]
         hidden, heads = zip(*outputs, strict=True)
-        return hidden, heads
-
-    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
-        hidden, heads = self._read_all(teacher, batch)
         return (*hidden, self._shares(batch)), Mixed(heads)
 
     def _add(self, method: str, teacher: RunningTeacher, batch: Batch, *others: Any) -> Any:
@@ -224,58 +217,6 @@ class Teachers(TeacherKind):
         if self._merged:
             return self._add("sum_evaluation", teacher, batch, student, spec)
         return super().sum_evaluation(student, teacher, batch, spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class Beyond(Teachers):
-    """A teacher, and the student's start that it is followed away from, further than it went.
-
-        start = kdjax.load("student.gguf")
-        step = make_step(student, [teacher, start], loss, tx, kind=Beyond(strength=1.25))
-        state, metrics = step(state, [teacher.params, start.params], batch)
-
-    The student learns p_teacher (p_teacher / p_start)^(strength - 1), normalised, at T = 1, as one
-    teacher that is softened at T; p_start counts as 1e-6 at least. 1 is the teacher itself. Columns
-    of a batch such as `teacher_tokens` are the teacher's; the start reads what the student reads.
-    (G-OPD, 2026, arXiv:2602.12125.)
-
-    Raises `UserError` for a strength that is not above 0, and for a teacher known by its likeliest
-    ids, which says nothing of the others.
-    """
-
-    kinds: tuple[TeacherKind, ...] = (Dense(), Dense())
-    strength: float = 1.25
-    name: ClassVar[str] = "beyond"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not (isinstance(self.strength, Real) and 0 < self.strength < float("inf")):
-            raise UserError(f"strength={self.strength!r}: must be greater than 0")
-        if len(self.kinds) != 2 or self.weights or self._merged:
-            raise UserError(
-                f"found teachers {[kind.name for kind in self.kinds]} to go beyond; expected one "
-                "that knows all ids, the student's start behind it, and no weights."
-            )
-
-    def check_columns(self, batch: dict[str, Any], placed: Batch, head: HeadSpec) -> Array | None:
-        return self.kinds[0].check_columns(batch, placed, head)
-
-    def _own_columns(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
-        """The batch as it is for the teacher; for the start what the student reads."""
-        if not number:
-            return batch
-        return {name: x for name, x in batch.items() if not name.startswith("teacher_")}
-
-    def begin_parts(
-        self, teacher: RunningTeacher, batch: Batch, parts: int
-    ) -> tuple[TeacherKind, Batch]:
-        first, _ = self._parts(teacher, batch)
-        kind, batch = first.kind.begin_parts(first.running, batch, parts)
-        return dataclasses.replace(self, kinds=(kind, self.kinds[1])), batch
-
-    def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
-        hidden, heads = self._read_all(teacher, batch)
-        return hidden, Extrapolated(heads, self.strength)
 
 
 def _find_odd_weights(xp: Any, shares: Any, weights: Any) -> Any:

@@ -52,7 +52,7 @@ from kdjax.training.extra import begin_projections, choose_losses, list_names, r
 from kdjax.training.forms import PLAIN, Adapting, Drafting, Form, choose_form
 from kdjax.training.heldout import held_out
 from kdjax.training.pair import Vocabulary, refuse_same, share_vocabulary
-from kdjax.training.several import Arrays, Beyond, Teachers, name_arrays, spread_weights
+from kdjax.training.several import Arrays, Teachers, name_arrays, spread_weights
 from kdjax.training.teachers import (
     APART,
     PLACES,
@@ -904,7 +904,7 @@ def make_step(
         )
     # A rounded student can learn, and one whose adapters have.
     if not (allow_degenerate or quantize or block or _has_learned(student, lora)):
-        for model in models[:1] if isinstance(kind, Beyond) else models:
+        for model in models:
             refuse_same(model, student)
     if vocabulary is None:  # the same of all: the student's own
         vocabulary, *_ = [share_vocabulary(student, model) for model in models or [None]]

@@ -112,7 +112,6 @@ def list_arms(base: Config, seconds: float, hints: str) -> dict[str, dict[str, A
         | last(0.4, pace=0.8)
         | {"train.until": "overlap", "then": (own | last(0.6),)},
         "text_own": text | last(0.6, pace=4.3) | {"then": (after_text,)},
-        "beyond": last(pace=0.87) | {"loss.beyond": 1.25},
     }
     itself = {"teacher.path": SELF}
     on_exercises: dict[str, dict[str, Any]] = {
