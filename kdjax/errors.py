@@ -145,6 +145,18 @@ def status_of(error: BaseException) -> int:
     return UNFORESEEN
 
 
+def describe_error(error: BaseException) -> str:
+    """The error's class and message; of a device without room, what it said and what to lower."""
+    if not _lacks_memory(error):
+        return f"{type(error).__name__}: {error}"
+    said = str(error).removeprefix(f"{_NO_ROOM}: ").split("\n")[0]
+    return (
+        f"the device's memory: {said}. Take fewer rows at a time (--batch-size, "
+        "train.microbatches), shorter ones (--max-tokens, --seq-len, data.seq_len), or a model's "
+        "weights as its file has them (@packed); `kdjax plan` says what a training run needs."
+    )
+
+
 def print_error(error: BaseException) -> None:
     """One line on stderr, or as many as the message has, and no traceback."""
     if isinstance(error, BrokenPipeError):  # whoever read the output has had enough, as `head` has
@@ -153,12 +165,7 @@ def print_error(error: BaseException) -> None:
     if isinstance(error, OSError) and not isinstance(error, KdjaxError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if _lacks_memory(error):
-        said = text.removeprefix(f"{_NO_ROOM}: ").split("\n")[0]
-        text = (
-            f"the device's memory: {said}. `kdjax plan`, or --plan of evaluate and generate, says "
-            "what is needed; take fewer rows at a time (--batch-size, train.microbatches), or a "
-            "model's weights as its file has them (@packed)."
-        )
+        text = describe_error(error)
     print(f"error: {text or type(error).__name__}", file=sys.stderr)
 
 

@@ -532,7 +532,7 @@ def test_the_command(models, monkeypatch, capsys):
     assert said.out == want[0].text.rstrip("�") + "\n" and "accepted a pass" in said.err
     for prompt, message in (("x", "more than the model's 32768"), ("", "prompt 0 is empty")):
         long = f"--max-tokens={32768 if prompt else 1}"
-        assert command.main([arguments[0], f"--prompt={prompt}", long, "--plan"]) == 2
+        assert command.main([arguments[0], f"--prompt={prompt}", long]) == 2
         assert message in capsys.readouterr().err
     assert command.main([arguments[0], "--prompt=x", "--top-p=2"]) == 2
     assert "top_p=2.0: must be" in capsys.readouterr().err

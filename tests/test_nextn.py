@@ -22,10 +22,8 @@ from kdjax.evaluation.drafting import choose_prompts
 from kdjax.evaluation.target import Target
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats import open_table
-from kdjax.models import decoding
 from kdjax.models.checkpoint import cut_layers, drop_block, open_checkpoint
 from kdjax.models.importance import sum_squares
-from kdjax.models.speculation import BlockWriter
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
 from scripts.checks import llama_answers
 
@@ -419,44 +417,6 @@ def test_what_is_no_block_is_refused(models, block, model):
     loss = kdjax.KDLoss(kdjax.total_variation)
     with pytest.raises(UserError, match=r"quantize='q4_0' for a block that drafts"):
         kdjax.make_step(block, model, loss, optax.sgd(1.0), quantize="q4_0")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "room", "temperature"),
-    [
-        pytest.param(dict(rows=32000), 128, 1.0, id="logits"),
-        pytest.param(dict(), 4096, 1.0, id="attention", marks=pytest.mark.slow),
-        pytest.param(dict(delta_width=256), 128, 0.0, id="states", marks=pytest.mark.slow),
-    ],
-)
-def test_rounds_hold_what_is_counted(tmp_path, sizes, room, temperature):
-    """By XLA's account of a compiled call of 64 rows, each part in turn most of it."""
-    write_random_gguf(tmp_path / "m.gguf", SHAPE._replace(**sizes), recipe="f32")
-    model = kdjax.load(tmp_path / "m.gguf", dtype="float32")
-    block = kdjax.take_block(model)
-    params = model.params, block.params
-    writer = BlockWriter.of(model.as_writer("generate"), block.as_writer("draft"), params, 3)
-    of, fit = jax.ShapeDtypeStruct, dict(writer=writer, slots=64)
-    slots = jax.eval_shape(functools.partial(decoding._open, capacity=room, **fit), params)
-    state = writer.prepare(params, 64), slots, of((), jnp.uint32), of((64,), bool)
-    static = dict(writer=writer, sampling=decoding.Sampling(1, temperature=temperature))
-    used = decoding._advance.lower(params, *state, **static).compile().memory_analysis()
-    found = used.temp_size_in_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(slots))
-    counted = decoding.count_slots(model.spec, 4, 64, 20, room - 23, kernel=False, drafts=3)
-    assert sum(counted.values()) == pytest.approx(found, rel=0.05)
-
-
-def test_a_plan_of_text_knows_the_block(path, capsys):
-    """With drafts of its own, what they take is told; another draft is refused."""
-    asked = [str(path), "--prompt=ab", "--max-tokens=40", "--plan"]
-    assert generate.main(asked) == 0 and "block" not in capsys.readouterr().out
-    assert generate.main([*asked, "--draft=own", "--draft-tokens=3"]) == 0
-    told = capsys.readouterr().out
-    for part in ("its block, float32", "the block's keys and values", "states behind a round"):
-        assert part in told
-    assert "fits" in told
-    assert generate.main([*asked, f"--draft={path}"]) == 2
-    assert "expected none, or own" in capsys.readouterr().err
 
 
 def test_a_file_without_a_block_is_refused_before_it_is_loaded(models, capsys, monkeypatch):

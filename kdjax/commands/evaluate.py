@@ -33,12 +33,10 @@ from kdjax.commands.parsing import (
     log_to_terminal,
     started,
 )
-from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.data.text import find_files
 from kdjax.device import cluster, sharding
 from kdjax.device.placement import Placement
-from kdjax.device.runtime import device_summary
 from kdjax.errors import (
     BROKEN,
     FINISHED,
@@ -47,18 +45,18 @@ from kdjax.errors import (
     MissingFileError,
     UserError,
     WriteError,
+    describe_error,
     reporting,
     status_of,
 )
 from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding
-from kdjax.evaluation.health.probes import ANSWER_TOKENS
 from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, Form
-from kdjax.models.decoding import Sampling, find_room, group_prompts, pad_length
+from kdjax.models.decoding import Sampling, find_room
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
@@ -110,7 +108,6 @@ def parser() -> Parser:
     )
     add("--batch-size", type=int, default=8, help="rows at a time")
     add("--json", type=Path, help="write everything there, answers too")
-    add("--plan", action="store_true", help="as `kdjax plan`: say what it needs, measure nothing")
     add_cluster_flags(flags)
     return flags
 
@@ -231,7 +228,7 @@ def _model_at_work(step: str) -> Iterator[None]:
         yield
     # Out of memory, a missing tensor, an operation XLA refuses: all of them mean no figures.
     except Exception as error:
-        raise _ModelFailedError(f"{step}: {type(error).__name__}: {error}"[:2000]) from error
+        raise _ModelFailedError(f"{step}: {describe_error(error)}"[:2000]) from error
 
 
 def evaluate(request: Request) -> tuple[dict[str, Any], int]:
@@ -361,68 +358,6 @@ def _read_domains(
     return {name: read(patterns) for name, patterns in request.domains.items()}, {}
 
 
-def show_plan(request: Request) -> int:
-    """Prints what the evaluation needs; returns whether it fits, as an exit status.
-
-    Reads headers, tokenizers and text, and loads no weights. Raises `UserError` for what `evaluate`
-    would refuse.
-    """
-    from kdjax.evaluation.plan import Loaded, plan_evaluation
-
-    args = request.args
-    target = open_target(args.target, args.student, args.tokenizer)
-    teacher = open_target(args.teacher, fallback=args.tokenizer) if args.teacher else None
-    _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
-    mesh = sharding.make_local_mesh()
-    rows, length, continued = sharding.split_rows(args.batch_size, mesh), args.seq_len, None
-    _, prompts = _read_domains(request, target, teacher)
-    if args.draft:
-        continued, length = _size_drafts(request, prompts, mesh)
-    loaded = [
-        Loaded(one.checkpoint, one.form.weights, one.form.dtype)
-        for one in filter(None, (target, teacher))
-    ]
-    own = drafting.MOST_OWN if args.draft == OWN_BLOCK else 0
-    plan = plan_evaluation(
-        loaded[0],
-        loaded[1] if teacher else None,
-        mesh,
-        device_summary(),
-        written=_size_answers(request, target.checkpoint, mesh),
-        continued=continued,
-        read=(rows, length) if request.domains else None,
-        drafts=own,
-        timed=bool(args.draft) and args.cost_ratio is None,
-    )
-    return print_plan(plan)
-
-
-def _size_answers(
-    request: Request, checkpoint: Checkpoint, mesh: Mesh
-) -> dict[str, tuple[int, int, int]]:
-    """Rows at once on a device, ids of the longest prompt and of an answer, by what is asked."""
-    args, tokenizer = request.args, checkpoint.tokenizer
-    probes = examine.probe_prompts(tokenizer)
-    rows = sharding.split_rows(len(probes), mesh)
-    sizes = {"it is examined": (rows, max(map(len, probes)), ANSWER_TOKENS)}
-    counted = _count_prompts(request, checkpoint)
-    rooms = find_rooms(counted, args.max_tokens, Placement.on(mesh))
-    for name, (_, way) in request.asked.items():
-        lengths, room = way.samples * counted[name], rooms[name]
-        groups = group_prompts(lengths, args.max_tokens, args.batch_size, room)
-        asked = [
-            (
-                sharding.split_rows(slots, mesh),
-                max(room - args.max_tokens, *(lengths[i] for i in group)),
-                args.max_tokens,
-            )
-            for group, slots in groups
-        ]
-        if asked:
-            sizes[f"{name} is answered"] = max(asked, key=lambda size: size[0] * sum(size[1:]))
-    return sizes
-
-
 def _count_prompts(request: Request, checkpoint: Checkpoint) -> dict[str, list[int]]:
     """Ids of each problem's prompt, but of those that leave an answer no room, by what is asked."""
     tokenizer, counted = checkpoint.tokenizer, {}
@@ -448,17 +383,6 @@ def find_rooms(
     if placement is not None and placement.kernels:
         return dict.fromkeys(rooms, max(rooms.values(), default=0))
     return rooms
-
-
-def _size_drafts(
-    request: Request, prompts: dict[str, list[list[int]]], mesh: Mesh
-) -> tuple[tuple[int, int, int], int]:
-    """Sizes of what the teacher continues, as of `_size_answers`, and positions of a row of it."""
-    args = request.args
-    most = max(map(len, prompts.values()))
-    longest = max(len(prompt) for domain in prompts.values() for prompt in domain)
-    continued = sharding.split_rows(min(most, args.batch_size), mesh), longest, args.max_tokens
-    return continued, pad_length(longest + args.max_tokens)
 
 
 def _say(step: str) -> None:
@@ -587,8 +511,6 @@ def main(argv: list[str] | None = None) -> int:
     request = check(parser().parse_args(argv))
     log_to_terminal()
     with started(request.args):
-        if request.args.plan:
-            return show_plan(request)
         document, status = evaluate(request)
         if jax.process_index() == 0:
             _show(document | {"status": status}, request.args.json)

@@ -8,8 +8,8 @@ MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the H
 `@float8` or `@float8_precise` says how the weights are kept, then nothing or `:bfloat16` or
 `:float32`. With `--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in
 fewer passes of the big one; how many is said on standard error. `--draft=own` takes the block that
-the model's file has for it. `--plan` says what a model needs, alone or with that block, and writes
-nothing. Of several processes that an engine started the first alone answers: a prompt is one row.
+the model's file has for it. Of several processes that an engine started the first alone answers: a
+prompt is one row.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import Mesh
 
 from kdjax.commands.parsing import (
     Parser,
@@ -28,13 +27,11 @@ from kdjax.commands.parsing import (
     log_to_terminal,
     started,
 )
-from kdjax.commands.plan import print_plan
 from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
-from kdjax.device.runtime import device_summary
-from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
-from kdjax.evaluation.target import Target, open_target
-from kdjax.models.decoding import Sampling, check_length
+from kdjax.errors import FINISHED, PEER_LOST, reporting
+from kdjax.evaluation.target import open_target
+from kdjax.models.decoding import Sampling
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.nextn import find_block, take_block
 
@@ -78,7 +75,6 @@ def main(argv: list[str] | None = None) -> int:
         help=f"a model that drafts, in any of these forms, or {OWN_BLOCK}: the model's own block",
     )
     add("--draft-tokens", type=int, metavar="N", help="drafted a pass (5), with --draft")
-    add("--plan", action="store_true", help="as `kdjax plan`: say what it needs, write nothing")
     add_cluster_flags(parser)
     args = parser.parse_args(argv)
     if args.draft_tokens is not None and not args.draft:
@@ -115,8 +111,6 @@ def _write_text(args: argparse.Namespace) -> int:
     if args.draft == OWN_BLOCK:
         find_block(target.checkpoint.spec, target.checkpoint, new=False)
     mesh = sharding.make_local_mesh(1)
-    if args.plan:
-        return _show_plan(args, target, len(tokenizer.open_text(tokenizer.encode(text))), mesh)
     model, draft = target.load(mesh), small.load(mesh) if small else None
     if args.draft == OWN_BLOCK:
         draft = take_block(model)
@@ -136,17 +130,3 @@ def _write_text(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return FINISHED
-
-
-def _show_plan(args: argparse.Namespace, target: Target, prompt: int, mesh: Mesh) -> int:
-    """Prints what writing needs; returns whether it fits, as an exit status."""
-    from kdjax.evaluation.plan import plan_text
-
-    if args.draft and args.draft != OWN_BLOCK:
-        raise UserError(f"--plan: found --draft={args.draft}; expected none, or {OWN_BLOCK}.")
-    check_length(0, prompt, args.max_tokens, target.checkpoint.spec.max_positions)
-    drafts, (form, checkpoint) = args.draft_tokens if args.draft else 0, target
-    sizes = 1, prompt, args.max_tokens
-    devices = device_summary()
-    plan = plan_text(checkpoint, form.weights, form.dtype, sizes, mesh, devices, drafts=drafts)
-    return print_plan(plan)

@@ -202,7 +202,7 @@ def time_pass(model: Model, tokens: int) -> float:
     own = isinstance(model.functions, DraftFunctions)
     writer = model.as_writer("draft" if own else "time")
     functions, real = writer.functions, writer.real
-    least = pad_length(1)  # positions before the pass, which the plan counts as well
+    least = pad_length(1)  # positions before the pass
     at, new = jnp.full((1,), least, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
 
     @jax.jit

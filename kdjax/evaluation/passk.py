@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from kdjax.device import cluster
-from kdjax.errors import UserError
+from kdjax.errors import UserError, describe_error
 from kdjax.evaluation import problems as bench
 from kdjax.evaluation import sandbox
 from kdjax.evaluation.problems import Problem
@@ -159,7 +159,7 @@ def judge(asked: Asked, settings: Settings) -> Sample:
 
 
 def _say(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:2000]
+    return describe_error(error)[:2000]
 
 
 class Benchmark(NamedTuple):

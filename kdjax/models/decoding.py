@@ -311,38 +311,31 @@ def count_slots(
     answer: int,
     *,
     kernel: bool,
-    drafts: int = 0,
 ) -> dict[str, int]:
-    """Bytes of so many slots for such lengths on one device, by part, beside the weights.
+    """Counts the bytes of N slots for such lengths on one device, by part, without the weights.
 
     A call holds its logits, or what the reading of prompts keeps, or, without the kernel of
-    attention, a layer's keys and values once more. With `drafts` a round, those of the model's own
-    block, it holds the logits of all that a round reads, beside the states as the round began those
-    behind it and two layers' on their way, and the block has keys and values of its own. Without
-    drafts the kernel of states keeps what a call's steps teach beside them.
+    attention, a layer's keys and values once more. The kernel of states keeps what a call's steps
+    teach in addition.
     """
     layers, deltas = (len(spec.places(delta=delta)) for delta in (False, True))
     pair = 2 * layers * spec.num_kv_heads * spec.head_dim * itemsize
     state = 4 * spec.delta_value_heads * spec.delta_key_dim * spec.delta_value_dim
     state += itemsize * (spec.delta_kernel - 1) * spec.delta_columns
-    ids = prompt + answer + drafts
-    cache, room = slots * pair, _room_for(ids)
-    cache *= room
+    ids = prompt + answer
+    cache = slots * pair * _room_for(ids)
     positions = prompts_at_once(slots) * pad_length(prompt, ids)
     # Keys and values as layers give them, stacked and turned; a layer's activations.
     read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
     floats = spec.delta_key_heads * spec.delta_key_dim
     floats += spec.delta_value_heads * (spec.delta_value_dim + 1)
     news = deltas * STEPS * (4 * floats + itemsize * spec.delta_columns)
-    of_block = 2 * room * spec.num_kv_heads * spec.head_dim + spec.hidden_size
     return {
         "keys and values": cache,
         **({"states": slots * deltas * state} if deltas else {}),
-        **({"news of states": slots * news} if kernel and deltas and not drafts else {}),
-        **({"the block's keys and values": slots * itemsize * of_block} if drafts else {}),
-        **({"states behind a round": slots * (deltas + 2) * state} if drafts and deltas else {}),
+        **({"news of states": slots * news} if kernel and deltas else {}),
         "a call's own": max(
-            4 * slots * (1 + drafts) * spec.vocab_size,
+            4 * slots * spec.vocab_size,
             positions * read,
             (not kernel) * cache // max(layers, 1),
         ),

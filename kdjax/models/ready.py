@@ -6,7 +6,7 @@ row takes weights as narrow as they are stored: its product takes as long as the
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from kdjax.device.runtime import mem_available
 from kdjax.device.sharding import count_bytes
-from kdjax.formats.blocks import Whole, block_type, read_whole, split
+from kdjax.formats.blocks import Whole, read_whole
 from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, DecoderFunctions, Layers, Params
 from kdjax.models.few_rows import GROUP, Grouped
@@ -186,22 +186,6 @@ def is_whole(weight: Packed) -> bool:
 
 def _read_whole(weight: Packed) -> Whole | None:
     return read_whole(weight.fields, weight.block)
-
-
-def count_whole(blocks: Collection[str]) -> float:
-    """Bytes a number of a matrix as one row on a CPU is multiplied with it, of float32 blocks.
-
-    `blocks` are the types of its layers.
-    """
-    wholes = []
-    for block in blocks:
-        row = jax.ShapeDtypeStruct((1, block_type(block).nbytes), jnp.uint8)
-        fields = jax.eval_shape(functools.partial(split, dtype_name=block), row)
-        wholes.append(jax.eval_shape(functools.partial(read_whole, dtype_name=block), fields))
-    if None in wholes:
-        return 4.0
-    shared = 1 + (len(wholes) > 1 or wholes[0].minimums is not None)
-    return 1 + 4 * shared / GROUP
 
 
 def regroup(weight: Packed, *, minimums: bool = False) -> Grouped:

@@ -8,11 +8,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from kdjax.device.runtime import Devices
-from kdjax.device.sharding import count_bytes
 from kdjax.models import decoding
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
-from kdjax.models.decoder import shape_block
 from kdjax.models.delta import CHUNK
 from kdjax.models.loading import count_parameters
 from kdjax.models.ready import count_layers
@@ -32,7 +30,6 @@ GPU_RULE = 0.75
 # A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
 # chunks keeps zeros and copies for all layers of a period.
 _CPU_RULE = {2: 1.93, 4: 3.0}
-APART = "its layers apart"  # a part of what writing holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +177,6 @@ def count_writing(
     free: Size | None,
     *,
     kernel: bool,
-    drafts: int = 0,
 ) -> dict[str, Size]:
     """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`.
 
@@ -188,8 +184,6 @@ def count_writing(
     """
     layers, head = ready
     parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * head}
-    if drafts:
-        parts["its block"] = count_bytes(shape_block(spec)) // 4 * layers
-    parts |= decoding.count_slots(spec, size, *sizes, kernel=kernel, drafts=drafts)
+    parts |= decoding.count_slots(spec, size, *sizes, kernel=kernel)
     free = None if free is None else free - sum(parts.values())
-    return parts | {APART: count_layers(spec, layers, shards, free)}
+    return parts | {"its layers apart": count_layers(spec, layers, shards, free)}
