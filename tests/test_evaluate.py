@@ -749,6 +749,20 @@ def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, mo
     assert document["mbpp"]["pass_at_k"] == {"1": 0.0}
 
 
+@pytest.mark.parametrize("at", ["load", "generate"])
+def test_a_device_without_room_is_told_what_to_lower(command, pair, tmp_path, monkeypatch, at):
+    """In one line, whether the weights find none or the answers."""
+    patched = {"load": evaluate.Target, "generate": evaluate.Model}[at]
+    monkeypatch.setattr(patched, at, lambda *_, **__: jnp.zeros(1 << 50).block_until_ready())
+    monkeypatch.setattr(evaluate.examine, "of_answers", lambda model: ((), {}))
+    status, document, printed = command(f"{pair}/student.gguf", f"--mbpp={mbpp(tmp_path)}")
+    figures = document["mbpp"]
+    said = figures["inference_error"]
+    assert any(said in line for line in printed.out.splitlines())
+    assert status == 8 and "the device's memory: " in said and "--batch-size" in said
+    assert "\n" not in said and figures["pass_at_k"] == {"1": 0.0}
+
+
 @pytest.mark.parametrize(
     ("error", "status"), [(KeyboardInterrupt(), 130), (UserError("no sandbox any more"), 2)]
 )

@@ -17,6 +17,7 @@ from toy_teacher import next_id_teacher
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.errors import UserError
+from kdjax.evaluation.target import Target
 from kdjax.models import decoder, decoding, kernels, ready
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, complete, pick
@@ -514,6 +515,14 @@ def test_a_prompt_is_read_by_the_attention_that_is_sooner_done(models, monkeypat
     packed = "cudnn", 32
     short, long = (128, "xla", 1), (256, "cudnn", 1)
     assert seen == [short, (128, *packed), (192, *short[1:]), (192, *packed), long, (256, *packed)]
+
+
+def test_a_device_without_room_ends_the_command_in_one_line(models, monkeypatch, capsys):
+    monkeypatch.setattr(Target, "load", lambda *_: jnp.zeros(1 << 50).block_until_ready())
+    assert command.main([f"{models}/student.gguf", "--prompt=def f("]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: the device's memory: ") and said.count("\n") == 1
+    assert "shorter ones (--max-tokens" in said and "(@packed)" in said
 
 
 def test_the_command(models, monkeypatch, capsys):
