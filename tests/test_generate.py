@@ -18,9 +18,10 @@ from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.errors import UserError
 from kdjax.evaluation.target import Target
-from kdjax.models import decoder, decoding, kernels, ready
+from kdjax.models import decoder, decoding, ready
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, complete, pick
+from kdjax.models.kernels import softmax
 from kdjax.models.model import load
 from kdjax.models.shards import Spread
 
@@ -357,8 +358,8 @@ def test_the_kernel_draws_what_is_defined(how):
     logits = jnp.asarray(rng.normal(0, 2, (6, 5000)), jnp.float32).at[:, 4990:].set(100.0)
     keys = jax.random.split(jax.random.key(3), 6)
     want = pick(logits, keys, Sampling(**how), 4990)
-    run = functools.partial(kernels.sum_blocks, interpret=jax.default_backend() != "gpu")
-    with mock.patch.object(kernels, "sum_blocks", run):
+    run = functools.partial(softmax.sum_blocks, interpret=jax.default_backend() != "gpu")
+    with mock.patch.object(softmax, "sum_blocks", run):
         got = pick(logits, keys, Sampling(**how), 4990, kernel=True)
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5)

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from kdjax.device.placement import Placement
 from kdjax.losses import kd as losses
-from kdjax.models import attention, decoder, delta, kernels, weights
+from kdjax.models import attention, decoder, delta, weights
+from kdjax.models.kernels import cached_attention, norms, recurrent, softmax, swiglu
 
 WIDE = (6, 4864), (3, 8960), (2, 18944)
 INTERPRET = jax.default_backend() != "gpu"
@@ -31,7 +32,7 @@ def logits(seed, *shape, scale=4.0):
 @pytest.mark.parametrize("real", [5000, 4096, 1])
 def test_sums_of_two_models_equal_the_definition(temperature, real):
     s, t = logits(0, 3, 2, 5000), logits(1, 3, 2, 5000)
-    got = kernels.softmax_sums(s, t, temperature, real, interpret=INTERPRET)
+    got = softmax.softmax_sums(s, t, temperature, real, interpret=INTERPRET)
     want = losses.softmax_sums(s, t, temperature, real)
     np.testing.assert_array_equal(got.peak, want.peak)
     np.testing.assert_array_equal(got.teacher_peak, want.teacher_peak)
@@ -44,7 +45,7 @@ def test_sums_of_two_models_equal_the_definition(temperature, real):
 @pytest.mark.parametrize(("rows", "width"), [(4, 3000), (4096, 700)])  # two sizes of a program
 def test_sums_of_one_model_equal_the_definition(rows, width):
     s = logits(2, rows, width)
-    got = kernels.softmax_sums(s, None, 2.0, width - 1, interpret=INTERPRET)
+    got = softmax.softmax_sums(s, None, 2.0, width - 1, interpret=INTERPRET)
     want = losses.softmax_sums(s, None, 2.0, width - 1)
     assert got[3:] == want[3:] == (None, None, None)
     for a, b in zip(got[:3], want[:3], strict=True):
@@ -53,16 +54,16 @@ def test_sums_of_one_model_equal_the_definition(rows, width):
 
 def test_ids_that_do_not_exist_count_nothing_whatever_they_hold():
     s, t = logits(3, 2, 4500), logits(4, 2, 4500)
-    want = kernels.softmax_sums(s, t, 2.0, 4400, interpret=INTERPRET)
+    want = softmax.softmax_sums(s, t, 2.0, 4400, interpret=INTERPRET)
     wild = [x.at[:, 4400:].set(jnp.nan) for x in (s, t)]
-    got = kernels.softmax_sums(*wild, 2.0, 4400, interpret=INTERPRET)
+    got = softmax.softmax_sums(*wild, 2.0, 4400, interpret=INTERPRET)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_a_logit_that_is_not_a_number_reaches_the_sums():
     s, t = logits(5, 2, 3000), logits(6, 2, 3000)
-    found = kernels.softmax_sums(
+    found = softmax.softmax_sums(
         s.at[0, 7].set(jnp.nan), t.at[1, 2900].set(jnp.inf), 2.0, 3000, interpret=INTERPRET
     )
     assert np.isnan(found.soft[0, 0]) and np.isfinite(found.soft[1, 0])
@@ -79,7 +80,7 @@ def test_gated_and_rounded_equals_the_definition(shape):
     rows = jnp.asarray(rng.uniform(0.01, 0.05, shape[0]), jnp.float32)
     scales = [jnp.asarray(rng.uniform(0.5, 2, shape[1]), jnp.float32) for _ in range(2)]
     gate = gate.at[-1].set(0)  # a row of zeros stays one
-    values, scale = kernels.gate_and_round(gate, up, rows, *scales, interpret=INTERPRET)
+    values, scale = swiglu.gate_and_round(gate, up, rows, *scales, interpret=INTERPRET)
     g, u = (
         x.astype(jnp.float32) * rows[:, None] * y[None]
         for x, y in zip((gate, up), scales, strict=True)
@@ -119,8 +120,8 @@ def test_a_layer_is_as_exact_with_kernels_as_without(monkeypatch):
 
         return run
 
-    for kernel in (kernels.gate_and_round, kernels.round_rows):
-        monkeypatch.setattr(kernels, kernel.__name__, interpreted(kernel))
+    for module, name in ((swiglu, "gate_and_round"), (norms, "round_rows")):
+        monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
     # Numbers near the middle of two float8 round either way, so it is errors that are alike.
     assert 0 < error(True) < 1.1 * plain < 0.06
     assert ran == ["round_rows", "gate_and_round"]
@@ -130,8 +131,8 @@ def test_the_loss_is_the_same_with_kernels_and_without(monkeypatch):
     s, t, label = logits(9, 2, 3, 700), logits(10, 2, 3, 700), jnp.full((2, 3), 5)
     loss = losses.KDLoss(temperature=2.0, alpha=0.3)
     plain = losses.kd_parts_and_gradient(s, t, label, loss, real=690)
-    kernel = kernels.softmax_sums
-    monkeypatch.setattr(kernels, "softmax_sums", lambda *a: kernel(*a, interpret=INTERPRET))
+    kernel = softmax.softmax_sums
+    monkeypatch.setattr(softmax, "softmax_sums", lambda *a: kernel(*a, interpret=INTERPRET))
     found = losses.kd_parts_and_gradient(s, t, label, loss, real=690, fused=True)
     for a, b in zip(found, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
@@ -179,9 +180,9 @@ def test_kernels_become_triton_without_a_gpu():
     of = jax.ShapeDtypeStruct
     half, chunk = of(rows, jnp.bfloat16), of((8, 128, 151_936), row)
     cases = [
-        (kernels.gate_and_round, half, half, *(of((n,), row) for n in (*rows[:1], *rows[1:] * 2))),
-        (lambda s, t: kernels.softmax_sums(s, t, 4.0, 151_665), chunk, chunk),
-        (lambda s: kernels.softmax_sums(s, None, 1.0, 151_665), chunk),
+        (swiglu.gate_and_round, half, half, *(of((n,), row) for n in (*rows[:1], *rows[1:] * 2))),
+        (lambda s, t: softmax.softmax_sums(s, t, 4.0, 151_665), chunk, chunk),
+        (lambda s: softmax.softmax_sums(s, None, 1.0, 151_665), chunk),
     ]
     for function, *shapes in cases:
         assert "triton" in lower_for_gpu(function, *shapes)
@@ -201,7 +202,7 @@ def test_a_norm_and_its_gradients_equal_the_definition(shape, dtype, tolerance):
         return x, nnx.merge(graph, {"weight": weight})(x)
 
     def kernel(x, weight):
-        return kernels.normalize_rows(x, weight, 1e-6, INTERPRET)
+        return norms.normalize_rows(x, weight, 1e-6, INTERPRET)
 
     want, back = jax.vjp(defined, x, weight)
     got, kernels_back = jax.vjp(kernel, x, weight)
@@ -227,8 +228,8 @@ def test_a_few_positions_change_the_states_of_their_layer_alone(length):
     states, before = normal(3, rows, heads, width, width), normal(rows, 3, mixed.shape[2])
     stacked = delta.Stacked(states, jnp.int32(1))
     rest = inputs, groups, width, ids, before
-    run = functools.partial(kernels.recur_in_place, interpret=INTERPRET)
-    with mock.patch.object(kernels, "recur_in_place", run):
+    run = functools.partial(recurrent.fused_recurrent_gated_delta_rule, interpret=INTERPRET)
+    with mock.patch.object(recurrent, "fused_recurrent_gated_delta_rule", run):
         out, got = delta.read_states(*rest, stacked, in_kernels=True)
     want, state = delta.read_states(*rest, states[1])
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, want)), atol=2.0**-8)
@@ -253,10 +254,10 @@ def test_states_that_are_written_late_are_those_written_at_once(dtype):
     states, before = normal(2, rows, heads, keys, width), normal(2, rows, 3, columns, dtype=dtype)
     shapes = jax.eval_shape(lambda: delta.hold_news(states, before, groups, steps, INTERPRET)).news
     # What nobody wrote may be anything.
-    never = kernels.News(*(jnp.full(x.shape, jnp.nan, x.dtype) for x in shapes))
-    run = functools.partial(kernels.read_with_news, interpret=INTERPRET)
+    never = recurrent.PendingUpdates(*(jnp.full(x.shape, jnp.nan, x.dtype) for x in shapes))
+    run = functools.partial(recurrent.recur_with_pending_updates, interpret=INTERPRET)
     ids, one = jnp.ones((rows, 1), jnp.int32), jnp.ones((rows,), jnp.int32)
-    with mock.patch.object(kernels, "read_with_news", run):
+    with mock.patch.object(recurrent, "recur_with_pending_updates", run):
         step = jax.jit(delta.read_late)
         kept, last, state, latest, news = states, before, states[1], before[1], never
         for at in range(2 * steps):
@@ -287,7 +288,7 @@ def test_rows_normed_or_not_are_rounded_as_defined(shape, with_norm):
     defined = nnx.merge(graph, {"weight": weight})(x) if with_norm else x
     values, scale = weights.quantize_rows(defined)
     norm = (weight, 1e-6) if with_norm else None
-    got, got_scale = kernels.round_rows(x, norm, interpret=INTERPRET)
+    got, got_scale = norms.round_rows(x, norm, interpret=INTERPRET)
     np.testing.assert_allclose(got_scale, scale, rtol=2.0**-7)  # one bfloat16 step of the largest
     got, want = (
         np.asarray(v, np.float32) * np.asarray(s)[:, None]
@@ -314,8 +315,8 @@ def test_attention_over_a_cache_is_the_one_defined(new, dtype, local):
     how = dict(scale=0.2, window=0 if local is None else 70)
     rest = cache, one, positions, None if local is None else jnp.bool_(local)
     want, kept = attention.attend_and_keep(q, k, v, *rest, **how)
-    run = functools.partial(kernels.attend_and_keep, interpret=INTERPRET)
-    with mock.patch.object(kernels, "attend_and_keep", run):
+    run = functools.partial(cached_attention.attend_and_keep, interpret=INTERPRET)
+    with mock.patch.object(cached_attention, "attend_and_keep", run):
         got, ours = attention.attend_and_keep(q, k, v, *rest, **how, kernel=True)
     tolerance = 2e-5 if dtype == jnp.float32 and INTERPRET else 2.0**-6
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=tolerance)

@@ -23,11 +23,12 @@ from kdjax.export import export_gguf, export_hf
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.safetensors import write_folder
-from kdjax.models import decoder, kernels, names
+from kdjax.models import decoder, names
 from kdjax.models.checkpoint import cut_layers, open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.decoding import count_slots
 from kdjax.models.importance import sum_squares
+from kdjax.models.kernels import recurrent
 from kdjax.models.model import load_model
 from kdjax.training.job import assemble
 from scripts.bench.synthetic import QWEN35_SHAPES, open_header, write_random_gguf
@@ -271,15 +272,15 @@ def test_rows_that_write_states_late_write_the_same(model):
     placed = model.replace(functions=functions, placement=placement)
     how = dict(temperature=1.0, stop_ids=(), max_tokens=19, batch_size=3, limits=[13, 19, 2, 9, 17])
     prompts = [PROMPT[:n] for n in (3, 40, 1, 75, 20)]
-    run, late = kernels.pl.pallas_call, mock.Mock(wraps=kernels.read_with_news)
+    run, late = recurrent.pl.pallas_call, mock.Mock(wraps=recurrent.recur_with_pending_updates)
 
     def interpret(*args, **settings):
         return run(*args, **settings | {"interpret": True})
 
     with (
-        mock.patch.object(kernels.pl, "pallas_call", interpret),
+        mock.patch.object(recurrent.pl, "pallas_call", interpret),
         mock.patch.object(decoder, "states_fit", return_value=True),  # float32 as well
-        mock.patch.object(kernels, "read_with_news", late),
+        mock.patch.object(recurrent, "recur_with_pending_updates", late),
     ):
         found = placed.generate(prompts, **how)
     assert late.call_count

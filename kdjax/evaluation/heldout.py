@@ -39,7 +39,7 @@ from kdjax.losses.kd import KDLoss, cross_entropy
 from kdjax.losses.likeliest import keep_likeliest, top_k
 from kdjax.losses.positions import COMPARED_CHUNK, read_positions, share_in_common
 from kdjax.models.checkpoint import Checkpoint
-from kdjax.models.kernels import EXCLUDED
+from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.nextn import take_block
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.progress import counted

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.losses.divergences import forward_kl
 from kdjax.losses.kd import WeighedLoss, kd_parts_and_gradient
-from kdjax.models.kernels import EXCLUDED
+from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.weights import Scaled, mask_padding, unembed
 
 

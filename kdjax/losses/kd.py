@@ -30,7 +30,7 @@ from kdjax.losses.divergences import (
     forward_kl,
     log_softmax,
 )
-from kdjax.models import kernels
+from kdjax.models.kernels import softmax
 from kdjax.models.weights import mask_padding
 
 Amount = TypeVar("Amount", float, Array)
@@ -259,14 +259,14 @@ def softmax_sums(
     real: int,
     *,
     fused: bool = False,
-) -> kernels.SoftmaxSums:
+) -> softmax.SoftmaxSums:
     """Sums that the loss needs of whole rows of float32 logits, whose first `real` ids exist.
 
     `fused`: by the kernel, in one reading of each logit.
     """
     if fused:
         assert isinstance(temperature, float)
-        return kernels.softmax_sums(student, teacher, temperature, real)
+        return softmax.softmax_sums(student, teacher, temperature, real)
 
     def below_peak(logits: Array) -> tuple[Array, Array]:
         logits = mask_padding(logits, real)
@@ -275,7 +275,7 @@ def softmax_sums(
 
     total = functools.partial(jnp.sum, axis=-1, keepdims=True)
     peak, x = below_peak(student)
-    ours = kernels.SoftmaxSums(peak, total(jnp.exp(x)), total(jnp.exp(x / temperature)))
+    ours = softmax.SoftmaxSums(peak, total(jnp.exp(x)), total(jnp.exp(x / temperature)))
     if teacher is None:
         return ours
     their_peak, y = below_peak(teacher)

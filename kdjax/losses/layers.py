@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from kdjax.errors import UserError
-from kdjax.models.kernels import EXCLUDED
+from kdjax.models.kernels.common import EXCLUDED
 
 Layers = Mapping[str, Array]  # by name, as `decoder.STATES` says: [B, T, D], or [B, T, H, width]
 LayerFunction = Callable[[Layers, Layers, Mapping[str, Array]], Any]

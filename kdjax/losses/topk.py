@@ -36,7 +36,7 @@ from kdjax.losses.divergences import Divergence, acceptance, forward_kl, kl_dive
 from kdjax.losses.kd import cross_entropy, softmax_sums
 from kdjax.losses.likeliest import top_k
 from kdjax.losses.positions import read_positions, scan_positions
-from kdjax.models.kernels import EXCLUDED
+from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.weights import mask_padding, unembed
 
 # The least that a student's tail can be of the whole, 8 times float32's epsilon. In training it is

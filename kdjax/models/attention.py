@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kdjax.models import kernels
-from kdjax.models.kernels import EXCLUDED
+from kdjax.models.kernels import cached_attention
+from kdjax.models.kernels.common import EXCLUDED
 
 # How many positions a query sees, its own included: a number, or one of a traced layer.
 Reach = int | Int[Array, ""]
@@ -144,7 +144,7 @@ def attend_and_keep(
         # Rows of one product are the queries of a key head: no head of keys is repeated.
         grouped = q.reshape(batch, new, k.shape[2], -1, q.shape[3]).swapaxes(1, 2)
         rows = grouped.reshape(batch, k.shape[2], -1, q.shape[3])
-        out, keys, values = kernels.attend_and_keep(
+        out, keys, values = cached_attention.attend_and_keep(
             rows,
             k.swapaxes(1, 2),
             v.swapaxes(1, 2),

@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
-from kdjax.models import kernels
 from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
 from kdjax.models.attention import attend, attend_and_keep, attend_runs
 from kdjax.models.delta import (
@@ -33,7 +32,8 @@ from kdjax.models.delta import (
     read_states,
 )
 from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles, route_rows
-from kdjax.models.kernels import states_fit
+from kdjax.models.kernels import norms
+from kdjax.models.kernels.delta_rule import states_fit
 from kdjax.models.ropes import rope_frequencies
 from kdjax.models.shards import gather_shards
 from kdjax.models.weights import (
@@ -139,8 +139,8 @@ class RMSNorm(nnx.Module):
             return x, self(x)
         ours = self._factor(x.dtype)
         if isinstance(weight, Scaled):
-            return x, Rounded(*kernels.round_rows(x, (ours, self.eps)), x.dtype)
-        return kernels.normalize_rows(x, ours, self.eps)
+            return x, Rounded(*norms.round_rows(x, (ours, self.eps)), x.dtype)
+        return norms.normalize_rows(x, ours, self.eps)
 
 
 def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "B T H D"]:
@@ -960,7 +960,7 @@ class Decoder(nnx.Module):
         return self._finish(x), cache._replace(read=_stack_layers(read) if read else None)
 
     def _has_kernel(self, dtype: DTypeLike) -> bool:
-        """Whether `kernels.attend_and_keep` attends: half precision, heads of 16, 32, 64, ..."""
+        """Whether a kernel attends over the cache: half precision, heads of 16, 32, 64, ..."""
         placement, width = self.compute.placement, self.spec.head_dim
         half = dtype in (jnp.bfloat16, jnp.float16) and width >= 16 and width & (width - 1) == 0
         return half and placement is not None and placement.kernels

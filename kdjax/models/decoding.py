@@ -22,10 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
-from kdjax.models import kernels
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Cache, DecoderFunctions, Params, write_late
-from kdjax.models.kernels import EXCLUDED, BlockSums
+from kdjax.models.kernels import softmax
+from kdjax.models.kernels.common import EXCLUDED
+from kdjax.models.kernels.softmax import BlockSums
 from kdjax.models.ready import prepare_weights
 from kdjax.models.shards import Spread, gather_rows, map_rows
 from kdjax.models.tokenizer import Tokenizer
@@ -176,7 +177,7 @@ def pick(
     real = logits.shape[1] if real is None else real
     width, temperature = -(-logits.shape[1] // _BLOCKS), sampling.temperature or 1.0
     least = find_least(mask_padding(logits, real), sampling)
-    run = kernels.sum_blocks if kernel else sum_blocks
+    run = softmax.sum_blocks if kernel else sum_blocks
     sums = run(logits, least, _BLOCKS, temperature, real)
     peak = jnp.max(sums.peaks, axis=-1, keepdims=True)
     below = sums.peaks - peak

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from kdjax.models import chunks, kernels
-from kdjax.models.kernels import News, states_fit
+from kdjax.models.kernels import convolution, delta_rule, recurrent
+from kdjax.models.kernels.delta_rule import states_fit
 
 CHUNK = 64
 _FEW = 16  # positions that are read one after the other sooner than as a chunk
@@ -46,7 +46,7 @@ class Stacked(NamedTuple):
 class Late(NamedTuple):
     """Positions that rows have read since their states were written, at most S of each."""
 
-    news: News
+    news: recurrent.PendingUpdates
     place: Int[Array, ""]  # of the next position among them
     alive: Bool[Array, " B"]  # rows that read it; of others nothing is kept
 
@@ -62,20 +62,22 @@ def read_states(
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "*L B H K V"]]:
     """Outputs of the heads, and the last state: `make_heads`, `apply_delta_rule`.
 
-    With `in_kernels` kernels do both where `kernels.states_fit`; of a stack, a few positions change
-    the states in place.
+    With `in_kernels` kernels do both where `states_fit`; of a stack, a few positions change the
+    states in place.
     """
     mixed, heads = inputs.mixed, inputs.beta.shape[2]
     few, width = mixed.shape[1] <= _FEW, inputs.kernel.shape[0] - 2 * groups * key_dim
     fits = in_kernels and states_fit(key_dim, width // heads, mixed.dtype)
-    make = chunks.make_heads if fits and not few else make_heads
+    make = convolution.make_heads if fits and not few else make_heads
     q, k, v = make(mixed, inputs.kernel, segment_ids, groups, key_dim, heads, before)
     columns = q, k, v, inputs.decay, inputs.beta, segment_ids
     if not isinstance(state, Stacked):
         return recur(*columns, state) if few else apply_delta_rule(*columns, state, fits)
     if few and fits:
         kept = _fade(inputs.decay, segment_ids)
-        return kernels.recur_in_place(*columns[:3], kept, inputs.beta, state.states, state.layer)
+        return recurrent.fused_recurrent_gated_delta_rule(
+            *columns[:3], kept, inputs.beta, state.states, state.layer
+        )
     stack, layer = state
     out, state = read_states(inputs, groups, key_dim, segment_ids, before, stack[layer], in_kernels)
     return out, stack.at[layer].set(state)
@@ -124,7 +126,7 @@ def hold_news(
     sizes = (groups, count, key_dim), (heads, count, width), (heads, count)
     floats = [jax.ShapeDtypeStruct((layers, rows, *size), jnp.float32) for size in sizes]
     mixed = jax.ShapeDtypeStruct((layers, rows, count, inputs.shape[3]), inputs.dtype)
-    news = kernels.hold_news([*floats, mixed], interpret)
+    news = recurrent.allocate_updates([*floats, mixed], interpret)
     return Late(news, jnp.int32(0), jnp.ones((rows,), bool))
 
 
@@ -137,7 +139,7 @@ def read_late(
     """
     mixed, decay, beta = (x[:, 0] for x in (inputs.mixed, inputs.decay, inputs.beta))
     stacks = before, stacked.states, late.news, stacked.layer, late.place
-    out, before, states, news = kernels.read_with_news(
+    out, before, states, news = recurrent.recur_with_pending_updates(
         mixed.astype(before.dtype), inputs.kernel, decay, beta, late.alive, *stacks
     )
     return out[:, None].astype(mixed.dtype), states, before, late._replace(news=news)
@@ -246,14 +248,16 @@ def apply_delta_rule(
 
     q and k are of unit length, q scaled; `decay` is the logarithm g, at most 0. `state` is the one
     before the first position, of its document. Products are in v's dtype and summed in float32,
-    which states and decays are. With `in_kernels` those of `models.chunks` compute it, of states
-    that `kernels.states_fit`.
+    which states and decays are. With `in_kernels` those of `kernels.delta_rule` compute it, of
+    states that `states_fit`.
     """
     if state is None:
         state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
     if in_kernels:
         q, k = (x.astype(v.dtype) for x in (q, k))
-        found: Any = chunks.apply_delta_rule(q, k, v, decay, beta, segment_ids, state, CHUNK)
+        found: Any = delta_rule.chunk_gated_delta_rule(
+            q, k, v, decay, beta, segment_ids, state, CHUNK
+        )
         return found
     (rows, length, heads, width), groups = v.shape, k.shape[2]
     pad, lead = -length % CHUNK, (rows, -1, CHUNK)
@@ -355,7 +359,7 @@ def invert_unit_lower(
     times = functools.partial(jnp.matmul, precision=precision)
     size = lower.shape[-1]
     block = min(_BLOCK, size)
-    inverse = chunks.invert_blocks(_take_diagonal(lower, block), times)  # [*B, C / 16, 16, 16]
+    inverse = delta_rule.invert_blocks(_take_diagonal(lower, block), times)  # [*B, C / 16, 16, 16]
     while block < size:
         first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
         left = _take_diagonal(lower, 2 * block)[..., block:, :block]

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from kdjax.models import kernels
-from kdjax.models.kernels import TILE_ROWS, Tiles
+from kdjax.models.kernels import grouped_matmul
+from kdjax.models.kernels.grouped_matmul import TILE_ROWS, Tiles
 from kdjax.models.weights import from_bits, project
 
 
@@ -109,7 +109,7 @@ def mix_experts_by_tiles(
     Rows are sorted by expert, each expert's filled up to whole tiles. The gradient is that of the
     definition.
     """
-    apart = activation is not jax.nn.silu or not kernels.tiles_fit(gate.shape, rows.dtype)
+    apart = activation is not jax.nn.silu or not grouped_matmul.tiles_fit(gate.shape, rows.dtype)
     if apart or rows.shape[0] * choice.experts.shape[1] <= gate.shape[0]:
         return mix_experts(rows, choice, gate, up, down, activation)
     gate, up, down = (from_bits(weight).astype(rows.dtype) for weight in (gate, up, down))
@@ -121,8 +121,8 @@ def _mix_by_tiles(
     rows: Array, choice: Choice, gate: Array, up: Array, down: Array, interpret: bool
 ) -> Array:
     tiles, slots = lay_out(choice.experts, gate.shape[0], TILE_ROWS)
-    hidden = kernels.widen_tiles(tiles, rows, gate, up, interpret=interpret)
-    y = kernels.narrow_tiles(tiles, hidden, down, interpret=interpret)
+    hidden = grouped_matmul.widen_tiles(tiles, rows, gate, up, interpret=interpret)
+    y = grouped_matmul.narrow_tiles(tiles, hidden, down, interpret=interpret)
     total = jnp.sum(y[slots].astype(jnp.float32) * choice.weights[..., None], axis=1)
     return total.astype(rows.dtype)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import ROW_AXES, ROWS, replicated
-from kdjax.models.kernels import FP8
+from kdjax.models.kernels.common import FP8
 
 
 @jax.tree_util.register_dataclass

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.device.placement import Placement
 from kdjax.formats.blocks import decode_fields
-from kdjax.models import kernels
 from kdjax.models.few_rows import Grouped, project_bits, project_row
-from kdjax.models.kernels import EXCLUDED, FP8, fp8_scales
+from kdjax.models.kernels import norms, swiglu
+from kdjax.models.kernels.common import EXCLUDED, FP8, fp8_scales
 from kdjax.models.shards import Shard, gather_shards
 
 _BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FP8): jnp.uint8}
@@ -179,7 +179,7 @@ class Scaled:
         """x `[N, D]` as this weight's products take it; as it is if rounded already."""
         if isinstance(x, Rounded):
             return x
-        round_rows = kernels.round_rows if self.kernels else quantize_rows
+        round_rows = norms.round_rows if self.kernels else quantize_rows
         return Rounded(*round_rows(x), x.dtype)
 
     def unscaled(self, x: "Rounded", out: DTypeLike | None = None) -> Float[Array, "N F"]:
@@ -393,7 +393,7 @@ def gate_rows(
     match x, gate, up:
         case Rounded(), Scaled(kernels=True), Scaled() if activation is jax.nn.silu:
             unscaled = gate.unscaled(x), up.unscaled(x)
-            values, scale = kernels.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
+            values, scale = swiglu.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
             return Rounded(values, scale, x.dtype)
     to_gate, to_up = project_all(x, (gate, up), placement)
     product = activation(to_gate) * to_up

@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdjax.models import decoding, kernels
+from kdjax.models import decoding
+from kdjax.models.kernels import cached_attention
 from kdjax.models.model import Model, load
 from scripts.bench.peer import build
 from scripts.bench.program import device_events
@@ -230,7 +231,7 @@ def attention(engine: Any, spec: Any, dtype: Any, slots: int) -> float:
     def run(cache: Any, positions: Any) -> Any:
         def one(cache: Any, index: Any) -> Any:
             layer, seen = index % layers, jnp.int32(cache.k.shape[3])
-            out, keys, values = kernels.attend_and_keep(
+            out, keys, values = cached_attention.attend_and_keep(
                 q, new, new, cache.k, cache.v, layer, positions, seen, scale=0.1
             )
             return type(cache)(keys, values), out[0, 0, 0, 0]

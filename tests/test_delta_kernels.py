@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from test_kernels import INTERPRET, lower_for_gpu
 
-from kdjax.models import chunks, delta, kernels
+from kdjax.models import delta
+from kdjax.models.kernels import convolution, delta_rule
 
 DOCUMENTS = (1, 2, 3, 58, 5, 64, 1, 200)  # borders in chunks of 64, on one, before one
 HALF = jnp.bfloat16
@@ -75,7 +76,7 @@ def test_chunks_in_kernels_are_as_exact_as_the_definition(length, groups, repeat
     def exact(*args):
         return delta.apply_delta_rule(*(x.astype(jnp.float32) for x in args[:5]), *args[5:])
 
-    kernel = functools.partial(chunks.apply_delta_rule, size=64, interpret=INTERPRET)
+    kernel = functools.partial(delta_rule.chunk_gated_delta_rule, size=64, interpret=INTERPRET)
     found, wanted, exact = (
         pull(functools.partial(run, function), *inputs, state)
         for function in (kernel, delta.apply_delta_rule, exact)
@@ -93,7 +94,7 @@ def test_fast_states_lose_nothing_in_kernels():
     q, k, v, decay, beta, state = draw(64, 1, 1, 16, 16)
     decay = jnp.where(jnp.arange(64)[None, :, None] % 7 == 3, -400.0, -0.01 + 0 * decay)
     args, ids = (q, k, v, decay, beta), jnp.ones((2, 64), jnp.int32)
-    kernel: Any = functools.partial(chunks.apply_delta_rule, size=64, interpret=INTERPRET)
+    kernel: Any = functools.partial(delta_rule.chunk_gated_delta_rule, size=64, interpret=INTERPRET)
     out, last = kernel(*args, ids, state)
     recur: Any = delta.recur
     exact = recur(*(x.astype(jnp.float32) for x in args), ids, state)
@@ -116,7 +117,7 @@ def test_heads_of_a_kernel_are_those_defined(dtype, keys, width):
     ids = number(length)
 
     def ours(mixed, kernel):
-        return chunks.make_heads(mixed, kernel, ids, groups, keys, heads, interpret=INTERPRET)
+        return convolution.make_heads(mixed, kernel, ids, groups, keys, heads, interpret=INTERPRET)
 
     def defined(mixed, kernel):
         heads_ = delta.make_heads(mixed, kernel, ids, groups, keys, heads)
@@ -148,9 +149,9 @@ def test_a_row_goes_on_in_kernels_as_defined(stacked, monkeypatch):
     states, before = normal(2, 3, heads, width, width), normal(3, 3, columns, dtype=HALF)
     rest = inputs, groups, width, ids, lengths, before
     state = delta.Stacked(states, jnp.int32(1)) if stacked else states[1]
-    for name in ("apply_delta_rule", "make_heads"):
-        run = functools.partial(getattr(chunks, name), interpret=INTERPRET)
-        monkeypatch.setattr(chunks, name, run)
+    for module, name in ((delta_rule, "chunk_gated_delta_rule"), (convolution, "make_heads")):
+        run = functools.partial(getattr(module, name), interpret=INTERPRET)
+        monkeypatch.setattr(module, name, run)
     out, (got, last) = jax.jit(lambda: delta.read_and_keep(*rest, state, in_kernels=True))()
     out_, (want, last_) = jax.jit(lambda: delta.read_and_keep(*rest, states[1]))()
     np.testing.assert_array_equal(last, last_)
@@ -167,13 +168,15 @@ def test_inverses_keep_more_than_half_precision():
     """Keys that are alike, where errors grow: exact to float32's sums of halves."""
     shares = np.random.default_rng(0).uniform(0.2, 1, (64, 64)).astype(np.float32)
     lower: Any = np.tril(shares, -1)
-    found = np.asarray(jax.jit(lambda x: chunks.invert_blocks(x, chunks._times))(lower))
+    found = np.asarray(
+        jax.jit(lambda x: delta_rule.invert_blocks(x, delta_rule._multiply_split))(lower)
+    )
     exact = np.linalg.inv(np.eye(64) + lower.astype(np.float64))
     assert np.linalg.norm(found - exact) < 2e-4 * np.linalg.norm(exact)
 
 
 def test_states_fit_where_kernels_take_them():
-    fits = kernels.states_fit
+    fits = delta_rule.states_fit
     assert fits(128, 128, HALF) and fits(16, 64, jnp.float16)
     assert not (fits(128, 96, HALF) or fits(256, 128, HALF) or fits(8, 64, HALF))
     assert not fits(128, 128, jnp.float32)
@@ -204,5 +207,5 @@ def test_kernels_of_chunks_become_triton_without_a_gpu(length, groups, heads):
 
     for function, *args in ((pull_all, ids, *shapes), (read, ids, *before, *shapes)):
         text = lower_for_gpu(function, *args)
-        kernels_ = "_teach", "_pass_and_say", "_say_heads"
+        kernels_ = "_solve_tril", "_chunk_fwd_h_o", "_causal_conv1d_fwd"
         assert all(f'"{name}"' in text for name in kernels_)
