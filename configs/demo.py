@@ -68,8 +68,7 @@ def get_config(kind: str = "") -> Config:
     config.eval.every, config.eval.rows = chosen.steps // 4, 80
     config.checkpoint.every, config.log.every, config.log.tensorboard = 0, 50, False
     if kind == "q4_0":
-        # Its rate is high: it moves far from the scales that suited its start.
-        config.student.quantize, config.student.quantize_every = kind, 1
+        config.student.quantize = kind
     if kind == "onpolicy":
         library = glob.escape(str(demo.standard_library()))
         config.rollout.prompts = f"{library}/asyncio/*.py,{library}/email/*.py"

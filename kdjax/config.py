@@ -102,7 +102,6 @@ class StudentConfig:
     layers: str = ""  # such as 0,3,7,23: these of its layers alone, for a fast draft; "": all
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     quantize: str = ""  # train what a GGUF of this type holds: q4_0, or q4_k_m,embed=Q8_0; "": no
-    quantize_every: int = 0  # optimizer steps between fits of the scales; 0: once; the last 10%: no
     imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix: errors of fits count by it
     head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
@@ -270,6 +269,9 @@ class Removed:
 # refused by its name.
 REMOVED: dict[str, Removed] = {
     "loss.beyond": Removed(1.0, "the teacher itself is the target", "2026-11-26-arms-rest-h200"),
+    "student.quantize_every": Removed(
+        0, "leave it out: scales are fitted once, at the start", "2026-11-25-rounded-scales-h100"
+    ),
 }
 
 
@@ -578,7 +580,6 @@ _RULES: dict[str, _Rule] = {
     ),
     "student.init": _choice("checkpoint", "random"),
     "student.head": _choice("auto", "tied", "untied"),
-    "student.quantize_every": _NON_NEGATIVE,
     "student.remat": _choice("auto", "none", "dots", "full"),
     "student.block": (
         (lambda v: v in ("", OWN_BLOCK, NEW)),
@@ -769,12 +770,11 @@ def _list_problems(config: Config) -> list[str]:
                 f"student.lora.rank={config.student.lora.rank}: must be 0 with student.quantize="
                 f"{config.student.quantize!r}, which trains all of the student"
             )
-    for name, why in (
-        ("student.imatrix", "it weighs the errors of rounding"),
-        ("student.quantize_every", "scales of rounding are fitted as often"),
-    ):
-        if flat[name] and not config.student.quantize:
-            problems.append(f"{name}={flat[name]!r}: needs student.quantize: {why}")
+    if config.student.imatrix and not config.student.quantize:
+        problems.append(
+            f"student.imatrix={config.student.imatrix!r}: needs student.quantize: it weighs the "
+            "errors of rounding"
+        )
     if config.student.block:
         problems += _list_odd_for_block(flat)
     if config.teacher.path == SELF and config.student.init == "random":

@@ -449,7 +449,6 @@ def test_the_wheel_has_every_package_and_the_configs():
         ({"teacher.weights": "gpu"}, r"teacher.weights='gpu': must be one of auto, dense"),
         ({"data.train": ""}, r"data.train='': must be set"),
         ({"student.imatrix": "x"}, r"student.imatrix='x': needs student.quantize"),
-        ({"student.quantize_every": 2}, r"student.quantize_every=2: needs student.quantize"),
         ({"smoke.steps": -1}, r"smoke.steps=-1: must be 0 or more"),
         ({"smoke.steps": 11}, r"smoke.steps=11: must not exceed train.steps=10"),
         ({"train.step": 5}, r"train.step=5: no such field. Did you mean train.steps\?"),

@@ -38,7 +38,7 @@ SETTINGS = {
     "models.md": ("below 1.2e-38",),
     "onpolicy.md": ("a 95% interval", "9 GB)"),
     "robustness.md": ("tmpfs of 64 MB", "below 1e-3 nats", "above 98%"),
-    "settings.md": ("the last 10%", "than 200 kB", "34 MB of each file"),
+    "settings.md": ("than 200 kB", "34 MB of each file"),
     "troubleshooting.md": (
         "below 1e-3 nats",
         "above 98%",

@@ -117,7 +117,7 @@ def test_llama_cpp_computes_with_what_the_step_saw(pair, rounded, tmp_path):
 
 def take_steps(pair_, rows):
     """The bytes of a step of Q4_0 before its first, and its state after three."""
-    step = make(pair_, quantize="q4_0", quantize_every=2)
+    step = make(pair_, quantize="q4_0")
     state = step.init(pair_[0].params)
     packed = jax.device_get(step.pack(state))
     for _ in range(3):
@@ -193,6 +193,7 @@ def test_gradients_at_the_rounded_numbers_move_the_masters(pair, rounded):
     assert any(
         np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (first.params, seen)), strict=True)
     )
+    jax.tree.map(np.testing.assert_array_equal, after.kept, first.kept)  # fitted once
 
 
 def test_microbatches_round_once(pair, rounded):
@@ -219,25 +220,6 @@ def test_what_lies_beyond_its_scale_is_not_driven_further_out(dtype, rng):
             assert np.mean(inside == slope) > 0.95
 
 
-def test_scales_are_held_between_fits(pair):
-    x = {"embed": jnp.ones((1, 32)), "head": jnp.ones((1, 32))}
-    types = ((("embed",), ("Q4_0",)),)
-    form = forms.Rounded(types, "", every=3, hold=7)
-    kept = form.begin(x)
-    doubled = jax.tree.map(lambda v: 2 * v, x)
-    moved = [
-        bool(
-            jnp.any(
-                form.advance(kept, doubled, jnp.int32(i))["embed"]["Q4_0"][0]
-                != kept["embed"]["Q4_0"][0]
-            )
-        )
-        for i in range(12)
-    ]
-    assert moved == [i % 3 == 0 and i < 7 for i in range(12)]
-    assert forms.Rounded(types, "", every=0).advance(kept, doubled, jnp.int32(0)) is kept
-
-
 def test_scales_are_fitted_by_an_importance(pair, tmp_path):
     """The bytes of the exporter with the same file, up to candidates that lose the same."""
     student, path = pair[0], tmp_path / "im.gguf"
@@ -257,9 +239,6 @@ def test_scales_are_fitted_by_an_importance(pair, tmp_path):
         assert np.mean(plain == weighed) < 0.99
     with pytest.raises(UserError, match="no quantize; expected both"):
         make(pair, imatrix=str(path))
-    for name in ("quantize_every", "quantize_until"):
-        with pytest.raises(UserError, match=f"found {name}=2 and no quantize; expected both"):
-            make(pair, **{name: 2})
     with pytest.raises(UserError, match="found no importance of a tensor whose scales"):
         make(pair, quantize="q8_0", imatrix=str(path))
     sums.pop("blk.1.ffn_down.weight")
@@ -304,8 +283,7 @@ def test_types_that_cannot_be_are_refused(text, message):
 
 
 def test_a_rounded_run_resumes_bit_for_bit_and_exports_its_last_integers(tiny_config, tmp_path):
-    tiny_config.student.quantize, tiny_config.student.quantize_every = "q4_0", 2
-    tiny_config.train.steps = 4
+    tiny_config.student.quantize, tiny_config.train.steps = "q4_0", 4
     tiny_config.eval.every = tiny_config.checkpoint.every = 0
     job = assemble(tiny_config, tmp_path / "straight")
     straight, second = Recorder(), Recorder()

@@ -19,7 +19,7 @@ from test_run import go, saved
 import kdjax
 from kdjax.commands.export import main as export
 from kdjax.commands.parsing import override, run_parser
-from kdjax.config import Config, choose_figure, list_phases, place_phase, validate
+from kdjax.config import Config, choose_figure, list_phases, validate
 from kdjax.data.rollouts import read_round, round_path, rounds_folder
 from kdjax.device.cluster import SharedFlag
 from kdjax.device.sharding import make_mesh
@@ -29,7 +29,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training import loop
 from kdjax.training.best import Judge, Part, WorseError, compare_parts
 from kdjax.training.hooks import StepRecord
-from kdjax.training.job import _last_fit, assemble, survey
+from kdjax.training.job import assemble, survey
 from kdjax.training.phases import PHASE, Pace, Progress
 from kdjax.training.saving import _Kept
 from kdjax.watch.verify import verify
@@ -377,13 +377,10 @@ def test_phases_that_cannot_work(tiny_config, changes, found):
         validate(tiny_config)
 
 
-def test_what_counts_steps_counts_those_of_its_phase(tiny_config):
-    """The last tenth of it fits no scales; a trial may be longer than one that it does not run."""
-    tiny_config.student.quantize, tiny_config.student.quantize_every = "q4_0", 10
+def test_a_trial_may_be_longer_than_a_phase_that_it_does_not_run(tiny_config):
     tiny_config.train.steps, tiny_config.smoke.steps = 1000, 200
     tiny_config.then = ({"train.steps": 100},)
     validate(tiny_config)
-    assert [_last_fit(place_phase(tiny_config, n, n * 1000)) for n in (0, 1)] == [900, 1090]
 
 
 def test_flags_change_phases_and_add_them(tiny_config):

@@ -48,10 +48,6 @@ class Form:
     def begin(self, params: Params) -> Kept:
         """Makes the arrays that the state keeps before the first step."""
 
-    def advance(self, kept: Kept, params: Params, step: Array) -> Kept:
-        """The same before the next optimizer step, when `step` are done."""
-        return kept
-
     def see(self, kept: Kept, params: Params) -> Params:
         """Computes the parameters that the forward pass takes for the masters `params`."""
         return params
@@ -132,16 +128,13 @@ class Drafting(Form):
 class Rounded(Form):
     """Masters rounded to block types by the exporter's own search; gradients go straight through.
 
-    Kept are the scales of every block. They are fitted at the start, then before each `every`-th
-    step (0: never again) until `hold` steps are done, and held between. A checkpoint has them: what
-    is exported are the integers of these scales, which every backend gives alike.
+    Kept are the scales of every block, fitted once, at the start. A checkpoint has them: what is
+    exported are the integers of these scales, which are equal on every backend.
     """
 
     rounds: ClassVar[bool] = True
     types: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # paths, and types of their layers
     text: str  # what the types were chosen by
-    every: int = 0
-    hold: int | None = None  # None: scales are fitted to the end
     # Of some paths, float32 [L, 1, inputs]: how much the errors of each input count in a fit.
     importance: Mapping[tuple[str, ...], np.ndarray] = dataclasses.field(
         default_factory=dict, compare=False
@@ -162,15 +155,6 @@ class Rounded(Form):
                 part = None if weights is None else _take(jnp.asarray(weights), layers)
                 kept[*path, dtype] = fit_rows(_take(flat[path], layers), dtype, part)
         return unflatten_dict(kept)
-
-    def advance(self, kept: Kept, params: Params, step: Array) -> Kept:
-        """Those, or the ones kept."""
-        if not self.every:
-            return kept
-        due = step % self.every == 0
-        if self.hold is not None:
-            due &= step < self.hold
-        return jax.lax.cond(due, self.begin, lambda _: kept, params)
 
     def see(self, kept: Kept, params: Params) -> Params:
         """The numbers that the blocks stand for."""
@@ -234,21 +218,17 @@ def _take(x: Array, layers: tuple[int, ...] | None) -> Array:
     return x if layers is None else x[jnp.asarray(layers)]
 
 
-def choose_form(
-    text: str, spec: ArchSpec | None, *, every: int = 0, hold: int | None = None, imatrix: str = ""
-) -> Form:
+def choose_form(text: str, spec: ArchSpec | None, *, imatrix: str = "") -> Form:
     """The form of `student.quantize`: plain masters of "", else rounded ones.
 
     Raises `UserError` for types that cannot be trained and for a user's module.
     """
     if not text:
-        for name, asked, why in (
-            ("imatrix", imatrix, "it weighs rounding errors"),
-            ("quantize_every", every, "scales of rounding are fitted as often"),
-            ("quantize_until", hold, "scales of rounding are fitted until then"),
-        ):
-            if asked:
-                raise UserError(f"found {name}={asked!r} and no quantize; expected both: {why}.")
+        if imatrix:
+            raise UserError(
+                f"found imatrix={imatrix!r} and no quantize; expected both: it weighs rounding "
+                "errors."
+            )
         return PLAIN
     if spec is None:
         raise UserError(
@@ -269,7 +249,7 @@ def choose_form(
     types = tuple(sorted(chosen.items()))
     weighed = [path for path, kinds in chosen.items() if not WEIGHED.isdisjoint(kinds)]
     importance = _spread_importance(imatrix, weighed, spec) if imatrix else {}
-    return Rounded(types, text, every, hold, importance)
+    return Rounded(types, text, importance)
 
 
 def _spread_importance(

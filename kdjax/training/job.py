@@ -539,22 +539,11 @@ def build_step(
         vocabulary=vocabulary,
         allow_degenerate=True,  # `open_pair` has judged that
         quantize=config.student.quantize,
-        quantize_every=config.student.quantize_every,
-        quantize_until=_last_fit(config),
         imatrix=config.student.imatrix,
         trainable=config.optim.trainable,
         extra=own.extra,
     )
     return teacher, step, schedule
-
-
-def _last_fit(config: Config) -> int | None:
-    """The step from which scales of rounding are held; None where nothing is rounded.
-
-    These are the last tenth of the phase, which begins behind `train.after`.
-    """
-    steps = config.train.steps
-    return steps - (steps - config.train.after) // 10 if config.student.quantize else None
 
 
 def _make_loss(config: Config) -> KDLoss:

@@ -303,7 +303,7 @@ def kd_step(
     if spec.schedules is not None:
         batch = batch | _read_schedules(spec.schedules, state.step, batch)
     form, kept = spec.form, getattr(state, "kept", None)
-    kept = form.advance(base if kept is None else kept, state.params, state.step)
+    kept = base if kept is None else kept
     seen = form.see(kept, state.params)  # once a step, whatever microbatches and remat repeat
     extra = getattr(state, "extra", None)
     grads, sums, count = kd_gradients(_join(seen, extra), teacher, batch, spec)
@@ -828,8 +828,6 @@ def make_step(
     kind: TeacherKind | None = None,
     vocabulary: Vocabulary | None = None,
     quantize: str = "",
-    quantize_every: int = 0,
-    quantize_until: int | None = None,
     imatrix: str = "",
     trainable: str | Sequence[str] = "",
     extra: LayerLoss | Sequence[LayerLoss] = (),
@@ -845,8 +843,7 @@ def make_step(
     `[a.params, b.params]`, and weighs them by the batch's `teacher_weights` unless the kind does.
     `quantize` rounds the student to block types once a step, as a GGUF file will have it: a recipe
     of `export_gguf`, or types by name (`recipes.split_types`); gradients move the masters. Scales
-    are fitted at the start, then each `quantize_every` steps (0: never again) until
-    `quantize_until` are done; errors count there by the importance of `imatrix`, a file of
+    are fitted once, at the start; errors count there by the importance of `imatrix`, a file of
     llama-imatrix, if given.
     `vocabulary` is that of models already proven to fit; the student's parameters may be shapes.
     `trainable` names the parameters that are trained, as `trained.choose_layers` takes them
@@ -876,9 +873,7 @@ def make_step(
     loss, schedules = loss.settle()
     placement = _share_placement(student, models)
     lora = Lora.of_params(student.params)
-    form = choose_form(
-        quantize, student.spec, every=quantize_every, hold=quantize_until, imatrix=imatrix
-    )
+    form = choose_form(quantize, student.spec, imatrix=imatrix)
     if lora is not None:
         for name, asked in (("quantize", quantize), ("trainable", trainable)):
             if asked:

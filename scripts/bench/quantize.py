@@ -3,13 +3,13 @@
     python -m scripts.bench.quantize --small=0.5b.gguf --big=1.5b.gguf --text=python:jax,flax \
         --out=runs/quantize --limit=560
 
-An arm is STUDENT<TEACHER:QUANTIZE, then, if wanted, ~, !, @RATE, #SECONDS, *SEED and /EVERY (scales
-are fitted each step without it, with 0 once): models are `small` and `big`, a teacher `self` is the
-student's own numbers at the start, QUANTIZE is as of `make_step`, or empty for plain masters, or
-lora16 for adapters of that rank beside the packed student; with ~ scales are fitted once and then
-learned; with ! they are fitted by the importance of the student's inputs on `--imatrix-rows` rows,
-and what is untrained is rounding with an imatrix. Each arm trains for its seconds of the device,
-compilation not counted; the rate follows the clock, and scales are held over its last tenth.
+An arm is STUDENT<TEACHER:QUANTIZE, then, if wanted, ~, !, @RATE, #SECONDS and *SEED: models are
+`small` and `big`, a teacher `self` is the student's own numbers at the start, QUANTIZE is as of
+`student.quantize`, or empty for plain masters, or lora16 for adapters of that rank beside the
+packed student; with ~ scales, which are fitted once, are then learned; with ! they are fitted by
+the importance of the student's inputs on `--imatrix-rows` rows, and what is untrained is rounding
+with an imatrix. Each arm trains for its seconds of the device, compilation not counted; the rate
+follows the clock.
 `--step-seconds` counts that many for each step, whatever it took: arms of equal steps. Judged on
 held-out rows against the teacher: the student untrained, trained, its masters, and, of plain
 masters, what `--then` makes of them; on the texts of `--beside=prose=DIR,c=DIR` its cross-entropy,
@@ -55,20 +55,18 @@ from kdjax.training.step import Step
 from scripts.bench.arms import read_beside, run_arms
 
 QUEUE = (
-    "small<big:#60*0; small<big:q4_0#60*0; small<self:q4_0@1e-5#60*0; big<self:blocks=Q2_K#200*0/8;"
-    "big<self:blocks=Q3_K@5e-6#100*0/8; big<self:#12*0; small<self:q4_0@1e-5#60*0/8;"
-    "small<self:q4_0@1e-5#60*0/0; big<self:blocks=Q2_K#60*0/8; big<self:blocks=Q2_K#60*0/0;"
-    "big<self:blocks=Q2_K#60*0/1; small<big:#60*1; small<big:q4_0#60*1; small<big:#60*2;"
-    "small<big:q4_0#60*2; small<big:q4_k_m#60*0; big<self:q2_k#100*0/8; big<self:q3_k_m@5e-6#60*0;"
-    "small<self:q4_0@5e-6#60*0; small<self:q4_0@2e-5#60*0"
+    "small<big:#60*0; small<big:q4_0#60*0; small<self:q4_0@1e-5#60*0; big<self:blocks=Q2_K#200*0;"
+    "big<self:blocks=Q3_K@5e-6#100*0; big<self:#12*0; big<self:blocks=Q2_K#60*0; small<big:#60*1;"
+    "small<big:q4_0#60*1; small<big:#60*2; small<big:q4_0#60*2; small<big:q4_k_m#60*0;"
+    "big<self:q2_k#100*0; big<self:q3_k_m@5e-6#60*0; small<self:q4_0@5e-6#60*0;"
+    "small<self:q4_0@2e-5#60*0"
 )
 _ARM = re.compile(
     r"(?P<student>\w+)<(?P<teacher>\w+):(?P<quantize>[^~!@#*/]*(?:/[a-z][^~!@#*]*)?)(?P<learned>~?)(?P<imatrix>!?)"
-    r"(?:@(?P<rate>[\d.e-]+))?(?:#(?P<seconds>[\d.]+))?(?:\*(?P<seed>\d+))?(?:/(?P<every>\d+))?"
+    r"(?:@(?P<rate>[\d.e-]+))?(?:#(?P<seconds>[\d.]+))?(?:\*(?P<seed>\d+))?"
 )
 _WARMUP, _LOOK = 10, 8  # steps that the rate rises over, and between two looks at the clock
 _AROUND = 75.0  # seconds that loading, compiling and judging take
-_HOLD = 1 << 30  # the step from which scales are held: set when a tenth of the time is left
 
 
 def _make_optimizer() -> optax.GradientTransformation:
@@ -91,7 +89,6 @@ class Arm(NamedTuple):
     rate: float
     seconds: float
     seed: int
-    every: int
     imatrix: bool
     learned: bool
 
@@ -105,7 +102,7 @@ class Arm(NamedTuple):
         """Raises `UserError` for what is no arm."""
         found = _ARM.fullmatch(text)
         if not found or {found["student"], found["teacher"]} - {"small", "big", "self"}:
-            raise UserError(f"found the arm {text!r}; expected such as small<big:q4_0@2e-5#60*0/8")
+            raise UserError(f"found the arm {text!r}; expected such as small<big:q4_0@2e-5#60*0")
         parts = found.groupdict()
         return cls(
             re.sub(r"\W+", "-", text.replace("~", "-learned").replace("!", "-imatrix")).strip("-"),
@@ -115,7 +112,6 @@ class Arm(NamedTuple):
             float(parts["rate"] or 2e-5),
             scale * float(parts["seconds"] or 60),
             int(parts["seed"] or 0),
-            int(parts["every"] or 1),
             bool(parts["imatrix"]),
             bool(parts["learned"]),
         )
@@ -247,15 +243,12 @@ class Bench:
             loss,
             _make_optimizer(),
             quantize="" if arm.rank else arm.quantize,
-            quantize_every=arm.every,
-            quantize_until=_HOLD,
             imatrix=self._importance(arm.student, student) if arm.imatrix else "",
             microbatches=self._args.microbatches,
             chunk_tokens=self._args.chunk_tokens,
         )
         if arm.learned:
-            fields: Any = vars(step.spec.form) | {"every": 0}
-            spec = dataclasses.replace(step.spec, form=Learned(**fields))
+            spec = dataclasses.replace(step.spec, form=Learned(**vars(step.spec.form)))
             step = LearnedStep(spec, student.params, step.placement, teacher.params)
         key = "evaluate", student.source, teacher.source, arm.rank
         step.sum_evaluation = self._keep(key, lambda: step.sum_evaluation)
@@ -332,10 +325,8 @@ class Bench:
         """The state after the arm's seconds, and how fast it went."""
         args = self._args
         source = TextSource(self.rows.train, batch_size=args.batch_size, seed=arm.seed)
-        begun, spent, times, losses, done, held = 0.0, 0.0, [], [], 0, False
+        begun, spent, times, losses, done = 0.0, 0.0, [], [], 0
         for done in itertools.count(1):
-            if spent >= 0.9 * arm.seconds and not held:
-                held, state = True, state.replace(step=state.step + _HOLD)
             rate = arm.rate * min(done / _WARMUP, 1.0)
             rate *= 0.5 + 0.5 * math.cos(math.pi * min(spent / arm.seconds, 1.0))
             state.opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
