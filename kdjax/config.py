@@ -16,7 +16,8 @@ from typing import Any
 from kdjax.errors import UserError, suggest
 
 WEIGHTS = ("dense", "packed", "float8", "float8_precise")  # how a model's weights are kept
-# What earlier versions, and the reference system (aprender), called them: read, never written.
+# What earlier versions, and the reference system (aprender), called them, in a form such as
+# FILE@q4k and in variables of the environment: read, never written.
 _OLD_WORDS = {
     "dequant": "dense",
     "q4k": "packed",
@@ -35,30 +36,6 @@ def read_weights(word: str) -> str:
     return _OLD_WORDS.get(word, word)
 
 
-class _OldField:
-    """A field of `TeacherConfig` in earlier versions. To set it sets `weights`; it reads as ""."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, teacher: "TeacherConfig | None", owner: type) -> str:
-        return ""
-
-    def __set__(self, teacher: "TeacherConfig", word: str) -> None:
-        if not word:
-            return
-        old: dict[str, str] = vars(teacher).setdefault("_old", {})
-        old[self._name] = word
-        asked = {read_weights(value) for value in old.values()} - {"auto"}
-        if len(asked) > 1:
-            shown = " beside ".join(f"teacher.{name}={value!r}" for name, value in old.items())
-            raise UserError(
-                f"found {shown}; expected one of them. Set teacher.weights in their place, to one "
-                f"of {', '.join(('auto', *WEIGHTS))}."
-            )
-        teacher.weights = asked.pop() if asked else "auto"
-
-
 OWN = "own:"  # before the name, in loss.divergence, of a function that a run was given as Python
 OWN_BLOCK = "own"  # as student.block and --draft: the block that drafts of a model's own file
 NEW = "new"  # as student.block: one that is drawn, in place of the file's
@@ -74,13 +51,6 @@ class TeacherConfig:
     param_dtype: str = "bfloat16"  # of dense weights, and of packed ones once decoded
     cache: str = ""  # folder that `kdjax cache` wrote, or several, 0.7*a,0.3*b: nothing is loaded
     allow_degenerate: bool = False  # accept one that is the student, or whose hints gain nothing
-    # What `weights` was in earlier versions.
-    backend: dataclasses.InitVar[Any] = _OldField()
-    compute: dataclasses.InitVar[Any] = _OldField()
-
-    def __post_init__(self, backend: str, compute: str) -> None:
-        for name, word in (("backend", backend), ("compute", compute)):
-            setattr(self, name, word)
 
 
 @dataclasses.dataclass
@@ -263,11 +233,15 @@ class Removed:
     off: Any  # the value with which it did nothing: runs that have it go on
     instead: str  # what to do, as "train on text" in "REMOVED: train on text"
     record: str  # of docs/records, without .md: what decided it
+    free: bool = False  # whether saved runs go on with any value: it changes nothing computed
 
 
+_WEIGHTS = f"set teacher.weights, to one of auto, {', '.join(WEIGHTS)}"
 # By the names of fields, or of whole sections. A config, a flag or a saved run that uses one is
 # refused by its name.
 REMOVED: dict[str, Removed] = {
+    "teacher.backend": Removed("auto", _WEIGHTS, "2026-11-21-float8-teacher", free=True),
+    "teacher.compute": Removed("train", _WEIGHTS, "2026-11-21-float8-teacher"),
     "loss.beyond": Removed(1.0, "the teacher itself is the target", "2026-11-26-arms-rest-h200"),
     "student.quantize_every": Removed(
         0, "leave it out: scales are fitted once, at the start", "2026-11-25-rounded-scales-h100"
@@ -315,7 +289,7 @@ def read_section(default: Any, values: dict[str, Any], prefix: str = "") -> Any:
             fields[name] = (
                 read_section(getattr(default, name), value, inner) if of_section else value
             )
-        elif value != gone.off:
+        elif value != gone.off and not gone.free:
             raise UserError(refuse_removed(f"{prefix}{name}"))
     return type(default)(**fields)
 
@@ -703,8 +677,6 @@ def _list_odd_fields(section: Any, default: Any, prefix: str) -> list[str]:
     names, problems = [field.name for field in dataclasses.fields(default)], []
     for name, value in vars(section).items():
         shown = f"{prefix}{name}={value!r}"
-        if isinstance(default, TeacherConfig) and name == "_old":  # see `_OldField`
-            continue
         if name not in names:
             gone = refuse_removed(f"{prefix}{name}")
             problems.append(gone or f"{shown}: no such field.{suggest(name, names, prefix)}")

@@ -14,7 +14,7 @@ import pytest
 
 from kdjax import config as config_module
 from kdjax.commands import cli, parsing
-from kdjax.config import Config, TeacherConfig, flatten, validate
+from kdjax.config import Config, flatten, validate
 from kdjax.data.text import find_files
 from kdjax.errors import (
     BAD_INPUT,
@@ -266,45 +266,18 @@ def test_variables_of_earlier_systems_choose_the_weights():
     assert config.teacher.weights == "dense"
 
 
-@pytest.mark.parametrize(
-    ("old", "weights"),
-    [
-        ({"backend": "q4k"}, "packed"),
-        ({"backend": "dequant", "compute": "train"}, "dense"),
-        ({"compute": "fp8", "backend": "auto"}, "float8"),
-        ({"compute": "fp8_precise"}, "float8_precise"),
-        ({"backend": "auto", "compute": "train"}, "auto"),
-    ],
-)
-def test_fields_of_earlier_versions_choose_the_weights(tmp_path, old, weights):
-    """In a config file, by keyword or set later, in a flag, and in a receipt's config."""
-    assert TeacherConfig(**old).weights == weights
-    lines = [f"    config.teacher.{name} = {word!r}" for name, word in old.items()]
+@pytest.mark.parametrize("name", ["teacher.backend", "teacher.compute"])
+def test_fields_of_earlier_versions_are_refused(tmp_path, name):
+    """In a config file and in a flag, by what took their place."""
     file = tmp_path / "old.py"
-    head = "from kdjax.config import Config\n\n\ndef get_config():\n    config = Config()"
-    file.write_text("\n".join([head, *lines, "    return config\n"]))
-    config = parsing.load_config(str(file))[0]
-    assert config.teacher.weights == weights and "backend" not in flatten(config)
-    parser = parsing.run_parser("train", "")
-    flags = [f"--config.teacher.{name}={word}" for name, word in old.items()]
-    assert parsing.override(Config(), flags, parser).teacher.weights == weights
-    flags = [part for flag in flags for part in flag.split("=")]
-    assert parsing.override(config, [*flags, "--config.train.steps=7"], parser).train.steps == 7
-    # A new word, later, wins; a copy keeps it.
-    later = parsing.override(config, ["--config.teacher.weights=packed"], parser)
-    assert dataclasses.replace(later.teacher, path="x").weights == "packed"
-
-
-def test_old_fields_that_contradict_each_other_are_refused():
-    with pytest.raises(
-        UserError, match=r"backend='q4k' beside teacher.compute='fp8'; expected one"
-    ):
-        TeacherConfig(backend="q4k", compute="fp8")
-    flags = ["--config.teacher.compute=fp8", "--config.teacher.backend=dequant"]
-    with pytest.raises(UserError, match=r"Set teacher.weights in their place, to one of auto, de"):
-        parsing.override(Config(), flags, parsing.run_parser("train", ""))
-    with pytest.raises(UserError, match=r"teacher.weights='gpu': must be one of auto, dense"):
-        run_of("--config=demo", "--config.teacher.backend=gpu")
+    head = "from kdjax.config import Config\n\n\ndef get_config():\n    config = Config()\n"
+    file.write_text(f"{head}    config.{name} = 'fp8'\n    return config\n")
+    want = rf"{name} was removed \(docs/records/.*: set teacher.weights, to one of auto, dense, "
+    with pytest.raises(UserError, match=want + r".*the tag before-the-cut still has it"):
+        run_of(f"--config={file}")
+    for flag in ([f"--config.{name}=q4k"], [f"--config.{name}", "q4k"]):
+        with pytest.raises(UserError, match="--config." + want):
+            run_of("--config=demo", *flag)
 
 
 def test_what_the_shipped_configs_train_with():
@@ -470,8 +443,8 @@ def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message
         validate(tiny_config)
 
 
-def test_fields_of_a_config_may_be_whole_numbers_and_old_names(tiny_config):
-    tiny_config.optim.weight_decay, tiny_config.teacher.backend = 0, "dequant"
+def test_fields_of_a_config_may_be_whole_numbers(tiny_config):
+    tiny_config.optim.weight_decay = 0
     tiny_config.then = [{"train.steps": 40, "optim.weight_decay": 0.5}]
     validate(tiny_config)
     for then, found in ((None, "then=None: must be of type tuple"), ((3,), "must be a dict of")):

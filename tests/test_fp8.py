@@ -191,17 +191,18 @@ def test_a_run_with_an_fp8_teacher(tiny_config, tmp_path, caplog):
 
 
 def test_a_run_resumes_with_weights_of_the_same_numbers_alone(tmp_path):
-    """Packed ones decode to those of dense ones; checkpoints of earlier versions say it by half."""
+    """Packed ones decode to those of dense ones; of an earlier version's float8 nothing goes on."""
     named = {weights: identify(teacher_of(weights), {}) for weights in ("auto", *WEIGHTS)}
     for weights in ("dense", "packed"):
         check_same_run(named[weights], named["auto"], tmp_path)
-    for old, weights in {"train": "packed", "fp8": "float8", "fp8_precise": WEIGHTS[-1]}.items():
-        saved = {k: v for k, v in named["auto"].items() if k != "teacher.weights"}
-        saved["teacher.compute"] = old
-        check_same_run(saved, named[weights], tmp_path)
-        for other in {"auto", "float8", "float8_precise"} - {weights.replace("packed", "auto")}:
-            with pytest.raises(UserError, match=r"teacher\.weights: the checkpoint has"):
-                check_same_run(saved, named[other], tmp_path)
+    earlier = {k: v for k, v in named["auto"].items() if k != "teacher.weights"}
+    check_same_run(earlier | {"teacher.compute": "train"}, named["packed"], tmp_path)
+    for weights in WEIGHTS:
+        with pytest.raises(UserError, match=r"teacher\.compute was removed \("):
+            check_same_run(earlier | {"teacher.compute": "fp8"}, named[weights], tmp_path)
+    for weights in {*WEIGHTS} - {"dense", "packed"}:
+        with pytest.raises(UserError, match=r"teacher\.weights: the checkpoint has"):
+            check_same_run(named["auto"], named[weights], tmp_path)
 
 
 def teacher_of(weights):

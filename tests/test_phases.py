@@ -407,7 +407,7 @@ def test_flags_change_phases_and_add_them(tiny_config):
             "then.0.train.steps",
             "then.0.train.steps: found no value; expected --config.then.0.train",
         ),
-        ("then.0.teacher.backend=q4k", "then.0.teacher.backend: no such field"),
+        ("then.0.teacher.backend=q4k", "then.0.teacher.backend was removed"),
     ],
 )
 def test_a_flag_of_a_phase_that_cannot_be_read_is_named_whole(tiny_config, flag, found):

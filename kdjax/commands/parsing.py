@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import inspect
 import logging
@@ -52,7 +51,6 @@ WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTI
 _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
-_OLD_FLAG = re.compile(r"--?config\.teacher\.(backend|compute)(?:=(.*))?")
 _PHASE_FLAG = re.compile(r"--?config\.then\.(\d+)\.([^=]+)(?:=(.*))?", re.DOTALL)
 _ILLEGAL = re.compile(r"flag --config\.([^=]+)=(.*?): ", re.DOTALL)
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
@@ -197,7 +195,6 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
 def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
     """A copy of the config with each `--config.field=value` in it, read as the field's type."""
     check_fields(config)
-    config, argv = _take_old_flags(config, argv)
     config, argv = _take_phases(config, argv, parser)
     fields = flatten(dataclasses.replace(config, then=()))
     for arg in argv:
@@ -228,17 +225,6 @@ def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
     return flag.value
 
 
-def _take_old_flags(config: Config, argv: Sequence[str]) -> tuple[Config, list[str]]:
-    """A copy of the config with the flags of fields that have gone, and the other flags."""
-    config, others, rest = copy.deepcopy(config), list[str](), iter(argv)
-    for arg in rest:
-        if match := _OLD_FLAG.fullmatch(arg):
-            setattr(config.teacher, match[1], next(rest, "") if match[2] is None else match[2])
-        else:
-            others.append(arg)
-    return config, others
-
-
 def _take_phases(config: Config, argv: Sequence[str], parser: Parser) -> tuple[Config, list[str]]:
     """A copy of the config with the flags of phases in `then`, and the other flags.
 
@@ -257,7 +243,7 @@ def _take_phases(config: Config, argv: Sequence[str], parser: Parser) -> tuple[C
             raise UserError(f"{arg}: found {len(phases)} phases; expected then.{len(phases)} next.")
         plain = dataclasses.replace(config, then=())
         try:
-            if field not in (fields := flatten(plain)):  # one of earlier versions has no place here
+            if field not in (fields := flatten(plain)):
                 raise UserError(_unknown_field(field, fields))
             value = flatten(override(plain, [f"--config.{field}={match[3]}"], parser))[field]
         except UserError as error:

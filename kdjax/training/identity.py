@@ -18,7 +18,6 @@ from kdjax.config import (
     flatten,
     list_phases,
     name_numbers,
-    read_weights,
     refuse_removed,
 )
 from kdjax.data.rows import RowSet
@@ -102,14 +101,6 @@ def _flatten(config: Config) -> dict[str, Any]:
     return flatten(config) | weights
 
 
-def _renew(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record in today's words."""
-    renewed = dict(record)
-    if compute := renewed.pop("teacher.compute", None):
-        renewed["teacher.weights"] = name_numbers(read_weights(compute))
-    return renewed
-
-
 def _decisive(config: Config) -> dict[str, Any]:
     """The config's fields that decide what is computed, contents of files apart."""
     fields = _flatten(config)
@@ -127,7 +118,6 @@ def list_differences(
     saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Name, saved value and current value of every field in which two identities differ."""
-    saved, current = _renew(saved), _renew(current)
     defaults = _flatten(Config()) | {name: gone.off for name, gone in REMOVED.items()}
 
     def read(record: Mapping[str, Any], name: str) -> Any:
