@@ -1,11 +1,11 @@
 """Qwen2.5-Coder 1.5B (Q4_K_M GGUF) into 0.5B by the student's own answers.
 
-    python -m scripts.onpolicy.prompts runs/prompts --read=python:stdlib,jax,flax,transformers \
-        --kinds=complete,describe --benchmark=HumanEval.jsonl.gz --benchmark=mbpp.jsonl
+    python -m scripts.corpus.prompts runs/prompts --read=python:stdlib,jax,flax,transformers \
+        --benchmark=HumanEval.jsonl.gz --benchmark=mbpp.jsonl
     python -m kdjax.main --config=configs/onpolicy_1p5b_0p5b.py
 
 Every row is the student's own answers to those prompts, a new round every 6 steps; reverse KL. One
-run of these commands (2,716 prompts, one seed, one H200) took the held-out KL from 0.309 to 0.296
+run with such prompts (2,716, one seed, one H200) took the held-out KL from 0.309 to 0.296
 and HumanEval from 53.8% to 56.1% by kdjax's wording; by another wording and Transformers as the
 writer it solved 92 of 164 before and after. The setting with 11,279 prompts of 47 packages had
 58.2% (250 s, three seeds), where text for as many seconds had 55.6%:
@@ -22,12 +22,11 @@ from kdjax.errors import UserError
 _TEACHER = "hf:Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 _STUDENT = "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 _RANDOM = "in a clone of kdjax: python3 -m scripts.bench.random_gguf"
-_PROMPTS = "in a clone of kdjax: python3 -m scripts.onpolicy.prompts runs/prompts"
+_PROMPTS = "in a clone of kdjax: python3 -m scripts.corpus.prompts runs/prompts"
 
 # What brings the files that are not of the Hub.
 DOWNLOADS = {
-    "runs/prompts/prompts.jsonl": f"{_PROMPTS} --read=python:stdlib,jax,flax,transformers"
-    " --kinds=complete,describe",
+    "runs/prompts/prompts.jsonl": f"{_PROMPTS} --read=python:stdlib,jax,flax,transformers",
     "runs/tiny/teacher.gguf": f"{_RANDOM} --shape=tiny-teacher --out=runs/tiny/teacher.gguf",
     "runs/tiny/student.gguf": f"{_RANDOM} --shape=tiny-student --out=runs/tiny/student.gguf",
 }

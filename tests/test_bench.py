@@ -14,6 +14,7 @@ from kdjax.losses.kd import KDLoss, kd_loss
 from kdjax.models.loading import count_parameters
 from kdjax.training import step as training_step
 from scripts.bench import peer, program, rollouts, rows, step
+from scripts.bench.arms import run_arms
 
 
 @pytest.fixture
@@ -325,3 +326,24 @@ def test_kernels_of_a_trace_are_summed_by_name(tmp_path, monkeypatch, capsys):
     found = rollouts.trace(lambda: None, tmp_path, 2)
     assert found == [("dot", 3.0, 0.5), ("add_fusion", 2.0, 1.0)]
     assert "5.000 ms      1.5 x  all" in capsys.readouterr().out
+
+
+def test_arms_that_have_a_line_are_not_run_again_and_one_that_fails_is_passed_over(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("scripts.bench.arms.gc", mock.Mock())  # seconds of all that pytest holds
+    monkeypatch.setattr("scripts.bench.arms.time", types.SimpleNamespace(monotonic=lambda: 5.0))
+    seconds = {"a": 1, "b": 2, "c": 9, "d": 3}
+    arms = [types.SimpleNamespace(name=name, seconds=s) for name, s in seconds.items()]
+    ran = []
+
+    def run(arm):
+        ran.append(arm.name)
+        return {"half": 1 / (len(ran) - 1)}  # the first fails
+
+    for _ in range(2):
+        run_arms(arms, run, tmp_path, until=19.0, around=6.0)
+    assert ran == ["a", "b", "d", "a"]  # c would end too late
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["half"]) for line in lines] == [("b", 1), ("d", 0.5), ("a", 1 / 3)]
+    assert '"failed": "division by zero"' in capsys.readouterr().out
