@@ -61,7 +61,7 @@ class LoraConfig:
     alpha: float = 32.0  # what an adapter adds is alpha / rank * B A
     targets: str = ""  # matrices, as PEFT or GGUF names them: q_proj,attn_v; "": all of the layers
     weights: str = "packed"  # packed | dense | float8: how the frozen student is kept
-    learning_rate: float = 1.5e-4  # in place of optim.learning_rate, which is for whole students
+    learning_rate: float = 1e-4  # in place of optim.learning_rate, which is for whole students
 
 
 @dataclasses.dataclass
@@ -98,8 +98,8 @@ class DataConfig:
 class LossConfig:
     """alpha * CE + (1 - alpha) * T^2 * KL(teacher_T || student_T), or another divergence."""
 
-    temperature: float = 4.0  # T, of both models' softmax in the divergence
-    alpha: float = 0.3  # weight of the cross-entropy with the text; 1 trains without the teacher
+    temperature: float = 1.0  # T, of both models' softmax in the divergence
+    alpha: float = 0.0  # weight of the cross-entropy with the text; 1 trains without the teacher
     final_temperature: float = 0.0  # T at the last step, on a straight line; 0: as the first
     final_alpha: float = -1.0  # alpha at the last step, likewise; -1: as the first
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
@@ -112,8 +112,8 @@ class OptimConfig:
 
     name: str = "adamw"  # adamw | muon: Muon for the layers' matrices, AdamW for the rest
     trainable: str = ""  # names or patterns, such as blocks/*/mlp, by commas; empty: everything
-    learning_rate: float = 1.5e-5  # at the end of the warmup
-    final_learning_rate: float = 5e-7  # at the last step
+    learning_rate: float = 1e-5  # at the end of the warmup
+    final_learning_rate: float = 1e-6  # at the last step
     warmup_steps: int = 20  # the rate rises from 0 over these
     weight_decay: float = 0.01  # of matrices; norms and biases are not decayed
     beta1: float = 0.9  # decay of the mean gradient
@@ -263,7 +263,7 @@ def refuse_removed(name: str) -> str:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"optim.learning_rate": 1.5e-5, ...}` of a config, or of the nested dict made from one."""
+    """`{"optim.learning_rate": 1e-5, ...}` of a config, or of the nested dict made from one."""
     items = config if isinstance(config, dict) else dataclasses.asdict(config)
     flat: dict[str, Any] = {}
     for key, value in items.items():

@@ -254,6 +254,9 @@ def make_tiny_config(models, folder):
     text = folder / "text"
     write_tiny_text(text, [12] * 12)
     config = tiny(Config())
+    # Both parts of the loss, and a T whose square counts: the defaults would show neither.
+    config.loss.temperature, config.loss.alpha = 4.0, 0.3
+    config.optim.final_learning_rate = 5e-7
     config.teacher.path, config.student.path = (
         str(models / f"{name}.gguf") for name in ("teacher", "student")
     )

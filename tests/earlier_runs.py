@@ -76,6 +76,8 @@ def _make_config() -> Any:
     from kdjax.config import Config, tiny
 
     config = tiny(Config())
+    config.loss.temperature, config.loss.alpha = 4.0, 0.3
+    config.optim.learning_rate, config.optim.final_learning_rate = 1e-3, 5e-7
     config.teacher.path, config.student.path = "teacher.gguf", "student.gguf"
     config.data.train, config.data.cache_dir = "text", "rows"
     config.data.seq_len, config.data.heldout_fraction = 16, 0.4

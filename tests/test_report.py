@@ -74,6 +74,7 @@ def step(number, loss=3.0, **more):
 
 def receipt(status="finished", sessions=((0, 4),), **config):
     whole = tiny(Config())
+    whole.loss.temperature, whole.loss.alpha = 4.0, 0.3
     for name, value in config.items():
         section, _, field = name.partition("_")
         setattr(getattr(whole, section), field, value)

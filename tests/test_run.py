@@ -24,7 +24,7 @@ from quick import cases
 import kdjax
 from kdjax import config as config_module
 from kdjax.commands import train as main
-from kdjax.commands.parsing import apply_environment
+from kdjax.commands.parsing import apply_environment, load_config
 from kdjax.config import Config
 from kdjax.data.pipeline import News, Source
 from kdjax.data.rows import RowSet
@@ -268,12 +268,9 @@ def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
 
 def command(config, workdir):
     """The command line that sets every field of `config`."""
-    changed = {
-        k: v
-        for k, v in config_module.flatten(config).items()
-        if v != config_module.flatten(config_module.tiny(config_module.Config()))[k]
-    }
-    flags = [f"--config.{k}={v}" for k, v in changed.items()]
+    given = config_module.flatten(load_config("qwen7b_0p5b:tiny")[0])
+    fields = config_module.flatten(config).items()
+    flags = [f"--config.{name}={value}" for name, value in fields if value != given[name]]
     return [
         sys.executable,
         "-m",

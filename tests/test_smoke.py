@@ -147,7 +147,7 @@ def test_the_command_exits_3_when_the_loss_rises(tiny_config, tmp_path, monkeypa
 def judged(before, after, *, steps=3, done=3, seconds=(9.0, 1.0, 3.0), error=None, **loss):
     config = Config()
     config.smoke.steps, config.train.steps = steps, 1000
-    config.loss = dataclasses.replace(config.loss, **loss)
+    config.loss = dataclasses.replace(config.loss, **{"temperature": 4.0, "alpha": 0.3} | loss)
     verdict = Verdict(config)
     verdict.train_begin(Run(Path(), 0, steps, 64, 1.0, None, 1, {}))
 

@@ -52,6 +52,7 @@ def configured(settings: dict[str, Any]) -> Config:
     """
     config = Config()
     config.data.train = "(random tokens)"
+    config.loss.temperature, config.loss.alpha = 4.0, 0.3  # both parts of the loss are timed
     config.loss.chunk_tokens = 1024  # its default, 0, wants a plan, and would differ by device
     known, typed = flatten(config), {}
     for name, value in settings.items():

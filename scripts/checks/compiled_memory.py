@@ -164,6 +164,7 @@ def make_config(args: argparse.Namespace) -> Any:
     config = Config()
     config.teacher.weights, config.data.max_segments = "packed", 1
     config.data.seq_len, config.train.batch_size = 2048, 8
+    config.loss.temperature, config.loss.alpha = 4.0, 0.3
     config.train.compute_dtype = config.teacher.param_dtype = "bfloat16"
     config.student.remat, config.loss.chunk_tokens = "none", 1024
     parser = run_parser("compiled_memory", __doc__)
