@@ -14,8 +14,8 @@ from kdjax.config import DIVERGENCES
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec, head_loss
 from kdjax.losses.kd import KDLoss
-from kdjax.losses.likeliest import keep_likeliest, top_k
 from kdjax.losses.positions import head_evaluation
+from kdjax.losses.top_ids import keep_top_k, top_k
 from kdjax.losses.topk import (
     TopTeacher,
     cached_head_evaluation,
@@ -253,7 +253,7 @@ def test_the_likeliest_ids_alone_share_out_all_probability():
     """Worked by hand; an id as likely as the last stays, and of fewer ids than asked for all do."""
     p = np.asarray((0.1, 0.4, 0.2, 0.2, 0.1), np.float32)
     for count, want in ((1, (0, 1, 0, 0, 0)), (2, (0, 0.5, 0.25, 0.25, 0)), (10, p)):
-        kept = keep_likeliest(jnp.log(p), count)
+        kept = keep_top_k(jnp.log(p), count)
         np.testing.assert_allclose(np.exp(kept), want, rtol=1e-6)
 
 

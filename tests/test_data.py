@@ -30,7 +30,7 @@ from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
 from kdjax.evaluation import heldout
 from kdjax.formats import open_table
-from kdjax.models import pieces, pretokenizers
+from kdjax.models import long_text, pretokenizers
 from kdjax.models.tokenizer import _find_refused, from_gguf, load_tokenizer
 from kdjax.training import inputs
 from scripts.checks import vocabularies
@@ -190,7 +190,7 @@ _PARTS = [
 ]
 
 
-def long_text(seed, words):
+def draw_text(seed, words):
     """Words of any kind with one space, or none, between them, on few lines or none."""
     rng = np.random.default_rng(seed)
     parts = _PARTS if seed % 2 else [part for part in _PARTS if "\n" not in part]
@@ -221,11 +221,11 @@ def test_long_texts_have_the_ids_of_the_whole(models, monkeypatch, caplog, pre):
         trainer = trainers.BpeTrainer(
             vocab_size=3_000, initial_alphabet=alphabet, show_progress=False, max_token_length=12
         )
-        tokenizer.encoder.train_from_iterator([long_text(i, 3_000) for i in (9, 10)], trainer)
+        tokenizer.encoder.train_from_iterator([draw_text(i, 3_000) for i in (9, 10)], trainer)
     for name, value in dict(PIECE=300, LONG=600, AROUND=100).items():
-        monkeypatch.setattr(pieces, name, value)
+        monkeypatch.setattr(long_text, name, value)
     for seed in range(4):
-        text = long_text(seed, 3_000)
+        text = draw_text(seed, 3_000)
         encoded = tokenizer.encoder.encode(text, add_special_tokens=False)
         assert tokenizer.encode_with_offsets(text) == (encoded.ids, encoded.offsets)
     assert not caplog.records
@@ -233,13 +233,13 @@ def test_long_texts_have_the_ids_of_the_whole(models, monkeypatch, caplog, pre):
 
 def test_no_more_than_some_pieces_of_a_text_are_encoded_at_a_time(tokenizer, monkeypatch, caplog):
     for name, value in dict(PIECE=1_000, LONG=2_000, AROUND=100, _AT_ONCE=4).items():
-        monkeypatch.setattr(pieces, name, value)
-    sizes, encode = [], pieces._encode
+        monkeypatch.setattr(long_text, name, value)
+    sizes, encode = [], long_text._encode
     monkeypatch.setattr(
-        pieces, "_encode", lambda e, t: sizes.append(sum(map(len, t))) or encode(e, t)
+        long_text, "_encode", lambda e, t: sizes.append(sum(map(len, t))) or encode(e, t)
     )
     text = "a" * 9_000 + " word" * 9_000
-    parts = [ids for ids, _ in pieces.encode_pieces(tokenizer.encoder, text, "x.txt:7")]
+    parts = [ids for ids, _ in long_text.encode_pieces(tokenizer.encoder, text, "x.txt:7")]
     assert max(sizes) <= 4 * 2_200 and len(parts) > 5
     assert tokenizer.decode(np.concatenate(parts).tolist()) == text
     (warning,) = caplog.records
@@ -250,12 +250,12 @@ def test_no_more_than_some_pieces_of_a_text_are_encoded_at_a_time(tokenizer, mon
 def test_a_text_is_not_cut_where_ids_depend_on_what_is_far_away(monkeypatch, caplog):
     """Merges take x's by two, counted from the first: pieces that overlap would not agree."""
     for name, value in dict(PIECE=300, LONG=600, AROUND=101).items():
-        monkeypatch.setattr(pieces, name, value)
+        monkeypatch.setattr(long_text, name, value)
     tokens = {"x": 0, " ": 1, "y": 2, "x ": 3, "x x ": 4}
     encoder = Encoder(encoder_models.BPE(tokens, [("x", " "), ("x ", "x ")]))
     for words, warnings in (("y " * 50 + "x " * 2_000, 1), ("y x " * 1_000, 0)):
         caplog.clear()
-        ids = np.concatenate([ids for ids, _ in pieces.encode_pieces(encoder, words)])
+        ids = np.concatenate([ids for ids, _ in long_text.encode_pieces(encoder, words)])
         assert "".join(encoder.id_to_token(i) for i in ids) == words
         assert len(caplog.records) == warnings
 
@@ -263,14 +263,14 @@ def test_a_text_is_not_cut_where_ids_depend_on_what_is_far_away(monkeypatch, cap
 def test_a_long_document_is_packed_as_a_short_one_and_says_how_far_it_is(
     tokenizer, tmp_path, monkeypatch, caplog
 ):
-    (tmp_path / "a.txt").write_text(long_text(1, 2_000))
+    (tmp_path / "a.txt").write_text(draw_text(1, 2_000))
     (tmp_path / "b.txt").write_text("a b c")
     sides = dict(patterns=f"{tmp_path}/a.txt", heldout=f"{tmp_path}/b.txt", parse_special=True)
     whole = prepare(tmp_path / "whole", tokenizer, **sides)
     monkeypatch.setattr(rows, "LONG", 1_000)
     monkeypatch.setattr(progress, "_SECONDS", 0.0)
     for name, value in dict(PIECE=500, LONG=1_000, AROUND=200, _AT_ONCE=4).items():
-        monkeypatch.setattr(pieces, name, value)
+        monkeypatch.setattr(long_text, name, value)
     with caplog.at_level("INFO", logger="kdjax"):
         long = prepare(tmp_path / "long", tokenizer, **sides)
     for one, other in zip(whole.train, long.train, strict=True):
@@ -619,7 +619,7 @@ def test_of_a_prompt_and_its_completion_the_completion_carries_loss(tokenizer, t
 def test_conversations_are_encoded_together_as_each_alone(tokenizer, tmp_path, monkeypatch):
     """One by one, they take one core of many: two minutes for 39 million tokens."""
     for name, value in dict(PIECE=300, LONG=600, AROUND=100).items():
-        monkeypatch.setattr(pieces, name, value)
+        monkeypatch.setattr(long_text, name, value)
     answers = ["one", "two " * 9, "a long one of many words " * 40, "é<|im_end|>"]
     records = [{"messages": chat(f"{i}?", a)} for i, a in enumerate(answers)]
     records += [{"prompt": "x = ", "completion": "1"}, {"text": "plain"}]
@@ -627,8 +627,8 @@ def test_conversations_are_encoded_together_as_each_alone(tokenizer, tmp_path, m
     path.write_text("\n".join(map(json.dumps, records)))
     found = list(text.documents([path], tokenizer))
     alone = [next(rows.tokenize_documents([d], tokenizer, 7)) for d in found]
-    encode, sizes = pieces._encode, []
-    monkeypatch.setattr(pieces, "_encode", lambda e, t: (sizes.append(len(t)), encode(e, t))[1])
+    encode, sizes = long_text._encode, []
+    monkeypatch.setattr(long_text, "_encode", lambda e, t: (sizes.append(len(t)), encode(e, t))[1])
     together = list(rows.tokenize_documents(found, tokenizer, 7))
     assert sizes[:2] == [1, 3], "the completion, the conversations that are not long"
     for one, other in zip(alone, together, strict=True):

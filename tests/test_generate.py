@@ -18,7 +18,7 @@ from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.errors import UserError
 from kdjax.evaluation.target import Target
-from kdjax.models import decoder, decoding, ready
+from kdjax.models import decode_weights, decoder, decoding
 from kdjax.models.checkpoint import Form
 from kdjax.models.decoding import Sampling, complete, pick
 from kdjax.models.kernels import softmax
@@ -96,14 +96,14 @@ def test_one_row_on_a_cpu_reads_few_bytes(models, form, share, monkeypatch):
 
     def prepared(rows):
         static = dict(functions=model.functions, spread=model.spread, rows=rows)
-        prepare = functools.partial(ready.prepare_weights, **static)
+        prepare = functools.partial(decode_weights.prepare_weights, **static)
         return jax.eval_shape(prepare, model.params)
 
     sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prepared(n))) for n in (1, 2)]
     assert sizes[0] < share * sizes[1]
     with monkeypatch.context() as host:
-        free = 3.6 * ready.count_layers(model.functions.spec, 1, 1, None)
-        host.setattr(ready, "mem_available", lambda: free)
+        free = 3.6 * decode_weights.count_layers(model.functions.spec, 1, 1, None)
+        host.setattr(decode_weights, "mem_available", lambda: free)
         assert [prepared(n)[0] is None for n in (1, 2)] == [False, True]
     prompts = prompts_of(1)
     one, two = (run(models, form, prompts * n, max_tokens=4, batch_size=n)[0] for n in (1, 2))
@@ -116,7 +116,7 @@ def test_bf16_on_a_cpu_writes_the_same_with_room_for_wide_weights_and_without(mo
     """Layers lie apart in float32, or their bits are widened a part at a time."""
     how = dict(form="teacher.gguf@dense:bfloat16", prompts=prompts_of(3), max_tokens=2)
     roomy = run(models, **how)
-    monkeypatch.setattr(ready, "_has_room", lambda *_: False)
+    monkeypatch.setattr(decode_weights, "_has_room", lambda *_: False)
     cramped = run(models, **how)
     assert [c.ids[0] for c in cramped] == [c.ids[0] for c in roomy]
     first = [[c.log_probs[0] for c in rows] for rows in (roomy, cramped)]
@@ -562,5 +562,5 @@ def test_processes_agree_on_whether_the_layers_fit_a_second_time(models, monkeyp
     spread.placement = mock.Mock(mesh=mesh)
     for others, agreed in ((True, True), (False, False)):
         gather = mock.Mock(side_effect=lambda mine, others=others: np.asarray([mine, others]))
-        monkeypatch.setattr(ready.multihost_utils, "process_allgather", gather)
-        assert ready._has_room(model.functions, spread, 4) == agreed
+        monkeypatch.setattr(decode_weights.multihost_utils, "process_allgather", gather)
+        assert decode_weights._has_room(model.functions, spread, 4) == agreed

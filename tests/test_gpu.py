@@ -12,7 +12,7 @@ from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, block_type, decode
-from kdjax.models import decoding, ready
+from kdjax.models import decode_weights, decoding
 from kdjax.models.attention import attend
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.schema import spec_from_table
@@ -104,7 +104,9 @@ def test_decoding_copies_no_cache():
         functions, params = functional(spec, compute)
         writer = decoding.StepWriter(functions, spec.vocab_size)
         # Nothing is allocated.
-        prepare = functools.partial(ready._prepare, functions=functions, spread=None, apart=True)
+        prepare = functools.partial(
+            decode_weights._prepare, functions=functions, spread=None, apart=True
+        )
         prepared = jax.eval_shape(prepare, params)
         make = functools.partial(decoding._open, writer=writer, slots=8, capacity=4096)
         slots = jax.eval_shape(make, params)

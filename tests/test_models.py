@@ -28,11 +28,11 @@ from kdjax.formats.blocks import row_bytes, split
 from kdjax.models import attention, few_rows, fields, weights
 from kdjax.models.arch import ACTIVATIONS, Layer
 from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.decode_weights import is_whole, join, prepare_weight
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
 from kdjax.models.families import FAMILIES
 from kdjax.models.loading import count_parameters, load_params
 from kdjax.models.model import load_model
-from kdjax.models.ready import is_whole, join, make_ready
 from kdjax.models.ropes import rope_frequencies
 from kdjax.models.schema import known_entries, spec_from_table
 from scripts.bench.synthetic import GEMMA3_SHAPES, write_random_gguf
@@ -567,7 +567,7 @@ def test_whole_numbers_are_multiplied_as_what_they_stand_for(rng, count):
 
     @jax.jit
     def multiply(x, packed):
-        ready = [make_ready(w, jnp.float32, narrow=True) for w in packed]
+        ready = [prepare_weight(w, jnp.float32, narrow=True) for w in packed]
         assert [type(w) for w in ready] == [few_rows.Grouped] * 3
         assert ready[1].values.dtype == jnp.int8 and ready[1].minimums.shape == (5, 32)
         whole, *rest = weights.project_all(x, join(ready), whole=True)
@@ -579,5 +579,5 @@ def test_whole_numbers_are_multiplied_as_what_they_stand_for(rng, count):
         np.testing.assert_allclose(y, np.asarray(x, np.float64) @ numbers.T, atol=1e-6 * most)
     rounded = dataclasses.replace(packed[0], dtype=jnp.bfloat16)
     assert not is_whole(rounded)
-    bits = jax.eval_shape(lambda w: make_ready(w, jnp.float32, narrow=True), rounded)
+    bits = jax.eval_shape(lambda w: prepare_weight(w, jnp.float32, narrow=True), rounded)
     assert bits.dtype == jnp.uint16

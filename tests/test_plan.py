@@ -27,7 +27,7 @@ from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import BAD_INPUT, UserError
 from kdjax.formats import open_table
 from kdjax.formats.gguf import GGUFTable, write_gguf
-from kdjax.models import decoding, ready
+from kdjax.models import decode_weights, decoding
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.delta import DeltaInputs, read_states
@@ -505,12 +505,12 @@ def test_an_engine_holds_what_is_counted(vocab, room):
     spec = dataclasses.replace(spec, **sizes, layers=spec.layers[:2], max_positions=4096)
     functions, params = functional(spec, Compute())
     writer = decoding.StepWriter(functions, vocab)
-    apart = functools.partial(ready._prepare, functions=functions, spread=None, apart=True)
+    apart = functools.partial(decode_weights._prepare, functions=functions, spread=None, apart=True)
     prepared = jax.eval_shape(apart, params)
     opened = functools.partial(decoding._open, writer=writer, slots=64, capacity=room)
     of, slots = jax.ShapeDtypeStruct, jax.eval_shape(opened, params)
     counted = decoding.count_slots(spec, 4, 64, room // 4, 3 * room // 4, kernel=False)
-    weights = ready.count_layers(spec, 4, 1, None)
+    weights = decode_weights.count_layers(spec, 4, 1, None)
     static = dict(writer=writer, sampling=decoding.Sampling(1, temperature=1.0))
     state = prepared, slots, of((), jnp.uint32), of((64,), bool)
     used = decoding._advance.lower(params, *state, **static).compile().memory_analysis()

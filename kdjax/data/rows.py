@@ -26,7 +26,7 @@ from kdjax.data.text import Document, documents, encode_documents, find_files
 from kdjax.errors import UserError
 from kdjax.formats.files import make_folder, writing
 from kdjax.formats.locks import LOCK, LockedError, locking
-from kdjax.models.pieces import LONG
+from kdjax.models.long_text import LONG
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.progress import Heartbeat
 

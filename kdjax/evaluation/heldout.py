@@ -36,8 +36,8 @@ from kdjax.losses.divergences import (
     total_variation,
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
-from kdjax.losses.likeliest import keep_likeliest, top_k
 from kdjax.losses.positions import COMPARED_CHUNK, read_positions, share_in_common
+from kdjax.losses.top_ids import keep_top_k, top_k
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.nextn import take_block
@@ -162,7 +162,7 @@ def _compare(both: Sequence[Array | None], labels: Array) -> Values:
     assert logits is not None
     s = log_softmax(logits, 1.0)
     top = top_k(s, TOP)[1]
-    drafted = jnp.exp(-cross_entropy(keep_likeliest(s, DRAWN), labels))
+    drafted = jnp.exp(-cross_entropy(keep_top_k(s, DRAWN), labels))
     right = (top[..., 0] == labels).astype(jnp.float32)
     own = cross_entropy(s, labels), _entropy(s), right, drafted
     if teacher_logits is None:

@@ -34,8 +34,8 @@ from kdjax.losses.chunked import (
 )
 from kdjax.losses.divergences import Divergence, acceptance, forward_kl, kl_divergence
 from kdjax.losses.kd import cross_entropy, softmax_sums
-from kdjax.losses.likeliest import top_k
 from kdjax.losses.positions import read_positions, scan_positions
+from kdjax.losses.top_ids import top_k
 from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.weights import mask_padding, unembed
 

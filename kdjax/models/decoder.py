@@ -541,10 +541,10 @@ class Decoder(nnx.Module):
     ) -> tuple[Any, Any]:
         """`layer(carry, block, kind, *more)` for each layer; returns the last carry and outputs.
 
-        A scan over the stacked layers, or, given `layers` from `models.ready`, one after the other.
-        Where it may be `trained`, `compute` says what is kept for the backward pass, and whether
-        there is a loop. Of layers of two kinds a step of the scan runs a period of them, and the
-        outputs are those of each place in it.
+        A scan over the stacked layers, or, given `layers` from `models.decode_weights`, one after
+        the other. Where it may be `trained`, `compute` says what is kept for the backward pass, and
+        whether there is a loop. Of layers of two kinds a step of the scan runs a period of them,
+        and the outputs are those of each place in it.
         With `slots` the carry has rooms `[places, ...]` beside it, where each layer's outputs are
         written at its slot, `[L]`, outside of what is computed again for the backward pass.
         """
@@ -836,7 +836,7 @@ class Decoder(nnx.Module):
     ) -> "Cache":
         """Keys and values of prompts in the block that drafts; `before` are the states before each.
 
-        `block` are its weights as `models.ready` lays them out.
+        `block` are its weights as `models.decode_weights` lays them out.
         """
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         real = (at < lengths[:, None]).astype(jnp.int32)
@@ -902,8 +902,8 @@ class Decoder(nnx.Module):
         """T more ids a row, the first at its position; hidden states, and the cache with them.
 
         What lies in the cache from that position on is written over. Ids beyond its capacity leave
-        nothing there. `layers` are the weights as `models.ready` lays them out. `segment_ids` are
-        those of delta nets, by default of one document that goes on.
+        nothing there. `layers` are the weights as `models.decode_weights` lays them out.
+        `segment_ids` are those of delta nets, by default of one document that goes on.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
@@ -1052,7 +1052,7 @@ def _stack_layers(places: list[Any]) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
 
 
-Layers = tuple[Params, ...]  # the weights of each layer apart, as `models.ready` makes them
+Layers = tuple[Params, ...]  # weights of each layer apart, from `models.decode_weights`
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 

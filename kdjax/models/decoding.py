@@ -23,11 +23,11 @@ from jaxtyping import Array, Float, Int
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models.arch import ArchSpec
+from kdjax.models.decode_weights import prepare_weights
 from kdjax.models.decoder import Cache, DecoderFunctions, Params, write_late
 from kdjax.models.kernels import softmax
 from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.kernels.softmax import BlockSums
-from kdjax.models.ready import prepare_weights
 from kdjax.models.shards import Spread, gather_rows, map_rows
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed

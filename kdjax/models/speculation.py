@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.device.sharding import ROW_AXES
 from kdjax.errors import UserError
+from kdjax.models.decode_weights import prepare_block
 from kdjax.models.decoder import Cache, Params, shift_states, step_back
 from kdjax.models.decoding import (
     STEPS,
@@ -31,7 +32,6 @@ from kdjax.models.decoding import (
     find_least,
     find_stops,
 )
-from kdjax.models.ready import prepare_block
 from kdjax.models.shards import Spread
 from kdjax.models.weights import mask_padding, unembed
 

@@ -42,7 +42,7 @@ from kdjax.models.encoders import (
     spell,
 )
 from kdjax.models.families import FAMILIES
-from kdjax.models.pieces import encode_pieces, encode_texts
+from kdjax.models.long_text import encode_pieces, encode_texts
 
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]

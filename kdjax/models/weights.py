@@ -5,7 +5,8 @@ A weight is stored as an array of numbers, as their bits (`to_bits`), in the blo
 row (`Scaled`). Blocks become numbers where they are used, one layer at a time, inside the layer
 scan; float8 is multiplied as it is. `Adapted` is one of these, frozen, and what is trained beside.
 
-`models.ready` lays weights out once more for generation, `models.shards` spreads them over devices.
+`models.decode_weights` lays weights out once more for generation, `models.shards` spreads them over
+devices.
 """
 
 import dataclasses
@@ -205,7 +206,7 @@ class Rounded:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Several weights concatenated into one, so that q, k and v are one product (`ready.join`).
+    """Several weights concatenated by `decode_weights.join`, so that q, k and v are one product.
 
     It sits in the first one's slot; the other slots hold empty matrices.
     """

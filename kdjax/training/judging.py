@@ -14,8 +14,8 @@ from kdjax.device.sharding import ROWS, row_shards
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.divergences import log_softmax
 from kdjax.losses.kd import KDLoss
-from kdjax.losses.likeliest import top_k
 from kdjax.losses.positions import State, read_positions, share_in_common
+from kdjax.losses.top_ids import top_k
 from kdjax.models.decoder import ModelFunctions, Params
 from kdjax.models.decoding import pad_length
 from kdjax.models.model import Model

@@ -135,7 +135,7 @@ def _share(weights: Params, dtype: DTypeLike, *, narrow: bool) -> Params:
         linears = [weights[part][name] for name in names] if names else [weights[part]]
         found = [linear["weight"] for linear in linears]
         if not isinstance(found[0], Scaled):
-            found = join([make_ready(x, dtype, narrow=narrow) for x in found])
+            found = join([prepare_weight(x, dtype, narrow=narrow) for x in found])
         for linear, weight in zip(linears, found, strict=True):
             linear["weight"] = weight
     return weights
@@ -144,11 +144,11 @@ def _share(weights: Params, dtype: DTypeLike, *, narrow: bool) -> Params:
 def ready_head(params: Params, compute: Compute, *, narrow: bool) -> Array | Grouped | Joined:
     """The unembedding as `unstack_layers` makes the layers; numbers unless `narrow`."""
     weight = gather_shards(params["head" if "head" in params else "embed"])
-    ready = make_ready(weight, product_dtype(compute), narrow=narrow)
+    ready = prepare_weight(weight, product_dtype(compute), narrow=narrow)
     return join([ready])[0] if narrow else ready
 
 
-def make_ready(
+def prepare_weight(
     weight: Array | Packed | Scaled | Grouped | Adapted, dtype: DTypeLike, *, narrow: bool
 ) -> Array | Grouped:
     """A weight as products of few rows take it: numbers of `dtype`, or no wider than stored.

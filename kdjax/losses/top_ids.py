@@ -1,4 +1,4 @@
-"""The likeliest ids of each position."""
+"""The k largest logits of each position, and log-probabilities of these ids alone."""
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,10 @@ def top_k(logits: Float[Array, "*B V"], k: int) -> tuple[Float[Array, "*B K"], I
     return values, jnp.take_along_axis(which, at // _GROUP, axis=-1) * _GROUP + at % _GROUP
 
 
-def keep_likeliest(log_probs: Float[Array, "*B V"], count: int) -> Float[Array, "*B V"]:
-    """Log-probabilities of the `count` likeliest ids alone; minus infinity of all others.
+def keep_top_k(log_probs: Float[Array, "*B V"], count: int) -> Float[Array, "*B V"]:
+    """Log-probabilities over the `count` largest alone; minus infinity of all others.
 
-    Ids as likely as the last of them are kept.
+    Ids whose log-probability equals that of the last are among them.
     """
-    likeliest, _ = top_k(log_probs, min(count, log_probs.shape[-1]))
-    return jax.nn.log_softmax(jnp.where(log_probs >= likeliest[..., -1:], log_probs, -jnp.inf))
+    largest, _ = top_k(log_probs, min(count, log_probs.shape[-1]))
+    return jax.nn.log_softmax(jnp.where(log_probs >= largest[..., -1:], log_probs, -jnp.inf))
