@@ -15,14 +15,13 @@ from typing import Any
 
 from kdjax.errors import UserError, suggest
 
-WEIGHTS = ("dense", "packed", "float8", "float8_precise")  # how a model's weights are kept
+WEIGHTS = ("dense", "packed", "float8")  # how a model's weights are kept
 # What earlier versions, and the reference system (aprender), called them, in a form such as
 # FILE@q4k and in variables of the environment: read, never written.
 _OLD_WORDS = {
     "dequant": "dense",
     "q4k": "packed",
     "fp8": "float8",
-    "fp8_precise": "float8_precise",
     "train": "auto",
     "cudatrainer": "dense",
     "cublas": "dense",
@@ -31,8 +30,21 @@ _OLD_WORDS = {
 }
 
 
+def refuse_removed_weights(word: str) -> None:
+    """Raises `UserError` for float8 with sums in float32, which earlier versions had."""
+    if word in ("float8_precise", "fp8_precise"):
+        raise UserError(
+            f"{word} was removed (docs/records/2026-11-21-float8-teacher.md): take float8, whose "
+            "KL from the file's numbers is 4% larger; the tag before-the-cut still has it."
+        )
+
+
 def read_weights(word: str) -> str:
-    """Today's word for how weights are kept; a word that is not an old one stays as it is."""
+    """Today's word for how weights are kept; a word that is not an old one stays as it is.
+
+    Raises `UserError` for a removed one.
+    """
+    refuse_removed_weights(word)
     return _OLD_WORDS.get(word, word)
 
 
@@ -47,7 +59,7 @@ class TeacherConfig:
     """The frozen teacher."""
 
     path: str = ""  # GGUF, .apr, HF folder, hf:ORG/REPO/FILE; self: the student; "": none
-    weights: str = "auto"  # auto | dense | packed | float8 | float8_precise: how they are kept
+    weights: str = "auto"  # auto | dense | packed | float8: how they are kept
     param_dtype: str = "bfloat16"  # of dense weights, and of packed ones once decoded
     cache: str = ""  # folder that `kdjax cache` wrote, or several, 0.7*a,0.3*b: nothing is loaded
     allow_degenerate: bool = False  # accept one that is the student, or whose hints gain nothing
@@ -391,7 +403,7 @@ def count_steps(config: Config) -> int:
 
 def name_numbers(weights: str) -> str:
     """The weights whose numbers these are: packed ones decode to those of dense ones."""
-    return weights if weights.startswith("float8") else "dense"
+    return weights if weights == "float8" else "dense"
 
 
 def count_own_rows(config: Config) -> int:
@@ -690,6 +702,7 @@ def _list_odd_fields(section: Any, default: Any, prefix: str) -> list[str]:
 def validate(config: Config) -> None:
     """Raises one `UserError` that lists every field that cannot work, its value and what would."""
     check_fields(config)
+    refuse_removed_weights(config.teacher.weights)
     problems = _list_odd_changes(config)
     if not problems:
         first, *others = list_phases(config)

@@ -1,5 +1,6 @@
 """The float8 teacher: rounding by rows, products, loading, memory, and what it refuses."""
 
+import json
 import logging
 from types import SimpleNamespace
 from unittest import mock
@@ -13,19 +14,21 @@ from scipy.special import log_softmax
 
 import kdjax
 from kdjax.config import WEIGHTS, Config, validate
+from kdjax.data.teacher_cache import FORMAT, read_index
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode
+from kdjax.models import checkpoint
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.model import check_float8, load_model
 from kdjax.models.weights import Scaled, from_bits, quantize_rows, to_bits
 from kdjax.training import plan
 from kdjax.training.identity import check_same_run, identify
 from kdjax.training.job import ask_kinds, assemble, survey
-from kdjax.training.teachers import Dense, Float8, Float8Precise
+from kdjax.training.teachers import Dense, Float8
 from scripts.checks.fewer_bits import write_fewer_bits
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 300, (4, 24)), jnp.int32)
@@ -84,12 +87,11 @@ def test_rows_of_zeros_and_of_nothing_finite():
     assert np.isnan(got[3:]).any(axis=1).all()
 
 
-@pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2.0**-7)])
-def test_the_product_is_that_of_the_rounded_numbers(rng, precise, dtype, tolerance):
+def test_the_product_is_that_of_the_rounded_numbers(rng, dtype, tolerance):
     """Against float64, the largest operands included, whose sums float16 could not hold."""
     x = jnp.asarray(rng.normal(size=(24, 384)) * 10.0 ** rng.uniform(-3, 3, (24, 1)), dtype)
-    weight = Scaled(*quantize_rows(jnp.asarray(rng.normal(size=(80, 384)), jnp.float32)), precise)
+    weight = Scaled(*quantize_rows(jnp.asarray(rng.normal(size=(80, 384)), jnp.float32)))
     values, scale = quantize_rows(x)
     exact = np.asarray(values, np.float64) * np.asarray(scale, np.float64)[:, None]
     dense = np.asarray(weight.decode(), np.float64)
@@ -99,7 +101,7 @@ def test_the_product_is_that_of_the_rounded_numbers(rng, precise, dtype, toleran
     size = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(dense, axis=1)[None]
     assert np.max(np.abs(np.asarray(got, np.float64) - want) / size) < tolerance
     ones = jnp.full((1, 4096), 448.0, dtype)
-    big = Scaled(*quantize_rows(ones.astype(jnp.float32)), precise).project(ones)
+    big = Scaled(*quantize_rows(ones.astype(jnp.float32))).project(ones)
     np.testing.assert_allclose(np.asarray(big, np.float64), 448.0**2 * 4096, rtol=2.0**-8)
 
 
@@ -135,9 +137,6 @@ def test_a_matrix_takes_a_byte_a_number_and_four_a_row(models, plain, lean):
         saved += 3 * weight.size - 4 * weight.size // weight.shape[-1]
     assert lean.resident_bytes == plain.resident_bytes - saved
     assert str(lean).startswith("float8 (float32) teacher.gguf")
-    precise = model(models / "teacher.gguf", "float8_precise")
-    assert precise.kind == "float8_precise (float32)"
-    assert all(weight.precise for _, weight in matrices(precise.params))
 
 
 def test_what_it_costs_on_a_random_model(plain, lean):
@@ -205,6 +204,23 @@ def test_a_run_resumes_with_weights_of_the_same_numbers_alone(tmp_path):
             check_same_run(named["auto"], named[weights], tmp_path)
 
 
+def test_weights_with_float32_sums_are_refused_by_name(tiny_config, models, tmp_path):
+    """In a config, a form, a saved run and a cache's index."""
+    now, said = identify(teacher_of("float8"), {}), "float8_precise was removed .*before-the-cut"
+    tiny_config.teacher.weights = "float8_precise"
+    about = {"weights": "float8_precise", "vocabulary": [1, 1], "sides": [1, 1]}
+    (tmp_path / "index.json").write_text(json.dumps({"format": FORMAT, "about": about}))
+    for use in (
+        lambda: validate(tiny_config),
+        lambda: model(models / "teacher.gguf", "float8_precise"),
+        lambda: checkpoint.Form.parse("teacher.gguf@float8_precise"),
+        lambda: check_same_run(now | {"teacher.weights": "float8_precise"}, now, tmp_path),
+        lambda: read_index(tmp_path),
+    ):
+        with pytest.raises(UserError, match=said):
+            use()
+
+
 def teacher_of(weights):
     config = Config()
     config.teacher.weights = weights
@@ -212,8 +228,8 @@ def teacher_of(weights):
 
 
 def test_float8_is_one_of_the_ways_to_keep_a_teacher(tiny_config):
-    tiny_config.teacher.weights = "float8_precise"
-    assert ask_kinds(tiny_config.teacher) == (Float8Precise(),)
+    tiny_config.teacher.weights = "float8"
+    assert ask_kinds(tiny_config.teacher) == (Float8(),)
     tiny_config.teacher.weights = "fp4"
     with pytest.raises(
         UserError, match=r"weights='fp4': must be one of auto, dense, packed, float"

@@ -129,10 +129,10 @@ def test_a_module_of_ones_own(student):
 
 def test_forms():
     assert Form.parse("a@b/c.gguf") == Form("a@b/c.gguf")
-    form = Form.parse("a@b/c.gguf@float8_precise:float32")
-    assert (form.path, form.weights, form.dtype) == ("a@b/c.gguf", "float8_precise", "float32")
-    assert str(form) == "c.gguf@float8_precise:float32"
-    old = {"dequant": "dense", "q4k": "packed", "fp8": "float8", "fp8_precise": "float8_precise"}
+    form = Form.parse("a@b/c.gguf@float8:float32")
+    assert (form.path, form.weights, form.dtype) == ("a@b/c.gguf", "float8", "float32")
+    assert str(form) == "c.gguf@float8:float32"
+    old = {"dequant": "dense", "q4k": "packed", "fp8": "float8"}
     for word, weights in old.items():
         assert Form.parse(f"c.gguf@{word}:float32") == Form("c.gguf", weights, "float32")
     with pytest.raises(UserError, match="found the form 'q5k'; expected dense or packed"):

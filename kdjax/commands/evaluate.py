@@ -4,9 +4,9 @@
     kdjax evaluate student.gguf --humaneval=HumanEval.jsonl.gz --mbpp=mbpp.jsonl --json=out.json
 
 TARGET is a workdir (its best checkpoint), a step folder of one, a GGUF or .apr file, a Hugging
-Face folder, or hf:ORG/REPO[/FILE] of the Hub. FORM is dense (the default), packed, float8 or
-float8_precise, then nothing or :bfloat16 or :float32. Processes that an engine started share rows,
-answers and programs; the first prints.
+Face folder, or hf:ORG/REPO[/FILE] of the Hub. FORM is dense (the default), packed or float8, then
+nothing or :bfloat16 or :float32. Processes that an engine started share rows, answers and programs;
+the first prints.
 """
 
 import argparse

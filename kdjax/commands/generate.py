@@ -4,12 +4,11 @@
     kdjax generate runs/demo --prompt='import '
 
 MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the Hub, a run's workdir
-(its best checkpoint) or a step folder of one. After it `@dense` (the default), `@packed`,
-`@float8` or `@float8_precise` says how the weights are kept, then nothing or `:bfloat16` or
-`:float32`. With `--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in
-fewer passes of the big one; how many is said on standard error. `--draft=own` takes the block that
-the model's file has for it. Of several processes that an engine started the first alone answers: a
-prompt is one row.
+(its best checkpoint) or a step folder of one. After it `@dense` (the default), `@packed` or
+`@float8` says how the weights are kept, then nothing or `:bfloat16` or `:float32`. With
+`--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in fewer passes of the
+big one; how many is said on standard error. `--draft=own` takes the block that the model's file has
+for it. Of several processes that an engine started the first alone answers: a prompt is one row.
 """
 
 import argparse
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser = Parser("generate", __doc__, PEER_LOST)
     add = parser.add_argument
-    add("model", metavar="MODEL", help="PATH[@dense|packed|float8|float8_precise[:DTYPE]]")
+    add("model", metavar="MODEL", help="PATH[@dense|packed|float8[:DTYPE]]")
     add("--prompt", required=True, help="the text to continue; - reads it from standard input")
     add("--chat", action="store_true", help="the prompt is a user's turn of the chat template")
     add("--max-tokens", type=int, default=256, help="at most this many (%(default)s)")

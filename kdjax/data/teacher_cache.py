@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.config import check_weights, name_numbers, read_weights
+from kdjax.config import check_weights, name_numbers, read_weights, refuse_removed_weights
 from kdjax.device import cluster
 from kdjax.errors import MissingFileError, UserError, WriteError, suggest_path
 from kdjax.formats.files import make_folder, remove_leftovers, replacing, writing
@@ -110,6 +110,7 @@ def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
         fields |= {name: tuple(fields[name]) for name in ("vocabulary", "sides")}
         if compute := fields.pop("compute", None):  # of an earlier version
             fields["weights"] = name_numbers(read_weights(compute))
+        refuse_removed_weights(fields["weights"])
         spec = CacheSpec(**fields)
         _list_shards(spec, index)  # raises as the rest, where it lists none
         return spec, index

@@ -57,7 +57,7 @@ _REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of the Hugging Face Hub
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """PATH[@dense|packed|float8|float8_precise[:bfloat16|float32]]: a model of a command line."""
+    """PATH[@dense|packed|float8[:bfloat16|float32]]: a model of a command line."""
 
     path: str
     weights: str = "dense"

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from kdjax.config import WEIGHTS
+from kdjax.config import WEIGHTS, refuse_removed_weights
 from kdjax.device import sharding
 from kdjax.device.placement import Placement, capability
 from kdjax.errors import UserError
@@ -351,11 +351,12 @@ def load_model(
 
     `weights="dense"` keeps every tensor as numbers of `dtype`. "packed" keeps matrices in the
     file's own blocks, decoded a layer at a time to the numbers of "dense", bit for bit. "float8"
-    keeps matrices as float8_e4m3fn with a float32 scale a row and multiplies them as such;
-    "float8_precise" sums these products in float32. Embeddings, norms and biases are of `dtype`,
-    activations of `compute_dtype` (default: `dtype`). `max_segments` bounds the segments of a row.
+    keeps matrices as float8_e4m3fn with a float32 scale a row and multiplies them as such.
+    Embeddings, norms and biases are of `dtype`, activations of `compute_dtype` (default: `dtype`).
+    `max_segments` bounds the segments of a row.
     Raises `UserError` for another kind, for float8 on a GPU without it, and for a damaged file.
     """
+    refuse_removed_weights(weights)
     if weights not in WEIGHTS:
         raise UserError(f"found weights={weights!r}; expected one of {', '.join(WEIGHTS)}.")
     for field, given in (("dtype", dtype), ("compute_dtype", compute_dtype or dtype)):
@@ -375,19 +376,15 @@ def load_model(
         max_segments=max_segments,
         placement=placement,
     )
-    if weights.startswith("float8"):
+    if weights == "float8":
         check_float8(placement.mesh.devices.flat[0])
         if placement.platform == "cpu":
             _log.warning("float8 products are emulated on the CPU: the same numbers, slowly")
     functions, abstract = functional(checkpoint.spec, compute)
     params = load_params(
-        checkpoint.table,
-        checkpoint.spec,
-        abstract,
-        placement.mesh,
-        matrices=weights.removesuffix("_precise"),
+        checkpoint.table, checkpoint.spec, abstract, placement.mesh, matrices=weights
     )
-    params = _prepare(params, placement, precise=weights == "float8_precise")
+    params = _prepare(params, placement)
     kind = f"{weights} ({jnp.dtype(dtype).name})"
     rows = checkpoint.spec.vocab_size
     spec, source = checkpoint.spec, checkpoint.path.name
@@ -410,13 +407,13 @@ def attach_adapters(model: Model, lora: Lora, adapters: Params) -> Model:
     return model.replace(params=join_adapters(frozen, adapters), kind=kind)
 
 
-def _prepare(params: Params, placement: Placement, *, precise: bool = False) -> Params:
+def _prepare(params: Params, placement: Placement) -> Params:
     """Arrays as a scan slices them without copies: bits on a CPU; products as placed."""
     if placement.platform == "cpu":
         params = jax.tree.map(hold_bits, params)
     return jax.tree.map(
         lambda weight: (
-            dataclasses.replace(weight, precise=precise, kernels=placement.kernels)
+            dataclasses.replace(weight, kernels=placement.kernels)
             if isinstance(weight, Scaled)
             else weight
         ),

@@ -152,9 +152,6 @@ class Scaled:
 
     values: Any  # float8_e4m3fn [..., out, in], or its bits
     scale: Any  # float32 [..., out]
-    # Whether products are summed in float32 throughout. Hopper's fp8 tensor cores otherwise keep
-    # about 14 bits of a running sum.
-    precise: bool = dataclasses.field(default=False, metadata=dict(static=True))
     # Whether activations are rounded by `models.kernels`, as `Placement.kernels` says.
     kernels: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
@@ -189,7 +186,7 @@ class Scaled:
             x.values,
             from_bits(self.values),
             (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST if self.precise else jax.lax.Precision.DEFAULT,
+            precision=jax.lax.Precision.DEFAULT,
             preferred_element_type=out or x.dtype,  # bf16 has float32's range: no sum overflows
         )
 

@@ -19,6 +19,7 @@ from kdjax.config import (
     list_phases,
     name_numbers,
     refuse_removed,
+    refuse_removed_weights,
 )
 from kdjax.data.rows import RowSet
 from kdjax.data.teacher_cache import CacheSpec
@@ -117,7 +118,11 @@ def _decisive(config: Config) -> dict[str, Any]:
 def list_differences(
     saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, saved value and current value of every field in which two identities differ."""
+    """Name, saved value and current value of every field in which two identities differ.
+
+    Raises `UserError` for a saved one whose teacher's weights were kept in a removed way.
+    """
+    refuse_removed_weights(saved.get("teacher.weights", ""))
     defaults = _flatten(Config()) | {name: gone.off for name, gone in REMOVED.items()}
 
     def read(record: Mapping[str, Any], name: str) -> Any:

@@ -260,13 +260,6 @@ class Float8(TeacherKind):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8Precise(Float8):
-    """The same, its products summed in float32."""
-
-    name: ClassVar[str] = "float8_precise"
-
-
-@dataclasses.dataclass(frozen=True)
 class CachedHidden(TeacherKind):
     """Hidden states that come with the batch, and the head that makes logits of them."""
 
@@ -475,6 +468,4 @@ def _narrow_shapes(teacher: Checkpoint, width: int, dtype: DTypeLike) -> Params:
 
 
 # Those that run beside the student, by `teacher.weights`.
-RUNNING: dict[str, TeacherKind] = {
-    k.name: k for k in (Dense(), Packed(), Float8(), Float8Precise())
-}
+RUNNING: dict[str, TeacherKind] = {k.name: k for k in (Dense(), Packed(), Float8())}
