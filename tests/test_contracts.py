@@ -1,6 +1,7 @@
 """Contracts on a small scratch project: validation, binding and planted faults; then our own."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from kdjax.errors import UserError
 from scripts.contracts import __main__ as command
 from scripts.contracts.bind import check_claims, check_mutants, locate, read_mutants, read_results
+from scripts.contracts.changed import choose_base, select
 from scripts.contracts.contracts import load_yaml, read_claims, validate
 from scripts.contracts.mutate import mutate
 
@@ -315,6 +317,95 @@ def test_the_command(project, capsys):
     write(project, CONTRACT.replace("T-2", "T-1"), "contracts/x-v1.yaml")
     assert command.main(["validate"]) == command.main(["bind"]) == 1
     assert "1 problems" in capsys.readouterr().out
+
+
+# ---- the faults that a change touches
+
+
+@pytest.fixture
+def clone(project):
+    """The project as a repository of one commit, and what runs git in it."""
+    entry = MUTANTS.split("\n", 1)[1].replace("minus", "times").replace("a - b", "a * b")
+    other = entry.replace("kdjax.x.add", "kdjax.y.twice").replace("a + b", "a + a")
+    write(project, "def twice(a):\n    return a + a\n", "kdjax/y.py")
+    write(project, TESTS.replace("add(", "twice("), "tests/test_y.py")
+    contract = CONTRACT.replace("T-", "Y-").replace("K-", "L-").replace("id: G", "id: H")
+    write(project, contract.replace("test_x.py", "test_y.py"), "contracts/y-v1.yaml")
+    other = other.replace("times", "y").replace("T-", "Y-")
+    write(project, MUTANTS + other, "contracts/mutants.yaml")
+
+    def git(*words):
+        named = ("-c", "user.name=n", "-c", "user.email=e@x")
+        done = subprocess.run(
+            ["git", "-C", project, *named, *words], check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q", "-b", "main")
+    git("add", "."), git("commit", "-qm", "one")
+    return git
+
+
+def touched(project, base="HEAD"):
+    mutants = read_mutants(project / "contracts" / "mutants.yaml")
+    claims = read_claims([project / "contracts"])
+    return [mutant.id for mutant in select(project, claims, mutants, base)]
+
+
+def test_faults_are_those_of_modules_tests_and_entries_that_differ(project, clone):
+    assert touched(project) == []
+    write(project, TESTS + "\n\ndef test_more():\n    pass\n", "tests/test_x.py")
+    assert touched(project) == []  # no test of a claim differs
+    write(project, TESTS.replace("add(2, 3) == 5", "add(2, 3)"), "tests/test_x.py")
+    assert touched(project) == ["minus"]
+    clone("checkout", "-q", ".")
+    write(project, "def twice(a):\n    return a + a  # anew\n", "kdjax/y.py")
+    assert touched(project) == ["y"]
+    clone("commit", "-qam", "two")
+    assert touched(project) == [] and touched(project, "HEAD^") == ["y"]
+    (project / "kdjax" / "y.py").rename(project / "kdjax" / "z.py")  # git does not know it yet
+    assert touched(project) == ["y"]
+    clone("checkout", "-q", ".")
+    (project / "kdjax" / "z.py").unlink()
+    path = project / "contracts" / "mutants.yaml"
+    write(project, path.read_text().replace("a - b", "b - a"), "contracts/mutants.yaml")
+    assert touched(project) == ["minus"]
+    with pytest.raises(UserError, match="--changed=gone: git knows no such commit"):
+        touched(project, "gone")
+
+
+def test_the_base_is_the_merge_base_the_last_tag_or_thirty_commits_ago(project, clone, tmp_path):
+    assert choose_base(tmp_path / "none") is None and choose_base(project) is None  # one commit
+    first = clone("rev-parse", "HEAD")
+    for number in range(40):
+        clone("commit", "-q", "--allow-empty", "-m", str(number))
+    assert choose_base(project) == clone("rev-parse", "HEAD~30")
+    clone("tag", "v1", first), clone("tag", "v2")
+    assert choose_base(project) == "v1"  # not the tag of what is compared
+    clone("commit", "-q", "--allow-empty", "-m", "more")
+    assert choose_base(project) == "v2"
+    clone("update-ref", "refs/remotes/origin/main", "HEAD~2")
+    assert choose_base(project) == clone("rev-parse", "HEAD~2")
+    clone("update-ref", "refs/remotes/origin/main", "HEAD")
+    assert choose_base(project) == "v2"
+    shallow = tmp_path / "shallow"
+    clone("clone", "-q", "--depth=1", project.as_uri(), str(shallow))
+    assert choose_base(shallow) is None
+    clone("clone", "-q", "--no-tags", "--depth=4", project.as_uri(), str(shallow) + "4")
+    assert choose_base(Path(f"{shallow}4")) == clone("rev-parse", "HEAD~3")
+
+
+def test_the_command_plants_what_changed_or_all(project, clone, monkeypatch, capsys):
+    planted = []
+    monkeypatch.setattr(command, "mutate", lambda *a, **k: planted.extend(m.id for m in a[2]) or {})
+    write(project, "def twice(a):\n    return a + a  # anew\n", "kdjax/y.py")
+    assert command.main(["mutate", "--changed"]) == 0  # of one commit: nothing to compare with
+    assert planted == ["minus", "y"] and "all faults" in capsys.readouterr().out
+    planted.clear()
+    assert command.main(["mutate", "--changed", "HEAD"]) == 0 and planted == ["y"]
+    assert "1 of 2 faults" in capsys.readouterr().out
+    clone("commit", "-qam", "two")
+    assert command.main(["mutate", "--changed", "HEAD"]) == 0 and planted == ["y"]
 
 
 # ---- this repository

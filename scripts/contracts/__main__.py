@@ -5,6 +5,7 @@
                            pytest --junitxml wrote, each test also ran and passed
     status [RESULTS.xml...] lists each claim, how many faults it has, its test, how that ended
     mutate [--only ID...]  plants each fault of contracts/mutants.yaml; its tests must go red
+    mutate --changed [BASE] those faults alone that what changed since BASE touches
 
 Run it in the repository. Exit status: 0 all is well, 1 something is not.
 """
@@ -25,6 +26,7 @@ from scripts.contracts.bind import (
     read_mutants,
     read_results,
 )
+from scripts.contracts.changed import choose_base, select
 from scripts.contracts.contracts import FOLDER, MUTANTS, read_claims, validate
 from scripts.contracts.mutate import mutate
 
@@ -62,13 +64,21 @@ def _status(results: list[Path]) -> int:
     return 0
 
 
-def _mutate(only: list[str], jobs: int) -> int:
+def _mutate(only: list[str], changed: str | None, jobs: int) -> int:
     claims, mutants = read_claims([FOLDER]), read_mutants(FOLDER / MUTANTS)
     mutants = [mutant for mutant in mutants if not only or mutant.id in only]
     if unknown := set(only) - {mutant.id for mutant in mutants}:
         raise UserError(f"no mutant {', '.join(sorted(unknown))} in {FOLDER / MUTANTS}.")
     if problems := [p for p in check_mutants(_ROOT, claims, mutants) if p.startswith("mutant")]:
         return _report(problems, "")
+    base = changed or (choose_base(_ROOT) if changed is not None else None)
+    if base:
+        listed, mutants = len(mutants), select(_ROOT, claims, mutants, base)
+        print(f"{len(mutants)} of {listed} faults: those that what changed since {base} touches.")
+    elif changed is not None:
+        print("This clone knows no earlier commit: all faults are planted.")
+    if not mutants:
+        return 0
     start = time.monotonic()
     verdicts = mutate(_ROOT, claims, mutants, jobs=jobs, say=lambda line: print(line, flush=True))
     alive = [f"survivor {name}: {why}" for name, why in verdicts.items() if why]
@@ -92,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("results", nargs="*", type=Path, metavar="RESULTS.xml")
     command = commands.add_parser("mutate")
     command.add_argument("--only", nargs="+", default=[], metavar="ID", help="these mutants")
+    text = "those that a change touches; BASE: a commit, else the merge base, tag or 30 commits ago"
+    command.add_argument("--changed", nargs="?", const="", metavar="BASE", help=text)
     jobs = (os.cpu_count() or 1) + 1  # tests also wait: for a disk, for a signal that a fault loses
     command.add_argument("--jobs", type=int, default=jobs, help="scratch copies at work at a time")
     args = parser.parse_args(argv)
@@ -102,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             return _bind(args.results)
         if args.command == "status":
             return _status(args.results)
-        return _mutate(args.only, args.jobs)
+        return _mutate(args.only, args.changed, args.jobs)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""What kernels share: Triton's part of Pallas, float8's range, numbers in place of -inf."""
+"""Shared by all kernels: Triton's part of Pallas, float8's range, numbers in place of -inf."""
 
 from typing import Any
 
