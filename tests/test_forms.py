@@ -271,7 +271,7 @@ def test_types_by_recipe_and_by_name():
     [
         ("q9", "expected a recipe .*q4_0"),
         ("blocks=IQ3_S", "cannot be trained; expected one of .*Q4_K"),
-        ("blocks=Q4_K", "whole blocks of 256"),
+        ("blocks=Q4_K", "complete blocks of 256"),
         ("f32", "names no tensor"),
         ("tail=Q4_0", "begins with 'tail'"),
         ("q4_0,embed", "NAME=TYPE"),

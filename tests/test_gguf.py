@@ -217,7 +217,7 @@ def test_missing_shards(tmp_path, rng):
     with pytest.raises(MissingFileError) as caught:
         open_table(tmp_path / "m-00002-of-00003.gguf")
     message = str(caught.value)
-    assert "without m-00001-of-00003.gguf, m-00003-of-00003.gguf beside it" in message
+    assert "without m-00001-of-00003.gguf, m-00003-of-00003.gguf next to it" in message
     assert f"Download the missing files into {tmp_path}" in message
 
 
@@ -293,7 +293,7 @@ BROKEN = {
     ),
     "one place": (
         header([entry("a", (8,)), entry("b", (8,))]),
-        "the tensors 'a' and 'b' in the same bytes, from 96 on; expected bytes of its own",
+        "the tensors 'a' and 'b' in the same bytes, from 96 on; expected separate bytes",
     ),
     "overlap": (
         header([entry("b", (2,), offset=32), entry("a", (9,))]),
@@ -364,7 +364,7 @@ def test_truncation_at_every_byte(tmp_path, rng):
 def test_strings_that_are_no_text_fail_when_read(tmp_path):
     strings = struct.pack("<IQQ", 8, 2, 1) + b"a" + struct.pack("<Q", 1) + b"\xff"
     table = GGUFTable(file_of(tmp_path / "x.gguf", header([], [pair("k", 9, strings)])))
-    with pytest.raises(UserError, match="entry 1 of 'k' with bytes that are no UTF-8"):
+    with pytest.raises(UserError, match="entry 1 of 'k' with bytes that are not UTF-8"):
         table.metadata["k"]
 
 

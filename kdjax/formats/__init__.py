@@ -22,7 +22,7 @@ _EXAMPLE = "qwen2.5-coder-7b-instruct-q4_k_m.gguf"
 
 
 def _download_command(path: Path) -> tuple[str, bool]:
-    """The command that brings `path`, or an example, and whether it is the former."""
+    """Returns a command that downloads `path`, or an example, and whether it is for `path`."""
     match = _PUBLISHED.search(path.name)
     name = match[0].lower() if match else _EXAMPLE
     size = match[1].upper() if match else "7B"
@@ -34,16 +34,16 @@ def _download_command(path: Path) -> tuple[str, bool]:
 def open_table(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTable:
     """Opens a checkpoint: a Hugging Face folder, or a `.safetensors`, `.apr` or GGUF file.
 
-    Reads headers only; with `whole=False` a file may end behind its header. Raises
-    `MissingFileError` for a path that does not exist, with the command that downloads it where the
-    name is a published one, and `UserError` for a broken file.
+    Reads headers only; with `whole=False` a file may end after its header. Raises
+    `MissingFileError` for a path that does not exist, with the command that downloads it if the
+    name is that of a published file, and `UserError` for a broken file.
     """
     path = Path(path)
     if not path.exists():
         command, exact = _download_command(path)
         raise MissingFileError(
             f"{path}: found no such file or folder; expected a GGUF model, a Hugging Face folder "
-            f"(config.json beside model.safetensors) or the workdir of a run.{suggest_path(path)} "
+            f"(config.json next to model.safetensors) or the workdir of a run.{suggest_path(path)} "
             f"{'Download it' if exact else 'Download one, for example'}: `{command}`"
         )
     if path.is_dir() or path.suffix == ".safetensors":
@@ -62,7 +62,7 @@ def open_shapes(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTa
 
 
 def content_hash(table: TensorTable) -> str:
-    """SHA-256, in hex, of the files' bytes in order; of a single file what `sha256sum` prints."""
+    """SHA-256, in hex, of all files' bytes in order; for a single file it equals `sha256sum`."""
     digest = hashlib.sha256()
     for path in table.paths:
         with path.open("rb") as file:

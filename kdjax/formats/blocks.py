@@ -1,6 +1,6 @@
 """Block codecs: packed bytes to numbers in jnp, inside jit, and numbers to bytes.
 
-A row of a quantized tensor is a run of blocks, each a few scales beside low-bit integers; a block
+A row of a quantized tensor is a run of blocks, each a few scales and low-bit integers; a block
 never crosses from one row to the next. Layouts: `ggml-common.h`, arithmetic: `ggml-quants.c`
 (https://github.com/ggml-org/llama.cpp/tree/master/ggml/src).
 """
@@ -29,11 +29,11 @@ from kdjax.formats.kquants import (
 
 # Elements that `encode` handles at a time: bounds its temporaries to a few tens of MB.
 _ENCODE_ELEMENTS = 1 << 20
-_STORED_ELEMENTS = 1 << 24  # likewise of `encode_stored`, which searches for nothing
+_STORED_ELEMENTS = 1 << 24  # likewise for `encode_stored`, which searches for no scales
 
 
 class Whole(NamedTuple):
-    """Numbers as whole ones, in groups that share a factor and a minimum: factor * q - minimum."""
+    """Numbers as integers, in groups that share a factor and a minimum: factor * q - minimum."""
 
     q: Array  # int8 or uint8 [..., n]
     factors: Array  # float32 [..., groups]
@@ -95,12 +95,12 @@ def _flatten(data: Array) -> Array:
 
 
 def _along(data: Array, numbers: Sequence[int]) -> Array:
-    """The numbers in data's dtype, along an axis of their own after its last."""
+    """The numbers in data's dtype, along a new last axis."""
     return jnp.asarray(np.array(numbers, data.dtype).reshape((1,) * data.ndim + (-1,)))
 
 
 def _bits(data: Array, shifts: Sequence[int], mask: int) -> Array:
-    """Integers `[..., n]` to `[..., n, len(shifts)]`: the bit fields of each beside one another."""
+    """Integers `[..., n]` to `[..., n, len(shifts)]`: the bit fields of each integer."""
     return (data[..., None] >> _along(data, shifts)) & mask
 
 
@@ -185,7 +185,7 @@ def _q2_k(scales: Array, low: Array, d: Array, dmin: Array) -> Whole:
 
 def _q3_k(high: Array, low: Array, scales: Array, d: Array) -> Whole:
     q = _quarters(low).astype(jnp.int8)
-    third = _fields(high, tuple(range(8)), 1).reshape(q.shape)  # 0 means four less
+    third = _fields(high, tuple(range(8)), 1).reshape(q.shape)  # 0 subtracts four
     q = q + (third << 2).astype(jnp.int8) - 4
     factors = _nibbles(scales[..., :8], 8) | (_quarters(scales[..., 8:], 4) << 4)
     return Whole(q, _f16(d) * (factors.astype(jnp.int8) - 32).astype(jnp.float32))
@@ -194,7 +194,8 @@ def _q3_k(high: Array, low: Array, scales: Array, d: Array) -> Whole:
 def _trits(data: Array, count: int) -> Array:
     """uint8 `[..., n]` to `[..., count * n]`: first digits in base 3, then second ones.
 
-    A byte holds a fraction of 256: three times it is a digit and what is left, in 16 bits.
+    A byte holds a fraction of 256. Three times the byte is, in 16 bits, a digit (high byte) and the
+    remaining fraction (low byte).
     """
     powers = np.array([3**i for i in range(count)], np.uint8).reshape(
         (1,) * (data.ndim - 1) + (-1, 1)
@@ -235,7 +236,7 @@ def _iq4_xs(d: Array, high: Array, scales: Array, low: Array) -> Array:
 def _signed(factors: Array, entries: Array, signs: Array) -> Array:
     """Eight factors `[..., 8]` for 64 entries of four numbers, below 0 where a sign's bit is set.
 
-    Byte j of the signs, uint8 `[..., 32]`, holds in bit i that of number 8 j + i.
+    Byte j of the signs, uint8 `[..., 32]`, holds in bit i the sign of number 8 j + i.
     """
     lead = factors.shape[:-1]
     minus = _bits(signs, range(8), 1).astype(jnp.float32)
@@ -260,8 +261,8 @@ def _iq3_s(d: Array, low: Array, high: Array, signs: Array, scales: Array) -> Ar
 
 
 def _mxfp4(exponent: Array, low: Array) -> Array:
-    """Whole numbers times 2^(exponent - 128), in two factors that float32 has both of."""
-    # XLA's CPU backend takes subnormal factors, and makes subnormal results, 0.
+    """Integers times 2^(exponent - 128), as two factors that float32 can both represent."""
+    # XLA's CPU backend treats subnormal factors and subnormal results as 0.
     half = exponent >> 1
     powers = [
         lax.bitcast_convert_type((e.astype(jnp.uint32) + 63) << 23, jnp.float32)
@@ -271,7 +272,7 @@ def _mxfp4(exponent: Array, low: Array) -> Array:
 
 
 def _nvfp4(scales: Array, low: Array) -> Array:
-    """Whole numbers times half a scale of E4M3 without sign, one for 16; 0x7F, its NaN, is 0."""
+    """Integers times half an unsigned E4M3 scale, one for 16 numbers; 0x7F, a NaN, counts as 0."""
     exponent, mantissa = scales >> 3 & 15, (scales & 7).astype(jnp.float32)
     power = (jnp.maximum(exponent, 1).astype(jnp.uint32) + 116) << 23  # 2^(exponent - 11)
     factors = jnp.where(exponent > 0, 8 + mantissa, mantissa)
@@ -309,7 +310,7 @@ BLOCKS: dict[str, BlockType] = {
 
 
 def block_type(dtype_name: str) -> BlockType:
-    """The row of `BLOCKS`; raises `UserError` for a type that it lacks."""
+    """Looks up a type in `BLOCKS`; raises `UserError` for one that it lacks."""
     if dtype_name not in BLOCKS:
         raise UserError(
             f"found block type {dtype_name!r}; expected one of {', '.join(BLOCKS)}. "
@@ -319,7 +320,7 @@ def block_type(dtype_name: str) -> BlockType:
 
 
 def row_bytes(dtype_name: str, n: int) -> int:
-    """Bytes of a row of `n` elements; raises `UserError` when the row is no whole blocks."""
+    """Bytes of a row of `n` elements; raises `UserError` unless they fill complete blocks."""
     block = block_type(dtype_name)
     if n % block.elements:
         raise UserError(
@@ -333,9 +334,9 @@ def row_bytes(dtype_name: str, n: int) -> int:
 def split(
     raw: UInt8[Array, "*lead row_bytes"] | UInt8[np.ndarray, "*lead row_bytes"], dtype_name: str
 ) -> tuple[Shaped[Array, "..."], ...]:
-    """Packed rows as one aligned array a field of the block: the same bytes in another order.
+    """Splits packed rows into one aligned array for each field of the block; no byte changes.
 
-    A word comes as uint16 `[..., blocks]`, another field as uint8 `[..., blocks, size]`. Usable
+    A word comes as uint16 `[..., blocks]`, any other field as uint8 `[..., blocks, size]`. Usable
     inside jit. Raises `UserError` for an unknown type or a broken last block.
     """
     block = block_type(dtype_name)
@@ -343,7 +344,7 @@ def split(
     if rest:
         raise UserError(
             f"found rows of {raw.shape[-1]} bytes stored as {dtype_name}; expected a multiple of "
-            f"{block.nbytes}, the bytes of one block. Pass whole rows, as `TensorTable.raw` does."
+            f"{block.nbytes}, the bytes of one block. Pass full rows, as `TensorTable.raw` does."
         )
     rows = jnp.asarray(raw).reshape(*raw.shape[:-1], blocks, block.nbytes)
     fields, at = [], 0
@@ -369,7 +370,7 @@ def decode_fields(
 
 
 def read_whole(fields: Sequence[Array], dtype_name: str) -> Whole | None:
-    """Reads what `split` returned as whole numbers, blocks joined to rows; None for other types."""
+    """Reads what `split` returned as integers, blocks joined to rows; None for other types."""
     found = block_type(dtype_name).decode(*fields)
     if not isinstance(found, Whole):
         return None
@@ -386,7 +387,7 @@ def decode(
     dtype_name: str,
     out_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Float[Array, "*lead n"]:
-    """Packed rows, uint8 `[..., row_bytes]`, as numbers `[..., n]`: `decode_fields` of `split`."""
+    """Decodes packed rows, uint8 `[..., row_bytes]`, to numbers `[..., n]`."""
     return decode_fields(split(raw, dtype_name), dtype_name, out_dtype)
 
 
@@ -403,7 +404,7 @@ def _encode_bf16(rows: np.ndarray) -> np.ndarray:
     return _bytes(np.where(is_nan, bits | 0x00400000, nearest_even) >> 16, "<u2")
 
 
-# Of types that round each number alone.
+# Types that round each number by itself.
 _CASTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F32": lambda rows: _bytes(rows, "<f4"),
     "F16": lambda rows: _bytes(rows, "<f2"),
@@ -420,7 +421,7 @@ def _encode_part(rows: np.ndarray, dtype_name: str, importance: np.ndarray | Non
     if not np.abs(rows).max(initial=0) <= ENCODERS[dtype_name].most:  # a NaN is not, either
         raise FloatingPointError
     count, size = len(rows), 64
-    while size < count:  # few sizes: each is a program of its own
+    while size < count:  # few sizes: each compiles one program
         size *= 8
     more = ((0, size - count), (0, 0))
     columns = [rows] if importance is None else [rows, importance]
@@ -433,7 +434,7 @@ def check_encoded(dtype_name: str) -> None:
     if dtype_name not in ENCODED:
         raise UserError(
             f"found block type {dtype_name!r} to write; expected one of {', '.join(ENCODED)}. "
-            "Choose one of these: no other type can be encoded here."
+            "Choose one of these types."
         )
 
 
@@ -444,12 +445,12 @@ def encode(
 ) -> UInt8[np.ndarray, "*lead b"]:
     """Numbers `[..., n]` as packed rows, uint8 `[..., row_bytes]`.
 
-    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit; the scales of K
-    types, Q4_0, Q5_0 and IQ4 are searched for, see `kquants`. With `importance`, one a column, they
-    are those of the least squared error weighted by it.
+    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit. The scales of K
+    types, Q4_0, Q5_0 and IQ4 come from a search, see `kquants`; `importance`, one number a column,
+    weights the squared error that the search minimises.
 
-    Raises `UserError` for a type without an encoder, rows that are no whole blocks, and values
-    whose float16 form or scale would overflow.
+    Raises `UserError` for a type without an encoder, rows that do not fill complete blocks, and
+    values whose float16 form or scale would overflow.
     """
     check_encoded(dtype_name)
     block, n = BLOCKS[dtype_name], array.shape[-1]
@@ -483,7 +484,7 @@ def _as_blocks(x: Array, dtype_name: str) -> Array:
 def fit_rows(
     x: Float[Array, "*lead n"], dtype_name: str, importance: Float[Array, "... n"] | None = None
 ) -> Scales:
-    """The scales that `encode` would find for rows; usable inside jit.
+    """Fits the scales that `encode` would choose for rows; usable inside jit.
 
     `importance` is broadcast to the rows.
     """
@@ -496,9 +497,9 @@ def fit_rows(
 def encode_fields(
     x: Float[Array, "*lead n"], dtype_name: str, scales: Scales
 ) -> tuple[Shaped[Array, "..."], ...]:
-    """Encodes rows as blocks of given scales, in the fields of `split`; usable inside jit.
+    """Encodes rows as blocks with given scales, in the fields of `split`; usable inside jit.
 
-    The same on every backend: see `kquants`.
+    The result is equal on every backend: see `kquants`.
     """
     return quantize_blocks(_as_blocks(x, dtype_name), dtype_name, scales)
 
@@ -511,7 +512,7 @@ def _encode_part_to(x: Array, dtype_name: str, scales: Scales) -> tuple[Array, .
 def encode_stored(
     array: Float[np.ndarray, "*lead n"], dtype_name: str, scales: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, ...]:
-    """`encode_fields` of arrays on the host, a part of their rows at a time."""
+    """Encodes arrays on the host as `encode_fields` does, a part of their rows at a time."""
     width = array.shape[-1]
     rows = array.reshape(-1, width)
     flat = [x.reshape(len(rows), *x.shape[array.ndim - 1 :]) for x in scales]

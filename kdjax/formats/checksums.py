@@ -1,8 +1,9 @@
-"""Checksums of arrays: the same number on the host and on any mesh of devices.
+"""Checksums of arrays: equal on the host and on any mesh of devices.
 
-Each element's bits are mixed with its position in the whole array, and the results are added modulo
-2^32. The mixing is one-to-one, so one changed element always changes the sum; any other damage
-passes with a chance of 1 in 4 billion. A sum has no order: shards are added as they lie.
+Each element's bits are mixed with its position in the entire array, and the results are added
+modulo 2^32. The mixing is one-to-one, so one changed element always changes the sum; any other
+damage passes with a chance of 1 in 4 billion. A sum does not depend on the order: each device adds
+its own shards.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ def checksum(array: np.ndarray) -> int:
 
 
 def add_up(array: jax.Array) -> jax.Array:
-    """The same of an array on devices, of at most 4 bytes an element, as uint32; to be jitted."""
+    """Checksum, uint32, of an array on devices, of at most 4 bytes an element; to be jitted."""
     bits = jax.lax.bitcast_convert_type(array, _UNSIGNED[array.dtype.itemsize])
     place, step = jnp.zeros(array.shape, jnp.uint32), 1
     for axis in reversed(range(array.ndim)):

@@ -1,4 +1,4 @@
-"""Tables of the block types whose integers number entries: IQ4_NL, IQ4_XS, IQ3_S, IQ3_XXS, MXFP4.
+"""Tables of the block types whose integers are indices: IQ4_NL, IQ4_XS, IQ3_S, IQ3_XXS, MXFP4.
 
 Source: ggml-common.h of llama.cpp (`kvalues_iq4nl`, `kvalues_mxfp4`, `iq3xxs_grid`, `iq3s_grid`).
 """
@@ -11,12 +11,12 @@ from jaxtyping import Array, Float32, Integer
 IQ4 = np.array(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32
 )
-# Twice the numbers of FP4, e2m1, so that all are whole.
+# Twice the numbers of FP4, e2m1, so that all are integers.
 MXFP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
 
 
 def _grid(digits: str, levels: tuple[int, ...]) -> np.ndarray:
-    """Entries of four numbers, float32 `[n, 4]`, from a digit each."""
+    """Entries of four numbers, float32 `[n, 4]`, one for each digit."""
     places = np.array([int(digit) for digit in "".join(digits.split())])
     return np.array(levels, np.float32)[places].reshape(-1, 4)
 
@@ -69,5 +69,5 @@ IQ3_S = _grid(
 
 
 def look_up(table: np.ndarray, index: Integer[Array, "*shape"]) -> Float32[Array, "..."]:
-    """Entries of a table, one for each index; indices are within it."""
+    """Looks up a table's entry for each index; indices must lie within the table."""
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds")

@@ -26,32 +26,32 @@ TensorToWrite = tuple[str, str, tuple[int, ...], Data]  # name, block type, row-
 
 
 def bad(path: Path, found: str, expected: str, remedy: str) -> UserError:
-    """The error for a file that is not what it should be."""
+    """Makes the error for a file that is not what it should be."""
     return UserError(f"{path}: found {found}; expected {expected}. {remedy}")
 
 
 def cut_short(path: Path, size: int, spans: Mapping[str, tuple[int, int]]) -> UserError | None:
-    """The error for a file of `size` bytes that ends before one of its tensors; None for none.
+    """Makes the error for a file of `size` bytes that ends before one of its tensors; None if none.
 
     `spans`: the bytes `[start, end)` of each tensor, as the header says. Raises `UserError` for
-    tensors that share bytes, and for one that ends where no file does.
+    tensors that share bytes, and for one that ends beyond any possible size of a file.
     """
     before, filled = "", 0
     for name, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
         if end > start:
             if start < filled:
                 found = f"the tensors {before!r} and {name!r} in the same bytes, from {start} on"
-                raise bad(path, found, "bytes of its own for each tensor", DOWNLOAD)
+                raise bad(path, found, "separate bytes for each tensor", DOWNLOAD)
             before, filled = name, end
     if filled <= size:
         return None
     if filled > _MOST_BYTES:
         found = f"tensor {before!r} that ends at byte {filled} ({filled / 1e15:,.0f} million GB)"
-        expected = "a shape and an offset within a file"
+        expected = "a shape and an offset within the file"
         raise bad(path, found, expected, f"Its header is damaged. {DOWNLOAD}")
     found = f"{size} bytes, {filled - size} too few for tensor {before!r}"
     expected = f"at least {filled} ({filled / 1e9:.2f} GB), of which {size / filled:.1%} are here"
-    remedy = "The download was cut: download the file again. A plan needs no more than its header."
+    remedy = "The download was cut: download the file again. A plan needs the header only."
     return bad(path, found, expected, remedy)
 
 
@@ -64,7 +64,10 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def load_json(path: Path, what: str, data: bytes | None = None) -> dict[str, Any]:
-    """The JSON object in `data` (default: the file), in errors `what`; of equal keys the last."""
+    """Parses the JSON object in `data` (default: the file); errors call it `what`.
+
+    Of equal keys the last counts.
+    """
     try:
         value = json.loads(path.read_bytes() if data is None else data)
     except (ValueError, RecursionError) as error:
@@ -76,7 +79,7 @@ def load_json(path: Path, what: str, data: bytes | None = None) -> dict[str, Any
 
 
 def tensor_bytes(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor in `path`; raises `UserError` if its rows are no whole blocks."""
+    """Bytes of a tensor in `path`; raises `UserError` if its rows do not fill complete blocks."""
     try:
         return math.prod(shape[:-1]) * row_bytes(dtype, shape[-1] if shape else 1)
     except UserError as error:
@@ -90,7 +93,7 @@ class Cursor:
         self.path, self.data, self.at = path, data, 0
 
     def need(self, nbytes: int, what: str) -> None:
-        """Raises `UserError` unless `nbytes` more are there."""
+        """Raises `UserError` unless `nbytes` more bytes are there."""
         left = len(self.data) - self.at
         if nbytes > left:
             found = f"a header cut short or damaged at byte {self.at}: {left} bytes are left"
@@ -110,16 +113,16 @@ class Cursor:
         return self.data[self.at - nbytes : self.at]
 
     def text(self, data: memoryview, what: str) -> str:
-        """Decodes those bytes as UTF-8; raises `UserError` if they are none."""
+        """Decodes bytes as UTF-8; raises `UserError` if they are not."""
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
-            found = f"{what} with bytes that are no UTF-8 ({error.reason})"
+            found = f"{what} with bytes that are not UTF-8 ({error.reason})"
             raise bad(self.path, found, "UTF-8 text", DOWNLOAD) from error
 
 
 def checked_chunks(path: Path, name: str, data: Data, nbytes: int) -> Iterator[memoryview]:
-    """The tensor's bytes, piece by piece; raises `UserError` if they are not `nbytes` in all."""
+    """Yields a tensor's bytes in pieces; raises `UserError` unless they are `nbytes` in all."""
     parts, size = data() if callable(data) else data, 0
     for part in [parts] if isinstance(parts, np.ndarray) else parts:
         chunk = np.ravel(part).view(np.uint8).data
@@ -127,15 +130,15 @@ def checked_chunks(path: Path, name: str, data: Data, nbytes: int) -> Iterator[m
         yield chunk
     if size != nbytes:
         expected = f"{nbytes}, as its shape and type say"
-        remedy = "Pass the encoded bytes of the whole tensor."
+        remedy = "Pass the encoded bytes of the full tensor."
         raise bad(path, f"{size} bytes of tensor {name!r} to write", expected, remedy)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises `WriteError` for what the disk of `path` says against the block's writing there.
+    """Turns an `OSError` of the disk that holds `path`, raised in the block, into a `WriteError`.
 
-    An `OSError` that names a file elsewhere passes: it is of something that the block read.
+    An `OSError` that names a file elsewhere passes: it concerns a file that the block read.
     """
     try:
         yield
@@ -149,9 +152,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def make_place(path: Path) -> None:
-    """Makes the folder of a file to write, and writes there; for before what takes long.
+    """Makes the folder of a file and tries to write there; to be called before long work.
 
-    Raises `UserError` where no file can stand, `WriteError` or `OSError` where none can be made.
+    Raises `UserError` where a file cannot be (a folder is there), `WriteError` or `OSError` where
+    it cannot be written.
     """
     _make_parent(path)
     with writing(path), tempfile.TemporaryFile(dir=path.parent) as file:
@@ -159,7 +163,7 @@ def make_place(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder, if it is not there; raises `UserError` where a file is in its place."""
+    """Makes the folder unless it exists; raises `UserError` where a file has its name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -168,7 +172,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _make_parent(path: Path) -> None:
-    """Makes the folder of `path`, whose place a file can take: none of another kind is there."""
+    """Makes the folder of `path`; raises `UserError` if `path` is a folder or a special file."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "no regular file"
         raise UserError(f"{path} is {kind}; expected a file to write. Name another.")
@@ -177,11 +181,11 @@ def _make_parent(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path`, readable too, that takes its place once all of it is on the disk.
+    """Opens a temporary file next to `path` that replaces it once all of it is on the disk.
 
-    Makes the folder; if the block raises, nothing is left behind and `path` stays as it was.
-    Raises `UserError` where no file can stand, `WriteError` for a full disk or a folder that takes
-    no writing.
+    The file can be read too. Makes the folder. If the block raises, the temporary file is removed
+    and `path` stays as it was. Raises `UserError` where a file cannot be, `WriteError` for a full
+    disk or a folder that cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
@@ -193,13 +197,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # of the folder, which the error names already
+            with contextlib.suppress(OSError):  # the error names the folder already
                 temporary.unlink(missing_ok=True)
             raise
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what kills left of `replacing`; for who holds the folder's lock."""
+    """Removes temporary files that killed processes left; the caller holds the folder's lock."""
     for left in folder.glob(".*.tmp"):
         if re.fullmatch(r"\..+\.\d+\.tmp", left.name):
             left.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """GGUF files: a lazy, memory-mapped table of their tensors, and a streaming writer.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. No count or length in a header is
-believed before it is compared with the bytes that are left in the file.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and length
+in a header is compared with the bytes that are left in the file before it is used.
 """
 
 import collections
@@ -31,7 +31,7 @@ from kdjax.formats.table import TensorInfo, TensorTable
 from kdjax.progress import counted
 
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)  # equal but for the big-endian files that 3 allows
+_VERSIONS = (2, 3)  # equal, except that 3 allows big-endian files
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 _STRING, _ARRAY = 8, 9
@@ -40,7 +40,7 @@ _SCALAR_TYPES = "<u1 <i1 <u2 <i2 <u4 <i4 <f4 |b1 <u8 <i8 <f8"
 _SCALARS = dict(zip((*range(8), 10, 11, 12), _SCALAR_TYPES.split(), strict=True))
 _SCALAR_NUMBERS = {np.dtype(name): number for number, name in _SCALARS.items()}
 _BLOCK_NAMES = {block.ggml: name for name, block in BLOCKS.items()}
-# `enum ggml_type` from 0 on, - where a number is free: an error can name what `blocks` lacks.
+# `enum ggml_type` from 0 on, "-" for a free number: errors can name types that `blocks` lacks.
 _GGML_TYPES = """
     F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS
     IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4
@@ -80,7 +80,7 @@ class _Cursor(Cursor):
         raise bad(self.path, found, f"{count} strings within it", DOWNLOAD)
 
     def value(self, key: str) -> Any:
-        """One metadata value; arrays of strings come undecoded, of numbers as views."""
+        """Reads a metadata value; arrays of strings stay undecoded, arrays of numbers are views."""
         kind = self.number("<I", f"the type of {key!r}")
         if kind == _STRING:
             return self.string(f"the value of {key!r}")
@@ -105,7 +105,7 @@ class _Cursor(Cursor):
 
 
 class _Metadata(collections.UserDict[str, Any]):
-    """Key-values of a header; arrays of strings become lists when first asked for."""
+    """Key-values of a header; arrays of strings are decoded to lists at first access."""
 
     def __init__(self, values: dict[str, Any], cursor: _Cursor):
         super().__init__()
@@ -131,17 +131,17 @@ class _Metadata(collections.UserDict[str, Any]):
 
 
 class _Shard(NamedTuple):
-    """One file: its bytes, key-values, and where in it each tensor starts."""
+    """One file: its bytes, its key-values, and the offset at which each tensor starts."""
 
     path: Path
     data: np.ndarray
     metadata: _Metadata
     tensors: dict[str, tuple[TensorInfo, int]]
-    cut: UserError | None  # what a file that ends too early raises
+    cut: UserError | None  # the error to raise if the file ends too early
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
-    """Numbers of tensors and of key-values."""
+    """Reads the numbers of tensors and of key-values."""
     path, magic = cursor.path, bytes(cursor.data[:4])
     if magic != _MAGIC:
         found = f"a file that starts with {magic!r}" if magic else "an empty file"
@@ -175,7 +175,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> _Metadata:
 
 
 def _read_entry(cursor: _Cursor, index: int) -> tuple[TensorInfo, int]:
-    """One tensor and its offset from the start of the data."""
+    """Reads one tensor's entry and its offset from the start of the data."""
     path, name = cursor.path, cursor.string(f"the name of tensor {index}")
     dims = cursor.number("<I", f"the rank of {name!r}")
     if dims > _MAX_DIMS:
@@ -232,7 +232,7 @@ def _sibling_paths(path: Path, count: int) -> tuple[Path, ...]:
     if missing := [name for name in names if not path.with_name(name).is_file()]:
         listed = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         raise MissingFileError(
-            f"{path}: found one of {count} shards without {listed} beside it; expected all "
+            f"{path}: found one of {count} shards without {listed} next to it; expected all "
             f"{count}. Download the missing files into {path.parent}."
         )
     return paths
@@ -275,7 +275,7 @@ class GGUFTable(TensorTable):
         if whole and self.cut:
             raise self.cut
         self.paths = tuple(shard.path for shard in shards)
-        self.metadata = shards[0].metadata  # lists of strings are decoded when asked for
+        self.metadata = shards[0].metadata  # lists of strings are decoded at first access
         self._tensors: dict[str, tuple[TensorInfo, np.ndarray]] = {}
         self._starts: dict[str, int] = {}
         for shard in shards:
@@ -287,7 +287,7 @@ class GGUFTable(TensorTable):
                 self._starts[name] = start
 
     def start(self, name: str) -> int:
-        """Where the tensor's data starts, in bytes from the start of the file that holds it."""
+        """Offset of the tensor's data, in bytes from the start of the file that holds it."""
         return self._starts[name]
 
 
@@ -297,7 +297,7 @@ def _pack_string(text: str) -> bytes:
 
 
 def _as_array(value: object) -> np.ndarray:
-    """Numbers in the type they are written with; NumPy arrays keep their own."""
+    """Converts numbers to the type that is written; NumPy arrays keep their dtype."""
     array = np.asarray(value)
     if isinstance(value, np.ndarray) or array.dtype.kind not in "iuf":
         return array
@@ -337,12 +337,12 @@ def write_gguf(
     metadata: Mapping[str, Any],
     tensors: Iterable[TensorToWrite],
 ) -> None:
-    """Writes a GGUF v3 file; nothing appears under `path` before all of it is on the disk.
+    """Writes a GGUF v3 file; `path` appears once all of it is on the disk.
 
-    `tensors` are (name, block type, row-major shape, data): the uint8 bytes in any shape, or a
-    function that returns them or their successive chunks, called when its turn comes, so that no
-    more than one need exist. Raises `UserError` for a value GGUF cannot hold and for data of
-    another size than its shape has.
+    `tensors` are (name, block type, row-major shape, data): uint8 bytes in any shape, or a
+    function that returns them or their successive chunks. Functions are called one after another,
+    so that one tensor at a time is in memory. Raises `UserError` for a value GGUF cannot hold and
+    for data whose size differs from what its shape and type say.
     """
     path, tensors = Path(path), list(tensors)
     alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))

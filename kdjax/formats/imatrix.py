@@ -1,4 +1,4 @@
-"""Importance matrices of llama.cpp: of each input of a matrix the mean square over a text.
+"""Importance matrices of llama.cpp: the mean square of each input of a matrix over a text.
 
 Both forms are read, the first is written: GGUF, with `NAME.in_sum2` and `NAME.counts` for a matrix,
 and the older binary one (https://github.com/ggml-org/llama.cpp, tools/imatrix and tools/quantize).
@@ -22,9 +22,9 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
 def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """float32 `[matrices, inputs]` by the tensor's name in GGUF; of experts a row each.
+    """Reads float32 `[matrices, inputs]` by the tensor's name in GGUF; each expert has a row.
 
-    Raises `UserError` for a file that is none of both forms, and for numbers below 0 or not finite.
+    Raises `UserError` for a file of neither form, and for numbers below 0 or not finite.
     """
     path = Path(path)
     with _open(path) as file:
@@ -42,7 +42,7 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def hash_importance(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of such a file's bytes; raises `MissingFileError` where there is none."""
+    """SHA-256 of an importance file's bytes; raises `MissingFileError` if there is no such file."""
     with _open(Path(path)) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -66,7 +66,8 @@ def _read_gguf(path: Path) -> dict[str, np.ndarray]:
         if types != {"F32"} or size % each:
             raise UserError(
                 f"{path}: found {size} sums of {matrix} and {each} counts in "
-                f"{', '.join(sorted(types))}; expected F32, of each count as many. Make it again."
+                f"{', '.join(sorted(types))}; expected F32 and "
+                "equally many sums for each count. Make it again."
             )
         sums, counts = (table.raw(matrix + part).view("<f4") for part in (_SUMS, _COUNTS))
         counts = np.maximum(counts.reshape(-1, 1), 1)

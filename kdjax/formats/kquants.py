@@ -4,16 +4,15 @@
 both out as `blocks.split` does. Scales hold the inverse that `quantize` multiplies by, so that the
 integers of given scales are the same on every backend: one product, rounded once.
 
-A block of 256 holds groups (eight of 32, or sixteen of 16), each with an integer scale of its own
-beside a float16 scale of the whole block; one of Q4_0, Q5_0 and IQ4_NL is a group of 32. Taking the
-step from a group's largest value alone would waste a tenth of the precision; so each group tries
-several steps, fits scale and minimum by least squares to the integers that each gives, and keeps
-the best. The candidates are those of llama.cpp (`make_qkx2_quants`, `make_qx_quants`,
-`quantize_row_iq4_nl_impl` in ggml-quants.c), fewer for Q4_0 and Q5_0, for which it searches with an
-importance matrix only. It weighs errors by the size of the element, and so do these two here. In
-the others they count alike, so that what is minimised is the mean squared error. With an
-importance, of llama.cpp's imatrix, each error counts that many times more, and scales of groups are
-improved by turns, as those of Q2_K and Q3_K always are.
+A block of 256 has groups (eight of 32, or sixteen of 16). Each group has an integer scale, and the
+block a float16 scale; a block of Q4_0, Q5_0 and IQ4_NL is one group of 32. A step taken from a
+group's largest value alone would waste a tenth of the precision. Therefore each group tries several
+steps, fits scale and minimum by least squares to the integers of each step, and keeps the best. The
+candidates are llama.cpp's (`make_qkx2_quants`, `make_qx_quants`, `quantize_row_iq4_nl_impl` in
+ggml-quants.c), fewer for Q4_0 and Q5_0, for which llama.cpp searches with an importance matrix
+only. Q4_0 and Q5_0 weight errors by the size of the element, as llama.cpp does; the other types
+minimise the plain mean squared error. An importance (llama.cpp's imatrix) multiplies each squared
+error, and scales of groups are then improved in alternation, as for Q2_K and Q3_K in any case.
 
 Q8_0, Q5_1 and MXFP4 take their scale from the largest value, as `quantize_row_*_ref` does.
 """
@@ -31,7 +30,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from kdjax.formats.codebooks import IQ4, MXFP4
 
 _HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
-# Below it float32 has no inverse; the scale would be 0 in float16 anyway.
+# Smaller scales have no inverse in float32; they would be 0 in float16 anyway.
 _LEAST = 1e-37
 
 # Of blocks: words uint16 [...], integers and inverses [..., groups]; the inverses come last.
@@ -46,31 +45,31 @@ class Encoder(NamedTuple):
     quantize: Callable[[Array, Scales], Array]  # integers uint8 [..., elements], as stored
     pack: Callable[[Scales, Array], tuple[Array, ...]]  # the fields of `blocks.split`
     most: float  # the largest size of a value that the type can hold
-    # How far a number between two levels is from the nearer one at most, in steps.
+    # The largest distance of a number to its nearest level, in steps.
     reach: float = 0.5
 
 
 def _divide(a: Array, b: Array) -> Array:
-    """a / b, 0 where b is not above 0."""
+    """Divides a by b; 0 where b is not above 0."""
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
 def _inverse(scale: Array) -> Array:
-    """1 / scale, 0 where that is too small to have one."""
+    """Inverts a scale; 0 where the scale is too small for an inverse."""
     fine = jnp.abs(scale) > _LEAST
     return jnp.where(fine, 1 / jnp.where(fine, scale, 1), 0)
 
 
 def _word(value: Array) -> Array:
-    """float16 bits, uint16: the nearest, or, where precision ends, the least of no smaller size.
+    """float16 bits, uint16: the nearest number; for subnormals the next one of no smaller size.
 
-    The nearest subnormal may be 0, or leave a group beyond the range of its scale. Elsewhere the
-    nearest it must be: numbers that were decoded from blocks find their old scale again.
+    The nearest subnormal may be 0, or leave a group outside the range of its scale. Other numbers
+    must round to nearest, so that numbers decoded from blocks get their old scale again.
     """
     value = jnp.clip(value, -_HALF_MAX, _HALF_MAX)
     word = lax.bitcast_convert_type(value.astype(jnp.float16), jnp.uint16)
     size = jnp.abs(_half(word))
-    # Less the last bits, in which two ways to the same number may differ.
+    # Drops the last bits, in which two ways to compute a number may differ.
     low = (size < jnp.abs(value) * (1 - 2.0**-20)) & (size < _HALF_NORMAL)
     return jnp.where(low, word + jnp.uint16(1), word)
 
@@ -100,7 +99,7 @@ def _flat(x: Array) -> Array:
 
 
 def _first_extreme(x: Array) -> Array:
-    """The element of the largest size along the last axis, the first of several, `[..., 1]`."""
+    """The element of largest size along the last axis, `[..., 1]`; the first of equal ones."""
     return jnp.take_along_axis(x, jnp.argmax(jnp.abs(x), axis=-1, keepdims=True), axis=-1)
 
 
@@ -127,10 +126,11 @@ def fit_affine(
     weights: Float32[Array, "... k"] | None = None,
     cuts: Sequence[float] = (),
 ) -> tuple[Array, Array]:
-    """Scale and offset, float32 `[..., 1]`, neither below 0, for x ~ scale * q - offset.
+    """Fits scale and offset, float32 `[..., 1]`, neither below 0, for x ~ scale * q - offset.
 
-    q runs from 0 to `top`; `steps` lists how many of them the range of x is divided into, each
-    also with the shares `cuts` of its lower end cut off. `weights` are those of squared errors.
+    q runs from 0 to `top`. `steps` lists numbers of steps to divide the range of x into; each is
+    tried again with the shares `cuts` of the range's lower end cut off. `weights` multiply the
+    squared errors.
     """
     w = jnp.ones_like(x) if weights is None else weights
     low = jnp.minimum(jnp.min(x, axis=-1, keepdims=True), 0)
@@ -144,7 +144,7 @@ def fit_affine(
         sum_q, sum_qq, sum_yq = _sum(w * q), _sum(w * q * q), _sum(w * y * q)
         fit = _divide(total * sum_yq - sum_y * sum_q, total * sum_qq - sum_q * sum_q)
         shift = _divide(sum_y - fit * sum_q, total)
-        # The format has no offset that lifts: where the fit wants one, it goes through 0.
+        # The format has no offset below 0: where the fit needs one, it goes through 0.
         lifts = shift + low > 0
         fit = jnp.where(lifts, _divide(sum_yq + low * sum_q, sum_qq), fit)
         shift = jnp.where(lifts, -low, shift)
@@ -163,10 +163,10 @@ def _fit_levels(
     levels: Callable[[Array, Array], Array],
     weights: Array | None = None,
 ) -> Array:
-    """Scale `[..., 1]` of either sign, for x ~ scale * level.
+    """Fits a scale `[..., 1]` of either sign, for x ~ scale * level.
 
-    `levels` returns those nearest to x times the inverse of a scale. Each of `steps` is tried as
-    the level of the largest element. `weights` weigh the errors.
+    `levels` returns the levels nearest to x times the inverse of a scale. Each of `steps` is tried
+    as the level of the largest element. `weights` multiply the squared errors.
     """
     w = jnp.ones_like(x) if weights is None else weights
     inverse = _inverse(_first_extreme(x))
@@ -175,19 +175,19 @@ def _fit_levels(
         q = levels(x, step * inverse)
         sum_xq = _sum(w * x * q)
         fit = _divide(sum_xq, _sum(w * q * q))
-        return -fit * sum_xq, fit  # the squared error, less the sum of x * x
+        return -fit * sum_xq, fit  # the squared error minus the sum of x * x
 
     first = jnp.full(inverse.shape, jnp.inf), jnp.zeros_like(inverse)
     return _keep_best(steps, first, attempt)[1]
 
 
 def _fit_whole(x: Array, half: int, steps: Sequence[float], weights: Array | None = None) -> Array:
-    """The same for levels from -half to half - 1."""
+    """Fits a scale as `_fit_levels` does, for the integers from -half to half - 1."""
     return _fit_levels(x, steps, lambda x, inverse: _round(x, inverse, -half, half - 1), weights)
 
 
 def _stored_scales(scale: Array, top: int) -> tuple[Array, Array, Array]:
-    """A float16 word `[...]`, integers uint8 `[..., groups]` up to `top`, and their products."""
+    """Stores scales: a float16 word `[...]`, integers uint8 `[..., groups]`, and their products."""
     d = _word(jnp.max(scale, axis=-1) / top)
     exact = _half(d)[..., None]
     q = jnp.clip(jnp.rint(_divide(scale, exact)), 0, top)
@@ -195,9 +195,9 @@ def _stored_scales(scale: Array, top: int) -> tuple[Array, Array, Array]:
 
 
 def _signed_scales(scale: Array, half: int) -> tuple[Array, Array, Array]:
-    """A float16 word `[...]`, integers int8 from -half to half - 1 `[..., groups]`, and products.
+    """Stores scales: a float16 word `[...]`, integers int8 `[..., groups]`, and their products.
 
-    The largest scale becomes -half, the one end of the range that its other end lacks.
+    Integers run from -half to half - 1; the largest scale becomes -half, since half is missing.
     """
     d = _word(_first_extreme(scale)[..., 0] / -half)
     exact = _half(d)[..., None]
@@ -211,24 +211,24 @@ def _weigh(k: int, importance: Importance) -> Array | None:
 
 
 def _integers(x: Array, inverse: Array, low: int, high: int) -> Array:
-    """q - low, uint8 `[..., n]`, for the inverse of each group."""
+    """Computes q - low, uint8 `[..., n]`, with the inverse scale of each group."""
     k = x.shape[-1] // inverse.shape[-1]
     q = _round(_groups(x, k), inverse[..., None], low, high)
     return _flat((q - low).astype(jnp.uint8))
 
 
 def _shift(scales: Scales, k: int) -> Array:
-    """Shift of affine types before the product: float16 times an integer, exact."""
+    """Offset of affine types before the product: float16 times an integer, exact."""
     _, dmin, _, offsets, _ = scales
     offset = _half(dmin)[..., None] * offsets.astype(jnp.float32)
     return jnp.repeat(offset, k, axis=-1)
 
 
-# ---- laying out
+# ---- layout of bits
 
 
 def _pack_nibbles(q: Array, group: int) -> Array:
-    """uint8 below 16 to `[..., n / 2]`: of 2 * group elements the first half is low."""
+    """Packs uint8 below 16 to `[..., n / 2]`: of 2 * group elements the first half is low."""
     halves = q.reshape(*q.shape[:-1], -1, 2, group)
     return _flat(halves[..., 0, :] | (halves[..., 1, :] << 4))
 
@@ -241,7 +241,7 @@ def _gather_bits(q: Array, width: int) -> Array:
 
 
 def _top_bits(q: Array, bit: int) -> Array:
-    """Bytes `[..., 4]`, a little-endian word: bit i is that of element i of 32."""
+    """Bytes `[..., 4]`, a little-endian word: bit i belongs to element i of 32."""
     return _gather_bits(_groups((q >> bit) & 1, 8).swapaxes(-1, -2), 1)
 
 
@@ -256,10 +256,10 @@ def _pack_six_bits(scales: Array, offsets: Array) -> Array:
 # ---- the types
 
 
-# Neighbours that scale and minimum of a group are compared with, and how often.
+# Neighbours that a group's scale and minimum are compared with, and the number of rounds.
 _AROUND = np.array([(i, j) for i in (0, -1, 1) for j in (0, -1, 1)], np.float32)
 _ROUNDS = 3
-# Shares of a group's negative range that its levels may leave out, where little weight is there.
+# Shares of a group's negative range that its levels may leave out, if little weight lies there.
 _CUTS_16, _CUTS_32 = (0.2, 0.4, 0.6), (0.1, 0.2)
 
 
@@ -272,11 +272,11 @@ def _search_affine(
     steps: Sequence[float],
     cuts: Sequence[float],
 ) -> Scales:
-    """Scales and minimums of groups of `k`, whole numbers up to `most`, by turns.
+    """Searches scales and minimums of groups of `k`, integers up to `most`, in alternation.
 
-    Few levels of scales lose as much as the integers. After the search of each group alone its
-    scale and minimum are compared with their neighbours, and the block's two are fitted anew to
-    what was chosen.
+    Scales of few bits lose as much as the integers do. After each group is searched by itself,
+    its scale and minimum are compared with their neighbours, and the block's float16 scale and
+    minimum are fitted again to the chosen integers.
     """
     groups, w = _groups(x, k), _weigh(k, importance)
     scale, offset = fit_affine(groups, top, steps, w, cuts)
@@ -300,7 +300,7 @@ def _search_affine(
         first = jnp.full(s.shape, jnp.inf), s, m
         error, s, m = _keep_best(_AROUND, first, attempt)
         q = errors(d, dmin, s, m)[1]
-        # The two of the block by least squares: x ~ d * (s q) - dmin * m.
+        # The block's scale and minimum by least squares: x ~ d * (s q) - dmin * m.
         a, b = s * q, -jnp.broadcast_to(m, q.shape)
         aa, ab, bb, ax, bx = (
             jnp.sum(w * u * v, axis=(-2, -1))
@@ -362,7 +362,7 @@ def _pack_q2_k(scales: Scales, q: Array) -> tuple[Array, ...]:
 def _search_signed(
     x: Array, importance: Importance, half: int, most: int, steps: Sequence[float]
 ) -> Scales:
-    """Sixteen groups of 16 with a scale each, from -most to most - 1, improved by turns."""
+    """Sixteen groups of 16, each with a scale from -most to most - 1, improved in alternation."""
     groups, w = _groups(x, 16), _weigh(16, importance)
     scale = _fit_whole(groups, half, steps, w)
     w = jnp.ones_like(groups) if w is None else w
@@ -426,7 +426,7 @@ def _pack_q6_k(scales: Scales, q: Array) -> tuple[Array, ...]:
     return _pack_nibbles(q & 15, 64), _flat(high), bits, d
 
 
-# Nineteen steps, 0.1 apart, would take 0.05% off the error in twice the time.
+# Nineteen steps, 0.1 apart, would reduce the error by 0.05% in twice the time.
 _SIGNED_STEPS = tuple(-0.3 * np.arange(-3, 4))
 
 
@@ -434,18 +434,18 @@ def _signed(half: int) -> Encoder:
     """Q4_0 and Q5_0: a scale of either sign, and integers from -half to half - 1."""
 
     def lose(x: Array, d: Array, weights: Array) -> Array:
-        """Squared errors `[..., 1]` once stored with a scale of d, a float16 word."""
+        """Squared errors `[..., 1]` of blocks stored with the scale d, a float16 word."""
         scale = _half(d)
         return _sum(weights * jnp.square(_round(x, _inverse(scale), -half, half - 1) * scale - x))
 
     def fit(x: Array, importance: Importance) -> Scales:
-        # As llama.cpp weighs where all inputs matter alike: of Q4_0 files of a 0.5B, KL 6% less.
+        # llama.cpp's weights without an importance: they lower the KL of a 0.5B's Q4_0 file by 6%.
         squares = x * x
         weights = jnp.sqrt(squares + jnp.mean(squares, axis=-1, keepdims=True))
         plain = jnp.ones_like(x) if importance is None else importance
         steps = [-half + step for step in _SIGNED_STEPS]
         searched = _word(_fit_whole(x, half, steps, weights * plain))
-        # What `quantize_row_*_ref` takes, where the search loses more: the largest becomes -half.
+        # The scale of `quantize_row_*_ref`, if the search lost more: the largest becomes -half.
         nearest = (_first_extreme(x) / -half).astype(jnp.float16)
         nearest = lax.bitcast_convert_type(nearest, jnp.uint16)
         better = lose(x, searched, plain) < lose(x, nearest, plain)
@@ -462,18 +462,18 @@ def _signed(half: int) -> Encoder:
     return Encoder(fit, quantize, pack, _HALF_MAX * half)
 
 
-# The first whole number, of -127 to 127, that is nearer to a level than to the one before it.
+# For each level the first integer, from -127 to 127, that is nearer to it than to the one before.
 _BOUNDS = tuple(
     int(np.argmax(np.abs(np.arange(-128, 128)[:, None] - IQ4).argmin(axis=1) == place)) - 128
     for place in range(1, 16)
 )
-# What the largest element becomes, of its own sign or the other: the levels end at -127 and 113.
+# Levels tried for the largest element, of either sign: the levels end at -127 and 113.
 _IQ4_STEPS = (*map(float, range(-134, -119)), 113.0, 120.0, 127.0)
 _IQ4_REACH = 12.5  # levels are at most 25 apart
 
 
 def _places(x: Array, inverse: Array) -> Array:
-    """Where x times the inverse of its group's scale falls among the levels, uint8."""
+    """Index, uint8, of the level nearest to x times the inverse of its group's scale."""
     q = _round(x, inverse, -128, 127)
     return sum(((q >= bound).astype(jnp.uint8) for bound in _BOUNDS), jnp.zeros(q.shape, jnp.uint8))
 
@@ -509,7 +509,7 @@ def _pack_iq4_xs(scales: Scales, q: Array) -> tuple[Array, ...]:
     return d, upper, _pack_nibbles(unsigned & 15, 1), _pack_nibbles(q, 16)
 
 
-# A half, and what 127 steps lose to a float16 scale that is not the one they were counted in.
+# A half, and the error of 127 steps once their scale is rounded to float16.
 _INEXACT_REACH = 0.57
 
 
@@ -543,7 +543,7 @@ def _quantize_q5_1(x: Array, scales: Scales) -> Array:
     return jnp.clip(q, 0, 31).astype(jnp.uint8)
 
 
-# Half way between two numbers of FP4, doubled as in `codebooks.MXFP4`; halves go to the smaller.
+# Midpoints of neighbours in FP4, doubled as in `codebooks.MXFP4`; midpoints round down in size.
 _MXFP4_BOUNDS = tuple(float(x) for x in (MXFP4[:7] + MXFP4[1:8]) / 2)
 
 
@@ -560,7 +560,7 @@ def _power(exponent: Array) -> Array:
 
 
 def _quantize_mxfp4(x: Array, scales: Scales) -> Array:
-    # 2^(128 - exponent) in two factors, of which float32 has both.
+    # 2^(128 - exponent) as two factors that float32 can both represent.
     power = 128 - scales[0].astype(jnp.int32)
     half = power >> 1
     sizes = jnp.abs(x)
@@ -586,7 +586,7 @@ ENCODERS: dict[str, Encoder] = {
         _pack_q3_k,
         _HALF_MAX * 3 * 31,
     ),
-    # The whole range first: of candidates that lose equally little the first is taken.
+    # The full range first: of candidates with equal error the first is taken.
     "Q4_K": _affine(15, (15.0, *(15 + 0.1 * np.arange(-10, 11)))),
     "Q5_K": _affine(31, (31.0, *(31 + 0.1 * np.arange(-5, 11)))),
     "Q6_K": Encoder(
@@ -627,7 +627,7 @@ ENCODERS: dict[str, Encoder] = {
         2.0,
     ),
 }
-# An importance changes these: scales of the others are those of the largest value.
+# Types whose scales an importance changes; the others take theirs from the largest value.
 WEIGHED = ENCODERS.keys() - {"Q8_0", "Q5_1", "MXFP4"}
 
 
@@ -638,14 +638,14 @@ def _cast(dtype_name: str) -> jax.typing.DTypeLike | None:
 def fit_scales(
     x: Float32[Array, "*lead elements"], dtype_name: str, importance: Importance = None
 ) -> Scales:
-    """The scales that fit blocks best; none of a type that rounds each number alone."""
+    """Fits the scales of blocks; none for a type that rounds each number by itself."""
     return () if _cast(dtype_name) else ENCODERS[dtype_name].fit(x, importance)
 
 
 def quantize_blocks(
     x: Float32[Array, "*lead elements"], dtype_name: str, scales: Scales
 ) -> tuple[Array, ...]:
-    """The fields of blocks of these scales, as `blocks.split` returns them."""
+    """Makes the fields of blocks with these scales, as `blocks.split` returns them."""
     if cast := _cast(dtype_name):
         return (lax.bitcast_convert_type(x[..., 0].astype(cast), jnp.uint16),)
     encoder = ENCODERS[dtype_name]
@@ -671,13 +671,13 @@ def lies_beyond(
 def encode_blocks(
     x: Float32[Array, "blocks elements"], dtype_name: str, importance: Importance = None
 ) -> UInt8[Array, "blocks nbytes"]:
-    """The bytes of blocks, for the scales that fit best."""
+    """Makes the bytes of blocks, with the scales that fit best."""
     fields = quantize_blocks(x, dtype_name, fit_scales(x, dtype_name, importance))
     return join_fields(fields)
 
 
 def join_fields(fields: Sequence[Array]) -> UInt8[Array, "*lead nbytes"]:
-    """The bytes of blocks from their fields: what `blocks.split` takes apart."""
+    """Joins fields to the bytes of blocks: the inverse of `blocks.split`."""
     parts = [
         lax.bitcast_convert_type(field, jnp.uint8) if field.dtype == jnp.uint16 else field
         for field in fields

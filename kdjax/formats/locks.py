@@ -15,19 +15,19 @@ from kdjax.errors import UserError
 _log = logging.getLogger("kdjax")
 
 LOCK = ".lock"  # the name of a folder's lock file
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a disk without locks answers
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of a disk without locks
 
 
 class LockedError(UserError):
-    """Another process works there; the message says which."""
+    """Another process holds the lock; the message says which."""
 
 
 @contextlib.contextmanager
 def locking(path: Path, otherwise: str) -> Iterator[bool]:
     """Holds the lock file `path` for the block, and removes it afterwards.
 
-    Yields False where the disk knows no locks. Raises `LockedError`, naming the process that holds
-    it; `otherwise` says what to do instead of waiting for that one.
+    Yields False where the disk has no locks. Raises `LockedError` if another process holds the
+    lock, with its name and with `otherwise`, which says what to do instead of waiting.
     """
     descriptor = None
     while descriptor is None:
@@ -35,13 +35,13 @@ def locking(path: Path, otherwise: str) -> Iterator[bool]:
     try:
         yield held
     finally:
-        with contextlib.suppress(OSError):  # the folder may be gone, or not writable any more
+        with contextlib.suppress(OSError):  # the folder may be gone, or no longer writable
             path.unlink()
         os.close(descriptor)
 
 
 def _try_lock(path: Path, otherwise: str) -> tuple[int | None, bool]:
-    """The open file and whether it is locked; no file if its last holder removed it meanwhile."""
+    """Opens the file and tries to lock it; returns no file if its last holder has removed it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +65,7 @@ def _try_lock(path: Path, otherwise: str) -> tuple[int | None, bool]:
             os.close(descriptor)
             raise
         _log.warning(
-            "%s: its disk knows no locks (%s); two processes at once would damage what is there",
+            "%s: its disk has no locks (%s); two processes at once would damage what is there",
             path.parent,
             error.strerror,
         )
@@ -73,7 +73,7 @@ def _try_lock(path: Path, otherwise: str) -> tuple[int | None, bool]:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether that open file is the one that `path` names."""
+    """Whether `path` still names the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Which block type each tensor of a quantized model gets, as `llama-quantize` chooses them.
 
-Source: `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp, where a matrix of queries, keys
-and values counts as one of values (releases before March 2026 gave it Q5_K in Q4_K_M). Norms,
-biases and routers stay F32.
+Source: `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp, which treats a fused matrix of
+queries, keys and values as one of values (releases before March 2026 made it Q5_K in Q4_K_M).
+Norms, biases and routers stay F32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ def _mix_mxfp4(part: str, layer: int, layers: int, groups: int, experts: int) ->
 
 
 class Recipe(NamedTuple):
-    """Block types of matrices: most, those that get more bits, the output; `general.file_type`."""
+    """Block types: of most matrices, of the more exact ones, of the output; `general.file_type`."""
 
     base: str
     more: str
@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
     # More bits go to all value projections that four or more heads share, and to the first eighth
     # of down projections, in place of `gets_more_bits`.
     shared: bool = False
-    # The type of a part of a layer (`v`, `down`), in place of these rules; None: the base.
+    # Chooses the type of a part of a layer (`v`, `down`) in place of these rules; None: the base.
     mix: Callable[[str, int, int, int, int], str | None] | None = None
 
 
@@ -57,7 +57,7 @@ RECIPES: dict[str, Recipe] = {
 }
 _IN_QKV = (("attn", "q"), ("attn", "k"))
 _EXACT = ("router", "shared_gate", "conv", "log_rate", "shift")
-# What llama-quant.cpp takes for rows that are no whole K-blocks.
+# Types that llama-quant.cpp takes for rows that do not fill complete K-blocks.
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _FALLBACKS |= dict.fromkeys(("IQ4_XS", "Q3_K", "Q2_K"), "IQ4_NL")
 
@@ -69,7 +69,7 @@ def gets_more_bits(place: int, layers: int) -> bool:
 
 
 def fitting(dtype: str, width: int) -> str:
-    """The type, or what stands in for it where rows of `width` are no whole blocks of it."""
+    """The type, or its replacement if rows of `width` do not fill complete blocks of it."""
     for choice in (dtype, _FALLBACKS.get(dtype, "F16")):
         if width % BLOCKS[choice].elements == 0:
             return choice
@@ -90,16 +90,16 @@ def tensor_type(
 ) -> str:
     """Block type of the parameter at `path` of the tree, in `layer` of `layers` if it has layers.
 
-    `groups` heads share a value; `experts` are those of a layer; `fused` files keep queries, keys
-    and values as one matrix, as those of delta layers are. Norms, biases, routers and what fades
-    states get F32. A tied embedding is the output too, and gets the output's bits.
+    `groups` heads share a value; `experts` is their number in a layer; `fused` files store queries,
+    keys and values as one matrix, as delta layers do. Norms, biases, routers and the decays of
+    delta layers get F32. A tied embedding is also the output and gets the output's bits.
     """
     if path[-1] == "bias" or any(part.endswith("norm") or part in _EXACT for part in path):
         return "F32"
     part = "".join(path[2:3])
     if path[1:3] == ("delta", "qkv") or (fused and path[1:3] in _IN_QKV):
         part = "v"
-    if path[1:2] != ("mlp",) or part == "shared":  # matrices that are no stack of experts
+    if path[1:2] != ("mlp",) or part == "shared":  # matrices outside stacks of experts
         experts = 0
     part = path[3] if part == "shared" else part
     if path in (("embed",), ("head",)):
@@ -117,7 +117,7 @@ def tensor_type(
 
 
 def parts_by_type(types: Sequence[str]) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Each type with the layers that have it; None where all have one."""
+    """Groups layers by type: each type with its layers, None for all of them."""
     if len(set(types)) == 1:
         return [(types[0], None)]
     return [
@@ -127,7 +127,7 @@ def parts_by_type(types: Sequence[str]) -> list[tuple[str, tuple[int, ...] | Non
 
 
 def split_types(text: str) -> tuple[Recipe | None, dict[tuple[str, ...], str]]:
-    """`"q4_k_m,embed=Q8_0"` as a recipe, None without one, and types by the begin of a path.
+    """Parses `"q4_k_m,embed=Q8_0"`: the recipe, None without one, and types by prefix of a path.
 
     Raises `UserError` for an unknown recipe, and for a type without an encoder.
     """
@@ -136,7 +136,7 @@ def split_types(text: str) -> tuple[Recipe | None, dict[tuple[str, ...], str]]:
     if recipe is None and "=" not in first:
         raise UserError(
             f"found quantize={text!r}; expected a recipe ({', '.join(RECIPES)}), or types by the "
-            "begin of a parameter's name, such as blocks=Q4_0 or q4_k_m,embed=Q8_0."
+            "beginning of a parameter's name, such as blocks=Q4_0 or q4_k_m,embed=Q8_0."
         )
     types = {}
     for part in others if recipe else [first, *others]:
@@ -163,12 +163,12 @@ def choose_types(
     fused: bool = False,
     stacks: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Block types of the matrices of a tree, one a layer of those under `blocks`; F32 ones not.
+    """Chooses the block types of a tree's matrices, one for each stacked layer; leaves out F32.
 
-    `text` is as of `split_types`, the model's sizes as of `tensor_type`; `stacks` are the numbers
-    of the layers under each name, by default all under `blocks`. Raises `UserError` also for names
-    that no parameter begins with, for rows that are no whole blocks of the type that they are
-    given, and if nothing is left to round.
+    `text` is parsed by `split_types`; the model's sizes are as for `tensor_type`; `stacks` holds
+    the layers' numbers under each name, by default all under `blocks`. Raises `UserError` also for
+    names that no parameter begins with, for rows that do not fill complete blocks of their type,
+    and if nothing is left to round.
     """
     recipe, given = split_types(text)
     used: set[tuple[str, ...]] = set()
@@ -181,14 +181,14 @@ def choose_types(
         model |= dict(experts=experts, fused=fused)
         base = recipe or RECIPES["f32"]
         types = [tensor_type(base, path, i, shape[-1], **model) for i in numbers]
-        # A name is that of matrices: what lies beside them under it stays as numbers.
+        # A name selects matrices: other parameters under it stay as numbers.
         vector = tensor_type(RECIPES["f16"], path, 0, shape[-1], **model) == "F32"
         if matches and not vector:
             dtype = given[max(matches, key=len)]
             if shape[-1] % BLOCKS[dtype].elements:
                 raise UserError(
                     f"quantize={text!r}: found rows of {shape[-1]} in {'/'.join(path)}; expected "
-                    f"whole blocks of {BLOCKS[dtype].elements} for {dtype}. Name another type."
+                    f"complete blocks of {BLOCKS[dtype].elements} for {dtype}. Name another type."
                 )
             types = [dtype] * len(numbers)
         if set(types) != {"F32"}:

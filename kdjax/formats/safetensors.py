@@ -2,8 +2,8 @@
 
 Format: https://github.com/huggingface/safetensors#format; names of shards and index as Transformers
 writes and reads them. Files are written by the safetensors library. Headers are read here: a plan
-reads them of remote and of cut files, whose data is not there; a damaged one must be refused by the
-name of its tensor; and bytes are mapped, not copied.
+reads headers of remote and of truncated files, whose data is missing; an error must name the
+damaged tensor; and bytes are mapped, not copied.
 """
 
 import json
@@ -38,28 +38,28 @@ _MAX_DIMS = 8
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as PEFT names them
-SHARD_BYTES = 5_000_000_000  # as `save_pretrained` had it for years; a larger tensor has its own
+SHARD_BYTES = 5_000_000_000  # long the default of `save_pretrained`; a larger tensor is a shard
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
 _Tensors = dict[str, tuple[TensorInfo, np.ndarray]]  # bytes as uint8, flat
-_Opened = tuple[tuple[Path, ...], _Tensors, UserError | None]  # the last of a file that was cut
+_Opened = tuple[tuple[Path, ...], _Tensors, UserError | None]  # last: a truncated file's error
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder says that it is a model of Hugging Face's, or an adapter of PEFT's."""
+    """Whether a folder holds the config of a Hugging Face model or of a PEFT adapter."""
     return any((folder / name).is_file() for name in (_CONFIG, ADAPTER_CONFIG))
 
 
 def _are_counts(value: object) -> TypeGuard[list[int]]:
-    """A few numbers of 63 bits: Python would multiply any others, and refuse to print them."""
+    """Whether these are a few integers of 63 bits: products of larger ones cannot be printed."""
     if not isinstance(value, list) or len(value) > _MAX_DIMS:
         return False
     return all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _read_entry(path: Path, name: str, entry: object) -> tuple[TensorInfo, int]:
-    """One tensor and its offset in the data section."""
+    """Reads one tensor's entry and its offset in the data section."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
@@ -80,16 +80,16 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[TensorInfo, int]:
 
 
 def _read_file(path: Path, *, whole: bool) -> tuple[_Tensors, UserError | None]:
-    """All tensors of one file, as views into it, and what is wrong with a file that was cut.
+    """Maps all tensors of one file, and returns the error of a truncated file with them.
 
-    Raises that unless `whole` is False.
+    Raises that error unless `whole` is False.
     """
     data = map_file(path)
     size = data.size
     length = int.from_bytes(data[:8].tobytes(), "little")
     if size < 8 or length > size - 8:
         found = f"{size} bytes, with a header of {length}"
-        remedy = "The download was cut, or this is no safetensors file: download it again."
+        remedy = "The download was cut, or this is not a safetensors file: download it again."
         raise bad(path, found, "a safetensors file at least as long as its header", remedy)
     header = load_json(path, "a header", data[8 : 8 + length].tobytes())
     body = data[8 + length :]
@@ -107,13 +107,13 @@ def _read_file(path: Path, *, whole: bool) -> tuple[_Tensors, UserError | None]:
 
 
 def _read_index(index: Path, *, whole: bool) -> _Opened:
-    """Shards in the order of their names, and the tensors that the index lists."""
+    """Opens the shards in the order of their names, and the tensors that the index lists."""
     weight_map = load_json(index, "an index").get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and name == Path(name).name for name in weight_map.values()
     ):
         found = "no weight_map, or one that names other folders"
-        raise bad(index, found, "a weight_map from tensors to files beside it", DOWNLOAD)
+        raise bad(index, found, "a weight_map from tensors to files next to it", DOWNLOAD)
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise MissingFileError(
@@ -150,7 +150,7 @@ def _read_folder(folder: Path, *, whole: bool) -> _Opened:
 
 
 class ShapesTable(TensorTable):
-    """A `config.json` without weights: what a model would be, for one that starts at random."""
+    """A `config.json` without weights, for a model that starts from random ones."""
 
     def __init__(self, config: Path):
         self.paths = (config,)
@@ -173,20 +173,20 @@ class SafetensorsTable(TensorTable):
             self.paths, self._tensors, self.cut = _read_folder(path, whole=whole)
         elif _SHARD.fullmatch(path.name) and (folder / _INDEX).is_file():
             remedy = f"Pass the folder: {folder}."
-            raise bad(path, "one shard of several", "a whole checkpoint", remedy)
+            raise bad(path, "one shard of several", "a complete checkpoint", remedy)
         else:
             self.paths, (self._tensors, self.cut) = (path,), _read_file(path, whole=whole)
         config = folder / _CONFIG
         if not config.is_file():
             raise MissingFileError(
-                f"{config}: found no such file; expected the model's {_CONFIG} beside its weights. "
-                "Copy it from the model's page, or download the whole folder."
+                f"{config}: found no such file; expected the model's {_CONFIG} next to its "
+                "weights. Copy it from the model's page, or download the full folder."
             )
         self.metadata = load_json(config, "a file")
 
 
 class PeftTable(TensorTable):
-    """An adapter's folder as PEFT saves it: `adapter_config.json` is its metadata; headers only.
+    """An adapter's folder as PEFT saves it; `adapter_config.json` is its metadata; headers only.
 
     Raises `MissingFileError` without `adapter_model.safetensors`, `UserError` for damaged files.
     """
@@ -195,7 +195,7 @@ class PeftTable(TensorTable):
         path = folder / ADAPTER
         if not path.is_file():
             raise MissingFileError(
-                f"{folder}: found an {ADAPTER_CONFIG} without {ADAPTER}; expected it beside. Save "
+                f"{folder}: found an {ADAPTER_CONFIG} without {ADAPTER}; expected both. Save "
                 "the adapter again with PEFT's save_pretrained, which writes safetensors."
             )
         self.paths, (self._tensors, self.cut) = (path,), _read_file(path, whole=True)
@@ -208,10 +208,11 @@ def _nbytes(tensor: TensorToWrite) -> int:
 
 
 def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
-    """Writes one file; nothing appears under `path` before all of it is on the disk.
+    """Writes one file; `path` appears once all of it is on the disk.
 
-    `tensors` as `gguf.write_gguf` takes them, of types F32, F16 and BF16; all of one file are in
-    memory while it is written. Raises `UserError` for data of another size than its shape has.
+    `tensors` as `gguf.write_gguf` takes them, of types F32, F16 and BF16; all tensors of a
+    file are in memory while it is written. Raises `UserError` for data whose size differs from what
+    its shape and type say.
     """
     arrays = {}
     for tensor in counted(list(tensors), "tensors taken"):
@@ -230,7 +231,7 @@ def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
             if number is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1])), file.name) from error
-        # The library put a file of its own there, which only its owner may read.
+        # The library has replaced the file by one that only its owner may read.
         with open(file.name, "rb") as written:
             os.fchmod(written.fileno(), mode)
             os.fsync(written.fileno())

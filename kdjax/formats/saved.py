@@ -1,7 +1,7 @@
-"""Reads what a run saved: its steps, its records, the student's parameters as a tensor table.
+"""Reads saved runs: steps, records, and the student's parameters as a tensor table.
 
-A step lies in `workdir/checkpoints/<step>`: Orbax's tree under `state`, JSON under `run`, in which
-every array has its checksum. Nothing here writes or deletes.
+A step lies in `workdir/checkpoints/<step>`: Orbax's tree under `state`, JSON under `run`, which
+has a checksum of every array. Nothing here writes or deletes.
 """
 
 import contextlib
@@ -28,26 +28,26 @@ from kdjax.formats.table import TensorInfo, TensorTable
 
 CHECKPOINTS = "checkpoints"  # the folder of the steps, in a workdir
 RECEIPT = "receipt.json"
-FORM = "form"  # of a rounded student, in `run`: what its types were chosen by, and the types
-LORA = "lora"  # in it, of a student with adapters: their size and their matrices
-BLOCK = "block"  # in it, of the block that drafts, trained alone: true
-BEST = "best"  # in `run`: which saved step was the best so far, by which held-out figure
-CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays, and of all else in `run`
-_PARAMS = "params/"  # before the names of the student's parameters
-_SCALES = "kept/"  # before those of its scales, if it is rounded
-Layers = tuple[int, ...] | None  # of a stack; None for all
+FORM = "form"  # in `run`, of a rounded student: its block types, and the text that chose them
+LORA = "lora"  # in `run`, of a student with adapters: their rank and matrices
+BLOCK = "block"  # in `run`, of a block that drafts, trained alone: true
+BEST = "best"  # in `run`: the best step so far, and the held-out figure that chose it
+CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays; of everything else in `run`
+_PARAMS = "params/"  # prefix of the student's parameters
+_SCALES = "kept/"  # prefix of a rounded student's scales
+Layers = tuple[int, ...] | None  # numbers of layers in a stack; None for all
 _SHOWN = 3  # arrays that a message names
-_END = 80  # characters of what a library says, at its beginning and at its end
+_END = 80  # characters of a library's message that are shown of its beginning and of its end
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def step_folder(workdir: Path, step: int) -> Any:
-    """The folder of a step, resolved: Orbax takes no relative path."""
+    """Folder of a step, as an absolute path: Orbax takes no relative one."""
     return (workdir / CHECKPOINTS / str(step)).resolve()
 
 
 def saved_steps(workdir: Path) -> list[int]:
-    """The complete steps under `workdir`, in order; touches nothing, unlike Orbax's manager."""
+    """Lists the complete steps under `workdir`; changes nothing, unlike Orbax's manager."""
     return sorted(int(p.name) for p in (workdir / CHECKPOINTS).glob("*") if p.name.isdigit())
 
 
@@ -60,13 +60,13 @@ class Best(NamedTuple):
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Best | None":
-        """Reads a saved step's record; None where a version chose none."""
+        """Reads a saved step's record; None if it names no best step (older versions)."""
         saved = record.get(BEST)
         return saved and cls(saved["step"], saved["name"], saved["value"])
 
     @property
     def record(self) -> dict[str, Any]:
-        """Record of it in a saved step."""
+        """The record that a saved step holds."""
         return {BEST: self._asdict()}
 
 
@@ -78,7 +78,7 @@ class DamagedError(CheckError):
             f"{folder} is damaged: {problem}. Name an older step; the command that trained goes on "
             "from the newest intact one."
         )
-        self.problem, self.details = problem, details  # one line, and all that a library said
+        self.problem, self.details = problem, details  # one line, and a library's full message
 
 
 @contextlib.contextmanager
@@ -89,45 +89,45 @@ def reading(folder: Path, part: str) -> Iterator[None]:
     except (DamagedError, PermissionError, MemoryError):
         raise
     except Exception as error:
-        said = str(error).partition(" [")[0].partition("\n")[0]  # less TensorStore's own details
+        said = str(error).partition(" [")[0].partition("\n")[0]  # without TensorStore's details
         said = said.replace(f"{folder}/", "")
-        if len(said) > 2 * _END:  # what was read, and why it could not be
+        if len(said) > 2 * _END:  # its beginning says what was read, its end why that failed
             said = f"{said[:_END]} ... {said[-_END:]}"
         problem = f"{part} cannot be read ({type(error).__name__}: {said})"
         raise DamagedError(folder, problem, str(error)) from error
 
 
 def saved_run(workdir: Path, step: int) -> dict[str, Any]:
-    """Reads `run` as `training.saving.Checkpoints.save` was given it, and the arrays' checksums.
+    """Reads `run` as passed to `training.saving.Checkpoints.save`, and the arrays' checksums.
 
-    Raises `DamagedError` if it is not as it was saved.
+    Raises `DamagedError` if it differs from what was saved.
     """
     folder = step_folder(workdir, step)
     with reading(folder, "run/metadata"):
         record = dict(ocp.JsonCheckpointHandler().restore(folder / "run"))
-        saved = record.pop(DIGEST, None)  # absent from steps of versions that saved none
+        saved = record.pop(DIGEST, None)  # absent from steps of older versions
         if saved not in (None, record_digest(record)):
             raise DamagedError(folder, "run/metadata holds other values than were saved")
     return record
 
 
 def find_best(workdir: Path) -> Best | None:
-    """The best step of those that are there, as the newest says; None if it says none."""
+    """The best step as the newest one records it; None without a record, or if it is deleted."""
     steps = saved_steps(workdir)
     best = Best.read(saved_run(workdir, steps[-1])) if steps else None
     return best if best and best.step in steps else None
 
 
 def record_digest(record: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of what JSON makes of a record."""
+    """SHA-256, in hex, of a record as JSON."""
     plain = json.loads(json.dumps(record))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def find_damage(workdir: Path, step: int) -> DamagedError | None:
-    """Finds what is wrong with a saved step, None if nothing; reads all of it, an array at a time.
+    """Checks a saved step, reading all of it, an array at a time; returns the error, None if none.
 
-    Steps of versions that saved no checksums are only read.
+    Steps of older versions have no checksums and are only read.
     """
     folder = step_folder(workdir, step)
     try:
@@ -147,10 +147,10 @@ def find_damage(workdir: Path, step: int) -> DamagedError | None:
 
 
 def _open(folder: Path, name: str) -> ts.TensorStore:
-    """One array of the state, as Orbax stores it: its shape and type, nothing read.
+    """Opens one array of the state as Orbax stores it: its shape and type; reads no data.
 
-    By TensorStore: Orbax opens all arrays at once, and if some cannot be read, each of the others
-    prints a traceback of its own.
+    Uses TensorStore, since Orbax opens all arrays at once, and if some cannot be read, prints a
+    traceback for each of the others.
     """
     place = {"driver": "ocdbt", "base": f"file://{folder}/state/", "path": name.replace("/", ".")}
     with reading(folder, f"state: {name}"):
@@ -164,16 +164,16 @@ def _read(folder: Path, name: str) -> np.ndarray:
 
 
 def _listed_names(folder: Path) -> set[str]:
-    """Arrays of the tree as Orbax lists them, beside places that hold none.
+    """Names of the tree's arrays as Orbax lists them, without places that hold none.
 
-    Its other list is read as well: Orbax reads that one while it reads arrays.
+    Checks its second list too: Orbax reads that list while it reads arrays.
     """
     state = folder / "state"
     for path in (state / "array_metadatas").glob("process_*"):
         with reading(folder, str(path.relative_to(folder))):
             for entry in json.loads(path.read_bytes())["array_metadatas"]:
                 for field in ("param_name", "write_shape", "chunk_shape"):
-                    entry["array_metadata"][field]  # raises if it is not there
+                    entry["array_metadata"][field]  # raises if it is missing
     with reading(folder, "state/_METADATA"):
         entries = json.loads((state / "_METADATA").read_bytes())["tree_metadata"]
         return {
@@ -184,7 +184,7 @@ def _listed_names(folder: Path) -> set[str]:
 
 
 def _open_tree(folder: Any) -> None:
-    """Opens the state as a run would, and reads one array of it."""
+    """Opens the state as a run does, and reads one of its arrays."""
     with reading(folder, "state"):
         handler = ocp.PyTreeCheckpointHandler()
         metadata: Any = handler.metadata(folder / "state")
@@ -203,9 +203,9 @@ def array_name(path: Any) -> str:
 
 
 def read_receipt(workdir: Path) -> dict[str, Any] | None:
-    """The run's `receipt.json`; None without one, empty if it is no object.
+    """Reads the run's `receipt.json`; None without the file, empty if it holds no object.
 
-    Raises `ValueError` if it is no JSON.
+    Raises `ValueError` if it is not JSON.
     """
     try:
         receipt = json.loads((workdir / RECEIPT).read_text(encoding="utf-8"))
@@ -215,14 +215,14 @@ def read_receipt(workdir: Path) -> dict[str, Any] | None:
 
 
 def resolve_path(receipt: Mapping[str, Any], path: str) -> str:
-    """A path of a receipt's config, from the folder that the run was started in."""
+    """Resolves a path of a receipt's config from the folder that the run was started in."""
     return os.path.join(receipt.get("cwd") or ".", os.path.expanduser(path))
 
 
 def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The student's parameters as saved, by name (`blocks/attn/q/weight`), in order of names.
+    """Yields the student's saved parameters, by name (`blocks/attn/q/weight`), in order of names.
 
-    Each is read to the host when its turn comes: no device memory, and no two of them at once.
+    Each is read to the host when it is yielded: one at a time, and no device memory.
     """
     table = SavedTable(workdir, step)
     return ((name, table.array(name)) for name in table)
@@ -256,13 +256,13 @@ class SavedTable(TensorTable):
         return array
 
     def array(self, name: str) -> np.ndarray:
-        """The masters, read from the disk at each call; `DamagedError` for others than saved."""
+        """Reads masters from the disk at each call; raises `DamagedError` if a checksum differs."""
         return self._checked(_PARAMS + name)
 
     def blocks(self, name: str) -> list[tuple[str, Layers, tuple[np.ndarray, ...]]]:
         """Fields of a rounded matrix's blocks, by type and layers; empty for other parameters.
 
-        They are those of the scales that were saved, which the step saw.
+        The blocks use the saved scales, as the training step did.
         """
         types = self.form.get("types", {}).get(name)
         if types is None:
@@ -276,7 +276,7 @@ class SavedTable(TensorTable):
         return found
 
     def numbers(self, name: str) -> np.ndarray:
-        """Numbers that the forward pass computed with; the rounded ones of a rounded student."""
+        """Numbers that the forward pass computed with; for a rounded student the rounded ones."""
         array = self.array(name)
         for dtype, layers, fields in self.blocks(name):
             at = slice(None) if layers is None else list(layers)
@@ -284,7 +284,7 @@ class SavedTable(TensorTable):
         return array
 
     def read_tree(self) -> dict[str, Any]:
-        """All masters as the tree that was saved: nested dicts of arrays on the host."""
+        """Reads all masters as the saved tree: nested dicts of arrays on the host."""
         return unflatten_dict({name: self.array(name) for name in self}, sep="/")
 
     def raw(self, name: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from kdjax.formats.blocks import row_bytes
 
 
 class TensorInfo(NamedTuple):
-    """A checkpoint's entry of one tensor, known before any byte of it is read."""
+    """A checkpoint's entry of one tensor, known before its data is read."""
 
     name: str
     shape: tuple[int, ...]  # row-major, as in NumPy: a projection is (out, in)
@@ -22,13 +22,13 @@ class TensorInfo(NamedTuple):
 class TensorTable:
     """Tensors of a checkpoint, by name; opening one reads headers only.
 
-    A subclass fills the fields in when it opens its file: of each tensor its `TensorInfo` and a
-    flat view of its bytes.
+    A subclass fills in the fields when it opens its file: each tensor's `TensorInfo` and a flat
+    view of its bytes.
     """
 
-    paths: tuple[Path, ...]  # that hold the data, in order; their bytes identify the checkpoint
+    paths: tuple[Path, ...]  # files with the data, in order; their bytes identify the checkpoint
     metadata: Mapping[str, Any]  # GGUF key-values, or the Hugging Face `config.json`
-    # What opening the file as a whole one would raise, for one opened by its header alone.
+    # The error that opening the complete file would raise, if it was opened by its header alone.
     cut: UserError | None = None
     _tensors: Mapping[str, tuple[Any, ...]]
 
@@ -46,15 +46,15 @@ class TensorTable:
         return self._tensors[name][0]
 
     def holds(self, name: str) -> bool:
-        """Whether the tensor's bytes are there, which a file that was cut may lack."""
+        """Whether the tensor's bytes are there; a truncated file may lack them."""
         info, *data = self._tensors[name]
         return not data or data[0].size == info.nbytes
 
     def raw(self, name: str) -> np.ndarray:
         """Read-only uint8 `shape[:-1] + (row_bytes,)`, which `blocks.decode` turns into numbers.
 
-        A zero-copy view into the memory-mapped file; of a 0-d tensor `(itemsize,)`. Raises
-        `UserError` for a tensor that a file opened by its header does not hold.
+        A zero-copy view into the memory-mapped file; for a 0-d tensor `(itemsize,)`. Raises
+        `UserError` for a tensor whose data a truncated file lacks.
         """
         info, data = self._tensors[name]
         if self.cut and not self.holds(name):

@@ -1,7 +1,7 @@
-"""Reads an `.apr` file's description of its model into the words of the rest of kdjax.
+"""Translates an `.apr` file's description of its model into the names that kdjax reads.
 
-Tensors have Hugging Face's names there, so the architecture is told in those of `config.json`; the
-tokenizer in those of GGUF, which has the same parts.
+Its tensors have Hugging Face's names, so the architecture gets the names of `config.json`; the
+tokenizer gets those of GGUF, which has the same parts.
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 from kdjax.formats.files import bad, load_json
 from kdjax.formats.table import TensorInfo
 
-# The key under which `scripts/apr/convert.py` keeps what it needs to restore a GGUF file.
+# The key under which `scripts/apr/convert.py` stores what it needs to restore a GGUF file.
 GGUF_KEY = "kdjax.gguf"
-# Entries of config.json for which `.apr` files have no name: those of one family alone.
+# Entries of config.json for which `.apr` files have no name: each belongs to one family.
 OWN_KEY = "kdjax.config"
 # Numbers of the architecture: `.apr` name -> name in config.json.
 INTEGERS = {
@@ -44,8 +44,8 @@ TOKENIZER = {
     "chat_template": "tokenizer.chat_template",
 }
 NEOX = 2  # rope_type: halves of a head rotate, as in Hugging Face's layout
-ROPE_TYPE = "apr.rope_type"  # an entry beside those of config.json: the file's rope_type
-_REMEDY = "Put the model's config.json beside the file."
+ROPE_TYPE = "apr.rope_type"  # an entry added to those of config.json: the file's rope_type
+_REMEDY = "Put the model's config.json next to the file."
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
@@ -97,7 +97,7 @@ def _are_ids(value: object) -> bool:
 def _are_strings(value: object) -> TypeGuard[list[str]]:
     if not isinstance(value, list) or not all(type(item) is str for item in value):
         return False
-    # JSON can spell halves of surrogate pairs, which are no text.
+    # JSON can spell halves of surrogate pairs, which are not text.
     try:
         return "".join(value).encode() is not None
     except UnicodeEncodeError:
@@ -131,7 +131,7 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _read_value(path: Path, stored: Mapping[str, Any], key: str) -> Any:
-    """The value of a known key, or None where it is missing; raises `UserError` if malformed."""
+    """Reads the value of a known key, None if it is missing; raises `UserError` if malformed."""
     value = stored.get(key)
     # Some writers put the architecture under names like "model.hidden_size".
     value = stored.get(f"model.{key}") if value is None else value
@@ -143,7 +143,7 @@ def _read_value(path: Path, stored: Mapping[str, Any], key: str) -> Any:
 
 
 def _architecture(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the architecture that the file itself states, by the names of config.json."""
+    """Reads the architecture that the file states, under the names of config.json."""
     config = {INTEGERS[key]: _read_value(path, stored, key) for key in INTEGERS}
     others = (*_REALS, *_SWITCHES, "rope_scaling", "hidden_act")
     config |= {key: _read_value(path, stored, key) for key in others}
@@ -178,10 +178,10 @@ def _tokenizer(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
 def as_config(
     path: Path, stored: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
-    """The model's `config.json` and tokenizer, from the metadata and a `config.json` beside it.
+    """Reads the model's config and tokenizer from the metadata and a `config.json` next to it.
 
-    `config.json` wins where both speak, except of a file that was a GGUF file, which says all.
-    Raises `UserError` for malformed values, and where neither has what fixes the architecture.
+    `config.json` wins where both have a value, except for a file made from GGUF, which is complete.
+    Raises `UserError` for malformed values, and if both lack a part of the architecture.
     """
     config = _architecture(path, stored)
     if "model.embed_tokens.weight" in tensors:
@@ -193,11 +193,11 @@ def as_config(
         beside = load_json(sibling, "a file")
         config |= {key: value for key, value in beside.items() if value is not None}
     else:
-        required += _REALS  # config.json may leave these to the family's defaults
+        required += _REALS  # config.json may omit these: the family has defaults
     if missing := [key for key in required if key not in config]:
         found = f"metadata without {', '.join(missing)}, and no {sibling.name} that has them"
         raise bad(path, found, "the model's architecture in one of the two", _REMEDY)
-    # Both are config.json's to say; a file on its own says them by the tensors it has.
+    # config.json decides both; without one the file's tensors do.
     config.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
     config.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in tensors)
     return config | _tokenizer(path, stored)

@@ -5,10 +5,10 @@ All numbers are little-endian, and every section and tensor starts at a multiple
     header    64 bytes: `_HEADER`
     metadata  a JSON object, see `apr_metadata`
     index     an entry a tensor, sorted by name: name, type, shape, place and size of its data
-    data      each tensor's bytes, those of Q4_K and Q6_K as in GGUF files
+    data      each tensor's bytes; Q4_K and Q6_K as in GGUF files
     footer    CRC-32 of all bytes before it
 
-No count or length is believed before it is compared with the size of the file.
+Every count and length is compared with the size of the file before it is used.
 """
 
 import itertools
@@ -45,7 +45,7 @@ _REFUSED = {
 }
 DTYPES = {"F32": 0, "F16": 1, "BF16": 30, "Q4_K": 12, "Q6_K": 14}
 _NAMES = {number: name for name, number in DTYPES.items()}
-# Types of the format that are not read here, so that an error can call them by name.
+# Types of the format that are not read here; errors call them by name.
 _OTHER_NAMES = {3: "F64", 4: "I32", 5: "I64", 6: "I8", 7: "U8", 8: "AprQ4", 9: "AprQ8"}
 _OTHER_NAMES |= {128: "AprQ4", 129: "AprQ8"}
 _HEAD = "lm_head.weight"
@@ -53,7 +53,7 @@ _CHUNK = 1 << 22
 
 
 def is_apr(path: Path) -> bool:
-    """Whether the file is meant to be an `.apr` file, by its name or its first bytes."""
+    """Whether the file's name or its first bytes say that it is an `.apr` file."""
     if path.suffix == ".apr":
         return True
     with path.open("rb") as file:
@@ -75,7 +75,7 @@ def _checksum(header: bytes) -> int:
 
 
 def _check_kind(path: Path, data: memoryview) -> None:
-    """Raises `UserError` unless the file is a whole `.apr` header of version 2."""
+    """Raises `UserError` unless the file starts with a complete `.apr` header of version 2."""
     magic, size = bytes(data[:4]), len(data)
     if magic != MAGIC:
         found = f"a file that starts with {magic!r}"
@@ -99,7 +99,7 @@ def _read_header(path: Path, data: memoryview) -> _Header:
         found = f"a header with checksum {crc:08x}"
         raise bad(path, found, f"{_checksum(packed):08x}, as its bytes say", DOWNLOAD)
     if kinds := [name for flag, name in _REFUSED.items() if flags & flag]:
-        remedy = "Write it again whole, row-major, uncompressed and unencrypted."
+        remedy = "Write it again in one file, row-major, uncompressed and unencrypted."
         raise bad(path, f"an .apr file that is {', '.join(kinds)}", "a plain one", remedy)
     if metadata_size > MAX_METADATA:
         wanted = f"at most {MAX_METADATA}"
@@ -117,7 +117,7 @@ def _read_header(path: Path, data: memoryview) -> _Header:
 
 
 def _read_entry(cursor: Cursor, number: int) -> tuple[TensorInfo, int]:
-    """One tensor and its offset from the start of the data."""
+    """Reads one tensor's entry and its offset from the start of the data."""
     path = cursor.path
     length = cursor.number("<H", f"the length of name {number}")
     if length > _MAX_NAME:
@@ -135,7 +135,7 @@ def _read_entry(cursor: Cursor, number: int) -> tuple[TensorInfo, int]:
     shape = tuple(cursor.number("<Q", f"the shape of {name!r}") for _ in range(dims))
     offset = cursor.number("<Q", f"the offset of {name!r}")
     size = cursor.number("<Q", f"the size of {name!r}")
-    # A tied model may keep its head as a name without elements: `_read_index` leaves it out.
+    # A tied model may store its head as a name without elements: `_read_index` leaves it out.
     if 0 in shape and name != _HEAD:
         raise bad(path, f"tensor {name!r} of shape {shape}", "no empty axis", DOWNLOAD)
     nbytes = files.tensor_bytes(path, name, _NAMES[kind], shape)
@@ -146,7 +146,7 @@ def _read_entry(cursor: Cursor, number: int) -> tuple[TensorInfo, int]:
 
 
 def _read_index(path: Path, data: memoryview, header: _Header) -> dict[str, tuple[TensorInfo, int]]:
-    """Every tensor that has elements, and where in the file it starts."""
+    """Reads every tensor that has elements, and its offset in the file."""
     cursor = Cursor(path, data[: header.data])
     cursor.at = header.index
     last = None
@@ -167,9 +167,9 @@ class AprTable(TensorTable):
     """Tensors of an `.apr` file; see `TensorTable`.
 
     Opening reads header, metadata and index only, not the footer: see `verify_footer`. Raises
-    `UserError` for a file that is no plain `.apr` of version 2, is damaged or, unless `whole` is
-    False, cut short, or holds a type outside `DTYPES`, and where neither it nor a `config.json`
-    beside it describes the model.
+    `UserError` for a file that is not a plain `.apr` of version 2, is damaged, holds a type outside
+    `DTYPES`, or, unless `whole` is False, is truncated; and if neither it nor a `config.json` next
+    to it describes the model.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, whole: bool = True):
@@ -178,7 +178,7 @@ class AprTable(TensorTable):
         self._header = _read_header(path, self._data.data)
         starts = _read_index(path, self._data.data, self._header)
         spans = {name: (start, start + info.nbytes) for name, (info, start) in starts.items()}
-        if spans:  # behind the last tensor a footer follows
+        if spans:  # a footer follows the last tensor
             last, (start, end) = max(spans.items(), key=lambda item: item[1])
             spans[last] = start, end + _FOOTER.size
         self.cut = files.cut_short(path, self._data.size, spans)
@@ -190,18 +190,18 @@ class AprTable(TensorTable):
             for name, (info, start) in starts.items()
         }
         infos = {name: info for name, (info, _) in starts.items()}
-        # As Hugging Face's config.json; a tokenizer as in GGUF, under `tokenizer.ggml.*`.
+        # Named as in Hugging Face's config.json; the tokenizer as in GGUF: `tokenizer.ggml.*`.
         self.metadata = as_config(path, self.stored(), infos)
 
     def stored(self) -> dict[str, Any]:
-        """The file's own metadata, parsed at each call: megabytes, where it holds a tokenizer."""
+        """The file's metadata, parsed at each call: megabytes if it holds a tokenizer."""
         start = self._header.metadata
         data = self._data[start : start + self._header.metadata_size].tobytes()
         return files.load_json(self.paths[0], "metadata", data)
 
 
 def verify_footer(path: str | os.PathLike[str]) -> None:
-    """Reads the whole file; raises `UserError` if its bytes are not those that were written."""
+    """Reads the entire file; raises `UserError` if its bytes differ from what was written."""
     path = Path(path)
     left, crc = path.stat().st_size - _FOOTER.size, 0
     with path.open("rb") as file:
@@ -230,7 +230,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _place(path: Path, tensors: Iterable[TensorToWrite]) -> list[_Plan]:
-    """Tensors in the order given, one behind the other."""
+    """Places tensors one after another, in the given order."""
     plans, names, offset = [], set(), 0
     for name, dtype, shape, data in tensors:
         if dtype not in DTYPES:
@@ -275,11 +275,11 @@ def write_apr(
     metadata: Mapping[str, Any],
     tensors: Iterable[TensorToWrite],
 ) -> None:
-    """Writes an `.apr` file; nothing appears under `path` before all of it is on the disk.
+    """Writes an `.apr` file; `path` appears once all of it is on the disk.
 
-    `metadata` is anything that JSON holds, `tensors` as `gguf.write_gguf` takes them; data
-    are written in the order given. Raises `UserError` for a type outside `DTYPES`, metadata above
-    16 MiB, and data of another size than its shape has.
+    `metadata` is anything that JSON holds; `tensors` are as `gguf.write_gguf` takes them, and are
+    written in the given order. Raises `UserError` for a type outside `DTYPES`, metadata above
+    16 MiB, and data whose size differs from what its shape and type say.
     """
     path = Path(path)
     plans = _place(path, tensors)
