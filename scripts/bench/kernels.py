@@ -25,10 +25,9 @@ from kdjax.models import delta
 from kdjax.models.kernels import norms
 
 try:
-    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as mosaic
 except ImportError:
-    pl = mosaic = None
+    mosaic: Any = None
 
 Function = Callable[..., Any]
 EPS = 1e-6
@@ -49,26 +48,23 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
     return ((x32 * scale).astype(x.dtype) * weight[None]).astype(x.dtype)
 
 
-def _normalize_row(width: int, x_ref: Any, weight_ref: Any, out_ref: Any) -> None:
-    """One row of an RMS norm for Mosaic GPU: a warp group holds the row in registers."""
-    x = x_ref[...].astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.sum(x * x) / width + EPS)
-    out_ref[...] = (x * scale).astype(out_ref.dtype) * weight_ref[...]
-
-
 def normalize_by_mosaic(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """RMS norm `[N, D]` by Mosaic GPU, a program a row; D is a multiple of 128."""
-    assert pl is not None and mosaic is not None
-    count, width = x.shape
-    row = pl.BlockSpec((None, width), lambda n: (n, 0))
-    return pl.pallas_call(
-        functools.partial(_normalize_row, width),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(count,),
-        in_specs=[row, pl.BlockSpec((width,), lambda n: (0,))],
-        out_specs=row,
-        compiler_params=mosaic.CompilerParams(),
-    )(x, weight)
+    """RMS norm `[N, D]` by Mosaic GPU (JAX 0.11): a warp group holds a row in its registers."""
+    width = x.shape[1]
+
+    def body(x_ref: Any, weight_ref: Any, out_ref: Any) -> None:
+        row = jax.lax.axis_index("row")
+        x = x_ref.at[row][...].astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.sum(x * x) / width + EPS)
+        out_ref.at[row][...] = (x * scale).astype(out_ref.dtype) * weight_ref[...]
+
+    run = mosaic.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=x.shape[:1],
+        grid_names=("row",),
+    )
+    return run(x, weight)
 
 
 def _with_gradients(function: Function, arguments: int) -> Function:
