@@ -1,7 +1,6 @@
 from .config import Config as Config
 from .data.pipeline import BatchSource as BatchSource
 from .errors import UserError as UserError
-from .evaluation.gap import check_gap as check_gap
 from .export import export_gguf as export_gguf
 from .export import export_gguf_adapter as export_gguf_adapter
 from .export import export_hf as export_hf

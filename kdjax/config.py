@@ -62,7 +62,7 @@ class TeacherConfig:
     weights: str = "auto"  # auto | dense | packed | float8: how they are kept
     param_dtype: str = "bfloat16"  # of dense weights, and of packed ones once decoded
     cache: str = ""  # folder that `kdjax cache` wrote, or several, 0.7*a,0.3*b: nothing is loaded
-    allow_degenerate: bool = False  # accept one that is the student, or whose hints gain nothing
+    allow_degenerate: bool = False  # accept one that holds the student's own weights
 
 
 @dataclasses.dataclass
@@ -158,7 +158,6 @@ class RolloutConfig:
     writer: str = "student"  # student | teacher: whose answers are trained on
     share: float = 1.0  # rows of a batch that are the student's own; the rest is data.train
     every: int = 8  # optimizer steps that a round of answers lasts
-    rounds: int = 0  # 1: all text is written once, by the start model; 0: a new round each time
     answers: int = 1  # to each prompt
     temperature: float = 1.0  # of the student's draws; 0: the likeliest token
     max_tokens: int = 256  # the longest answer
@@ -167,9 +166,6 @@ class RolloutConfig:
     batch_size: int = 1024  # answers written at a time, over all devices
     stop_growth: float = 2.0  # times round 0's length, repetition or divergence that stops; 0: none
     allow_other_template: bool = False  # accept a teacher whose chat template renders otherwise
-    hints: bool = False  # whether the teacher, and it alone, reads the `hint` of a prompt's line
-    hint_tokens: int = 0  # positions that its rows have beyond data.seq_len for them; 0: as many
-    gap_exercises: int = 64  # exercises with hints held out of training: what do hints gain there?
 
 
 @dataclasses.dataclass
@@ -248,7 +244,15 @@ class Removed:
     free: bool = False  # whether saved runs go on with any value: it changes nothing computed
 
 
+class RemovedError(UserError):
+    """A field was used that is no more."""
+
+
 _WEIGHTS = f"set teacher.weights, to one of auto, {', '.join(WEIGHTS)}"
+_HINTS = (
+    "its gain was within noise; train on own answers (rollout.prompts)",
+    "2026-11-26-arms-rest-h200",
+)
 # By the names of fields, or of whole sections. A config, a flag or a saved run that uses one is
 # refused by its name.
 REMOVED: dict[str, Removed] = {
@@ -257,6 +261,15 @@ REMOVED: dict[str, Removed] = {
     "loss.beyond": Removed(1.0, "the teacher itself is the target", "2026-11-26-arms-rest-h200"),
     "student.quantize_every": Removed(
         0, "leave it out: scales are fitted once, at the start", "2026-11-25-rounded-scales-h100"
+    ),
+    "rollout.hints": Removed(False, *_HINTS),
+    "rollout.hint_tokens": Removed(0, *_HINTS),
+    "rollout.gap_exercises": Removed(64, *_HINTS),
+    "rollout.rounds": Removed(
+        0,
+        "write text with `kdjax answers MODEL --prompts=FILES --out=FILE` and train on it "
+        "(data.train=FILE)",
+        "2026-11-23-own-answers",
     ),
 }
 
@@ -289,8 +302,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 def read_section(default: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """A section, or a whole config, of what `dataclasses.asdict` made of it.
 
-    `prefix` stands before the names of its fields. Raises `UserError` for a removed field that was
-    used.
+    `prefix` stands before the names of its fields. Raises `RemovedError` for a removed field that
+    was used.
     """
     fields: dict[str, Any] = {}
     for name, value in values.items():
@@ -302,7 +315,7 @@ def read_section(default: Any, values: dict[str, Any], prefix: str = "") -> Any:
                 read_section(getattr(default, name), value, inner) if of_section else value
             )
         elif value != gone.off and not gone.free:
-            raise UserError(refuse_removed(f"{prefix}{name}"))
+            raise RemovedError(refuse_removed(f"{prefix}{name}"))
     return type(default)(**fields)
 
 
@@ -410,22 +423,6 @@ def count_own_rows(config: Config) -> int:
     """The rows of a batch, over all processes, that are the student's own answers."""
     rollout = config.rollout
     return round(rollout.share * config.train.batch_size) if rollout.prompts else 0
-
-
-def has_hints(config: Config) -> bool:
-    """Whether the teacher's prompts hold what the student's do not."""
-    return bool(config.rollout.prompts) and config.rollout.hints
-
-
-def list_hinted(config: Config) -> list[Config]:
-    """The configs of the phases in which it is so."""
-    return [phase for phase in list_phases(config) if has_hints(phase)]
-
-
-def count_teacher_positions(config: Config) -> int:
-    """The positions of a row that the teacher reads in training."""
-    length = config.data.seq_len
-    return length + (config.rollout.hint_tokens or length) if has_hints(config) else length
 
 
 def count_prompt_positions(config: Config) -> int:
@@ -609,14 +606,11 @@ _RULES: dict[str, _Rule] = {
     "rollout.writer": _choice("student", "teacher"),
     "rollout.share": ((lambda v: 0 < v <= 1), "above 0 and at most 1"),
     "rollout.every": _POSITIVE,
-    "rollout.rounds": _NON_NEGATIVE,
     "rollout.answers": _POSITIVE,
     "rollout.temperature": _NON_NEGATIVE,
     "rollout.max_tokens": _POSITIVE,
     "rollout.prompt_tokens": _NON_NEGATIVE,
     "rollout.batch_size": _POSITIVE,
-    "rollout.hint_tokens": _NON_NEGATIVE,
-    "rollout.gap_exercises": _POSITIVE,
     "rollout.stop_growth": ((lambda v: v == 0 or v > 1), "0 or greater than 1"),
     "eval.every": _NON_NEGATIVE,
     "eval.rows": _NON_NEGATIVE,
@@ -803,8 +797,6 @@ def _list_problems(config: Config) -> list[str]:
             "that it tries"
         )
     rollout = config.rollout
-    if rollout.hints and not rollout.prompts:
-        problems.append("rollout.hints=True: needs rollout.prompts, whose lines hold them")
     if rollout.prompts:
         room = config.data.seq_len - rollout.max_tokens
         if room < max(rollout.prompt_tokens, 1):
@@ -818,32 +810,18 @@ def _list_problems(config: Config) -> list[str]:
                 f"rollout.share={rollout.share}: must make at least one row of a batch of "
                 f"train.batch_size={train.batch_size}"
             )
-        if rollout.rounds == 1 and config.student.init == "random":
+        if config.teacher.cache:
             problems.append(
-                "rollout.rounds=1: needs student.init=checkpoint, a student that writes"
+                f"teacher.cache={config.teacher.cache!r}: must be empty with rollout.prompts: a "
+                "cache has not read the answers of a round"
             )
-        if rollout.hints and (config.loss.alpha == 1 or config.loss.final_alpha == 1):
-            problems.append(
-                "rollout.hints=True: needs a teacher that reads them, loss.alpha and "
-                "loss.final_alpha below 1"
-            )
-        if config.teacher.cache and rollout.rounds != 1:
-            problems.append(
-                f"rollout.rounds={rollout.rounds}: must be 1 with a cached teacher, which has read "
-                "the text of one round"
-            )
-        if rollout.writer == "teacher" and (not config.teacher.path or config.teacher.cache):
-            problems.append("rollout.writer='teacher': needs teacher.path, and no teacher.cache")
-        elif rollout.writer == "teacher" and rollout.rounds == 1:
-            problems.append(
-                "rollout.writer='teacher': needs rollout.rounds other than 1: 0 for a new round "
-                "each time"
-            )
+        if rollout.writer == "teacher" and not config.teacher.path:
+            problems.append("rollout.writer='teacher': needs teacher.path")
     reads = config.teacher.path and not config.teacher.cache
-    if train.until and not (rollout.prompts and rollout.rounds != 1 and reads):
+    if train.until and not (rollout.prompts and reads):
         problems.append(
-            f"train.until={train.until!r}: needs rollout.prompts, rollout.rounds other than 1 and "
-            "teacher.path: rounds that both models read"
+            f"train.until={train.until!r}: needs rollout.prompts and teacher.path: rounds that "
+            "both models read"
         )
     if config.eval.best in _TAUGHT and not (config.teacher.path or config.teacher.cache):
         problems.append(f"eval.best={config.eval.best!r}: needs a teacher to compare with")

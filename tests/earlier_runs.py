@@ -6,8 +6,8 @@
 Makes the archive, with the code of the worktree that it runs in: two random models of 3,000 and
 20,000 weights, a little text, its packed rows, two caches of the teacher, and four runs of 4 steps
 that were saved at 2: on text with a dense teacher, which is kept to its end; from hidden states of
-a packed one; on answers of its own, in rounds; and from likeliest ids over answers that were
-written once. `made.json` says on what machine, and what batch each step had.
+a packed one; on answers of its own, in rounds; and from likeliest ids. `made.json` says on what
+machine, and what batch each step had.
 tests/test_identity.py goes on with them. Never remake one to make a test pass: users have such
 files on their disks.
 """
@@ -96,8 +96,8 @@ def _make_configs() -> dict[str, Any]:
     answers = copy.deepcopy(text)
     answers.rollout.prompts, answers.rollout.share, answers.rollout.every = "text", 0.5, 3
     answers.rollout.max_tokens, answers.rollout.stop_growth = 4, 0.0
-    topk = copy.deepcopy(answers)
-    topk.rollout.rounds, topk.teacher.backend, topk.teacher.cache = 1, "auto", "cache-topk"
+    topk = copy.deepcopy(text)
+    topk.teacher.backend, topk.teacher.cache = "auto", "cache-topk"
     return {"text": text, "hidden": hidden, "answers": answers, "topk": topk}
 
 

@@ -422,6 +422,10 @@ def test_the_wheel_has_every_package_and_the_configs():
         ({"teacher.weights": "gpu"}, r"teacher.weights='gpu': must be one of auto, dense"),
         ({"data.train": ""}, r"data.train='': must be set"),
         ({"student.imatrix": "x"}, r"student.imatrix='x': needs student.quantize"),
+        (
+            {"teacher.cache": "c", "rollout.prompts": "p"},
+            r"teacher.cache='c': must be empty with rollout.prompts",
+        ),
         ({"smoke.steps": -1}, r"smoke.steps=-1: must be 0 or more"),
         ({"smoke.steps": 11}, r"smoke.steps=11: must not exceed train.steps=10"),
         ({"train.step": 5}, r"train.step=5: no such field. Did you mean train.steps\?"),
@@ -469,7 +473,6 @@ def test_every_field_has_a_rule_or_is_free():
         "rollout.prompts",
         "rollout.train_cut",
         "rollout.allow_other_template",
-        "rollout.hints",
         "optim.trainable",
         "train.seed",
         "log.tensorboard",

@@ -78,7 +78,6 @@ def test_a_gain_counts_over_wordings_problems_and_seeds(write):
     # Only in one of two draws of two seeds are both the same one.
     of, against = np.array([[0.0] * 8, [1.0] * 8]), np.zeros((1, 8))
     assert compare.draw_anew(of, against) == (0.0, 1.0)
-    assert compare.draw_anew(of, against, seeds=False) == (0.5, 0.5)
     # Eight problems of which half are solved: the binomial's quantiles.
     low, high = compare.draw_anew(np.array([some]), against)
     assert (low, high) == tuple(binom.ppf([0.025, 0.975], 8, 0.5) / 8)

@@ -650,15 +650,14 @@ def test_json_lines_and_parquet(tokenizer, tmp_path):
 def test_parquet_has_what_stands_beside_a_prompt(tokenizer, tmp_path):
     """Columns say what a line of JSON says: both give the same prompts."""
     asked = [{"role": "user", "content": "Add."}]
-    beside = {"opening": "def ", "hint": "a + b", "exercise": {"prompt": "def add(a, b):"}}
-    for name, record in (("a", {"messages": asked} | beside), ("b", {"prompt": "x = "})):
+    for name, record in (("a", {"messages": asked, "opening": "def "}), ("b", {"prompt": "x = "})):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(record))
         columns = {key: [value] for key, value in record.items()}
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
     chats, beginnings = (
         list(text.openings(sorted(tmp_path.glob(f"{name}.*")), tokenizer)) for name in ("a", "b")
     )
-    assert chats[0] == chats[1] and chats[0].exercise and "a + b" in chats[0].hinted
+    assert chats[0] == chats[1] and chats[0].opening == "def "
     assert beginnings[0] == beginnings[1] == text.Opening("x = ", chat=False)
 
 
@@ -667,7 +666,6 @@ def test_parquet_has_what_stands_beside_a_prompt(tokenizer, tmp_path):
     [
         ({"messages": ["hello"]}, "message 0 must be an object"),
         ({"messages": chat("q"), "opening": ["def "]}, r"found \['def '\] as the opening"),
-        ({"messages": chat("q"), "hint": "h", "exercise": "T/1"}, "'T/1' as the exercise"),
     ],
 )
 def test_a_prompt_of_another_kind_is_refused_by_its_line(tokenizer, tmp_path, record, message):

@@ -473,7 +473,6 @@ def test_a_right_answer_that_is_one_long_sum_passes(tmp_path):
     code = f"def add1(a):\n    return a + 1{' + 0' * 500}\n"
     sample = passk.judge((problem, said(code)), passk.Settings(wording="instruct"))
     assert sample.reason == "passed", sample
-    assert problems.shorten(code, ("add1",)) == code
 
 
 @pytest.mark.parametrize(
@@ -955,32 +954,3 @@ def test_any_split_into_batches_gives_the_same_figures(seed, counts):
     want = held_out_figures([whole], KDLoss())
     for order in (batches, batches[::-1]):
         assert held_out_figures(order, KDLoss()) == pytest.approx(want, rel=1e-12)
-
-
-def test_a_shortened_program_has_what_its_function_needs_and_says_nothing_more():
-    code = """
-import math
-def double(x):
-    return 2 * x
-STEP = double(1)
-def least(x):
-    'The least.'
-    return math.floor(x) + STEP
-class Box:
-    'Holds.'
-def f(x):
-    '''As f(1) is 3.'''
-    # adds
-    return inner(x)
-def inner(x):
-    return least(x) if x else Box
-def check_f():
-    assert f(1) == 3
-    print("passed")
-"""
-    short = problems.shorten(code, ("f",))
-    found: dict = {}
-    exec(short, found)
-    assert found["f"](1) == 3 and found["f"](0) is found["Box"]
-    assert "check_f" not in found and "passed" not in short
-    assert not any(text in short for text in ("least.", "Holds", "As f", "adds"))

@@ -10,12 +10,11 @@ from test_vocabularies import sentencepiece
 
 import kdjax
 from kdjax.commands import answers as command
-from kdjax.data.text import openings, read_json_lines
+from kdjax.data.text import read_json_lines
 from kdjax.demo import STUDENT
 from kdjax.errors import UserError
 from kdjax.evaluation import answers, passk, problems, sandbox
 from kdjax.evaluation.answers import (
-    HINTS,
     Prompt,
     VerifiedAnswers,
     WrittenAnswers,
@@ -62,42 +61,6 @@ def test_what_passes_is_kept_with_its_proof(tokenizer, tmp_path):
     assert "4 exercises tried, 4 solved; 5 of 8 answers passed, 4 different" in kept.describe()
     # What the student reads is what the template makes of it, with the loss on the answer.
     tokenizer.render(records[0]["messages"])
-
-
-@pytest.mark.parametrize("hint", HINTS)
-def test_a_hint_makes_a_prompt_of_each_answer_that_passed(tokenizer, tmp_path, hint):
-    """`rollout.hints` reads the same question, its opening, a hint, and what judges it."""
-    exercises = problems.load_humaneval(humaneval(tmp_path, 2))
-    kept = VerifiedAnswers(tmp_path / "out.jsonl", {"--hint": hint})
-    kept.write(exercises, tokenizer, answering(right), SETTINGS, hint)
-    first, second = (record for _, record in read_json_lines(tmp_path / "out.jsonl"))
-    told = {
-        "solution": ("A function that solves the problem below", "    return a + 0\n```"),
-        "tests": (
-            "The answer to the problem below must pass these tests",
-            "    assert f(1) == 1\n",
-        ),
-        "error": (
-            "This program fails at the problem below",
-            "    return None\n```\nIt ended with wrong answer: A",
-        ),
-    }
-    begin, within = told[hint]
-    assert first["hint"].startswith(f"{begin}:\n```python\n") and within in first["hint"]
-    if hint == "error":
-        assert second["hint"] == ""  # no answer failed
-    judged, wording = problems.read_exercise(first["exercise"])
-    assert wording == "instruct" and judged == dataclasses.replace(exercises[0], reference="")
-    # The student is asked as the model was; the hint stands in the teacher's prompt alone.
-    (opening, *_) = openings([tmp_path / "out.jsonl"], tokenizer)
-    assert opening.text == problems.prompt_text(exercises[0], "instruct", tokenizer)
-    assert first["hint"] in opening.hinted and first["hint"] not in opening.text
-    assert opening.hinted.endswith(problems.OPENING)
-    # The question comes last: what stands behind it decides how an answer ends.
-    asked = first["messages"][0]["content"]
-    assert f"{first['hint']}\n\n{asked}" in opening.hinted
-    with pytest.raises(UserError, match=r"found an exercise of .*expected task_id, prompt"):
-        problems.read_exercise(first["exercise"] | {"wording": "base"})
 
 
 def test_a_stopped_run_goes_on_and_asks_nothing_twice(tokenizer, tmp_path):
@@ -312,7 +275,7 @@ def test_the_command_answers_prompts(models, tmp_path, capsys):
     assert "9 of 9 prompts answered" in capsys.readouterr().out
     for bad, message in (
         ("--temperature=0.5", "made with other --temperature;"),
-        ("--hint=tests", "--hint has no meaning with --prompts"),
+        ("--timeout=2", "--timeout has no meaning with --prompts"),
         (f"--exercises={out}", "not allowed with argument"),
         ("--seconds=-1", "--seconds=-1 must be 0 or more"),
         ("--seconds=nan", "--seconds=nan must be 0 or more"),

@@ -10,11 +10,7 @@ line of --out is the whole: what a draft learns from, which is to know all that 
 
 Exercises are JSON lines of HumanEval's form: task_id, prompt, entry_point, test and, never shown,
 canonical_solution. Of their answers only those are kept that the tests pass, as conversations with
-their proof. Keep the exercises of benchmarks out: what is trained on cannot judge. With
---hint=solution the lines are prompts of a run whose teacher alone reads the hints:
-
-    kdjax train --config=CONFIG --workdir=runs/b --config.rollout.prompts=verified.jsonl \
-        --config.rollout.hints=True
+their proof. Keep the exercises of benchmarks out: what is trained on cannot judge.
 
 MODEL is as of `kdjax evaluate`. A run that was stopped goes on where it was.
 """
@@ -34,7 +30,7 @@ from kdjax.commands.parsing import Parser, check_least, log_to_terminal
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
-from kdjax.evaluation.answers import HINTS, VerifiedAnswers, WrittenAnswers, group, list_prompts
+from kdjax.evaluation.answers import VerifiedAnswers, WrittenAnswers, group, list_prompts
 from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
@@ -45,7 +41,7 @@ _log = logging.getLogger("kdjax")
 
 # Of --samples, --temperature and --top-p: of prompts the model's own distribution.
 _DEFAULTS = {"prompts": (1, 1.0, 1.0), "exercises": (4, 0.8, 0.95)}
-_OF_EXERCISES, _OF_PROMPTS = ("wording", "hint", "timeout", "allow_unsandboxed"), ("ended",)
+_OF_EXERCISES, _OF_PROMPTS = ("wording", "timeout", "allow_unsandboxed"), ("ended",)
 
 
 def _parser() -> Parser:
@@ -69,8 +65,6 @@ def _parser() -> Parser:
     add("--ended", action="store_true", help="of prompts: no answer that --max-tokens cut off")
     text = "of exercises: see docs/evaluation.md; default: instruct"
     add("--wording", choices=problems.CHATS, help=text)
-    text = "of exercises: a hint for rollout.hints: the program, the tests, or a failure"
-    add("--hint", choices=HINTS, help=text)
     text = f"of exercises: seconds a program; default: {sandbox.DEFAULT.wall_seconds:g}"
     add("--timeout", type=float, help=text)
     add("--allow-unsandboxed", action="store_true", help="of exercises: see `kdjax evaluate`")
@@ -103,7 +97,6 @@ def _tell(args: argparse.Namespace, target: Target, asked: Iterable[str], *more:
         digest.update(one.encode("utf-8", "surrogatepass"))
     names = ("samples", "temperature", "top_p", "max_tokens", "seed", *more)
     said: dict[str, Any] = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    said |= {"--hint": args.hint} if args.hint else {}
     model = {"MODEL": target.checkpoint.sha256, "FORM": Form.parse(args.model).weights}
     return said | model | {"--prompts" if args.prompts else "--exercises": digest.hexdigest()}
 
@@ -176,7 +169,7 @@ def _answer_exercises(
     for part in group(fit, args.batch_size, args.samples):
         if time.monotonic() > until:
             break
-        answers.write(part, tokenizer, generate, settings, args.hint or "")
+        answers.write(part, tokenizer, generate, settings)
         _log.info("%s", answers.describe())
     return answers.describe()
 

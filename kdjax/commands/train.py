@@ -7,7 +7,6 @@ The config is a Python file with get_config(), or one that comes with kdjax; `:K
 picks a variant of it. The same command resumes a run that was stopped.
 """
 
-import functools
 import logging
 import os
 import shlex
@@ -61,8 +60,6 @@ def main(argv: list[str] | None = None) -> int:
     text = "folder for checkpoints, metrics and the report; runs/<name of the config> by default"
     parser.add_argument("--workdir", help=text)
     parser.add_argument("--plan", action="store_true", help="as `kdjax plan`: train nothing")
-    text = "of a run with hints, see `kdjax evaluate`"
-    parser.add_argument("--allow-unsandboxed", action="store_true", help=text)
     add_cluster_flags(parser)
     log_to_terminal()
     return carry_out(parse_run(parser, argv))
@@ -77,26 +74,18 @@ def carry_out(run: Run) -> int:
     if not (workdir / CHECKPOINTS).is_dir():  # a finished run may have lost its files
         require_files(run)
     options = {name: getattr(run.options, name) for name in ("distributed", "join_timeout")}
-    options["allow_unsandboxed"] = getattr(run.options, "allow_unsandboxed", False)
     options["suits_cpu"] = run.suits_cpu
     return train_and_report(run.config, workdir, **options)
 
 
-def train_and_report(
-    config: Config, workdir: Path, *, allow_unsandboxed: bool = False, **options: Any
-) -> int:
-    """Trains and says how the run ended; returns the exit status.
-
-    `options` are `distill`'s; `allow_unsandboxed` is `check_gap`'s.
-    """
+def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
+    """Trains and says how the run ended; returns the exit status. `options` are `distill`'s."""
     verdict = Verdict(config) if config.smoke.steps else None
     try:
         # JAX and all rooms: a second that a signal may fall in.
-        from kdjax.evaluation.gap import check_gap
         from kdjax.watch.run import distill
 
-        gate = functools.partial(check_gap, allow_unsandboxed=allow_unsandboxed)
-        reason = distill(config, workdir, verdict=verdict, gate=gate, **options)
+        reason = distill(config, workdir, verdict=verdict, **options)
     except (KdjaxError, OSError) as error:
         print_error(error)
         return exit_status("failed", error, verdict.result if verdict else None)

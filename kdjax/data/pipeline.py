@@ -41,8 +41,7 @@ class _Examples:
 def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, Any]:
     """One row as arrays `[T]`: tokens, labels, segment_ids, positions (int32), weights (float32).
 
-    The columns of `more` are beside them, those of a teacher that reads other rows
-    (`teacher_tokens` and others, see `TeacherRows`), and `row_ids`, the row's own number (int64).
+    The columns of `more` are beside them, and `row_ids`, the row's own number (int64).
 
     A position has weight 1 if its target is in the same document and carries loss. Positions count
     from 0 within each document.
@@ -59,9 +58,7 @@ def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, An
         "weights": trained.astype(np.float32),
         "row_ids": np.int64(index),
     }
-    for others in (rows.teacher, more):
-        columns |= others[index] if others else {}
-    return columns
+    return columns | (more[index] if more else {})
 
 
 def stack_examples(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -39,30 +39,6 @@ _ASIDE = ".making-"  # before the names of folders in the making
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
 
 
-@dataclasses.dataclass(frozen=True)
-class TeacherRows:
-    """Tokens that the teacher reads beside each row where its prompts differ, as with hints.
-
-    tokens and segments `[N, W]`, as those of `Rows`; places `[N, seq_len]`: where in the teacher's
-    row the id lies after which it predicts what the student predicts at a position, 0 where nothing
-    is trained.
-    """
-
-    tokens: np.ndarray  # uint32
-    segments: np.ndarray  # uint16
-    places: np.ndarray  # int32
-
-    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        """The batch's columns of one row."""
-        segments = self.segments[row].astype(np.int32)
-        return {
-            "teacher_tokens": self.tokens[row].astype(np.int32),
-            "teacher_segment_ids": segments,
-            "teacher_positions": count_positions(segments),
-            "teacher_places": self.places[row],
-        }
-
-
 class Rows(NamedTuple):
     """Arrays `[N, seq_len + 1]`, memory-mapped.
 
@@ -72,41 +48,9 @@ class Rows(NamedTuple):
     tokens: np.ndarray
     segments: np.ndarray
     mask: np.ndarray
-    teacher: TeacherRows | None = None  # None: the teacher reads these
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
-
-
-def read_same(columns: Mapping[str, np.ndarray], width: int) -> dict[str, np.ndarray]:
-    """A teacher's columns, `width` wide, of rows of a batch that it reads as the student does."""
-    names = "tokens", "segment_ids", "positions"
-    *padded, places = _widen([columns[name] for name in names], width)
-    return {f"teacher_{name}": x for name, x in zip(names, padded, strict=True)} | {
-        "teacher_places": places
-    }
-
-
-def _widen(columns: Sequence[np.ndarray], width: int) -> list[np.ndarray]:
-    """Columns `[B, T]` as `[B, width]`, and behind them the place of each position: its own."""
-    shape = columns[0].shape
-    more = (0, 0), (0, width - shape[1])
-    places = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    return [*(np.pad(x, more) for x in columns), places]
-
-
-def join_rows(first: Rows, second: Rows) -> Rows:
-    """Both, one after the other; where a teacher has rows beside the first, it reads the second."""
-    columns: dict[str, Any] = {
-        name: np.concatenate([getattr(rows, name) for rows in (first, second)]) for name in COLUMNS
-    }
-    theirs = first.teacher
-    if theirs is None:
-        return Rows(**columns)
-    inputs = second.tokens[:, :-1], second.segments[:, :-1]
-    beside = _widen(inputs, theirs.tokens.shape[1])
-    both = zip(vars(theirs).values(), beside, strict=True)
-    return Rows(**columns, teacher=TeacherRows(*(np.concatenate(pair) for pair in both)))
 
 
 class RowSet(NamedTuple):
@@ -191,39 +135,23 @@ def count_positions(segments: np.ndarray) -> np.ndarray:
     return places - np.maximum.accumulate(np.where(starts, places, 0))
 
 
-def place_whole(
-    lengths: Sequence[int],
-    row_length: int,
-    max_segments: int,
-    beside: tuple[Sequence[int], int] | None = None,
-) -> list[Piece]:
+def place_whole(lengths: Sequence[int], row_length: int, max_segments: int) -> list[Piece]:
     """Where documents lie that are not to be cut: one piece each, in the order of `lengths`.
 
-    The longest first, each where it leaves least room. None is longer than a row. `beside` has the
-    lengths of other texts of the same documents, and of the rows that hold these: both fit.
+    The longest first, each where it leaves least room. None is longer than a row.
     """
-    others, other_length = beside or ([0] * len(lengths), 1)
     pieces: dict[int, Piece] = {}
     room: list[tuple[int, int]] = []  # ids that a row can still take, and the row; sorted
     segments: list[int] = []  # of each row
-    left_beside: list[int] = []
-
-    def share(i: int) -> int:
-        return max(lengths[i] * other_length, others[i] * row_length)
-
-    for number in sorted(range(len(lengths)), key=lambda i: -share(i)):
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[number]
         at = bisect.bisect_left(room, (length, -1))
-        while at < len(room) and left_beside[room[at][1]] < others[number]:
-            at += 1
         if at == len(room):
             left, row = row_length, len(segments)
             segments.append(0)
-            left_beside.append(other_length)
         else:
             left, row = room.pop(at)
         segments[row] += 1
-        left_beside[row] -= others[number]
         pieces[number] = Piece(row, row_length - left, segments[row], 0, length)
         if segments[row] < max_segments:
             bisect.insort(room, (left - length, row))

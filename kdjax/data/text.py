@@ -37,7 +37,7 @@ _CHATS = 1_024  # beginnings encoded at a time: bounds memory
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 # The fields of a record, and how messages tell them.
 _FIELDS = (("text",), ("messages",), ("prompt", "completion"), ("prompt",))
-_BESIDE = ("opening", "hint", "exercise")  # what a prompt's record may have too
+_BESIDE = ("opening",)  # what a prompt's record may have too
 _FORMS = '"text" (a string), "messages" (a list), or "prompt" and "completion" (strings)'
 _PYTHON = re.compile(r"(?:^|,)\s*python:")
 
@@ -193,8 +193,6 @@ class Opening(NamedTuple):
     text: str
     chat: bool  # whether it is a conversation up to the assistant's next turn
     whole: bool = True  # whether all of it is to be gone on from, or any beginning
-    hinted: str = ""  # the same with the record's hint, for the teacher; "": it has none
-    exercise: Mapping[str, Any] | None = None  # what judges an answer, as `kdjax answers` keeps it
     messages: tuple[Any, ...] = ()  # of a conversation, and
     opening: str = ""  # what begins the turn of the answer
 
@@ -203,9 +201,8 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
     """Yields the beginning that a model goes on from, for every non-empty record, in order.
 
     Of `messages` the conversation up to the assistant's next turn, which is opened: an answer that
-    ends them is left out. A record's `opening` stands at the beginning of that turn, its `hint`
-    before what the user said last. Of a `prompt` that, of anything else its text, as it is. Raises
-    as `documents`.
+    ends them is left out. A record's `opening` stands at the beginning of that turn. Of a `prompt`
+    that, of anything else its text, as it is. Raises as `documents`.
     """
     for source, record in _read_records(files):
         if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
@@ -214,28 +211,16 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
             if messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
             opening = record.get("opening") or ""
-            exercise = record.get("exercise")
-            if not isinstance(opening, str) or not isinstance(exercise, Mapping | None):
+            if not isinstance(opening, str):
                 raise UserError(
-                    f"{source}: found {opening!r} as the opening and {exercise!r} as the exercise; "
-                    "expected a text and an object, or none. Leave out what is no such thing."
+                    f"{source}: found {opening!r} as the opening; expected a text, or none. Leave "
+                    "it out."
                 )
             try:
-                hinted, hint = "", record.get("hint")
-                if hint:
-                    told = _add_hint(messages, hint)
-                    hinted = f"{tokenizer.render(told, answer_next=True)}{opening}"
                 text = f"{tokenizer.render(messages, answer_next=True)}{opening}"
             except UserError as error:
                 raise UserError(f"{source}: {error}") from error
-            yield Opening(
-                text,
-                chat=True,
-                hinted=hinted,
-                exercise=exercise,
-                messages=tuple(messages),
-                opening=opening,
-            )
+            yield Opening(text, chat=True, messages=tuple(messages), opening=opening)
             continue
         prompt = record.get("prompt") if isinstance(record, Mapping) else None
         whole = isinstance(prompt, str)
@@ -245,34 +230,17 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
 
 
 def encode_chats(
-    found: Iterable[Opening], tokenizer: Tokenizer, *, hints: bool = False
-) -> Iterator[tuple[Opening, list[int], list[int]]]:
-    """Each beginning with the ids of a conversation and, with `hints`, of its hint, on all cores.
+    found: Iterable[Opening], tokenizer: Tokenizer
+) -> Iterator[tuple[Opening, list[int]]]:
+    """Each beginning with the ids of a conversation, encoded on all cores.
 
     No ids of any other text, which is cut before it is encoded.
     """
     found = iter(found)
     while batch := list(itertools.islice(found, _CHATS)):
-        plain = iter(tokenizer.encode_batch([one.text for one in batch if one.chat]))
-        told = iter(tokenizer.encode_batch([one.hinted for one in batch if hints and one.hinted]))
+        encoded = iter(tokenizer.encode_batch([one.text for one in batch if one.chat]))
         for one in batch:
-            ids = next(plain) if one.chat else []
-            yield one, ids, next(told) if hints and one.hinted else []
-
-
-def _add_hint(messages: Sequence[Any], hint: Any) -> list[Any]:
-    """The messages with the hint before what the user said last.
-
-    Behind it a hint changes how an answer ends, more than how it solves: what is asked comes last.
-    """
-    last = messages[-1] if messages and isinstance(messages[-1], Mapping) else {}
-    content = last.get("content")
-    if not (isinstance(hint, str) and isinstance(content, str) and last.get("role") == "user"):
-        raise UserError(
-            "found a hint that no turn of the user takes; expected a text, and messages whose last "
-            "turn before the answer is the user's."
-        )
-    return [*messages[:-1], {**last, "content": f"{hint}\n\n{content}"}]
+            yield one, next(encoded) if one.chat else []
 
 
 def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:

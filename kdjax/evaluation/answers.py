@@ -20,7 +20,7 @@ from kdjax.evaluation import problems as bench
 from kdjax.evaluation.drafting import begin_each
 from kdjax.evaluation.passk import Generate, Settings
 from kdjax.evaluation.problems import Problem
-from kdjax.evaluation.sandbox import INFRASTRUCTURE, PASSED
+from kdjax.evaluation.sandbox import PASSED
 from kdjax.formats.files import replacing
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model
@@ -60,13 +60,6 @@ def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[Prompt]
     return prompts
 
 
-HINTS = ("solution", "tests", "error")  # what a teacher can be told of an exercise
-# What stands before the question. With docstrings or tests of its own a program would say how long
-# an answer is to be, and its reader would end answers elsewhere.
-_CODE = "\n```python\n{}\n```"
-_SOLUTION = f"A function that solves the problem below:{_CODE}"
-_TESTS = f"The answer to the problem below must pass these tests:{_CODE}"
-_FAILED = f"This program fails at the problem below:{_CODE}\nIt ended with {{}}"
 _CALLS = 4  # of the model between two savings: programs of one run while the next is written
 
 
@@ -204,13 +197,8 @@ class VerifiedAnswers(_Answers):
         tokenizer: Tokenizer,
         generate: Generate,
         settings: Settings,
-        hint: str = "",
     ) -> None:
-        """Adds the answers to exercises that were not tried; `describe` says how they ended.
-
-        With a `hint` of `HINTS` each has one, what opens an answer, and the exercise: a prompt for
-        a run with hints.
-        """
+        """Adds the answers to exercises that were not tried; `describe` says how they ended."""
         left = [exercise for exercise in exercises if exercise.task not in self.tried]
         if not left:
             return
@@ -219,12 +207,6 @@ class VerifiedAnswers(_Answers):
             raise UserError(f"the model gave no answer: {result['inference_error']}")
         by_task = {exercise.task: exercise for exercise in left}
         ends: dict[str, list[str]] = {task: [] for task in by_task}
-        failed: dict[str, str] = {}  # of each task, the first program that failed and how
-        for sample in result["results"] if hint == "error" else ():
-            if sample["reason"] not in (PASSED, INFRASTRUCTURE, passk.INFERENCE_FAILED):
-                code = bench.program(by_task[sample["task"]], settings.wording, sample["answer"])
-                said = f"{sample['reason']}: {sample['error']}".strip(": \n")
-                failed.setdefault(sample["task"], _FAILED.format(code.strip(), said))
         seen = set()
         for sample in result["results"]:
             exercise, wording = by_task[sample["task"]], settings.wording
@@ -240,17 +222,6 @@ class VerifiedAnswers(_Answers):
                 "task": exercise.task,
                 "proof": proof | {"sample": number},
             }
-            if hint:
-                hints = {
-                    "solution": _SOLUTION.format(bench.shorten(program, exercise.names)),
-                    "tests": _TESTS.format(exercise.tests.strip()),
-                    "error": failed.get(exercise.task, ""),
-                }
-                record |= {
-                    "opening": bench.open_answer(wording),
-                    "hint": hints[hint],
-                    "exercise": bench.write_exercise(exercise, wording),
-                }
             self._lines.append(f"{json.dumps(record)}\n")
         self.tried |= ends
         self._save(tried=self.tried)

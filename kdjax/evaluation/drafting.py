@@ -144,7 +144,7 @@ def begin_each(
     Of equal ones the first is kept; those of more than `most` ids are left out.
     """
     found: dict[tuple[int, ...], Opening] = {}
-    for one, ids, _ in encode_chats(openings, tokenizer):
+    for one, ids in encode_chats(openings, tokenizer):
         if not one.chat:
             ids = begin_text(one.text, tokenizer, whole=one.whole)
         if 0 < len(ids) <= most:

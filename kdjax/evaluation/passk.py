@@ -274,13 +274,11 @@ def summarise(
     return figures | {"results": [dataclasses.asdict(sample) for sample in samples]}
 
 
-def draw_anew(of: np.ndarray, against: np.ndarray, *, seeds: bool = True) -> tuple[float, float]:
+def draw_anew(of: np.ndarray, against: np.ndarray) -> tuple[float, float]:
     """The interval of 95% of mean(of) - mean(against), each `[seeds, problems]` of the same ones.
 
-    Problems are drawn anew 10,000 times, the same for both; with `seeds` those of each side, too.
+    Problems are drawn anew 10,000 times, the same for both, and the seeds of each side.
     """
-    if not seeds:
-        of, against = of.mean(axis=0, keepdims=True), against.mean(axis=0, keepdims=True)
     rng, count = np.random.default_rng(0), of.shape[1]
     problems = rng.multinomial(count, np.full(count, 1 / count), _DRAWS) / count
 

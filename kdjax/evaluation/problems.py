@@ -13,7 +13,6 @@ import dataclasses
 import gzip
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -225,31 +224,6 @@ def open_answer(wording: str) -> str:
     return OPENING if wording == "instruct" else ""
 
 
-def write_exercise(problem: Problem, wording: str) -> dict[str, str]:
-    """Fields that judge an answer to a problem of HumanEval's form, as `read_exercise` has them."""
-    (entry,) = problem.names
-    return {
-        "task_id": problem.task,
-        "prompt": problem.prompt,
-        "entry_point": entry,
-        "test": problem.tests.removesuffix(f"\ncheck({entry})\n"),
-        "wording": wording,
-    }
-
-
-def read_exercise(record: Mapping[str, Any]) -> tuple[Problem, str]:
-    """The problem of a record of `write_exercise`, and its wording; `UserError` for another."""
-    fields = [record.get(n) for n in ("task_id", "prompt", "entry_point", "test", "wording")]
-    *texts, wording = fields
-    if not all(isinstance(x, str) for x in fields) or wording not in CHATS:
-        raise UserError(
-            f"found an exercise of {sorted(record)}; expected task_id, prompt, entry_point, test, "
-            f"and as wording one of {', '.join(CHATS)}. `kdjax answers --hint` writes such ones."
-        )
-    task, prompt, entry, test = map(str, texts)
-    return humaneval_problem(task, prompt, entry, "", test), str(wording)
-
-
 def stop_strings(problem: Problem, wording: str) -> tuple[str, ...]:
     """Strings before which an answer ends; without any, it ends by an end token alone."""
     own = {"base": problem.stops, "bare": problem.bare_stops, "instruct": INSTRUCT_STOPS}
@@ -280,33 +254,6 @@ def extract_code(answer: str, *, opened: bool = True) -> str:
         tree.body = [node for node in tree.body if isinstance(node, _KEPT)]
         return ast.unparse(tree) if tree.body else code  # which a long sum is too deep for
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return code
-
-
-def shorten(code: str, names: Collection[str]) -> str:
-    """The parts of a program that these functions need, without docstrings and comments.
-
-    A program too deep for `ast.unparse` comes back whole.
-    """
-    tree = ast.parse(code)
-    known = {node.name: node for node in tree.body if isinstance(node, _DEFINED)}
-    rest = [node for node in tree.body if not isinstance(node, _DEFINED)]
-
-    def find_used(parts: Iterable[ast.AST]) -> set[str]:
-        nodes = (node for part in parts for node in ast.walk(part))
-        return {node.id for node in nodes if isinstance(node, ast.Name)} & known.keys()
-
-    needed, left = set[str](), set(names) | find_used(rest)
-    while left:
-        needed |= left
-        left = find_used(known[name] for name in left if name in known) - needed
-    tree.body = [x for x in tree.body if not isinstance(x, _DEFINED) or x.name in needed]
-    for node in ast.walk(tree):
-        if isinstance(node, _DEFINED) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    try:
-        return ast.unparse(tree)
-    except RecursionError:
         return code
 
 

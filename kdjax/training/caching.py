@@ -60,7 +60,7 @@ def cache_teacher(
     real = pair.vocabulary.real
     if isinstance(kind, CachedTopK):
         _check_k(kind.k, real)
-    rows = prepare_all(config, pair, placement)
+    rows = prepare_all(config, pair)
     teacher_hash = str(hash_models(pair)["teacher.sha256"])
     spec = describe_cache(config, pair, rows, kind, teacher_hash)
     cluster.check_agreement("cache-spec", dataclasses.asdict(spec))

@@ -70,7 +70,7 @@ _SCHEDULE = {
 _SWITCHES = {"rollout.": "rollout.prompts", "student.lora.": "student.lora.rank"}
 # What a round of answers has under other names, its number of rows and its prompts; and what caches
 # have so, or never had: the same weights of the teacher are computed with.
-_ROUNDS = {"rollout.share", "rollout.rounds", "rollout.prompt_tokens"}
+_ROUNDS = {"rollout.share", "rollout.prompt_tokens"}
 _CACHES = {"teacher.weights", "teacher.param_dtype", "teacher.allow_degenerate"}
 
 

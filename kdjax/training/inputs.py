@@ -19,7 +19,6 @@ from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, RowSettings, check_split, prepare_rows, rows_key, warn_of_marks
 from kdjax.data.teacher_cache import hash_index, join_hashes, read_index, split_caches
 from kdjax.device import cluster
-from kdjax.device.placement import Placement
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.imatrix import hash_importance
 from kdjax.formats.saved import read_receipt, saved_run, saved_steps
@@ -28,24 +27,22 @@ from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import CONTENTS, check_same_run, identify
 from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, open_pair
-from kdjax.training.rollouts import answers_key, check_templates, fix_answers, open_prompts
+from kdjax.training.rollouts import check_templates, open_prompts
 
 _log = logging.getLogger("kdjax")
 
 _READINGS = 4  # so often read, text teaches as well as new one (arXiv:2305.16264)
 
 
-def prepare_all(config: Config, pair: Pair, placement: Placement) -> RowSet:
+def prepare_all(config: Config, pair: Pair) -> RowSet:
     """The rows of a run: packed text, from the cache if it is there.
 
-    With `rollout.rounds=1` those of training are the start model's answers.
+    Raises `UserError` for a teacher that would read the prompts in a foreign template.
     """
     rows = prepare(config.data, pair.tokenizer)
-    if not config.rollout.prompts:
-        return rows
-    if pair.teacher is not None:
+    if config.rollout.prompts and pair.teacher is not None:
         check_templates(config.rollout, pair.tokenizer, pair.teacher.tokenizer)
-    return fix_answers(config, pair, placement, rows) if config.rollout.rounds == 1 else rows
+    return rows
 
 
 def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
@@ -64,8 +61,8 @@ def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
 
 def warn_of_readings(config: Config, rows: RowSet) -> None:
     """Warns of text that the run's first phase would read so often that students remember it."""
-    train, own = config.train, count_own_rows(config)
-    read = train.batch_size - (own if config.rollout.rounds != 1 else 0)
+    train = config.train
+    read = train.batch_size - count_own_rows(config)
     times = train.steps * read / len(rows.train)
     if times > _READINGS:
         _log.warning(
@@ -143,26 +140,23 @@ def hash_imatrix(student: StudentConfig) -> dict[str, str]:
     return {"student.imatrix.sha256": hash_importance(student.imatrix)}
 
 
-def hash_text(config: Config, tokenizer: Tokenizer, student: str | None) -> dict[str, str]:
-    """Hashes of the text and the prompts, from the files alone; `student` is the student's."""
+def hash_text(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
+    """Hashes of the text and the prompts, from the files alone."""
     rows = rows_key(row_settings(config.data, tokenizer))
     if not config.rollout.prompts:
         return {"data.rows": rows}
-    prompts = open_prompts(config, tokenizer)
-    if config.rollout.rounds == 1:
-        return {"data.rows": answers_key(config, rows, student, prompts)}
-    return {"data.rows": rows, "rollout.prompts": prompts.key}
+    return {"data.rows": rows, "rollout.prompts": open_prompts(config, tokenizer).key}
 
 
-def hash_texts(config: Config, tokenizer: Tokenizer, student: str | None) -> list[dict[str, str]]:
+def hash_texts(config: Config, tokenizer: Tokenizer) -> list[dict[str, str]]:
     """`hash_text` of each phase of `then`."""
-    return [hash_text(phase, tokenizer, student) for phase in list_phases(config)[1:]]
+    return [hash_text(phase, tokenizer) for phase in list_phases(config)[1:]]
 
 
 def hash_contents(config: Config) -> dict[str, Any]:
     """Hashes the contents that `identify` asks for, from the files alone; loads nothing."""
     pair = open_pair(config)
-    contents: dict[str, Any] = hash_text(config, pair.tokenizer, pair.student.sha256)
+    contents: dict[str, Any] = hash_text(config, pair.tokenizer)
     if config.teacher.cache:
         caches = split_caches(config.teacher.cache)
         contents["teacher.cache"] = join_hashes(
@@ -182,7 +176,7 @@ def check_finished(config: Config, workdir: Path, own: Own = NO_CODE) -> None:
         texts = []
         if config.then:
             pair = open_pair(config)
-            texts = hash_texts(config, pair.tokenizer, pair.student.sha256)
+            texts = hash_texts(config, pair.tokenizer)
         current = identify(config, hash_contents(config), texts)
     except MissingFileError:
         then, now = flatten((read_receipt(workdir) or {}).get("config", {})), flatten(config)

@@ -140,7 +140,7 @@ class Job:
             return self
         config = place_phase(self.config, number, progress.begun)
         placement = self.step.placement
-        rows = prepare_all(config, self.pair, placement)
+        rows = prepare_all(config, self.pair)
         rows = rows._replace(heldout=self.rows.heldout)
         parts = config, self.pair, placement, self.kind, self.teacher
         teacher, step, schedule = build_step(*parts, own=self.own, before=self.step)
@@ -350,7 +350,7 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | N
     placement, pair, plan = survey(config)
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
-    rows = prepare_all(config, pair, placement)
+    rows = prepare_all(config, pair)
     warn_of_readings(config, rows)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)
@@ -372,9 +372,8 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | N
     texts = []
     if config.then:
         own.refuse_phases()
-        made = pair.tokenizer, hashed.result()["student.sha256"]
-        made_of |= hash_text(config, *made)
-        texts = hash_texts(config, *made)
+        made_of |= hash_text(config, pair.tokenizer)
+        texts = hash_texts(config, pair.tokenizer)
     if own.batches is None:
         source = make_source(config, workdir, pair, rows, cache, step, teacher)
     else:
@@ -440,7 +439,7 @@ def make_source(
 
     `phase` is the number of the run's phase that the config is of.
     """
-    if not config.rollout.prompts or config.rollout.rounds == 1:
+    if not config.rollout.prompts:
         return text_source(config, rows, cache)
     others = config.train.batch_size - count_own_rows(config)
     text = others and TextSource(rows.train, batch_size=others, seed=config.train.seed)

@@ -108,19 +108,8 @@ def compare(
     loss: KDLoss,
 ) -> Compared:
     """Both models on `continuations` of `prompts`; see `judge` for the shapes."""
-    return compare_behind((teacher, prompts), (student, prompts), continuations, real, loss)
-
-
-def compare_behind(
-    teacher: tuple[Model, Sequence[Sequence[int]]],
-    student: tuple[Model, Sequence[Sequence[int]]],
-    continuations: Sequence[Sequence[int]],
-    real: int,
-    loss: KDLoss,
-) -> Compared:
-    """Compares as `compare` does, each model with prompts of its own before the same ids."""
     states, new = [], None
-    for model, prompts in (teacher, student):
+    for model in (teacher, student):
         *columns, new = _lay_out(prompts, continuations, model)
         states.append(_read_states(model.functions, model.spread, model.params, *columns, new))
     assert new is not None

@@ -11,9 +11,6 @@ from kdjax.config import (
     SELF,
     Config,
     LoraConfig,
-    count_teacher_positions,
-    list_hinted,
-    list_phases,
     split_layers,
 )
 from kdjax.errors import UserError
@@ -68,12 +65,6 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     else:
         teacher = open_checkpoint(path, whole=whole) if path else None
     teacher = teacher and drop_block(teacher)
-    read = max(map(count_teacher_positions, list_phases(config)))
-    if teacher and config.data.seq_len <= teacher.spec.max_positions < read:
-        raise UserError(
-            f"data.seq_len={config.data.seq_len} and hints (rollout.hint_tokens) make teacher's "
-            f"rows of {read} positions; it has {teacher.spec.max_positions}. Lower one of them."
-        )
     for name, checkpoint in (("teacher", teacher), ("student", student)):
         if checkpoint and config.data.seq_len > checkpoint.spec.max_positions:
             raise UserError(
@@ -82,7 +73,6 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
             )
     # A rounded student is another model than the numbers it is rounded from.
     plain = config.student.init == "checkpoint" and not config.student.quantize
-    plain &= not list_hinted(config)  # so is a teacher that reads more than its student
     plain &= not config.student.block  # nor does a block say what its layers do
     if teacher and plain and same_weights(teacher, student):
         _refuse_degenerate(teacher, student, allowed=config.teacher.allow_degenerate)

@@ -22,7 +22,6 @@ from kdjax.config import (
     Config,
     choose_optim,
     count_prompt_positions,
-    count_teacher_positions,
     flatten,
     list_phases,
 )
@@ -161,11 +160,7 @@ def count_step_flops(
         flops = forward + _count_block(pair.student.spec, config.data.seq_len)
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
         return flops
-    length = config.data.seq_len
-    teacher = kind.flops(pair.teacher, pair.vocabulary.width, length)
-    if kind.runs:  # as many more positions as its rows have
-        read = count_teacher_positions(config)
-        teacher = kind.flops(pair.teacher, pair.vocabulary.width, read) * read / length
+    teacher = kind.flops(pair.teacher, pair.vocabulary.width, config.data.seq_len)
     return teacher / teacher_rate + flops
 
 
@@ -279,7 +274,7 @@ class _Temporaries:
             for name, parts in self._phases()
         }
         rollout = self.config.rollout
-        if rollout.prompts and rollout.rounds != 1:  # one round is written before all this
+        if rollout.prompts:
             writing = self._writing()
             phases["own answers are written"] = {k: v for k, v in writing.items() if v} | overhead
         return phases
@@ -319,7 +314,7 @@ class _Temporaries:
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
         held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
-            running = self._teacher_forward(rows, count_teacher_positions(config))
+            running = self._teacher_forward(rows, length)
             if parts > 1 and self.kind.decodes:
                 # Each layer's of the whole batch, before and after it.
                 assert self.pair.teacher is not None

@@ -21,8 +21,6 @@ from kdjax.config import (
     RolloutConfig,
     count_own_rows,
     count_prompt_positions,
-    count_teacher_positions,
-    has_hints,
 )
 from kdjax.data.pipeline import News, Source, TextSource, example, stack_examples
 from kdjax.data.rollouts import (
@@ -31,7 +29,6 @@ from kdjax.data.rollouts import (
     Prompts,
     Room,
     Round,
-    hash_columns,
     measure_answers,
     read_prompts,
     read_round,
@@ -39,18 +36,17 @@ from kdjax.data.rollouts import (
     rounds_folder,
     write_round,
 )
-from kdjax.data.rows import COLUMNS, Rows, RowSet, join_rows, read_same
+from kdjax.data.rows import Rows
 from kdjax.data.text import find_files, openings
 from kdjax.device.cluster import exchange, first_before_others
-from kdjax.device.placement import Placement
 from kdjax.errors import CheckError, UserError
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import DecoderFunctions, Params
-from kdjax.models.decoding import Completion, Sampling, complete
-from kdjax.models.model import Model, cast_params, load_model
+from kdjax.models.decoding import Sampling, complete
+from kdjax.models.model import Model, cast_params
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import describe_answers
-from kdjax.training.judging import compare_behind, describe_tokens
+from kdjax.training.judging import compare, describe_tokens
 from kdjax.training.pair import Pair
 from kdjax.training.saving import checksums
 
@@ -80,8 +76,7 @@ class Author:
         """The rows of a round."""
         config = self.config
         rows = count_own_rows(config) * config.rollout.every
-        sizes = rows, config.data.seq_len + 1, config.data.max_segments
-        return Room(*sizes, count_teacher_positions(config) if has_hints(config) else 0)
+        return Room(rows, config.data.seq_len + 1, config.data.max_segments)
 
     def describe(self, number: int, student: str, first: int) -> dict[str, Any]:
         """Describes what decides a round's rows; `student` is a hash, `first` a prompt's number."""
@@ -114,15 +109,11 @@ class Author:
         asked = [self.prompts[n] for n in range(PROBES)] if self.teacher is not None else []
         probes: list[Answer] = []
         following = map(self.prompts.__getitem__, range(first, first + _MEASURED))
-        sizes = [(len(prompt.ids), len(prompt.hinted or prompt.ids)) for prompt in following]
-        mean, read = np.mean(sizes, axis=0) + (expected or settings.max_tokens / 2)
+        mean = np.mean([len(prompt.ids) for prompt in following])
+        mean += expected or settings.max_tokens / 2
         while not room.is_filled([drawn[i] for i in kept]):
             missing = room.rows * room.row_length - sum(len(drawn[i].ids) for i in kept)
-            wanted = missing / mean
-            if room.teacher_length:
-                missing = room.rows * room.teacher_length - sum(len(drawn[i].read) for i in kept)
-                wanted = min(wanted, missing / read)
-            count = max(int(_SURPLUS * wanted), 1)
+            count = max(int(_SURPLUS * (missing / mean)), 1)
             start = first * settings.answers + len(drawn)
             numbers = range(start, start + count)
             prompts = [self.prompts[n // settings.answers] for n in numbers]
@@ -173,17 +164,25 @@ class Author:
         self, writer: Model, prompts: Sequence[Any], numbers: Sequence[int]
     ) -> list[Answer]:
         settings = self.config.rollout
-        completions = answer_prompts(
-            self.config,
-            writer,
-            self.tokenizer,
-            self.real,
-            [prompt.ids for prompt in prompts],
-            settings.temperature,
-            batch_size=settings.batch_size,
-            room=count_prompt_positions(self.config) + settings.max_tokens,  # as any round's
-            numbers=numbers,
+        sampling = Sampling(
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            stop_ids=tuple(i for i in self.tokenizer.stop_ids if i < self.real),
+            seed=self.config.train.seed,
         )
+        assert isinstance(writer.functions, DecoderFunctions)
+        with writer.precision():
+            completions = complete(
+                writer.functions,
+                writer.params,
+                [prompt.ids for prompt in prompts],
+                sampling,
+                real=self.real,
+                spread=writer.spread,
+                batch_size=settings.batch_size,
+                room=count_prompt_positions(self.config) + settings.max_tokens,  # as any round's
+                numbers=numbers,
+            )
         return [
             Answer.of(prompt, c.ids, c.log_probs, cut=c.reason == "length")
             for prompt, c in zip(prompts, completions, strict=True)
@@ -198,14 +197,12 @@ class Author:
         asked = self.config.loss
         loss = self.loss or KDLoss(asked.divergence, asked.temperature)
         prompts = [probe.ids[: probe.start].tolist() for probe in probes]
-        theirs = [list(probe.hinted) or p for probe, p in zip(probes, prompts, strict=True)]
         answers = [probe.own.tolist() for probe in probes]
         # To one width in every round: another would be another program.
         width = self.config.rollout.max_tokens
         filled = [ids + [0] * (width - len(ids)) for ids in answers]
         with student.precision():
-            sides = (self.teacher, theirs), (student, prompts)
-            compared = compare_behind(*sides, filled, self.real, loss)
+            compared = compare(self.teacher, student, prompts, filled, self.real, loss)
         real = np.arange(width)[None] < np.asarray([len(ids) for ids in answers])[:, None]
         figures = {
             "overlap": float(compared.overlap[real].mean()),
@@ -222,31 +219,6 @@ class Author:
         return figures, shown
 
 
-def answer_prompts(
-    config: Config,
-    writer: Model,
-    tokenizer: Tokenizer,
-    real: int,
-    prompts: Sequence[Sequence[int]],
-    temperature: float,
-    **settings: Any,
-) -> list[Completion]:
-    """Answers prompts (ids), up to `rollout.max_tokens`, by the first `real` ids of the tokenizer.
-
-    `settings` are as of `decoding.write_answers`.
-    """
-    sampling = Sampling(
-        max_tokens=config.rollout.max_tokens,
-        temperature=temperature,
-        stop_ids=tuple(i for i in tokenizer.stop_ids if i < real),
-        seed=config.train.seed,
-    )
-    assert isinstance(writer.functions, DecoderFunctions)
-    models = writer.functions, writer.params
-    with writer.precision():
-        return complete(*models, prompts, sampling, real=real, spread=writer.spread, **settings)
-
-
 def _number_probes(asked: Sequence[Any]) -> Sequence[int]:
     """The numbers by which the answers to these prompts are drawn."""
     return range(_PROBE_NUMBERS, _PROBE_NUMBERS + len(asked))
@@ -255,9 +227,9 @@ def _number_probes(asked: Sequence[Any]) -> Sequence[int]:
 class AnswerSource(Source):
     """Batches of answers, the student's own or the teacher's, beside batches of text.
 
-    The own rows come first in a batch. A round lasts `rollout.every` batches; after the last round
-    its rows go on in other orders. Of several processes each makes the whole batch and has rows of
-    it that follow each other, so that a device has the same ones however devices are split.
+    The own rows come first in a batch. A round lasts `rollout.every` batches. Of several processes
+    each makes the whole batch and has rows of it that follow each other, so that a device has the
+    same ones however devices are split.
     """
 
     def __init__(
@@ -282,14 +254,9 @@ class AnswerSource(Source):
         """The SHA-256, in hex, of all prompts."""
         return {"rollout.prompts": self._author.prompts.key}
 
-    def _place(self) -> tuple[int, int, int]:
-        """Round, repetition of its rows, and batch of it, that come next."""
-        settings = self._author.config.rollout
-        number = self._batches // settings.every
-        if settings.rounds:
-            number = min(number, settings.rounds - 1)
-        again, at = divmod(self._batches - number * settings.every, settings.every)
-        return number, again, at
+    def _place(self) -> tuple[int, int]:
+        """The round, and the batch of it, that come next."""
+        return divmod(self._batches, self._author.config.rollout.every)
 
     @property
     def pauses(self) -> bool:
@@ -298,7 +265,7 @@ class AnswerSource(Source):
 
     def next(self, params: Any) -> dict[str, np.ndarray]:
         """The next batch; writes a round with the student `params` if the one before is over."""
-        number, again, at = self._place()
+        number, at = self._place()
         if self.pauses:
             self._round = self._begin_round(number, params)
             self._first = self._round.record["next"]
@@ -306,15 +273,9 @@ class AnswerSource(Source):
         assert held is not None
         settings = self._author.config
         own = count_own_rows(settings)
-        order = np.arange(len(held.rows.tokens))
-        if again:
-            order = np.random.default_rng([settings.train.seed, number, again]).permutation(order)
-        chosen = order[at * own : (at + 1) * own]
-        batch = stack_examples([example(held.rows, int(row)) for row in chosen])
+        batch = stack_examples([example(held.rows, row) for row in range(at * own, (at + 1) * own)])
         if self._text is not None:
             others = self._text.next()
-            if held.rows.teacher is not None:
-                others |= read_same(others, count_teacher_positions(settings))
             batch = {name: np.concatenate([x, others[name]]) for name, x in batch.items()}
         self._batches += 1
         share = settings.train.batch_size // self._count
@@ -349,7 +310,7 @@ class AnswerSource(Source):
 
     def get_state(self) -> dict[str, Any]:
         """The position before the next batch, and the hash of the round that it lies in."""
-        number, _, _ = self._place()
+        number, _ = self._place()
         within = self._round and self._round.record["round"] == number
         return {
             "batches": self._batches,
@@ -409,11 +370,6 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
         count_prompt_positions(config),
         config.train.seed,
         parse_special=config.data.parse_special,
-        # An answer's end is read as well.
-        longest_hinted=count_teacher_positions(config) - config.rollout.max_tokens - 1
-        if has_hints(config)
-        else 0,
-        hold=config.rollout.gap_exercises,
     )
 
 
@@ -453,47 +409,6 @@ def _find_differing(prompts: str, ours: Tokenizer, theirs: Tokenizer) -> tuple[s
         if mine != other:
             return mine, other
     return None
-
-
-def answers_key(config: Config, rows: str, student: str | None, prompts: Prompts) -> str:
-    """SHA-256, in hex, of what decides the text of a run of one round; `rows` is its text's key."""
-    made_of = [rows, student, prompts.key, config.train.seed, describe_answers(config)]
-    return hashlib.sha256(json.dumps([*made_of, config.train.batch_size]).encode()).hexdigest()
-
-
-def fix_answers(config: Config, pair: Pair, placement: Placement, rows: RowSet) -> RowSet:
-    """The rows with those of training replaced by answers of the start model, of one round.
-
-    The rows of text that `rollout.share` leaves stand behind them. Written once, to
-    `data.cache_dir`, by all processes together. Raises `UserError` as `Author.write`.
-    """
-    prompts = open_prompts(config, pair.tokenizer)
-    key = answers_key(config, rows.key, pair.student.sha256, prompts)
-    path = Path(config.data.cache_dir).expanduser() / "answers" / f"{key}.npz"
-    fixed = _read_same(path, {})  # its name says what it is made of
-    if not _all_have("answers", fixed):
-        student = load_model(
-            pair.student,
-            placement=placement,
-            dtype=config.train.compute_dtype,
-            max_segments=config.data.max_segments,
-        )
-        author = Author(config, student, prompts, pair.tokenizer, pair.vocabulary.real)
-        own, record = author.write(student.params, 0, 0)
-        record |= author.describe(0, str(pair.student.sha256), 0)
-        with first_before_others("answers"):  # who shares the first one's disk finds them there
-            fixed = _read_same(path, {"sha256": hash_columns(own)}) or write_round(
-                path, own, record
-            )
-    assert fixed is not None
-    text = (config.train.batch_size - count_own_rows(config)) * config.rollout.every
-    order = np.random.default_rng([config.train.seed, 1]).permutation(len(rows.train))
-    beside = np.resize(order, text)
-    chosen: dict[str, Any] = {name: getattr(rows.train, name)[beside] for name in COLUMNS}
-    train = join_rows(fixed.rows, Rows(**chosen))
-    info = rows.info | {"answers": fixed.record["figures"], "text": rows.key}
-    info["answers_file"] = {"path": str(path.resolve()), "sha256": fixed.sha256}
-    return RowSet(train, rows.heldout, info, key)
 
 
 def answer_source(

@@ -10,7 +10,6 @@ constants. They get no gradient, no optimizer slot, and are never donated.
 import dataclasses
 import functools
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,8 +54,6 @@ from kdjax.training.pair import Vocabulary, refuse_same, share_vocabulary
 from kdjax.training.several import Arrays, Teachers, name_arrays, spread_weights
 from kdjax.training.teachers import (
     APART,
-    PLACES,
-    READ,
     SCHEDULED,
     Batch,
     Dense,
@@ -208,11 +205,6 @@ def _run_both(
     names, theirs = list_names(spec.extra, "student"), {}
     hidden, ours = read_states(spec.student, params, *columns, names=names)
     if names := list_names(spec.extra, "teacher"):
-        if PLACES in batch:
-            raise UserError(
-                "found losses of the teacher's layers and a teacher that reads rows of its own "
-                "(hints); expected one of them."
-            )
         both = read_states(spec.teacher, teacher, *columns, names=names)
         known, theirs = jax.lax.stop_gradient(both)
         running = running._replace(known=known)
@@ -658,8 +650,6 @@ def refuse_donated(state: TrainState) -> None:
 IGNORED = -100  # a label that does not train, to PyTorch's cross-entropy and to Transformers
 _IDS, _COLUMNS = ("tokens", "labels"), ("segment_ids", "positions", "weights")
 _WEIGHTS = "weights", *APART
-# The columns of a teacher that reads rows of its own, or, of several, of that number.
-_READ = re.compile(r"teacher_(\d+_)?(tokens|segment_ids|positions|places)")
 
 
 def _read_ids(
@@ -733,18 +723,11 @@ def complete_batch(batch: Any) -> dict[str, Any]:
     columns = {name: _as_array(name, batch[name]) for name in batch if name != "row_ids"}
     shape = tuple(columns["tokens"].shape)
     columns = spread_weights(columns)
-    read = {name for name in columns if _READ.fullmatch(name)}
-    odd = {
-        name: tuple(x.shape)
-        for name, x in columns.items()
-        if tuple(x.shape[:2]) != shape
-        and (name not in read or name.endswith("places") or x.shape[:1] != shape[:1])
-    }
+    odd = {name: tuple(x.shape) for name, x in columns.items() if tuple(x.shape[:2]) != shape}
     if odd or len(shape) != 2:
         raise UserError(f"the batch's tokens are {shape}, expected [B, T]; other shapes: {odd}.")
-    for name in ({*_IDS, *_COLUMNS, *APART} & columns.keys()) | read:
+    for name in {*_IDS, *_COLUMNS, *APART} & columns.keys():
         columns[name] = _as_type(name, columns[name])
-    _check_read(columns)
     if not columns.keys() >= set(_COLUMNS):
         segments = np.asarray(columns.setdefault("segment_ids", np.ones(shape, np.int32)))
         at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
@@ -754,27 +737,6 @@ def complete_batch(batch: Any) -> dict[str, Any]:
         columns.setdefault("positions", at - starts)
         columns.setdefault("weights", (same & (segments != 0)).astype(np.float32))
     return columns
-
-
-def _check_read(columns: Mapping[str, Any]) -> None:
-    """Raises `UserError` unless a teacher that reads rows of its own has all of their columns."""
-    for number in {found[1] or "" for name in columns if (found := _READ.fullmatch(name))}:
-        names = [name.replace("_", f"_{number}", 1) for name in (*READ, PLACES)]
-        if lacking := [name for name in names if name not in columns]:
-            raise UserError(
-                f"the batch has no {' and no '.join(lacking)}; expected all of {', '.join(names)} "
-                "of a teacher that reads rows of its own."
-            )
-        tokens, places = columns[names[0]], columns[names[-1]]
-        shapes = {tuple(columns[name].shape) for name in names[:-1]}
-        inside = isinstance(places, jax.Array) or (
-            0 <= places.min() <= places.max() < tokens.shape[1]
-        )
-        if len(shapes) > 1 or not inside:
-            raise UserError(
-                f"found {names[0]} of {tuple(tokens.shape)}, others of {shapes}, and {names[-1]} "
-                f"from {places.min()} to {places.max()}; expected equal shapes, and places in them."
-            )
 
 
 def _as_array(name: str, column: Any) -> Any:

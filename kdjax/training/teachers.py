@@ -50,26 +50,6 @@ Batch = dict[str, Array]
 Student = tuple[Array, Array]  # hidden states [B, T, D] and head [V, D]
 
 
-# Columns `[B, W]` of a teacher that reads rows of its own, such as prompts with hints, and of the
-# student's positions `[B, T]` the place in them that predicts the same label.
-READ = "teacher_tokens", "teacher_segment_ids", "teacher_positions"
-PLACES = "teacher_places"
-
-
-def _choose_columns(batch: Batch) -> tuple[Array, Array, Array]:
-    """The columns that the teacher reads: its own, or the student's."""
-    names = READ if PLACES in batch else ("tokens", "segment_ids", "positions")
-    tokens, segments, positions = (batch[name] for name in names)
-    return tokens, segments, positions
-
-
-def _align(hidden: Array, batch: Batch) -> Array:
-    """The teacher's hidden states `[B, T, D]` at the positions of the student."""
-    if PLACES not in batch:
-        return hidden
-    return jnp.take_along_axis(hidden, batch[PLACES][..., None], axis=1)
-
-
 class RunningTeacher(NamedTuple):
     """A teacher within the compiled step: its functions, and its arrays as they were passed in."""
 
@@ -82,14 +62,14 @@ class RunningTeacher(NamedTuple):
         if self.known is not None:
             return self.known
         assert self.functions is not None
-        hidden = self.functions.hidden(self.params, *_choose_columns(batch))
-        return jax.lax.stop_gradient(_align(hidden, batch))
+        columns = batch["tokens"], batch["segment_ids"], batch["positions"]
+        return jax.lax.stop_gradient(self.functions.hidden(self.params, *columns))
 
     def hidden_in_parts(self, batch: Batch, parts: int) -> Array:
         """Hidden states `[B, T, D]` of `Decoder`s, a layer at a time for all parts of a batch."""
         functions: Any = self.functions
-        hidden = functions.hidden_in_parts(self.params, *_choose_columns(batch), parts)
-        return _align(hidden, batch)
+        columns = batch["tokens"], batch["segment_ids"], batch["positions"]
+        return functions.hidden_in_parts(self.params, *columns, parts)
 
     @property
     def head(self) -> Any:

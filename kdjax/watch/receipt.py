@@ -276,7 +276,6 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
             "rows": job.rows.key,
             "folder": str(rows),
             "packed_sha256": None,
-            "answers": job.rows.info.get("answers_file"),
         },
         "sources": _describe_sources(job.config),
     }

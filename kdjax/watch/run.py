@@ -11,7 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import Config, count_steps, flatten, is_phased, list_hinted, list_phases, validate
+from kdjax.config import Config, count_steps, flatten, is_phased, list_phases, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
@@ -51,7 +51,6 @@ def distill(
     on_step: Callable[[StepRecord], Any] | None = None,
     on_eval: Callable[[Mapping[str, float]], Any] | None = None,
     verdict: Verdict | None = None,
-    gate: Callable[[Job], None] | None = None,
     suits_cpu: bool = False,
     distributed: str = "auto",
     join_timeout: int = cluster.JOIN_TIMEOUT,
@@ -66,8 +65,7 @@ def distill(
     `on_step(record)` sees each step once it is done, and stops the run by returning True;
     `on_eval(figures)` the held-out figures and their `step`. The receipt names such Python and says
     that no hash is of its code.
-    `verdict` judges a smoke run (`smoke.steps`); `gate` sees the job of a fresh run before it
-    trains, and stops it by raising: `kdjax.check_gap` of one with hints.
+    `verdict` judges a smoke run (`smoke.steps`).
     With `distributed="auto"` the processes that an engine started train together, see
     `cluster.started`; the disk of `workdir` is shared by all.
     A GPU that JAX does not use is an error, unless the run `suits_cpu`.
@@ -112,10 +110,6 @@ def distill(
         job = assemble(config, workdir, own)
         if not config.smoke.steps:
             checkpoints.check_room(job.step.abstract)
-        if gate is not None and checkpoints.latest() is None:
-            gate(job)
-        elif gate is None and list_hinted(config):
-            _log.warning("nothing measures what hints gain: give distill gate=kdjax.check_gap")
         chosen = {"the teacher's kind": job.kind} | flatten(job.config)
         cluster.check_agreement("job", job.identity | chosen)
         hooks = make_hooks(job, checkpoints, devices, verdict)
@@ -165,7 +159,6 @@ def make_hooks(
     hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index()), *job.own.hooks]
     # What a rounded student learns is to predict this in spite of its rounding.
     alike = config.teacher.allow_degenerate or config.loss.alpha == 1 or config.student.quantize
-    alike = alike or list_hinted(config)  # which no held-out text has
     alike = alike or config.student.block  # which may draft well before it has learned more
     if not alike:
         hooks.append(NoSignalGuard())
