@@ -307,13 +307,12 @@ def read_section(default: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """
     fields: dict[str, Any] = {}
     for name, value in values.items():
+        if isinstance(value, dict):
+            fields[name] = read_section(getattr(default, name), value, f"{prefix}{name}.")
+            continue
         value = tuple(value) if isinstance(value, list) else value
         if (gone := find_removed(f"{prefix}{name}")) is None:
-            inner = f"{prefix}{name}."
-            of_section = isinstance(value, dict)
-            fields[name] = (
-                read_section(getattr(default, name), value, inner) if of_section else value
-            )
+            fields[name] = value
         elif value != gone.off and not gone.free:
             raise RemovedError(refuse_removed(f"{prefix}{name}"))
     return type(default)(**fields)
