@@ -88,29 +88,6 @@ def test_packed_generates_the_same(models):
     assert len({tuple(c.ids) for c in one}) > 1
 
 
-@pytest.mark.parametrize(("form", "share"), [("packed:float32", 0.45), ("dense:bfloat16", 0.51)])
-def test_one_row_on_a_cpu_reads_few_bytes(models, form, share, monkeypatch):
-    """And has room where float32 has none, and writes what two rows do, which take float32."""
-    form = f"teacher.gguf@{form}"
-    model = opened(f"{models}/{form}")
-
-    def prepared(rows):
-        static = dict(functions=model.functions, spread=model.spread, rows=rows)
-        prepare = functools.partial(decode_weights.prepare_weights, **static)
-        return jax.eval_shape(prepare, model.params)
-
-    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prepared(n))) for n in (1, 2)]
-    assert sizes[0] < share * sizes[1]
-    with monkeypatch.context() as host:
-        free = 3.6 * decode_weights.count_layers(model.functions.spec, 1, 1, None)
-        host.setattr(decode_weights, "mem_available", lambda: free)
-        assert [prepared(n)[0] is None for n in (1, 2)] == [False, True]
-    prompts = prompts_of(1)
-    one, two = (run(models, form, prompts * n, max_tokens=4, batch_size=n)[0] for n in (1, 2))
-    np.testing.assert_allclose(one.log_probs[0], two.log_probs[0], atol=0.03)
-    assert one.ids == two.ids or "bfloat16" in form
-
-
 @pytest.mark.slow
 def test_bf16_on_a_cpu_writes_the_same_with_room_for_wide_weights_and_without(models, monkeypatch):
     """Layers lie apart in float32, or their bits are widened a part at a time."""

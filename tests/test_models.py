@@ -24,11 +24,10 @@ from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.formats.blocks import row_bytes, split
-from kdjax.models import attention, few_rows, fields, weights
+from kdjax.models import attention, fields, weights
 from kdjax.models.arch import ACTIVATIONS, Layer
 from kdjax.models.checkpoint import open_checkpoint
-from kdjax.models.decode_weights import is_whole, join, prepare_weight
+from kdjax.models.decode_weights import join
 from kdjax.models.decoder import Compute, Decoder, functional, initialise
 from kdjax.models.families import FAMILIES
 from kdjax.models.loading import count_parameters, load_params
@@ -541,43 +540,13 @@ def test_unknown_family_is_named():
     ("rows", "width", "count"), [(1000, 3000, 3), (5, 64, 1), (64, 48, 65), (5, 1280, 1)]
 )
 def test_products_with_bits_are_those_with_their_numbers(rng, rows, width, count):
-    """In parts, of which the last begins earlier; of many rows at once; of numbers made ready."""
+    """In parts, of which the last begins earlier; of many rows at once; of float32 made ready."""
     weight = jnp.asarray(rng.normal(size=(rows, width)), jnp.bfloat16)
     x = jnp.asarray(rng.normal(size=(count, width)), jnp.bfloat16)
     want = x.astype(jnp.float32) @ weight.astype(jnp.float32).T
-    with mock.patch.object(few_rows, "_WIDENED", 2**18):
+    with mock.patch.object(weights, "_WIDENED", 2**18):
         got = weights.project(x, weights.to_bits(weight))
-        (wide,), (narrow,) = (
-            join([w]) for w in (weight.astype(jnp.float32), weights.to_bits(weight))
-        )
-        ready = [weights.project(x, joined) for joined in (wide, narrow)]
-    for y in (got, *ready):
+    (wide,) = join([weight.astype(jnp.float32)])
+    for y in (got, weights.project(x, wide)):
         assert y.dtype == jnp.bfloat16
         np.testing.assert_allclose(y.astype(jnp.float32), want, rtol=2**-8, atol=1e-3)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_whole_numbers_are_multiplied_as_what_they_stand_for(rng, count):
-    """Groups of 32 and of 16, with minimums and without, which stay apart when they are joined."""
-    x = jnp.asarray(rng.normal(size=(count, 512)), jnp.float32)
-    packed = []
-    for name in ("Q5_0", "Q4_K", "Q6_K"):
-        raw = rng.integers(0, 60, (5, row_bytes(name, 512)), dtype=np.uint8)
-        packed.append(weights.Packed(split(raw, name), name, jnp.float32))
-
-    @jax.jit
-    def multiply(x, packed):
-        ready = [prepare_weight(w, jnp.float32, narrow=True) for w in packed]
-        assert [type(w) for w in ready] == [few_rows.Grouped] * 3
-        assert ready[1].values.dtype == jnp.int8 and ready[1].minimums.shape == (5, 32)
-        whole, *rest = weights.project_all(x, join(ready), whole=True)
-        return [whole[:, :5], *rest], [w.decode() for w in packed]
-
-    for y, numbers in zip(*multiply(x, packed), strict=True):
-        numbers = np.asarray(numbers, np.float64)
-        most = np.abs(numbers).max() * 512**0.5
-        np.testing.assert_allclose(y, np.asarray(x, np.float64) @ numbers.T, atol=1e-6 * most)
-    rounded = dataclasses.replace(packed[0], dtype=jnp.bfloat16)
-    assert not is_whole(rounded)
-    bits = jax.eval_shape(lambda w: prepare_weight(w, jnp.float32, narrow=True), rounded)
-    assert bits.dtype == jnp.uint16

@@ -86,7 +86,7 @@ def test_llama_cpp_writes_the_same(path, model):
     assert ours.argmax(-1).tolist() == ids
     answers = model.generate([PROMPT, PROMPT[:1], PROMPT[:30]], max_tokens=12, stop_ids=())
     assert answers[0].ids == ids
-    assert model.generate([PROMPT], max_tokens=12, stop_ids=())[0].ids == ids  # narrow weights
+    assert model.generate([PROMPT], max_tokens=12, stop_ids=())[0].ids == ids
 
 
 @needs_llama_cpp

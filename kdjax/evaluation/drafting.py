@@ -225,10 +225,10 @@ def time_pass(model: Model, tokens: int) -> float:
         if own:
             both = model.params, model.params
             pair: Any = BlockWriter.of(writer, writer, both, 1)
-            weights, (cache, states) = pair.prepare(both, 1)[1], pair.open_cache(1, 2 * least)[1]
+            weights, (cache, states) = pair.prepare(both)[1], pair.open_cache(1, 2 * least)[1]
             before = states[0]
         else:
-            weights, before = writer.prepare(model.params, None), None
+            weights, before = writer.prepare(model.params), None
             cache = writer.open_cache(1, 2 * least)
         seconds = []
         for _ in range(8):

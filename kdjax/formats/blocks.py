@@ -369,19 +369,6 @@ def decode_fields(
     return values.reshape(*values.shape[:-2], -1).astype(out_dtype)
 
 
-def read_whole(fields: Sequence[Array], dtype_name: str) -> Whole | None:
-    """Reads what `split` returned as integers, blocks joined to rows; None for other types."""
-    found = block_type(dtype_name).decode(*fields)
-    if not isinstance(found, Whole):
-        return None
-
-    def rows(x: Array) -> Array:
-        return x.reshape(*x.shape[:-2], -1)
-
-    minimums = None if found.minimums is None else rows(found.minimums)
-    return Whole(rows(found.q), rows(found.factors), minimums)
-
-
 def decode(
     raw: UInt8[Array, "*lead row_bytes"] | UInt8[np.ndarray, "*lead row_bytes"],
     dtype_name: str,

@@ -136,8 +136,8 @@ class Writer(Protocol):
         """The same for rows of at most so many positions."""
         ...
 
-    def prepare(self, params: Any, rows: int) -> Any:
-        """The weights as steps over so many rows multiply them."""
+    def prepare(self, params: Any) -> Any:
+        """The weights as steps multiply them."""
         ...
 
     def open_cache(self, slots: int, capacity: int) -> Any:
@@ -562,9 +562,9 @@ class StepWriter:
         """See `DecoderFunctions.for_length`."""
         return dataclasses.replace(self, functions=self.functions.for_length(positions))
 
-    def prepare(self, params: Any, rows: int | None) -> Any:
+    def prepare(self, params: Any) -> Any:
         """See `prepare_weights`."""
-        return prepare_weights(params, functions=self.functions, spread=self.spread, rows=rows)
+        return prepare_weights(params, functions=self.functions, spread=self.spread)
 
     def open_cache(self, slots: int, capacity: int) -> Cache:
         """See `Writer`."""
@@ -806,7 +806,7 @@ class _Engine:
         self._capacity = capacity = _room_for(max(longest, room) + writer.spare)
         opened = _open(params, writer=writer, slots=slots, capacity=capacity)
         self._slots = _lay_beside(params, opened)
-        self._weights = writer.prepare(params, slots)
+        self._weights = writer.prepare(params)
         # What only the host looks at is no part of a program: other values compile nothing anew.
         self._sampling = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
         self._seed = np.uint32(sampling.seed % 2**32)

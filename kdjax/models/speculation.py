@@ -83,10 +83,10 @@ class DraftWriter:
         big, small = (side.for_length(positions) for side in (self.big, self.small))
         return dataclasses.replace(self, big=big, small=small)
 
-    def prepare(self, params: tuple[Params, Params], rows: int) -> Any:
-        """See `StepWriter.prepare`; not narrow, since a pass of either may read several ids."""
+    def prepare(self, params: tuple[Params, Params]) -> Any:
+        """See `StepWriter.prepare`."""
         sides = zip((self.big, self.small), params, strict=True)
-        return tuple(side.prepare(own, None) for side, own in sides)
+        return tuple(side.prepare(own) for side, own in sides)
 
     def open_cache(self, slots: int, capacity: int) -> tuple[Cache, Cache]:
         """See `Writer`."""
@@ -253,9 +253,9 @@ class BlockWriter(DraftWriter):
     `draft-mtp`, common/speculative.cpp.)
     """
 
-    def prepare(self, params: tuple[Params, Params], rows: int) -> Any:
+    def prepare(self, params: tuple[Params, Params]) -> Any:
         """See `StepWriter.prepare`; the block has the model's head."""
-        ready = self.big.prepare(params[0], None)
+        ready = self.big.prepare(params[0])
         functions, spread = self.small.functions, self.small.spread
         return ready, (prepare_block(params[1], functions=functions, spread=spread), ready[1])
 

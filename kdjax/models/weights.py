@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.device.placement import Placement
 from kdjax.formats.blocks import decode_fields
-from kdjax.models.few_rows import Grouped, project_bits, project_row
 from kdjax.models.kernels import norms, swiglu
 from kdjax.models.kernels.common import EXCLUDED, FP8, fp8_scales
 from kdjax.models.shards import Shard, gather_shards
@@ -29,6 +28,7 @@ from kdjax.models.shards import Shard, gather_shards
 _BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FP8): jnp.uint8}
 _NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in _BITS.items()}
 _FEW = 64  # rows whose product takes no longer than the widening of a matrix
+_WIDENED = 2**20  # numbers of a matrix of bits that are float32 at a time, for few rows
 
 
 def to_bits(x: Array) -> Array:
@@ -111,19 +111,17 @@ class Mixed:
         """Shape of the numbers of all layers."""
         return (len(self.which), *self.stacks[0].shape[1:])
 
-    def read(
-        self, which: Int[Array, ""], slot: Int[Array, ""], read: Callable[[Packed], Any]
-    ) -> Any:
-        """Reads one layer, `[out, in]`, by `read`; only the layer's own type is read."""
+    def read(self, which: Int[Array, ""], slot: Int[Array, ""]) -> Array:
+        """The numbers of one layer, `[out, in]`; only the layer's own type is decoded."""
 
-        def branch(stack: Packed) -> Callable[[Array], Any]:
-            return lambda slot: read(gather_shards(stack[slot]))
+        def branch(stack: Packed) -> Callable[[Array], Array]:
+            return lambda slot: gather_shards(stack[slot]).decode()
 
         return jax.lax.switch(which, [branch(stack) for stack in self.stacks], slot)
 
     def decode(self) -> Array:
         """The numbers of one layer, where `which` and `slot` are a layer's own."""
-        return self.read(self.which, self.slot, Packed.decode)
+        return self.read(self.which, self.slot)
 
 
 def stack_blocks(
@@ -208,15 +206,11 @@ class Joined:
     It sits in the first one's slot; the other slots hold empty matrices.
     """
 
-    values: Any  # `Grouped`, or an array [out, in] of numbers or of the bits of bf16
+    values: Any  # numbers [out, in]
     sizes: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # rows of each
 
     def project(self, x: Float[Array, "N D"]) -> Float[Array, "N F"]:
-        """x W^T, in the dtype of the values, or in float32 if they are narrower on a CPU."""
-        if isinstance(self.values, Grouped):
-            return self.values.project(x)
-        if self.values.dtype == jnp.uint16:
-            return project_row(x.astype(jnp.float32), self.values)
+        """x W^T, in the dtype of the values."""
         return jnp.einsum("ND,FD->NF", x.astype(self.values.dtype), self.values)
 
 
@@ -325,7 +319,7 @@ _project_scaled.defvjp(lambda x, base: (_project_scaled(x, base), base), _scaled
 
 
 # A weight in every form it can have; an Array holds numbers or their bits.
-Weight = Array | Packed | Mixed | Scaled | Joined | Grouped | Shard | Adapted
+Weight = Array | Packed | Mixed | Scaled | Joined | Shard | Adapted
 
 
 def round_for(x: Array | Rounded, weight: Weight) -> Array | Rounded:
@@ -343,8 +337,32 @@ def project(x: Array | Rounded, weight: Array | Scaled | Joined | Adapted) -> Fl
     if isinstance(weight, Joined):
         return weight.project(x).astype(x.dtype)
     if weight.dtype == jnp.uint16 and x.shape[0] <= _FEW:
-        return project_bits(x, weight).astype(x.dtype)
+        return _project_bits(x, weight).astype(x.dtype)
     return jnp.einsum("ND,FD->NF", x, from_bits(weight).astype(x.dtype))
+
+
+def _project_bits(x: Float[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
+    """x W^T for few rows and a matrix in the bits of bf16, some of its rows at a time.
+
+    XLA's CPU backend widens bf16 one number after another, which takes twenty times as long as one
+    row's product; a shift of bits runs in vectors, and what it makes stays in the caches.
+    """
+    rows, width = bits.shape
+    most = min(max(_WIDENED // width, 1), rows)
+    wide, starts = x.astype(jnp.float32), range(0, rows, most)
+
+    def part(_: None, start: Array) -> tuple[None, Array]:
+        words = jax.lax.dynamic_slice_in_dim(bits, start, most).astype(jnp.uint32) << 16
+        numbers = jax.lax.bitcast_convert_type(words, jnp.float32)
+        return None, jnp.einsum("ND,FD->NF", wide, numbers)
+
+    # The last part begins where it has as many rows as the others.
+    at = jnp.asarray([min(start, rows - most) for start in starts], jnp.int32)
+    parts = jax.lax.scan(part, None, at)[1].swapaxes(0, 1)
+    rest = rows - starts[-1]
+    return jnp.concatenate(
+        [parts[:, :-1].reshape(x.shape[0], -1), parts[:, -1, most - rest :]], axis=1
+    )
 
 
 def project_all(
@@ -439,24 +457,12 @@ def decode_weight(weight: Array | Packed | Scaled | Adapted) -> Array:
     return weight.decode() if isinstance(weight, Packed | Scaled | Adapted) else from_bits(weight)
 
 
-Reader = Callable[[Packed], Any]  # makes something of a layer's blocks
-
-
-def _decode_blocks(_: Packed | Mixed) -> Reader:
-    return Packed.decode
-
-
-def slice_layers(
-    stacked: Any,
-    choose_reader: Callable[[Packed | Mixed], Reader] = _decode_blocks,
-    *,
-    by_index: bool = False,
-) -> tuple[Any, Callable[[Any], Any]]:
+def slice_layers(stacked: Any, *, by_index: bool = False) -> tuple[Any, Callable[[Any], Any]]:
     """Returns what a scan over layers slices, and the function from a slice to the layer's weights.
 
-    `Packed` and `Mixed` weights come out as the chosen reader returns them, by default as numbers;
-    others as they are, what is `Adapted` unread: its products read it. The stacks of a `Mixed`
-    weight, and `by_index` of all blocks, stay outside the scan's inputs: layers pick from them.
+    `Packed` and `Mixed` weights come out as numbers, others as they are, what is `Adapted` unread:
+    its products read it. The stacks of a `Mixed` weight, and `by_index` of all blocks, stay outside
+    the scan's inputs: layers pick from them.
     """
 
     def cut(weight: Any) -> Any:
@@ -477,11 +483,11 @@ def slice_layers(
                     piece = dataclasses.replace(piece, base=base)
                 return piece
             if isinstance(weight, Mixed):
-                return weight.read(*piece, read=choose_reader(weight))
+                return weight.read(*piece)
             if by_index and isinstance(weight, Packed):
                 piece = weight[piece]
             piece = gather_shards(piece)
-            return choose_reader(weight)(piece) if isinstance(weight, Packed) else piece
+            return piece.decode() if isinstance(weight, Packed) else piece
 
         return jax.tree.map(one, stacked, slices, is_leaf=_is_weight)
 
