@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import re
+import subprocess
+import sys
+import types
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,6 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from kdjax.device import placement as placement_module
 from kdjax.device.placement import Placement
 from kdjax.losses import kd as losses
 from kdjax.models import attention, decoder, delta, weights
@@ -152,14 +157,19 @@ def test_the_loss_is_the_same_with_kernels_and_without(monkeypatch):
 )
 def test_kernels_are_for_gpus_with_whole_rows(platform, capability, axes, expected):
     """The mesh decides, not the process: 7 of 8 GPUs beside it change nothing."""
+    placement = place(axes, platform, capability)
+    assert placement.kernels == expected
+    assert placement.platform == platform and placement.alone == (placement.mesh.size == 1)
+
+
+def place(axes, platform="gpu", capability="9.0"):
+    """A placement on devices that are not there."""
     shape = {"data": 1, "fsdp": 1, "tensor": 1} | axes
     devices = int(np.prod(list(shape.values())))
     mesh = mock.MagicMock(spec=Mesh, size=devices, shape=shape)
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     mesh.devices = np.asarray([device] * devices)
-    placement = Placement.on(mesh)
-    assert placement.kernels == expected
-    assert placement.platform == platform and placement.alone == (devices == 1)
+    return Placement.on(mesh)
 
 
 def lower_for_gpu(function, *shapes):
@@ -322,3 +332,55 @@ def test_attention_over_a_cache_is_the_one_defined(new, dtype, local):
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=tolerance)
     for a, b in zip(ours, kept, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# ---- a JAX without Triton
+
+
+class Refusing(types.ModuleType):
+    """A module that is there, and refuses whatever is asked of it."""
+
+    def __getattr__(self, name):
+        raise NotImplementedError("Triton is\nnot supported any more")
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (None, r"cannot import name 'triton'|None in sys.modules"),
+        (Refusing("triton"), "Triton is not supported any more"),
+        (types.ModuleType("triton"), "no attribute 'CompilerParams'"),
+    ],
+    ids=["gone", "refusing", "moved"],
+)
+def test_a_gpu_without_kernels_is_told_once_with_what_it_costs(module, reason, monkeypatch, caplog):
+    """670 and 786 ms, 60.36 and 81.32 GB: docs/records/2026-11-26-qwen35-kernels-h200.md."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", module)
+    if module:
+        monkeypatch.setattr(jax.experimental.pallas, "triton", module, raising=False)
+    else:
+        monkeypatch.delattr(jax.experimental.pallas, "triton", raising=False)
+    asked = functools.cache(placement_module._has_triton.__wrapped__)
+    monkeypatch.setattr(placement_module, "_has_triton", asked)
+    assert not any(place(axes).kernels for axes in ({}, {}, {"data": 2}, {"tensor": 2}))
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert record.levelname == "WARNING" and re.search(reason, said) and jax.__version__ in said
+    for figure in ("786 ms", "81 GB", "670 ms", "60 GB"):
+        assert figure in said
+
+
+def test_kdjax_is_imported_without_triton():
+    """Kernels are what a GPU loses, nothing else; a process, for all of kdjax is imported anew."""
+    program = (
+        "import sys; sys.modules['jax.experimental.pallas.triton'] = None\n"
+        "from kdjax.models.kernels import common, delta_rule, softmax\n"
+        "assert common.plgpu is None"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_gpu_with_kernels_is_told_nothing(caplog):
+    placement_module._has_triton.cache_clear()
+    assert place({}).kernels and not place({"tensor": 2}).kernels
+    assert not caplog.records
