@@ -17,6 +17,7 @@ import kdjax
 from kdjax.errors import UserError
 from kdjax.formats.saved import saved_run
 from kdjax.models.decoder import functional
+from kdjax.models.states import hidden_and_states
 from kdjax.training.step import complete_batch
 from kdjax.training.teachers import CachedHidden
 
@@ -47,7 +48,7 @@ def make_batch(rows=4):
 def read_layers(model, batch):
     """Each layer's output `[L, B, T, D]` and the last hidden states, all kept, by the module."""
     params = model.params
-    module = model.functions._merge(params)
+    module = model.functions.merge(params)
     columns = [jnp.asarray(batch[n]) for n in ("tokens", "segment_ids", "positions")]
     hidden, layers = module.hidden_and_layers(*columns, keep_layers=True)
     return hidden, layers, model.functions.head(params)
@@ -136,11 +137,11 @@ def test_the_layers_asked_for_are_those_of_all_whatever_is_computed_again(models
     names = ("embed", "blocks/1", "blocks/1/attn/q", "blocks/0/attn/v")
 
     def some(params):
-        hidden, states = functions.hidden_and_states(params, *columns, names=names)
+        hidden, states = hidden_and_states(functions, params, *columns, names=names)
         return jnp.sum(hidden**2) + jnp.sum(jnp.sin(states["blocks/1"])), states
 
     def all_of_them(params):
-        module = functions._merge(params)
+        module = functions.merge(params)
         hidden, layers = module.hidden_and_layers(*columns, keep_layers=True)
         return jnp.sum(hidden**2) + jnp.sum(jnp.sin(layers[1])), layers
 

@@ -130,7 +130,7 @@ def test_random_delta_layers(layers, repeats, moe, tmp_path, monkeypatch):
     ours, where = kdjax.load(tmp_path, dtype="float32"), list(map(jnp.asarray, (tokens, ids, at)))
 
     def run(params):
-        decoder = ours.functions._merge(params)
+        decoder = ours.functions.merge(params)
         hidden, layers = decoder.hidden_and_layers(*where, keep_layers=True)
         logits = decoder.unembed(hidden)
         return (logits * weigh).sum(), (logits, layers[:-1])

@@ -24,8 +24,8 @@ from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
 from kdjax.evaluation.target import Target
-from kdjax.models.decoder import DraftFunctions
 from kdjax.models.decoding import pad_length
+from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.model import Model
 from kdjax.models.nextn import take_block
 from kdjax.models.speculation import BlockWriter
@@ -211,7 +211,7 @@ def time_pass(model: Model, tokens: int) -> float:
 
         def extend(carry: Any, _: None) -> Any:
             new, cache = carry
-            if own:
+            if isinstance(functions, DraftFunctions):
                 hidden, cache = functions.draft_extend(params, new, before, at, cache, layers)
             else:
                 hidden, cache = functions.extend(params, new, at, cache, layers)

@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Float
 from kdjax.errors import UserError
 from kdjax.models.kernels.common import EXCLUDED
 
-Layers = Mapping[str, Array]  # by name, as `decoder.STATES` says: [B, T, D], or [B, T, H, width]
+Layers = Mapping[str, Array]  # by name, as `states.STATES` says: [B, T, D], or [B, T, H, width]
 LayerFunction = Callable[[Layers, Layers, Mapping[str, Array]], Any]
 TAKEN = ("loss", "ce", "divergence", "grad_norm", "tokens", "learning_rate", "step")
 

@@ -1,7 +1,8 @@
 """The decoder-only transformer of `families.FAMILIES`, as a Flax NNX module.
 
 Layers are stacked on a leading axis and scanned: 24 layers compile as one, and are 15 leaves.
-Weights are stored (out, in), as in the files, so that loading and export move no element.
+`Decoder.run_layers` chooses how. Weights are stored (out, in), as in the files, so that loading and
+export move no element.
 
 Letters: B rows, T positions, D hidden width, L layers, V vocabulary rows.
 """
@@ -9,7 +10,6 @@ Letters: B rows, T positions, D hidden width, L layers, V vocabulary rows.
 import dataclasses
 import functools
 import operator
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
@@ -20,9 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.device.placement import Placement
-from kdjax.errors import UserError
 from kdjax.models.arch import ACTIVATIONS, STACKS, ArchSpec
-from kdjax.models.attention import attend, attend_and_keep, attend_runs
+from kdjax.models.attention import attend, attend_and_keep
 from kdjax.models.delta import (
     DeltaInputs,
     Stacked,
@@ -52,15 +51,16 @@ from kdjax.models.weights import (
 
 Params = dict[str, Any]  # nested dict of stored weights, as `nnx.to_pure_dict` returns it
 
-_SHORT = 192  # positions of a prompt that XLA's attention reads sooner than cuDNN's
+_SHORT = 192  # up to this many positions XLA's attention reads a prompt faster than cuDNN's
 
 # The rotation of queries and keys by their positions.
 Turn = Callable[[Array, Array], tuple[Array, Array]]
 
-# Attention of rotated queries and keys, and what the layer is to keep of them.
+# Attention of rotated queries, keys and values; returns also what the layer passes on.
+# For instance keys and values for a cache.
 Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 
-# What a delta net's states say, and what the layer is to keep of them.
+# A delta net's outputs from its inputs; returns also what the layer passes on.
 Recall = Callable[[DeltaInputs], tuple[Array, Any]]
 
 REMAT_POLICIES: dict[str, Callable | None] = {
@@ -77,10 +77,11 @@ class Compute:
     dtype: DTypeLike = jnp.float32  # of activations and of weights when multiplied
     param_dtype: DTypeLike = jnp.float32  # of weights as stored
     remat: str = "none"  # a key of REMAT_POLICIES
-    # Layers in a loop are compiled once. Written out, the activations kept of them are not copied.
+    # Layers in a loop are compiled once. In an unrolled loop, stored activations are not copied.
     scan: bool = True
     max_segments: int = 1
-    # What is generated goes beyond longrope's original positions; texts that are read say so.
+    # Whether generation goes beyond longrope's original positions; other passes read it off their
+    # positions.
     long: bool = False
     placement: Placement | None = None  # None: plain JAX, on whatever device
 
@@ -106,7 +107,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight over the last axis; the statistics are float32 whatever x is.
 
-    With an `offset` the factor is 1 + weight, and x is rounded after it only, as Gemma's are.
+    With an `offset` the factor is 1 + weight, and x is rounded only after it, as in Gemma.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class RMSNorm(nnx.Module):
     def normalize_for(
         self, x: Float[Array, "N D"], weight: Weight
     ) -> tuple[Array, Array | Rounded]:
-        """x, and its norm as products with `weight` may take it; by one kernel if placed so."""
+        """x, and its norm in the form that products with `weight` take; a kernel if placed so."""
         if not self.kernels:
             return x, self(x)
         ours = self._factor(x.dtype)
@@ -144,7 +145,7 @@ class RMSNorm(nnx.Module):
 
 
 def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "B T H D"]:
-    """Rotary embedding of the halves (i, i + R/2) of the first R columns; others stay.
+    """Rotary embedding of the pairs (i, i + R/2) of the first R columns; other columns stay.
 
     cos and sin are float32 `[B, T, 1, R/2]`. Angles stay float32: in bf16 position 257 is 256.
     """
@@ -157,9 +158,9 @@ def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions and, if asked, normalised queries and keys.
+    """Grouped-query attention with rotary positions, on normalised queries and keys if `qk_norm`.
 
-    Where `ArchSpec.gated`, rows of q are for each head those of its query, then those of its gate.
+    If `ArchSpec.gated`, q has for each head the rows of its query, then the rows of its gate.
     """
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
@@ -185,7 +186,7 @@ class Attention(nnx.Module):
     def __call__(
         self, rows: Array | Rounded, lead: tuple[int, ...], turn: Turn, mix: Mix
     ) -> tuple[Array, Any]:
-        """Attends for rows `[B T, width]`, `lead` being (B, T); returns also what `mix` keeps."""
+        """Attends for rows `[B T, width]`, `lead` being (B, T); returns also what `mix` passes."""
         linears = self.q, self.k, self.v
         weights = [linear.weight.get_value() for linear in linears]
         projected = project_all(round_for(rows, weights[0]), weights, self.placement)
@@ -210,7 +211,7 @@ def _scale(x: Array, factor: float) -> Array:
 
 
 def _normalize(x: Float[Array, "B T H D"], norm: RMSNorm | None) -> Float[Array, "B T H D"]:
-    """Each head, or all heads of a position together where the norm is as wide."""
+    """Normalizes each head, or all heads of a position together if the norm is that wide."""
     if norm is None:
         return x
     return norm(x.reshape(*x.shape[:2], -1, norm.weight.shape[0])).reshape(x.shape)
@@ -219,8 +220,8 @@ def _normalize(x: Float[Array, "B T H D"], norm: RMSNorm | None) -> Float[Array,
 class DeltaNet(nnx.Module):
     """A gated delta net (`models.delta`): a convolution, a state a head, a gated norm.
 
-    Value heads lie in the order of GGUF files: head h reads key head h mod the number of those.
-    What fixes how fast a state fades is float32 in every form.
+    Value heads lie in the order of GGUF files: head h reads key head h mod the number of key heads.
+    The parameters of decay (`log_rate`, `shift`) and the convolution are float32 in every form.
     """
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
@@ -247,7 +248,7 @@ class DeltaNet(nnx.Module):
         return self.qkv.weight.get_value()
 
     def __call__(self, rows: Array | Rounded, lead: tuple[int, ...], recall: Recall) -> Any:
-        """Mixes rows `[B T, width]`, `lead` being (B, T); returns also what `recall` keeps."""
+        """Mixes rows `[B T, width]`, `lead` being (B, T); returns also what `recall` passes on."""
         linears = self.qkv, self.gate, self.alpha, self.beta
         weights = [linear.weight.get_value() for linear in linears]
         products = project_all(round_for(rows, weights[0]), weights, self.placement, whole=True)
@@ -263,10 +264,10 @@ class DeltaNet(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated: down(activation(gate(x)) * up(x)), silu in all published models."""
+    """Gated MLP: down(activation(gate(x)) * up(x)); silu in all published models."""
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
-        # Of a layer of experts it is the shared one.
+        # In a layer of experts it is the shared expert.
         size, dtype = spec.shared_size or spec.mlp_size, compute.param_dtype
         self.gate = Linear(spec.hidden_size, size, False, dtype, rngs)
         self.up = Linear(spec.hidden_size, size, False, dtype, rngs)
@@ -286,9 +287,9 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """MLPs of which a router picks some for each token, and adds what they give by its weights.
+    """Mixture of experts: a router picks some MLPs for each token and weighs their sum.
 
-    A shared one, where there is any, sees all tokens and counts by the sigmoid of its own gate.
+    A shared expert, where the model has one, sees all tokens, times the sigmoid of its gate.
     """
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
@@ -299,7 +300,7 @@ class Experts(nnx.Module):
             draw = jax.random.normal(rngs.params(), (count, outer, inner), dtype)
             return nnx.Param(draw * jnp.asarray(0.02, dtype))
 
-        # In float32 whatever the others are: in bf16 every hundredth token goes elsewhere.
+        # float32 in every form: in bf16 every hundredth token goes to other experts.
         self.router = Linear(width, count, False, jnp.float32, rngs)
         self.gate, self.up, self.down = stack(size, width), stack(size, width), stack(width, size)
 
@@ -307,7 +308,7 @@ class Experts(nnx.Module):
             return nnx.Param(jax.random.normal(rngs.params(), (width,), jnp.float32) * 0.02)
 
         self.shared = MLP(spec, compute, rngs) if spec.shared_size else None
-        self.shared_gate = gate() if spec.shared_size else None  # in float32 as the router
+        self.shared_gate = gate() if spec.shared_size else None  # float32, as the router is
         self.spec, self.placement = spec, compute.placement
 
     @property
@@ -332,10 +333,10 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention or a delta net, then MLP, each of the stream and added to it.
+    """One layer: attention or a delta net, then an MLP; each reads the stream and is added to it.
 
-    With `pre_norms` they read it normalised; with `post_norms` what they give is normalised before
-    it is added. It is scaled by `residual_scale`.
+    With `pre_norms` their input is normalised, with `post_norms` their output, before it is added.
+    The output is scaled by `residual_scale`.
     """
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs, *, delta: bool = False):
@@ -379,10 +380,10 @@ class Block(nnx.Module):
 
 
 class NextToken(Block):
-    """The block behind the layers that drafts: one of them, with attention, of two inputs.
+    """The next-token block (MTP), which drafts: a layer with attention after the model's layers.
 
-    Of a token and the hidden state of the position before it, both normalised, beside each other
-    and projected to the width. Hidden states come out as the decoder's do, for the same head.
+    It reads an embedded token and the hidden state of the position before, both normalised,
+    concatenated and projected to the width. Its hidden states go into the model's own head.
     (llama.cpp's qwen35.cpp `graph_mtp`, vLLM's qwen3_5_mtp.py.)
     """
 
@@ -397,20 +398,20 @@ class NextToken(Block):
         self.proj = Linear(2 * width, width, False, dtype, rngs)
 
     def join(self, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> Array:
-        """The block's input, of embedded tokens and the hidden states before them."""
+        """The block's input, from embedded tokens and the hidden states of the positions before."""
         both = jnp.concatenate([self.enorm(x), self.hnorm(before.astype(x.dtype))], axis=-1)
         return self.proj(both.reshape(-1, both.shape[-1])).reshape(x.shape)
 
 
 class Kind(NamedTuple):
-    """Facts in which a layer of a scan differs from others; None where all are alike."""
+    """Facts in which layers of a scan differ; None for a fact that all layers share."""
 
-    local: Bool[Array, "*L"] | None  # whether it sees its window only
-    rope: Int[Array, "*L"] | None  # its place in `ArchSpec.ropes`
+    local: Bool[Array, "*L"] | None  # whether it sees only its window
+    rope: Int[Array, "*L"] | None  # its rotation's index in `ArchSpec.ropes`
 
 
 class Decoder(nnx.Module):
-    """Tokens to hidden states; the head stays apart, for losses that never hold all logits."""
+    """Tokens to hidden states. The head is separate, for losses that never hold all logits."""
 
     def __init__(self, spec: ArchSpec, compute: Compute, rngs: nnx.Rngs):
         def stack(*, delta: bool | None) -> Any:
@@ -443,191 +444,137 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm, over `logit_scale`, in the compute dtype."""
+        """Hidden states after the final norm, divided by `logit_scale`, in the compute dtype."""
         return self.hidden_and_layers(tokens, segment_ids, positions)[0]
 
     def hidden_in_parts(
         self, tokens: Array, segment_ids: Array, positions: Array, parts: int
     ) -> Float[Array, "B T D"]:
-        """Hidden states; each layer takes the rows in `parts`, one after the other.
+        """Hidden states; each layer computes the rows in `parts`, one part after the other.
 
-        Its weights are decoded, or gathered, once, and its activations are those of a part.
+        A layer's weights are decoded, or gathered, once; its activations are of one part's size.
         """
-        x, *about = (
+        x, *columns = (
             y.reshape(parts, -1, *y.shape[1:])
-            for y in (self._embed_tokens(tokens), segment_ids, positions)
+            for y in (self.embed_tokens(tokens), segment_ids, positions)
         )
 
         def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, None]:
             def part(rows: tuple[Array, Array, Array]) -> Array:
                 x, segment_ids, positions = rows
-                mix = functools.partial(self._mix, segment_ids, kind.local)
-                recall = functools.partial(self._recall, segment_ids)
-                turn = self._turn(positions, self._angles(positions), kind)
+                mix = functools.partial(self.mix_segments, segment_ids, kind.local)
+                recall = functools.partial(self.recall_segments, segment_ids)
+                turn = self.make_turn(positions, self.compute_angles(positions), kind)
                 return block(x, turn, mix, recall)[0]
 
-            return jax.lax.map(part, (x, *about)), None
+            return jax.lax.map(part, (x, *columns)), None
 
-        x, _ = self._run_layers(layer, x)
-        return self._finish(x.reshape(*tokens.shape, -1))
+        x, _ = self.run_layers(layer, x)
+        return self.finish(x.reshape(*tokens.shape, -1))
 
     def hidden_and_layers(
         self, tokens: Array, segment_ids: Array, positions: Array, *, keep_layers: bool = False
     ) -> tuple[Array, Array | None]:
         """Hidden states; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
-        angles = self._angles(positions)
+        angles = self.compute_angles(positions)
 
         def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, Array | None]:
-            mix = functools.partial(self._mix, segment_ids, kind.local)
-            recall = functools.partial(self._recall, segment_ids)
-            x, _ = block(x, self._turn(positions, angles, kind), mix, recall)
+            mix = functools.partial(self.mix_segments, segment_ids, kind.local)
+            recall = functools.partial(self.recall_segments, segment_ids)
+            x, _ = block(x, self.make_turn(positions, angles, kind), mix, recall)
             return x, (x if keep_layers else None)
 
-        x, outputs = self._run_layers(layer, self._embed_tokens(tokens), trained=True)
-        return self._finish(x), _stack_layers(outputs)
+        x, outputs = self.run_layers(layer, self.embed_tokens(tokens), trained=True)
+        return self.finish(x), _stack_layers(outputs)
 
-    def hidden_and_states(
-        self, tokens: Array, segment_ids: Array, positions: Array, names: Sequence[str]
-    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        """Hidden states, and by name some within, as `check_states` takes names: no others stay.
-
-        Queries, keys and values are `[B, T, heads, width]`, normalised and rotated.
-        """
-        angles, x = self._angles(positions), self._embed_tokens(tokens)
-        places = {name: check_states(self.spec, name) for name in names}
-        parts = sorted({part for part, _ in places.values()} - {_EMBEDDED})
-        kept = {part: sorted({i for p, i in places.values() if p == part}) for part in parts}
-
-        def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, dict[str, Array]]:
-            def mix(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-                out, _ = self._mix(segment_ids, kind.local, q, k, v)
-                return out, {"q": q, "k": k, "v": v}
-
-            recall = functools.partial(self._recall, segment_ids)
-            x, inside = block(x, self._turn(positions, angles, kind), mix, recall)
-            return x, {part: x if part == _STREAM else inside[part] for part in parts}
-
-        # A place for each that is asked for, and one that all other layers write over.
-        slots = {
-            part: jnp.asarray(
-                [at.index(i) if i in at else len(at) for i in range(self.spec.num_layers)]
-            )
-            for part, at in kept.items()
-        }
-        heads = {"q": self.spec.num_heads, "k": self.spec.num_kv_heads, "v": self.spec.num_kv_heads}
-        rooms = {
-            part: jnp.zeros(
-                (len(at) + 1, *tokens.shape)
-                + ((x.shape[-1],) if part == _STREAM else (heads[part], self.spec.head_dim)),
-                x.dtype,
-            )
-            for part, at in kept.items()
-        }
-        (last, rooms), _ = self._run_layers(layer, (x, rooms), trained=True, slots=slots)
-        states = {
-            name: x if part == _EMBEDDED else rooms[part][kept[part].index(i)]
-            for name, (part, i) in places.items()
-        }
-        return self._finish(last), states
-
-    def _run_layers(
+    def run_layers(
         self,
         layer: Callable,
         carry: Any,
-        *more: Array,
+        *more: Any,
         layers: "Layers | None" = None,
         trained: bool = False,
-        slots: dict[str, Array] | None = None,
-    ) -> tuple[Any, Any]:
-        """`layer(carry, block, kind, *more)` for each layer; returns the last carry and outputs.
+        around: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Any, list[Any]]:
+        """Applies `layer(carry, block, kind, *more)` to each layer in turn.
 
-        A scan over the stacked layers, or, given `layers` from `models.decode_weights`, one after
-        the other. Where it may be `trained`, `compute` says what is kept for the backward pass, and
-        whether there is a loop. Of layers of two kinds a step of the scan runs a period of them,
-        and the outputs are those of each place in it.
-        With `slots` the carry has rooms `[places, ...]` beside it, where each layer's outputs are
-        written at its slot, `[L]`, outside of what is computed again for the backward pass.
+        Returns the last carry, and the outputs `[periods, ...]` of each place of `spec.period()`.
+        `more` are arrays `[L, ...]`, of which each layer gets its slice.
+
+        How layers run is chosen here alone. Given `layers` of `models.decode_weights`, one runs
+        after the other. Otherwise a scan goes over the stacks: a step is a layer, or a period where
+        layers are of two kinds. Where layers may be `trained`, `compute.scan` says whether the scan
+        is unrolled, and `compute.remat` what is stored for the backward pass. `around` wraps
+        a layer's run(carry, (weights, kind, *more)) outside of what that pass computes again.
         """
-        stacks = {False: self.blocks, True: self.deltas}
-        parts = {delta: nnx.split(x) for delta, x in stacks.items() if x is not None}
         period, inputs = self.spec.period(), (self._kinds(), *more)
-        if slots is not None:
-            inputs = *inputs, slots
-        if layers is None:
-            # Of a period's experts one layer at a time is to be decoded: 1.6 GB each of a 35B-A3B.
-            in_turn = len(period) > 1 and self.spec.experts > 0
-            sliced = {
-                delta: slice_layers(stacked, by_index=in_turn)
-                for delta, (_, stacked) in parts.items()
-            }
-            loop = self.compute.scan or not trained
+        if layers is not None:
+            return self._run_apart(layer, carry, inputs, layers)
+        # Experts of a period are decoded one layer at a time: 1.6 GB each of a 35B-A3B.
+        in_turn = len(period) > 1 and self.spec.experts > 0
+        unroll = trained and not self.compute.scan
+        policy = REMAT_POLICIES[self.compute.remat] if trained else None
+        stacks = self._cut_stacks(by_index=in_turn)
+        runs = []
+        for place, delta in enumerate(period):
+            index = period[:place].count(delta) if len(period) > 1 else None
+            run = functools.partial(_run_layer, layer, stacks[delta], index=index, wait=in_turn)
+            if policy is not None:
+                # A loop by itself keeps XLA from merging the recomputation away.
+                run = jax.checkpoint(run, policy=policy, prevent_cse=unroll)
+            runs.append(run if around is None else around(run))
+        slices = {delta: stack.slices for delta, stack in stacks.items()}
+        if len(period) == 1:
+            xs = slices[period[0]], *inputs
+            carry, output = jax.lax.scan(runs[0], carry, xs, unroll=unroll)
+            return carry, [output]
+        times, xs = self.spec.num_layers // len(period), (slices, inputs)
+        return _scan_periods(runs, period, carry, xs, times=times, unroll=unroll)
 
-            alone = len(period) == 1
-
-            def runner(delta: bool, index: int) -> Callable:
-                def run(carry: Any, xs: Any) -> tuple[Any, Any]:
-                    weights, *rest = xs
-                    if not alone:
-                        # Here, or each layer's would be kept for the backward pass, as copies.
-                        weights = _take_layer(weights, index)
-                        weights = _wait_for(carry, weights) if in_turn else weights
-                    weights = sliced[delta][1](weights)
-                    return layer(carry, nnx.merge(parts[delta][0], weights), *rest)
-
-                if trained and (policy := REMAT_POLICIES[self.compute.remat]) is not None:
-                    # A loop by itself keeps XLA from merging the recomputation away.
-                    run = jax.checkpoint(run, policy=policy, prevent_cse=not loop)
-                return run if slots is None else _writing_rooms(run)
-
-            slices = {delta: slices for delta, (slices, _) in sliced.items()}
-            if alone:
-                xs = slices[period[0]], *inputs
-                run = runner(period[0], 0)
-                carry, output = jax.lax.scan(run, carry, xs, unroll=not loop)
-                return carry, [output]
-            runs = [
-                runner(delta, period[:place].count(delta)) for place, delta in enumerate(period)
-            ]
-
-            def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-                slices, inputs = xs
-                outputs = []
-                for place, delta in enumerate(period):
-                    xs = slices[delta], *_take_layer(inputs, place)
-                    carry, output = runs[place](carry, xs)
-                    outputs.append(output)
-                return carry, outputs
-
-            times = self.spec.num_layers // len(period)
-            xs = jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), (slices, inputs))
-            return jax.lax.scan(step, carry, xs, unroll=not loop)
+    def _run_apart(
+        self, layer: Callable, carry: Any, inputs: tuple[Any, ...], layers: "Layers"
+    ) -> tuple[Any, list[Any]]:
+        """Runs layers whose weights are not stacked, one after the other."""
+        stacks = {False: self.blocks, True: self.deltas}
+        graphs = {delta: nnx.split(x)[0] for delta, x in stacks.items() if x is not None}
         outputs = []
         for index, (weights, kind) in enumerate(zip(layers, self.spec.layers, strict=True)):
-            block = nnx.merge(parts[kind.delta][0], weights)
-            carry, output = layer(carry, block, *_take_layer(inputs, index))
+            block = nnx.merge(graphs[kind.delta], weights)
+            carry, output = layer(carry, block, *take_layer(inputs, index))
             outputs.append(output)
-        places = (outputs[place :: len(period)] for place in range(len(period)))
+        period = len(self.spec.period())
+        places = (outputs[place::period] for place in range(period))
         return carry, [jax.tree.map(lambda *x: jnp.stack(x), *place) for place in places]
 
-    def _embed_tokens(self, tokens: Array) -> Array:
+    def _cut_stacks(self, *, by_index: bool) -> "dict[bool, _Stack]":
+        """The stacks of layers by kind, true for delta nets; `by_index` as of `slice_layers`."""
+        stacks = {}
+        for delta, layers in ((False, self.blocks), (True, self.deltas)):
+            if layers is not None:
+                graph, stacked = nnx.split(layers)
+                stacks[delta] = _Stack(graph, *slice_layers(stacked, by_index=by_index))
+        return stacks
+
+    def embed_tokens(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The first layer's input, in the compute dtype."""
         x = decode_weight(self.embed.get_value()[tokens]).astype(self.compute.dtype)
         if self.spec.embedding_scale == 1:
             return x
-        # Rounded to bf16 where x is: the root of 3072 is 55.5, as Gemma's was in training.
+        # The scale is rounded as x is: in bf16 the root of 3072 is 55.5, as in Gemma's training.
         return x * jnp.asarray(self.spec.embedding_scale, x.dtype)
 
-    def _finish(self, x: Array, norm: RMSNorm | None = None) -> Array:
-        """Normalizes what the last layer gives, and divides by what logits are divided by.
+    def finish(self, x: Array, norm: RMSNorm | None = None) -> Array:
+        """Normalizes the last layer's output and divides it by `logit_scale`.
 
-        So no head, loss or cache knows of it. MiniCPM's own code divides here as well; Granite's
-        divides logits, in published models by 8 or 16, which gives equal bits. The block that
-        drafts has a `norm` of its own.
+        Thus no head, loss or cache knows of that scale. MiniCPM's code divides here as well;
+        Granite's divides logits, in published models by 8 or 16, which yields equal bits. The
+        next-token block passes its `norm`.
         """
         norm = self.norm if norm is None else norm
         return _scale(norm(x), 1 / self.spec.logit_scale)
 
     def _kinds(self) -> Kind:
-        """The kinds of all layers, `[L]`: layers of several kinds are one stack, and a scan."""
+        """The kinds of all layers, `[L]`."""
         windows, ropes = self.spec.windows(), self.spec.ropes()
         which = [0 if layer.delta else ropes.index(layer.rope) for layer in self.spec.layers]
         return Kind(
@@ -635,13 +582,13 @@ class Decoder(nnx.Module):
             jnp.asarray(which, jnp.int32) if len(ropes) > 1 else None,
         )
 
-    def _angles(
+    def compute_angles(
         self, positions: Int[Array, "B T"], long: bool | None = None
     ) -> tuple[Array, Array]:
-        """cos and sin `[B, T, 1, columns / 2]`; with several ropes stacked, one behind another.
+        """cos and sin `[B, T, 1, columns / 2]`; with several ropes stacked on a leading axis.
 
-        Where longrope tells texts apart, `long` says which they are; None: by a row's last
-        position, as in Transformers by that of all rows.
+        `long` chooses between longrope's factors for short and for long texts. With None a row's
+        last position decides; in Transformers the last position of all rows does.
         """
         ropes, pairs = self.spec.ropes() or (None,), []
         for rope in ropes:
@@ -656,16 +603,16 @@ class Decoder(nnx.Module):
             pairs.append((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
         return jax.tree.map(lambda *x: jnp.stack(x), *pairs) if len(ropes) > 1 else pairs[0]
 
-    def _turn(self, positions: Array, angles: tuple[Array, Array], kind: Kind) -> Turn:
-        """Says how a layer rotates its queries and keys, and how far it scales its queries."""
+    def make_turn(self, positions: Array, angles: tuple[Array, Array], kind: Kind) -> Turn:
+        """Makes the function that rotates a layer's queries and keys, and scales its queries."""
         rope, growth = kind.rope, self._growth(positions)
 
         def turn(x: Array, angles: tuple[Array, Array], rope: Array | None) -> Array:
             return rotate(x, *(part if rope is None else part[rope] for part in angles))
 
         if rope is not None:
-            # The backward pass picks the angles again: 8 bytes a position and head column, each
-            # layer.
+            # The backward pass picks the angles again: stored, they are 8 bytes for each position,
+            # head column and layer.
             turn = jax.checkpoint(turn, prevent_cse=not self.compute.scan)
 
         def turn_both(q: Array, k: Array) -> tuple[Array, Array]:
@@ -675,14 +622,14 @@ class Decoder(nnx.Module):
         return turn_both
 
     def _growth(self, positions: Int[Array, "B T"]) -> Float[Array, "B T 1 1"] | None:
-        """Factor of the queries at positions; None where there is none (Ministral 3)."""
+        """Factor of the queries at positions (Ministral 3); None for models without one."""
         spec = self.spec
         if not spec.query_growth:
             return None
         times = jnp.floor(positions.astype(jnp.float32) / spec.growth_length)
         return (1 + spec.query_growth * jnp.log1p(times))[..., None, None]
 
-    def _mix(
+    def mix_segments(
         self,
         segment_ids: Array,
         local: Array | None,
@@ -692,7 +639,10 @@ class Decoder(nnx.Module):
         *,
         prompt: bool = False,
     ) -> tuple[Array, Any]:
-        """Attention within segments; of a `prompt` a row, which sees nothing of what pads it."""
+        """Attention within segments; returns also keys and values.
+
+        In a `prompt` each row is one segment, which does not see its padding.
+        """
         short = prompt and q.shape[1] <= _SHORT
         run = functools.partial(
             attend,
@@ -707,17 +657,17 @@ class Decoder(nnx.Module):
         flag = () if local is None else (local,)
         return run(q, k, v, segment_ids, *flag), (k, v)
 
-    def _recall(self, segment_ids: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
-        """Reads the states of a delta net within segments; returns also the last ones."""
+    def recall_segments(self, segment_ids: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
+        """Outputs of a delta net within segments; returns also its last states."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
         return read_states(inputs, groups, width, segment_ids, in_kernels=self._in_kernels)
 
     def _recall_and_keep(
-        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, *behind: Any
+        self, segment_ids: Array, lengths: Array, inputs: DeltaInputs, *stored: Any
     ) -> tuple[Array, Any]:
-        """Reads the states of a delta net for a row that goes on; `behind` as of `Cache`."""
+        """Outputs of a delta net that continues from `stored`, a cache's inputs and state."""
         groups, width = self.spec.delta_key_heads, self.spec.delta_key_dim
-        before, state = behind or (None, None)
+        before, state = stored or (None, None)
         columns = inputs, groups, width, segment_ids, lengths
         return read_and_keep(*columns, before, state, in_kernels=self._in_kernels)
 
@@ -727,7 +677,7 @@ class Decoder(nnx.Module):
         return placement is not None and placement.kernels
 
     def _splits_heads(self, placement: Placement) -> bool:
-        """Whether each device of `tensor` has whole heads of queries, keys and values."""
+        """Whether heads divide evenly over the devices of the `tensor` axis."""
         return self.spec.num_kv_heads % placement.mesh.shape["tensor"] == 0
 
     def _attention(self, dtype: DTypeLike) -> str:
@@ -744,14 +694,14 @@ class Decoder(nnx.Module):
         capacity: int,
         layers: "Layers | None" = None,
     ) -> tuple[Float[Array, "B D"], "Cache"]:
-        """Reads prompts, padded behind; hidden states of their last ids, and a cache of `capacity`.
+        """Reads prompts, padded at the end; returns hidden states of their last ids, and a cache.
 
-        `capacity` counts positions, prompt and what is to come, and is at least T. `layers` as of
-        `extend`.
+        `capacity` counts the cache's positions, prompt and what follows, and is at least T.
+        `layers` as in `extend`.
         """
         x, cache = self._read_prompts(tokens, lengths, capacity, layers)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return self._finish(last)[:, 0], cache
+        return self.finish(last)[:, 0], cache
 
     def prefill_whole(
         self,
@@ -760,136 +710,31 @@ class Decoder(nnx.Module):
         capacity: int,
         layers: "Layers | None" = None,
     ) -> tuple[Float[Array, "B T D"], "Cache"]:
-        """Reads prompts as `prefill` does; hidden states of all ids."""
+        """Reads prompts as `prefill` does; returns hidden states of all ids."""
         x, cache = self._read_prompts(tokens, lengths, capacity, layers)
-        return self._finish(x), cache
+        return self.finish(x), cache
 
     def _read_prompts(
         self, tokens: Array, lengths: Array, capacity: int, layers: "Layers | None"
     ) -> tuple[Array, "Cache"]:
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(at, tokens.shape)
-        angles = self._angles(positions, self.compute.long)
+        angles = self.compute_angles(positions, self.compute.long)
         real = (at < lengths[:, None]).astype(jnp.int32)
 
         recall = functools.partial(self._recall_and_keep, jnp.ones_like(tokens), lengths)
 
         def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, Any]:
-            mix = functools.partial(self._mix, real, kind.local, prompt=True)
-            return block(x, self._turn(positions, angles, kind), mix, recall)
+            mix = functools.partial(self.mix_segments, real, kind.local, prompt=True)
+            return block(x, self.make_turn(positions, angles, kind), mix, recall)
 
-        x, outputs = self._run_layers(layer, self._embed_tokens(tokens), layers=layers)
+        x, outputs = self.run_layers(layer, self.embed_tokens(tokens), layers=layers)
         period, kept = self.spec.period(), []
         for delta in (False, True):
             places = [output for output, kind in zip(outputs, period, strict=True) if kind == delta]
             kept += _stack_layers(places) if places else (None, None)
-        kept[:2] = (x if x is None else _lay_out(x, capacity) for x in kept[:2])
+        kept[:2] = (x if x is None else lay_out(x, capacity) for x in kept[:2])
         return x, Cache(*kept)
-
-    def draft_hidden(
-        self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-    ) -> Float[Array, "B T D"]:
-        """Hidden states of the block that drafts, at each token of texts that the layers read.
-
-        The layers get no gradient. A document's first token has zeros before it, as in llama.cpp.
-        """
-        before = shift_states(
-            jax.lax.stop_gradient(self.hidden(tokens, segment_ids, positions)), segment_ids
-        )
-        mix = functools.partial(self._mix, segment_ids, None)
-        return self._run_block(tokens, before, positions, mix)[0]
-
-    def draft_runs(
-        self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        drafts: int,
-    ) -> Float[Array, "B N T D"]:
-        """Hidden states of the layers, then of the block as it drafts at each token.
-
-        First at that token as the first that it reads behind the layers' states, then as the second
-        in a run, behind its own state, and so on to that number of `drafts`.
-        """
-        found, keys, values = [self.hidden(tokens, segment_ids, positions)], [], []
-
-        def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            keys.append(k)
-            values.append(v)
-            return attend_runs(q, keys, values, segment_ids, scale=self.spec.score_scale), None
-
-        for _ in range(drafts):
-            before = shift_states(found[-1], segment_ids)
-            found.append(self._run_block(tokens, before, positions, mix)[0])
-        return jnp.stack(found, axis=1)
-
-    def draft_prefill(
-        self,
-        tokens: Int[Array, "B T"],
-        before: Float[Array, "B T D"],
-        lengths: Int[Array, " B"],
-        capacity: int,
-        block: Params | None = None,
-    ) -> "Cache":
-        """Keys and values of prompts in the block that drafts; `before` are the states before each.
-
-        `block` are its weights as `models.decode_weights` lays them out.
-        """
-        at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        real = (at < lengths[:, None]).astype(jnp.int32)
-        mix = functools.partial(self._mix, real, None, prompt=True)
-        positions = jnp.broadcast_to(at, tokens.shape)
-        _, kept = self._run_block(tokens, before, positions, mix, block)
-        return Cache(*(_lay_out(x[None], capacity) for x in kept))
-
-    def draft_extend(
-        self,
-        tokens: Int[Array, "B T"],
-        before: Float[Array, "B T D"],
-        positions: Int[Array, " B"],
-        cache: "Cache",
-        block: Params | None = None,
-    ) -> tuple[Float[Array, "B T D"], "Cache"]:
-        """T more ids a row for the block that drafts, as `extend` for the layers."""
-        at = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-
-        def mix(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            return attend_and_keep(
-                q,
-                k,
-                v,
-                (cache.k, cache.v),
-                jnp.int32(0),
-                positions,
-                None,
-                scale=self.spec.score_scale,
-                window=0,
-                kernel=self._has_kernel(q.dtype),
-            )
-
-        hidden, kept = self._run_block(tokens, before, at, mix, block)
-        return hidden, Cache(*kept)
-
-    def _run_block(
-        self, tokens: Array, before: Array, positions: Array, mix: Mix, block: Params | None = None
-    ) -> tuple[Array, Any]:
-        """Hidden states of the block that drafts, and what `mix` keeps."""
-        graph, stacked = nnx.split(self.mtp)
-        if block is None:
-            slices, read = slice_layers(stacked)
-            run = nnx.merge(graph, read(_take_layer(slices, 0)))
-        else:
-            run = nnx.merge(graph, block)
-        turn = self._turn(positions, self._angles(positions, self.compute.long), Kind(None, None))
-
-        def recall(_: DeltaInputs) -> tuple[Array, Any]:
-            raise TypeError("the block that drafts attends")
-
-        x, kept = run(run.join(self._embed_tokens(tokens), before), turn, mix, recall)
-        return self._finish(x, run.norm), kept
 
     def extend(
         self,
@@ -899,65 +744,88 @@ class Decoder(nnx.Module):
         layers: "Layers | None" = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], "Cache"]:
-        """T more ids a row, the first at its position; hidden states, and the cache with them.
+        """Reads T more ids a row, from its position on; returns hidden states, and the new cache.
 
-        What lies in the cache from that position on is written over. Ids beyond its capacity leave
-        nothing there. `layers` are the weights as `models.decode_weights` lays them out.
-        `segment_ids` are those of delta nets, by default of one document that goes on.
+        The cache is overwritten from that position on. Ids beyond its capacity are not stored.
+        `layers` are the weights as `models.decode_weights` lays them out. `segment_ids` matter to
+        delta nets alone; by default each row continues one document.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
         at = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        angles = self._angles(at, self.compute.long)
+        angles = self.compute_angles(at, self.compute.long)
 
         def layer(
             carry: tuple[Array, Cache], block: Block, kind: Kind, index: Array
         ) -> tuple[tuple[Array, Cache], DeltaInputs | None]:
+            # The cache is in the carry, so that a step writes its positions and copies nothing.
             x, cache = carry
-            read: DeltaInputs | None = None
+            window, local = self.spec.window, kind.local
+            mix = functools.partial(self.mix_cached, cache, index, positions, local, window)
+            recall = functools.partial(self._recall_cached, cache, index, segment_ids, lengths)
+            x, (cache, read) = block(x, self.make_turn(at, angles, kind), mix, recall)
+            return (x, cache), read
 
-            def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
-                # In the carry, so that a step writes its positions and copies nothing.
-                out, kept = attend_and_keep(
-                    q,
-                    k,
-                    v,
-                    (cache.k, cache.v),
-                    index,
-                    positions,
-                    kind.local,
-                    scale=self.spec.score_scale,
-                    window=self.spec.window,
-                    kernel=self._has_kernel(q.dtype),
-                )
-                return out, cache._replace(k=kept[0], v=kept[1])
-
-            def recall(inputs: DeltaInputs) -> tuple[Array, Cache]:
-                nonlocal read
-                read = inputs._replace(mixed=inputs.mixed[..., : self.spec.delta_columns])
-                if cache.late is not None:
-                    stack = Stacked(cache.states, index)
-                    out, states, latest, late = read_late(inputs, cache.inputs, stack, cache.late)
-                    return out, cache._replace(states=states, inputs=latest, late=late)
-                behind = cache.inputs[index], Stacked(cache.states, index)
-                out, kept = self._recall_and_keep(segment_ids, lengths, inputs, *behind)
-                states, latest = kept
-                return out, cache._replace(
-                    states=states,
-                    inputs=cache.inputs.at[index].set(latest.astype(cache.inputs.dtype)),
-                )
-
-            return block(x, self._turn(at, angles, kind), mix, recall), read
-
-        # Of each layer its place among those of its kind.
+        # The index of each layer among the layers of its kind.
         kinds = [layer.delta for layer in self.spec.layers]
         numbers = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
         places = jnp.asarray(numbers, jnp.int32)
-        start = self._embed_tokens(tokens), cache
-        (x, cache), outputs = self._run_layers(layer, start, places, layers=layers)
+        start = self.embed_tokens(tokens), cache
+        (x, cache), outputs = self.run_layers(layer, start, places, layers=layers)
         read = [inputs for inputs in outputs if inputs is not None]
-        return self._finish(x), cache._replace(read=_stack_layers(read) if read else None)
+        return self.finish(x), cache._replace(read=_stack_layers(read) if read else None)
+
+    def mix_cached(
+        self,
+        cache: "Cache",
+        index: Int[Array, ""],
+        positions: Int[Array, " B"],
+        local: Array | None,
+        window: int,
+        q: Array,
+        k: Array,
+        v: Array,
+    ) -> tuple[Array, tuple["Cache", None]]:
+        """Attends to a layer's part of the cache, and writes keys and values from `positions` on.
+
+        `index` is the layer's place in the cache. `local` and `window` as in `attend`.
+        """
+        out, (keys, values) = attend_and_keep(
+            q,
+            k,
+            v,
+            (cache.k, cache.v),
+            index,
+            positions,
+            local,
+            scale=self.spec.score_scale,
+            window=window,
+            kernel=self._has_kernel(q.dtype),
+        )
+        return out, (cache._replace(k=keys, v=values), None)
+
+    def _recall_cached(
+        self,
+        cache: "Cache",
+        index: Int[Array, ""],
+        segment_ids: Array,
+        lengths: Array,
+        inputs: DeltaInputs,
+    ) -> tuple[Array, tuple["Cache", DeltaInputs]]:
+        """Outputs of a delta net from its states at `index` of the cache, which it updates.
+
+        Returns also its inputs, for `step_back`.
+        """
+        read = inputs._replace(mixed=inputs.mixed[..., : self.spec.delta_columns])
+        stack = Stacked(cache.states, index)
+        if cache.late is not None:
+            out, states, latest, late = read_late(inputs, cache.inputs, stack, cache.late)
+            return out, (cache._replace(states=states, inputs=latest, late=late), read)
+        before = cache.inputs[index], stack
+        out, (states, latest) = self._recall_and_keep(segment_ids, lengths, inputs, *before)
+        latest = cache.inputs.at[index].set(latest.astype(cache.inputs.dtype))
+        return out, (cache._replace(states=states, inputs=latest), read)
 
     def _has_kernel(self, dtype: DTypeLike) -> bool:
         """Whether a kernel attends over the cache: half precision, heads of 16, 32, 64, ..."""
@@ -966,78 +834,82 @@ class Decoder(nnx.Module):
         return half and placement is not None and placement.kernels
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """The unembedding, `[V, D]`, as numbers; the embedding itself if tied."""
+        """The unembedding as numbers; the embedding itself if tied."""
         return decode_weight(self.stored_head())
 
     def stored_head(self) -> Array | Scaled:
-        """Head as it is stored: a `Scaled` one stays so, for products of its own kind."""
+        """The unembedding as numbers, or `Scaled` as it is stored, for float8 products."""
         weight = (self.embed if self.head is None else self.head).get_value()
         return weight if isinstance(weight, Scaled) else decode_weight(weight)
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """float32 logits of every position: for evaluation and tests; training uses `losses`."""
+        """float32 logits of every position, for evaluation and tests; training uses `losses`."""
         return unembed(hidden, self.head_weight().astype(hidden.dtype))
 
 
-def _writing_rooms(run: Callable) -> Callable:
-    """`run`, a layer, which writes what it gives into the rooms of the carry: see `_run_layers`."""
-
-    def write(carry: Any, xs: Any) -> tuple[Any, None]:
-        (carry, rooms), (*xs, slots) = carry, xs
-        carry, outputs = run(carry, tuple(xs))
-        place = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
-        return (carry, jax.tree.map(place, rooms, outputs, slots)), None
-
-    return write
-
-
-_EMBEDDED, _STREAM = "embed", "x"
-# What `hidden_and_states` gives by name.
-STATES = "embed, blocks/N, blocks/N/attn/q, blocks/N/attn/k, blocks/N/attn/v"
-
-
-def check_states(spec: ArchSpec, name: str) -> tuple[str, int]:
-    """Reads the name of a state: the part of a layer, and the layer's number.
-
-    Raises `UserError` for one that the architecture does not have.
-    """
-    if name == _EMBEDDED:
-        return _EMBEDDED, 0
-    found = re.fullmatch(r"blocks/(\d+)(?:/attn/([qkv]))?", name)
-    if not found or int(found[1]) >= spec.num_layers:
-        raise UserError(
-            f"found a layer {name!r}; expected one of {STATES}, N from 0 to {spec.num_layers - 1}."
-        )
-    if found[2] and any(layer.delta for layer in spec.layers):
-        raise UserError(
-            f"found {name!r} of a {spec.family} model; expected blocks/N: some of its layers have "
-            "no attention."
-        )
-    return found[2] or _STREAM, int(found[1])
-
-
-def shift_states(
-    hidden: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
-) -> Float[Array, "B T D"]:
-    """The state of the position before each, zeros before a document's first."""
-    same = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(same[..., None], jnp.roll(hidden, 1, axis=1), 0)
-
-
-def _lay_out(x: Float[Array, "L B T K E"], capacity: int) -> Float[Array, "L B K S E"]:
-    """Keys or values of prompts as a cache has them, with room for so many positions."""
+def lay_out(x: Float[Array, "L B T K E"], capacity: int) -> Float[Array, "L B K S E"]:
+    """Keys or values of prompts in a cache's layout, with room for `capacity` positions."""
     room = ((0, 0), (0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0))
     return jnp.pad(x.swapaxes(2, 3), room)
 
 
-def _take_layer(tree: Any, index: int) -> Any:
+class _Stack(NamedTuple):
+    """Stacked layers of one kind, as a scan takes them."""
+
+    graph: Any  # of a layer
+    slices: Any  # the scan's inputs, a slice a layer
+    read: Callable[[Any], Any]  # a layer's weights, of its slice
+
+
+def _run_layer(
+    layer: Callable, stack: _Stack, carry: Any, xs: Any, *, index: int | None, wait: bool
+) -> tuple[Any, Any]:
+    """Runs one layer in a step of a scan; `index` is its place among the slices of a period.
+
+    With `wait` its weights are not decoded before the layer's input is known.
+    """
+    weights, *inputs = xs
+    if index is not None:
+        # Taken here, or the backward pass would keep each layer's slices, as copies.
+        weights = take_layer(weights, index)
+        weights = _wait_for(carry, weights) if wait else weights
+    return layer(carry, nnx.merge(stack.graph, stack.read(weights)), *inputs)
+
+
+def _scan_periods(
+    runs: Sequence[Callable],
+    period: Sequence[bool],
+    carry: Any,
+    xs: Any,
+    *,
+    times: int,
+    unroll: bool,
+) -> tuple[Any, list[Any]]:
+    """Scans layers of two kinds, a period of them in each of `times` steps.
+
+    `xs` are the slices by kind, each of all layers of that kind, and the inputs `[L, ...]`.
+    """
+
+    def step(carry: Any, xs: Any) -> tuple[Any, list[Any]]:
+        slices, inputs = xs
+        outputs = []
+        for place, (delta, run) in enumerate(zip(period, runs, strict=True)):
+            carry, output = run(carry, (slices[delta], *take_layer(inputs, place)))
+            outputs.append(output)
+        return carry, outputs
+
+    xs = jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), xs)
+    return jax.lax.scan(step, carry, xs, unroll=unroll)
+
+
+def take_layer(tree: Any, index: int) -> Any:
     return jax.tree.map(operator.itemgetter(index), tree)
 
 
 def _wait_for(carry: Any, slices: Any) -> Any:
-    """The slices, whose numbers of layers are known only once the carry is.
+    """The slices, with indices of layers that depend on the carry.
 
-    XLA decodes blocks before the layer that they belong to if it may.
+    Otherwise XLA may decode blocks before the layer that they belong to.
     """
     first = next(x for x in jax.tree.leaves(carry) if jnp.issubdtype(x.dtype, jnp.floating))
     never = (first[(0,) * first.ndim] > jnp.inf).astype(jnp.int32)
@@ -1045,37 +917,38 @@ def _wait_for(carry: Any, slices: Any) -> Any:
 
 
 def _stack_layers(places: list[Any]) -> Any:
-    """Outputs `[L, ...]` from those of each place of a period, `[periods, ...]`."""
+    """Outputs `[L, ...]` from outputs of each place of a period, `[periods, ...]`."""
     if len(places) == 1:
         return places[0]
     stacked = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *places)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
 
 
-Layers = tuple[Params, ...]  # weights of each layer apart, from `models.decode_weights`
+Layers = tuple[Params, ...]  # each layer's weights, unstacked, from `models.decode_weights`
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
 class Cache(NamedTuple):
-    """Keys and values of attention, states of delta nets, of what rows have read; None without.
+    """Keys and values of attention, and states of delta nets, after what rows have read.
 
-    Keys and values are `[L, B, K, S, head_dim]`, of as many layers as have them; slot s holds
-    position s. A state has no positions: it is that behind the last id that was read.
+    Keys and values are `[L, B, K, S, head_dim]`, L the layers that attend; slot s holds position s.
+    A state has no positions: it is the state after the last id. None: no layer has any.
     """
 
     k: Any
     v: Any
     states: Any = None  # float32 [L, B, heads, key width, value width]
-    inputs: Any = None  # [L, B, W - 1, columns]: the last of the convolution
+    inputs: Any = None  # [L, B, W - 1, columns]: the convolution's last inputs
     read: Any = None  # `DeltaInputs` [L, B, T, ...] of the last call, which `step_back` takes
-    late: Any = None  # `Late`, what states do not hold yet, within a call of the device
+    late: Any = None  # `Late`: updates that are not in the states yet, see `write_late`
 
 
 def write_late(spec: ArchSpec, cache: Cache, count: int) -> Cache:
-    """The cache, whose states shall be written once in so many steps, where a kernel can.
+    """Lets the cache collect updates of its states over `count` steps, if a kernel can.
 
-    Each step is of one id a row; behind the last of them `late` may be left out.
+    The states are written once, after the last step; `late` may then be dropped. Each step reads
+    one id a row.
     """
     sizes = spec.delta_key_dim, spec.delta_value_dim
     if cache.states is None or not states_fit(*sizes, cache.inputs.dtype):
@@ -1093,11 +966,11 @@ def step_back(
     lengths: Int[Array, " B"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Cache:
-    """The cache as if no more than the first `lengths` of the ids behind `before` had been read.
+    """The cache after only the first `lengths` of the T ids that followed `before`.
 
-    `after` is that behind all T of them, `read` what its delta nets took of them, None without.
-    What attention has beyond is written over later; states are those of `before` once more, and
-    what was read of a thousandth of their size is read into them again, without the weights.
+    `after` is the cache after all T ids, `read` the inputs of its delta nets, None without any.
+    Keys and values beyond `lengths` are overwritten later. States start from `before` again, and
+    the inputs, a thousandth of their size, are read into them once more, without the weights.
     """
     if read is None:
         return after._replace(read=None)
@@ -1114,7 +987,7 @@ def step_back(
 
 @runtime_checkable  # tests check annotations with isinstance
 class ModelFunctions(Protocol):
-    """Functions that a step calls of a model, student or teacher; hashable, so static under jit."""
+    """Functions of a model that a step calls, student or teacher; hashable, so static under jit."""
 
     def hidden(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array
@@ -1127,7 +1000,7 @@ class ModelFunctions(Protocol):
         ...
 
     def stored_head(self, params: Params) -> Array | Scaled:
-        """The unembedding as the loss multiplies it: numbers, or a `Scaled` weight."""
+        """The unembedding as the loss multiplies with it: numbers, or a `Scaled` weight."""
         ...
 
 
@@ -1137,37 +1010,37 @@ class ModuleFunctions:
 
     graph: nnx.GraphDef
 
-    def _merge(self, params: Params) -> Any:
+    def merge(self, params: Params) -> Any:
         return nnx.merge(self.graph, gather_shards(params))
 
     def hidden(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array
     ) -> Float[Array, "B T D"]:
         """See `Decoder.hidden`."""
-        return self._merge(params).hidden(tokens, segment_ids, positions)
+        return self.merge(params).hidden(tokens, segment_ids, positions)
 
     def hidden_and_states(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array, names: Any
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        """See `Decoder.hidden_and_states`; a module has it where its layers are asked for."""
-        return self._merge(params).hidden_and_states(tokens, segment_ids, positions, names)
+        """See `states.hidden_and_states`; a module has this method if a loss reads its layers."""
+        return self.merge(params).hidden_and_states(tokens, segment_ids, positions, names)
 
     def head(self, params: Params) -> Float[Array, "V D"]:
         """See `Decoder.head_weight`."""
-        return self._merge(params).head_weight()
+        return self.merge(params).head_weight()
 
     def stored_head(self, params: Params) -> Array | Scaled:
-        """Head as it is stored, `[V, D]`."""
+        """The unembedding, as numbers."""
         return self.head(params)
 
 
 def _of_params(
     method: Callable[Concatenate[Any, _Arguments], _Result],
 ) -> Callable[Concatenate[Any, Params, _Arguments], _Result]:
-    """A method of `Decoder` as one of `DecoderFunctions`, which takes the parameters first."""
+    """Makes a method of `Decoder` a method of `DecoderFunctions`, with `params` in front."""
 
     def call(functions, params, *args, **kwargs):
-        return method(functions._merge(params), *args, **kwargs)
+        return method(functions.merge(params), *args, **kwargs)
 
     call.__doc__ = method.__doc__
     return call
@@ -1180,13 +1053,13 @@ class DecoderFunctions(ModuleFunctions):
     spec: ArchSpec
     compute: Compute
 
-    def _merge(self, params: Params) -> Decoder:
-        """Layers gather their own shards, in turn."""
+    def merge(self, params: Params) -> Decoder:
+        """A decoder whose layers gather their shards themselves, in turn."""
         others = {name: gather_shards(x) for name, x in params.items() if name not in STACKS}
         return nnx.merge(self.graph, params | others)
 
     def for_length(self, positions: int) -> "DecoderFunctions":
-        """The same for generation up to so many positions: longrope turns long texts otherwise."""
+        """These functions for generation up to `positions`, which fix the angles of longrope."""
         ropes = [rope for rope in self.spec.ropes() if rope is not None]
         original = max((rope.original_positions for rope in ropes), default=0)
         long = 0 < original < positions
@@ -1197,35 +1070,12 @@ class DecoderFunctions(ModuleFunctions):
 
     def stored_head(self, params: Params) -> Array | Scaled:
         """See `Decoder.stored_head`."""
-        return self._merge(params).stored_head()
+        return self.merge(params).stored_head()
 
     hidden_in_parts = _of_params(Decoder.hidden_in_parts)
     prefill = _of_params(Decoder.prefill)
     prefill_whole = _of_params(Decoder.prefill_whole)
     extend = _of_params(Decoder.extend)
-    draft_runs = _of_params(Decoder.draft_runs)
-    draft_prefill = _of_params(Decoder.draft_prefill)
-    draft_extend = _of_params(Decoder.draft_extend)
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftFunctions(DecoderFunctions):
-    """The block that drafts, with the layers before it, as a model of its own for losses.
-
-    Its hidden states give, by the same head, the same tokens' probabilities as the layers' do.
-    """
-
-    def hidden(
-        self, params: Params, tokens: Array, segment_ids: Array, positions: Array
-    ) -> Float[Array, "B T D"]:
-        """See `Decoder.draft_hidden`."""
-        return self._merge(params).draft_hidden(tokens, segment_ids, positions)
-
-    def hidden_in_parts(
-        self, params: Params, tokens: Array, segment_ids: Array, positions: Array, parts: int
-    ) -> Float[Array, "B T D"]:
-        """See `Decoder.draft_hidden`; all rows at once."""
-        return self.hidden(params, tokens, segment_ids, positions)
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:
@@ -1236,23 +1086,8 @@ def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Para
 
 @functools.lru_cache(maxsize=64)
 def _trace(spec: ArchSpec, compute: Compute) -> tuple[Any, Any]:
-    """A decoder's graph and shapes; a command asks several times for the same."""
+    """A decoder's graph and shapes; a command asks several times for one architecture."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(spec, compute, nnx.Rngs(0))))
-
-
-def shape_block(spec: ArchSpec) -> Params:
-    """Shapes of what `draw_block` draws."""
-    return functional(spec, Compute())[1]["mtp"]
-
-
-def draw_block(spec: ArchSpec, seed: int) -> Params:
-    """Random float32 parameters of the block that drafts, a stack of one, as `initialise` draws."""
-
-    def draw(rngs: nnx.Rngs) -> NextToken:
-        return NextToken(spec, Compute(), rngs)
-
-    block = nnx.split_rngs(splits=1)(nnx.vmap(draw))(nnx.Rngs(seed))
-    return nnx.to_pure_dict(nnx.state(block))
 
 
 def initialise(spec: ArchSpec, compute: Compute, seed: int) -> Params:

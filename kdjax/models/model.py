@@ -26,7 +26,6 @@ from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.decoder import (
     Compute,
     DecoderFunctions,
-    DraftFunctions,
     ModelFunctions,
     ModuleFunctions,
     Params,
@@ -40,6 +39,7 @@ from kdjax.models.decoding import (
     Writer,
     write_answers,
 )
+from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.drafts import check_same_ids
 from kdjax.models.loading import load_params
 from kdjax.models.shards import Spread, gather_shards, map_rows
@@ -189,7 +189,7 @@ class Model:
     ) -> Iterator[Float[Array, "B ... D"]]:
         """Yields the hidden states of each batch of host arrays, whose rows go over the mesh.
 
-        `[B, T, D]`; with `drafts`, of a block that drafts, those of `Decoder.draft_runs`.
+        `[B, T, D]`; with `drafts`, of a block that drafts, those of `DraftFunctions.draft_runs`.
         """
         options = None
         if self.placement is not None:

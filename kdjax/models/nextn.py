@@ -13,13 +13,8 @@ from kdjax.errors import UserError
 from kdjax.formats.blocks import encode, split
 from kdjax.formats.recipes import fitting
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import (
-    DecoderFunctions,
-    DraftFunctions,
-    Params,
-    draw_block,
-    functional,
-)
+from kdjax.models.decoder import DecoderFunctions, Params, functional
+from kdjax.models.draft_functions import DraftFunctions, draw_block
 from kdjax.models.families import FAMILIES
 from kdjax.models.lora import read_numbers
 from kdjax.models.model import Model

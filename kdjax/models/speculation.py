@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from kdjax.device.sharding import ROW_AXES
 from kdjax.errors import UserError
 from kdjax.models.decode_weights import prepare_block
-from kdjax.models.decoder import Cache, Params, shift_states, step_back
+from kdjax.models.decoder import Cache, Params, step_back
 from kdjax.models.decoding import (
     STEPS,
     Drawn,
@@ -32,6 +32,7 @@ from kdjax.models.decoding import (
     find_least,
     find_stops,
 )
+from kdjax.models.draft_functions import DraftFunctions, shift_states
 from kdjax.models.shards import Spread
 from kdjax.models.weights import mask_padding, unembed
 
@@ -253,6 +254,12 @@ class BlockWriter(DraftWriter):
     `draft-mtp`, common/speculative.cpp.)
     """
 
+    @property
+    def block(self) -> DraftFunctions:
+        """Functions of the block."""
+        assert isinstance(self.small.functions, DraftFunctions)
+        return self.small.functions
+
     def prepare(self, params: tuple[Params, Params]) -> Any:
         """See `StepWriter.prepare`; the block has the model's head."""
         ready = self.big.prepare(params[0])
@@ -274,9 +281,7 @@ class BlockWriter(DraftWriter):
         whole, room = self.big.functions.prefill_whole, tokens.shape[1]
         hidden, cache = whole(params[0], tokens, known, room, weights[0][0])
         before = shift_states(hidden, jnp.ones_like(tokens))
-        of_block = self.small.functions.draft_prefill(
-            params[1], tokens, before, known, room, weights[1][0]
-        )
+        of_block = self.block.draft_prefill(params[1], tokens, before, known, room, weights[1][0])
         last = jnp.take_along_axis(before, known[:, None, None], axis=1)
         return cache, (of_block, last[None])
 
@@ -285,7 +290,7 @@ class BlockWriter(DraftWriter):
     ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
         """Drafts as `DraftWriter._draft` gives them."""
         (block, head), start = weights, slots.places
-        extend = functools.partial(self.small.functions.draft_extend, params, block=block)
+        extend = functools.partial(self.block.draft_extend, params, block=block)
         cache, before = slots.cache[1]
         choose = functools.partial(self._choose, head=head, sampling=sampling)
 

@@ -300,7 +300,7 @@ def _project_frozen(x: Array, base: Any) -> Array:
         return jnp.einsum("ND,FD->NF", x, numbers)
 
     # Nothing of it is kept for the backward pass but x and the blocks as they are stored. Layers
-    # run in a loop (`Decoder._run_layers`), whose two directions XLA cannot merge.
+    # run in a loop (`Decoder.run_layers`), whose two directions XLA cannot merge.
     return jax.checkpoint(run, prevent_cse=False)(x, base)
 
 

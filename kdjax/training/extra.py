@@ -9,7 +9,8 @@ from jaxtyping import Array
 
 from kdjax.errors import UserError
 from kdjax.losses.layers import TAKEN, LayerLoss
-from kdjax.models.decoder import STATES, DecoderFunctions, ModelFunctions, Params, check_states
+from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
+from kdjax.models.states import STATES, check_states, hidden_and_states
 from kdjax.training.teachers import TeacherKind
 
 _POSITIONS = 64  # of the row that shapes are asked of
@@ -64,7 +65,7 @@ def read_states(
     """Hidden states, and by name those within; a model of which none are asked runs as ever."""
     if not names:
         return functions.hidden(params, *columns), {}
-    return functions.hidden_and_states(params, *columns, names=tuple(names))
+    return hidden_and_states(functions, params, *columns, names=tuple(names))
 
 
 def list_names(losses: Sequence[LayerLoss], side: str) -> tuple[str, ...]:

@@ -46,14 +46,8 @@ from kdjax.errors import UserError
 from kdjax.formats.saved import saved_run
 from kdjax.losses.kd import KDLoss
 from kdjax.models.adapters import shape_adapters
-from kdjax.models.decoder import (
-    Compute,
-    DecoderFunctions,
-    Params,
-    functional,
-    initialise,
-    shape_block,
-)
+from kdjax.models.decoder import Compute, DecoderFunctions, Params, functional, initialise
+from kdjax.models.draft_functions import shape_block
 from kdjax.models.loading import load_params
 from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.nextn import attach_block

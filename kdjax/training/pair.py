@@ -17,7 +17,8 @@ from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
 from kdjax.models.adapters import Lora, choose_lora, draw_adapters
 from kdjax.models.checkpoint import Checkpoint, cut_layers, drop_block, open_checkpoint, tie_head
-from kdjax.models.decoder import Params, draw_block
+from kdjax.models.decoder import Params
+from kdjax.models.draft_functions import draw_block
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block

@@ -39,7 +39,8 @@ from kdjax.losses.divergences import (
 from kdjax.models.adapters import Lora, shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import QUERY_BLOCK
-from kdjax.models.decoder import Compute, Params, functional, shape_block
+from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.draft_functions import shape_block
 from kdjax.models.loading import count_parameters
 from kdjax.training import optim
 from kdjax.training.counts import (

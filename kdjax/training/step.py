@@ -43,7 +43,8 @@ from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.adapters import Lora, split_adapters
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import DecoderFunctions, DraftFunctions, ModelFunctions, Params
+from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
+from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.model import Model
 from kdjax.models.shards import Spread, sum_rows
 from kdjax.models.weights import name_numbers
