@@ -5,7 +5,6 @@ A file in `configs/` returns a `Config` from `get_config()`; flags such as
 `kdjax train --help` and docs/settings.md show it. Nothing here imports JAX.
 """
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,7 +141,6 @@ class TrainConfig:
     steps: int = 1000  # optimizer steps
     after: int = 0  # goes on from this last step of a finished run, with a new warmup and decay
     seconds: float = 0.0  # of steps and rounds, after which it ends before train.steps; 0: no limit
-    until: str = ""  # overlap: ends when that of the rounds rises no more; "": train.steps
     batch_size: int = 16  # rows an optimizer step, over all devices
     microbatches: int = 1  # parts a batch is computed in; saves memory, changes no result
     seed: int = 0  # of the data's order and of random weights
@@ -177,7 +175,7 @@ class EvalConfig:
     batch_size: int = 8  # rows at a time, over all devices
     samples: int = 3  # beginnings that the student continues before and after; 0: none
     best: str = ""  # figure that the best checkpoint is chosen by: loss, kl, agreement; "": loss
-    stop_worse: float = 2.0  # standard errors worse than at its begin that stop a phase; 0: none
+    stop_worse: float = 0.0  # standard errors worse than before training that stop it; 0: none
 
 
 @dataclasses.dataclass
@@ -229,9 +227,6 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     log: LogConfig = field(default_factory=LogConfig)
     smoke: SmokeConfig = field(default_factory=SmokeConfig)
-    # Phases that follow: of each the fields that differ from those above, by their names, such as
-    # ({"train.steps": 200, "rollout.prompts": "prompts.jsonl"},). `list_phases` reads them.
-    then: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +253,12 @@ _HINTS = (
 REMOVED: dict[str, Removed] = {
     "teacher.backend": Removed("auto", _WEIGHTS, "2026-11-21-float8-teacher", free=True),
     "teacher.compute": Removed("train", _WEIGHTS, "2026-11-21-float8-teacher"),
+    "then": Removed(
+        (), "a second run goes on from the first: student.path=runs/a", "2026-11-26-arms-rest-h200"
+    ),
+    "train.until": Removed(
+        "", "train.steps and train.seconds end a run", "2026-11-26-arms-rest-h200"
+    ),
     "loss.beyond": Removed(1.0, "the teacher itself is the target", "2026-11-26-arms-rest-h200"),
     "student.quantize_every": Removed(
         0, "leave it out: scales are fitted once, at the start", "2026-11-25-rounded-scales-h100"
@@ -293,8 +294,6 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in items.items():
         name = f"{prefix}{key}"
-        if isinstance(value, list | tuple) and all(isinstance(item, dict) for item in value):
-            value = {str(number): item for number, item in enumerate(value)}  # phases
         flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
 
@@ -318,33 +317,6 @@ def read_section(default: Any, values: dict[str, Any], prefix: str = "") -> Any:
     return type(default)(**fields)
 
 
-# Fields, and sections, that a phase may change: all that keeps the shape of what is saved, the
-# models, and what is held out.
-PHASED = (
-    "data.train",
-    "loss.",
-    "optim.",
-    "rollout.",
-    "student.lora.learning_rate",
-    "train.steps",
-    "train.seconds",
-    "train.until",
-)
-_UNPHASED = (
-    "optim.name",
-    "optim.trainable",
-    "optim.clip_norm",
-    "optim.moment_dtype",
-)
-_LENGTHS = ("train.steps", "train.seconds")
-TEXTS = ("data.train", "rollout.prompts")  # of them those that name files
-
-
-def is_phased(config: Config) -> bool:
-    """Whether steps alone do not tell where in the run a checkpoint is."""
-    return bool(config.then or config.train.seconds or config.train.until)
-
-
 def set_fields(config: Config, changes: Mapping[str, Any]) -> None:
     """Sets fields by their names, such as `train.steps`."""
     for name, value in changes.items():
@@ -353,64 +325,6 @@ def set_fields(config: Config, changes: Mapping[str, Any]) -> None:
         for part in sections:
             section = getattr(section, part)
         setattr(section, last, value)
-
-
-def list_phases(config: Config) -> list[Config]:
-    """A config of each phase, without `then`: the run's own fields, then those changed by each.
-
-    `train.steps` is a phase's own number; the text of each has an order of its own.
-    """
-    phases = [dataclasses.replace(config, then=())]
-    for number, changes in enumerate(config.then, 1):
-        phase = copy.deepcopy(phases[0])
-        phase.train.seed += number
-        phase.train.seconds, phase.train.until = 0.0, ""
-        set_fields(phase, changes)
-        # 0 is what is chosen for all; the run's own is that by then.
-        phase.loss.chunk_tokens = phase.loss.chunk_tokens or config.loss.chunk_tokens
-        phases.append(phase)
-    return phases
-
-
-def place_phase(config: Config, number: int, begun: int) -> Config:
-    """The config of the phase of this number, from step `begun` of the run on."""
-    phase = list_phases(config)[number]
-    if not number:
-        return phase
-    steps = {"after": begun, "steps": begun + phase.train.steps}
-    return dataclasses.replace(phase, train=dataclasses.replace(phase.train, **steps))
-
-
-def _has_one_loss(config: Config) -> bool:
-    """Whether all phases minimise the same."""
-    phases = list_phases(config)
-    losses = [dataclasses.replace(phase.loss, chunk_tokens=0) for phase in phases]
-    return all(loss == losses[0] for loss in losses)
-
-
-def choose_figure(config: Config) -> str:
-    """The held-out figure by which checkpoints are compared.
-
-    By default the trained loss; where phases have several, which do not compare, the forward KL.
-    """
-    if config.eval.best:
-        return config.eval.best
-    if _has_one_loss(config):
-        return "loss"
-    return "kl" if config.teacher.path or config.teacher.cache else "student_ce"
-
-
-def change_texts(config: Config, change: Callable[[str], str]) -> tuple[dict[str, Any], ...]:
-    """The phases of `then` with other names of text and prompts."""
-    return tuple(
-        {name: change(value) if name in TEXTS else value for name, value in changes.items()}
-        for changes in config.then
-    )
-
-
-def count_steps(config: Config) -> int:
-    """The most optimizer steps that a run has, over all its phases."""
-    return sum(phase.train.steps for phase in list_phases(config))
 
 
 def name_numbers(weights: str) -> str:
@@ -597,7 +511,6 @@ _RULES: dict[str, _Rule] = {
     "train.steps": _POSITIVE,
     "train.after": _NON_NEGATIVE,
     "train.seconds": _NON_NEGATIVE,
-    "train.until": ((lambda v: v in ("", "overlap")), "empty, or overlap"),
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,
     "train.compute_dtype": _choice("bfloat16", "float32"),
@@ -630,28 +543,6 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-def _list_odd_changes(config: Config) -> list[str]:
-    """Lists what is wrong with the phases of `then`, each by itself."""
-    fields, problems = flatten(Config()), []
-    phased = [name for name in fields if name.startswith(PHASED) and name not in _UNPHASED]
-    for number, changes in enumerate(config.then):
-        name = f"then[{number}]"
-        if not any(changes.get(length) for length in _LENGTHS):
-            problems.append(f"{name}: must have train.steps or train.seconds, how long it is")
-        for field_name, value in changes.items():
-            shown = f"{name}: {field_name}={value!r}"
-            if field_name not in fields:
-                problems.append(f"{shown}: no such field.{suggest(str(field_name), phased)}")
-            elif field_name not in phased:
-                problems.append(
-                    f"{shown}: must be the same in all phases; a phase may change "
-                    f"{', '.join(PHASED).replace('., ', '.*, ')}, but for {', '.join(_UNPHASED)}"
-                )
-            elif odd := _say_odd(value, fields[field_name]):
-                problems.append(f"{shown}: {odd}")
-    return problems
-
-
 def _say_odd(value: Any, default: Any) -> str:
     """Says what a value must be to stand where the default does; empty if it may.
 
@@ -669,12 +560,7 @@ def _say_odd(value: Any, default: Any) -> str:
 
 def check_fields(config: Config) -> None:
     """Raises one `UserError` that lists what is no field, and every value of another type."""
-    problems = _list_odd_fields(config, Config(), "") or [
-        f'then[{number}]={changes!r}: must be a dict of fields, such as {{"train.steps": 100}}'
-        for number, changes in enumerate(config.then)
-        if not isinstance(changes, Mapping)
-    ]
-    if problems:
+    if problems := _list_odd_fields(config, Config(), ""):
         raise UserError(_refusal(problems))
 
 
@@ -696,29 +582,7 @@ def validate(config: Config) -> None:
     """Raises one `UserError` that lists every field that cannot work, its value and what would."""
     check_fields(config)
     refuse_removed_weights(config.teacher.weights)
-    problems = _list_odd_changes(config)
-    if not problems:
-        first, *others = list_phases(config)
-        problems = _list_problems(first)
-        for number, phase in enumerate(others):
-            phase.smoke = SmokeConfig()  # a trial runs the first phase alone
-            own = (problem for problem in _list_problems(phase) if problem not in problems)
-            problems += [f"then[{number}]: {problem}" for problem in own]
-    if problems:
-        raise UserError(_refusal(problems))
-    if config.then and config.teacher.cache:
-        problems.append(
-            f"then: needs a teacher that runs; teacher.cache={config.teacher.cache!r} has read the "
-            "text of one phase"
-        )
-    if config.eval.best in ("loss", "divergence") and not _has_one_loss(config):
-        problems.append(
-            f"eval.best={config.eval.best!r}: must be another, such as kl, where phases differ in "
-            "their loss: it would not compare"
-        )
-    if config.then and config.train.after:
-        problems.append(f"train.after={config.train.after}: must be 0 with then")
-    if problems:
+    if problems := _list_problems(config):
         raise UserError(_refusal(problems))
 
 
@@ -727,7 +591,7 @@ def _refusal(problems: Sequence[str]) -> str:
 
 
 def _list_problems(config: Config) -> list[str]:
-    """Lists every field of a phase that cannot work."""
+    """Lists every field that cannot work."""
     flat = flatten(config)
     problems = [
         f"{name}={flat[name]!r}: must be {wanted}"
@@ -816,12 +680,6 @@ def _list_problems(config: Config) -> list[str]:
             )
         if rollout.writer == "teacher" and not config.teacher.path:
             problems.append("rollout.writer='teacher': needs teacher.path")
-    reads = config.teacher.path and not config.teacher.cache
-    if train.until and not (rollout.prompts and reads):
-        problems.append(
-            f"train.until={train.until!r}: needs rollout.prompts and teacher.path: rounds that "
-            "both models read"
-        )
     if config.eval.best in _TAUGHT and not (config.teacher.path or config.teacher.cache):
         problems.append(f"eval.best={config.eval.best!r}: needs a teacher to compare with")
     return problems

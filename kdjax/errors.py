@@ -31,7 +31,7 @@ STATUSES = {
     SMOKE_FAILED: "a smoke run failed",
     NOT_FINITE: "loss or gradient not finite; the batch is kept, the checkpoint is from before it",
     CHECK_FAILED: "a file did not read back as it was written, or a receipt does not hold",
-    COLLAPSED: "the student's own answers collapsed, or a phase made it worse; the evidence is "
+    COLLAPSED: "the student's own answers collapsed, or training made it worse; the evidence is "
     "printed, checkpoints are kept",
     INFERENCE_FAILED: "the model does not run; its pass@k is 0",
     BROKEN: "the model runs and is broken; the evidence is printed",

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kdjax.config import Config, change_texts
+from kdjax.config import Config
 from kdjax.errors import MissingFileError, UserError, WriteError, suggest
 
 _log = logging.getLogger("kdjax")
@@ -187,8 +187,7 @@ def _name_paths(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def _name_text(config: Config) -> dict[str, tuple[str, ...]]:
-    phases = (str(changes.get("data.train", "")) for changes in config.then)
-    parts = ",".join((config.data.train, config.data.heldout, *phases)).split(",")
+    parts = ",".join((config.data.train, config.data.heldout)).split(",")
     return {part.strip(): TEXT for part in parts if part.strip().startswith(PREFIX)}
 
 
@@ -201,7 +200,6 @@ def _replace_paths(config: Config, local: Mapping[str, str]) -> Config:
             return names
         return ",".join(local.get(part, part) for part in parts)
 
-    config.then = change_texts(config, replace)
     for section, name in (
         (config.teacher, "path"),
         (config.student, "path"),

@@ -229,13 +229,13 @@ def one_device():
 
 @pytest.fixture(scope="module")
 def steps_stay():
-    """Runs, and phases of a run, of one length, rate, loss, mesh and teacher share a step."""
+    """Runs of one length, rate, loss, mesh and teacher share a step."""
     from kdjax.training import job
 
     built, build = {}, job.build_step
 
     def build_once(config, *parts, **more):
-        train = dataclasses.replace(config.train, seconds=0.0, until="", seed=0)
+        train = dataclasses.replace(config.train, seconds=0.0, seed=0)
         others = config.optim, config.loss, config.student, config.teacher, config.mesh
         key = str((train, *others))
         if key not in built:

@@ -11,14 +11,14 @@ from kdjax.training.job import assemble
 
 
 class Rounds(Recorder):
-    """Notes rounds and phases, too."""
+    """Notes rounds, too."""
 
     def news(self, step, kind, figures):
         fixed = {name: value for name, value in figures.items() if name != "seconds"}
         self.calls.append((kind, step, fixed))
 
     def last(self):
-        """The last figures of each step, round, phase and evaluation."""
+        """The last figures of each step, round and evaluation."""
         return {call[:2]: call[2] for call in self.calls if len(call) == 3}
 
 

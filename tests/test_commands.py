@@ -320,11 +320,6 @@ def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tm
     printed = error_of(capsys, "plan", "--config=qwen7b_0p5b", *text, mine)
     assert f"{mine}\n    qwen2.5-coder-0.5b" in printed and "`hf download Qwen/" in printed
     assert "data" not in printed
-    later = "--config.then.0.data.train=gone", "--config.then.0.train.steps=40"
-    eight = "--config.train.batch_size=8"  # the tests' devices
-    assert cli.main(["plan", "--config=demo", eight, *later]) == FINISHED
-    printed = capsys.readouterr()
-    assert f"{later[0]}\n    gone: no file found" in printed.err and "fits" in printed.out
     rounded = "--config=demo:q4_0", "--config.student.imatrix=a.gguf"
     printed = error_of(capsys, "plan", *rounded)
     assert f"{rounded[1]}\n    a.gguf: no such file; expected an importance matrix" in printed
@@ -449,12 +444,7 @@ def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message
 
 def test_fields_of_a_config_may_be_whole_numbers(tiny_config):
     tiny_config.optim.weight_decay = 0
-    tiny_config.then = [{"train.steps": 40, "optim.weight_decay": 0.5}]
     validate(tiny_config)
-    for then, found in ((None, "then=None: must be of type tuple"), ((3,), "must be a dict of")):
-        tiny_config.then = then
-        with pytest.raises(UserError, match=found):
-            parsing.override(tiny_config, [], parsing.run_parser("train", ""))
 
 
 def test_every_field_has_a_rule_or_is_free():

@@ -644,9 +644,6 @@ def test_a_run_without_a_document_to_hold_out_is_not_planned(tiny_config, monkey
     for text in ("hf:somebody/text/a.jsonl", f"{tmp_path}/b.txt", sound):
         tiny_config.data.train = text
         survey(tiny_config, whole=False)
-    tiny_config.then = ({"data.train": str(tmp_path / "a.txt")},)
-    with pytest.raises(UserError, match="no document is left"):
-        survey(tiny_config, whole=False)
 
 
 def test_headers_alone_are_planned_as_the_files_are(tiny_config, tmp_path):
@@ -773,31 +770,3 @@ def test_auto_is_settled_by_what_fits(pairs, monkeypatch):
             continue
         chosen = plan.choose_plan(*arguments)
         assert chosen.kind.name == ("dense" if fast else "packed") and "by auto" in chosen.choice
-
-
-def test_phases_are_settled_together_and_by_auto(tiny_config, monkeypatch):
-    """Each alone would take another form; the words are of the one in which both fit."""
-    tiny_config.teacher.weights = tiny_config.student.remat = "auto"
-    tiny_config.loss.chunk_tokens = 0
-    tiny_config.then = ({"train.steps": 7, "loss.alpha": 0.0},)
-    fits = {  # by phase, kind, `student.remat` and chunk
-        False: lambda kind, remat, chunk: remat != "none" and chunk < 16384,
-        True: lambda kind, remat, chunk: kind == "packed" and chunk < 4096,
-    }
-
-    def make(config, pair, mesh, devices, kind):
-        asked = kind.name, config.student.remat, config.loss.chunk_tokens
-        fit = fits[config.train.steps == 7](*asked)
-        resident = {"all": 5e9 if fit else 15e9}
-        return plan.Plan(kind, *asked[1:], resident, 0, {"any": {}}, 10e9, None)
-
-    monkeypatch.setattr(plan, "make_plan", make)
-    monkeypatch.setattr(job, "device_summary", lambda: on(10))
-    made = survey(tiny_config)[2]
-    assert (made.kind.name, made.remat, made.chunk_tokens) == ("packed", "dots", 1024)
-    assert not made.missing
-    said = "packed, by auto: dense needs 15.00 GB, packed needs 5.00 GB", "remat dots, by auto"
-    assert all(words in made.choice for words in (*said, "chunk_tokens 1024, by auto"))
-    tiny_config.then = ({"train.steps": 7, "loss.chunk_tokens": 512},)
-    made = survey(tiny_config)[2]
-    assert made.chunk_tokens == 4096  # of the first phase: the second has what it asked for

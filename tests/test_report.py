@@ -389,15 +389,6 @@ def test_a_rounded_run_that_ended_as_it_began_says_so(tmp_path):
     assert rows[-1][0] == "student after 4 steps"
 
 
-def test_losses_of_two_phases_are_not_set_beside_each_other(tmp_path):
-    record = receipt()
-    columns, _ = page.results_table([read_run(workdir(tmp_path / "a", WHOLE, record))])
-    assert {"loss", "KL at T = 4"} <= {*columns}
-    record["config"]["then"] = [{"loss": {"divergence": "reverse_kl"}}]
-    columns, _ = page.results_table([read_run(workdir(tmp_path / "b", WHOLE, record))])
-    assert not {"loss", "KL at T = 4"} & {*columns} and "KL to the teacher" in columns
-
-
 def test_curves_average_and_bands_span(tmp_path):
     lines = [
         step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)

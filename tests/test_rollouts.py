@@ -535,6 +535,36 @@ def test_own_answers_are_read_by_every_kind_of_teacher(tiny_config, weights, tmp
     assert seen["round", 1]["divergence"] > 0 and seen["step", 3]["loss"] > 0
 
 
+def test_the_teacher_writes_what_it_would_write(job):
+    """Greedily, its own next ids; the compared answers are the student's."""
+    cold = dataclasses.replace(job.config.rollout, temperature=0.0, writer="teacher")
+    author = dataclasses.replace(
+        job.source._author, config=dataclasses.replace(job.config, rollout=cold)
+    )
+    params = job.make_state().params
+    rows, record = author.write(params, 0, 0)
+    tokens, trained = rows.tokens[:, :-1], rows.mask[:, 1:] != 0
+    inside = (rows.segments[:, 1:] == rows.segments[:, :-1]) & (rows.segments[:, 1:] != 0)
+    row = int(np.argmax((trained & inside).sum(1)))
+    length = int((rows.segments[row] == 1).sum())
+    ids = rows.tokens[row, :length].tolist()
+    real = job.pair.vocabulary.real
+    reader = job.teacher.replace(own_tokenizer=job.pair.tokenizer)
+    likeliest = np.argmax(np.asarray(reader.logits([ids]))[0, :, :real], -1)
+    answered = [i for i in range(length - 1) if rows.mask[row, i + 1]]
+    assert len(answered) > 3
+    ends = set(job.pair.tokenizer.stop_ids)
+    assert all(ids[i + 1] == likeliest[i] or ids[i + 1] in ends for i in answered)
+    student = dataclasses.replace(
+        author,
+        config=dataclasses.replace(job.config, rollout=dataclasses.replace(cold, writer="student")),
+    )
+    other, same = student.write(params, 0, 0)
+    assert not np.array_equal(tokens, other.tokens[:, :-1])
+    for name in ("overlap", "divergence"):
+        assert same["figures"][name] == pytest.approx(record["figures"][name], rel=1e-6)
+
+
 def test_an_endless_sequence_of_few_prompts():
     prompts = Prompts([Prompt([i], 0) for i in range(3)], seed=1)
     assert {prompts[i].ids[0] for i in range(30, 33)} == {0, 1, 2}

@@ -614,8 +614,8 @@ def test_a_run_that_was_stopped_in_its_last_step_is_judged_when_it_goes_on(tiny_
         config.train.seconds, workdir = seconds, tmp_path / name
         first, second, third = Recorder(stop_at=1), Recorder(), Recorder()
 
-        def go_on(hook, workdir=workdir, phased=bool(seconds)):
-            return go(config, workdir, hook, job=start_over(job, workdir, phased=phased))
+        def go_on(hook, workdir=workdir):
+            return go(config, workdir, hook, job=start_over(job, workdir))
 
         assert go_on(first) == "interrupted"
         assert first.calls[-2:] == [("checkpoint", 2), ("end", "interrupted")]

@@ -20,7 +20,6 @@ from ml_collections import config_flags
 from kdjax import hub
 from kdjax.config import (
     SELF,
-    TEXTS,
     WEIGHTS,
     Config,
     check_fields,
@@ -51,7 +50,6 @@ WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTI
 _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
-_PHASE_FLAG = re.compile(r"--?config\.then\.(\d+)\.([^=]+)(?:=(.*))?", re.DOTALL)
 _ILLEGAL = re.compile(r"flag --config\.([^=]+)=(.*?): ", re.DOTALL)
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
 _FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
@@ -195,8 +193,7 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
 def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
     """A copy of the config with each `--config.field=value` in it, read as the field's type."""
     check_fields(config)
-    config, argv = _take_phases(config, argv, parser)
-    fields = flatten(dataclasses.replace(config, then=()))
+    fields = flatten(config)
     for arg in argv:
         match = _OVERRIDE.match(arg)
         if match and match[1] not in fields:
@@ -223,37 +220,6 @@ def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
         raise UserError(str(error)) from error
     flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, which keep their defaults
     return flag.value
-
-
-def _take_phases(config: Config, argv: Sequence[str], parser: Parser) -> tuple[Config, list[str]]:
-    """A copy of the config with the flags of phases in `then`, and the other flags.
-
-    `--config.then.0.train.steps=100` changes the first phase; the number behind the last adds one.
-    """
-    phases, rest = [dict(changes) for changes in config.then], list[str]()
-    for arg in argv:
-        match = _PHASE_FLAG.fullmatch(arg)
-        if match is None:
-            rest.append(arg)
-            continue
-        number, field = int(match[1]), match[2]
-        if match[3] is None:
-            raise UserError(f"{arg}: found no value; expected {arg}=VALUE.")
-        if number > len(phases):
-            raise UserError(f"{arg}: found {len(phases)} phases; expected then.{len(phases)} next.")
-        plain = dataclasses.replace(config, then=())
-        try:
-            if field not in (fields := flatten(plain)):
-                raise UserError(_unknown_field(field, fields))
-            value = flatten(override(plain, [f"--config.{field}={match[3]}"], parser))[field]
-        except UserError as error:
-            of_phase = f"--config.then.{number}."
-            raise UserError(str(error).replace("--config.", of_phase)) from error
-        phases[number:] = [
-            {**(phases[number] if number < len(phases) else {}), field: value},
-            *phases[number + 1 :],
-        ]
-    return dataclasses.replace(config, then=tuple(phases)), rest
 
 
 def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
@@ -342,8 +308,6 @@ def require_files(run: Run, *, text: bool = True) -> None:
     }
     texts = {"data.train": config.data.train, "data.heldout": config.data.heldout}
     texts["rollout.prompts"] = config.rollout.prompts
-    for number, changes in enumerate(config.then):
-        texts |= {f"then.{number}.{name}": changes[name] for name in TEXTS if name in changes}
     if not text:
         texts = {}
     for field, path in (models | texts).items():

@@ -226,9 +226,9 @@ def hash_columns(rows: Rows) -> str:
     return digest.hexdigest()
 
 
-def rounds_folder(workdir: Path, phase: int = 0) -> Path:
-    """The folder of a phase's rounds."""
-    return workdir / (f"{FOLDER}-{phase}" if phase else FOLDER)
+def rounds_folder(workdir: Path) -> Path:
+    """The folder of a run's rounds."""
+    return workdir / FOLDER
 
 
 def round_path(folder: Path, number: int) -> Path:

@@ -1,15 +1,15 @@
-"""Chooses the best saved step by a held-out figure, and stops a phase that makes it worse."""
+"""Chooses the best saved step by a held-out figure, and stops a run that makes it worse."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kdjax.config import Config, choose_figure
+from kdjax.config import Config
 from kdjax.errors import COLLAPSED, KdjaxError, UserError
 from kdjax.formats.saved import Best
 
 RISING = ("agreement", "acceptance")  # figures of which more is better
-BEGIN = "begin"  # in a step's record: the figure where its phase began, by batch
+BEGIN = "begin"  # in a step's record: the figure before training, by batch
 
 
 class Part(NamedTuple):
@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
 
 class WorseError(KdjaxError):
-    """A phase made the student worse on the development set."""
+    """A run made the student worse on the held-out text."""
 
     status = COLLAPSED
 
@@ -55,11 +55,11 @@ def compare_parts(before: Sequence[Part], now: Sequence[Part]) -> tuple[float, f
 
 
 class Judge:
-    """Compares each held-out evaluation with the best saved step's and with the phase's begin."""
+    """Compares each held-out evaluation with the best saved step's and with the first."""
 
     def __init__(self, name: str, errors: float, record: Mapping[str, Any]):
         """`record` is that of the step that the run goes on from, empty for none; `errors` are the
-        standard errors that a phase may be worse by, 0: it is not compared."""
+        standard errors that the run may be worse by, 0: it is not compared."""
         self._name, self._errors = name, errors
         self.best = Best.read(record)
         begin = record.get(BEGIN)
@@ -68,14 +68,14 @@ class Judge:
 
     @classmethod
     def of(cls, config: Config, record: Mapping[str, Any]) -> "Judge":
-        """The judge of a run; without phases, and in a smoke trial, nothing stops it."""
-        stops = config.then and not config.smoke.steps
-        return cls(choose_figure(config), config.eval.stop_worse if stops else 0.0, record)
+        """The judge of a run; it stops no smoke trial."""
+        errors = 0.0 if config.smoke.steps else config.eval.stop_worse
+        return cls(config.eval.best or "loss", errors, record)
 
     def see(self, step: int, figures: Mapping[str, float], parts: Sequence[Any]) -> None:
         """Takes an evaluation, and the figures of each of its batches.
 
-        Raises `WorseError` if the phase under way has made the figure worse by more than its error.
+        Raises `WorseError` if training has made the figure worse by more than its error.
         """
         name, value = read_figure(figures, self._name)
         now = [Part(part[name], part["tokens"]) for part in parts]
@@ -87,16 +87,15 @@ class Judge:
         if worse > self._errors * error:
             kept = f"step {self.best.step} is the best saved" if self.best else "no step was saved"
             raise WorseError(
-                f"step {step}: the phase has made the held-out {name} worse by {worse:.4g}, to "
+                f"step {step}: training has made the held-out {name} worse by {worse:.4g}, to "
                 f"{value:.4g}; its standard error is {error:.2g}, and {self._errors:g} of them are "
-                f"allowed. {kept}. Lower optim.learning_rate, leave the phase out, choose another "
-                "figure (eval.best), or let it go on with eval.stop_worse=0."
+                f"allowed. {kept}. Lower optim.learning_rate, choose another figure (eval.best), "
+                "or let it go on with eval.stop_worse=0."
             )
 
-    def begin_phase(self, step: int) -> None:
-        """Has what was last evaluated, if at this step, stand for where the phase begins."""
-        judged = self._errors and self._now and self._now[0] == step
-        self._begin = self._now[3] if judged and self._now else None
+    def begin(self) -> None:
+        """Has what was last evaluated stand for where the run begins."""
+        self._begin = self._now[3] if self._errors and self._now else None
 
     def note_saved(self, step: int) -> Best | None:
         """The best saved step once this one is saved."""

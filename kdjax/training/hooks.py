@@ -22,7 +22,6 @@ class Run:
     peak_flops: float | None  # of all devices together, dense bf16, where known
     log_every: int
     config: Mapping[str, object]
-    phase: int = 0  # the number of the phase that the run is in
     eval_every: int = 0  # steps between held-out evaluations; 0: only before and after training
 
 

@@ -6,8 +6,7 @@ compares two: a field that a record lacks has its default there. So a new field 
 part of every identity, and runs that are older than the field go on.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from kdjax.config import (
     Config,
     count_own_rows,
     flatten,
-    list_phases,
     name_numbers,
     refuse_removed,
     refuse_removed_weights,
@@ -39,7 +37,6 @@ CONTENTS = {
     "data.tokenizer": "data.rows",
     "rollout.prompts": "rollout.prompts",
 }
-TEXTS = ("data.rows", "rollout.prompts")  # of these hashes, those of the text of a phase
 # Fields, and whole sections, that alter cost, place or reporting: a run goes on with other values.
 FREE = (
     "student.remat",
@@ -55,7 +52,6 @@ FREE = (
     "log.",
     "smoke.",
 )
-_PHASE = re.compile(r"then\.\d+\.")  # before the names of what a phase has otherwise
 # What a run that goes on after a finished one may choose anew.
 _SCHEDULE = {
     "train.steps",
@@ -74,23 +70,9 @@ _ROUNDS = {"rollout.share", "rollout.prompt_tokens"}
 _CACHES = {"teacher.weights", "teacher.param_dtype", "teacher.allow_degenerate"}
 
 
-def identify(
-    config: Config, contents: Mapping[str, Any], texts: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
-    """The identity of a run of this config; `contents` are hashes by the names of `CONTENTS`.
-
-    `texts` are those of the text of each phase of `then`. What a phase has otherwise than the run
-    is `then.0.optim.learning_rate`, say, and None if it has it not.
-    """
-    first, *others = list_phases(config)
-    whole = _decisive(first) | dict(contents)
-    shared = {name: value for name, value in contents.items() if name not in TEXTS}
-    phases = {}
-    for number, (phase, text) in enumerate(zip(others, texts, strict=True)):
-        own = _decisive(phase) | shared | dict(text)
-        differing = (name for name in whole | own if own.get(name) != whole.get(name))
-        phases |= {f"then.{number}.{name}": own.get(name) for name in differing}
-    return whole | phases
+def identify(config: Config, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a run of this config; `contents` are hashes by the names of `CONTENTS`."""
+    return _decisive(config) | dict(contents)
 
 
 def _flatten(config: Config) -> dict[str, Any]:
@@ -106,7 +88,7 @@ def _decisive(config: Config) -> dict[str, Any]:
     """The config's fields that decide what is computed, contents of files apart."""
     fields = _flatten(config)
     off = {section for section, switch in _SWITCHES.items() if not fields[switch]}
-    left_out = {*CONTENTS, *FREE, *off, "then."}
+    left_out = {*CONTENTS, *FREE, *off}
     sections = tuple(name for name in left_out if name.endswith("."))
     return {
         name: value
@@ -126,8 +108,7 @@ def list_differences(
     defaults = _flatten(Config()) | {name: gone.off for name, gone in REMOVED.items()}
 
     def read(record: Mapping[str, Any], name: str) -> Any:
-        plain = _PHASE.sub("", name)  # what a phase does not say is as of the run
-        return record.get(name, record.get(plain, defaults.get(plain)))
+        return record.get(name, defaults.get(name))
 
     for name in sorted(saved.keys() | current.keys()):
         was, now = read(saved, name), read(current, name)

@@ -1,5 +1,6 @@
 """Reads a run's inputs: its rows and prompts, and the hashes of all that its paths name."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from kdjax.config import (
     count_own_rows,
     flatten,
     last_step,
-    list_phases,
 )
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, RowSettings, check_split, prepare_rows, rows_key, warn_of_marks
@@ -60,7 +60,7 @@ def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
 
 
 def warn_of_readings(config: Config, rows: RowSet) -> None:
-    """Warns of text that the run's first phase would read so often that students remember it."""
+    """Warns of text that the run would read so often that students remember it."""
     train = config.train
     read = train.batch_size - count_own_rows(config)
     times = train.steps * read / len(rows.train)
@@ -75,21 +75,13 @@ def warn_of_readings(config: Config, rows: RowSet) -> None:
 def check_texts(config: Config, tokenizer: Tokenizer) -> None:
     """Raises `UserError` for text of which no document would be left to train on, or to hold out.
 
-    A phase whose text is of the Hub, or not on this machine, is not asked.
+    Text of the Hub, or that is not on this machine, is not looked into.
     """
-    asked = set[tuple[str, str]]()
-    for number, phase in enumerate(list_phases(config)):
-        texts = phase.data.train, phase.data.heldout
-        of_hub = any(part.strip().startswith(PREFIX) for part in ",".join(texts).split(","))
-        if of_hub or texts in asked:
-            continue
-        asked.add(texts)
-        try:
-            check_split(row_settings(phase.data, tokenizer))
-        except MissingFileError:
-            continue
-        except UserError as error:
-            raise UserError(f"then[{number - 1}]: {error}" if number else str(error)) from error
+    texts = ",".join((config.data.train, config.data.heldout))
+    if any(part.strip().startswith(PREFIX) for part in texts.split(",")):
+        return
+    with contextlib.suppress(MissingFileError):
+        check_split(row_settings(config.data, tokenizer))
 
 
 def list_read_rows(config: Config, rows: RowSet) -> np.ndarray:
@@ -148,11 +140,6 @@ def hash_text(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     return {"data.rows": rows, "rollout.prompts": open_prompts(config, tokenizer).key}
 
 
-def hash_texts(config: Config, tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """`hash_text` of each phase of `then`."""
-    return [hash_text(phase, tokenizer) for phase in list_phases(config)[1:]]
-
-
 def hash_contents(config: Config) -> dict[str, Any]:
     """Hashes the contents that `identify` asks for, from the files alone; loads nothing."""
     pair = open_pair(config)
@@ -173,18 +160,14 @@ def check_finished(config: Config, workdir: Path, own: Own = NO_CODE) -> None:
     """
     saved = saved_run(workdir, saved_steps(workdir)[-1])["identity"]
     try:
-        texts = []
-        if config.then:
-            pair = open_pair(config)
-            texts = hash_texts(config, pair.tokenizer)
-        current = identify(config, hash_contents(config), texts)
+        current = identify(config, hash_contents(config))
     except MissingFileError:
         then, now = flatten((read_receipt(workdir) or {}).get("config", {})), flatten(config)
         if not then:
             raise
         moved = [name for name in CONTENTS if now[name] != then.get(name)]
-        current = identify(config, {name: now[name] for name in moved}, [{}] * len(config.then))
-        hashes = tuple(CONTENTS.values())  # of the run and of its phases
-        saved = {name: value for name, value in saved.items() if not name.endswith(hashes)}
+        current = identify(config, {name: now[name] for name in moved})
+        hashes = CONTENTS.values()
+        saved = {name: value for name, value in saved.items() if name not in hashes}
         saved |= {name: then.get(name) for name in moved}
     check_same_run(saved, current | own.identify_finished(saved), workdir)

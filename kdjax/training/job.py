@@ -25,9 +25,6 @@ from kdjax.config import (
     TrainConfig,
     choose_optim,
     count_own_rows,
-    flatten,
-    is_phased,
-    place_phase,
 )
 from kdjax.data import pipeline
 from kdjax.data.pipeline import Source, TextSource
@@ -57,15 +54,12 @@ from kdjax.training.inputs import (
     check_texts,
     hash_imatrix,
     hash_models,
-    hash_text,
-    hash_texts,
     list_read_rows,
     prepare_all,
     warn_of_readings,
 )
 from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair, own_vocabulary
-from kdjax.training.phases import Progress
 from kdjax.training.plan import (
     Plan,
     choose_plan,
@@ -89,20 +83,6 @@ from kdjax.training.teachers import (
 
 _log = logging.getLogger("kdjax")
 
-# Fields and sections that decide which models are loaded beside the student, and a step's program.
-_LOADED = (
-    "teacher.",
-    "student.path",
-    "student.layers",
-    "student.init",
-    "student.head",
-    "data.tokenizer",
-    "data.max_segments",
-    "train.compute_dtype",
-)
-_COMPILED = (*_LOADED, "student.", "loss.", "optim.", "train.")
-_UNCOMPILED = ("train.seed", "train.seconds", "train.until")
-
 
 @dataclasses.dataclass
 class Job:
@@ -121,33 +101,12 @@ class Job:
     plan: Plan | None = None  # None where nothing was planned: a benchmark
     cache: TeacherCache | SeveralCaches | None = None  # of the teacher, which is then not loaded
     own: Own = NO_CODE  # what a user gave as Python
-    phased: bool = False  # whether steps alone do not tell where a checkpoint is
-    last_phase: int = 0  # the number of the run's last phase
-
-    def begin_phase(self, progress: Progress) -> "Job":
-        """The job of the phase that `progress` is in, with the same models; itself if the first.
-
-        What is held out stays the same.
-        """
-        number = progress.number
-        if not number:
-            return self
-        config = place_phase(self.config, number, progress.begun)
-        placement = self.step.placement
-        rows = prepare_all(config, self.pair)
-        rows = rows._replace(heldout=self.rows.heldout)
-        parts = config, self.pair, placement, self.kind, self.teacher
-        teacher, step, schedule = build_step(*parts, own=self.own, before=self.step)
-        inputs = self.pair, rows, None, step, teacher
-        source = make_source(config, self.workdir, *inputs, phase=number)
-        made = {"rows": rows, "step": step, "schedule": schedule, "source": source}
-        return dataclasses.replace(self, config=config, **made)
 
     def restore(self, checkpoints: Checkpoints) -> TrainState:
         """The state to start from: own checkpoint, else the student's file or random weights.
 
-        A checkpoint also moves `source` to where the run was, unless a phase begins there. Raises
-        `UserError` if it is of a run that this config would not continue.
+        A checkpoint also moves `source` to where the run was. Raises `UserError` if it is of a run
+        that this config would not continue.
         """
         latest = checkpoints.latest()
         if latest is None:
@@ -157,8 +116,7 @@ class Job:
                     f"of a run that has finished its {after} steps. Give that --workdir."
                 )
             return self.make_state()
-        if (position := self.read_record(latest)["data"]) is not None:
-            self.source.set_state(position)
+        self.source.set_state(self.read_record(latest)["data"])
         return checkpoints.restore(latest, self.step.abstract, self.step.shardings)
 
     def read_record(self, step: int) -> dict[str, Any]:
@@ -294,7 +252,7 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     else:
         _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
-    if config.then or not whole:  # else it is read next
+    if not whole:  # else it is read next
         check_texts(config, pair.tokenizer)
     mesh, plan = _choose_mesh(config, pair, meshes, kinds)
     return Placement.on(mesh), pair, plan
@@ -335,11 +293,10 @@ def _choose_mesh(
     return mesh, plan
 
 
-def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | None = None) -> Job:
+def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
     """Builds the job; `own` is what a user gave as Python in place of what the config names.
 
-    Another job of this process is `like` it: loaded models are taken from there, and its compiled
-    step, where both configs would have the same. Raises `UserError` for anything a user can mend.
+    Raises `UserError` for anything a user can mend.
     """
     placement, pair, plan = survey(config)
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
@@ -353,21 +310,9 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | N
             teacher_hash = hashed.result()["teacher.sha256"] or ""
             cache = _open_caches(config, pair, rows, plan.kind, teacher_hash)
             _log.info("%s", cache)
-        if like and (like.kind != plan.kind or like.step.placement.mesh != placement.mesh):
-            like = None
-        loaded = like if like and _agree(like.config, config, _LOADED) else None
-        teacher = loaded.teacher if loaded else load_teacher(config, pair, plan.kind, placement)
-        if loaded and own == loaded.own == NO_CODE and _agree(loaded.config, config, _COMPILED):
-            step, schedule = loaded.step, loaded.schedule
-        else:
-            _, step, schedule = build_step(config, pair, placement, plan.kind, teacher, own=own)
+        teacher, step, schedule = build_step(config, pair, placement, plan.kind, own=own)
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
     made_of |= hash_imatrix(config.student) | own.identify(step.abstract)
-    texts = []
-    if config.then:
-        own.refuse_phases()
-        made_of |= hash_text(config, pair.tokenizer)
-        texts = hash_texts(config, pair.tokenizer)
     if own.batches is None:
         source = make_source(config, workdir, pair, rows, cache, step, teacher)
     else:
@@ -382,23 +327,10 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE, *, like: Job | N
         kind=plan.kind,
         schedule=schedule,
         source=source,
-        identity=identify(config, hashed.result() | made_of | source.identity, texts),
+        identity=identify(config, hashed.result() | made_of | source.identity),
         plan=plan,
         cache=cache,
         own=own,
-        phased=is_phased(config),
-        last_phase=0 if config.smoke.steps else len(config.then),
-    )
-
-
-def _agree(one: Config, other: Config, names: tuple[str, ...]) -> bool:
-    """Whether two configs have the same values of these fields and sections."""
-    sides = (flatten(dataclasses.replace(config, then=())) for config in (one, other))
-    before, now = sides
-    return all(
-        value == before[name]
-        for name, value in now.items()
-        if name.startswith(names) and name not in _UNCOMPILED
     )
 
 
@@ -426,19 +358,14 @@ def make_source(
     cache: TeacherCache | SeveralCaches | None,
     step: Step,
     teacher: Model | None,
-    *,
-    phase: int = 0,
 ) -> Source:
-    """The batches of the config: of its rows, or, in rounds, of answers.
-
-    `phase` is the number of the run's phase that the config is of.
-    """
+    """The batches of the config: of its rows, or, in rounds, of answers."""
     if not config.rollout.prompts:
         return text_source(config, rows, cache)
     others = config.train.batch_size - count_own_rows(config)
     text = others and TextSource(rows.train, batch_size=others, seed=config.train.seed)
     student, loss = open_writer(pair, step), step.spec.head.loss
-    return answer_source(config, workdir, pair, student, teacher, text or None, loss, phase)
+    return answer_source(config, workdir, pair, student, teacher, text or None, loss)
 
 
 def open_writer(pair: Pair, step: Step) -> Model:
@@ -491,12 +418,8 @@ def build_step(
     teacher: Model | None = None,
     *,
     own: Own = NO_CODE,
-    before: Step | None = None,
 ) -> tuple[Model | None, Step, optax.Schedule | None]:
-    """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing.
-
-    `before` is the step of another phase, whose frozen student this one takes.
-    """
+    """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing."""
     teacher = teacher or load_teacher(config, pair, kind, placement)
     compute = Compute(
         dtype=jnp.dtype(config.train.compute_dtype),
@@ -512,10 +435,8 @@ def build_step(
     if tx is None:
         asked = choose_optim(config)
         tx, schedule = optim.optimizer(asked, *steps), optim.schedule(asked, *steps)
-    student = (
-        own.open_student(pair.tokenizer, placement)
-        or (before and before.describe_student(pair.student.spec))
-        or _open_student_model(config, pair, compute, teacher, kind)
+    student = own.open_student(pair.tokenizer, placement) or _open_student_model(
+        config, pair, compute, teacher, kind
     )
     vocabulary = pair.vocabulary
     if own.student is not None:  # whose head may have other rows than the file's

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kdjax.config import count_steps
+from kdjax.config import last_step
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import WriteError
 from kdjax.formats.saved import FORM
 from kdjax.models.decoder import Params
 from kdjax.training.best import Judge
+from kdjax.training.clock import Clock
 from kdjax.training.heldout import (
     judge_rounded,
     masters_figures,
@@ -29,7 +30,6 @@ from kdjax.training.heldout import (
 from kdjax.training.hooks import Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
-from kdjax.training.phases import PHASE, Pace, Progress
 from kdjax.training.saving import UNJUDGED, Checkpoints, is_finished
 from kdjax.training.step import StepMetrics, TrainState
 
@@ -88,14 +88,12 @@ def train(
     record = {} if latest is None else job.read_record(latest)
     if is_finished(latest, job.config, job.workdir):
         return "finished"
-    progress, judge = Progress.read(record), Judge.of(job.config, record)
-    phase = job.begin_phase(progress)
-    state, checkpoints.best = phase.restore(checkpoints), judge.best
+    judge = Judge.of(job.config, record)
+    state, checkpoints.best = job.restore(checkpoints), judge.best
     run = Run(
         workdir=job.workdir,
         start_step=int(state.step),
-        total_steps=job.config.smoke.steps or count_steps(job.config),
-        phase=progress.number,
+        total_steps=last_step(job.config),
         tokens_per_step=job.config.train.batch_size * job.config.data.seq_len,
         flops_per_token=job.flops_per_token(),
         peak_flops=peak_flops,
@@ -104,7 +102,6 @@ def train(
         config=job.identity,
     )
     begun: list[Hook] = []
-    smoke = bool(job.config.smoke.steps)
 
     def end(reason: str, error: BaseException | None = None) -> None:
         with contextlib.ExitStack() as ends:  # calls all, whatever one of them raises
@@ -116,11 +113,7 @@ def train(
             hook.train_begin(run)
             begun.append(hook)
         with StopSignals() as signals:
-            loop = _Loop(checkpoints, hooks, signals, judge, record)
-            reason, state, progress = loop.run_phase(phase, state, progress)
-            while reason == "finished" and progress.number <= len(job.config.then) and not smoke:
-                phase = job.begin_phase(progress)
-                reason, state, progress = loop.run_phase(phase, state, progress)
+            reason = _Loop(job, checkpoints, hooks, signals, judge, record).run(state)
     except BaseException as error:
         with contextlib.suppress(WriteError):  # of the same disk, if `error` is not the news
             end("failed", error)
@@ -138,85 +131,70 @@ def _begin_again(job: Job, state: TrainState) -> TrainState:
 
 
 class _Loop:
-    """Runs phases, one after another; `record` is that of the step that the run goes on from."""
+    """The steps of a run; `record` is that of the step that the run goes on from."""
 
     def __init__(
         self,
+        job: Job,
         checkpoints: Checkpoints,
         hooks: Sequence[Hook],
         signals: StopSignals,
         judge: Judge,
         record: Mapping[str, Any],
     ):
-        self._checkpoints, self._hooks, self._signals = checkpoints, hooks, signals
+        mesh = job.step.placement.mesh
+        self._job, self._checkpoints, self._signals = job, checkpoints, signals
         self._judge = judge
+        self._clock = Clock(job.config.train.seconds, SharedFlag(mesh), record)
+        self._hooks = [*hooks, self._clock]
+        self._stop = SharedFlag(mesh)
         self._first: dict[str, float] = dict(record.get(_FIRST, {}))
         self._unjudged = bool(record.get(UNJUDGED))
-        self._stop = False  # what a hook asked for at the last step of the phase before
 
-    def run_phase(
-        self, job: Job, state: TrainState, progress: Progress
-    ) -> tuple[str, TrainState, Progress]:
-        """Runs the phase to its end, "finished", or to a stop request, "interrupted".
+    def run(self, state: TrainState) -> str:
+        """Runs to the end, "finished", or to a stop request, "interrupted".
 
         A run that was stopped in its last step has its last evaluation alone.
         """
-        config, start = job.config, int(state.step)
-        mesh = job.step.placement.mesh
-        pace = Pace(config, progress, SharedFlag(mesh))
-        hooks = [*self._hooks, pace]
-        delivery, stop = _Delivery(hooks, job.schedule, stop=self._stop), SharedFlag(mesh)
+        job, config, start = self._job, self._job.config, int(state.step)
+        last = last_step(config)
+        delivery = _Delivery(self._hooks, job.schedule)
         saves = not config.smoke.steps  # a trial leaves nothing that the run could resume from
-        final = progress.number == job.last_phase
 
         def due(every: int, step: int, ending: bool) -> bool:
             return ending or (every > 0 and step % every == 0)
 
         def evaluate(step: int, state: TrainState, *, chosen: bool = False) -> TrainState:
             """Returns the state, or, if what a run ends with is `chosen`, the better one."""
-            state = self._evaluate(job, step, state, hooks, chosen=chosen)
+            state = self._evaluate(step, state, chosen=chosen)
             delivery.restart_clock()
             return state
 
-        def save(step: int, state: TrainState, *, ended: bool, unjudged: bool) -> None:
-            over = ended and not final  # the next phase begins here, with batches of its own
-            if over:
-                self._judge.begin_phase(step)
-            record: dict[str, Any] = {"data": None if over else job.source.get_state()}
-            record["identity"] = job.identity
+        def save(step: int, state: TrainState, *, unjudged: bool) -> None:
+            record: dict[str, Any] = {"data": job.source.get_state(), "identity": job.identity}
             if form := job.step.spec.form.record:
                 record[FORM] = form
             if self._first:
                 record[_FIRST] = self._first
             if unjudged:
                 record[UNJUDGED] = True
-            if job.phased:
-                now = pace.progress.end(step) if ended else pace.progress
-                record[PHASE] = dataclasses.asdict(now)
             self._checkpoints.best = self._judge.note_saved(step)
-            self._checkpoints.save(step, state, record | self._judge.record)
-            for hook in hooks:
+            self._checkpoints.save(step, state, record | self._clock.record | self._judge.record)
+            for hook in self._hooks:
                 hook.save_begin(step)
             delivery.restart_clock()
 
         if start == 0 or self._unjudged:
             evaluate(start, state)
-            if start == progress.begun:
-                self._judge.begin_phase(start)
+        if start == 0:
+            self._judge.begin()
         if self._unjudged:
-            self._unjudged, over = False, pace.is_over(start)
-            progress = progress.end(start) if over else progress
-            changes = {PHASE: dataclasses.asdict(progress)} if job.phased else {}
             self._checkpoints.best = self._judge.note_saved(start)
-            self._checkpoints.note_judged(start, changes | self._judge.record)
-            if over:
-                for hook in hooks:
+            self._checkpoints.note_judged(start, self._judge.record)
+            if start == last or self._clock.ended:
+                for hook in self._hooks:
                     hook.save_begin(start)
-                return "finished", state, progress
-        if progress.number and start == progress.begun:
-            news = {"phase": float(progress.number), "steps": float(config.train.steps - start)}
-            for hook in hooks:
-                hook.news(start + 1, PHASE, news)
+                return "finished"
         # The order is a contract: the batch is drawn after the save that recorded the position
         # before it; a step's figures pass the hooks (the NaN guard among them) before that step is
         # saved.
@@ -228,7 +206,7 @@ class _Loop:
             batch = job.source.next(params)
             del params
             if news := job.source.take_news():
-                for hook in hooks:
+                for hook in self._hooks:
                     hook.news(step, *news)
                 delivery.restart_clock()
             placed = job.step.put(batch, job.step.spec.microbatches)
@@ -236,32 +214,28 @@ class _Loop:
                 state, metrics = job.step.train(state, job.teacher_params, placed)
             delivery.push(step, metrics, batch)
             self._checkpoints.raise_failed()
-            stopping = stop.any(self._signals.requested or delivery.stop)
-            ending = pace.is_over(step)
+            stopping = self._stop.any(self._signals.requested or delivery.stop)
+            ending = self._clock.is_over() or step >= last
             evaluates = due(config.eval.every, step, ending)
             saving = saves and (stopping or due(config.checkpoint.every, step, ending))
             if stopping or saving or evaluates:
                 delivery.flush()
-            # What a run or a phase ends with is judged; else who stops does not wait for it.
-            chosen = ending and final and job.step.spec.form.rounds
-            judged = evaluates and (chosen or not stopping or (ending and job.last_phase > 0))
+            # What a rounded run ends with is judged; else who stops does not wait for it.
+            chosen = ending and job.step.spec.form.rounds
+            judged = evaluates and (chosen or not stopping)
             if judged:
                 state = evaluate(step, state, chosen=chosen and saves)
             if saving:
-                unjudged = evaluates and not judged
-                save(step, state, ended=ending and not unjudged, unjudged=unjudged)
-            if stopping and not (ending and final and judged):
-                return "interrupted", state, pace.progress
+                save(step, state, unjudged=evaluates and not judged)
+            if stopping and not (ending and judged):
+                return "interrupted"
             if ending:
-                self._stop = delivery.stop
-                return "finished", state, pace.progress.end(step)
-        raise AssertionError("a phase has a last step")
+                return "finished"
+        raise AssertionError("a run has a last step")
 
-    def _evaluate(
-        self, job: Job, step: int, state: TrainState, hooks: Sequence[Hook], *, chosen: bool
-    ) -> TrainState:
+    def _evaluate(self, step: int, state: TrainState, *, chosen: bool) -> TrainState:
         """Returns the state, or the first if a rounded student ends worse than it began."""
-        loss = job.step.spec.head.loss
+        job, loss = self._job, self._job.step.spec.head.loss
 
         def measure(params: Params) -> tuple[dict[str, float], list[dict[str, float]]]:
             inputs = params, job.teacher_params, job.eval_batches()
@@ -281,9 +255,9 @@ class _Loop:
                     del seen
                     state, figures, parts = _begin_again(job, state), self._first, []
                     seen = job.step.see(state)
-        for hook in hooks:
+        for hook in self._hooks:
             hook.eval_end(step, figures)
-        for hook in hooks:
+        for hook in self._hooks:
             hook.student(step, seen)
         self._judge.see(step, figures, parts)
         return state

@@ -92,15 +92,6 @@ class Own:
         loss = dataclasses.replace(config.loss, divergence=OWN + _name(self.loss.divergence))
         return dataclasses.replace(config, loss=loss)
 
-    def refuse_phases(self) -> None:
-        """Raises `UserError` for Python that stands in place of what phases may change."""
-        for name in ("batches", "optimizer", "loss"):
-            if getattr(self, name) is not None:
-                raise UserError(
-                    f"found {name}= beside config.then; expected one of them: what is given as "
-                    "Python would be the same in every phase."
-                )
-
     def open_student(self, tokenizer: Tokenizer, placement: Placement) -> Model | None:
         """The module as a model on these devices; None if there is none."""
         if self.student is None:

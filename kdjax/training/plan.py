@@ -23,7 +23,6 @@ from kdjax.config import (
     choose_optim,
     count_prompt_positions,
     flatten,
-    list_phases,
 )
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
@@ -541,42 +540,34 @@ def choose_plan(
 ) -> Plan:
     """The plan that will be run: the fastest of `kinds`, `student.remat` and chunks that fits.
 
-    `student.remat` of "auto" and `loss.chunk_tokens` of 0 are chosen. Of several phases all fit so,
-    and the plan is that of the one that needs most. Raises `UserError` if none of several kinds
-    fits, naming what is missing and settings that fit. A single kind was asked for by name and is
-    not refused: the plan may be wrong by a few percent.
+    `student.remat` of "auto" and `loss.chunk_tokens` of 0 are chosen. Raises `UserError` if none
+    of several kinds fits, naming what is missing and settings that fit. A single kind was asked for
+    by name and is not refused: the plan may be wrong by a few percent.
     """
     # On a CPU "none" is hardly faster, and the memory is other programs' too.
     roomy = devices.platform != "cpu" and bool(devices.memory_bytes)
     remats = (config.student.remat,)
     if remats == ("auto",):
         remats = REMATS if roomy else ("full",)
-    chunk, phases = config.loss.chunk_tokens or _CHUNKS[-1], list_phases(config)
+    chunk = config.loss.chunk_tokens or _CHUNKS[-1]
 
-    def plan(phase: Config, remat: str, kind: TeacherKind, chunk: int) -> Plan:
-        settled = replace_settings(phase, remat, phase.loss.chunk_tokens or chunk)
-        return make_plan(settled, pair, mesh, devices, kind)
-
-    def plan_all(remat: str, kind: TeacherKind, chunk: int) -> Plan:
-        plans = (plan(phase, remat, kind, chunk) for phase in phases)
-        most = max(plans, key=lambda made: made.peak)
-        return dataclasses.replace(most, chunk_tokens=chunk)  # a phase may have asked for its own
+    def plan(remat: str, kind: TeacherKind, chunk: int) -> Plan:
+        return make_plan(replace_settings(config, remat, chunk), pair, mesh, devices, kind)
 
     tried: list[Plan] = []
     for remat, kind in itertools.product(remats, kinds):
-        tried.append(plan_all(remat, kind, chunk))
+        tried.append(plan(remat, kind, chunk))
         if not tried[-1].missing:
             break
     best = tried[-1]
     if roomy and not config.loss.chunk_tokens:
-        wider = (plan_all(best.remat, best.kind, tokens) for tokens in _CHUNKS[:-1])
+        wider = (plan(best.remat, best.kind, tokens) for tokens in _CHUNKS[:-1])
         best = next((wide for wide in wider if not wide.missing), best)
     sizes = (f"{p.kind.name} needs {p.peak / 1e9:.2f} GB" for p in tried if p.remat == best.remat)
     offered = f"offers {best.limit / 1e9:.2f}" if best.limit else "does not tell its memory"
     reason = f"{', '.join(sizes)}; the device {offered}"
     if len(kinds) > 1 and best.missing:
-        most = max(phases, key=lambda phase: plan(phase, best.remat, best.kind, chunk).peak)
-        asked = replace_settings(most, config.student.remat, most.loss.chunk_tokens or chunk)
+        asked = replace_settings(config, config.student.remat, chunk)
         remedy = _find_remedy(asked, pair, mesh, devices.platform, best)
         raise UserError(
             f"this run does not fit: {reason}, {best.missing / 1e9:.2f} too little. {remedy}"

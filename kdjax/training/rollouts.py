@@ -238,12 +238,11 @@ class AnswerSource(Source):
         text: TextSource | None,  # of whole batches
         workdir: Path,
         *,
-        phase: int = 0,
         process_index: int = 0,
         process_count: int = 1,
     ):
         self._author, self._text = author, text
-        self._folder = rounds_folder(workdir, phase)
+        self._folder = rounds_folder(workdir)
         self._index, self._count = process_index, process_count
         self._batches = self._first = 0  # drawn; the next round's first prompt
         self._round: Round | None = None
@@ -419,9 +418,8 @@ def answer_source(
     teacher: Model | None,
     text: TextSource | None,
     loss: KDLoss | None = None,
-    phase: int = 0,
 ) -> AnswerSource:
-    """The source of a run, or of its phase of that number, whose answers are written in rounds.
+    """The source of a run whose answers are written in rounds.
 
     Raises `UserError` for answers of a teacher that does not run, and for prompts that cannot be
     read.
@@ -443,4 +441,4 @@ def answer_source(
     )
     _log.info("prompts: %d, at most %d tokens", len(author.prompts), count_prompt_positions(config))
     place = dict(process_index=jax.process_index(), process_count=jax.process_count())
-    return AnswerSource(author, text, workdir, phase=phase, **place)
+    return AnswerSource(author, text, workdir, **place)

@@ -27,7 +27,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
-from kdjax.config import Config, is_phased
+from kdjax.config import Config
 from kdjax.device.sharding import count_bytes, make_local_mesh
 from kdjax.errors import CheckError, UserError, WriteError
 from kdjax.formats import TensorTable
@@ -51,7 +51,7 @@ from kdjax.formats.saved import (
 from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
-from kdjax.training.phases import Progress
+from kdjax.training.clock import Clock
 from kdjax.training.step import Step, TrainState, refuse_donated
 
 _log = logging.getLogger("kdjax")
@@ -458,8 +458,8 @@ def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
             "the student's own weights and saves nothing. Give it another --workdir, or set "
             "smoke.steps=0 to resume the run."
         )
-    if latest is None:
+    steps, seconds = config.train.steps, config.train.seconds
+    if latest is None or (latest < steps and not seconds):
         return False
-    if is_phased(config):
-        return Progress.read(saved_run(workdir, latest)).number > len(config.then)
-    return latest == config.train.steps and UNJUDGED not in saved_run(workdir, latest)
+    record = saved_run(workdir, latest)
+    return (latest == steps or Clock.has_ended(record)) and UNJUDGED not in record

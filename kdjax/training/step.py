@@ -42,7 +42,6 @@ from kdjax.losses.layers import ExtraSums, LayerLoss
 from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.adapters import Lora, split_adapters
-from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.model import Model
@@ -507,15 +506,6 @@ class Step:
             compiler_options=options,
         )
         self._see = jax.jit(spec.form.see, out_shardings=self.shardings.params)
-
-    def describe_student(self, spec: ArchSpec) -> Model:
-        """The student of this step, of that architecture, for another: shapes of what is trained,
-        and the arrays of what is frozen."""
-        params = self.abstract.params
-        if self.base is not None:
-            params = self.spec.form.see(self.base, params)
-        functions: Any = self.spec.student
-        return Model(functions, params, spec.vocab_size, spec=spec, placement=self.placement)
 
     def see(self, state: TrainState) -> Params:
         """Parameters that the forward pass computes with; they are also judged and exported."""

@@ -12,9 +12,8 @@ from kdjax.data.rollouts import ROUND, read_round, round_path, rounds_folder
 from kdjax.errors import COLLAPSED, NOT_FINITE, KdjaxError, UserError
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import saved_steps, step_folder
-from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
+from kdjax.training.hooks import Hook, StepRecord, kl_names
 from kdjax.training.pair import HOW_TO_ALLOW
-from kdjax.training.phases import PHASE
 
 
 class NonFiniteError(KdjaxError, FloatingPointError):
@@ -103,22 +102,16 @@ class CollapseGuard(Hook):
     # What round 0 counts as at least, since noise doubles less: a share of ids, and nats.
     _LEAST_REPEATED, _LEAST_DIVERGENCE = 0.05, 0.02
 
-    def __init__(self, workdir: Path, *phases: RolloutConfig):
-        """`phases` are the settings of each phase of the run; in each it begins anew."""
-        self._workdir, self._phases, self._phase = workdir, phases, 0
+    def __init__(self, workdir: Path, settings: RolloutConfig):
+        self._workdir, self._settings = workdir, settings
         self._first: Mapping[str, float] = {}
-
-    def train_begin(self, run: Run) -> None:
-        self._phase = run.phase
 
     def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         """Raises `CollapseError`, with both rounds' figures and the last good checkpoint."""
-        if kind == PHASE:
-            self._phase, self._first = int(figures["phase"]), {}
         if kind != ROUND:
             return
-        settings = self._phases[self._phase]
-        number, folder = int(figures["round"]), rounds_folder(self._workdir, self._phase)
+        settings, number = self._settings, int(figures["round"])
+        folder = rounds_folder(self._workdir)
         if number == 0:
             self._first = figures
         if number == 0 or not settings.stop_growth:

@@ -29,7 +29,6 @@ from kdjax.formats.saved import RECEIPT, saved_params
 from kdjax.hub import origin
 from kdjax.training.hooks import Hook, Run, StepRecord, exit_status
 from kdjax.training.job import Job
-from kdjax.training.phases import PHASE
 from kdjax.training.saving import Checkpoints
 from kdjax.watch.provenance import FORMAT, config_hash, params_hash, read, source_revision
 from kdjax.watch.smoke import Verdict
@@ -95,7 +94,6 @@ class Receipt(Hook):
             "tokens_at_saves": saves,
             "positions": run.start_step * self._per_step,  # padding included
             "held_out": {"first": resumed.get("held_out", {}).get("first"), "final": None},
-            "phases": [p for p in resumed.get("phases", []) if p["begun"] < max(run.start_step, 1)],
             "output": None,
             "best": resumed.get("best"),
             "smoke": None,
@@ -109,11 +107,6 @@ class Receipt(Hook):
         self._record["positions"] = record.step * self._per_step
         if self._record["tokens"] is not None:
             self._record["tokens"] += record.figures["tokens"]
-
-    def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Notes where a phase begins."""
-        if kind == PHASE:
-            self._record["phases"].append({"number": int(figures["phase"]), "begun": step - 1})
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the first and the latest held-out figures."""

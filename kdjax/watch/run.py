@@ -11,7 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import Config, count_steps, flatten, is_phased, list_phases, validate
+from kdjax.config import Config, flatten, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
@@ -101,10 +101,10 @@ def distill(
             step = checkpoints.latest()
             assert step is not None
             _close(workdir, step)
-            more = f"More steps: a larger train.steps and train.after={step}."
+            more = f" More steps: a larger train.steps and train.after={step}."
             _log.info(
                 "%s already holds step %d of %d: nothing to do.%s",
-                *(workdir, step, count_steps(config), "" if is_phased(config) else f" {more}"),
+                *(workdir, step, config.train.steps, more if step == config.train.steps else ""),
             )
             return "finished"
         job = assemble(config, workdir, own)
@@ -169,9 +169,8 @@ def make_hooks(
             writers.JsonLines(workdir),
             writers.Terminal(),
         ]
-    rollouts = [phase.rollout for phase in list_phases(config)]
-    if any(rollout.prompts for rollout in rollouts):  # behind the writers of what it stops at
-        hooks.append(CollapseGuard(workdir, *rollouts))
+    if config.rollout.prompts:  # behind the writers of what it stops at
+        hooks.append(CollapseGuard(workdir, config.rollout))
     if verdict:
         return [*hooks, verdict]  # which decides the exit status, of every process
     if first and config.log.tensorboard:

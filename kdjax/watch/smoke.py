@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from kdjax.config import Config, LossConfig, count_steps
+from kdjax.config import Config, LossConfig
 from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
 from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.writers import format_seconds
@@ -42,7 +42,7 @@ class Verdict(Hook):
         Losses in nats a token, times in seconds; the projection is of the steps alone.
         """
         steps = self._config.smoke.steps
-        total = count_steps(self._config)
+        total = self._config.train.steps
         before, after = (self._held_out.get(step) for step in (0, steps))
         # The first step of a process holds compilation.
         measured = self._seconds[1:] or self._seconds

@@ -10,23 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.config import (
-    SELF,
-    Config,
-    RemovedError,
-    change_texts,
-    find_removed,
-    read_section,
-)
+from kdjax.config import SELF, Config, RemovedError, find_removed, read_section
 from kdjax.data.rows import packed_hash
 from kdjax.data.text import split_sources
 from kdjax.errors import CheckError, UserError, suggest_path
 from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
-from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.heldout import ended_untrained
 from kdjax.training.identity import identify, list_differences
-from kdjax.training.inputs import hash_imatrix, hash_text, hash_texts
+from kdjax.training.inputs import hash_imatrix, hash_text
 from kdjax.training.pair import begin_beside, find_self, open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
@@ -122,7 +114,6 @@ class _Recheck:
             (config.rollout, "prompts"),
         ):
             setattr(section, name, self._resolve_text(getattr(section, name)))
-        config.then = change_texts(config, self._resolve_text)
         return config
 
     def _resolve_text(self, names: str) -> str:
@@ -139,12 +130,7 @@ class _Recheck:
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
         """Hashes of the identity's text and prompts, from the files as they are now."""
-        return hash_text(*self._text_of)
-
-    @functools.cached_property
-    def _text_of(self) -> tuple[Config, Tokenizer]:
-        """Config and tokenizer, which decide a text in addition to its files."""
-        return self.config, open_student(self.config).tokenizer
+        return hash_text(self.config, open_student(self.config).tokenizer)
 
     def end(self) -> str:
         if self.receipt["status"] == "running":
@@ -230,8 +216,7 @@ class _Recheck:
         contents |= hash_imatrix(self.config.student)
         named = {f"own.{name}": text for name, text in self.python.items()}
         contents |= {name: text for name, text in named.items() if name in saved}
-        texts = hash_texts(*self._text_of) if self.config.then else []
-        for name, was, stated in list_differences(saved, identify(self.config, contents, texts)):
+        for name, was, stated in list_differences(saved, identify(self.config, contents)):
             _expect(f"in the checkpoint {name}", was, stated)
         return f"{path}, of the same config, models and rows"
 

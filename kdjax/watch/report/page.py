@@ -163,11 +163,6 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
         if not run.evals:
             continue
         first, last = run.evals[0], run.evals[-1]
-        if run.loss_changes:  # from phase to phase: no two of its figures compare
-            first, last = (
-                {name: x for name, x in figures.items() if name not in ("loss", "divergence")}
-                for figures in (first, last)
-            )
         without = ", without the teacher (alpha = 1)" if run.without_teacher else ""
         after = f"student after {last['step']:,.0f} steps{without}"
         if run.ended_untrained:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,11 +51,6 @@ class RunRecord:
         temperature = self.config.get("loss.temperature", logged[0] if logged else math.nan)
         name = self.config.get("loss.divergence", "forward_kl").replace("forward_kl", "KL")
         return f"{name} at T = {temperature:g}" if math.isfinite(temperature) else name
-
-    @property
-    def loss_changes(self) -> bool:
-        """Whether a later phase has a loss of its own."""
-        return any(re.fullmatch(r"then\.\d+\.loss\..*", name) for name in self.config)
 
     @property
     def ended_untrained(self) -> bool:
@@ -164,9 +158,7 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
 def _describe_end(run: RunRecord) -> list[str]:
     """How the run stands, and what of it is not there."""
     receipt, steps = run.receipt, run.train["step"]
-    then = r"then\.\d+\.train\.steps"
-    parts = [v for k, v in run.config.items() if k == "train.steps" or re.fullmatch(then, k)]
-    planned = sum(parts)
+    planned = run.config.get("train.steps", 0)
     done = f"{int(steps[-1]) if len(steps) else 0:,}" + (f" of {planned:,}" if planned else "")
     notes = []
     match receipt.get("status"):
