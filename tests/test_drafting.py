@@ -139,7 +139,7 @@ def test_figures_of_a_broken_draft_are_shown_as_such_and_none_is_best(tmp_path, 
     """They were texts by then, which no format of a number takes: a traceback for status 9."""
     values = heldout.Values(*[np.full((1, 6), np.nan)] * len(heldout.Values._fields))
     mask = np.array([[0, 0, 1, 1, 1, 1]])
-    texts = [drafting.Text("code", t, [{"weights": mask}]) for t in (0.0, 1.0)]
+    texts = [drafting.Continuations("code", t, [{"weights": mask}]) for t in (0.0, 1.0)]
     figures = drafting.count_saved(texts, [[[values]]] * 2, Costs(0.25))
     assert figures["code"]["sampled"]["best"] is None
     document = {"target": "x", "mode": "inference", "broken": [{"detector": "d", "evidence": "e"}]}

@@ -213,7 +213,7 @@ def test_weights_with_float32_sums_are_refused_by_name(tiny_config, models, tmp_
     for use in (
         lambda: validate(tiny_config),
         lambda: model(models / "teacher.gguf", "float8_precise"),
-        lambda: checkpoint.Form.parse("teacher.gguf@float8_precise"),
+        lambda: checkpoint.ModelArgument.parse("teacher.gguf@float8_precise"),
         lambda: check_same_run(now | {"teacher.weights": "float8_precise"}, now, tmp_path),
         lambda: read_index(tmp_path),
     ):

@@ -19,7 +19,7 @@ from kdjax.commands.generate import Stream
 from kdjax.errors import UserError
 from kdjax.evaluation.target import Target
 from kdjax.models import decode_weights, decoder, decoding
-from kdjax.models.checkpoint import Form
+from kdjax.models.checkpoint import ModelArgument
 from kdjax.models.decoding import Sampling, complete, pick
 from kdjax.models.kernels import softmax
 from kdjax.models.model import load
@@ -30,7 +30,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 @functools.cache
 def opened(path):
-    form = Form.parse(path)
+    form = ModelArgument.parse(path)
     return load(form.path, weights=form.weights, dtype=form.dtype)
 
 

@@ -24,7 +24,7 @@ from kdjax.config import Config
 from kdjax.data.text import find_files
 from kdjax.device import runtime
 from kdjax.errors import MissingFileError, UserError, WriteError
-from kdjax.models.checkpoint import Form, open_checkpoint, run_sources
+from kdjax.models.checkpoint import ModelArgument, open_checkpoint, run_sources
 from kdjax.watch.receipt import _describe_sources
 from kdjax.watch.verify import verify
 
@@ -188,8 +188,10 @@ def test_every_repository_is_asked_before_the_first_download(fake):
 
 def test_models_and_text_open_by_their_names(fake, models):
     fake.repositories["org/Teacher-GGUF"]["teacher.gguf"] = (models / "teacher.gguf").read_bytes()
-    assert Form.parse(f"{TEACHER}@v1@packed:float32") == Form(f"{TEACHER}@v1", "packed", "float32")
-    assert Form.parse(f"{TEACHER}@v1") == Form(f"{TEACHER}@v1")
+    assert ModelArgument.parse(f"{TEACHER}@v1@packed:float32") == ModelArgument(
+        f"{TEACHER}@v1", "packed", "float32"
+    )
+    assert ModelArgument.parse(f"{TEACHER}@v1") == ModelArgument(f"{TEACHER}@v1")
     checkpoint = open_checkpoint(f"{TEACHER}@v1")
     assert checkpoint.sha256 == hashlib.sha256((models / "teacher.gguf").read_bytes()).hexdigest()
     assert [p.name for p in find_files("hf:datasets/org/text")] == [

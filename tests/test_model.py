@@ -13,7 +13,7 @@ from kdjax.device.sharding import make_mesh
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import gguf
 from kdjax.models import loading
-from kdjax.models.checkpoint import Form, open_checkpoint, run_sources
+from kdjax.models.checkpoint import ModelArgument, open_checkpoint, run_sources
 from kdjax.models.model import Model, load, load_model
 
 
@@ -128,15 +128,17 @@ def test_a_module_of_ones_own(student):
 
 
 def test_forms():
-    assert Form.parse("a@b/c.gguf") == Form("a@b/c.gguf")
-    form = Form.parse("a@b/c.gguf@float8:float32")
+    assert ModelArgument.parse("a@b/c.gguf") == ModelArgument("a@b/c.gguf")
+    form = ModelArgument.parse("a@b/c.gguf@float8:float32")
     assert (form.path, form.weights, form.dtype) == ("a@b/c.gguf", "float8", "float32")
     assert str(form) == "c.gguf@float8:float32"
     old = {"dequant": "dense", "q4k": "packed", "fp8": "float8"}
     for word, weights in old.items():
-        assert Form.parse(f"c.gguf@{word}:float32") == Form("c.gguf", weights, "float32")
+        assert ModelArgument.parse(f"c.gguf@{word}:float32") == ModelArgument(
+            "c.gguf", weights, "float32"
+        )
     with pytest.raises(UserError, match="found the form 'q5k'; expected dense or packed"):
-        Form.parse("c.gguf@q5k")
+        ModelArgument.parse("c.gguf@q5k")
 
 
 def test_a_runs_receipt_names_its_student_and_tokenizer(tmp_path):

@@ -253,7 +253,7 @@ def test_an_activation_that_the_float8_kernel_lacks_is_computed_without_it():
     draw = [jnp.asarray(rng.normal(0, 0.1, (64, 32)), jnp.float32) for _ in range(2)]
     scaled = [weights.Scaled(*weights.quantize_rows(w), kernels=True) for w in draw]
     x = jnp.asarray(rng.normal(0, 1, (4, 32)), jnp.float32)
-    rounded = weights.Rounded(*weights.quantize_rows(x), x.dtype)
+    rounded = weights.Float8Rows(*weights.quantize_rows(x), x.dtype)
     got = weights.gate_rows(rounded, *scaled, ACTIVATIONS["gelu"])
     gate, up = (np.asarray(x @ w.T) for w in draw)
     wanted = gate * scipy.special.ndtr(gate) * up

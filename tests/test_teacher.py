@@ -35,7 +35,7 @@ from kdjax.models.loading import count_parameters
 from kdjax.models.model import WEIGHTS, load_model, narrow_head
 from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import from_gguf
-from kdjax.models.weights import Mixed, Packed
+from kdjax.models.weights import Mixed, PackedMatrix
 from kdjax.training.job import assemble
 from kdjax.training.pair import Vocabulary, align, open_pair
 from scripts.bench.synthetic import QWEN25_SHAPES, random_blocks, write_random_gguf
@@ -127,7 +127,7 @@ def test_packed_gives_the_numbers_of_dense_bit_for_bit(models, deep, tmp_path, k
     lean, plain = model(path, "packed"), model(path, "dense")
     assert lean.vocab_size == plain.vocab_size
     gate = lean.params["blocks"]["mlp"]["gate"]["weight"]
-    assert isinstance(gate, Mixed if kind == "dynamic" else Packed)
+    assert isinstance(gate, Mixed if kind == "dynamic" else PackedMatrix)
     assert isinstance(lean.params["blocks"]["mlp"]["down"]["weight"], Mixed) == (
         kind in ("mixed", "dynamic", "llama", "tied")
     )
@@ -144,7 +144,7 @@ def test_every_layer_reads_its_own_blocks(deep):
     for layer in range(9):
         name = f"blk.{layer}.ffn_down.weight"
         assert down.stacks[down.which[layer]].block == table.info(name).dtype
-        read = jax.jit(functools.partial(Mixed.read, read=Packed.decode))
+        read = jax.jit(functools.partial(Mixed.read, read=PackedMatrix.decode))
         got = np.asarray(read(down, down.which[layer], down.slot[layer]))
         fields = split(table.raw(name), table.info(name).dtype)
         want = decode_fields(fields, table.info(name).dtype, jnp.bfloat16)
@@ -386,11 +386,11 @@ def test_every_block_type_stays_in_its_blocks():
     rng = np.random.default_rng(0)
     for name, block in BLOCKS.items():
         raw = rng.integers(0, 60, (4, 3 * block.nbytes), dtype=np.uint8)
-        kept = Packed(split(raw, name), name, jnp.float32)
+        kept = PackedMatrix(split(raw, name), name, jnp.float32)
         assert sum(field.nbytes for field in kept.fields) == raw.nbytes
         numbers = np.asarray(jax.jit(decode, static_argnums=1)(raw, name))
-        np.testing.assert_array_equal(jax.jit(Packed.decode)(kept), numbers)
-        np.testing.assert_array_equal(jax.jit(Packed.decode)(kept[1:3]), numbers[1:3])
+        np.testing.assert_array_equal(jax.jit(PackedMatrix.decode)(kept), numbers)
+        np.testing.assert_array_equal(jax.jit(PackedMatrix.decode)(kept[1:3]), numbers[1:3])
 
 
 def test_the_width_after_truncation_is_the_smaller_one_or_an_error():

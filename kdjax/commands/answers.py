@@ -34,7 +34,7 @@ from kdjax.evaluation.answers import VerifiedAnswers, WrittenAnswers, group, lis
 from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
-from kdjax.models.checkpoint import Form
+from kdjax.models.checkpoint import ModelArgument
 from kdjax.models.decoding import Sampling, find_room
 
 _log = logging.getLogger("kdjax")
@@ -97,7 +97,7 @@ def _tell(args: argparse.Namespace, target: Target, asked: Iterable[str], *more:
         digest.update(one.encode("utf-8", "surrogatepass"))
     names = ("samples", "temperature", "top_p", "max_tokens", "seed", *more)
     said: dict[str, Any] = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    model = {"MODEL": target.checkpoint.sha256, "FORM": Form.parse(args.model).weights}
+    model = {"MODEL": target.checkpoint.sha256, "FORM": ModelArgument.parse(args.model).weights}
     return said | model | {"--prompts" if args.prompts else "--exercises": digest.hexdigest()}
 
 

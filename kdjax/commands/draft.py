@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 
 from kdjax.commands.export import read_model
-from kdjax.commands.parsing import Parser, Run, add_cluster_flags, log_to_terminal, override
+from kdjax.commands.parsing import Parser, RunCommand, add_cluster_flags, log_to_terminal, override
 from kdjax.commands.train import carry_out
 from kdjax.config import NEW, OWN_BLOCK, SELF, Config, validate
 from kdjax.errors import FINISHED, INTERRUPTED, NOT_FINITE, PEER_LOST, UserError, reporting
@@ -28,7 +28,7 @@ from kdjax.export.staging import check_target
 from kdjax.formats.blocks import ENCODED
 from kdjax.formats.files import make_place
 from kdjax.formats.saved import read_receipt
-from kdjax.models.checkpoint import Form, open_step
+from kdjax.models.checkpoint import ModelArgument, open_step
 from kdjax.models.nextn import pack_block, take_block
 
 
@@ -55,7 +55,7 @@ def _parser() -> Parser:
 
 def _make_config(args: argparse.Namespace) -> Config:
     """The run in the words of a config: the model's own layers teach the block."""
-    form, config = Form.parse(args.model), Config()
+    form, config = ModelArgument.parse(args.model), Config()
     config.teacher.path, config.student.path = SELF, form.path
     config.teacher.weights = form.weights if args.model != form.path else "packed"
     config.teacher.param_dtype = config.train.compute_dtype = form.dtype
@@ -71,7 +71,7 @@ def _make_config(args: argparse.Namespace) -> Config:
     return config
 
 
-def _parse(argv: Sequence[str] | None) -> Run:
+def _parse(argv: Sequence[str] | None) -> RunCommand:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if args.type.upper() not in ENCODED:
@@ -80,7 +80,7 @@ def _parse(argv: Sequence[str] | None) -> Run:
     args.workdir = args.workdir or args.out.with_suffix(".run")
     config = override(_make_config(args), rest, parser)
     validate(config)
-    return Run(args, config, "draft", {})
+    return RunCommand(args, config, "draft", {})
 
 
 @reporting

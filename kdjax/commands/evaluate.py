@@ -55,7 +55,7 @@ from kdjax.evaluation.health.detectors import Finding
 from kdjax.evaluation.target import Target, open_target
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
-from kdjax.models.checkpoint import Checkpoint, Form
+from kdjax.models.checkpoint import Checkpoint, ModelArgument
 from kdjax.models.decoding import Sampling, find_room
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
@@ -112,7 +112,7 @@ def parser() -> Parser:
     return flags
 
 
-class Round(NamedTuple):
+class BenchmarkPass(NamedTuple):
     """One way to ask the problems of a benchmark; the name stands behind the benchmark's."""
 
     name: str
@@ -129,12 +129,12 @@ class Request:
     args: argparse.Namespace
     domains: dict[str, str]
     benchmarks: dict[str, list[problems.Problem]]
-    rounds: tuple[Round, ...]
+    passes: tuple[BenchmarkPass, ...]
 
     @property
-    def asked(self) -> dict[str, tuple[list[problems.Problem], Round]]:
+    def asked(self) -> dict[str, tuple[list[problems.Problem], BenchmarkPass]]:
         """Problems and how they are asked, by the name of their figures in the document."""
-        every = itertools.product(self.benchmarks.items(), self.rounds)
+        every = itertools.product(self.benchmarks.items(), self.passes)
         return {f"{name}{way.name}": (benchmark, way) for (name, benchmark), way in every}
 
     @property
@@ -160,9 +160,9 @@ def check(args: argparse.Namespace) -> Request:
         raise UserError(
             f"--cost-ratio={args.cost_ratio:g} must be a number above 0, and needs --draft."
         )
-    rounds = _list_rounds(args)
+    passes = _list_passes(args)
     for text in filter(None, (args.target, args.teacher)):
-        Form.parse(text)
+        ModelArgument.parse(text)
     split = [text.partition("=") for text in args.data]
     domains = {name: paths if equals else name for name, equals, paths in split}
     if len(domains) < len(split) or ("all" in domains and len(domains) > 1):
@@ -183,10 +183,10 @@ def check(args: argparse.Namespace) -> Request:
         sandbox.check(args.allow_unsandboxed)
     if args.json:
         make_place(args.json)
-    return Request(args, domains, benchmarks, rounds)
+    return Request(args, domains, benchmarks, passes)
 
 
-def _list_rounds(args: argparse.Namespace) -> tuple[Round, ...]:
+def _list_passes(args: argparse.Namespace) -> tuple[BenchmarkPass, ...]:
     """The ways to ask; of `all` a gain in one wording alone is told from a gain."""
     every = args.wording == "all"
     samples = args.samples or (5 if every else 1)
@@ -207,14 +207,14 @@ def _list_rounds(args: argparse.Namespace) -> tuple[Round, ...]:
             "expected 0, or --samples=5: wordings are compared greedily."
         )
     if not every:
-        return (Round("", args.wording, ks, samples, sampling),)
+        return (BenchmarkPass("", args.wording, ks, samples, sampling),)
     greedy = dataclasses.replace(sampling, temperature=0.0)
     first, *others = (word for word in problems.WORDINGS if word != "base")
-    rounds = [Round("", first, (1,), 1, greedy)]
-    rounds += [Round(f" {wording}", wording, (1,), 1, greedy) for wording in others]
+    passes = [BenchmarkPass("", first, (1,), 1, greedy)]
+    passes += [BenchmarkPass(f" {wording}", wording, (1,), 1, greedy) for wording in others]
     if samples > 1:
-        rounds.append(Round(f" {first} x{samples}", first, ks, samples, sampling))
-    return tuple(rounds)
+        passes.append(BenchmarkPass(f" {first} x{samples}", first, ks, samples, sampling))
+    return tuple(passes)
 
 
 class _ModelFailedError(Exception):
@@ -240,7 +240,7 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
     args = request.args
     cluster.check_agreement("request", vars(args))
     for text in filter(None, (args.target, args.teacher)):
-        fetch_path(Form.parse(text).path)
+        fetch_path(ModelArgument.parse(text).path)
     document: dict[str, Any] = {"target": args.target, "mode": passk.INFERENCE, "broken": []}
     if request.benchmarks:
         document["sandbox"] = sandbox.describe(sandbox.held())
@@ -315,7 +315,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
 def _opens_alone(target: str) -> bool:
     """Whether the target is a model without its form and the flags that go with it."""
     try:
-        open_target(Form.parse(target).path)
+        open_target(ModelArgument.parse(target).path)
     except UserError:
         return False
     return True
@@ -469,7 +469,7 @@ def solve(
 
 
 def _settings(
-    request: Request, way: Round, wording: str, checkpoint: Checkpoint | None
+    request: Request, way: BenchmarkPass, wording: str, checkpoint: Checkpoint | None
 ) -> passk.Settings:
     args = request.args
     return passk.Settings(
@@ -484,7 +484,7 @@ def _settings(
 
 
 def _fail_benchmark(
-    request: Request, benchmark: Sequence[problems.Problem], way: Round, error: str
+    request: Request, benchmark: Sequence[problems.Problem], way: BenchmarkPass, error: str
 ) -> dict[str, Any]:
     """A benchmark whose every sample failed because the model does not run."""
     settings = _settings(request, way, way.wording, None)

@@ -103,7 +103,7 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
             raise UserError(f"--{name.replace('_', '-')}={value} must be {number} or more.")
 
 
-class Run(NamedTuple):
+class RunCommand(NamedTuple):
     """A command line that names a config."""
 
     options: argparse.Namespace
@@ -130,7 +130,7 @@ def add_cluster_flags(parser: Parser) -> None:
     add("--join_timeout", type=int, default=JOIN_TIMEOUT, metavar="SECONDS", help=text)
 
 
-def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> Run:
+def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> RunCommand:
     """Reads the command line and the config; raises `UserError` for what cannot run."""
     options, rest = parser.parse_known_args(argv)
     if not options.config:
@@ -139,7 +139,7 @@ def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> Run:
     config = override(config, rest, parser)
     apply_environment(config, os.environ)
     validate(config)
-    return Run(options, config, name, downloads, suits_cpu)
+    return RunCommand(options, config, name, downloads, suits_cpu)
 
 
 # --- configs ------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
 # --- files and logs -----------------------------------------------------------------------------
 
 
-def require_files(run: Run, *, text: bool = True) -> None:
+def require_files(run: RunCommand, *, text: bool = True) -> None:
     """Raises one `MissingFileError` that names every file of the run that this machine lacks.
 
     Each comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file

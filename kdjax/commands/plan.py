@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from kdjax.commands.parsing import (
-    Run,
+    RunCommand,
     log_to_terminal,
     parse_run,
     require_files,
@@ -48,7 +48,7 @@ def print_plan(plan: "Plan") -> int:
     return BAD_INPUT if plan.missing else FINISHED
 
 
-def plan_run(run: Run) -> int:
+def plan_run(run: RunCommand) -> int:
     """Plans what a command line asked for; returns the exit status."""
     try:
         require_files(run)

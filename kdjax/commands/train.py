@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.commands.parsing import (
-    Run,
+    RunCommand,
     add_cluster_flags,
     log_to_terminal,
     parse_run,
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     return carry_out(parse_run(parser, argv))
 
 
-def carry_out(run: Run) -> int:
+def carry_out(run: RunCommand) -> int:
     """Plans or trains what a command line asked for; returns the exit status."""
     if run.options.plan:
         return plan_run(run)

@@ -27,7 +27,7 @@ from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 
 
-class Prompt(NamedTuple):
+class PromptRecord(NamedTuple):
     """A prompt's ids, and the conversation or the text that they are."""
 
     ids: tuple[int, ...]
@@ -42,7 +42,7 @@ class Prompt(NamedTuple):
         return {"messages": [*self.messages, {"role": "assistant", "content": text}]}
 
 
-def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[Prompt]:
+def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[PromptRecord]:
     """Beginnings of all documents of `patterns`, as of `drafting.begin_each`.
 
     Raises `UserError` if there are none.
@@ -56,7 +56,7 @@ def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[Prompt]
         beginning = one.opening if one.chat else one.text
         if not one.whole:
             beginning = tokenizer.decode(list(ids[opened:]), start=True)
-        prompts.append(Prompt(ids, one.messages, beginning))
+        prompts.append(PromptRecord(ids, one.messages, beginning))
     return prompts
 
 
@@ -144,7 +144,7 @@ class WrittenAnswers(_Answers):
 
     def write(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptRecord],
         model: Model,
         sampling: Sampling,
         batch_size: int,

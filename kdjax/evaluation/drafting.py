@@ -163,7 +163,7 @@ def begin_text(text: str, tokenizer: Tokenizer, *, whole: bool = False) -> list[
     return tokenizer.open_text(ids[:count])
 
 
-class Text(NamedTuple):
+class Continuations(NamedTuple):
     """The teacher's continuations of a domain's prompts at a temperature."""
 
     domain: str
@@ -178,7 +178,7 @@ class Text(NamedTuple):
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         batch_size: int,
-    ) -> "Text":
+    ) -> "Continuations":
         """Ids of prompts, and of the answer to each; a row holds both."""
         longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
         shape = len(prompts), pad_length(longest) + 1
@@ -297,7 +297,7 @@ def measure(
     answers, seconds = _continue(teacher, prompts, mesh, new_tokens, **drawn)
     size = split_rows(batch_size, mesh) * row_shards(mesh)
     texts = [
-        Text.of(name, temperature, prompts[name], part, size)
+        Continuations.of(name, temperature, prompts[name], part, size)
         for temperature, parts in answers.items()
         for name, part in parts.items()
     ]
@@ -317,7 +317,7 @@ def measure(
 
 
 def count_saved(
-    texts: Sequence[Text], values: Sequence[Sequence[Sequence[Values]]], costs: Costs
+    texts: Sequence[Continuations], values: Sequence[Sequence[Sequence[Values]]], costs: Costs
 ) -> dict[str, dict[str, Any]]:
     """Figures by domain and rule from both models' values on each text, a batch each; JSON-able.
 

@@ -6,14 +6,14 @@ from jax.sharding import Mesh
 
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
-from kdjax.models.checkpoint import Checkpoint, Form, open_checkpoint
+from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint
 from kdjax.models.model import Model, load_model
 
 
 class Target(NamedTuple):
     """A checkpoint and the form in which it is to be loaded."""
 
-    form: Form
+    form: ModelArgument
     checkpoint: Checkpoint
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ def open_target(text: str, student: str = "", tokenizer: str = "", *, fallback: 
 
     That at `fallback` stands for one that cannot be read; see `Checkpoint.fall_back`.
     """
-    form = Form.parse(text)
+    form = ModelArgument.parse(text)
     checkpoint = open_checkpoint(form.path, student=student, tokenizer=tokenizer)
     if checkpoint.whole_step is not None and form.weights != "dense":
         raise UserError(f"{text}: a checkpoint has no such form; leave it out.")

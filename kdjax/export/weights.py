@@ -14,7 +14,7 @@ from kdjax.formats.files import Data
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
-from kdjax.models.weights import Adapted, Mixed, Packed, Scaled
+from kdjax.models.weights import Adapted, Mixed, PackedMatrix, Scaled
 
 # Elements encoded at a time: bounds what an export holds beside the parameters.
 _ELEMENTS = 1 << 24
@@ -29,7 +29,7 @@ class Tensor:
     layer: int | None
     expert: int | None  # of the layer's; None: a tensor of all
     # Numbers, bf16 bits as uint16, or blocks; or one of these, frozen, and its adapter.
-    leaf: np.ndarray | jax.Array | Packed | Mixed | Adapted
+    leaf: np.ndarray | jax.Array | PackedMatrix | Mixed | Adapted
     place: int | None  # of the layer in the leaf
     layout: names.Layout
 
@@ -43,7 +43,7 @@ class Tensor:
         return self.layout.file_shape(tuple(self.leaf.shape[len(self._place) :]))
 
     @property
-    def blocks(self) -> Packed | None:
+    def blocks(self) -> PackedMatrix | None:
         """The blocks that the leaf keeps of it; None for numbers."""
         leaf, place = self.leaf, self._place
         if isinstance(leaf, Adapted):
@@ -52,7 +52,7 @@ class Tensor:
         if isinstance(leaf, Mixed):
             layer, *rest = place
             leaf, place = leaf.stacks[int(leaf.which[layer])], (int(leaf.slot[layer]), *rest)
-        if not isinstance(leaf, Packed):
+        if not isinstance(leaf, PackedMatrix):
             return None
         return leaf[place] if place else leaf
 
@@ -91,12 +91,12 @@ class Tensor:
             array = (array.astype(np.uint32) << 16).view(np.float32)
         return array.astype(np.float32, copy=False)
 
-    def find_kept(self, dtype: str) -> Packed | None:
+    def find_kept(self, dtype: str) -> PackedMatrix | None:
         """Its blocks, if they are of that type and so are written as they are."""
         blocks = self.blocks
         return blocks if blocks is not None and blocks.block == dtype else None
 
-    def kept_bytes(self, blocks: Packed) -> np.ndarray:
+    def kept_bytes(self, blocks: PackedMatrix) -> np.ndarray:
         """The rows of its blocks as the file holds them, uint8."""
         return self.layout.write_order(np.asarray(_join(blocks.fields)))
 
@@ -126,7 +126,7 @@ class Tensor:
         return parts
 
 
-_decode, _join = jax.jit(Packed.decode), jax.jit(join_rows)
+_decode, _join = jax.jit(PackedMatrix.decode), jax.jit(join_rows)
 
 
 def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:
@@ -138,7 +138,7 @@ def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:
     Raises `UserError` if `params` are not of `spec`, or are blocks or float8 in place of numbers.
     """
     for weight in jax.tree.leaves(params, is_leaf=lambda node: not isinstance(node, dict)):
-        if not isinstance(weight, np.ndarray | jax.Array | Packed | Mixed | Adapted):
+        if not isinstance(weight, np.ndarray | jax.Array | PackedMatrix | Mixed | Adapted):
             raise UserError(
                 f"found {type(weight).__name__} weights to export; expected numbers or blocks. "
                 "Load the model with weights='dense'."

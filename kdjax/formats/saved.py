@@ -35,7 +35,7 @@ BEST = "best"  # in `run`: the best step so far, and the held-out figure that ch
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays; of everything else in `run`
 _PARAMS = "params/"  # prefix of the student's parameters
 _SCALES = "kept/"  # prefix of a rounded student's scales
-Layers = tuple[int, ...] | None  # numbers of layers in a stack; None for all
+LayerNumbers = tuple[int, ...] | None  # numbers of layers in a stack; None for all
 _SHOWN = 3  # arrays that a message names
 _END = 80  # characters of a library's message that are shown of its beginning and of its end
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -259,7 +259,7 @@ class SavedTable(TensorTable):
         """Reads masters from the disk at each call; raises `DamagedError` if a checksum differs."""
         return self._checked(_PARAMS + name)
 
-    def blocks(self, name: str) -> list[tuple[str, Layers, tuple[np.ndarray, ...]]]:
+    def blocks(self, name: str) -> list[tuple[str, LayerNumbers, tuple[np.ndarray, ...]]]:
         """Fields of a rounded matrix's blocks, by type and layers; empty for other parameters.
 
         The blocks use the saved scales, as the training step did.

@@ -26,7 +26,7 @@ class Given(NamedTuple):
     """In place of a head: the hidden states are logits `[B, T, V]` already."""
 
 
-class Mixed(NamedTuple):
+class HeadMixture(NamedTuple):
     """Heads of several models, whose hidden states are a tuple, their shares `[B, T, N]` last.
 
     What they say together is the mixture of their probabilities at T = 1.
@@ -36,7 +36,7 @@ class Mixed(NamedTuple):
 
 
 # A matrix [V D] of numbers, or of float8 with a scale a row; or none; or several.
-Head = Array | Scaled | Given | Mixed
+Head = Array | Scaled | Given | HeadMixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def cut_head(head: Head, hidden: Any, spec: HeadSpec) -> Head:
     """The rows that are used; numbers, not `Scaled`, in the dtype of the hidden states."""
     if isinstance(head, Given):
         return head
-    if isinstance(head, Mixed):
+    if isinstance(head, HeadMixture):
         pairs = zip(head.heads, hidden, strict=False)
         return head._replace(heads=tuple(cut_head(one, states, spec) for one, states in pairs))
     rows = head[: spec.width]
@@ -102,7 +102,7 @@ def compute_logits(hidden: Any, head: Head, spec: HeadSpec) -> Float[Array, "B T
 
     Of several heads the log-probabilities of their mixture.
     """
-    if isinstance(head, Mixed):
+    if isinstance(head, HeadMixture):
         said = [
             jax.nn.log_softmax(mask_padding(compute_logits(x, one, spec), spec.real_vocab), axis=-1)
             for x, one in zip(hidden, head.heads, strict=False)
@@ -242,7 +242,7 @@ def head_loss(
     student_hidden: Float[Array, "B T D1"],
     student_head: Float[Array, "V1 D1"],
     teacher_hidden: Float[Array, "B T D2"] | tuple[Array, ...] | None,
-    teacher_head: Float[Array, "V2 D2"] | Scaled | Given | Mixed | None,
+    teacher_head: Float[Array, "V2 D2"] | Scaled | Given | HeadMixture | None,
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"] | Weighing,
     spec: HeadSpec,

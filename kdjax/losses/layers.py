@@ -17,8 +17,9 @@ from jaxtyping import Array, ArrayLike, Float
 from kdjax.errors import UserError
 from kdjax.models.kernels.common import EXCLUDED
 
-Layers = Mapping[str, Array]  # by name, as `states.STATES` says: [B, T, D], or [B, T, H, width]
-LayerFunction = Callable[[Layers, Layers, Mapping[str, Array]], Any]
+# By name, as `states.STATES` says: [B, T, D], or [B, T, H, width].
+LayerStates = Mapping[str, Array]
+LayerFunction = Callable[[LayerStates, LayerStates, Mapping[str, Array]], Any]
 TAKEN = ("loss", "ce", "divergence", "grad_norm", "tokens", "learning_rate", "step")
 
 
@@ -109,8 +110,8 @@ class LayerLoss:
 
     def sum(
         self,
-        ours: Layers,
-        theirs: Layers,
+        ours: LayerStates,
+        theirs: LayerStates,
         batch: Mapping[str, Array],
         projections: Mapping[str, Array],
     ) -> dict[str, Float[Array, ""]]:
@@ -169,7 +170,7 @@ def match_hidden(
     if distance not in _DISTANCES:
         raise UserError(f"distance={distance!r}: must be one of {', '.join(_DISTANCES)}.")
 
-    def sum_distances(ours: Layers, theirs: Layers, batch: Mapping[str, Array]) -> Array:
+    def sum_distances(ours: LayerStates, theirs: LayerStates, batch: Mapping[str, Array]) -> Array:
         weights = batch["weights"]
         total = jnp.zeros(())
         for mine, other in pairs.items():
@@ -229,7 +230,7 @@ def match_relations(
         raise UserError(f"heads={heads}: must be at least 1.")
     names = [(f"{s}/attn/{part}", f"{t}/attn/{part}") for s, t in pairs.items() for part in parts]
 
-    def sum_relations(ours: Layers, theirs: Layers, batch: Mapping[str, Array]) -> Array:
+    def sum_relations(ours: LayerStates, theirs: LayerStates, batch: Mapping[str, Array]) -> Array:
         total = jnp.zeros(())
         for mine, other in names:
             for name, x in ((mine, ours[mine]), (other, theirs[other])):

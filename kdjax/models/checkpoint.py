@@ -56,7 +56,7 @@ _REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of the Hugging Face Hub
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class ModelArgument:
     """PATH[@dense|packed|float8[:bfloat16|float32]]: a model of a command line."""
 
     path: str
@@ -64,7 +64,7 @@ class Form:
     dtype: str = "bfloat16"
 
     @classmethod
-    def parse(cls, text: str) -> "Form":
+    def parse(cls, text: str) -> "ModelArgument":
         """Raises `UserError` for an unknown form; a path may hold an @ if a form follows it."""
         path, at, form = text.rpartition("@")
         word, _, dtype = form.partition(":")

@@ -23,7 +23,7 @@ from kdjax.models.shards import Spread, gather_shards, map_rows
 from kdjax.models.weights import (
     Adapted,
     Joined,
-    Packed,
+    PackedMatrix,
     Scaled,
     decode_weight,
     from_bits,
@@ -121,7 +121,7 @@ def ready_head(params: Params, compute: Compute) -> Array:
     return prepare_weight(weight, product_dtype(compute))
 
 
-def prepare_weight(weight: Array | Packed | Scaled | Adapted, dtype: DTypeLike) -> Array:
+def prepare_weight(weight: Array | PackedMatrix | Scaled | Adapted, dtype: DTypeLike) -> Array:
     """The numbers of a weight in `dtype`; an adapter is added to its matrix."""
     # Through bits, without which XLA would drop the rounding of a conversion there and back.
     return from_bits(to_bits(decode_weight(weight))).astype(dtype)

@@ -36,7 +36,7 @@ from kdjax.models.kernels.delta_rule import states_fit
 from kdjax.models.ropes import rope_frequencies
 from kdjax.models.shards import gather_shards
 from kdjax.models.weights import (
-    Rounded,
+    Float8Rows,
     Scaled,
     Weight,
     decode_weight,
@@ -95,7 +95,7 @@ class Linear(nnx.Module):
         )
         self.bias = nnx.Param(jnp.zeros((outer,), dtype)) if bias else None
 
-    def __call__(self, x: Array | Rounded) -> Array:
+    def __call__(self, x: Array | Float8Rows) -> Array:
         """Multiplies rows `[N, inner]`."""
         return self.add_bias(project(x, self.weight.get_value()))
 
@@ -134,13 +134,13 @@ class RMSNorm(nnx.Module):
 
     def normalize_for(
         self, x: Float[Array, "N D"], weight: Weight
-    ) -> tuple[Array, Array | Rounded]:
+    ) -> tuple[Array, Array | Float8Rows]:
         """x, and its norm in the form that products with `weight` take; a kernel if placed so."""
         if not self.kernels:
             return x, self(x)
         ours = self._factor(x.dtype)
         if isinstance(weight, Scaled):
-            return x, Rounded(*norms.round_rows(x, (ours, self.eps)), x.dtype)
+            return x, Float8Rows(*norms.round_rows(x, (ours, self.eps)), x.dtype)
         return norms.normalize_rows(x, ours, self.eps)
 
 
@@ -184,7 +184,7 @@ class Attention(nnx.Module):
         return self.q.weight.get_value()
 
     def __call__(
-        self, rows: Array | Rounded, lead: tuple[int, ...], turn: Turn, mix: Mix
+        self, rows: Array | Float8Rows, lead: tuple[int, ...], turn: Turn, mix: Mix
     ) -> tuple[Array, Any]:
         """Attends for rows `[B T, width]`, `lead` being (B, T); returns also what `mix` passes."""
         linears = self.q, self.k, self.v
@@ -247,7 +247,7 @@ class DeltaNet(nnx.Module):
         """Weight that rows are multiplied with first."""
         return self.qkv.weight.get_value()
 
-    def __call__(self, rows: Array | Rounded, lead: tuple[int, ...], recall: Recall) -> Any:
+    def __call__(self, rows: Array | Float8Rows, lead: tuple[int, ...], recall: Recall) -> Any:
         """Mixes rows `[B T, width]`, `lead` being (B, T); returns also what `recall` passes on."""
         linears = self.qkv, self.gate, self.alpha, self.beta
         weights = [linear.weight.get_value() for linear in linears]
@@ -279,7 +279,7 @@ class MLP(nnx.Module):
         """Weight that rows are multiplied with first."""
         return self.gate.weight.get_value()
 
-    def __call__(self, rows: Array | Rounded) -> Array:
+    def __call__(self, rows: Array | Float8Rows) -> Array:
         """Applies the layer to rows `[N, width]`."""
         activation = ACTIVATIONS[self.activation]
         gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
@@ -316,9 +316,9 @@ class Experts(nnx.Module):
         """Weight that rows are multiplied with first."""
         return self.router.weight.get_value()
 
-    def __call__(self, rows: Array | Rounded) -> Array:
+    def __call__(self, rows: Array | Float8Rows) -> Array:
         """Applies the layer to rows `[N, width]`."""
-        assert not isinstance(rows, Rounded)
+        assert not isinstance(rows, Float8Rows)
         spec, router = self.spec, self.router.weight.get_value()
         choice = choose_experts(rows, router, spec.experts_used, spec.norm_experts)
         gate, up, down = (weight.get_value() for weight in (self.gate, self.up, self.down))

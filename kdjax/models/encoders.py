@@ -20,7 +20,7 @@ ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # what text is searched for before it 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # in SentencePiece's tokens
 
 
-class Vocabulary(NamedTuple):
+class EncoderParts(NamedTuple):
     """Parts of an encoder."""
 
     tokens: Sequence[str]  # by id
@@ -39,7 +39,7 @@ def _cut(rule: Rule) -> list[pre_tokenizers.PreTokenizer]:
     return [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in rule.cuts]
 
 
-def byte_level(words: Vocabulary) -> Encoder:
+def byte_level(words: EncoderParts) -> Encoder:
     """An encoder whose tokens are of GPT-2's characters for bytes."""
     model = models.BPE(words.ids(), list(words.merges), ignore_merges=words.rule.whole)
     encoder = Encoder(model)
@@ -51,7 +51,7 @@ def byte_level(words: Vocabulary) -> Encoder:
     return encoder
 
 
-def sentencepiece(words: Vocabulary) -> Encoder:
+def sentencepiece(words: EncoderParts) -> Encoder:
     """An encoder whose tokens are of text, spaces marked, and of bytes written <0x0A>."""
     unknown = next(
         (t for t, kind in zip(words.tokens, words.types, strict=True) if kind == UNKNOWN), None
@@ -81,10 +81,10 @@ def sentencepiece(words: Vocabulary) -> Encoder:
     return encoder
 
 
-class Kind(NamedTuple):
+class TokenizerKind(NamedTuple):
     """A value of `tokenizer.ggml.model`."""
 
-    build: Callable[[Vocabulary], Encoder]
+    build: Callable[[EncoderParts], Encoder]
     rules: Mapping[str, Rule]  # by `tokenizer.ggml.pre`; of one rule, whatever the file says
     scored: bool = False  # merges follow from scores
 
@@ -94,10 +94,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "gpt2": Kind(byte_level, PRE_TOKENIZERS),
-    "llama": Kind(sentencepiece, {"default": Rule((), bos=True)}, scored=True),
+    "gpt2": TokenizerKind(byte_level, PRE_TOKENIZERS),
+    "llama": TokenizerKind(sentencepiece, {"default": Rule((), bos=True)}, scored=True),
     # Merges know no token of several line feeds.
-    "gemma4": Kind(sentencepiece, {"default": Rule((r"[^\n]+|[\n]+",), whole=True, bos=True)}),
+    "gemma4": TokenizerKind(
+        sentencepiece, {"default": Rule((r"[^\n]+|[\n]+",), whole=True, bos=True)}
+    ),
 }
 
 
@@ -182,7 +184,7 @@ def decoder_within(encoder: Encoder) -> decoders.Decoder | None:
     return within
 
 
-def add_tokens(encoder: Encoder, words: Vocabulary) -> dict[int, int | None]:
+def add_tokens(encoder: Encoder, words: EncoderParts) -> dict[int, int | None]:
     """Adds the tokens that text is searched for; returns the ids that came out otherwise."""
     added = [i for i, kind in enumerate(words.types) if kind in ADDED]
     encoder.add_tokens(

@@ -30,7 +30,7 @@ from kdjax.models import names
 from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.names import Layout
-from kdjax.models.weights import Mixed, Packed, Scaled, Weight, quantize_rows
+from kdjax.models.weights import Mixed, PackedMatrix, Scaled, Weight, quantize_rows
 
 # Two quantizations of one matrix differ by a few percent; unrelated matrices by about 140%.
 SAME_MATRIX = 0.2
@@ -200,10 +200,10 @@ class _Reading:
     dtype: DTypeLike  # of the numbers, or of those that packed blocks stand for
     layout: Layout
 
-    def __call__(self, raw: Array) -> Array | Packed | Scaled:
+    def __call__(self, raw: Array) -> Array | PackedMatrix | Scaled:
         read = self.layout.read_order
         if self.form == "packed":
-            return Packed(split(read(raw), self.block), self.block, self.dtype)
+            return PackedMatrix(split(read(raw), self.block), self.block, self.dtype)
         if self.form == "float8":
             return Scaled(*quantize_rows(self._decode(raw, jnp.float32)))
         # Of a norm; in float32, or 1 + weight would have lost what the weight has.
@@ -242,9 +242,9 @@ def load_params(
     """Reads every parameter of `abstract` from the table onto the mesh.
 
     Weights become numbers of `abstract`'s dtypes on the device; with `matrices="packed"` matrices
-    stay there in the file's blocks, as `Packed` and `Mixed`; with "float8" all but the embedding
-    become `Scaled`. Raises `UserError` listing all tensors that are missing, misshapen or unknown.
-    A router stays numbers: it is small, and its choices are those of float32.
+    stay there in the file's blocks, as `PackedMatrix` and `Mixed`; with "float8" all but the
+    embedding become `Scaled`. Raises `UserError` listing all tensors that are missing, misshapen or
+    unknown. A router stays numbers: it is small, and its choices are those of float32.
     """
     if matrices == "float8" and (spec.experts or spec.delta_value_heads):
         parts = "experts" if spec.experts else "delta layers"

@@ -15,7 +15,7 @@ from kdjax.models.adapters import (
     draw_adapters,
 )
 from kdjax.models.model import Model, attach_adapters
-from kdjax.models.weights import Adapted, Mixed, Packed, Scaled, decode_weight, to_bits
+from kdjax.models.weights import Adapted, Mixed, PackedMatrix, Scaled, decode_weight, to_bits
 
 
 def add_lora(
@@ -64,7 +64,7 @@ def merge_lora(model: Model, dtype: DTypeLike = "float32") -> Model:
     on_cpu = model.placement is not None and model.placement.platform == "cpu"
 
     @jax.jit
-    def merge(weight: Array | Packed | Mixed | Scaled | Adapted) -> Array:
+    def merge(weight: Array | PackedMatrix | Mixed | Scaled | Adapted) -> Array:
         numbers = read_numbers(weight).astype(dtype)
         return to_bits(numbers) if on_cpu else numbers
 
@@ -72,14 +72,14 @@ def merge_lora(model: Model, dtype: DTypeLike = "float32") -> Model:
     return model.replace(params=unflatten_dict(flat), kind=f"dense ({jnp.dtype(dtype).name})")
 
 
-def read_numbers(weight: Array | Packed | Mixed | Scaled | Adapted) -> Array:
+def read_numbers(weight: Array | PackedMatrix | Mixed | Scaled | Adapted) -> Array:
     """The numbers of a weight of all layers."""
     if isinstance(weight, Adapted):
         numbers = read_numbers(weight.base).astype(jnp.float32)
         return numbers if weight.a is None else numbers + weight.change
     if isinstance(weight, Mixed):
         layers = [
-            weight.read(weight.which[i], weight.slot[i], Packed.decode)
+            weight.read(weight.which[i], weight.slot[i], PackedMatrix.decode)
             for i in range(weight.shape[0])
         ]
         return jnp.stack(layers)

@@ -18,7 +18,7 @@ from kdjax.models.draft_functions import DraftFunctions, draw_block
 from kdjax.models.families import FAMILIES
 from kdjax.models.lora import read_numbers
 from kdjax.models.model import Model
-from kdjax.models.weights import Packed
+from kdjax.models.weights import PackedMatrix
 
 
 def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "float32") -> Model:
@@ -80,11 +80,11 @@ def pack_block(model: Model, dtype: str) -> Model:
     Rows that are no whole blocks of it get what `llama-quantize` takes for them.
     """
 
-    def pack(x: jax.Array) -> jax.Array | Packed:
+    def pack(x: jax.Array) -> jax.Array | PackedMatrix:
         if x.ndim < 3:
             return x
         kind = fitting(dtype, x.shape[-1])
-        return Packed(split(encode(np.asarray(x, np.float32), kind), kind), kind, jnp.float32)
+        return PackedMatrix(split(encode(np.asarray(x, np.float32), kind), kind), kind, jnp.float32)
 
     flat: dict[tuple[str, ...], Any] = flatten_dict(model.params["mtp"])
     packed = unflatten_dict({path: pack(x) for path, x in flat.items()})

@@ -116,7 +116,7 @@ Check = Callable[[ArchSpec, Family], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class FieldRow:
     """A field of an architecture: its names in both headers, how it is read and written.
 
     A row without readers is only written; one with a reader and no name is told by no entry.
@@ -140,7 +140,7 @@ class Row:
         return write(spec) if write else getattr(spec, self.field or self.name)
 
 
-def _number(kind: str, name: str, hf: str, gguf: str, default: Any, **more: Any) -> Row:
+def _number(kind: str, name: str, hf: str, gguf: str, default: Any, **more: Any) -> FieldRow:
     def reader(entry: str) -> Read:
         def read(header: Header) -> Any:
             other = default(header) if callable(default) else default
@@ -149,26 +149,26 @@ def _number(kind: str, name: str, hf: str, gguf: str, default: Any, **more: Any)
         return read
 
     readers: dict[str, Any] = dict(read_hf=reader(hf), read_gguf=reader(gguf))
-    return Row(name, hf, gguf, **readers | more)
+    return FieldRow(name, hf, gguf, **readers | more)
 
 
-def _count(name: str, hf: str, gguf: str, default: Any = None, **more: Any) -> Row:
+def _count(name: str, hf: str, gguf: str, default: Any = None, **more: Any) -> FieldRow:
     """A whole number above 0; the default may be a function of the header."""
     return _number("count", name, hf, gguf, default, **more)
 
 
-def _real(name: str, hf: str, gguf: str, default: Any = None, **more: Any) -> Row:
+def _real(name: str, hf: str, gguf: str, default: Any = None, **more: Any) -> FieldRow:
     """A number above 0, its default as `_count`'s."""
     return _number("real", name, hf, gguf, default, **more)
 
 
-def _fact(name: str) -> Row:
+def _fact(name: str) -> FieldRow:
     """Row whose value is the family's, whatever the header says."""
 
     def read(header: Header) -> Any:
         return getattr(header.family, name)
 
-    return Row(name, read_hf=read, read_gguf=read)
+    return FieldRow(name, read_hf=read, read_gguf=read)
 
 
 def _has(tensor: str) -> Read:
@@ -204,7 +204,7 @@ def _read_gguf_layer_count(header: Header) -> int:
 
 # What the headers of all families say, and exports always write.
 SHAPE = (
-    Row(
+    FieldRow(
         "vocab_size",
         "vocab_size",
         read_hf=lambda header: header.count("vocab_size"),
@@ -220,7 +220,7 @@ SHAPE = (
         lambda header: _NO_MLP if header.family.experts else None,
         write=lambda spec: None if spec.experts and spec.mlp_size == _NO_MLP else spec.mlp_size,
     ),
-    Row(
+    FieldRow(
         "num_layers",
         "num_hidden_layers",
         "block_count",
@@ -235,7 +235,7 @@ SHAPE = (
         "attention.head_count_kv",
         lambda header: header.fields["num_heads"],
     ),
-    Row(
+    FieldRow(
         "head_dim",
         "head_dim",
         read_hf=lambda header: header.count("head_dim", header.family.head_dim or _width(header)),
@@ -249,7 +249,7 @@ SHAPE = (
         "attention.layer_norm_rms_epsilon",
         lambda header: None if header.arch else header.family.rms_eps,
     ),
-    Row(
+    FieldRow(
         "tied",
         "tie_word_embeddings",
         read_hf=lambda header: bool(header.get("tie_word_embeddings", header.family.tied)),
@@ -315,7 +315,7 @@ def _check_biases(spec: ArchSpec, family: Family) -> None:
 
 # What is read of all families as well.
 COMMON = (
-    Row(
+    FieldRow(
         "rope_theta",
         "rope_theta",
         "rope.freq_base",
@@ -327,7 +327,7 @@ COMMON = (
         ),
         read_gguf=lambda header: header.real("rope.freq_base", 10000.0),
     ),
-    Row(
+    FieldRow(
         "rope_scaling",
         "rope_scaling",
         read_hf=lambda h: scaling_from_config(
@@ -338,33 +338,33 @@ COMMON = (
         also=("rope_parameters", _ORIGINAL, *SCALING_KEYS),
         check_gguf=_check_divisors,
     ),
-    Row(
+    FieldRow(
         "activation",
         read_hf=_read_activation,
         read_gguf=lambda header: header.family.activation,
         also=("hidden_act",),
         check_gguf=_check_activation,
     ),
-    Row(
+    FieldRow(
         "qkv_bias",
         read_hf=lambda header: header.family.qkv_bias or _biased(header),
         read_gguf=_has("blk.0.attn_q.bias"),
         also=("attention_bias",),
     ),
-    Row(
+    FieldRow(
         "o_bias",
         read_hf=lambda header: _biased(header) and not header.family.qkv_bias,
         read_gguf=_has("blk.0.attn_output.bias"),
         check_gguf=_check_biases,
     ),
-    Row(
+    FieldRow(
         "qk_norm",
         read_hf=lambda header: header.family.qk_norm,
         # Where a layer may be no attention, none says it.
         read_gguf=lambda h: h.family.delta or "blk.0.attn_q_norm.weight" in h.table,
     ),
     *map(_fact, ("qk_norm_whole", "norm_offset", "gated", "pre_norms", "post_norms")),
-    Row(
+    FieldRow(
         "embedding_scale",
         read_hf=lambda header: _embedding_scale(header),
         read_gguf=lambda header: _embedding_scale(header),
@@ -376,9 +376,9 @@ def _embedding_scale(header: Header) -> float:
     return header.fields["hidden_size"] ** 0.5 if header.family.scaled_embedding else 1.0
 
 
-def _neutral(name: str) -> Row:
+def _neutral(name: str) -> FieldRow:
     """An entry that changes nothing, which a family's files have."""
-    return Row(name, name, write=lambda _: NEUTRAL[name])
+    return FieldRow(name, name, write=lambda _: NEUTRAL[name])
 
 
 def _read_query_scalar(header: Header) -> float:
@@ -692,23 +692,23 @@ def _check_norm_experts(spec: ArchSpec, family: Family) -> None:
 OWN = {
     row.name: row
     for row in (
-        Row("hidden_act", "hidden_act", write=lambda spec: spec.activation),
-        Row(
+        FieldRow("hidden_act", "hidden_act", write=lambda spec: spec.activation),
+        FieldRow(
             "hidden_activation",
             "hidden_activation",
             read_hf=_read_activation,
             write=lambda spec: spec.activation,
         ),
-        Row("attention_bias", "attention_bias", write=lambda spec: spec.o_bias),
-        Row("max_window_layers", "max_window_layers", write=lambda spec: spec.num_layers),
+        FieldRow("attention_bias", "attention_bias", write=lambda spec: spec.o_bias),
+        FieldRow("max_window_layers", "max_window_layers", write=lambda spec: spec.num_layers),
         *map(
             _neutral,
             ("mlp_bias", "use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
         ),
-        Row("key_length", gguf="attention.key_length", write=lambda spec: spec.head_dim),
-        Row("value_length", gguf="attention.value_length", write=lambda spec: spec.head_dim),
-        Row("rotated_columns", gguf="rope.dimension_count", write=_rotated_columns),
-        Row(
+        FieldRow("key_length", gguf="attention.key_length", write=lambda spec: spec.head_dim),
+        FieldRow("value_length", gguf="attention.value_length", write=lambda spec: spec.head_dim),
+        FieldRow("rotated_columns", gguf="rope.dimension_count", write=_rotated_columns),
+        FieldRow(
             "columns",
             "partial_rotary_factor",
             read_hf=_read_columns,
@@ -718,21 +718,21 @@ OWN = {
             write=lambda spec: _rotated_columns(spec) / spec.head_dim,
             also=("rope.dimension_count",),
         ),
-        Row(
+        FieldRow(
             "original_positions",
             _ORIGINAL,
             "rope.scaling.original_context_length",
             read_hf=lambda header: header.get(_ORIGINAL),
             write=lambda spec: (spec.rope and spec.rope.original_positions) or spec.max_positions,
         ),
-        Row(
+        FieldRow(
             "query_growth",
             gguf="attention.temperature_scale",
             read_hf=lambda header: float(header.ropes[0].get(_GROWTH) or 0.0),
             read_gguf=lambda header: float(header.get("attention.temperature_scale") or 0.0),
             also=(_GROWTH,),
         ),
-        Row(
+        FieldRow(
             "growth_length",
             gguf="rope.scaling.original_context_length",
             read_hf=_read_growth_length,
@@ -741,14 +741,14 @@ OWN = {
             ),
             write=lambda spec: spec.growth_length or spec.max_positions,
         ),
-        Row(
+        FieldRow(
             "yarn_log_multiplier",
             gguf="rope.scaling.yarn_log_multiplier",
             read_gguf=lambda header: header.get("rope.scaling.yarn_log_multiplier"),
             write=lambda _: 0.0,
         ),
-        Row("no_gguf_window", gguf="attention.sliding_window", write=lambda _: 0),
-        Row("gguf_vocab_size", gguf="vocab_size", write=lambda spec: spec.vocab_size),
+        FieldRow("no_gguf_window", gguf="attention.sliding_window", write=lambda _: 0),
+        FieldRow("gguf_vocab_size", gguf="vocab_size", write=lambda spec: spec.vocab_size),
         _count(
             "experts",
             "num_experts",
@@ -767,15 +767,15 @@ OWN = {
         _count(
             "shared_size", "shared_expert_intermediate_size", "expert_shared_feed_forward_length"
         ),
-        Row("always_norm_experts", field="norm_experts", read_hf=_always, read_gguf=_always),
-        Row(
+        FieldRow("always_norm_experts", field="norm_experts", read_hf=_always, read_gguf=_always),
+        FieldRow(
             "norm_experts",
             "norm_topk_prob",
             read_hf=lambda header: bool(header.get("norm_topk_prob", False)),
             read_gguf=_always,
             check_gguf=_check_norm_experts,
         ),
-        Row(
+        FieldRow(
             "attention_scale",
             "query_pre_attn_scalar",
             read_hf=_read_query_scalar,
@@ -785,7 +785,7 @@ OWN = {
             write=_query_scalar,
             check_gguf=_check_query_scalar,
         ),
-        Row(
+        FieldRow(
             "window",
             "sliding_window",
             "attention.sliding_window",
@@ -794,7 +794,7 @@ OWN = {
             write=lambda spec: spec.window or None,
             check_gguf=_check_window,
         ),
-        Row(
+        FieldRow(
             "local",
             "layer_types",
             read_hf=_read_layer_types,
@@ -837,7 +837,7 @@ OWN = {
             lambda header: None if header.arch else 1.0,
             field="logit_scale",
         ),
-        Row(
+        FieldRow(
             "rotates", gguf="rope.scaling.finetuned", read_gguf=_read_rotates, write=lambda _: None
         ),
         # Of MiniCPM; GGUF files without its three keys are older than these, and of published ones.
@@ -848,7 +848,7 @@ OWN = {
             lambda header: 12.0 if header.arch else 1.0,
             field="embedding_scale",
         ),
-        Row(
+        FieldRow(
             "scale_depth",
             "scale_depth",
             "residual_scale",
@@ -859,7 +859,7 @@ OWN = {
             write_gguf=lambda spec: spec.residual_scale,
             by_layer=True,
         ),
-        Row(
+        FieldRow(
             "dim_model_base",
             "dim_model_base",
             "logit_scale",
@@ -870,8 +870,8 @@ OWN = {
             write_gguf=lambda spec: spec.logit_scale,
         ),
         # Names the code beside published files; its class is this family's.
-        Row("auto_map", read_hf=lambda _: None, also=("auto_map",)),
-        Row(
+        FieldRow("auto_map", read_hf=lambda _: None, also=("auto_map",)),
+        FieldRow(
             "rotated",
             "no_rope_layers",
             read_hf=_read_rotated,
@@ -883,7 +883,7 @@ OWN = {
             check_gguf=_check_rotated,
             by_layer=True,
         ),
-        Row(
+        FieldRow(
             "local_rope_theta",
             "rope_local_base_freq",
             "rope.freq_base_swa",
@@ -891,7 +891,7 @@ OWN = {
             read_gguf=lambda header: header.real("rope.freq_base_swa", 10000.0),
             write=lambda spec: spec.local_rope_theta or None,
         ),
-        Row(
+        FieldRow(
             "near_rope_theta",
             "rope_parameters",
             read_hf=_read_near_theta,
@@ -899,7 +899,7 @@ OWN = {
             write=_ropes_by_type,
             check_gguf=_check_near_theta,
         ),
-        Row(
+        FieldRow(
             "rope_sections",
             gguf="rope.dimension_sections",
             read_hf=_read_sections,
@@ -908,9 +908,9 @@ OWN = {
             also=("mrope_section", "mrope_interleaved"),
         ),
         # In place of `rope_theta` and `rope_scaling`, as these models are published.
-        Row("rope_parameters", "rope_parameters", write=_rope_parameters),
+        FieldRow("rope_parameters", "rope_parameters", write=_rope_parameters),
         _count("delta_key_heads", "linear_num_key_heads", "ssm.group_count", _only_hf(16)),
-        Row(
+        FieldRow(
             "delta_value_heads",
             "linear_num_value_heads",
             "ssm.time_step_rank",
@@ -918,7 +918,7 @@ OWN = {
             read_gguf=_read_value_heads("ssm.time_step_rank"),
         ),
         _count("delta_key_dim", "linear_key_head_dim", "ssm.state_size", _only_hf(128)),
-        Row(
+        FieldRow(
             "delta_value_dim",
             "linear_value_head_dim",
             read_hf=lambda header: header.count("linear_value_head_dim", 128),
@@ -926,13 +926,13 @@ OWN = {
             also=("ssm.inner_size",),
             check_gguf=_check_state,
         ),
-        Row(
+        FieldRow(
             "delta_values",
             gguf="ssm.inner_size",
             write=lambda spec: spec.delta_value_heads * spec.delta_value_dim,
         ),
         _count("delta_kernel", "linear_conv_kernel_dim", "ssm.conv_kernel", _only_hf(4)),
-        Row(
+        FieldRow(
             "drafts",
             "mtp_num_hidden_layers",
             "nextn_predict_layers",
@@ -940,7 +940,7 @@ OWN = {
             read_gguf=_read_drafts,
             by_layer=True,
         ),
-        Row(
+        FieldRow(
             "delta",
             "layer_types",
             read_hf=_read_delta_types,
@@ -950,7 +950,7 @@ OWN = {
             check_gguf=_check_full_interval,
             by_layer=True,
         ),
-        Row("full_interval", gguf="full_attention_interval", write=_full_interval),
+        FieldRow("full_interval", gguf="full_attention_interval", write=_full_interval),
     )
 }
 
@@ -977,7 +977,7 @@ def _windows(fields: Mapping[str, Any]) -> tuple[Layer, ...]:
     return tuple(near if local else whole for local in fields["local"])
 
 
-def _rows(family: Family) -> Iterator[Row]:
+def _rows(family: Family) -> Iterator[FieldRow]:
     yield from (*SHAPE, *COMMON, *(OWN[name] for name in family.fields))
 
 
@@ -1098,7 +1098,7 @@ def shape_entries(spec: ArchSpec) -> dict[str, Any]:
     return {name: value for name, value in _entries(spec, SHAPE).items() if value is not None}
 
 
-def _entries(spec: ArchSpec, rows: Iterable[Row]) -> dict[str, Any]:
+def _entries(spec: ArchSpec, rows: Iterable[FieldRow]) -> dict[str, Any]:
     values = {row.hf: row.value(spec) for row in rows if row.hf}
     return {k: short(v) if isinstance(v, float) else v for k, v in values.items()}
 

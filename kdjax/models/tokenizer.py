@@ -31,7 +31,7 @@ from kdjax.models.encoders import (
     SPACE,
     UNKNOWN,
     UNUSED,
-    Vocabulary,
+    EncoderParts,
     add_tokens,
     byte_alphabet,
     decoder_within,
@@ -363,7 +363,7 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if kind.scored:
         merges = rank_by_score(tokens, types, [float(s) for s in metadata["tokenizer.ggml.scores"]])
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", kind.scored))
-    words = Vocabulary(tokens, types, merges, rule, prefix)
+    words = EncoderParts(tokens, types, merges, rule, prefix)
     encoder = kind.build(words)
     for i, found in add_tokens(encoder, words).items():
         raise UserError(

@@ -1,9 +1,10 @@
 """Weights as they are stored and as they are multiplied.
 
 A weight is stored as an array of numbers, as their bits (`to_bits`), in the blocks of its file
-(`Packed`; `Mixed` for a stack whose layers have different block types), or as float8 with a scale a
-row (`Scaled`). Blocks become numbers where they are used, one layer at a time, inside the layer
-scan; float8 is multiplied as it is. `Adapted` is one of these, frozen, and what is trained beside.
+(`PackedMatrix`; `Mixed` for a stack whose layers have different block types), or as float8 with a
+scale a row (`Scaled`). Blocks become numbers where they are used, one layer at a time, inside the
+layer scan; float8 is multiplied as it is. `Adapted` is one of these, frozen, and what is trained
+beside.
 
 `models.decode_weights` lays weights out once more for generation, `models.shards` spreads them over
 devices.
@@ -72,21 +73,21 @@ def quantize_rows(x: Float[Array, "*rows n"]) -> tuple[Float[Array, "*rows n"], 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class PackedMatrix:
     """A matrix `[..., out, in]` in its file's blocks, as `blocks.split` lays them out."""
 
     fields: tuple[Any, ...]  # arrays [..., out, blocks] or [..., out, blocks, size]
     block: str = dataclasses.field(metadata=dict(static=True))  # a key of `blocks.BLOCKS`
     dtype: DTypeLike = dataclasses.field(metadata=dict(static=True))  # of the numbers it stands for
 
-    def __getitem__(self, index: Any) -> "Packed":
+    def __getitem__(self, index: Any) -> "PackedMatrix":
         """Layers or rows: `index` applies to the leading axes, never within a row."""
         return dataclasses.replace(self, fields=tuple(field[index] for field in self.fields))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the numbers."""
-        return jax.eval_shape(Packed.decode, self).shape
+        return jax.eval_shape(PackedMatrix.decode, self).shape
 
     def decode(self) -> Array:
         """The numbers, `[..., out, in]`."""
@@ -101,8 +102,9 @@ class Mixed:
     Q4_K_M files keep half of their value and down projections in Q6_K.
     """
 
-    # Typed loosely, as `Packed.fields`: JAX builds its own trees of shapes and shardings with them.
-    stacks: tuple[Any, ...]  # of Packed
+    # Typed loosely, as `PackedMatrix.fields`: JAX builds its own trees of shapes and shardings with
+    # them.
+    stacks: tuple[Any, ...]  # of PackedMatrix
     which: Any  # int32 [L], index into `stacks`
     slot: Any  # int32 [L], index into that stack
 
@@ -114,7 +116,7 @@ class Mixed:
     def read(self, which: Int[Array, ""], slot: Int[Array, ""]) -> Array:
         """The numbers of one layer, `[out, in]`; only the layer's own type is decoded."""
 
-        def branch(stack: Packed) -> Callable[[Array], Array]:
+        def branch(stack: PackedMatrix) -> Callable[[Array], Array]:
             return lambda slot: gather_shards(stack[slot]).decode()
 
         return jax.lax.switch(which, [branch(stack) for stack in self.stacks], slot)
@@ -126,12 +128,14 @@ class Mixed:
 
 def stack_blocks(
     parts: Sequence[tuple[str, tuple[int, ...] | None, tuple[Any, ...]]],
-) -> Packed | Mixed:
+) -> PackedMatrix | Mixed:
     """A matrix, or a stack, from the fields of its blocks: type, layers (None: all), fields.
 
     The numbers it stands for are float32.
     """
-    stacks = tuple(Packed(fields, dtype, jnp.dtype(jnp.float32)) for dtype, _, fields in parts)
+    stacks = tuple(
+        PackedMatrix(fields, dtype, jnp.dtype(jnp.float32)) for dtype, _, fields in parts
+    )
     if len(stacks) == 1:
         return stacks[0]
     place = {
@@ -160,7 +164,7 @@ class Scaled:
     def __getitem__(self, index: Any) -> "Scaled":
         return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
 
-    def project(self, x: "Array | Rounded", out: DTypeLike | None = None) -> Float[Array, "N F"]:
+    def project(self, x: "Array | Float8Rows", out: DTypeLike | None = None) -> Float[Array, "N F"]:
         """x W^T, x `[N, D]` rounded to float8 with a scale a row if it is not yet.
 
         In x's dtype, or in `out`. Both scales go on the output: cuBLASLt takes scales of whole
@@ -171,14 +175,14 @@ class Scaled:
         y = self.unscaled(rows, out)
         return (y.astype(jnp.float32) * rows.scale[:, None] * self.scale[None]).astype(y.dtype)
 
-    def round(self, x: "Array | Rounded") -> "Rounded":
+    def round(self, x: "Array | Float8Rows") -> "Float8Rows":
         """x `[N, D]` as this weight's products take it; as it is if rounded already."""
-        if isinstance(x, Rounded):
+        if isinstance(x, Float8Rows):
             return x
         round_rows = norms.round_rows if self.kernels else quantize_rows
-        return Rounded(*round_rows(x), x.dtype)
+        return Float8Rows(*round_rows(x), x.dtype)
 
-    def unscaled(self, x: "Rounded", out: DTypeLike | None = None) -> Float[Array, "N F"]:
+    def unscaled(self, x: "Float8Rows", out: DTypeLike | None = None) -> Float[Array, "N F"]:
         """The product of the float8 numbers alone."""
         return jax.lax.dot_general(
             x.values,
@@ -190,7 +194,7 @@ class Scaled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounded:
+class Float8Rows:
     """Activations as the products of `Scaled` weights take them, for several to share."""
 
     values: Float[Array, "N D"]  # float8_e4m3fn
@@ -319,19 +323,21 @@ _project_scaled.defvjp(lambda x, base: (_project_scaled(x, base), base), _scaled
 
 
 # A weight in every form it can have; an Array holds numbers or their bits.
-Weight = Array | Packed | Mixed | Scaled | Joined | Shard | Adapted
+Weight = Array | PackedMatrix | Mixed | Scaled | Joined | Shard | Adapted
 
 
-def round_for(x: Array | Rounded, weight: Weight) -> Array | Rounded:
+def round_for(x: Array | Float8Rows, weight: Weight) -> Array | Float8Rows:
     """x as products with this weight take it: float8 for a `Scaled` one."""
     return weight.round(x) if isinstance(weight, Scaled) else x
 
 
-def project(x: Array | Rounded, weight: Array | Scaled | Joined | Adapted) -> Float[Array, "N F"]:
+def project(
+    x: Array | Float8Rows, weight: Array | Scaled | Joined | Adapted
+) -> Float[Array, "N F"]:
     """x W^T in x's dtype, for a layer's weight that is numbers, their bits, or has its own way."""
     if isinstance(weight, Scaled):
         return weight.project(x)
-    assert not isinstance(x, Rounded)  # float8 is for `Scaled` weights only
+    assert not isinstance(x, Float8Rows)  # float8 is for `Scaled` weights only
     if isinstance(weight, Adapted):
         return weight.project(x)
     if isinstance(weight, Joined):
@@ -366,7 +372,7 @@ def _project_bits(x: Float[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
 
 
 def project_all(
-    x: Array | Rounded,
+    x: Array | Float8Rows,
     weights: Sequence[Array | Scaled | Joined | Adapted],
     placement: Placement | None = None,
     *,
@@ -381,7 +387,7 @@ def project_all(
     """
     adapted = [w for w in weights if isinstance(w, Adapted)]
     if adapted:
-        assert len(adapted) == len(weights) and not isinstance(x, Rounded)
+        assert len(adapted) == len(weights) and not isinstance(x, Float8Rows)
         return _project_adapted(x, adapted)
     joined = [w for w in weights if isinstance(w, Joined)]
     if joined:
@@ -399,23 +405,23 @@ def project_all(
 
 
 def gate_rows(
-    x: Array | Rounded,
+    x: Array | Float8Rows,
     gate: Array | Scaled | Joined | Adapted,
     up: Array | Scaled | Adapted,
     activation: Callable[[Array], Array],
     placement: Placement | None = None,
-) -> Array | Rounded:
+) -> Array | Float8Rows:
     """activation(x gate^T) * (x up^T), `[N, F]`, for weights of one kind; float8 if by a kernel."""
     match x, gate, up:
-        case Rounded(), Scaled(kernels=True), Scaled() if activation is jax.nn.silu:
+        case Float8Rows(), Scaled(kernels=True), Scaled() if activation is jax.nn.silu:
             unscaled = gate.unscaled(x), up.unscaled(x)
             values, scale = swiglu.gate_and_round(*unscaled, x.scale, gate.scale, up.scale)
-            return Rounded(values, scale, x.dtype)
+            return Float8Rows(values, scale, x.dtype)
     to_gate, to_up = project_all(x, (gate, up), placement)
     product = activation(to_gate) * to_up
     # XLA would fuse this product with its rounding to float8, and read both factors twice: at a
     # 7B's width of 18,944 that takes longer than to write the product first.
-    return jax.lax.optimization_barrier(product) if isinstance(x, Rounded) else product
+    return jax.lax.optimization_barrier(product) if isinstance(x, Float8Rows) else product
 
 
 def unembed(
@@ -432,7 +438,7 @@ def unembed(
         flat = hidden.reshape(-1, hidden.shape[-1])
         # Rounded by XLA and not by our kernel: after the kernel, XLA schedules the logits earlier
         # and holds 5 GB of them longer.
-        rows = Rounded(*quantize_rows(flat), flat.dtype)
+        rows = Float8Rows(*quantize_rows(flat), flat.dtype)
         return head.project(rows, jnp.float32).reshape(*hidden.shape[:-1], -1)
     return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
 
@@ -449,26 +455,30 @@ def mask_padding(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED
 
 
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, Packed | Mixed | Scaled | Shard | Adapted)
+    return isinstance(x, PackedMatrix | Mixed | Scaled | Shard | Adapted)
 
 
-def decode_weight(weight: Array | Packed | Scaled | Adapted) -> Array:
+def decode_weight(weight: Array | PackedMatrix | Scaled | Adapted) -> Array:
     """The numbers of a stored weight."""
-    return weight.decode() if isinstance(weight, Packed | Scaled | Adapted) else from_bits(weight)
+    return (
+        weight.decode()
+        if isinstance(weight, PackedMatrix | Scaled | Adapted)
+        else from_bits(weight)
+    )
 
 
 def slice_layers(stacked: Any, *, by_index: bool = False) -> tuple[Any, Callable[[Any], Any]]:
     """Returns what a scan over layers slices, and the function from a slice to the layer's weights.
 
-    `Packed` and `Mixed` weights come out as numbers, others as they are, what is `Adapted` unread:
-    its products read it. The stacks of a `Mixed` weight, and `by_index` of all blocks, stay outside
-    the scan's inputs: layers pick from them.
+    `PackedMatrix` and `Mixed` weights come out as numbers, others as they are, what is `Adapted`
+    unread: its products read it. The stacks of a `Mixed` weight, and `by_index` of all blocks, stay
+    outside the scan's inputs: layers pick from them.
     """
 
     def cut(weight: Any) -> Any:
         if isinstance(weight, Adapted):
             return dataclasses.replace(weight, base=cut(weight.base))
-        if by_index and isinstance(weight, Packed):
+        if by_index and isinstance(weight, PackedMatrix):
             return jnp.arange(jax.tree.leaves(weight)[0].shape[0], dtype=jnp.int32)
         return (weight.which, weight.slot) if isinstance(weight, Mixed) else weight
 
@@ -484,10 +494,10 @@ def slice_layers(stacked: Any, *, by_index: bool = False) -> tuple[Any, Callable
                 return piece
             if isinstance(weight, Mixed):
                 return weight.read(*piece)
-            if by_index and isinstance(weight, Packed):
+            if by_index and isinstance(weight, PackedMatrix):
                 piece = weight[piece]
             piece = gather_shards(piece)
-            return piece.decode() if isinstance(weight, Packed) else piece
+            return piece.decode() if isinstance(weight, PackedMatrix) else piece
 
         return jax.tree.map(one, stacked, slices, is_leaf=_is_weight)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from kdjax.config import check_weights
 from kdjax.errors import UserError
-from kdjax.losses.chunked import HeadSpec, LossSums, Mixed
+from kdjax.losses.chunked import HeadMixture, HeadSpec, LossSums
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums, cached_head_loss
@@ -192,7 +192,7 @@ class Teachers(TeacherKind):
     def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
         outputs = [p.kind.read_outputs(p.running, p.batch) for p in self._parts(teacher, batch)]
         hidden, heads = zip(*outputs, strict=True)
-        return (*hidden, self._shares(batch)), Mixed(heads)
+        return (*hidden, self._shares(batch)), HeadMixture(heads)
 
     def _add(self, method: str, teacher: RunningTeacher, batch: Batch, *others: Any) -> Any:
         """The sums of each teacher's own, positions weighed by its share."""

@@ -63,7 +63,7 @@ from kdjax.training.teachers import (
     refuse_odd,
 )
 from kdjax.training.trained import (
-    Layers,
+    TrainedLayers,
     find_frozen,
     keep_layers,
     leave_out,
@@ -155,7 +155,7 @@ class StepSpec:
     spreads: tuple[Spread, Spread] | None = None
     form: Form = PLAIN  # of the student
     frozen: frozenset[str] = frozenset()  # paths of parameters that get no gradient
-    some_layers: Layers = ()  # stacks of which some layers are trained
+    some_layers: TrainedLayers = ()  # stacks of which some layers are trained
     extra: tuple[LayerLoss, ...] = ()  # losses beside the divergence
     schedules: Schedules | None = None  # of the loss; `head.loss` has their last values
     shapes: Mapping[str, Any] | None = None  # of the teacher's arrays by path; None: not compared

@@ -101,7 +101,8 @@ def choose_layers(
     }
 
 
-Layers = tuple[tuple[str, tuple[bool, ...]], ...]  # path of a stack, and which layers are trained
+# Path of a stack, and which of its layers are trained.
+TrainedLayers = tuple[tuple[str, tuple[bool, ...]], ...]
 
 
 def train_only(
@@ -109,7 +110,7 @@ def train_only(
     params: Params,
     spec: ArchSpec | None,
     patterns: str | Sequence[str],
-) -> tuple[optax.GradientTransformation, Layers]:
+) -> tuple[optax.GradientTransformation, TrainedLayers]:
     """`optimizer` for the parameters that `choose_layers` chooses, none for the others.
 
     Without patterns for all but the block that drafts, which the loss of the others does not reach.
@@ -135,7 +136,7 @@ def train_only(
     return optax.chain(keep, tx, keep), layers
 
 
-def keep_layers(tree: Any, layers: Layers) -> Any:
+def keep_layers(tree: Any, layers: TrainedLayers) -> Any:
     """Gradients or updates with zeros for layers that are not trained."""
     if not layers:
         return tree

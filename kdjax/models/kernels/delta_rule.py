@@ -55,7 +55,7 @@ class _Decays(NamedTuple):
         return jnp.where(self.documents[:, None] == self.documents[None], jnp.exp(-gaps), 0.0)
 
 
-class _Chunk(NamedTuple):
+class _HeadChunk(NamedTuple):
     """The chunk of a row's head that a program computes."""
 
     row: Array
@@ -90,14 +90,14 @@ class _Chunk(NamedTuple):
         return self.position[:, None] > self.position[None]
 
 
-def _locate_chunk(size: int, length: int, groups: int) -> _Chunk:
+def _locate_chunk(size: int, length: int, groups: int) -> _HeadChunk:
     row, number, head = (pl.program_id(i) for i in range(3))
     position = number * size + iota(size)
     state = row * pl.num_programs(2) + head
-    return _Chunk(row, head, head % groups, number, state, position, position < length)
+    return _HeadChunk(row, head, head % groups, number, state, position, position < length)
 
 
-def _load_decays(chunk: _Chunk, decay: Any, beta: Any, ids: Any) -> _Decays:
+def _load_decays(chunk: _HeadChunk, decay: Any, beta: Any, ids: Any) -> _Decays:
     size, last = chunk.position.shape[0], ids.shape[1] - 1
     row, position, begin = chunk.row, chunk.position, chunk.number * size
     fade, share = (
@@ -254,13 +254,15 @@ def _solve_tril(locate, q, k, decay, beta, ids, inverse, through, from_start, to
     plgpu.store(chunk.matrix(inverse), invert_blocks(mixing, _multiply_split).astype(inverse.dtype))
 
 
-def _score_queries(chunk: _Chunk, queries: Array, keys: Array, decays: _Decays) -> Array:
+def _score_queries(chunk: _HeadChunk, queries: Array, keys: Array, decays: _Decays) -> Array:
     """Decayed scores of queries and keys, `tril(q k^T * decays)`: what queries read of v_new."""
     pairs = plgpu.dot(queries, keys, trans_b=True) * decays.decay_pairs()
     return jnp.where(chunk.below().T, 0.0, pairs).astype(keys.dtype)
 
 
-def _score_queries_transposed(chunk: _Chunk, queries: Array, keys: Array, decays: _Decays) -> Array:
+def _score_queries_transposed(
+    chunk: _HeadChunk, queries: Array, keys: Array, decays: _Decays
+) -> Array:
     """`_score_queries`, transposed: another product is quicker than transposing."""
     pairs = plgpu.dot(keys, queries, trans_b=True) * decays.decay_pairs()
     return jnp.where(chunk.below(), 0.0, pairs).astype(keys.dtype)
