@@ -4,8 +4,8 @@
     student = kdjax.load("student.gguf", dtype="float32")
     step = kdjax.make_step(student, teacher, kdjax.KDLoss(kdjax.forward_kl), optax.adamw(1e-5))
 
-`docs/library.md` has whole programs. The public names are those of `__init__.pyi`; each is imported
-at its first use, so that `import kdjax` starts no device.
+`docs/library.md` has complete programs. `__init__.pyi` lists the public names; each is imported at
+its first use, so that `import kdjax` starts no device.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""Errors that a command reports in one line, and what every command's exit status means.
+"""Errors that a command reports in one line, and the exit statuses of all commands.
 
-Each message says what was found, what was expected, and what to do. Nobody needs a traceback to
-mend what a user, a disk or a network has caused: `reporting` prints `error: ...` instead.
+Each message says what was found, what was expected, and what to do. An error that a user, a disk or
+a network has caused needs no traceback: `reporting` prints `error: ...` instead.
 """
 
 import difflib
@@ -20,7 +20,7 @@ COLLAPSED = 6
 INFERENCE_FAILED, BROKEN = 8, 9
 PEER_LOST = 69  # EX_UNAVAILABLE of sysexits.h
 NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
-INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on later
+INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command resumes
 QUIT = 130  # what a shell reports for SIGINT
 
 # Exit statuses of all commands and what they mean; `--help` and docs/commands.md show these lines.
@@ -43,7 +43,7 @@ STATUSES = {
 
 
 class KdjaxError(Exception):
-    """An error whose message is all that a user needs; `status` is what a command ends with."""
+    """An error whose message is all that a user needs; `status` is the command's exit status."""
 
     status = UNFORESEEN
 
@@ -57,11 +57,11 @@ class UserError(KdjaxError, ValueError):
 class MissingFileError(UserError, FileNotFoundError):
     """A path that does not exist; the message names the file that fits and how to get it."""
 
-    def __str__(self) -> str:  # FileNotFoundError would print an errno tuple
+    def __str__(self) -> str:  # FileNotFoundError prints an errno tuple
         return str(self.args[0])
 
 
-# What to do about an error of the system that only writing raises.
+# Remedies for errors of the system that only writing raises.
 _REMEDIES = {
     errno.ENOSPC: "Free some space on its disk",
     errno.EDQUOT: "Free some of your quota there",
@@ -78,39 +78,39 @@ class WriteError(UserError, OSError):
 
     status = NOT_WRITTEN
 
-    def __str__(self) -> str:  # as of MissingFileError
+    def __str__(self) -> str:  # as in MissingFileError
         return str(self.args[0])
 
     @classmethod
     def of(cls, path: Path, error: OSError) -> "WriteError | None":
-        """The error for `path`, or None if what the system said is no matter of the disk."""
+        """Makes the error for `path`; None if the system's error does not concern the disk."""
         remedy = _REMEDIES.get(error.errno or 0)
         if isinstance(error, PermissionError):
             remedy = _PERMISSION
         if remedy is None:
             return None
         said = os.strerror(error.errno or 0)
-        new = cls(f"{path} cannot be written: {said}. {remedy}, and give the same command again.")
+        new = cls(f"{path} cannot be written: {said}. {remedy}, and run the same command again.")
         new.errno = error.errno
         return new
 
 
 class CheckError(UserError):
-    """Something on the disk is not what was written there, or not what a receipt says."""
+    """Something on the disk differs from what was written, or from what a receipt says."""
 
     status = CHECK_FAILED
 
 
 def suggest(wrong: str, names: Iterable[str], prefix: str = "") -> str:
-    """` Did you mean X?` of the name nearest to `wrong`, or nothing if none is near."""
+    """Suggests the name nearest to `wrong`: ` Did you mean X?`, or "" if none is near."""
     near = difflib.get_close_matches(wrong, list(names), n=1)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
 
 
 def suggest_path(path: str | Path) -> str:
-    """` Did you mean X?` of a path that is there and differs from `path` in one name, or nothing.
+    """Suggests an existing path that differs from `path` in one name: ` Did you mean X?`, or "".
 
-    That is the first name that is missing; the path, a file's or a folder's, may be a pattern.
+    That name is the first one that is missing. `path` may be a file, a folder or a pattern.
     """
     wrong = Path(path)
     missing = [part for part in (wrong, *wrong.parents) if not os.path.lexists(part)]
@@ -128,12 +128,12 @@ def suggest_path(path: str | Path) -> str:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Whether XLA found no room on the device; its class has another name in each jaxlib."""
+    """Whether the device ran out of memory; XLA's class has another name in each jaxlib."""
     return isinstance(error, RuntimeError) and str(error).startswith(_NO_ROOM)
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status of a command that this error ends."""
+    """Exit status of a command that this error ends."""
     if isinstance(error, KdjaxError):
         return error.status
     if _lacks_memory(error):
@@ -146,7 +146,7 @@ def status_of(error: BaseException) -> int:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's class and message; of a device without room, what it said and what to lower."""
+    """The error's class and message; for a full device, XLA's message and the settings to lower."""
     if not _lacks_memory(error):
         return f"{type(error).__name__}: {error}"
     said = str(error).removeprefix(f"{_NO_ROOM}: ").split("\n")[0]
@@ -158,8 +158,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def print_error(error: BaseException) -> None:
-    """One line on stderr, or as many as the message has, and no traceback."""
-    if isinstance(error, BrokenPipeError):  # whoever read the output has had enough, as `head` has
+    """Prints the message to stderr, without a traceback."""
+    if isinstance(error, BrokenPipeError):  # the reader of the output has closed it, as `head` does
         return
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, KdjaxError) and error.strerror:
@@ -173,11 +173,11 @@ _P = ParamSpec("_P")
 
 
 def reporting(main: Callable[_P, int]) -> Callable[_P, int]:
-    """The body of a command: an error that it foresees becomes a line on stderr and a status."""
+    """Wraps a command: an expected error becomes a line on stderr and an exit status."""
 
     @functools.wraps(main)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> int:
-        # Python's remarks on code without a file: what a model wrote, or a corpus holds.
+        # Python's warnings about code without a file: code of a model or of a corpus.
         warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
         try:
             return main(*args, **kwargs)

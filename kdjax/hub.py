@@ -1,11 +1,11 @@
-"""Files of the Hugging Face Hub: `hf:` paths become files of its cache before anything is opened.
+"""Files of the Hugging Face Hub: replaces `hf:` paths by files of its cache.
 
     hf:ORG/REPO/FILE             a file of a model repository, such as a GGUF
     hf:ORG/REPO                  its Transformers folder: config, weights, tokenizer
     hf:datasets/ORG/REPO[/FILES] Parquet and JSON lines; FILES is a file, a folder or a glob
 
-`@REVISION` may follow: a branch, a tag or a commit. `huggingface_hub` has the cache, the token, the
-connection and the downloads. Of models it can be asked for headers alone, by range: a plan reads no
+`@REVISION` may follow: a branch, a tag or a commit. `huggingface_hub` does the cache, the token,
+the connection and the downloads. Headers of models can be read alone, by range: a plan reads no
 more, and a run reads them before it downloads the rest.
 """
 
@@ -33,13 +33,13 @@ _log = logging.getLogger("kdjax")
 PREFIX = "hf:"
 LOCAL = Path("models")  # a file of the same name here is used first
 HEADER = 32 << 20  # bytes that hold the header of a model's file; of a Qwen2.5 GGUF it is 6 MB
-HEADERS = Path("~/.cache/kdjax/headers")  # what was read of them
+HEADERS = Path("~/.cache/kdjax/headers")  # the headers read so far
 _NAME = r"[\w.-]+"
 _PATH = re.compile(rf"hf:(datasets/)?({_NAME}/{_NAME})(?:/([^@]+))?(?:@(.+))?")
 _CACHED = re.compile(rf"(model|dataset)s--({_NAME})/snapshots/([0-9a-f]{{40}})(?:/(.+))?$")
 _SHARD = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
 
-# What is taken of a Transformers folder, and of a data set.
+# Files that are taken of a Transformers folder, and of a data set.
 TOKENIZER = (
     "config.json",
     "tokenizer.json",
@@ -68,13 +68,13 @@ class HubPath(NamedTuple):
 
     text: str
     repository: str  # ORG/REPO
-    file: str  # within the repository; "" is the whole of it
+    file: str  # within the repository; "" is all of it
     revision: str  # "" is the default branch
     kind: str  # "model" or "dataset"
 
     @classmethod
     def parse(cls, text: str, wanted: tuple[str, ...]) -> "HubPath":
-        """Raises `UserError` for another form, and for a data set in a model's place."""
+        """Parses a path; raises `UserError` for another form, and for a data set as a model."""
         match = _PATH.fullmatch(text)
         expected = "hf:datasets/ORG/REPO[/FILES]" if wanted is TEXT else "hf:ORG/REPO[/FILE]"
         if not match or bool(match[1]) != (wanted is TEXT):
@@ -83,12 +83,12 @@ class HubPath(NamedTuple):
         return cls(text, match[2], (match[3] or "").strip("/"), match[4] or "", kind)
 
     def find_local(self) -> Path | None:
-        """The file or folder of the same name in `models`, unless a revision was asked for."""
+        """The file or folder of the same name in `models`, unless a revision is named."""
         local = LOCAL / Path(self.file or self.repository).name
         return local if self.kind == "model" and not self.revision and local.exists() else None
 
     def patterns(self, wanted: tuple[str, ...], folder: bool) -> list[str]:
-        """Patterns of the repository's files to take; `folder` says that `file` is one."""
+        """Patterns of the repository's files to take; `folder` says that `file` is a folder."""
         if not self.file or folder:
             prefix = f"{self.file}/" if self.file else ""
             return [prefix + name for name in wanted]
@@ -110,24 +110,24 @@ class _File:
 
     @property
     def rest(self) -> int:
-        """Bytes to download: none of what the cache has from another commit."""
+        """Bytes to download: 0 if the cache has the file from another commit."""
         blob = _storage(self.path) / "blobs" / self.sha256
         return 0 if self.sha256 and blob.exists() else self.size
 
     @property
     def large(self) -> bool:
-        """Whether more is to be downloaded than a header."""
+        """Whether more than a header is left to download."""
         return bool(self.sha256) and self.rest > HEADER
 
     @property
     def header(self) -> Path:
-        """Where its first `HEADER` bytes are kept."""
+        """Path of its stored first `HEADER` bytes."""
         return HEADERS.expanduser() / f"{self.sha256}-{HEADER}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Listing:
-    """Files of a path: names in a snapshot folder of the cache, some still to download."""
+    """Files of a path: names in a snapshot folder of the cache; some are still to download."""
 
     path: HubPath
     names: list[str]
@@ -136,23 +136,23 @@ class _Listing:
 
     @property
     def incomplete(self) -> bool:
-        """Whether it is a model of which more than headers is to be downloaded."""
+        """Whether it is a model of which more than headers is left to download."""
         return self.path.kind == "model" and any(file.large for file in self.missing)
 
     def local(self) -> str:
-        """The file or folder of a model; of text its files, as globs joined by commas."""
+        """The file or folder of a model; for text its files, as globs joined by commas."""
         if self.path.kind == "model":
             return str(self.snapshot / self.path.file)
         return ",".join(glob.escape(str(self.snapshot / name)) for name in self.names)
 
 
 def fetch_files(config: Config, *, check: Callable[[Config], object] | None = None) -> Config:
-    """A copy of the config with every `hf:` path replaced by files, downloaded if need be.
+    """Copies the config with every `hf:` path replaced by files, downloaded if necessary.
 
-    All repositories are asked before the first byte is downloaded. `check` is then called with
-    models as far as their headers go, where more is missing: what it raises ends all. Raises
-    `MissingFileError` for what the Hub does not give and `WriteError` for what the disk does not
-    take; both say what to do.
+    All repositories are looked up before the first byte is downloaded. If models are missing, only
+    their headers are read first and `check` is called with them; if it raises, nothing is
+    downloaded. Raises `MissingFileError` for files that the Hub does not have and `WriteError` for
+    a full disk.
     """
     local, listings = _look_up_all(_name_paths(config) | _name_text(config))
     _check_room(listings)
@@ -164,16 +164,16 @@ def fetch_files(config: Config, *, check: Callable[[Config], object] | None = No
 
 
 def fetch_headers(config: Config, folder: Path) -> Config:
-    """A copy of the config with every `hf:` path of a model replaced by files, in `folder`.
+    """Copies the config with every `hf:` path of a model replaced by files in `folder`.
 
-    They go as far as their headers where the cache has no more. Raises as `fetch_files`.
+    Files that the cache lacks end after their header. Raises as `fetch_files` does.
     """
     local, listings = _look_up_all(_name_paths(config))
     return _replace_paths(config, local | _link_headers(listings, folder))
 
 
 def _name_paths(config: Config) -> dict[str, tuple[str, ...]]:
-    """The `hf:` paths of a config's models, and what is taken of each."""
+    """The `hf:` paths of a config's models, and the patterns of files to take of each."""
     student = TOKENIZER if config.student.init == "random" else MODEL
     paths: dict[str, tuple[str, ...]] = {}
     for path, wanted in (
@@ -212,17 +212,17 @@ def _replace_paths(config: Config, local: Mapping[str, str]) -> Config:
 
 
 def fetch_path(path: str | os.PathLike[str], wanted: tuple[str, ...] = MODEL) -> str:
-    """The file or folder that the path stands for; another path than an `hf:` one stays as it is.
+    """Returns the local file or folder of an `hf:` path; any other path stays as it is.
 
-    Of `TEXT` globs of a data set's files, joined by commas.
-    Raises `MissingFileError` for what the Hub does not give.
+    For `TEXT` returns globs of a data set's files, joined by commas.
+    Raises `MissingFileError` for files that the Hub does not have.
     """
     path = os.fspath(path)
     return _fetch({path: wanted})[path] if path.startswith(PREFIX) else path
 
 
 def origin(path: str | os.PathLike[str]) -> str | None:
-    """The `hf:` path, at its commit, of a file or folder in the Hub's cache; None for others."""
+    """Returns the `hf:` path, with its commit, of a file in the Hub's cache; None for others."""
     match = _CACHED.search(os.fspath(path))
     if not match:
         return None
@@ -232,14 +232,14 @@ def origin(path: str | os.PathLike[str]) -> str | None:
 
 
 def _fetch(paths: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """The local path of each, or globs joined by commas for text."""
+    """Returns the local path of each, or globs joined by commas for text."""
     local, listings = _look_up_all(paths)
     _check_room(listings)
     return local | _download(listings)
 
 
 def _look_up_all(paths: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, str], list[_Listing]]:
-    """Looks up paths: those on this machine by their names, and the Hub's files of the others."""
+    """Looks up paths on this machine, by their names, and the others on the Hub."""
     listings, local, problems = [], dict[str, str](), list[str]()
     for text, wanted in paths.items():
         path = HubPath.parse(text, wanted)
@@ -256,7 +256,7 @@ def _look_up_all(paths: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, str], 
     return local, listings
 
 
-# --- what there is ------------------------------------------------------------------------------
+# --- looking up ---------------------------------------------------------------------------------
 
 
 def _look_up(path: HubPath, wanted: tuple[str, ...]) -> _Listing:
@@ -297,7 +297,7 @@ def _look_up(path: HubPath, wanted: tuple[str, ...]) -> _Listing:
 
 
 def _look_in_cache(path: HubPath, wanted: tuple[str, ...], error: "_UnreachableError") -> _Listing:
-    """The same of what was downloaded before; raises `error` if that is not all of it."""
+    """Looks up a path in the cache; raises `error` if the cache does not have all of its files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -323,9 +323,9 @@ def _look_in_cache(path: HubPath, wanted: tuple[str, ...], error: "_UnreachableE
 
 
 def _select(path: HubPath, files: Iterable[str], patterns: list[str]) -> list[str]:
-    """The names that match, in order; raises `MissingFileError` if what was asked for is not there.
+    """Selects the names that match, in order; raises `MissingFileError` if a needed one is missing.
 
-    A Transformers folder without weights is not, nor a file beside which others are taken.
+    Weights of a Transformers folder are needed, and so is a file that is taken with others.
     """
     files = list(files)
     names = sorted(name for name in files if any(fnmatch.fnmatchcase(name, p) for p in patterns))
@@ -373,9 +373,9 @@ def _check_room(listings: list[_Listing]) -> None:
 
 
 def _download(listings: list[_Listing]) -> dict[str, str]:
-    """Has `huggingface_hub` bring what is missing into its cache; the local path of each listing.
+    """Downloads missing files with `huggingface_hub`; returns the local path of each listing.
 
-    Compares the SHA-256 of large files with what the Hub says, which `huggingface_hub` does not.
+    Compares the SHA-256 of large files with the Hub's, which `huggingface_hub` does not.
     """
     from huggingface_hub import snapshot_download
 
@@ -387,7 +387,7 @@ def _download(listings: list[_Listing]) -> dict[str, str]:
                 folder = snapshot_download(
                     path.repository,
                     repo_type=path.kind,
-                    revision=path.revision or None,  # which the cache then knows without the Hub
+                    revision=path.revision or None,  # the cache then knows it without the Hub
                     allow_patterns=[glob.escape(name) for name in listing.names],
                 )
             listing = dataclasses.replace(listing, snapshot=Path(folder))
@@ -399,7 +399,7 @@ def _download(listings: list[_Listing]) -> dict[str, str]:
 
 
 def _check_bytes(file: _File, here: Path) -> None:
-    """Deletes a large file, and raises, if it is not what the Hub says."""
+    """Deletes a large file, and raises, if its SHA-256 is not the Hub's."""
     if not file.sha256:
         return
     with here.open("rb") as opened:
@@ -408,15 +408,15 @@ def _check_bytes(file: _File, here: Path) -> None:
         here.resolve().unlink()
         here.unlink(missing_ok=True)
         raise MissingFileError(
-            f"{file.path.text}: found SHA-256 {sha256} in {file.name} as it arrived; expected "
+            f"{file.path.text}: found SHA-256 {sha256} of the downloaded {file.name}; expected "
             f"{file.sha256}. It was deleted: start again."
         )
 
 
 def _link_headers(listings: list[_Listing], folder: Path) -> dict[str, str]:
-    """The local path of each listing, in `folder` where of a file no more than its header is here.
+    """Returns the local path of each listing, in `folder` if only a file's header is here.
 
-    Small files are downloaded whole.
+    Small files are downloaded in full.
     """
     local = {}
     for listing in listings:
@@ -437,7 +437,7 @@ def _link_headers(listings: list[_Listing], folder: Path) -> dict[str, str]:
 
 
 def _fetch_header(file: _File) -> Path:
-    """The file's first `HEADER` bytes, read by range unless they are here; a small file whole."""
+    """Reads the file's first `HEADER` bytes by range, unless they are here; small files in full."""
     from huggingface_hub import get_session, hf_hub_download, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -455,13 +455,13 @@ def _fetch_header(file: _File) -> Path:
         with tempfile.NamedTemporaryFile(dir=file.header.parent, delete=False) as part:
             aside = Path(part.name)
             try:
-                for data in response.iter_bytes():  # all of the file, if the server takes no range
+                for data in response.iter_bytes():  # the full file, if a server ignores ranges
                     part.write(data[: HEADER - part.tell()])
                     if part.tell() == HEADER:
                         break
                 if part.tell() < HEADER:
                     raise OSError(f"it ended after {part.tell():,} of {HEADER:,} bytes")
-                part.flush()  # a full disk speaks up here, not behind the new name
+                part.flush()  # a full disk raises here, not after the renaming
                 os.fsync(part.fileno())
                 aside.replace(file.header)
             except BaseException:
@@ -478,7 +478,7 @@ def _show(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 class _UnreachableError(MissingFileError):
@@ -488,14 +488,14 @@ class _UnreachableError(MissingFileError):
 def _no_room(name: str, found: str, cache: Path) -> str:
     return (
         f"{name}: found {found} and {_show(_free(cache))} free in {cache}; expected room for it. "
-        "Free some, or set HF_HOME to a folder of another disk. Files that have arrived whole are "
-        "kept: the same command brings the others."
+        "Free some, or set HF_HOME to a folder of another disk. Complete files are "
+        "kept: the same command downloads the others."
     )
 
 
 @contextlib.contextmanager
 def _explaining(path: HubPath) -> Iterator[None]:
-    """Turns what huggingface_hub raises into a `UserError` that says what to do."""
+    """Turns errors of huggingface_hub into a `UserError` that says what to do."""
     from huggingface_hub import constants, errors, get_token
 
     hub, page = constants.ENDPOINT, f"{constants.ENDPOINT}/{path.repository}"
@@ -505,13 +505,13 @@ def _explaining(path: HubPath) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise MissingFileError(
-            f"{path.text}: {path.repository} is gated, and {token} opens it. Ask for access at "
-            f"{page}, then give a token of that account: {login}."
+            f"{path.text}: {path.repository} is gated, and {token} opens it. Request access at "
+            f"{page}, then set a token of that account: {login}."
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise MissingFileError(
             f"{path.text}: {hub} has no {path.kind} {path.repository}, or it is private and "
-            f"{token} opens it. Check the name; for a private one give a token: {login}."
+            f"{token} opens it. Check the name; for a private one set a token: {login}."
         ) from error
     except errors.RevisionNotFoundError as error:
         raise MissingFileError(
@@ -548,6 +548,6 @@ def _unreachable(path: HubPath, error: BaseException) -> str:
     local = f"put it at {name}, or " if path.kind == "model" and not path.revision else ""
     return (
         f"{path.text}: {constants.ENDPOINT} does not answer as the Hub does ({cause}), and the "
-        "cache has not all of it. Files that have arrived whole are kept: with a network, the same "
-        f"command brings the others. Without one, {local}set the field to files of yours."
+        "cache lacks some of its files. Complete files are kept: with a network, the same command "
+        f"downloads the others. Without one, {local}set the field to local files."
     )

@@ -1,4 +1,4 @@
-"""How far long work is, in the log: a laptop may be at one command for an hour."""
+"""Logs the progress of long work: a command may take a laptop an hour."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Heartbeat:
-    """Logs a line where the one before is 10 s old, or the work began then."""
+    """Logs a line if the last one, or the beginning of the work, was 10 s ago."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -24,7 +24,7 @@ class Heartbeat:
 
 
 def counted(items: Sequence[_T], what: str) -> Iterator[_T]:
-    """The items; how many of them are done is said under the words `what`."""
+    """Yields the items; logs the number done, as `what`."""
     heartbeat = Heartbeat()
     for number, item in enumerate(items):
         if number:

@@ -74,7 +74,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_says_what_to_do(tmp_pat
     print_error(error.value)
     assert capsys.readouterr().err == (
         f"error: {path} cannot be written: File too large. Raise the limit of a file's size "
-        "(`ulimit -f`), and give the same command again.\n"
+        "(`ulimit -f`), and run the same command again.\n"
     )
     assert status_of(error.value) == NOT_WRITTEN
 
@@ -324,7 +324,7 @@ def test_what_was_measured_is_kept_where_there_is_room(tmp_path, monkeypatch):
         path.write_text(json.dumps(document))
 
     monkeypatch.setattr(evaluate.table, "write", write)
-    with pytest.raises(WriteError, match=rf"What was measured is in {tmp_path}/kdjax-\d+-a.json"):
+    with pytest.raises(WriteError, match=rf"The figures are in {tmp_path}/kdjax-\d+-a.json"):
         evaluate._write(tmp_path / "full" / "a.json", {"pass": 1})
     (kept,) = tmp_path.glob("kdjax-*-a.json")
     assert json.loads(kept.read_text()) == {"pass": 1}

@@ -791,7 +791,7 @@ def test_what_was_finished_before_a_stop_is_kept_and_told(
     assert document["humaneval"]["pass_at_k"] == {"1": 1.0} and document["sandbox"]
     assert "humaneval: pass@1 1.0000" in printed.out
     assert "stopped before it had: mbpp, held_out" in printed.out
-    assert f"what was finished is in {tmp_path}/out.json" in printed.err
+    assert f"finished parts are in {tmp_path}/out.json" in printed.err
 
 
 def test_a_stop_before_anything_is_finished_writes_nothing(command, pair, tmp_path, monkeypatch):
@@ -852,7 +852,7 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
         (["{p}/student.gguf", "--mbpp={p}/m.jsonl", "--max-tokens=32768"], "leaves no room"),
         (["{p}/student.gguf", "--k=x"], "expected whole numbers"),
         (["{p}/student.gguf", "--data=a={p}/text", "--data=a={p}"], "found the names a, a; exp"),
-        (["{p}/student.gguf", "--data=a={p}/text", "--data=all={p}"], "and no `all`, which is"),
+        (["{p}/student.gguf", "--data=a={p}/text", "--data=all={p}"], "and no `all`, which names"),
         (["{p}/student.gguf", "--data=code="], "a name without paths"),
         (
             ["{p}/student.gguf", "--wording=all", "--samples=1", "--temperature=0.5"],

@@ -645,7 +645,7 @@ def test_input_that_cannot_be_exported(student, tmp_path):
         export_hf(broken, tmp_path / "a", dtype="f16")
     with pytest.raises(UserError, match=r"'q4_k_m' for a Hugging Face folder.*f32, bf16, f16"):
         export_hf(student, tmp_path / "a", dtype="q4_k_m")
-    with pytest.raises(UserError, match=r"no whole blocks of 256.*\(128 columns\).*bf16"):
+    with pytest.raises(UserError, match=r"do not fill blocks of 256.*\(128 columns\).*bf16"):
         export_apr(student, tmp_path / "a.apr", dtype="q4_k_m")
     with pytest.raises(UserError, match=r"ends in .apr"):
         export_apr(student, tmp_path / "a.bin")

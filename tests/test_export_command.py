@@ -108,7 +108,7 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     (file := tmp_path / "student.gguf").write_bytes(b"GGUF")
     fails("student.gguf: found a header cut short", file, "--format=gguf", out)
     named = student.checkpoint.path
-    fails("found --step with a model that is no workdir", named, "--format=hf", out, "--step=5")
+    fails("found --step with a model that is not a workdir", named, "--format=hf", out, "--step=5")
     fails("needs none; .* Leave it out", named, "--format=hf", out, f"--student={named}")
     fails("found --masters with a model", named, "--format=gguf", out, "--masters")
     fails("found --masters with a student that was not", workdir, "--format=hf", out, "--masters")
@@ -189,7 +189,7 @@ def test_an_importance_that_would_weigh_nothing_is_refused(student, tmp_path, ca
     flags = ["--format=gguf", f"--out={tmp_path}/a.gguf", f"--imatrix={path}"]
     assert run(model, *flags, *([f"--type={kind}"] if kind else [])) == 2
     said = capsys.readouterr().err
-    assert f"found an importance and {kind or 'blocks as they are'}, of which it changes" in said
+    assert f"found an importance and {kind or 'blocks as they are'}, where it changes" in said
     assert not (tmp_path / "a.gguf").exists()
 
 

@@ -308,7 +308,7 @@ def nothing(ours, theirs, batch):
             kdjax.match_relations({"blocks/0": "blocks/0"}, heads=7),
             "expected a multiple of heads=7",
         ),
-        (kdjax.LayerLoss(lambda s, t, b: b["weights"], ["embed"]), "to give .1, 64.; expected a n"),
+        (kdjax.LayerLoss(lambda s, t, b: b["weights"], ["embed"]), "returned .1, 64.; expected a"),
         (
             kdjax.match_hidden({"blocks/0/attn/q": "blocks/0"}),
             "hidden_mse: found blocks/0/attn/q of 4 axes; expected hidden states",
@@ -317,7 +317,7 @@ def nothing(ours, theirs, batch):
             kdjax.match_hidden({"embed": "blocks/1/attn/k"}, project=False),
             "hidden_mse: found blocks/1/attn/k of 4 axes",
         ),
-        (kdjax.LayerLoss(lambda s, t, b: None, ["embed"]), "to give None; expected a number"),
+        (kdjax.LayerLoss(lambda s, t, b: None, ["embed"]), "returned None; expected a number"),
         ([kdjax.LayerLoss(nothing, ["embed"])] * 2, "extra losses called extra, extra"),
     ],
 )

@@ -238,7 +238,7 @@ def test_samples_are_marked_by_more_than_colour(whole):
     source = page.write_page([whole]).read_text()
     found = [c for c in Text(source).classes if c[0] in ("yes", "no") and c[1]]
     assert [c[0] for c in found] == ["yes", "no", "yes", "yes"]
-    assert found[1][1] == "teacher gives it 25.0%; its own: 'T', 60.0%"
+    assert found[1][1] == "teacher's probability: 25.0%; its choice: 'T', 60.0%"
     assert ".no {" in source and "text-decoration: underline" in source
     assert "1 of 2 tokens are the teacher's choice" in source
     assert "&lt;b&gt;" in source and "<b>" not in source  # what a model wrote is text
@@ -256,7 +256,7 @@ def test_own_answers_of_the_first_and_the_last_round_stand_side_by_side(tmp_path
     source = page.write_page([run]).read_text()
     assert "Round 0: divergence 0.7500 a token, 2 tokens" in source
     assert "Round 2: divergence 0.2500 a token" in source and "Round 1:" not in source
-    assert 'title="divergence 0.250; teacher gives it' in source and "&lt;p&gt;" in source
+    assert 'title="divergence 0.250; teacher&#39;s probability' in source and "&lt;p&gt;" in source
     round_path(run / FOLDER, 2).write_bytes(b"PK")
     assert "round-00002.npz cannot be read" in page.write_page([run]).read_text()
 

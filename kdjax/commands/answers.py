@@ -1,18 +1,18 @@
-"""Lets a model answer: text of its own, or programs that pass their exercises' own tests.
+"""Lets a model answer prompts, or exercises, whose answers are kept if they pass the tests.
 
     kdjax answers teacher.gguf --prompts=prompts.jsonl --out=text.jsonl --seconds=400
     kdjax answers teacher.gguf@packed --exercises=problems.jsonl --out=verified.jsonl --samples=8
     kdjax train --config=CONFIG --workdir=runs/a --config.data.train=text.jsonl,verified.jsonl
 
-Prompts are files as of `data.train`: of `messages` the assistant's next turn is written, a `prompt`
-is gone on from, and of a text its first half or 128 tokens are; each once, in an order of --seed. A
-line of --out is the whole: what a draft learns from, which is to know all that the model says.
+Prompts are files as for `data.train`: for `messages` the assistant's next turn is written, a
+`prompt` is continued, and so is the first half of a text, or its first 128 tokens; each once, in an
+order drawn by --seed. A line of --out has prompt and answer: a draft learns from both.
 
 Exercises are JSON lines of HumanEval's form: task_id, prompt, entry_point, test and, never shown,
-canonical_solution. Of their answers only those are kept that the tests pass, as conversations with
-their proof. Keep the exercises of benchmarks out: what is trained on cannot judge.
+canonical_solution. Answers that pass the tests are kept, as conversations with the proof.
+Keep the exercises of benchmarks out: a benchmark that was trained on cannot judge.
 
-MODEL is as of `kdjax evaluate`. A run that was stopped goes on where it was.
+MODEL is as for `kdjax evaluate`. A stopped run goes on where it was.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from kdjax.models.decoding import Sampling, find_room
 
 _log = logging.getLogger("kdjax")
 
-# Of --samples, --temperature and --top-p: of prompts the model's own distribution.
+# Defaults of --samples, --temperature and --top-p; prompts draw from the model's distribution.
 _DEFAULTS = {"prompts": (1, 1.0, 1.0), "exercises": (4, 0.8, 0.95)}
 _OF_EXERCISES, _OF_PROMPTS = ("wording", "timeout", "allow_unsandboxed"), ("ended",)
 
@@ -49,30 +49,30 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="workdir, step folder, model file or folder, with @FORM")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompts", default="", metavar="FILES", help="as of data.train")
+    asked.add_argument("--prompts", default="", metavar="FILES", help="as for data.train")
     asked.add_argument("--exercises", type=Path, metavar="FILE", help="JSON lines")
     add("--out", required=True, type=Path, metavar="FILE", help="JSON lines to train on")
     add("--samples", type=int, help="answers to each; default: 1 to a prompt, 4 to an exercise")
-    text = "default: 1 of prompts, 0.8 of exercises; 0 with one answer to each alone"
+    text = "default: 1 for prompts, 0.8 for exercises; 0 needs --samples=1"
     add("--temperature", type=float, help=text)
-    text = "has no effect at temperature 0; default: 1 of prompts, 0.95 of exercises"
+    text = "has no effect at temperature 0; default: 1 for prompts, 0.95 for exercises"
     add("--top-p", type=float, help=text)
     add("--max-tokens", type=int, default=512, help="of an answer")
-    add("--seed", type=int, default=0, help="of what is drawn, and of the order of prompts")
-    add("--limit", type=int, default=0, help="only the first so many; 0: all")
-    add("--seconds", type=float, default=0.0, help="nothing is asked after that; 0: until the end")
+    add("--seed", type=int, default=0, help="of the draws, and of the order of prompts")
+    add("--limit", type=int, default=0, help="only the first N; 0: all")
+    add("--seconds", type=float, default=0.0, help="no request starts after that; 0: no limit")
     add("--batch-size", type=int, default=64, help="answers written at a time")
-    add("--ended", action="store_true", help="of prompts: no answer that --max-tokens cut off")
-    text = "of exercises: see docs/evaluation.md; default: instruct"
+    add("--ended", action="store_true", help="for prompts: drop answers that --max-tokens cut off")
+    text = "for exercises: see docs/evaluation.md; default: instruct"
     add("--wording", choices=problems.CHATS, help=text)
-    text = f"of exercises: seconds a program; default: {sandbox.DEFAULT.wall_seconds:g}"
+    text = f"for exercises: seconds a program; default: {sandbox.DEFAULT.wall_seconds:g}"
     add("--timeout", type=float, help=text)
-    add("--allow-unsandboxed", action="store_true", help="of exercises: see `kdjax evaluate`")
+    add("--allow-unsandboxed", action="store_true", help="for exercises: see `kdjax evaluate`")
     return parser
 
 
 def _check(args: argparse.Namespace) -> Sampling:
-    """Fills in what depends on what is asked; raises `UserError` for flags that do not fit it."""
+    """Fills in defaults for prompts or exercises; raises `UserError` for flags of the other."""
     kind = "prompts" if args.prompts else "exercises"
     for name in _OF_EXERCISES if args.prompts else _OF_PROMPTS:
         if getattr(args, name):
@@ -91,7 +91,7 @@ def _check(args: argparse.Namespace) -> Sampling:
 
 
 def _tell(args: argparse.Namespace, target: Target, asked: Iterable[str], *more: str) -> dict:
-    """Everything that decides the answers: a file with any of it different is another one."""
+    """Everything that decides the answers: an existing file must agree in all of it."""
     digest = hashlib.sha256()
     for one in asked:
         digest.update(one.encode("utf-8", "surrogatepass"))
@@ -134,7 +134,7 @@ def _answer_exercises(
     sandbox.check(args.allow_unsandboxed)
     tokenizer = target.checkpoint.tokenizer
     if not tokenizer.chat_template:
-        raise UserError(f"{args.model}: found no chat template; expected one to ask with.")
+        raise UserError(f"{args.model}: found no chat template; expected one, for exercises.")
     room = target.checkpoint.spec.max_positions - args.max_tokens
     lengths = [
         len(tokenizer.encode(problems.prompt_text(exercise, args.wording, tokenizer)))

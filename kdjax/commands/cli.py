@@ -1,4 +1,4 @@
-"""`kdjax COMMAND ...`: the console script, and what every command's process does."""
+"""`kdjax COMMAND ...`: the console script, and the process of every command."""
 
 import importlib
 import os
@@ -20,15 +20,15 @@ from kdjax.errors import (
 
 COMMANDS = {
     "train": "train a student from a teacher, or from text alone",
-    "plan": "say what of a run would live where on the device, and whether it fits",
-    "cache": "run a teacher once over the text and keep what training needs of it",
+    "plan": "list what a run would hold in device memory, and say whether it fits",
+    "cache": "run a teacher once over the text and store what training needs of it",
     "evaluate": "measure a model: held-out text, a teacher, HumanEval, MBPP, its health",
     "generate": "write text with a model",
-    "answers": "let a model answer prompts, or exercises and keep what passes their tests",
+    "answers": "let a model answer prompts, or exercises and keep answers that pass their tests",
     "draft": "train the block of a model that drafts for it",
     "imatrix": "measure which inputs of a model's matrices matter on a text",
     "export": "write a trained student, or any model, for Transformers, llama.cpp or as .apr",
-    "report": "draw what runs left behind: one HTML page, and PNG files",
+    "report": "draw the results of runs: one HTML page, and PNG files",
     "verify": "recheck a run's receipt against the files that it names",
 }
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
-        # NumPy and JAX print a Ctrl-C within their imports, and make ImportError of it.
+        # NumPy and JAX print a Ctrl-C during their imports, and turn it into an ImportError.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             command = importlib.import_module(f"kdjax.commands.{name}")
@@ -78,30 +78,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _hear_again(lost: "sys.UnraisableHookArgs") -> None:
-    """Raises a Ctrl-C once more that Python would only print, as of JAX's callback of `gc`."""
+    """Raises again a Ctrl-C that Python would only print, such as within JAX's callback of `gc`."""
     if lost.exc_type is KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, 0.01)  # no thread: the callback may hold any lock
+        signal.setitimer(signal.ITIMER_REAL, 0.01)  # no thread: the callback may hold a lock
     else:
         sys.__unraisablehook__(lost)
 
 
 def run(*command: str) -> None:
-    """The process of `kdjax`, or of one command, as `python -m kdjax.main` is of `train`.
+    """Runs the process of `kdjax`, or of one command, such as `python -m kdjax.main` for `train`.
 
-    SIGTERM is Ctrl-C until training listens to signals itself: what was begun aside is removed.
+    SIGTERM acts as Ctrl-C until training handles signals itself, so that temporary files go.
     """
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.default_int_handler)
     sys.unraisablehook = _hear_again
-    # Transformers, of which kdjax takes tokenizers, would advise every user to install PyTorch.
+    # Transformers, used for tokenizers only, would advise every user to install PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     status = main([*command, *sys.argv[1:]])
     try:
         sys.stdout.flush()
-    except OSError as error:  # Python would try once more, and print a traceback
+    except OSError as error:  # Python would flush again, and print a traceback
         print_error(error)
         os._exit(status or status_of(error))
-    # Threads that hash or save are not waited for, nor is what a failed save left half done.
+    # Does not wait for threads that hash or save, nor for a save that failed.
     if status in (QUIT, NOT_WRITTEN):
         os._exit(status)
     sys.exit(status)

@@ -1,15 +1,14 @@
-"""Trains the block of a model that drafts for it (MTP, `nextn`), towards what the model says.
+"""Trains a model's drafting block (MTP, `nextn`) towards the model's predictions.
 
     kdjax draft model-q4_k_m.gguf --data=answers.jsonl --out=model-drafting.gguf
     llama-server -m model-drafting.gguf --spec-type draft-mtp --spec-draft-n-max 3
 
-MODEL is the file that is served, as of `kdjax evaluate`, packed unless it says otherwise: its
-layers stay as they are, bit for bit (rates of delta layers, which are kept as logarithms, where
-these were bfloat16's, as in published models; else to the last bit), and the block is trained
-beside them by total variation, which is the share of its drafts that the model rejects. A model
-whose file has no block begins a new one with --new. It is a run of `kdjax train` with
-student.block: the same command resumes one that was stopped, and --config.FIELD=VALUE sets any
-other field.
+MODEL is the served file, as for `kdjax evaluate`, packed by default. Its layers stay as they are,
+bit for bit. (Rates of delta layers are stored as logarithms; they stay so if they were bfloat16, as
+in published models, else they may change in the last bit.) The block is trained by total variation,
+which is the share of its drafts that the model rejects. For a model without a block --new begins
+one. It is a run of `kdjax train` with student.block: the same command resumes one that was stopped,
+and --config.FIELD=VALUE sets any other field.
 """
 
 import argparse
@@ -36,7 +35,7 @@ def _parser() -> Parser:
     parser = Parser("draft", __doc__, NOT_FINITE, PEER_LOST, INTERRUPTED)
     add = parser.add_argument
     add("model", metavar="MODEL", help="the served file, with @FORM (default: @packed)")
-    add("--data", required=True, metavar="PATHS", help="text, best what MODEL itself answered")
+    add("--data", required=True, metavar="PATHS", help="text, preferably MODEL's answers")
     add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
     text = "for checkpoints, metrics and the report; by default FILE with .run in place of .gguf"
     add("--workdir", type=Path, help=text)
@@ -54,7 +53,7 @@ def _parser() -> Parser:
 
 
 def _make_config(args: argparse.Namespace) -> Config:
-    """The run in the words of a config: the model's own layers teach the block."""
+    """Makes the run's config: the model's layers teach the block."""
     form, config = ModelArgument.parse(args.model), Config()
     config.teacher.path, config.student.path = SELF, form.path
     config.teacher.weights = form.weights if args.model != form.path else "packed"
@@ -98,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(args: argparse.Namespace) -> None:
-    """Writes the model with its trained block, and says what it came to."""
+    """Writes the model with its trained block, and prints the drafts accepted before and after."""
     checkpoint = open_step(args.workdir)
     block = take_block(read_model(checkpoint))
     export_gguf(pack_block(block, args.type.upper()), args.out, overwrite=args.overwrite)

@@ -62,7 +62,7 @@ from kdjax.models.model import Model
 from kdjax.models.nextn import find_block
 
 _log = logging.getLogger("kdjax")
-OTHER = "target"  # as --draft: the target drafts for the teacher
+OTHER = "target"  # value of --draft: the target drafts for the teacher
 _Name = TypeVar("_Name", bound=Hashable)
 
 
@@ -71,23 +71,23 @@ def parser() -> Parser:
     flags = Parser("evaluate", __doc__, INFERENCE_FAILED, BROKEN, PEER_LOST)
     add = flags.add_argument
     add("target", metavar="TARGET", help="workdir, step folder, model file or folder, with @FORM")
-    add("--student", default="", help="what a checkpoint's run began with: shapes and tokenizer")
+    add("--student", default="", help="the file that a checkpoint's run began with")
     add(
         "--tokenizer",
         default="",
-        help="instead of the target's own; the teacher's too if unreadable",
+        help="in place of the target's; of the teacher's too if unreadable",
     )
     text = "held-out text of one domain: folders, globs, files, joined by commas"
     add("--data", action="append", default=[], metavar="[NAME=]PATHS", help=text)
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
-    draft = "instead, what the target saves as a draft for --teacher: of --rows prompts of --data, "
-    draft += "which the teacher continues; own: what its own block saves the target itself"
+    draft = "measure instead the target as a draft for --teacher: --rows prompts of --data, "
+    draft += "which the teacher continues; own: its drafting block as a draft for the target"
     add("--draft", nargs="?", const=OTHER, choices=(OTHER, OWN_BLOCK), default="", help=draft)
     ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
     add("--cost-ratio", type=float, metavar="C", help=ratio)
     add("--rows", type=int, default=64, help="rows of each domain, at most")
     add("--seq-len", type=int, default=1024, help="positions a row; --draft takes --max-tokens")
-    special = "in plain text <|endoftext|> and its like are special ids, as with data.parse_special"
+    special = "in plain text <|endoftext|> and similar are special ids, as with data.parse_special"
     add("--parse-special", action="store_true", help=special)
     add("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz")
     add("--mbpp", type=Path, metavar="FILE", help="mbpp.jsonl or sanitized-mbpp.json")
@@ -99,7 +99,7 @@ def parser() -> Parser:
     add("--temperature", type=float, help="default 0, and 0.8 for several samples")
     add("--top-p", type=float, default=0.95, help="has no effect at temperature 0")
     add("--max-tokens", type=int, default=768, help="of an answer")
-    add("--seed", type=int, default=0, help="of what is drawn at a temperature above 0")
+    add("--seed", type=int, default=0, help="of draws at a temperature above 0")
     add("--timeout", type=float, default=sandbox.DEFAULT.wall_seconds, help="seconds a program")
     add(
         "--allow-unsandboxed",
@@ -113,7 +113,7 @@ def parser() -> Parser:
 
 
 class BenchmarkPass(NamedTuple):
-    """One way to ask the problems of a benchmark; the name stands behind the benchmark's."""
+    """One way to ask the problems of a benchmark; its name follows the benchmark's."""
 
     name: str
     wording: str
@@ -133,13 +133,13 @@ class Request:
 
     @property
     def asked(self) -> dict[str, tuple[list[problems.Problem], BenchmarkPass]]:
-        """Problems and how they are asked, by the name of their figures in the document."""
+        """Problems and the ways to ask them, by the name of their figures in the document."""
         every = itertools.product(self.benchmarks.items(), self.passes)
         return {f"{name}{way.name}": (benchmark, way) for (name, benchmark), way in every}
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names in the document of what is measured at length, in that order."""
+        """Names of the long measurements in the document, in their order."""
         read = ("draft" if self.args.draft else "held_out",) if self.domains else ()
         return (*self.asked, *read)
 
@@ -167,8 +167,8 @@ def check(args: argparse.Namespace) -> Request:
     domains = {name: paths if equals else name for name, equals, paths in split}
     if len(domains) < len(split) or ("all" in domains and len(domains) > 1):
         raise UserError(
-            f"--data: found the names {', '.join(name for name, *_ in split)}; expected one of its "
-            "own for each, and no `all`, which is all of them together."
+            f"--data: found the names {', '.join(name for name, *_ in split)}; expected a "
+            "different one for each, and no `all`, which names all of them together."
         )
     if not all(domains.values()):
         raise UserError("--data: found a name without paths; expected --data=NAME=PATHS.")
@@ -187,7 +187,7 @@ def check(args: argparse.Namespace) -> Request:
 
 
 def _list_passes(args: argparse.Namespace) -> tuple[BenchmarkPass, ...]:
-    """The ways to ask; of `all` a gain in one wording alone is told from a gain."""
+    """The ways to ask; `all` shows whether a gain holds for more than one wording."""
     every = args.wording == "all"
     samples = args.samples or (5 if every else 1)
     temperature = args.temperature
@@ -226,15 +226,15 @@ def _model_at_work(step: str) -> Iterator[None]:
     _say(step)
     try:
         yield
-    # Out of memory, a missing tensor, an operation XLA refuses: all of them mean no figures.
+    # Out of memory, a missing tensor, an operation that XLA refuses: each means no figures.
     except Exception as error:
         raise _ModelFailedError(f"{step}: {describe_error(error)}"[:2000]) from error
 
 
 def evaluate(request: Request) -> tuple[dict[str, Any], int]:
-    """Everything that was asked for: the document and the exit status.
+    """Measures everything requested: returns the document and the exit status.
 
-    What ends it before shows and writes the parts that are finished, and is raised on. Raises
+    An error first shows and writes the finished parts, and is then raised again. Raises
     `UserError` for paths that do not exist and a teacher that cannot be compared with.
     """
     args = request.args
@@ -263,16 +263,16 @@ def evaluate(request: Request) -> tuple[dict[str, Any], int]:
 
 
 def _measure(document: dict[str, Any], request: Request, teacher: Target | None) -> None:
-    """Puts into `document` what the model is, predicts, answers and solves, and its figures."""
+    """Adds all measurements of the model to `document`."""
     args = request.args
     try:
         target = open_target(args.target, args.student, args.tokenizer)
     except MissingFileError:
         raise
     except UserError as error:
-        if _opens_alone(args.target):  # and not in this form, or beside --student or --tokenizer
+        if _opens_alone(args.target):  # so the form, --student or --tokenizer is at fault
             raise
-        # The target is there, and no model that could answer anything.
+        # The target exists, but is not a model that could answer.
         raise _ModelFailedError(str(error)) from error
     document["model"] = str(target)
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
@@ -313,7 +313,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
 
 
 def _opens_alone(target: str) -> bool:
-    """Whether the target is a model without its form and the flags that go with it."""
+    """Whether the target opens as a model without its form, --student and --tokenizer."""
     try:
         open_target(ModelArgument.parse(target).path)
     except UserError:
@@ -322,26 +322,26 @@ def _opens_alone(target: str) -> bool:
 
 
 def _list_left(document: dict[str, Any], request: Request) -> tuple[str, ...]:
-    """The parts of the request that have no figures yet."""
+    """Lists the parts of the request that have no figures yet."""
     return tuple(name for name in request.parts if document.get(name) is None)
 
 
 def _keep(document: dict[str, Any], request: Request) -> None:
-    """Writes the finished parts to --json, unless all are: what kills a process gives no time."""
+    """Writes the finished parts to --json, unless all are done: a kill leaves no time to write."""
     path, left = request.args.json, _list_left(document, request)
     if path and left and jax.process_index() == 0:
         try:
             table.write(path, _json_able(document | {"unfinished": left, "status": None}))
-        except WriteError as error:  # it is tried again, and then aside
+        except WriteError as error:  # written again later, then to a temporary file
             _log.warning("%s", error)
 
 
 def _read_domains(
     request: Request, target: Target, teacher: Target | None
 ) -> tuple[dict[str, heldout.Text], dict[str, list[list[int]]]]:
-    """Rows or, with a draft, prompts of each domain: text that cannot be read is no model's fault.
+    """Reads rows or, with a draft, prompts of each domain.
 
-    Raises `UserError` for it, before the model works for hours.
+    Raises `UserError` for text that cannot be read, before the model works for hours.
     """
     args = request.args
     if args.draft:
@@ -359,13 +359,13 @@ def _read_domains(
 
 
 def _count_prompts(request: Request, checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Ids of each problem's prompt, but of those that leave an answer no room, by what is asked."""
+    """Ids of each problem's prompt, by round; leaves out prompts without room for an answer."""
     tokenizer, counted = checkpoint.tokenizer, {}
     for name, (benchmark, way) in request.asked.items():
         wording = problems.choose_wording(way.wording, tokenizer)
         settings, lengths = _settings(request, way, wording, checkpoint), []
         for problem in benchmark:
-            with contextlib.suppress(UserError):  # which counts as a failure of the problem
+            with contextlib.suppress(UserError):  # counts as a failure of the problem
                 lengths.append(len(passk.encode_prompt(problem, tokenizer, settings)))
         counted[name] = lengths
     return counted
@@ -374,10 +374,10 @@ def _count_prompts(request: Request, checkpoint: Checkpoint) -> dict[str, list[i
 def find_rooms(
     counted: Mapping[_Name, Sequence[int]], max_tokens: int, placement: Placement | None
 ) -> dict[_Name, int]:
-    """Positions of a slot for prompts of so many ids, by what is asked.
+    """Positions of a slot for prompts of these numbers of ids, by round.
 
-    Where kernels read of a slot what its row has, all have the same, so that they share programs;
-    elsewhere each step reads all of a slot.
+    If kernels read only the used part of a slot, all rounds have equal slots and share programs;
+    elsewhere each step reads the full slot.
     """
     rooms = {name: find_room(lengths, max_tokens) for name, lengths in counted.items()}
     if placement is not None and placement.kernels:
@@ -386,7 +386,7 @@ def find_rooms(
 
 
 def _say(step: str) -> None:
-    """Says what begins: on a CPU it may take an hour."""
+    """Logs what begins: on a CPU it may take an hour."""
     if jax.process_index() == 0:
         _log.info("%s", step)
 
@@ -399,7 +399,7 @@ def _add_findings(document: dict[str, Any], findings: Sequence[Finding]) -> None
 
 
 def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoint | None) -> None:
-    """Raises `UserError` for what was asked of this model and cannot be asked of it."""
+    """Raises `UserError` for requests that this model cannot fulfil."""
     args = request.args
     if teacher is not None:
         heldout.shared_vocabulary(checkpoint, teacher)
@@ -426,7 +426,7 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
 
 
 def _run_model(document: dict[str, Any], request: Request, target: Target, mesh: Mesh) -> None:
-    """Loads the model and adds what it predicts, answers and solves; it is freed on return."""
+    """Loads the model, measures it, and frees it on return."""
     with _model_at_work("loading the model"):
         model = target.load(mesh)
     with _model_at_work("looking whether it is broken"):
@@ -443,10 +443,10 @@ def _run_model(document: dict[str, Any], request: Request, target: Target, mesh:
 def solve(
     request: Request, model: Model, checkpoint: Checkpoint, *others: Request
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields what of each benchmark the model solves, by the name of that in the document.
+    """Yields the model's results on each benchmark, by their name in the document.
 
-    The model's ids and positions are those of the checkpoint. `others` are requests for as many
-    tokens, whose calls are to share programs with these.
+    Ids and positions are the checkpoint's. `others` are requests for equally many tokens, whose
+    calls shall share programs with these.
     """
     tokenizer = checkpoint.tokenizer
     counted = {
@@ -497,7 +497,7 @@ def _fail_benchmark(
 
 
 def _json_able(value: Any) -> Any:
-    """NaN and infinities as text: JSON has none, and null would hide which."""
+    """Writes NaN and infinities as text: JSON has none, and null would hide which."""
     if isinstance(value, dict):
         return {key: _json_able(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -515,25 +515,25 @@ def main(argv: list[str] | None = None) -> int:
         if jax.process_index() == 0:
             _show(document | {"status": status}, request.args.json)
         if "inference_error" in document and jax.process_count() > 1:
-            raise SystemExit(status)  # which the others hear: they may wait for its rows
+            raise SystemExit(status)  # the other processes notice: they may wait for its rows
     return status
 
 
 def _show(document: dict[str, Any], path: Path | None) -> None:
     try:
         print(table.text(document), flush=True)
-    finally:  # whatever reads the text
+    finally:  # also if printing fails
         if path:
             _write(path, _json_able(document))
             if "unfinished" in document:
-                _log.info("what was finished is in %s", path)
+                _log.info("finished parts are in %s", path)
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    """Writes the document; if that disk is full, where temporary files go: it may hold hours."""
+    """Writes the document; on a full disk to the temporary folder: it may hold hours of work."""
     try:
         table.write(path, document)
     except WriteError as error:
         aside = Path(tempfile.gettempdir(), f"kdjax-{os.getpid()}-{path.name}")
         table.write(aside, document)
-        raise WriteError(f"{error} What was measured is in {aside}.") from error
+        raise WriteError(f"{error} The figures are in {aside}.") from error

@@ -1,13 +1,13 @@
-"""Writes the student of a run, or another model, as files that others load.
+"""Exports the student of a run, or another model, to files that other programs load.
 
     kdjax export runs/a --format=hf --out=exported/student
     kdjax export runs/a --format=gguf --type=q4_k_m --out=student-q4_k_m.gguf
     kdjax export runs/a --format=peft --out=exported/adapter
     kdjax export model.gguf --format=gguf --type=q2_k --imatrix=imatrix.gguf --out=model-q2_k.gguf
 
-A model that no run has trained is rounded plainly, the peer of `student.quantize`. What was written
-is read back and compared before it takes its place: after an error nothing is left of it, and what
-was at --out before still is.
+A model that no run has trained is rounded without training, a baseline for `student.quantize`. The
+written file is read back and compared before it takes its place: after an error nothing is left of
+it, and --out is unchanged.
 """
 
 import argparse
@@ -43,10 +43,10 @@ from kdjax.models.weights import stack_blocks
 
 
 def read_model(checkpoint: Checkpoint, *, masters: bool = False) -> Model:
-    """A model with its parameters on the host, as they were saved: no device is used.
+    """Reads a model with its saved parameters on the host; uses no device.
 
-    Matrices that were rounded in training are the blocks that the last pass saw, unless `masters`.
-    A file's, and a base beside adapters or a block that drafts, are as the file stores them.
+    Matrices that were rounded in training are the blocks that the last step saw, unless `masters`.
+    Matrices of a file, and a base with adapters or a drafting block, are as the file stores them.
     """
     if checkpoint.whole_step is None:
         on_host = Placement.on(make_mesh(1, 1, 1, jax.local_devices(backend="cpu")[:1]))
@@ -67,20 +67,20 @@ def _read_receipt(workdir: Path) -> dict[str, Any]:
         return read_receipt(workdir) or {}
     except ValueError as error:
         path = workdir / RECEIPT
-        raise UserError(f"{path}: no JSON ({error}). Restore it, or move it away.") from error
+        raise UserError(f"{path}: not JSON ({error}). Restore it, or move it away.") from error
 
 
 def _open(args: argparse.Namespace) -> tuple[Checkpoint, dict[str, Any]]:
-    """A run's step, by --step or the best, and its receipt; or a model file, or a folder of one."""
+    """Finds a run's step, by --step or the best, and its receipt; or a model's file or folder."""
     path, student = Path(args.model), args.student or ""
     saved = (path / CHECKPOINTS).is_dir()
     unsaved = path.is_dir() and path.parent.name != CHECKPOINTS and not is_model_folder(path)
     if saved or unsaved:
-        receipt = _read_receipt(path)  # first: a damaged one hides which student it was
+        receipt = _read_receipt(path)  # first, since it names the student
         return open_step(path, args.step, student=student), receipt
     if args.step is not None or args.masters:
         raise UserError(
-            f"{path}: found --{'masters' if args.masters else 'step'} with a model that is no "
+            f"{path}: found --{'masters' if args.masters else 'step'} with a model that is not a "
             "workdir; expected the workdir of a run. Leave it out."
         )
     checkpoint = open_checkpoint(path, student=student)
@@ -88,7 +88,7 @@ def _open(args: argparse.Namespace) -> tuple[Checkpoint, dict[str, Any]]:
 
 
 def export(args: argparse.Namespace) -> ExportSummary:
-    """Reads the model and writes it as asked."""
+    """Reads the model and writes it in the requested format."""
     out = Path(args.out)
     check_target(out, folder=args.format in ("hf", "peft"), overwrite=args.overwrite)
     checkpoint, receipt = _open(args)
@@ -135,23 +135,23 @@ def _read_step(text: str) -> int | str:
 
 def _parser() -> Parser:
     parser = Parser("export", __doc__, CHECK_FAILED)
-    text = "the workdir of a run, a model file or a folder of Hugging Face's"
+    text = "the workdir of a run, a model file or a Hugging Face folder"
     parser.add_argument("model", metavar="MODEL", help=text)
-    text = "hf: a Hugging Face folder; gguf: for llama.cpp; apr; peft, gguf-adapter: of a run with "
-    text += "student.lora.rank the adapters alone, which the other formats merge"
+    text = "hf: a Hugging Face folder; gguf: for llama.cpp; apr; peft, gguf-adapter: the adapters "
+    text += "alone of a run with student.lora.rank; the other formats merge them"
     formats = ("hf", "gguf", "apr", "peft", "gguf-adapter")
     parser.add_argument("--format", required=True, choices=formats, help=text)
     parser.add_argument("--out", required=True, help="folder (hf) or file to make")
     text = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k; "
-    text += "gguf of a run with student.quantize: by default the blocks that it trained, of a file "
-    text += "those that it stores"
+    text += "gguf: by default the blocks that a run with student.quantize trained, or that a file "
+    text += "stores"
     parser.add_argument("--type", choices=GGUF_TYPES, help=text)
-    text = "of a run with student.quantize its float32 masters, in place of what they round to"
+    text = "the float32 masters of a run with student.quantize, in place of its blocks"
     parser.add_argument("--masters", action="store_true", help=text)
-    text = "gguf: a file of `kdjax imatrix` or llama-imatrix, by which errors are weighed "
+    text = "gguf: a file of `kdjax imatrix` or llama-imatrix, which weights the errors "
     text += "(--type=q6_k, q5_0, q4_k_m and below)"
     parser.add_argument("--imatrix", default="", metavar="FILE", help=text)
-    text = f"a saved step, or {NEWEST}; by default the best by held-out text, as the run judged it"
+    text = f"a saved step, or {NEWEST}; by default the best by the run's held-out figures"
     parser.add_argument("--step", type=_read_step, help=text)
     text = "the file or folder the run started from, if receipt.json does not say or it has moved"
     parser.add_argument("--student", metavar="PATH", help=text)

@@ -4,11 +4,11 @@
     kdjax generate runs/demo --prompt='import '
 
 MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the Hub, a run's workdir
-(its best checkpoint) or a step folder of one. After it `@dense` (the default), `@packed` or
-`@float8` says how the weights are kept, then nothing or `:bfloat16` or `:float32`. With
-`--draft=SMALL`, a smaller model of the same vocabulary, the same text comes in fewer passes of the
-big one; how many is said on standard error. `--draft=own` takes the block that the model's file has
-for it. Of several processes that an engine started the first alone answers: a prompt is one row.
+(its best checkpoint) or a step folder of one. `@dense` (the default), `@packed` or `@float8`
+after it says how the weights are stored, then nothing or `:bfloat16` or `:float32`. With
+`--draft=SMALL`, a smaller model of the same vocabulary, the same text takes fewer passes of the big
+model; their number goes to standard error. `--draft=own` drafts with the block in the model's file.
+Of several processes that an engine started only the first answers: a prompt is one row.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from kdjax.models.nextn import find_block, take_block
 
 
 class Stream:
-    """Prints the text of one completion as it grows: whole characters, and no begun stop string."""
+    """Prints one completion as it grows: complete characters, no part of a stop string."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._shown, self._stops = "", stops
 
     def __call__(self, number: int, text: str, *, ended: bool = False) -> None:
-        """Prints what the text grew by, for `on_text`; what may become a stop once it `ended`."""
+        """Prints the new text, for `on_text`; text that may begin a stop string once it `ended`."""
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # an id may end within a character
         begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
         text = text[: len(text) - max(begun, default=0)] if not ended else text
@@ -60,18 +60,18 @@ def main(argv: list[str] | None = None) -> int:
     add("--prompt", required=True, help="the text to continue; - reads it from standard input")
     add("--chat", action="store_true", help="the prompt is a user's turn of the chat template")
     add("--max-tokens", type=int, default=256, help="at most this many (%(default)s)")
-    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest id")
+    add("--temperature", type=float, default=0.0, help="0, the default, takes the most probable id")
     add("--top-p", type=float, default=1.0, help="only ids of this much probability together")
-    add("--top-k", type=int, default=0, help="only this many of the likeliest ids; 0: all")
+    add("--top-k", type=int, default=0, help="only the N most probable ids; 0: all")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends before it; repeatable")
-    add("--seed", type=int, default=0, help="of what is drawn at a temperature above 0")
-    add("--student", default="", metavar="PATH", help="what a checkpoint's run began with")
-    add("--tokenizer", default="", metavar="PATH", help="instead of the model's own")
+    add("--seed", type=int, default=0, help="of draws at a temperature above 0")
+    add("--student", default="", metavar="PATH", help="file that a checkpoint's run began with")
+    add("--tokenizer", default="", metavar="PATH", help="in place of the model's")
     add(
         "--draft",
         default="",
         metavar="SMALL",
-        help=f"a model that drafts, in any of these forms, or {OWN_BLOCK}: the model's own block",
+        help=f"a model that drafts, in any of these forms, or {OWN_BLOCK}: the block in its file",
     )
     add("--draft-tokens", type=int, metavar="N", help="drafted a pass (5), with --draft")
     add_cluster_flags(parser)
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--draft-tokens={args.draft_tokens} needs --draft")
     check_least(args, draft_tokens=1)
     args.draft_tokens = args.draft_tokens or 5
-    log_to_terminal(logging.WARNING)  # the text is what is asked for
+    log_to_terminal(logging.WARNING)  # standard output is for the text
     with started(args):
         if jax.process_index() == 0:
             return _write_text(args)

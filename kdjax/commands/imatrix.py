@@ -1,10 +1,10 @@
-"""Measures which inputs of a model's matrices matter on a text: an importance matrix of llama.cpp.
+"""Measures which inputs of a model's matrices matter on a text: llama.cpp's importance matrix.
 
     kdjax imatrix model.gguf --data=text/ --out=model.imatrix.gguf
     kdjax export runs/a --format=gguf --type=q2_k --imatrix=model.imatrix.gguf --out=small.gguf
 
-MODEL is as of `kdjax evaluate`. llama-quantize reads the file, too. Rows are read as continuous
-text; those that the text does not fill are left out.
+MODEL is as for `kdjax evaluate`. llama-quantize reads the file, too. Rows are read as continuous
+text; a last row that the text does not fill is left out.
 """
 
 from collections.abc import Iterator

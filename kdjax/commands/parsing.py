@@ -45,7 +45,7 @@ from kdjax.errors import (
 from kdjax.formats import open_shapes
 from kdjax.formats.imatrix import read_importance
 
-# Today's variable, that of earlier versions and that of the reference system; the first set counts.
+# The variables of this version, of earlier ones and of the reference system; the first set counts.
 WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"
 _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
     """Flags of one command. Help is the command's docstring, its flags and its exit statuses."""
 
     def __init__(self, name: str, description: str | None, *statuses: int, epilog: str = ""):
-        """`statuses` are those beside the ones that every command has."""
+        """`statuses` are exit statuses in addition to those of every command."""
         ends = sorted({FINISHED, BAD_INPUT, NOT_WRITTEN, QUIT, *statuses})
         lines = "\n".join(f"  {status:>3}  {STATUSES[status]}" for status in ends)
         super().__init__(
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises `UserError`, which the command reports as any other."""
+        """Raises `UserError`, which the command reports like any other."""
         stop = "" if message.endswith("?") else "."
         raise UserError(f"{message}{stop} `{self.prog} --help` lists the flags.")
 
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         """Parses as argparse does, and names the flag that an unknown one may have meant."""
         try:
             options, unknown = self.parse_known_args(args, namespace)
-        except UserError:  # a flag that is missing may be one that is misspelt: name that
+        except UserError:  # a missing flag may be misspelt: suggest the nearest
             for action in self._actions:
                 action.required = False
             self.refuse(self.parse_known_args(args, namespace)[1])
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_least(args: argparse.Namespace, **least: int) -> None:
-    """Raises `UserError` for the first of these flags, of those given, that is below its number."""
+    """Raises `UserError` for the first of these flags that is below its least value."""
     for name, number in least.items():
         if (value := getattr(args, name)) is not None and value < number:
             raise UserError(f"--{name.replace('_', '-')}={value} must be {number} or more.")
@@ -109,12 +109,12 @@ class RunCommand(NamedTuple):
     options: argparse.Namespace
     config: Config  # with every `--config.field=value` and the environment in it
     name: str  # of the config, such as "demo" or "demo-baseline"
-    downloads: dict[str, str]  # path in the shipped config: the command that brings it
-    suits_cpu: bool = False  # the config says so: a GPU that JAX does not use is no error
+    downloads: dict[str, str]  # path in the shipped config: the command that downloads it
+    suits_cpu: bool = False  # by the config: an idle GPU is no error
 
 
 def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
-    """The flags of a command that takes a config; `parse_run` reads them."""
+    """Adds the flags of a command that takes a config; `parse_run` reads them."""
     parser = Parser(name, description, *statuses, epilog=_settings())
     text = f"a file with get_config(), or one that comes with kdjax: {', '.join(shipped())}"
     parser.add_argument("--config", metavar="CONFIG[:KIND]", help=text)
@@ -122,7 +122,7 @@ def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
 
 
 def add_cluster_flags(parser: Parser) -> None:
-    """How processes that an engine started meet."""
+    """Adds the flags by which processes that an engine started join."""
     add = parser.add_argument
     text = "auto joins the processes that srun, mpirun, torchrun, ... started; off: alone"
     add("--distributed", default="auto", choices=("auto", "off"), help=text)
@@ -146,7 +146,7 @@ def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> RunCommand:
 
 
 def shipped() -> dict[str, Path]:
-    """The configs that come with kdjax, by name: of the wheel, or of the checkout around it."""
+    """Configs that come with kdjax, by name: of the wheel, or of the checkout around it."""
     package = Path(__file__).parents[1]
     folders = package / "configs", package.parent / "configs"
     folder = next((folder for folder in folders if folder.is_dir()), folders[0])
@@ -154,12 +154,11 @@ def shipped() -> dict[str, Path]:
 
 
 def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
-    """The config that `FILE[:KIND]` or `NAME[:KIND]` returns, and its name.
+    """Reads the config of `FILE[:KIND]` or `NAME[:KIND]`; returns it with its name.
 
-    Then what else the file may say: `DOWNLOADS`, and `SUITS_CPU`.
-
-    Raises `MissingFileError` for a name that is no file and does not come with kdjax, `UserError`
-    for a file that fails or returns no `Config`.
+    Returns also the file's `DOWNLOADS` and `SUITS_CPU`. Raises `MissingFileError` for a name that
+    is neither a file nor a shipped config, `UserError` for a file that fails or returns no
+    `Config`.
     """
     file, colon, kind = text.partition(":")
     path = Path(file)
@@ -180,7 +179,7 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
         config = module["get_config"](*([kind] if colon else []))
     except (UserError, OSError):
         raise
-    except Exception as error:  # of the user's own code: name the line, which is what helps
+    except Exception as error:  # user code: name its line
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         line = f":{frames[-1].lineno}" if frames else ""
         raise UserError(f"{path}{line}: {type(error).__name__}: {error}") from error
@@ -191,7 +190,7 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
 
 
 def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
-    """A copy of the config with each `--config.field=value` in it, read as the field's type."""
+    """Copies the config with each `--config.field=value` set, parsed as the field's type."""
     check_fields(config)
     fields = flatten(config)
     for arg in argv:
@@ -218,12 +217,12 @@ def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:
         ) from error
     except flags.Error as error:
         raise UserError(str(error)) from error
-    flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, which keep their defaults
+    flags.FLAGS.mark_as_parsed()  # Grain reads its flags, which keep their defaults
     return flag.value
 
 
 def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
-    """Says which fields there are instead: the nearest one, then those of its section.
+    """Lists fields that exist: the nearest one, then the fields of its section.
 
     Of a removed field it says what to do instead.
     """
@@ -243,13 +242,13 @@ def _unknown_field(wrong: str, fields: Iterable[str]) -> str:
 
 
 def describe_fields() -> dict[str, dict[str, tuple[str, str]]]:
-    """Section -> field -> (default as it is written, the comment beside it), of `kdjax.config`."""
+    """Section -> field -> (default as it is written, its comment), of `kdjax.config`."""
     sections = {n: x for n, x in vars(Config()).items() if dataclasses.is_dataclass(x)}
     return {name: _describe_section(fields) for name, fields in sections.items()}
 
 
 def _describe_section(section: Any) -> dict[str, tuple[str, str]]:
-    """Its own fields, then those of sections within it, such as `lora.rank`."""
+    """Fields of a section, then of the sections within it, such as `lora.rank`."""
     described = {
         name: (default.strip(), text)
         for name, default, text in _FIELD.findall(inspect.getsource(type(section)))
@@ -273,9 +272,9 @@ def _settings() -> str:
 
 
 def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
-    """Puts KDJAX_TEACHER_WEIGHTS and KDJAX_ALLOW_DEGENERATE_KD into the config, over what it says.
+    """Lets KDJAX_TEACHER_WEIGHTS and KDJAX_ALLOW_DEGENERATE_KD override the config.
 
-    Raises `UserError` for a value that neither knows. Nothing below the commands reads them.
+    Raises `UserError` for an unknown value. Only commands read the environment.
     """
     if name := next(filter(environ.get, WEIGHTS_VARIABLES), None):
         weights, valid = read_weights(environ[name]), ("auto", *WEIGHTS)
@@ -295,11 +294,11 @@ def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
 def require_files(run: RunCommand, *, text: bool = True) -> None:
     """Raises one `MissingFileError` that names every file of the run that this machine lacks.
 
-    Each comes with the command that gets it: of the config's `DOWNLOADS`, or what opening the file
-    says. Files of the Hub are not asked for. With `text=False` no text counts. Raises `UserError`
-    for a `student.imatrix` that is none.
+    Each comes with its remedy: a command of the config's `DOWNLOADS`, or the message of opening
+    it. Files of the Hub are not checked, and with `text=False` text files are not. Raises
+    `UserError` for a `student.imatrix` that is not an importance matrix.
     """
-    config, missing = run.config, dict[str, list[str]]()  # remedy: the fields that it mends
+    config, missing = run.config, dict[str, list[str]]()  # remedy: the fields that need it
     models = {
         "teacher.path": "" if config.teacher.path == SELF else config.teacher.path,
         "student.path": config.student.path,
@@ -325,23 +324,23 @@ def require_files(run: RunCommand, *, text: bool = True) -> None:
     if missing:
         lines = [f"  {', '.join(fields)}\n    {remedy}" for remedy, fields in missing.items()]
         raise MissingFileError(
-            "files of this run are missing. Get each with the command below it, or set the field "
-            "to a file of yours:\n" + "\n".join(lines)
+            "files of this run are missing. Download each with the command below it, or set the "
+            "field to a local file:\n" + "\n".join(lines)
         )
 
 
 def started(
     options: argparse.Namespace | None = None, *, lean: bool = False
 ) -> contextlib.AbstractContextManager[object]:
-    """`cluster.started` by the flags of `add_cluster_flags`, or alone."""
+    """Calls `cluster.started` with the flags of `add_cluster_flags`, or alone without them."""
     if options is None:
         return cluster.started("off", lean=lean)
     return cluster.started(options.distributed, options.join_timeout, lean=lean)
 
 
 def log_to_terminal(level: int = logging.INFO) -> None:
-    """Shows kdjax's own lines from `level` on, with the time, and warnings of others."""
-    # Libraries log through absl at INFO (Orbax a dozen lines a save); the run's own lines do not.
+    """Shows kdjax's log from `level` on, with the time, and warnings of other packages."""
+    # Libraries log through absl at INFO (Orbax a dozen lines a save); kdjax does not use absl.
     absl_logging.set_verbosity(absl_logging.WARNING)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

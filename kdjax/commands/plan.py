@@ -1,9 +1,9 @@
-"""Says what of a run would live where on the device, and whether it fits. Allocates nothing.
+"""Lists what a run would hold in device memory, and says whether it fits. Allocates nothing.
 
     kdjax plan --config=qwen7b_0p5b
     kdjax plan --config=qwen7b_0p5b --config.train.batch_size=8 --config.data.seq_len=2048
 
-Reads the headers of both models, and needs no more of them: a file that a download has begun is
+Reads only the headers of both models: the beginning of a download is
 enough. A run that does not fit ends with status 2 and the settings that
 would.
 """
@@ -49,7 +49,7 @@ def print_plan(plan: "Plan") -> int:
 
 
 def plan_run(run: RunCommand) -> int:
-    """Plans what a command line asked for; returns the exit status."""
+    """Plans a command line's run; returns the exit status."""
     try:
         require_files(run)
     except MissingFileError as error:

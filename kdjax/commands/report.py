@@ -1,4 +1,4 @@
-"""Draws what runs left in their workdirs: one page that needs no network, and PNG files beside it.
+"""Draws the results of runs: one page that needs no network, and PNG files next to it.
 
     kdjax report runs/a                          # runs/a/report.html, runs/a/report/*.png
     kdjax report runs/a runs/b                   # both in one page: runs/a/comparison.html
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser = Parser("report", __doc__)
     parser.add_argument("workdir", nargs="+", type=Path, metavar="WORKDIR", help="of a run")
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="where the page goes")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="path of the page")
     args = parser.parse_args(argv)
     print(page.write_page(args.workdir, args.out))
     return FINISHED

@@ -44,11 +44,11 @@ _log = logging.getLogger("kdjax")
 
 
 def check_workdir(workdir: Path) -> Path:
-    """The folder, not made yet; raises `UserError` if it cannot be made or written."""
+    """Returns the folder, not made yet; raises `UserError` if it cannot be made or written."""
     there = next(p for p in (workdir, *workdir.absolute().parents) if os.path.lexists(p))
     reason = "" if there.is_dir() else f"{there} is no folder"
     if reason or not os.access(there, os.W_OK | os.X_OK):
-        reason = reason or f"{there} takes no writing"
+        reason = reason or f"{there} is not writable"
         raise UserError(f"--workdir={workdir} cannot be written: {reason}. Give a folder you own.")
     return workdir
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def carry_out(run: RunCommand) -> int:
-    """Plans or trains what a command line asked for; returns the exit status."""
+    """Plans or trains a command line's run; returns the exit status."""
     if run.options.plan:
         return plan_run(run)
     workdir = Path(run.options.workdir or Path("runs", run.name))
@@ -82,7 +82,7 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
     """Trains and says how the run ended; returns the exit status. `options` are `distill`'s."""
     verdict = Verdict(config) if config.smoke.steps else None
     try:
-        # JAX and all rooms: a second that a signal may fall in.
+        # Importing JAX takes a second, in which a signal may arrive.
         from kdjax.watch.run import distill
 
         reason = distill(config, workdir, verdict=verdict, **options)
@@ -111,5 +111,5 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
 
 
 def _same_command() -> str:
-    """The command that was typed, quoted for a shell."""
+    """The current command, quoted for a shell."""
     return shlex.join(sys.orig_argv)

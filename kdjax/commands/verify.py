@@ -2,9 +2,9 @@
 
     kdjax verify runs/demo
 
-Hashes the config, both models, the packed rows, the text behind them and the saved parameters
-again, and counts the tensors that differ from the student's file. Each check is a line; one that
-does not hold ends the command with status 5.
+Hashes the config, both models, the packed rows, their source text and the saved parameters again,
+and counts the tensors that differ from the student's file. Each check is a line; a failed one ends
+the command with status 5.
 """
 
 from pathlib import Path

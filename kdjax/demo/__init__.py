@@ -1,8 +1,8 @@
-"""The embedded demo: a small teacher of Python, a smaller student, and this machine's own text.
+"""The embedded demo: a small teacher of Python, a smaller student, and this machine's Python code.
 
-The models' cards, `teacher.md` and `student.md`, are beside them. Text is the standard library of
-the running Python; the modules of `HELD_OUT` were kept out of the training of both, and are out of
-the demo's.
+The models' cards, `teacher.md` and `student.md`, are next to them. The corpus is the standard
+library of the running Python. Neither model was trained on the modules of `HELD_OUT`, and the demo
+does not train on them either.
 """
 
 import glob
@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 TEACHER = FOLDER / "teacher.gguf"
-TEACHER_SHAPE = FOLDER / "teacher"  # config.json: what the teacher was before it was trained
+TEACHER_SHAPE = FOLDER / "teacher"  # config.json of the teacher, to train it from scratch
 STUDENT = FOLDER / "student.gguf"
 STUDENT_SHAPE = FOLDER / "student"  # config.json and the tokenizer of both
 
@@ -30,7 +30,7 @@ HELD_OUT = (
     "textwrap",
     "turtle",
 )
-# Tests, packages that are not Python's own, and tables that are no prose of any kind.
+# Tests, third-party packages, and tables of data.
 _SKIPPED = (
     "test",
     "tests",
@@ -50,7 +50,7 @@ def standard_library() -> Path:
 
 
 def heldout_files(library: Path | None = None) -> list[Path]:
-    """Source files of the held-out modules that this library has, in order of their names."""
+    """Source files of the held-out modules in this library, in order of their names."""
     library = library or standard_library()
     modules = [library / f"{name}.py" for name in HELD_OUT]
     packages = [path for name in HELD_OUT for path in sorted((library / name).glob("*.py"))]
@@ -60,7 +60,7 @@ def heldout_files(library: Path | None = None) -> list[Path]:
 def training_folders(library: Path | None = None) -> list[Path]:
     """Folders of the library whose Python files are text to train on.
 
-    The top one holds held-out modules too: who reads it leaves `heldout_files` out.
+    The top folder holds held-out modules too: the reader leaves `heldout_files` out.
     """
     found = []
     for here, folders, names in os.walk(library or standard_library()):
@@ -73,8 +73,7 @@ def training_folders(library: Path | None = None) -> list[Path]:
 def training_text(library: Path | None = None) -> str:
     """`data.train`: the Python files of `training_folders`, as patterns joined by commas.
 
-    Held-out modules are among them and leave by `heldout_text`: what is in `data.heldout` is not
-    trained on.
+    Held-out modules are among them; `heldout_text` in `data.heldout` removes them from training.
     """
     return ",".join(f"{glob.escape(str(folder))}/*.py" for folder in training_folders(library))
 

@@ -1,7 +1,7 @@
-"""Several processes as one run: joined as an engine started them, agreed, and stopped together.
+"""Several processes as one run: they join as an engine started them, agree, and stop together.
 
 An engine (Slurm, Open MPI, Kubeflow Trainer, JobSet, torchrun, SkyPilot) starts the same command in
-every process and tells each its place by variables. Ray Train initialises JAX itself.
+every process and sets variables that say which process it is. Ray Train initialises JAX itself.
 """
 
 import atexit
@@ -36,20 +36,20 @@ _PORT = 8476  # of the first process, where the engine names none
 
 
 class Member(NamedTuple):
-    """This process's place among those that an engine started."""
+    """This process among those that an engine started."""
 
     engine: str
     index: int
     count: int
     address: str | None  # of the first process, host:port; None: JAX finds it
-    local: int | None = None  # its place on the host: which device is its own; None: all are
+    local: int | None = None  # its and its device's index on the host; None: it has all devices
 
 
 def find_member(environ: Mapping[str, str]) -> Member | None:
     """Reads an engine's variables; None where no engine started several processes.
 
     A lone process within a Slurm allocation is alone: only tasks of an `srun` step wait for others.
-    Raises `UserError` for variables that are incomplete or no numbers.
+    Raises `UserError` for variables that are incomplete or not numbers.
     """
     if "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ:  # Kubeflow Trainer, JobSet
         names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
@@ -66,7 +66,7 @@ def find_member(environ: Mapping[str, str]) -> Member | None:
         member = Member("ompi", index, count, None, local)
     elif "RANK" in environ and "WORLD_SIZE" in environ and "MASTER_ADDR" in environ:
         index, count = _read_numbers(environ, "torchrun", "RANK", "WORLD_SIZE")
-        # torchrun's own store listens at MASTER_PORT.
+        # torchrun's store listens at MASTER_PORT.
         port = _read_numbers(environ, "torchrun", "MASTER_PORT")[0] + 1
         local = None
         if environ.get("LOCAL_WORLD_SIZE", "1") != "1":
@@ -108,7 +108,7 @@ def started(
 ) -> Iterator[runtime.Devices]:
     """Starts JAX with the memory that a run needs, the processes `joined`; returns the devices.
 
-    `lean` as of `runtime.configure`. Raises as `joined` and `runtime.refuse_idle_gpus` do.
+    `lean` is as for `runtime.configure`. Raises as `joined` and `runtime.refuse_idle_gpus` do.
     """
     chosen = runtime.configure(lean=lean)
     for line in chosen.describe():
@@ -117,18 +117,18 @@ def started(
         yield runtime.open_devices(chosen, suits_cpu=suits_cpu)
 
 
-_joined: list[Member] = []  # this process, once it has joined
+_joined: list[Member] = []  # holds this process once it has joined
 
 
 @contextlib.contextmanager
 def joined(distributed: str = "auto", timeout: int = JOIN_TIMEOUT) -> Iterator[None]:
     """Joins the processes that an engine started, before JAX asks for devices; once a process.
 
-    "auto" joins where an engine's variables are; "off" never. JAX that Ray or the caller has
-    initialised is left as it is. Called again, processes that joined here watch each other anew. A
-    process that dies ends the others with `PEER_LOST`, at once or, if its host is lost, in 12
-    seconds; one that fails, in `GRACE` seconds. Raises `UserError` if the others do not come within
-    `timeout` seconds.
+    "auto" joins if an engine's variables are set; "off" never does. If Ray or the caller has
+    initialised JAX, it stays as it is. Called again, processes that joined here watch each other
+    anew. A process that dies ends the others with `PEER_LOST`, at once or, if its host is lost, in
+    12 seconds; one that fails, in `GRACE` seconds. Raises `UserError` if the others do not come
+    within `timeout` seconds.
     """
     if distributed not in ("auto", "off"):
         raise UserError(f"found --distributed={distributed}; expected auto or off.")
@@ -145,7 +145,7 @@ def joined(distributed: str = "auto", timeout: int = JOIN_TIMEOUT) -> Iterator[N
     except BaseException as error:
         peers.tell(_FAILED)
         if not isinstance(error, KdjaxError):
-            time.sleep(1)  # a dead peer's collective fails first; its end, heard, says more
+            time.sleep(1)  # a dead peer's collective fails before its end is reported
         raise
     peers.tell(_DONE)
 
@@ -178,10 +178,10 @@ def _initialize(member: Member, timeout: int) -> None:
 
 
 def _check_address(member: Member, address: str, timeout: int) -> None:
-    """Waits until somebody listens at the first process's address."""
+    """Waits until the first process listens at its address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise UserError(f"{member.engine}: the address {address!r} is no host:port.")
+        raise UserError(f"{member.engine}: the address {address!r} is not host:port.")
     if member.index == 0:
         return
     end, reason = time.monotonic() + timeout, "nobody answers"
@@ -205,7 +205,7 @@ _DONE, _FAILED = b"D", b"F"  # a process's last word
 class _Peers:
     """A connection of each process to the first: the kernel closes it when a process dies.
 
-    JAX's own heartbeats, however short their timeout, end a process by SIGABRT with a C++ stack.
+    JAX's heartbeats, however short their timeout, end a process by SIGABRT with a C++ stack.
     """
 
     def __init__(self, member: Member):
@@ -237,7 +237,7 @@ class _Peers:
     def _listen(self, connection: socket.socket, name: str) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("IDLE", 4), ("INTVL", 2), ("CNT", 4)):  # a host lost: 12 seconds
+        for option, value in (("IDLE", 4), ("INTVL", 2), ("CNT", 4)):  # a lost host: 12 seconds
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{option}"), value)
         self._connections.append(connection)
         try:
@@ -258,7 +258,7 @@ class _Peers:
             os._exit(PEER_LOST)
 
     def tell(self, word: bytes) -> None:
-        """This process's last word; what the others do from now on does not end it."""
+        """Sends this process's last word; the end of others no longer ends this one."""
         self._told = word == _DONE
         for connection in self._connections:
             with contextlib.suppress(OSError):
@@ -274,7 +274,8 @@ def _state() -> Any:
 def check_agreement(name: str, mine: Mapping[str, Any]) -> None:
     """Proves that all processes have the same values; see `exchange` for `name`.
 
-    Raises `UserError`, in every process, naming each field that differs and who has which value.
+    Raises `UserError`, in every process, with each field that differs and the values of the
+    processes.
     """
     if jax.process_count() == 1:
         return
@@ -298,7 +299,7 @@ def _find_differences(field: str, found: Sequence[Mapping[str, str]]) -> list[in
 
 
 def exchange(name: str, mine: Any, timeout: int = _DAY) -> list[Any]:
-    """Gives every process the JSON-able values of all processes, in their order.
+    """Exchanges JSON-able values: returns those of all processes, in their order.
 
     All processes call it equally often with the same `name`.
     """
@@ -314,38 +315,38 @@ _uses: collections.Counter[tuple[int, str]] = collections.Counter()
 
 
 def _number(name: str, process: int) -> str:
-    """The name with how often this process has used it: a program may call `distill` again."""
+    """Numbers the name by its uses in this process: a program may call `distill` again."""
     _uses[process, name] += 1
     return f"{name}/{_uses[process, name]}"
 
 
 def share(items: Sequence[Any]) -> Sequence[Any]:
-    """This process's part of what all do together; `collect` brings the results."""
+    """Selects this process's part of the items; `collect` gathers the results."""
     return items[jax.process_index() :: jax.process_count()]
 
 
 def collect(name: str, results: Sequence[Any]) -> list[Any]:
-    """The results of all items, in their order, from those of each process's `share`."""
+    """Gathers the results of all items, in their order, from each process's `share`."""
     parts = exchange(name, results)
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
 
 def once_a_host(name: str, make: Callable[[], Any]) -> Any:
-    """Makes a JSON-able value in this host's first process, and gives it to all of the host."""
+    """Makes a JSON-able value in this host's first process; returns it in all of the host's."""
     first = exchange(f"{name} by host", platform.node()).index(platform.node())
     return exchange(name, make() if first == jax.process_index() else None)[first]
 
 
 @functools.cache
 def cores() -> int:
-    """Processors for each process of this host, if they divide them evenly."""
+    """Number of processors for each process of this host, divided evenly."""
     hosts = exchange("hosts", platform.node())
     return max(1, (os.cpu_count() or 1) // hosts.count(platform.node()))
 
 
 @contextlib.contextmanager
 def first_before_others(name: str) -> Iterator[None]:
-    """The first process does what follows alone, then the others: what it leaves they find."""
+    """Runs the block in the first process, then in the others, which use the files it made."""
     if jax.process_count() == 1:
         yield
         return
@@ -372,9 +373,9 @@ def check_shared(folder: Path) -> None:
 
 
 class SharedFlag:
-    """A question that all processes answer alike at each step: has any of them said yes?
+    """A flag that is equal in all processes at each step: whether any of them has raised it.
 
-    With several processes an answer is one call late: the devices have exchanged it by then.
+    With several processes the answer is one call late, once the devices have exchanged it.
     """
 
     def __init__(self, mesh: Mesh):
@@ -383,7 +384,7 @@ class SharedFlag:
         self._asked: jax.Array | None = None
 
     def any(self, mine: bool) -> bool:
-        """Whether any process had said yes; every process must call it equally often."""
+        """Whether any process has raised the flag; every process must call it equally often."""
         if jax.process_count() == 1:
             return mine
         here = np.full(len(self._place.addressable_devices), mine, np.int32)

@@ -27,10 +27,10 @@ class Placement:
 
     @classmethod
     def on(cls, mesh: Mesh) -> "Placement":
-        """Placement on a mesh; kernels on NVIDIA GPUs of Ampere or later with whole rows and heads.
+        """Placement on a mesh; kernels on NVIDIA GPUs of Ampere or later, without a `tensor` axis.
 
-        Each device then runs the program of one device (`map_rows`). What `tensor` splits the
-        compiler splits, and it does not look into kernels.
+        Each device then runs the program of one device (`map_rows`). The compiler splits what
+        `tensor` splits, and it cannot partition kernels.
         """
         device = mesh.devices.flat[0]
         able = device.platform == "gpu" and capability(device) >= 8.0
@@ -47,10 +47,10 @@ class Placement:
         return self.mesh.size == 1
 
     def map_rows(self, function: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
-        """`function` as each device runs it on its own rows, one device's program.
+        """Maps `function` over the devices: each runs it on its rows, as a program of one device.
 
         `ins` and `outs` are specs of `data` and `fsdp` for its arguments and results; a result with
-        neither must be the same everywhere (`jax.lax.psum`). `tensor` stays the compiler's.
+        neither must be equal on all devices (`jax.lax.psum`). The compiler splits over `tensor`.
         """
         if self.alone:
             return function
@@ -66,14 +66,15 @@ class Placement:
         )
 
     def map_heads(self, function: Callable[..., Any], split: int) -> Callable[..., Any]:
-        """`function` of arrays `[B, T, heads, D]`, the first `split`, each device on its own heads.
+        """Maps `function` over the devices: each runs it on its heads.
 
-        The arguments after those are the same on all devices of `tensor`.
+        The first `split` arguments are `[B, T, heads, D]`; the others are equal on all devices of
+        `tensor`.
         """
         if self.mesh.shape["tensor"] == 1:
             return function
         heads = P(None, None, "tensor")
-        inside = not jax.sharding.get_abstract_mesh().empty  # of `map_rows`
+        inside = not jax.sharding.get_abstract_mesh().empty  # called within `map_rows`
 
         def run(*arrays: Any) -> Any:
             mapped = jax.shard_map(

@@ -28,11 +28,11 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, also the answer to an empty CUDA_VISIB
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device in the driver's words; None where the driver returned an error."""
+    """One device as the driver describes it; None where the driver returned an error."""
 
     integrated: int | None = None
-    pageable: int | None = None  # it can read memory that malloc gave
-    host_page_tables: int | None = None  # and does so through the CPU's own page tables
+    pageable: int | None = None  # whether it can read memory of malloc
+    host_page_tables: int | None = None  # whether it does so by the CPU's page tables
     major: int | None = None  # compute capability
     minor: int | None = None
     total_bytes: int | None = None
@@ -51,18 +51,18 @@ class Probe:
 
     @classmethod
     def from_json(cls, text: str) -> "Probe":
-        """Raises ValueError, KeyError or TypeError if the text is not of `to_json`."""
+        """Parses a line of `to_json`; raises ValueError, KeyError or TypeError for another text."""
         fields = json.loads(text)
         return cls(tuple(Device(**device) for device in fields["devices"]), fields["note"])
 
 
 def _broken(note: str) -> Probe:
-    """There is a driver, and it would not even say how many devices it has."""
+    """Makes the probe of a driver that does not even return its number of devices."""
     return Probe((Device(),), note)
 
 
 def ask_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Probe:
-    """Asks libcuda in this process (see above for what that costs the process). Never raises."""
+    """Asks libcuda in this process, with the effects named above. Never raises."""
     try:
         cuda = load("libcuda.so.1")
     except OSError as error:
@@ -117,9 +117,9 @@ def probe_devices(
 ) -> Probe:
     """Asks the driver in a child process that sees `environ`, or this one's. Never raises.
 
-    The driver itself honours CUDA_VISIBLE_DEVICES. A child that crashes, says nothing sensible or
-    takes longer than `timeout` seconds counts as one device that answered nothing. A minute is long
-    for a probe, but a driver without its persistence daemon has to wake every GPU first.
+    The driver itself honours CUDA_VISIBLE_DEVICES. A child that crashes, prints something else or
+    takes longer than `timeout` seconds counts as one device without answers. A minute is long for a
+    probe, but a driver without its persistence daemon must wake every GPU first.
     """
     env = dict(os.environ if environ is None else environ)
     try:

@@ -1,9 +1,9 @@
-"""Decides what JAX must know before it touches a device: allocator, memory, compilation cache.
+"""Decides JAX's settings before it touches a device: allocator, memory, compilation cache.
 
 XLA does not know about GPUs that share memory with the CPU (GB10, Jetson): its default grabs 75% of
-what the driver calls total, which there is the machine's own RAM. So the driver is asked first
-(`probe`), and the answer decides the environment that JAX reads at its first use of a device. A
-setting of the user's own always wins. Importing this module starts nothing.
+what the driver calls total, which on such machines is the RAM. So `probe` asks the driver first,
+and the answer decides the environment that JAX reads at its first use of a device. A setting of the
+user always wins. Importing this module starts nothing.
 """
 
 import ctypes
@@ -44,17 +44,17 @@ class DeviceMemory(enum.Enum):
     """How a machine's GPU memory relates to its RAM."""
 
     NONE = "none"  # no NVIDIA driver, or no visible device
-    DISCRETE = "discrete"  # memory of its own behind a bus
-    COHERENT = "coherent"  # memory of its own, page tables shared with the CPU (GH200, GB200)
+    DISCRETE = "discrete"  # separate memory on a bus
+    COHERENT = "coherent"  # separate memory, page tables shared with the CPU (GH200, GB200)
     INTEGRATED = "integrated"  # the machine's RAM (GB10, Jetson)
     UNKNOWN = "unknown"  # the driver failed, or its answers make no sense together
 
 
 def classify_device_memory(devices: Sequence[Device]) -> DeviceMemory:
-    """The kind of memory of the visible devices; total over every combination of answers.
+    """Classifies the memory of the visible devices, for every combination of answers.
 
-    One refused answer makes a device UNKNOWN, and so do devices of different kinds: an error is
-    never read as "integrated".
+    One refused answer makes the machine UNKNOWN, and so do devices of different kinds: an error
+    never counts as "integrated".
     """
     kinds = {_classify(device) for device in devices}
     if not kinds:
@@ -75,7 +75,7 @@ def _classify(device: Device) -> DeviceMemory:
 
 
 def mem_available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes of RAM that can be had without swapping; None where the kernel does not say."""
+    """Bytes of RAM available without swapping; None if the kernel does not report them."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:
@@ -90,18 +90,18 @@ def memory_policy(
     mem_available: int | None,
     lean: bool = False,
 ) -> tuple[dict[str, str], list[str]]:
-    """The environment settings to add for these devices, and the reasons, one line each.
+    """Chooses the environment settings to add for these devices; returns the reasons too, as lines.
 
-    `mem_available` is in bytes. With `lean` nothing is taken ahead of its use. What `environ`
-    already sets is left out of the settings and named in the reasons; an empty value counts as not
-    set. MANAGED_MEMORY=1 asks for unified memory, 0 forbids it. Raises `UserError` for another
-    value, and for both names of the memory fraction.
+    `mem_available` is in bytes. With `lean` JAX preallocates nothing. Variables that `environ`
+    already sets are left out of the settings and named in the reasons; an empty value counts as not
+    set. MANAGED_MEMORY=1 forces unified memory, 0 forbids it. Raises `UserError` for another value,
+    and if both names of the memory fraction are set.
     """
     asked = environ.get(MANAGED) or None
     if asked not in (None, "0", "1"):
         raise UserError(
             f"{MANAGED}={asked!r}: must be 1 (force unified memory), 0 (forbid it), or not set "
-            "(off unless TF_FORCE_UNIFIED_MEMORY asks for it)."
+            "(off unless TF_FORCE_UNIFIED_MEMORY sets it)."
         )
     kind = classify_device_memory(devices)
     if kind is DeviceMemory.NONE:
@@ -117,7 +117,7 @@ def memory_policy(
     elif kind is DeviceMemory.INTEGRATED:
         wanted, reason = _integrated(devices, mem_available)
     elif kind is DeviceMemory.UNKNOWN:
-        wanted, reason = {}, "the driver did not tell, so JAX's defaults stay"
+        wanted, reason = {}, "the driver did not say, so JAX's defaults stay"
     else:
         wanted, reason = _own_memory(kind, lean)
     if asked:
@@ -132,7 +132,7 @@ def _unified(kind: DeviceMemory) -> tuple[dict[str, str], str]:
     if kind is DeviceMemory.INTEGRATED:
         settings[PINNED_GIB] = "4"
     return settings, (
-        "unified allocations, as asked: grown on demand by bfc, the only allocator that makes "
+        "unified allocations, as set: grown on demand by bfc, the only allocator that makes "
         "them; fractions below 1 have no effect"
     )
 
@@ -142,7 +142,7 @@ def _integrated(devices: Sequence[Device], available: int | None) -> tuple[dict[
     # in any case, and in unified mode XLA ignores the fraction, the only bound there is.
     settings = {ALLOCATOR: "bfc", PREALLOCATE: "false", PINNED_GIB: "4"}
     if available is None:
-        return settings, "grown on demand by bfc to XLA's 75%: no MemAvailable to go by"
+        return settings, "grown on demand by bfc to XLA's 75%: the kernel reports no MemAvailable"
     total = min(device.total_bytes or 0 for device in devices)
     # Not the driver's free figure, which leaves out the page cache: it can say 2 GiB with 73 GiB
     # of cache to give back.
@@ -179,7 +179,7 @@ def _yield_to_user(
 
 
 def _traps(environ: Mapping[str, str], unified: bool) -> list[str]:
-    """Settings of the user's that do not do what they seem to."""
+    """Lists settings of the user that do not do what they seem to."""
     traps = []
     preallocate = environ.get(PREALLOCATE, "")
     if preallocate not in ("false", "False") and preallocate.lower() in ("false", "no", "off"):
@@ -192,13 +192,13 @@ def _traps(environ: Mapping[str, str], unified: bool) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """Settings that were decided, why, and which of them were applied."""
+    """The chosen settings, the reasons, and which of them were applied."""
 
     kind: DeviceMemory
     settings: Mapping[str, str]  # added to the environment; empty if JAX had already started
     reasons: Sequence[str]
-    cache: str  # the compilation cache's folder, or why it is off
-    gpus: int = 0  # that the driver shows to this process
+    cache: str  # folder of the compilation cache, or the reason why it is off
+    gpus: int = 0  # number that the driver shows to this process
 
     def describe(self) -> list[str]:
         """Lines for the log."""
@@ -218,13 +218,13 @@ def configure(
 ) -> Runtime:
     """Decides and applies everything; call it once, before the first use of a JAX device.
 
-    With `lean` JAX takes no memory ahead of its use, as what it took would be missing in a run that
-    begins on the same device. Compiled programs are kept in ~/.cache/kdjax/xla, unless
-    JAX_COMPILATION_CACHE_DIR or jax.config names another folder. Warns, naming the settings, if JAX
-    already started and can no longer see them. Raises `UserError` for settings that cannot work.
-    The other arguments are for tests: `environ` is os.environ if left out.
+    With `lean` JAX preallocates no memory, which a run on the same device would lack. Compiled
+    programs are stored in ~/.cache/kdjax/xla, unless JAX_COMPILATION_CACHE_DIR or jax.config names
+    another folder. Warns, naming the settings, if JAX has already started and no longer reads them.
+    Raises `UserError` for settings that cannot work. The other arguments are for tests: `environ`
+    is os.environ if left out.
     """
-    from jax._src import xla_bridge  # there is no public way to ask
+    from jax._src import xla_bridge  # no public function says whether JAX has started
 
     environ = os.environ if environ is None else environ
     probed = probe(environ) if _wants_gpu(environ) else Probe(note="JAX_PLATFORMS excludes GPUs")
@@ -242,8 +242,8 @@ def configure(
         reasons.append(f"not applied, because JAX had already started: {late}")
         settings = {}
     environ.update(settings)
-    # On a CPU a step dispatched ahead holds its temporaries beside the running one's, 4 GB for a
-    # 0.5B student, and computes nothing sooner.
+    # On a CPU a step dispatched ahead holds its temporaries in addition to the running step's, 4 GB
+    # for a 0.5B student, and computes nothing sooner.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if kind is DeviceMemory.NONE:
         _keep_freed_memory(environ)
@@ -273,14 +273,14 @@ def _wants_gpu(environ: Mapping[str, str]) -> bool:
 
 def _compilation_cache(environ: Mapping[str, str]) -> str:
     if CACHE_DIR in environ:
-        # JAX reads its own variables once, when imported: too early for one set since.
+        # JAX reads its variables once, when imported: it does not see one that was set later.
         jax.config.update("jax_compilation_cache_dir", environ[CACHE_DIR] or None)
         return environ[CACHE_DIR] or f"off ({CACHE_DIR} is empty)"
     if chosen := jax.config.values["jax_compilation_cache_dir"]:
-        return str(chosen)  # by the program that called us
+        return str(chosen)  # the calling program has set it
     try:
         folder = Path("~/.cache/kdjax/xla").expanduser()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs what it finds in there
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs programs from it
     except OSError as error:
         return f"off ({error})"
     except RuntimeError as error:  # expanduser, for a user without a home
@@ -291,8 +291,8 @@ def _compilation_cache(environ: Mapping[str, str]) -> str:
     return str(folder)
 
 
-# Dense FLOP/s of bf16 or f16 matrix products with float32 accumulation, per device, for the whole
-# of the driver's name: "H100 PCIe", "RTX 4090 D" and MIG slices are other devices with other peaks.
+# Dense FLOP/s of bf16 or f16 matrix products with float32 accumulation, per device, by the driver's
+# full name: "H100 PCIe", "RTX 4090 D" and MIG slices are other devices with other peaks.
 # Data sheets print the rate with sparsity, twice the dense one. None is published for GB10.
 _PEAK_FLOPS = {
     r"H200": 989e12,  # H200 data sheet, SXM: 1979 with sparsity
@@ -307,7 +307,7 @@ _PEAK_FLOPS = {
 
 
 def peak_matmul_flops(device_kind: str, dtype: jax.typing.DTypeLike) -> float | None:
-    """FLOP/s that one device could do at most, for utilisation; None where no figure is sure."""
+    """Peak FLOP/s of one device, for utilisation; None if no data sheet has it."""
     if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
         return None  # float32 depends on whether TF32 is allowed
     name = device_kind.removeprefix("NVIDIA ")
@@ -321,8 +321,8 @@ class Devices:
     platform: str
     kind: str
     count: int
-    memory_bytes: int | None  # that XLA may use on one device; on CPU, available to all together
-    peak_flops: float | None  # of all together, dense bf16; None if unknown
+    memory_bytes: int | None  # that XLA may use on one device; on a CPU that all share
+    peak_flops: float | None  # sum over all devices, dense bf16; None if unknown
     driver: str | None = None  # NVIDIA's kernel driver, such as 580.95.05
 
     def __str__(self) -> str:
@@ -334,13 +334,13 @@ class Devices:
 
 
 def device_summary() -> Devices:
-    """Describes JAX's devices; starts JAX if nothing did before.
+    """Describes JAX's devices; starts JAX if it has not started.
 
     Raises `UserError` if JAX cannot start on the platform that JAX_PLATFORMS names.
     """
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter for a plugin that is not there
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a missing plugin
         if not (asked := _asked_platforms()):
             raise
         extra, reason = _cuda_extra(_driver_version()), str(error) or "it has no such plugin"
@@ -348,7 +348,7 @@ def device_summary() -> Devices:
             f"JAX_PLATFORMS={asked}: JAX cannot start there ({reason}). "
             f"Unset it, set JAX_PLATFORMS=cpu, or, for an NVIDIA GPU, pip install 'kdjax[{extra}]'."
         ) from error
-    first = jax.local_devices()[0]  # another process's device has no statistics here
+    first = jax.local_devices()[0]  # devices of other processes have no statistics here
     memory = (first.memory_stats() or {}).get("bytes_limit")
     if first.platform == "cpu":
         memory = mem_available()
@@ -366,10 +366,10 @@ def device_summary() -> Devices:
 def refuse_idle_gpus(
     gpus: int, devices: Devices, *, driver: str | None, suits_cpu: bool = False
 ) -> None:
-    """Raises `UserError` if the driver shows GPUs and JAX has only the CPU, as its wheels alone do.
+    """Raises `UserError` if the driver shows GPUs and JAX uses only the CPU, as without a plugin.
 
-    The message names the command that mends it. For a run that `suits_cpu` it is a warning. Nothing
-    is said where JAX_PLATFORMS asks for what JAX uses.
+    The message names the command that installs the plugin. For a run that `suits_cpu` it is a
+    warning. JAX_PLATFORMS silences both.
     """
     if not gpus or devices.platform != "cpu" or _asked_platforms():
         return
@@ -398,7 +398,7 @@ def _asked_platforms() -> str | None:
 
 
 def _cuda_extra(driver: str | None) -> str:
-    """The extra of kdjax for a driver: CUDA 13 needs one of 580 or newer."""
+    """Name of kdjax's extra for a driver: CUDA 13 needs driver 580 or newer."""
     major = (driver or "").partition(".")[0]
     return "cuda12" if major.isdigit() and int(major) < 580 else "cuda13"
 
@@ -412,7 +412,7 @@ def _installed(package: str) -> bool:
 
 
 def open_devices(chosen: Runtime, *, suits_cpu: bool = False) -> Devices:
-    """Starts JAX and logs on what; raises as `refuse_idle_gpus` does. `chosen`: of `configure`."""
+    """Starts JAX and logs its devices; raises as `refuse_idle_gpus`. `chosen` is `configure`'s."""
     devices = device_summary()
     _log.info("%s", devices)
     driver = _driver_version()
@@ -428,7 +428,7 @@ def _driver_version() -> str | None:
 
 
 def peak_memory() -> str:
-    """One line: the most memory that XLA held on a device, and this process in RAM."""
+    """One line: the peak memory of XLA on a device, and of this process in RAM."""
     host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9:.1f} GB host"
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]

@@ -19,7 +19,7 @@ from kdjax.errors import UserError
 _log = logging.getLogger("kdjax")
 
 AXES = ("data", "fsdp", "tensor")
-ROW_AXES = ("data", "fsdp")  # over which a batch's rows are split
+ROW_AXES = ("data", "fsdp")  # the axes that split a batch's rows
 ROWS = P(ROW_AXES)
 
 # Last keys of a parameter's path -> axes of its last two dimensions, (out, in). Column-parallel
@@ -57,16 +57,16 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = Non
 
 
 def leave_cache_out() -> None:
-    """Has every program of this process compiled anew, none read from JAX's compilation cache.
+    """Turns JAX's compilation cache off: this process compiles every program anew.
 
-    All collectives of a program have one channel, so each device must run them in one order. XLA's
-    CPU does in programs that it compiled; of those that come from the cache it runs several at a
-    time, which ends the process or takes one's numbers for another's (jaxlib 0.10.2, 0.12.0).
+    All collectives of a program share one channel, so each device must run them in one order. XLA's
+    CPU backend does so in programs that it has compiled. In programs from the cache it runs several
+    at once, which ends the process or mixes up their numbers (jaxlib 0.10.2, 0.12.0).
     """
     if jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         _log.info("several CPU devices: programs are compiled anew, none comes from the cache")
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX has asked once whether there is one
+    compilation_cache.reset_cache()  # JAX checks once whether there is a cache
 
 
 def make_local_mesh(count: int | None = None) -> Mesh:
@@ -81,7 +81,7 @@ def parameter_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) ->
         return P()
     rule = _RULES[key]
     if mesh.shape["tensor"] == 1 and shape[-2] % mesh.shape["fsdp"] == 0:
-        rule = ("fsdp", "tensor")  # whole rows: they gather without being moved, and keep blocks
+        rule = ("fsdp", "tensor")  # full rows: they gather without being moved, and keep blocks
     axes: list[Any] = [None] * (len(shape) - 2) + [
         axis if size % mesh.shape[axis] == 0 else None
         for axis, size in zip(rule, shape[-2:], strict=True)
@@ -111,12 +111,12 @@ def named_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def count_shards(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> int:
-    """Over how many devices one parameter is split."""
+    """Number of devices that one parameter is split over."""
     return math.prod(mesh.shape[axis] for axis in parameter_spec(path, shape, mesh) if axis)
 
 
 def count_bytes(abstract: Any) -> int:
-    """Bytes of all arrays of a tree, or of their shapes, each once."""
+    """Bytes of all arrays of a tree, or of their shapes, each counted once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
@@ -128,20 +128,21 @@ def tree_bytes(abstract: Any, mesh: Mesh) -> float:
     )
 
 
-# GPUs that keep parts of masters and moments. On two H200s a step from a cached top-k (8 x 2048 a
-# GPU, 22 November 2026) took 117.79 ms so, 122.43 with one sum by NCCL, 115.07 on one GPU alone.
-# More have not been measured: `python -m scripts.bench.step --scaling --split=8` does.
+# Number of GPUs that keep parts of masters and moments. On two H200s a step from a cached top-k (8
+# x 2048 a GPU, 22 November 2026) took 117.79 ms this way, 122.43 with one sum by NCCL, 115.07 on
+# one GPU alone. More have not been measured: `python -m scripts.bench.step --scaling --split=8`
+# does.
 MOST_SPLIT = 2
 
 
 def splits_state(mesh: Mesh, *, loops: bool = False, reduce_dtype: str = "float32") -> bool:
     """Whether two GPUs of one process each keep half of masters and moments.
 
-    Each gathers the other's half in the compute dtype and updates its own: of gradients and
-    weights 3 bytes of 4 travel that one sum of gradients would move, and copy engines move them
-    beside the products. More devices, and GPUs that may have no way to each other's memory, keep
-    all and add gradients up once. So do those whose layers run in a loop (`loops`), where each
-    would wait, and those that are to add up in another type.
+    Each gathers the other's half in the compute dtype and updates its own half. That moves 3 bytes
+    for each 4 of one sum of gradients, and copy engines move them during the products. More
+    devices, and GPUs that may not reach each other's memory, keep everything and add gradients up
+    once. So do runs whose layers are a loop (`loops`), where each device would wait, and runs that
+    add gradients up in another dtype.
     """
     if loops or reduce_dtype != "float32" or mesh.shape["data"] != mesh.size:
         return False
@@ -153,7 +154,7 @@ def splits_state(mesh: Mesh, *, loops: bool = False, reduce_dtype: str = "float3
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """Sharding of an array that every device holds in full."""
     return NamedSharding(mesh, P())
 
 
@@ -163,23 +164,23 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Over how many devices a batch's rows are split."""
+    """Number of devices that a batch's rows are split over."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def split_rows(count: int, mesh: Mesh) -> int:
-    """Rows of each device, the same on all, of a batch that holds so many rows or more."""
+    """Rows of each device, equal on all, of a batch that holds `count` rows or more."""
     return -(-count // row_shards(mesh))
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's rows onto its devices, as one global array a column."""
+    """Puts this process's rows onto its devices; each column becomes one global array."""
     place = batch_sharding(mesh)
     return {k: jax.make_array_from_process_local_data(place, v) for k, v in batch.items()}
 
 
 def put_whole_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Puts a batch as `put_batch` does, of rows that every process has all of."""
+    """Puts a batch as `put_batch` does, if every process has all of its rows."""
     place = batch_sharding(mesh)
     return {
         k: jax.make_array_from_callback(v.shape, place, v.__getitem__) for k, v in batch.items()
@@ -187,12 +188,12 @@ def put_whole_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.A
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | str] | None:
-    """All products by cuBLASLt on an NVIDIA GPU; None elsewhere.
+    """XLA's options on an NVIDIA GPU, where cuBLASLt computes all products; None elsewhere.
 
-    XLA otherwise tries its own kernels as well: they win a tenth of a product, cost copies around
-    it (341 against 337 ms for a 7B's hidden states at 16,384 positions on an H200), and to try them
-    for float8 takes 77 s of compiling instead of 1. Arrays that two devices exchange are copied by
-    engines beside the multiprocessors.
+    XLA would otherwise try its own kernels too. They save a tenth of a product but cost copies
+    around it (341 ms against 337 for a 7B's hidden states at 16,384 positions on an H200), and
+    trying them for float8 takes 77 s of compiling instead of 1. Copy engines, not multiprocessors,
+    move the arrays that two devices exchange.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return None

@@ -3,7 +3,7 @@
     kdjax export runs/a --format=hf --out=exported/student
     kdjax export runs/a --format=peft --out=exported/adapter
 
-Every export is written beside its target, read back and compared, and only then put in place.
+Every export is written next to its target, read back and compared, and only then put in place.
 """
 
 from kdjax.export.adapters import export_gguf_adapter, export_peft

@@ -1,6 +1,7 @@
-"""Adapters alone as files beside their untouched base: a folder of PEFT's, a GGUF adapter.
+"""Adapters alone, as files for their unchanged base: a PEFT folder, a GGUF adapter.
 
-PEFT 0.19 for the names; llama.cpp's src/llama-adapter.cpp and convert_lora_to_gguf.py for GGUF's.
+Names are those of PEFT 0.19; llama.cpp's src/llama-adapter.cpp and convert_lora_to_gguf.py define
+the GGUF file.
 """
 
 import os
@@ -27,7 +28,10 @@ PathLike = str | os.PathLike[str]
 
 
 def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
-    """The adapters' size, and their arrays on the host; `UserError` without or with broken ones."""
+    """Returns the adapters' size, and their arrays on the host.
+
+    Raises `UserError` for a model without adapters, and for numbers that are not finite.
+    """
     lora = Lora.of_params(model.params)
     if lora is None or model.spec is None:
         raise UserError(
@@ -68,7 +72,7 @@ def _as_written(tensors: dict[str, np.ndarray]) -> list[TensorToWrite]:
 
 
 def _check(table: TensorTable, tensors: dict[str, np.ndarray]) -> ExportSummary:
-    """Compares what was written with what was meant, bit for bit."""
+    """Compares a written file with the intended tensors, bit for bit."""
     wrong = set(table) ^ tensors.keys()
     wrong |= {
         name
@@ -87,8 +91,8 @@ def export_peft(
 ) -> ExportSummary:
     """Writes a folder that PEFT loads on the model's base: adapters, float32, and their config.
 
-    `base` is what the config says that the base is, a path or a name of the Hub (default: the file
-    that the model came from). Raises `UserError` for a model without adapters.
+    `base` is the base's name in the config, a path or a name of the Hub (default: the file that the
+    model was loaded from). Raises `UserError` for a model without adapters.
 
         kdjax.export_peft(student.replace(params=step.see(state)), "adapter")
     """
@@ -131,7 +135,7 @@ def export_peft(
 def export_gguf_adapter(model: Model, out: PathLike, *, overwrite: bool = False) -> ExportSummary:
     """Writes a GGUF file that llama.cpp adds to the model's base (`--lora FILE`): float32.
 
-    B's rows are in the order of the base's: those of Llama's queries and keys are interleaved.
+    B's rows are in the order of the base's rows: Llama's queries and keys are interleaved.
     Raises `UserError` for a model without adapters.
     """
     lora, arrays = _take_apart(model)

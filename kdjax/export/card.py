@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what the run's own records say, and what they do not."""
+"""The model card of an exported folder: what the run's records say, and what is not known."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ tags:
 ---
 """
 _NO_RECORD = (
-    "Which files the teacher and the student were: no record of the run is beside the checkpoint."
+    "Which files the teacher and the student were: the checkpoint has no record of its run."
 )
 _FIGURES = {
     "student_ce": "cross-entropy with the text, nats a token",
@@ -25,17 +25,17 @@ _FIGURES = {
     "kl": "KL(teacher to student) at T=1, nats a token",
     "kl_topk": "KL(teacher to student) at T=1 over the cached ids and any other, a lower bound",
     "divergence": "the divergence that was trained, at its temperature",
-    "divergence_topk": "the same over the cached ids and any other, a lower bound",
+    "divergence_topk": "the trained divergence over the cached ids and any other, a lower bound",
     "agreement": "top-1 agreement with the teacher",
-    "acceptance": "share of its drafts that the teacher would keep, at T=1",
-    "acceptance_topk": "the same over the cached ids and any other, an upper bound",
+    "acceptance": "share of its drafts that the teacher would accept, at T=1",
+    "acceptance_topk": "the acceptance over the cached ids and any other, an upper bound",
     "teacher_ce": "the teacher's cross-entropy",
     "tokens": "positions measured",
 }
 _NEVER_KNOWN = (
-    "How it answers questions or writes whole programs: no figure here is of generated text.",
-    "Its licence: that of the student's own weights and of the training text apply.",
-    "What of the training text it may repeat.",
+    "How it answers questions or writes whole programs: no figure here measures generated text.",
+    "Its licence: the licences of the student's weights and of the training text apply.",
+    "Which parts of the training text it may repeat.",
 )
 
 

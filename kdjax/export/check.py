@@ -1,6 +1,6 @@
 """The self-check: an export is read back before it takes its place.
 
-By kdjax's own readers; a folder by the safetensors library too.
+kdjax's readers read it; the safetensors library reads a folder too.
 """
 
 import dataclasses
@@ -29,9 +29,10 @@ from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import Tokenizer, load_tokenizer
 from kdjax.progress import counted
 
-# Root mean square of the errors in a block of 256, relative to its largest element: what no valid
-# rounding exceeds. Half the worst step for the types with one scale, which are off by a whole step
-# at the end that their range lacks; about twice the worst seen of the types that are searched for.
+# Root mean square of the errors in a block of 256, relative to its largest element: the bound of
+# any valid rounding. For types with one scale, half the worst step, since they are off by a full
+# step at the end that their range lacks; for types with searched scales, about twice the worst one
+# seen.
 LIMITS = {
     "Q8_0": 1 / 230,
     "Q6_K": 0.03,
@@ -44,22 +45,22 @@ LIMITS = {
     "Q3_K": 0.2,
     "Q2_K": 0.4,
 }
-_TINY = 64 * 2.0**-24  # float16's subnormals, as often as the integers multiply them
+_TINY = 64 * 2.0**-24  # float16's subnormals, times the largest integer
 _ELEMENTS = 1 << 22
 
 
 class SelfCheckError(CheckError):
-    """A file that was written did not read back as it was meant; nothing is left of it."""
+    """A written file did not read back as intended; it has been removed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportSummary:
-    """Summary of what was read back, and its distance from the parameters that were given."""
+    """Summary of the tensors read back, and their distance from the given parameters."""
 
     tensors: int
     nbytes: int
     types: dict[str, int]  # tensors of each type
-    error: float  # root mean square over all numbers that are not F32, relative to theirs
+    error: float  # root mean square error over all numbers that are not F32, relative to these
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.types.items()))
@@ -72,10 +73,10 @@ class ExportSummary:
 def check_export(
     path: Path, tensors: Sequence[Tensor], spec: ArchSpec, tokenizer: Tokenizer
 ) -> ExportSummary:
-    """Reads a written file or folder and compares all of it with what was meant.
+    """Reads a written file or folder and compares all of it with the given model.
 
-    Unquantized tensors must have the bytes of rounding, quantized ones lie within their
-    type's error; the architecture and the tokenizer must be the same. Raises `SelfCheckError`.
+    Unquantized tensors must be rounded exactly, quantized ones lie within their type's error;
+    architecture and tokenizer must be equal. Raises `SelfCheckError`.
     """
     try:
         if path.suffix == ".apr":
@@ -105,7 +106,7 @@ def check_export(
     if problems:
         shown = "\n  ".join(problems[:12]) + ("\n  ..." if len(problems) > 12 else "")
         raise SelfCheckError(f"the file just written is not what was meant:\n  {shown}")
-    if lost:  # a share of all numbers: those of kept blocks lose nothing
+    if lost:  # a share of all numbers: blocks written as they are lose nothing
         total += sum(float(np.vdot(numbers, numbers)) for numbers in (x.read() for x in kept))
     return ExportSummary(
         tensors=len(infos),
@@ -122,7 +123,7 @@ def _compare_specs(spec: ArchSpec, written: ArchSpec, gguf: bool) -> list[str]:
         if name == "layers":
             problems += _compare_layers(spec, a, b)
             continue
-        if name == "family" and gguf:  # where several families share a name
+        if name == "family" and gguf:  # several families share a name in GGUF
             a, b = FAMILIES[a].gguf, FAMILIES[b].gguf
         # GGUF stores reals as float32.
         same = np.isclose(a, b, rtol=1e-6, atol=0) if isinstance(a, float) else a == b
@@ -166,13 +167,13 @@ def _check_folder(folder: Path) -> list[str]:
     problems = [f"no {name}" for name in names if not (folder / name).is_file()]
     table = open_table(folder)
     if config.get("tie_word_embeddings") and "lm_head.weight" in table:
-        problems.append("a head beside a tied embedding")
+        problems.append("a head in addition to a tied embedding")
     other = [name for path in table.paths for name in _compare_readers(table, path)]
     return problems + [f"{name}: safetensors reads other numbers" for name in other]
 
 
 def _compare_readers(table: TensorTable, path: Path) -> Iterator[str]:
-    """Names of a file's tensors that the safetensors library reads otherwise than kdjax."""
+    """Names of a file's tensors that the safetensors library and kdjax read differently."""
     with safetensors.safe_open(path, framework="numpy") as file:
         names = file.keys()
         for name in names:
@@ -189,7 +190,7 @@ def _decoder(dtype: str) -> Callable[[np.ndarray], jax.Array]:
 
 
 def _compare(table: TensorTable, info: TensorInfo, tensor: np.ndarray) -> tuple[str, float, float]:
-    """Compares one tensor: its fault, and the sums of its squared errors and numbers unless F32."""
+    """Compares one tensor: its fault, and the sums of squared errors and numbers unless F32."""
     name, raw = info.name, table.raw(info.name)
     if info.shape != tensor.shape:
         return f"{name}: shape {info.shape}, expected {tensor.shape}", 0.0, 0.0
@@ -213,7 +214,7 @@ def _compare(table: TensorTable, info: TensorInfo, tensor: np.ndarray) -> tuple[
 
 
 def _worst_error(error: np.ndarray, part: np.ndarray, limit: float) -> float:
-    """The largest error of a block, in units of the one allowed."""
+    """The largest error of a block, in units of the allowed error."""
     block = 256 if error.shape[1] % 256 == 0 else 32
     error, part = error.reshape(-1, block), part.reshape(-1, block)
     rms = np.sqrt(np.mean(np.square(error, dtype=np.float64), axis=1))

@@ -45,7 +45,7 @@ PathLike = str | os.PathLike[str]
 
 
 class _Source(NamedTuple):
-    """Inputs that every export begins with."""
+    """Inputs of every export."""
 
     spec: ArchSpec
     tensors: list[Tensor]
@@ -54,7 +54,7 @@ class _Source(NamedTuple):
     files: TokenizerFiles
 
     def choose_types(self, kind: str | None) -> list[str]:
-        """The type that `llama-quantize` chooses for each tensor, or None as it is kept."""
+        """Block type that `llama-quantize` chooses for each tensor; None keeps the stored one."""
         if kind is None:
             return [tensor.blocks.block if tensor.blocks else "F32" for tensor in self.tensors]
         model = {
@@ -70,7 +70,7 @@ class _Source(NamedTuple):
         ]
 
     def choose_file_type(self, kind: str | None) -> int:
-        """`general.file_type`: of a mixture that is no recipe's that of its commonest type."""
+        """`general.file_type`; for a mixture that is not a recipe, that of its commonest type."""
         kept = self.choose_types(None)
         if kind is None:
             kind = next((name for name in RECIPES if self.choose_types(name) == kept), None)
@@ -79,9 +79,9 @@ class _Source(NamedTuple):
     def encode(
         self, kind: str | None, importance: Mapping[str, np.ndarray] | None = None
     ) -> list[TensorToWrite]:
-        """Every tensor in the type of `choose_types`.
+        """Every tensor with its type by `choose_types`.
 
-        Raises `UserError` for an importance of another model, and for one that changes nothing.
+        Raises `UserError` for an importance of another model, and for one without any effect.
         """
         wholes = {
             part: whole
@@ -108,17 +108,17 @@ class _Source(NamedTuple):
             rows.append((tensor.name, dtype, tensor.shape, tensor.stream(dtype, weights)))
         if importance and not changed:
             raise UserError(
-                f"found an importance and {kind or 'blocks as they are'}, of which it changes no "
-                "tensor; expected a type that searches scales, such as q4_k_m, and of blocks that "
-                "were trained the masters (--masters). Name it, or leave the importance out."
+                f"found an importance and {kind or 'blocks as they are'}, where it changes no "
+                "tensor; expected a type that searches scales, such as q4_k_m, and for trained "
+                "blocks the masters (--masters). Name it, or leave the importance out."
             )
         return rows
 
 
 def _fuse(rows: list[TensorToWrite], spec: ArchSpec, *, gguf: bool) -> list[TensorToWrite]:
-    """Those of matrices that the family's files keep as one, behind one another.
+    """Joins tensors that the family's files store as one matrix, one after another.
 
-    Raises `UserError` for block types that differ among them.
+    Raises `UserError` if their block types differ.
     """
     fused = list_fused(spec, gguf=gguf)
     wholes = {part: whole for whole, rows in fused.items() for part, _ in rows.parts}
@@ -154,9 +154,9 @@ def _open_source(model: Model, kind: str | None, *, gguf: bool) -> _Source:
     if model.spec is None or model.checkpoint is None:
         missing = "a checkpoint" if model.spec else "an architecture that kdjax knows"
         raise UserError(
-            f"{model.name}: found a model without {missing} to export; expected one that "
-            "kdjax.load gave, whose file has the header and tokenizer to write. Save the "
-            "parameters of a module of your own as arrays."
+            f"{model.name}: found a model without {missing} to export; expected one of "
+            "kdjax.load, whose file has the header and tokenizer to write. Save the "
+            "parameters of a custom module as arrays."
         )
     checkpoint, tensors = model.checkpoint, list_tensors(model.params, model.spec, gguf=gguf)
     tokenizer, files = checkpoint.tokenizer, checkpoint.tokenizer_files
@@ -165,10 +165,10 @@ def _open_source(model: Model, kind: str | None, *, gguf: bool) -> _Source:
 
 
 def _warn_rounded(tensors: list[Tensor], checkpoint: Checkpoint, kind: str | None) -> None:
-    """Says that bfloat16 parameters, `kdjax.load`'s default, are coarser than their own file."""
+    """Warns if bfloat16 parameters, `kdjax.load`'s default, are coarser than their file."""
     numbers = (t.leaf.base if isinstance(t.leaf, Adapted) else t.leaf for t in tensors)
     types = {str(x.dtype) for x in numbers if isinstance(x, np.ndarray | jax.Array)}
-    if kind == "bf16" or not types & {"bfloat16", "uint16"}:  # a CPU has its bits
+    if kind == "bf16" or not types & {"bfloat16", "uint16"}:  # a CPU stores bfloat16 as its bits
         return
     stored = (name for names in checkpoint.names.values() for name in names)
     infos = (checkpoint.table.info(name) for name in stored)
@@ -201,11 +201,11 @@ def export_hf(
     """Writes a folder that Transformers loads: safetensors, configs, tokenizer, model card.
 
     The model's parameters may be float32, bfloat16 or float16, on a device or on the host; header
-    and tokenizer are those of its checkpoint. `dtype` is one of `HF_TYPES`, `card` the text of
+    and tokenizer come from its checkpoint. `dtype` is one of `HF_TYPES`, `card` the text of
     README.md.
 
-    Raises `UserError` for a model that cannot be exported and `SelfCheckError` if what was written
-    does not read back the same; nothing is left in either case, and `out` stays as it was.
+    Raises `UserError` for a model that cannot be exported and `SelfCheckError` if the written files
+    do not read back equal; both leave nothing, and `out` stays as it was.
 
         kdjax.export_hf(student.replace(params=state.params), "student-hf", dtype="bf16")
     """
@@ -239,10 +239,10 @@ def export_gguf(
 ) -> ExportSummary:
     """Writes a GGUF file that llama.cpp loads; `dtype` is one of `GGUF_TYPES`.
 
-    Block types are those that `llama-quantize` chooses, norms and biases F32. By default numbers
-    are F32, and what the model keeps in blocks (`Step.pack`) is written as it is. `imatrix`
-    is a file of llama-imatrix: errors count by the importance of their inputs. Header and
-    tokenizer are kept where the model came from a GGUF file. Arguments and errors: see `export_hf`.
+    Block types are chosen as `llama-quantize` does; norms and biases are F32. By default numbers
+    are F32, and blocks of the model (`Step.pack`) are written as they are. `imatrix` is a file of
+    llama-imatrix: it weights errors by the importance of their inputs. Header and tokenizer are
+    kept if the model came from a GGUF file. Arguments and errors: see `export_hf`.
     """
     if dtype is not None:
         _check_type(dtype, GGUF_TYPES, "a GGUF file")
@@ -260,7 +260,7 @@ def export_gguf(
 
 
 def _file_type(types: list[str]) -> int:
-    """`general.file_type` of a mixture: that of the recipe of the type that most matrices have."""
+    """`general.file_type` of a mixture: of the recipe with the type that most matrices have."""
     base = Counter(dtype for dtype in types if dtype != "F32").most_common(1)
     known = [recipe.file_type for recipe in RECIPES.values() if base and recipe.base == base[0][0]]
     return (known or [RECIPES["f32"].file_type])[0]
@@ -271,8 +271,8 @@ def export_apr(
 ) -> ExportSummary:
     """Writes an `.apr` file; `dtype` is one of `APR_TYPES`.
 
-    Raises `UserError` also where rows are no whole K-blocks, for which the format has no other
-    type. Arguments and other errors as of `export_hf`.
+    Raises `UserError` also if rows do not fill complete K-blocks, for which the format has no other
+    type. Arguments and other errors: see `export_hf`.
     """
     _check_type(dtype, APR_TYPES, "an .apr file")
     if Path(out).suffix != ".apr":
@@ -281,7 +281,7 @@ def export_apr(
     if source.spec.experts:
         raise UserError(
             f"found a {source.spec.family} model; expected one without experts, which .apr files "
-            "cannot tell. Export --format=gguf or --format=hf."
+            "cannot describe. Export --format=gguf or --format=hf."
         )
     spec, tensors, _, tokenizer, files = source
     family = FAMILIES[spec.family]
@@ -297,7 +297,7 @@ def export_apr(
     if misfits:
         listed = ", ".join(misfits[:3]) + (", ..." if len(misfits) > 3 else "")
         raise UserError(
-            f"found {len(misfits)} tensors whose rows are no whole blocks of 256: {listed}; .apr "
+            f"found {len(misfits)} tensors whose rows do not fill blocks of 256: {listed}; .apr "
             "has no quantized type for them. Export --type=bf16 or f16, or --format=gguf."
         )
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)

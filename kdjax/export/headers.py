@@ -1,8 +1,8 @@
 """Writes each format's description of the model: config.json, GGUF key-values, `.apr` metadata.
 
-What the student's own file says is kept; what kdjax knows better (shapes, the tied head, types)
-replaces it. Sources: Transformers' configuration files and modeling_rope_utils.py,
-llama.cpp's gguf-py/gguf/constants.py.
+Entries of the student's file are kept, unless kdjax knows better (shapes, the tied head, types).
+Sources: Transformers' configuration files and modeling_rope_utils.py, llama.cpp's
+gguf-py/gguf/constants.py.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from kdjax.models.schema import (
 )
 
 TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Of the source's GGUF header what holds for its weights or its files only.
+# Entries of the source's GGUF header that hold for its weights or its files only.
 _STALE = (
     "general.file_type",
     "general.quantization_version",
@@ -36,9 +36,9 @@ _STALE = (
     "split.",
     "tokenizer.",
 )
-# And what has a flag a layer, which are others where layers were cut.
+# Entries with a flag for each layer, which change if layers are cut.
 _BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")
-# config.json entries likewise.
+# The corresponding entries of config.json.
 _STALE_HF = (
     "quantization_config",
     "torch_dtype",
@@ -50,7 +50,7 @@ _STALE_HF = (
 
 
 def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, Any]) -> dict:
-    """`config.json`; `ids` are the special tokens' ids by its names."""
+    """Makes `config.json`; `ids` are the special tokens' ids by its names."""
     types = {"torch_dtype": TORCH_DTYPES[dtype]}
     if not is_gguf(source) and "architectures" in source.metadata:
         layers, kept = layer_entries(spec, source.metadata), _keep(source, _STALE_HF)
@@ -60,7 +60,7 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     return {
         "architectures": [FAMILIES[spec.family].hf_architecture],
         "model_type": spec.family,
-        # Without one, Transformers 4.57.3 and later take the tokenizer for Mistral's, and warn.
+        # Without it, Transformers 4.57.3 and later take the tokenizer for Mistral's, and warn.
         "transformers_version": "5.0.0",
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
@@ -70,7 +70,7 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
 
 
 def list_code(source: TensorTable) -> list[Path]:
-    """The files of code that `auto_map` of a config.json names, whether or not they are there."""
+    """Files of code that `auto_map` of a config.json names, whether or not they exist."""
     named: Any = source.metadata.get("auto_map")
     values = named.values() if isinstance(named, dict) else ()
     classes = (name for x in values for name in (x if isinstance(x, list) else [x]))
@@ -102,12 +102,12 @@ def gguf_metadata(
 
 
 def as_json(value: Any) -> Any:
-    """A metadata value as JSON takes it."""
+    """Converts a metadata value for JSON."""
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[str, Any]:
-    """Writes a model's `.apr` metadata but for rope scaling and tokenizer."""
+    """Makes a model's `.apr` metadata, without rope scaling and tokenizer."""
     rows = {row.hf: row for row in (*SHAPE, *OWN.values()) if row.hf}
     return {
         "model_type": spec.family,
@@ -127,7 +127,7 @@ def apr_architecture(spec: ArchSpec, name: str, original_format: str) -> dict[st
 
 
 def apr_metadata(spec: ArchSpec, name: str, tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """Metadata of an `.apr` file; `tokenizer` as GGUF key-values."""
+    """Makes the metadata of an `.apr` file; `tokenizer` holds GGUF key-values."""
     metadata = apr_architecture(spec, name, "kdjax")
     said = config_entries(spec, {})
     names = "rope_theta", "rms_norm_eps", "rope_scaling"

@@ -1,4 +1,4 @@
-"""Writing beside the target and putting all of it in place at once, file or folder."""
+"""Writes next to the target, file or folder, and then puts all of it in place at once."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ _AT_FDCWD, _EXCHANGE = -100, 2  # fcntl.h, RENAME_EXCHANGE of linux/fs.h
 
 
 def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
-    """Raises `UserError` for a target that is there, or that must not be replaced."""
+    """Raises `UserError` for a target that exists, or that must not be replaced."""
     if not os.path.lexists(out):
         return
     if not overwrite:
@@ -32,18 +32,18 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
         raise UserError(f"{out} is {kind}; expected {other} to replace. Give another --out.")
     if folder and any(out.iterdir()) and not is_model_folder(out):
         raise UserError(
-            f"{out} is a folder without config.json, so not one that an export made; it is left "
-            "alone. Give another --out."
+            f"{out} is a folder without config.json, so no export made it; it stays as it is. "
+            "Give another --out."
         )
 
 
 @contextlib.contextmanager
 def stage(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]:
-    """A path in a hidden folder beside `out`, of the same name; it becomes `out` at the end.
+    """Yields a path in a hidden folder next to `out`; it replaces `out` at the end.
 
     If the block raises, nothing is left and `out` stays as it was; a kill leaves the hidden folder,
     which the next export to `out` removes. Raises `UserError` as `check_target` does, `WriteError`
-    for a full disk or a folder that takes no writing.
+    for a full disk or a folder that cannot be written.
     """
     check_target(out, folder=folder, overwrite=overwrite)
     aside = out.parent / f".{out.name}.{os.uname().nodename}-{os.getpid()}.partial"
@@ -62,7 +62,7 @@ def stage(out: Path, *, folder: bool, overwrite: bool = False) -> Iterator[Path]
 
 
 def _sweep(out: Path) -> None:
-    """Removes what killed exports of this machine left."""
+    """Removes hidden folders of killed exports on this machine."""
     partial = re.escape(f".{out.name}.{os.uname().nodename}-") + r"(\d+)\.partial"
     for left in out.parent.iterdir():
         match = re.fullmatch(partial, left.name)
@@ -81,7 +81,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Indented UTF-8, as Transformers writes its configs."""
+    """Formats JSON as Transformers writes its configs: indented UTF-8."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -99,7 +99,7 @@ def _sync(folder: Path) -> None:
 
 
 def _replace(new: Path, out: Path) -> None:
-    """Puts `new` in the place of `out`, which a folder that is there takes in exchange."""
+    """Replaces `out` by `new`; an existing folder is exchanged with it."""
     if not (new.is_dir() and out.exists()):
         os.replace(new, out)
         return
@@ -108,7 +108,7 @@ def _replace(new: Path, out: Path) -> None:
         exchange = ctypes.CDLL(None, use_errno=True).renameat2
         if not exchange(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(out), _EXCHANGE):
             return
-    # Elsewhere there is a moment without either; what was there comes back if the second fails.
+    # Elsewhere neither exists for a moment; the old folder comes back if the second rename fails.
     old = new.with_name(f"{new.name}.old")
     os.rename(out, old)
     try:

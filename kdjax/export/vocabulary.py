@@ -1,7 +1,7 @@
-"""The tokenizer in the files of each format, from those of any other.
+"""Writes the tokenizer in the files of each format, from the files of any other.
 
-A Hugging Face folder's own files are copied as they are; GGUF key-values likewise. Between the two
-`kdjax.models.tokenizer` is the bridge.
+Files of a Hugging Face folder are copied as they are, and so are GGUF key-values.
+`kdjax.models.tokenizer` converts one to the other.
 """
 
 import json
@@ -30,7 +30,7 @@ from kdjax.models.encoders import (
 from kdjax.models.pretokenizers import PRE_TOKENIZERS, name_of
 from kdjax.models.tokenizer import BYTE_TOKEN, Tokenizer, TokenizerFiles
 
-# Tokens that a text must survive, whatever the vocabulary.
+# Texts whose ids and text must not change, for any vocabulary.
 _SAMPLES = (
     "def f(x):\n    return x + 1  # ok\n",
     "  leading, trailing  \n\n\ttabs\r\n",
@@ -42,7 +42,7 @@ _SAMPLES = (
 
 
 def special_ids(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, int]:
-    """The special tokens' ids by the names of config.json; without those that there are not."""
+    """The special tokens' ids by the names of config.json; leaves out missing ones."""
     eos, pad = tokenizer.eos_id if tokenizer.names_eos else None, tokenizer.pad_id
     if eos is not None and eos >= tokenizer.vocab_size:
         eos = None
@@ -53,9 +53,9 @@ def special_ids(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, int]:
 
 
 def generation_config(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, Any]:
-    """`generation_config.json`: the folder's own, or special tokens only.
+    """Makes `generation_config.json`: the folder's file, or special tokens only.
 
-    Its `eos_token_id` lists all that ends an answer, the named end first.
+    Its `eos_token_id` lists all ids that end an answer, the named end first.
     """
     if files.folder is not None and (path := files.folder / "generation_config.json").is_file():
         return load_json(path, "a file")
@@ -70,13 +70,13 @@ def _encoder_json(encoder: Encoder) -> dict[str, Any]:
 
 
 def _pre_tokenizer(encoder: Encoder, folder: Path | None) -> str:
-    """The name that llama.cpp has for how text is cut before merging."""
+    """llama.cpp's name for the rule that splits text before merging."""
     described = _encoder_json(encoder)
     if (name := name_of(described)) is None:
         whole = bool(described["model"].get("ignore_merges"))
         raise UserError(
             f"{folder}/tokenizer.json cuts text in a way (ignore_merges={whole}) that has no known "
-            f"name in llama.cpp; expected that of {', '.join(PRE_TOKENIZERS)}. Export --format=hf "
+            f"name in llama.cpp; expected one of {', '.join(PRE_TOKENIZERS)}. Export --format=hf "
             "and use llama.cpp's convert_hf_to_gguf.py, or give --student=FILE.gguf."
         )
     return name
@@ -103,7 +103,7 @@ def gguf_values(tokenizer: Tokenizer, files: TokenizerFiles, rows: int) -> dict[
 
 
 def is_empty(value: object) -> bool:
-    """Whether the value is a list without elements, which have no type for GGUF to name."""
+    """Whether the value is an empty list, for which GGUF has no element type."""
     return isinstance(value, list | np.ndarray) and not len(value)
 
 
@@ -127,7 +127,7 @@ def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
                 types[i] = BYTE
             elif token == unknown:
                 types[i] = UNKNOWN
-            elif types[i] == USER_DEFINED:  # as text is searched for it, before spaces are marked
+            elif types[i] == USER_DEFINED:  # text is searched for it before spaces are marked
                 tokens[i] = tokenizer.encoder.id_to_token(i)
         values |= {
             "tokenizer.ggml.model": "llama",
@@ -147,7 +147,7 @@ def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
 
 
 def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context: int) -> None:
-    """The tokenizer's files into `folder`; `context` in tokens goes to `model_max_length`."""
+    """Writes the tokenizer's files into `folder`; `context` in tokens is `model_max_length`."""
     if files.folder is not None:
         for path in files.list_paths():
             target = folder / path.relative_to(files.folder)

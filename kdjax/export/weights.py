@@ -1,4 +1,4 @@
-"""A student's parameters as the tensors of a checkpoint: names, shapes, and bytes when asked."""
+"""A student's parameters as the tensors of a checkpoint: names, shapes, and bytes on demand."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.weights import Adapted, Mixed, PackedMatrix, Scaled
 
-# Elements encoded at a time: bounds what an export holds beside the parameters.
+# Elements encoded at a time: bounds the memory of an export in addition to the parameters.
 _ELEMENTS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint, and the leaf of the tree (or layer of it) that it is."""
+    """One tensor of a checkpoint, and its leaf of the tree (or layer of the leaf)."""
 
     name: str  # in the file
     path: tuple[str, ...]
     layer: int | None
-    expert: int | None  # of the layer's; None: a tensor of all
-    # Numbers, bf16 bits as uint16, or blocks; or one of these, frozen, and its adapter.
+    expert: int | None  # its index in the layer; None: a tensor of all
+    # Numbers, bf16 bits as uint16, or blocks; or a frozen one of these with its adapter.
     leaf: np.ndarray | jax.Array | PackedMatrix | Mixed | Adapted
     place: int | None  # of the layer in the leaf
     layout: names.Layout
@@ -44,7 +44,7 @@ class Tensor:
 
     @property
     def blocks(self) -> PackedMatrix | None:
-        """The blocks that the leaf keeps of it; None for numbers."""
+        """The blocks that the leaf holds for it; None for numbers."""
         leaf, place = self.leaf, self._place
         if isinstance(leaf, Adapted):
             frozen = dataclasses.replace(self, leaf=leaf.base)
@@ -92,7 +92,7 @@ class Tensor:
         return array.astype(np.float32, copy=False)
 
     def find_kept(self, dtype: str) -> PackedMatrix | None:
-        """Its blocks, if they are of that type and so are written as they are."""
+        """Its blocks, if they have that type, so that they are written as they are."""
         blocks = self.blocks
         return blocks if blocks is not None and blocks.block == dtype else None
 
@@ -101,9 +101,9 @@ class Tensor:
         return self.layout.write_order(np.asarray(_join(blocks.fields)))
 
     def stream(self, dtype: str, importance: np.ndarray | None = None) -> Data:
-        """Returns what the writers take: a function that yields the encoded rows, a part at a time.
+        """Returns a function, as the writers take it, that yields encoded rows, a part at a time.
 
-        `importance`, float32 `[matrices, inputs]`, weighs the errors, see `formats.imatrix`.
+        `importance`, float32 `[matrices, inputs]`, weights the errors, see `formats.imatrix`.
 
         Blocks of that type are written as they are, never rounded a second time.
         """
@@ -114,7 +114,7 @@ class Tensor:
             width = self.shape[-1]
             weights = [None] if importance is None else list(importance)
             step = max(1, _ELEMENTS // width)
-            # One matrix, or of experts as many as have an importance of their own.
+            # One matrix, or one for each expert with its own importance.
             matrices = self.read().reshape(len(weights), -1, width)
             for rows, weight in zip(matrices, weights, strict=True):
                 for start in range(0, len(rows), step):
@@ -132,10 +132,10 @@ _decode, _join = jax.jit(PackedMatrix.decode), jax.jit(join_rows)
 def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:
     """Every tensor of the model, layer by layer; a tied head is the embedding.
 
-    Names and order of rows are those of `gguf` files, where a layer's experts are one tensor, or of
-    Hugging Face's, where each is one.
+    Names and order of rows are as in GGUF files (`gguf`), where a layer's experts are one tensor,
+    or as in Hugging Face's, where each expert is one.
 
-    Raises `UserError` if `params` are not of `spec`, or are blocks or float8 in place of numbers.
+    Raises `UserError` if `params` do not fit `spec`, or are blocks or float8 in place of numbers.
     """
     for weight in jax.tree.leaves(params, is_leaf=lambda node: not isinstance(node, dict)):
         if not isinstance(weight, np.ndarray | jax.Array | PackedMatrix | Mixed | Adapted):

@@ -1,6 +1,6 @@
-"""Losses that a student minimises: divergences as values, and the loss made of one.
+"""Losses that a student minimises: divergences as values, and the loss built from one.
 
-`kd` and `divergences` are of logits, unreduced. `chunked` and `topk` sum them from hidden states.
+`kd` and `divergences` take logits and reduce nothing. `chunked` and `topk` sum over hidden states.
 """
 
 from kdjax.losses.kd import KDLoss, kd_logit_gradient, kd_loss

@@ -2,7 +2,7 @@
 
 Full `[tokens, vocabulary]` logits of student or teacher never exist in training. Without a teacher
 (None for its hidden states and head) the loss is the cross-entropy alone, and figures that compare
-are None.
+the two models are None.
 
 Letters: B rows, T positions, D hidden width, V vocabulary.
 """
@@ -23,19 +23,19 @@ from kdjax.models.weights import Scaled, mask_padding, unembed
 
 
 class Given(NamedTuple):
-    """In place of a head: the hidden states are logits `[B, T, V]` already."""
+    """Stands in for a head: the hidden states already are logits `[B, T, V]`."""
 
 
 class HeadMixture(NamedTuple):
     """Heads of several models, whose hidden states are a tuple, their shares `[B, T, N]` last.
 
-    What they say together is the mixture of their probabilities at T = 1.
+    Together they predict the mixture of their probabilities at T = 1.
     """
 
     heads: tuple[Any, ...]
 
 
-# A matrix [V D] of numbers, or of float8 with a scale a row; or none; or several.
+# A matrix [V D] of numbers, or of float8 with a scale for each row; or none; or several.
 Head = Array | Scaled | Given | HeadMixture
 
 
@@ -48,13 +48,13 @@ class HeadSpec:
     real_vocab: int  # ids that some token has; padding rows beyond it are excluded on both sides
     chunk_tokens: int  # positions whose logits exist at the same time, on one device
     kernels: bool = False  # as `Placement.kernels` says
-    frozen: bool = False  # whether the student's head is, so that it gets no gradient
+    frozen: bool = False  # whether the student's head is frozen and gets no gradient
 
 
 class Weighing(NamedTuple):
-    """Weights of positions where their amounts differ, float32 `[B, T]`: see `WeighedLoss`."""
+    """Weights that differ by position, float32 `[B, T]`: see `WeighedLoss`."""
 
-    position: Array  # of all: what a batch calls `weights`
+    position: Array  # of the whole loss: a batch's `weights`
     ce: Array
     divergence: Array
     temperature: Array
@@ -64,13 +64,13 @@ Weights = Array | Weighing
 
 
 def read_weights(weights: Weights, spec: HeadSpec) -> tuple[Array, HeadSpec]:
-    """The weight of each position of a chunk, and the spec with the chunk's own loss."""
+    """Returns the weight of each position of a chunk, and the spec with this chunk's loss."""
     if not isinstance(weights, Weighing):
         return weights, spec
-    # Positions that fill up the last chunk have zeros.
+    # Padding of the last chunk has zeros.
     temperatures = jnp.where(weights.temperature > 0, weights.temperature, 1)
     loss = WeighedLoss(spec.loss.divergence, weights.ce, weights.divergence, temperatures)
-    # The kernels' temperature is a number of the program.
+    # The kernels compile the temperature in as a constant.
     return weights.position, dataclasses.replace(spec, loss=loss, kernels=False)
 
 
@@ -79,7 +79,7 @@ class LossSums(NamedTuple):
 
     loss: Float[Array, ""]
     ce: Float[Array, ""]
-    divergence: Float[Array, ""] | None  # the one trained on, at temperature T, without T^2
+    divergence: Float[Array, ""] | None  # the trained one, at temperature T, without T^2
     extra: dict[str, Array] | None = None  # of `layers.LayerLoss`, by name, without their weights
 
 
@@ -87,7 +87,7 @@ Sums = TypeVar("Sums", bound=tuple[Any, ...])
 
 
 def cut_head(head: Head, hidden: Any, spec: HeadSpec) -> Head:
-    """The rows that are used; numbers, not `Scaled`, in the dtype of the hidden states."""
+    """Cuts a head to its used rows; numbers (not `Scaled`) in the dtype of the hidden states."""
     if isinstance(head, Given):
         return head
     if isinstance(head, HeadMixture):
@@ -98,9 +98,9 @@ def cut_head(head: Head, hidden: Any, spec: HeadSpec) -> Head:
 
 
 def compute_logits(hidden: Any, head: Head, spec: HeadSpec) -> Float[Array, "B T V"]:
-    """Float32 logits of a head that is cut; EXCLUDED where given ones lack ids.
+    """Float32 logits of a cut head; EXCLUDED for ids that given logits lack.
 
-    Of several heads the log-probabilities of their mixture.
+    For several heads, the log-probabilities of their mixture.
     """
     if isinstance(head, HeadMixture):
         said = [
@@ -141,16 +141,16 @@ def join_chunks(x: Array, length: int) -> Array:
 
 
 def zero_unweighted(hidden: Any, weights: Float[Array, "B T"]) -> Any:
-    """Trees of hidden states `[B, T, D]`, with zeros where a position has no weight.
+    """Sets hidden states `[B, T, D]` to zero where a position has no weight.
 
-    It may hold anything, NaN too; zeros keep it out of 0 * NaN.
+    They may be anything there, even NaN; zeros avoid 0 * NaN.
     """
     keep = (weights != 0)[..., None]
     return jax.tree.map(lambda x: jnp.where(keep, x, 0), hidden)
 
 
 def split_inputs(hidden: tuple[Any, ...], weights: Weights, *columns: Any, spec: HeadSpec) -> Any:
-    """Hidden states, weights and other columns, trees of `[B, T, ...]`, in chunks."""
+    """Splits hidden states, weights and other columns, trees of `[B, T, ...]`, into chunks."""
     position = weights.position if isinstance(weights, Weighing) else weights
     hidden = zero_unweighted(hidden, position)
     return jax.tree.map(functools.partial(split_chunks, spec=spec), (hidden, weights, *columns))
@@ -171,7 +171,7 @@ def add_sums(sums: Sums, values: tuple[Array | None, ...], weight: Array) -> Sum
     return make(*map(add, sums, values))
 
 
-_ROWS = (((0,), (0,)), ((), ()))  # what a product sums over: the rows of both sides
+_ROWS = (((0,), (0,)), ((), ()))  # a product that sums over the rows of both sides
 
 # Of a chunk: the cross-entropy [B C], the divergence [B C], and the logits' gradient [B C V].
 ChunkParts = tuple[Array, Array, Array]
@@ -186,10 +186,10 @@ def scan_loss(
     *,
     with_gradient: bool,
 ) -> tuple[LossSums, Array | None, Array]:
-    """Sums of the loss, and its gradients to hidden states (in chunks) and head, chunk by chunk.
+    """Sums the loss, and computes its gradients to hidden states (in chunks) and head, by chunks.
 
-    `compute_parts` makes of a chunk of `inputs` the cross-entropy, the divergence, and the gradient
-    of the logits, weighted, in the dtype of the hidden states, which come first of all inputs.
+    `compute_parts` returns, for a chunk of `inputs`, the cross-entropy, the divergence, and the
+    weighted gradient of the logits in the dtype of the hidden states, the first of the inputs.
     """
 
     def add_chunk(carry: tuple[LossSums, Array], xs: Any) -> tuple[tuple[LossSums, Array], Any]:
@@ -204,7 +204,7 @@ def scan_loss(
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
         if spec.frozen:
             return (sums, d_head), d_hidden
-        # einsum would take g first, and XLA's CPU backend write all of it out transposed.
+        # einsum would take g first, and XLA's CPU backend would write out its transpose.
         x, y = (rows.reshape(-1, rows.shape[-1]) for rows in (hidden, g))
         d_head += jax.lax.dot_general(x, y, _ROWS, preferred_element_type=jnp.float32).T
         return (sums, d_head), d_hidden
@@ -215,7 +215,7 @@ def scan_loss(
 
 
 def define_gradient(loss: Any, scan: Callable[..., tuple[LossSums, Any, Array]]) -> None:
-    """Gives `loss`, a custom_vjp whose last argument is static, the gradients that `scan` computes.
+    """Defines the gradients of `loss`, a custom_vjp whose last argument is static, by `scan`.
 
     `scan` takes the arguments of `loss`, the student's hidden states and head first, and returns
     what `scan_loss` does. Only the cotangent of the sum `loss` counts.
@@ -267,7 +267,7 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
     def compute_parts(xs: Any) -> ChunkParts:
         (h_s, h_t), weights, label = xs
         weight, own = read_weights(weights, spec)
-        # Without a teacher the student stands beside itself, whatever the divergence.
+        # Without a teacher the student is compared with itself, for any divergence.
         loss = own.loss if theirs is not None else own.loss.without_teacher()
         s = unembed(h_s, head)
         t = s if theirs is None else compute_logits(h_t, theirs, spec)
@@ -275,7 +275,7 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
             s, t, label, loss, real=spec.real_vocab, fused=own.kernels
         )
         g = g * weight[..., None]
-        if loss.divergence != forward_kl:  # whose gradient is finite wherever its sides are
+        if loss.divergence != forward_kl:  # its gradient is finite if both sides are
             g = jnp.where(weight[..., None] != 0, g, 0)
         return ce, divergence, g.astype(h_s.dtype)
 

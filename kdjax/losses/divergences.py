@@ -1,8 +1,8 @@
 """Divergences as values: distances of two distributions over the same ids, at each position.
 
-Each takes float32 log-probabilities of teacher and student at the loss's temperature and gives one
-number a position. A function `f(teacher_log_probs, student_log_probs)` of your own does as well:
-`as_divergence` makes a value of it.
+Each takes float32 log-probabilities of teacher and student at the loss's temperature and returns
+one number for each position. `as_divergence` makes a value of a user-defined function
+`f(teacher_log_probs, student_log_probs)`.
 
 Letters: B rows, T positions, D hidden width, V vocabulary. In formulas t and s are the teacher's
 and the student's probabilities.
@@ -49,10 +49,10 @@ def _log_mixture(a: AnyArray, b: AnyArray, share: float) -> Array:
 
 
 def acceptance(teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
-    """Sum of min(t, s), 1 less their total variation: the share of the student's drafts kept.
+    """Sum of min(t, s), which is 1 - total variation: the share of the student's drafts accepted.
 
-    A token drawn from s is kept with probability min(1, t / s) by speculative sampling, which draws
-    from t (Leviathan, Kalman, Matias 2023, arXiv:2211.17192, theorem 3.5).
+    Speculative sampling from t accepts a token drawn from s with probability min(1, t / s)
+    (Leviathan, Kalman, Matias 2023, arXiv:2211.17192, theorem 3.5).
     """
     least = jnp.minimum(jnp.asarray(teacher_log_probs), jnp.asarray(student_log_probs))
     return jnp.sum(jnp.exp(least), axis=-1)
@@ -65,8 +65,8 @@ class Divergence:
     Subclasses define `__call__`, and `slope` where its derivative is known.
     """
 
-    # Whether it is defined over merged outcomes as over ids, and merging never raises it. A cache
-    # of the teacher's likeliest ids merges all others into one outcome.
+    # Whether it is also defined over merged outcomes, and merging never raises it. A cache of the
+    # teacher's top-k ids merges all other ids into one outcome.
     merges_tail: ClassVar[bool] = False
 
     def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
@@ -78,7 +78,7 @@ class Divergence:
         return None
 
     def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
-        """d divergence / d (student logits / T): of `slope` through the softmax, or `jax.vjp`'s."""
+        """d divergence / d (student logits / T): by `slope` and the softmax, or by `jax.vjp`."""
         p = jnp.exp(student_log_probs)
         slope = self.slope(teacher_log_probs, student_log_probs)
         if slope is not None:
@@ -92,7 +92,8 @@ class Divergence:
     ) -> tuple[Float[Array, "*B V-1"], Float[Array, "*B 1"]]:
         """The logit gradient where the last outcome is all other ids together.
 
-        Of the outcomes before it; and of each other id, as the factor of its own probability.
+        Returns that of the outcomes before the last, and for each other id the factor that
+        multiplies its probability.
         """
         g = self.logit_gradient(teacher_log_probs, student_log_probs)
         return g[..., :-1], g[..., -1:] / jnp.exp(student_log_probs[..., -1:])
@@ -233,7 +234,7 @@ class Mixture(Divergence):
 
     @property
     def merges_tail(self) -> bool:  # type: ignore[override]
-        """Whether all parts do."""
+        """Whether all parts merge tails."""
         return all(divergence.merges_tail for _, divergence in self.parts)
 
     def _add(self, values: Iterable[Array]) -> Array:
@@ -244,14 +245,14 @@ class Mixture(Divergence):
         return self._add(part(teacher_log_probs, student_log_probs) for _, part in self.parts)
 
     def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
-        """The sum of the parts' own."""
+        """Weighted sum of the parts' gradients."""
         sides = teacher_log_probs, student_log_probs
         return self._add(part.logit_gradient(*sides) for _, part in self.parts)
 
     def merged_gradient(
         self, teacher_log_probs: LogProbs, student_log_probs: LogProbs
     ) -> tuple[Float[Array, "*B V-1"], Float[Array, "*B 1"]]:
-        """The sum of the parts' own."""
+        """Weighted sum of the parts' merged gradients."""
         sides = teacher_log_probs, student_log_probs
         inside, tail = zip(*(part.merged_gradient(*sides) for _, part in self.parts), strict=True)
         return self._add(inside), self._add(tail)
@@ -272,8 +273,8 @@ class FunctionDivergence(Divergence):
         value = jnp.asarray(self.function(teacher_log_probs, student_log_probs), jnp.float32)
         if value.shape != student_log_probs.shape[:-1]:
             raise UserError(
-                f"a divergence gives one number a position: {self.function} of log-probabilities "
-                f"{student_log_probs.shape} gave {value.shape} instead of "
+                f"a divergence returns one number a position: {self.function} of log-probabilities "
+                f"{student_log_probs.shape} returned {value.shape} instead of "
                 f"{student_log_probs.shape[:-1]}. Sum over the last axis only."
             )
         return value
@@ -294,9 +295,9 @@ _CLASSES: dict[str, type[Divergence]] = {
 
 
 def parse_divergence(text: str) -> Divergence:
-    """The divergence that a config calls so; else `UserError`.
+    """Parses a config's text, such as "jsd:beta=0.3" or "0.7*forward_kl+0.3*total_variation".
 
-    Such as "jsd:beta=0.3", or "0.7*forward_kl+0.3*total_variation".
+    Raises `UserError` for an unknown name or parameter.
     """
     parts = [
         (weight, _CLASSES[name](**parameters))
@@ -306,7 +307,7 @@ def parse_divergence(text: str) -> Divergence:
 
 
 def write_divergence(divergence: Divergence) -> str | None:
-    """The text of configs that `parse_divergence` reads so; None: it has none."""
+    """Writes a divergence as `parse_divergence` reads it; None for a user-defined one."""
     if isinstance(divergence, Mixture):
         parts = [(weight, write_divergence(part)) for weight, part in divergence.parts]
         whole = all(text and "*" not in text for _, text in parts)
@@ -317,7 +318,7 @@ def write_divergence(divergence: Divergence) -> str | None:
 
 
 def as_divergence(divergence: Divergence | DivergenceFunction | str) -> Divergence:
-    """A divergence, a function of two log-probabilities, or a config's name as a `Divergence`."""
+    """Makes a `Divergence` of one, of a function of two log-probabilities, or of a text."""
     if isinstance(divergence, Divergence):
         return divergence
     if isinstance(divergence, str):

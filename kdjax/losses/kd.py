@@ -73,7 +73,7 @@ class KDLoss:
             object.__setattr__(self, name, value)
 
     def settle(self) -> tuple["KDLoss", Schedules | None]:
-        """The loss with the last values of its schedules, and these; None: it has none.
+        """Returns the loss with its schedules' last values, and the schedules; None without any.
 
         Raises `UserError` for a schedule whose first or last value cannot be.
         """
@@ -130,18 +130,18 @@ def _check_amount(label: str, value: Any, name: str = "") -> float:
 
 @dataclasses.dataclass(frozen=True)
 class WeighedLoss:
-    """A `KDLoss` within a step, whose amounts differ from position to position: arrays `[B, C]`."""
+    """A `KDLoss` within a step whose weights differ by position: arrays `[B, C]`."""
 
     divergence: Divergence
-    ce_weights: Array  # alpha, times what the position's cross-entropy weighs
-    divergence_weights: Array  # 1 - alpha, times what its divergence weighs
+    ce_weights: Array  # alpha times the weight of the position's cross-entropy
+    divergence_weights: Array  # 1 - alpha, times the weight of its divergence
     temperatures: Array
     has_ce: bool = True
     has_divergence: bool = True
 
     @property
     def alpha(self) -> Array:
-        """Each position's alpha, beside its logits: `[B, C, 1]`."""
+        """Each position's alpha, shaped to multiply its logits: `[B, C, 1]`."""
         return self.ce_weights[..., None]
 
     @property
@@ -159,14 +159,15 @@ class WeighedLoss:
         return self.ce_weights * ce + self.divergence_weights * self.temperatures**2 * divergence
 
     def without_teacher(self) -> "WeighedLoss":
-        """The same without a divergence that could see two equal sides."""
+        """The loss without a divergence, which might fail on two equal sides."""
         return dataclasses.replace(self, divergence=forward_kl)
 
 
 def _check_inputs(student: AnyArray, teacher: AnyArray, labels: AnyArray) -> None:
-    """Without this a vocabulary of 1 would be broadcast, and label -100 be the 100th id from last.
+    """Raises `UserError` for shapes that differ and for labels outside the vocabulary.
 
-    Labels within `jax.jit` have no values to look at.
+    A vocabulary of 1 would be broadcast, and label -100 would be the 100th id from the end. Labels
+    within `jax.jit` have no values to check.
     """
     if student.shape != teacher.shape:
         raise UserError(
@@ -225,8 +226,8 @@ def kd_logit_gradient(
 ) -> Float[Array, "*B V"]:
     """d kd_loss / d student_logits: alpha (p - onehot) + (1 - alpha) T G, float32.
 
-    G is the divergence's gradient to student_logits / T; of the forward KL p_T - q_T, the softened
-    student less the softened teacher (Hinton et al. 2015, equation 2, times T^2). Raises as
+    G is the divergence's gradient to student_logits / T; for the forward KL it is p_T - q_T,
+    softened student minus softened teacher (Hinton et al. 2015, equation 2, times T^2). Raises as
     `kd_loss`.
     """
     loss = loss or KDLoss(**settings)
@@ -260,9 +261,9 @@ def softmax_sums(
     *,
     fused: bool = False,
 ) -> softmax.SoftmaxSums:
-    """Sums that the loss needs of whole rows of float32 logits, whose first `real` ids exist.
+    """Sums that the loss needs of full rows of float32 logits, of which the first `real` ids exist.
 
-    `fused`: by the kernel, in one reading of each logit.
+    With `fused` the kernel reads each logit once.
     """
     if fused:
         assert isinstance(temperature, float)
@@ -318,7 +319,7 @@ def kd_parts_and_gradient(
     kl = jnp.maximum(distance / z - jnp.log(z) + jnp.log(sums.soft), 0.0)
     chosen = jnp.take_along_axis(student_logits, labels[..., None], axis=-1)
     ce = jnp.log(sums.hard) + sums.peak - chosen
-    # Behind a barrier: XLA would write the exponentials of the sums out, to read them back here.
+    # Without a barrier XLA would write out the exponentials of the sums and read them back here.
     peak, their_peak = jax.lax.optimization_barrier((sums.peak, their_peak))
     hard = student_logits - peak
     gradient = jnp.zeros_like(hard)

@@ -1,4 +1,4 @@
-"""Losses of layers beside the divergence: hidden states, attention relations, a user's own.
+"""Losses of layers, added to the divergence: hidden states, attention relations, custom ones.
 
 Letters: B rows, T positions, D hidden width, H heads.
 """
@@ -26,26 +26,26 @@ TAKEN = ("loss", "ce", "divergence", "grad_norm", "tokens", "learning_rate", "st
 class ExtraSums(NamedTuple):
     """Held-out sums of a step with layer losses."""
 
-    sums: Any  # those of a step without
+    sums: Any  # the sums of a step without layer losses
     extra: dict[str, Array]  # by name, without their weights
-    total: Float[Array, ""]  # with them: what the loss has beside
+    total: Float[Array, ""]  # weighted sum of the layer losses, added to the loss
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerLoss:
-    """A loss of hidden states beside the divergence, for `make_step(..., extra=)`.
+    """A loss of hidden states, added to the divergence: `make_step(..., extra=)`.
 
-    `function(student_layers, teacher_layers, batch)` gives a number, or several by name: each a sum
-    over the batch's positions, in which `batch["weights"]` counts. It takes the layers that
-    `student` and `teacher` name, and no others are kept: "embed", "blocks/3" (what layer 3 gives,
-    `[B, T, D]` in the dtype of computation), "blocks/3/attn/q", "k" or "v" (`[B, T, H, width]`,
-    rotated). The teacher's have no gradient. What is minimised is the loss of `KDLoss` and `weight`
+    `function(student_layers, teacher_layers, batch)` returns a number, or several by name: each a
+    sum over the batch's positions, weighted by `batch["weights"]`. It gets the layers that
+    `student` and `teacher` name, and no others are stored: "embed", "blocks/3" (the output of layer
+    3, `[B, T, D]` in the dtype of computation), "blocks/3/attn/q", "k" or "v" (`[B, T, H, width]`,
+    rotated). The teacher's have no gradient. The minimised loss is that of `KDLoss` plus `weight`
     times these, divided by the count of trained positions; metrics have each without its weight.
 
-    `project` has, for some of the student's layers, the width that a trained matrix makes of theirs
-    before the function sees them, or that matrix as it begins, `[width, D]`, or the teacher's layer
-    whose width is meant, if it is another. Raises `UserError` for a name that metrics have already,
-    and for no layers of the student.
+    `project` names student's layers that a trained matrix projects before the function sees them.
+    A value is the projected width, or the initial matrix `[width, D]`, or a teacher's layer whose
+    width to take if it differs. Raises `UserError` for a name that metrics already have, and if
+    `student` is empty.
 
         def first_layers(student, teacher, batch):
             distance = jnp.mean((student["blocks/0"] - teacher["blocks/0"]) ** 2, axis=-1)
@@ -83,7 +83,7 @@ class LayerLoss:
     def begin(
         self, ours: Mapping[str, Any], theirs: Mapping[str, Any], number: int
     ) -> dict[str, Array]:
-        """The projections before the first step, float32; `ours`, `theirs` are layers or shapes.
+        """Makes the initial projections, float32; `ours`, `theirs` are layers or shapes.
 
         Raises `UserError` for a matrix of another width than its layer.
         """
@@ -115,7 +115,7 @@ class LayerLoss:
         batch: Mapping[str, Array],
         projections: Mapping[str, Array],
     ) -> dict[str, Float[Array, ""]]:
-        """The sums by name; raises `UserError` if the function gives something else."""
+        """Computes the sums by name; raises `UserError` if the function returns something else."""
         layers = {name: ours[name] for name in self.student}
         for name, x in layers.items():
             matrix = projections.get(_key(name))
@@ -128,7 +128,7 @@ class LayerLoss:
             found = () if isinstance(value, Real) else getattr(value, "shape", value)
             if found != ():
                 raise UserError(
-                    f"{self.name}: found {self.function} to give {found}; "
+                    f"{self.name}: {self.function} returned {found}; "
                     "expected a number, the sum over the batch's positions."
                 )
             sums[f"{self.name}_{name}" if name else self.name] = jnp.asarray(value, jnp.float32)
@@ -136,7 +136,7 @@ class LayerLoss:
 
 
 def _check_hidden(loss: str, name: str, x: Any) -> Any:
-    """The layer, if it is of hidden states; raises `UserError` for one of heads."""
+    """Returns a layer of hidden states; raises `UserError` for a layer with an axis of heads."""
     if len(x.shape) != 3:
         raise UserError(
             f"{loss}: found {name} of {len(x.shape)} axes; expected hidden states, [B, T, D], such "
@@ -146,7 +146,7 @@ def _check_hidden(loss: str, name: str, x: Any) -> Any:
 
 
 def _key(name: str) -> str:
-    """A layer's name as one in a tree of arrays."""
+    """A layer's name as a key in a tree of arrays."""
     return name.replace("/", "_")
 
 
@@ -158,12 +158,12 @@ def match_hidden(
     project: bool = True,
     matrices: Mapping[str, ArrayLike] | None = None,
 ) -> LayerLoss:
-    """The distance of layers from the teacher's, a mean over `pairs`, `{student's: teacher's}`.
+    """Distance of student's from teacher's layers: a mean over `pairs`, `{student's: teacher's}`.
 
     "mse" is the mean square of the differences (Jiao et al. 2020, TinyBERT, arXiv:1909.10351),
-    "cosine" 1 less the cosine (Sanh et al. 2019, DistilBERT, arXiv:1910.01108), in float32. Where
-    widths differ a matrix is trained, `[teacher's D, student's D]`, drawn at random unless it is
-    among `matrices`; with `project=False` that is refused.
+    "cosine" is 1 - cosine (Sanh et al. 2019, DistilBERT, arXiv:1910.01108), in float32. If
+    widths differ, a matrix `[teacher's D, student's D]` is trained, drawn at random unless
+    `matrices` has it; `project=False` refuses that.
 
         extra = kdjax.match_hidden({"blocks/1": "blocks/3", "blocks/3": "blocks/7"}, "cosine")
     """
@@ -191,7 +191,7 @@ def match_hidden(
 
 
 def _keep_weighted(x: Float[Array, "B T D"], weights: Float[Array, "B T"]) -> Array:
-    """float32 states, zeros where a position has no weight: it may hold anything there."""
+    """float32 states, zero where a position has no weight and may hold anything."""
     return jnp.where((weights != 0)[..., None], x, 0).astype(jnp.float32)
 
 
@@ -216,13 +216,13 @@ def match_relations(
     weight: float = 1.0,
     parts: Sequence[str] = ("q", "k", "v"),
 ) -> LayerLoss:
-    """KL of the teacher's attention relations from the student's, `{student's: teacher's}` layers.
+    """KL(teacher || student) of attention relations over `{student's: teacher's}` layers.
 
     The relation of a position to those before it in its segment is the softmax of products of
     queries with queries, keys with keys, values with values, all heads joined and cut into `heads`
     (Wang et al. 2021, MiniLMv2, arXiv:2012.15828). A mean over pairs, parts and heads, in nats.
-    Widths of the models may differ; no matrix is trained. A row at a time has its products,
-    `[heads, T, T]` float32.
+    Widths of the models may differ; no matrix is trained. Products, `[heads, T, T]` float32, exist
+    for one row at a time.
 
         extra = kdjax.match_relations({"blocks/5": "blocks/20"}, heads=16)
     """
@@ -249,7 +249,7 @@ def match_relations(
 
 
 def _compare_relations(row: tuple[Array, ...], *, heads: int) -> Float[Array, ""]:
-    """The weighted sum over the positions of a row: student's and teacher's states, two columns."""
+    """The weighted sum over a row's positions; `row` holds both models' states and two columns."""
     s, t, segment_ids, weights = row
     real = segment_ids != 0
     length = segment_ids.shape[0]

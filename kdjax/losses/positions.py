@@ -1,7 +1,7 @@
 """Figures of one or two models at every position, a chunk of logits at a time.
 
-Whoever asks brings the hidden states, from packed rows, from a cache or of one row of text, and a
-function that computes figures of a chunk's logits. Full `[tokens, vocabulary]` logits never exist.
+The caller passes hidden states (of packed rows, of a cache, or of one text) and a function that
+computes figures from a chunk's logits. Full `[tokens, vocabulary]` logits never exist.
 
 Letters: B rows, T positions, C positions of a chunk, D hidden width, V vocabulary.
 """
@@ -41,11 +41,11 @@ def scan_positions(
     *columns: Any,
     spec: HeadSpec,
 ) -> tuple[Carry, Any]:
-    """Carries `start` over all chunks; returns what it became, and all chunks' values, stacked.
+    """Scans all chunks from the carry `start`; returns the last carry and all values, stacked.
 
     `read_chunk(carry, logits, *columns)` returns the next carry and a chunk's values, any tree.
-    `logits` holds each model's, float32 `[B, C, V]`, or None without it; ids that do not exist
-    have -1e30, or are absent where `spec.width` leaves them out. `columns` are trees of
+    `logits` holds each model's float32 `[B, C, V]`, None for a missing model; ids that do not
+    exist have -1e30, or are absent if `spec.width` leaves them out. `columns` are trees of
     `[B, T, ...]`. The last chunk is filled up with zeros.
     """
     heads = [_cast(*state) for state in states]
@@ -72,7 +72,7 @@ def _cut(head: Any, width: int) -> Any:
 
 
 def _cast(hidden: Any, head: Head | None) -> Any:
-    """Numbers in the dtype of the hidden states; cut within the loop, since before it that copies.
+    """Casts a head to the dtype of the hidden states. Cutting before the loop would copy it.
 
     On a CPU the copy took a third of the memory of two heads of 5,000 float32 rows.
     """
@@ -86,9 +86,9 @@ def _cast(hidden: Any, head: Head | None) -> Any:
 def read_positions(
     compute_figures: Callable[..., Any], states: Sequence[State], *columns: Any, spec: HeadSpec
 ) -> Any:
-    """The trees `[B, C, ...]` of `compute_figures(logits, *columns)`, joined to `[B, T, ...]`.
+    """Joins the trees `[B, C, ...]` of `compute_figures(logits, *columns)` to `[B, T, ...]`.
 
-    The arguments are those of `scan_positions`.
+    All other arguments are as for `scan_positions`.
     """
 
     def read_chunk(_: None, *chunk: Any) -> tuple[None, Any]:
@@ -104,10 +104,10 @@ class EvalSums(NamedTuple):
 
     student_ce: Float[Array, ""]
     teacher_ce: Float[Array, ""] | None
-    divergence: Float[Array, ""] | None  # the one trained on, at temperature T, without T^2
+    divergence: Float[Array, ""] | None  # the trained one, at temperature T, without T^2
     kl: Float[Array, ""] | None  # forward, at T = 1: runs of different losses compare
     agreement: Float[Array, ""] | None  # positions where both rank the same id first
-    acceptance: Float[Array, ""] | None  # drafted tokens that the teacher would keep, at T = 1
+    acceptance: Float[Array, ""] | None  # drafted tokens that the teacher would accept, at T = 1
     count: Float[Array, ""]
 
 

@@ -1,4 +1,4 @@
-"""The k largest logits of each position, and log-probabilities of these ids alone."""
+"""The k largest logits of each position, and log-probabilities renormalised over them."""
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ def top_k(logits: Float[Array, "*B V"], k: int) -> tuple[Float[Array, "*B K"], I
 
 
 def keep_top_k(log_probs: Float[Array, "*B V"], count: int) -> Float[Array, "*B V"]:
-    """Log-probabilities over the `count` largest alone; minus infinity of all others.
+    """Log-probabilities over the `count` largest alone; minus infinity for all others.
 
-    Ids whose log-probability equals that of the last are among them.
+    Ids that tie with the last of them are included.
     """
     largest, _ = top_k(log_probs, min(count, log_probs.shape[-1]))
     return jax.nn.log_softmax(jnp.where(log_probs >= largest[..., -1:], log_probs, -jnp.inf))

@@ -1,10 +1,10 @@
-"""The loss against a teacher cached as its k likeliest ids, a chunk of student logits at a time.
+"""The loss against a teacher cached as its top-k ids, a chunk of student logits at a time.
 
 The teacher is then k + 1 outcomes: each of those ids, and "any other id". The loss is the exact
-divergence over these outcomes; the student's normaliser still spans the whole vocabulary. Merging
-outcomes never raises a divergence whose `merges_tail` is true, so it is a lower bound of the one
-over all ids, and equal to it if k is the whole vocabulary. Of the gradient to the tail each of its
-ids gets its share of the tail, p_j / p_tail; under the forward KL p_j (1 - q_tail / p_tail).
+divergence over these outcomes; the student's normaliser still spans the full vocabulary. Merging
+outcomes never raises a divergence whose `merges_tail` is true, so it is a lower bound of the
+divergence over all ids, and equal to it if k is the full vocabulary. Each id of the tail gets its
+share p_j / p_tail of the tail's gradient; under the forward KL p_j (1 - q_tail / p_tail).
 
 Letters: B rows, T positions, D hidden width, V vocabulary, K cached ids.
 """
@@ -39,14 +39,14 @@ from kdjax.losses.top_ids import top_k
 from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.weights import mask_padding, unembed
 
-# The least that a student's tail can be of the whole, 8 times float32's epsilon. In training it is
-# the whole sum less that of the k ids, which is off by up to 3e-7 of the whole; to sum it alone
-# takes one more writing of all logits, 6.4 of 38.0 ms at 16,384 positions of an H200.
+# The least share of a student's tail, 8 times float32's epsilon. In training the tail is the full
+# sum minus the sum over the k ids, which is off by up to 3e-7 of the full sum. Summing the tail
+# itself writes all logits once more: 6.4 of 38.0 ms at 16,384 positions of an H200.
 _LEAST = 1e-6
 
 
 class TopTeacher(NamedTuple):
-    """The teacher's cached outputs at each position, its likeliest id first."""
+    """The teacher's cached outputs at each position, its most probable id first."""
 
     ids: UInt8[Array, "B T K 3"]  # 24 bits, the lowest byte first
     logits: Float[Array, "B T K"]  # minus the largest: 0 for the first; float16 in a cache
@@ -67,10 +67,10 @@ class TopTeacher(NamedTuple):
         *,
         tail: bool,
     ) -> "TopTeacher":
-        """Makes them of log-probabilities at T = 1, in any order.
+        """Makes cached outputs from log-probabilities at T = 1, in any order.
 
-        What these lack of 1 is the tail's; without `tail` they are shared out among the k ids. The
-        log-probability of a label that is not among them is at most that of all others, taken here.
+        The rest up to 1 is the tail; without `tail` the k ids share it. The log-probability of a
+        label outside the k ids is set to that of the tail, its upper bound.
         """
         log_probs = jnp.maximum(log_probs.astype(jnp.float32), EXCLUDED)
         log_probs, order = jax.lax.top_k(log_probs, log_probs.shape[-1])
@@ -90,7 +90,7 @@ class TopEvalSums(NamedTuple):
 
     student_ce: Float[Array, ""]
     teacher_ce: Float[Array, ""]
-    divergence_topk: Float[Array, ""]  # the one trained on, at T, without T^2
+    divergence_topk: Float[Array, ""]  # the trained one, at T, without T^2
     kl_topk: Float[Array, ""]  # forward, at T = 1
     agreement: Float[Array, ""]
     acceptance_topk: Float[Array, ""]  # at T = 1: an upper bound
@@ -113,7 +113,7 @@ def outcomes(
 ) -> Float[Array, "*B K+1"]:
     """Log-probabilities of the k ids and of all others together, float32, at the odds' temperature.
 
-    The tail is kept as it was measured and the rest normalised: rounding moves no mass to it.
+    The tail keeps its measured mass and the k ids are normalised: rounding moves no mass to it.
     """
     inside = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
     inside += jax.nn.log_sigmoid(-odds)[..., None]
@@ -136,14 +136,14 @@ class _Chunk(NamedTuple):
     inside: Array  # [B, C, K] logits of the cached ids
     every: Array  # [B, C, V] all of them; EXCLUDED where no id exists
     label: Array  # [B, C] logit of the label
-    totals: tuple[Array, Array]  # log-normalisers [B, C, 1] over all ids, at T and at 1
-    tails: tuple[Array, Array]  # and over all but the cached ids
+    totals: tuple[Array, Array]  # log-sums [B, C, 1] over all ids, at T and at 1
+    tails: tuple[Array, Array]  # log-sums over all but the cached ids
 
 
 def _take_apart(
     raw: Array, ids: Array, label: Array, spec: HeadSpec, *, exact: bool = False
 ) -> _Chunk:
-    """`exact`: tails are summed without the k ids, however small, instead of by difference."""
+    """Takes a chunk apart; with `exact` tails are summed directly, instead of by difference."""
     ids = join_ids(ids)
     temperature = spec.loss.temperature
     sums = softmax_sums(raw, None, temperature, spec.real_vocab, fused=spec.kernels)
@@ -172,8 +172,8 @@ def _student_outcomes(x: _Chunk, which: int, temperature: float | Array) -> Arra
 def _teacher_outcomes(teacher: TopTeacher, spec: HeadSpec) -> Array:
     """Log-probabilities `[B, C, K + 1]` at T that are trained on.
 
-    The forward KL weighs the tails' log-ratio with the teacher's tail, however small. Others weigh
-    it with the student's, which is at least `_LEAST`, so for them the teacher's is as well.
+    The forward KL weights the tails' log-ratio with the teacher's tail, however small. Others
+    weight it with the student's tail, which is at least `_LEAST`, so the teacher's is limited too.
     """
     log_q = outcomes(teacher.logits, teacher.odds[..., 0], spec.loss.temperature)
     if spec.loss.divergence == forward_kl:
@@ -184,7 +184,7 @@ def _teacher_outcomes(teacher: TopTeacher, spec: HeadSpec) -> Array:
 def _gradient(
     x: _Chunk, log_q: Array, log_p: Array, label: Array, spec: HeadSpec
 ) -> tuple[Array, Array]:
-    """d loss / d logits `[B, C, V]`, meant for all but the cached ids, and of these `[B, C, K]`."""
+    """d loss / d logits: `[B, C, V]`, valid outside the cached ids, and `[B, C, K]` at these."""
     alpha, scale = spec.loss.alpha, spec.loss.gradient_scale
     inside, tail = spec.loss.divergence.merged_gradient(log_q, log_p)
     rest = scale * tail * jnp.exp(x.every / spec.loss.temperature - x.totals[0])
@@ -200,7 +200,7 @@ def _gradient(
 def _require_merging(divergence: Divergence) -> None:
     if not divergence.merges_tail:
         raise UserError(
-            "a teacher cached as its likeliest ids (topk) merges all other ids into one outcome, "
+            "a teacher cached as its top-k ids (topk) merges all other ids into one outcome, "
             f"over which this divergence is not said to be defined: {divergence}. Cache hidden "
             "states instead (--kind=hidden), or set the function's attribute merges_tail = True if "
             "merging outcomes never raises it."
@@ -295,9 +295,9 @@ def cached_head_evaluation(
     weights: Float[Array, "B T"],
     spec: HeadSpec,
 ) -> TopEvalSums:
-    """Held-out sums against cached ids: cross-entropies and agreement exact, the rest bounds.
+    """Held-out sums against cached ids: cross-entropies and agreement are exact, the rest bounds.
 
-    Of divergences they are lower bounds, of the acceptance an upper one.
+    Divergences get lower bounds, the acceptance an upper one.
 
     Raises as `cached_head_loss`.
     """

@@ -1,4 +1,4 @@
-"""Guards: hooks that stop a run which makes nothing worth having."""
+"""Guards: hooks that stop a run whose result would be useless."""
 
 import math
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ class NonFiniteError(KdjaxError, FloatingPointError):
 
 
 class NonFiniteGuard(Hook):
-    """Stops the run at the first NaN or Inf and keeps the batch that made it."""
+    """Stops the run at the first NaN or Inf and saves its batch."""
 
     def __init__(self, workdir: Path, process: int = 0):
         self._workdir = workdir
-        self._part = f"_process_{process}" if process else ""  # each process has rows of its own
+        self._part = f"_process_{process}" if process else ""  # each process has its own rows
 
     def step_end(self, record: StepRecord) -> None:
-        """Raises `NonFiniteError` before anything of the step can be saved."""
+        """Raises `NonFiniteError` before the step can be saved."""
         bad = [name for name, value in record.figures.items() if not math.isfinite(value)]
         if not bad:
             return
@@ -48,7 +48,7 @@ class NonFiniteGuard(Hook):
         )
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Raises `NonFiniteError` for a held-out figure that is none, before that step is saved."""
+        """Raises `NonFiniteError` for a held-out figure that is not finite, before a save."""
         bad = [name for name, value in figures.items() if not math.isfinite(value)]
         if bad:
             raise NonFiniteError(
@@ -60,8 +60,8 @@ class NonFiniteGuard(Hook):
 class NoSignalGuard(Hook):
     """Refuses a fresh run whose student predicts what its teacher does: nothing is left to learn.
 
-    Equal weights are found before they are loaded (`training.pair`); this finds the same weights
-    in another precision. It sees the evaluation before step 1, so a resumed run goes on.
+    `training.pair` finds equal weights before it loads them; this finds equal weights in another
+    precision. It reads the evaluation before step 1, so a resumed run goes on.
     """
 
     # Copies of the demo's teacher: Q8_0 up to 4.4e-4 nats with 98.7 to 99.1% agreement, F16 1.7e-4
@@ -69,7 +69,7 @@ class NoSignalGuard(Hook):
     MOST_KL, LEAST_AGREEMENT = 1e-3, 0.98
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Raises `UserError` if both figures at step 0 are those of one model in two precisions."""
+        """Raises `UserError` if both figures at step 0 show one model in two precisions."""
         name, _ = kl_names(figures)
         if step or name not in figures:  # no teacher
             return
@@ -85,7 +85,7 @@ class NoSignalGuard(Hook):
 
 
 class CollapseError(KdjaxError):
-    """A student's own answers became too long, or repeat themselves."""
+    """The student's self-generated answers became too long, or repeat themselves."""
 
     status = COLLAPSED
 
@@ -99,7 +99,7 @@ class CollapseGuard(Hook):
     every round answers, where a student that is taught well comes nearer to its teacher.
     """
 
-    # What round 0 counts as at least, since noise doubles less: a share of ids, and nats.
+    # Lower bounds for round 0's figures, since noise doubles small ones: a share of ids, and nats.
     _LEAST_REPEATED, _LEAST_DIVERGENCE = 0.05, 0.02
 
     def __init__(self, workdir: Path, settings: RolloutConfig):
@@ -125,10 +125,10 @@ class CollapseGuard(Hook):
         }
         if first["cut_off"] < 0.5:
             limits["cut_off"] = max(growth * first["cut_off"], 0.5)
-        if "divergence" in first:  # with a teacher that can read
+        if "divergence" in first:  # with a teacher that runs
             least = max(first["divergence"], self._LEAST_DIVERGENCE)
             limits["divergence"] = growth * least
-        # Only empty answers to all prompts that are compared leave a round without a divergence.
+        # A round lacks a divergence only if all compared prompts got empty answers.
         now = {"divergence": math.inf} | dict(figures)
         over = [name for name, limit in limits.items() if now[name] >= limit]
         if not over:
@@ -139,7 +139,7 @@ class CollapseGuard(Hook):
             f"{limits[name]:.4g}"
             for name in over
         )
-        good = max(step - 1 - settings.every, 0)  # the student there wrote the round before
+        good = max(step - 1 - settings.every, 0)  # the student of that step wrote the round before
         steps = [saved for saved in saved_steps(self._workdir) if saved <= good]
         kept = "No checkpoint of it is kept: raise checkpoint.keep, or set checkpoint.every."
         if not good:
@@ -147,8 +147,8 @@ class CollapseGuard(Hook):
         elif steps:
             kept = f"The last good checkpoint is {step_folder(self._workdir, steps[-1])}."
         raise CollapseError(
-            f"round {number}, before step {step}: the student's own answers collapse\n"
-            f"  {evidence}\nThe answers are in {round_path(folder, number)}, round 0 beside "
+            f"round {number}, before step {step}: the student's answers collapse\n"
+            f"  {evidence}\nThe answers are in {round_path(folder, number)}, round 0 next to "
             f"it; the student of step {good} still wrote good ones. {kept} Lower "
             "optim.learning_rate or rollout.share, give the forward KL more weight "
             "(loss.divergence), or raise rollout.stop_growth."

@@ -12,7 +12,7 @@ import numpy as np
 from kdjax.formats.saved import read_receipt
 
 FORMAT = 1  # raise when a field changes its meaning
-REVISION_FILE = ".revision"  # beside kdjax/, where the source came without its .git
+REVISION_FILE = ".revision"  # next to kdjax/, if the source came without its .git
 _SOURCE = Path(__file__).resolve().parents[2]
 
 
@@ -29,7 +29,7 @@ def add_tensor(digest: Any, name: str, tensor: np.ndarray) -> None:
 
 
 def params_hash(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
-    """SHA-256, in hex, over the tensors in the order given."""
+    """SHA-256, in hex, over the tensors in the given order."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         add_tensor(digest, name, tensor)
@@ -37,7 +37,7 @@ def params_hash(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def source_revision(root: Path = _SOURCE) -> tuple[str | None, bool | None]:
-    """The source's git commit and whether `kdjax/` differs from it; None for what is unknown.
+    """The source's git commit and whether `kdjax/` differs from it; None for unknown values.
 
     A source without `.git` may carry its commit in a file `.revision`, as
     scripts/dispatch/dispatch.sh writes it.
@@ -62,7 +62,7 @@ def source_revision(root: Path = _SOURCE) -> tuple[str | None, bool | None]:
 
 
 def read(workdir: Path) -> dict[str, Any] | None:
-    """The receipt in `workdir`; None if there is none. Raises `ValueError` if it is no receipt."""
+    """Reads the receipt in `workdir`; None without a file. Raises `ValueError` for another file."""
     receipt = read_receipt(workdir)
     if receipt is not None and receipt.get("format") != FORMAT:
         raise ValueError(f"no receipt of format {FORMAT}")

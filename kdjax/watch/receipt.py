@@ -1,6 +1,6 @@
-"""`receipt.json`: what a run was made of, what it made, and how it ended.
+"""`receipt.json`: a run's inputs, its outputs, and how it ended.
 
-Written when training begins, renewed at every save, closed however the run ends; always by atomic
+Written when training begins, renewed at every save, closed at any end; always by atomic
 replacement. `kdjax.watch.verify` rechecks it.
 """
 
@@ -56,8 +56,8 @@ _ENVIRONMENT = ("KDJAX_", "XLA_", "JAX_", "MANAGED_MEMORY", "TF_FORCE_UNIFIED_ME
 class Receipt(Hook):
     """Keeps `workdir/receipt.json`.
 
-    The models' hashes come with the run's identity, computed while the models load; those of the
-    rows and of the output cost no time of a step.
+    The models' hashes come with the run's identity, computed while the models load; the hashes
+    of rows and output are computed outside of steps.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Receipt(Hook):
             self._record["tokens"] += record.figures["tokens"]
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        """Keeps the first and the latest held-out figures."""
+        """Records the first and the latest held-out figures."""
         held_out = self._record["held_out"]
         held_out["final"] = {"step": step, **figures}
         held_out["first"] = held_out["first"] or held_out["final"]
@@ -124,7 +124,7 @@ class Receipt(Hook):
     def train_end(self, reason: str, error: BaseException | None) -> None:
         """Hashes the output and closes the receipt; raises what a save in flight raised."""
         record, problem = self._record, None
-        if not isinstance(error, KeyboardInterrupt):  # who asked twice wants no more waiting
+        if not isinstance(error, KeyboardInterrupt):  # a second interrupt must not wait
             with contextlib.suppress(OSError):
                 record["data"]["packed_sha256"] = self._rows_hash.result()
             try:
@@ -142,7 +142,7 @@ class Receipt(Hook):
             raise problem
 
     def _hash_output(self) -> dict[str, Any] | None:
-        """The newest checkpoint and the hash of what it holds on the disk, once it is there."""
+        """Describes the newest checkpoint, with the hash of its parameters, once it is written."""
         self._checkpoints.wait()
         step = self._checkpoints.latest()
         return None if step is None else _describe_output(self._job.workdir, step)
@@ -159,9 +159,9 @@ class Receipt(Hook):
 
 
 def close_finished(workdir: Path, step: int) -> bool:
-    """Closes the receipt of a run whose process died behind its last save, that of `step`.
+    """Closes the receipt of a run whose process died after its last save, at `step`.
 
-    Returns whether it did: False where the run closed it, or left none.
+    Returns whether it did: False if the run closed it, or left none.
     """
     try:
         record = read(workdir)
@@ -190,7 +190,7 @@ def _tell_time() -> str:
 
 
 def _begin_session(record: dict[str, Any], step: int, started: str) -> None:
-    """Adds a session from `step` on to those of the record; one without an end was killed."""
+    """Adds a session that starts at `step`; an earlier one without an end was killed."""
     sessions = record["sessions"]
     if sessions and sessions[-1]["ended"] is None:
         sessions[-1]["reason"] = "killed"
@@ -205,7 +205,7 @@ def _end_session(
     error: BaseException | None = None,
     verdict: str | None = None,
 ) -> None:
-    """Says in the record how the run and its session ended."""
+    """Records how the run and its session ended."""
     status, ended = exit_status(reason, error, verdict), _tell_time()
     record |= {
         "ended": ended,
@@ -258,7 +258,7 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
         "kdjax": {"version": __version__, "git_sha": sha, "git_dirty": dirty},
         "config": config,
         "config_sha256": config_hash(config),
-        # A user's code by the names of `distill`, each with its own name: no hash here is of it.
+        # User code, by the arguments of `distill`: its name only, no hash.
         "unhashed_python": job.own.describe(job.step.abstract),
         "seed": job.config.train.seed,
         "cwd": os.getcwd(),  # relative paths of the config start here
@@ -309,7 +309,7 @@ def _describe_platform(devices: Devices) -> dict[str, Any]:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """The value with None for numbers that JSON cannot say."""
+    """Replaces numbers that JSON cannot hold by None."""
     if isinstance(value, Mapping):
         return {key: _replace_non_finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

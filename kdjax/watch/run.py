@@ -1,4 +1,4 @@
-"""A whole run: assembled from its config, trained, and watched."""
+"""Runs a config from start to end: assembles, trains and watches it."""
 
 import contextlib
 import functools
@@ -129,7 +129,7 @@ def _close(workdir: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def _naming_checkpoint(workdir: Path) -> Iterator[None]:
-    """Adds to a `WriteError` what the same command would go on from."""
+    """Adds to a `WriteError` the checkpoint from which the same command resumes."""
     try:
         yield
     except WriteError as error:
@@ -152,12 +152,12 @@ def make_hooks(
     figures always says what they are of. Samples come before the page, which is the last because it
     reads the files of all the others.
 
-    A smoke run has its `verdict` in place of samples and page, and leaves no curves in TensorBoard
-    or Weights & Biases: they would be joined with those of the run that it tries.
+    A smoke run has its `verdict` in place of samples and page, and writes no curves to TensorBoard
+    or Weights & Biases, where they would join the curves of the full run.
     """
     config, workdir = job.config, job.workdir
     hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index()), *job.own.hooks]
-    # What a rounded student learns is to predict this in spite of its rounding.
+    # A rounded student learns to predict this in spite of its rounding.
     alike = config.teacher.allow_degenerate or config.loss.alpha == 1 or config.student.quantize
     alike = alike or config.student.block  # which may draft well before it has learned more
     if not alike:
@@ -172,7 +172,7 @@ def make_hooks(
     if config.rollout.prompts:  # behind the writers of what it stops at
         hooks.append(CollapseGuard(workdir, config.rollout))
     if verdict:
-        return [*hooks, verdict]  # which decides the exit status, of every process
+        return [*hooks, verdict]  # the verdict decides the exit status of every process
     if first and config.log.tensorboard:
         hooks.append(writers.TensorBoard(workdir))
     if first and config.log.wandb_project:

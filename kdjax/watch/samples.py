@@ -1,7 +1,7 @@
-"""`samples.json`: what the student writes before and after training, judged by the teacher.
+"""`samples.json`: the student's completions before and after training, judged by the teacher.
 
-The same held-out beginnings are continued greedily each time. Then the teacher reads the student's
-own continuation once: its most likely id at each place, and what it gives the student's.
+The student continues the same held-out prompts greedily each time. Then the teacher reads each
+completion once: its most probable id at each position, and its probability of the student's id.
 """
 
 import json
@@ -30,7 +30,7 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 48
 
 
 def choose(rows: Rows, count: int) -> list[dict[str, Any]]:
-    """At most `count` prompts from rows spread evenly: half of a row's longest document.
+    """Chooses at most `count` prompts from evenly spread rows: half of a row's longest document.
 
     A prompt has 1 to `PROMPT_TOKENS` ids; `reference` is how the text goes on.
     """
@@ -46,10 +46,10 @@ def choose(rows: Rows, count: int) -> list[dict[str, Any]]:
 
 
 class Samples(Hook):
-    """Keeps `workdir/samples.json`; a pure function of the parameters, which changes no result.
+    """Writes `workdir/samples.json`; a pure function of the parameters, which changes no result.
 
-    Completions of before training are kept when a run resumes. Without a teacher nobody judges the
-    tokens. Whatever goes wrong here is logged and leaves the run alone.
+    A resumed run keeps the completions from before training. Without a teacher the tokens are not
+    judged. Errors here are logged and do not end the run.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Samples(Hook):
         self._last = 0
 
     def train_begin(self, run: Run) -> None:
-        """Takes up the samples of an earlier session, or chooses prompts."""
+        """Reads the samples of an earlier session, or chooses prompts."""
         self._last = run.total_steps
         self._samples = (run.start_step and self._read_earlier()) or [
             {
@@ -104,12 +104,12 @@ class Samples(Hook):
             described = self._describe(prompts, self._complete(prompts, params))
             for sample, completion in zip(self._samples, described, strict=True):
                 sample["before" if step == 0 else "after"] = {"step": step} | completion
-            if jax.process_index() != 0:  # which only computed its rows
+            if jax.process_index() != 0:  # other processes only compute their rows
                 return
             document = {"format": FORMAT, "samples": self._samples}
             with replacing(self._path) as file:
                 file.write(json.dumps(document, indent=1).encode() + b"\n")
-        except Exception as error:  # a run of hours does not end for want of samples
+        except Exception as error:  # missing samples must not end a run of hours
             _log.warning("no samples at step %d: %s: %s", step, type(error).__name__, error)
 
     def _complete(self, prompts: list[list[int]], params: Params) -> list[Completion]:
@@ -125,7 +125,7 @@ class Samples(Hook):
         return student.generate(prompts, sampling, batch_size=len(prompts))
 
     def _judge(self, prompts: list[list[int]], completions: list[Completion]) -> Judged | None:
-        """The teacher's opinion, if there is a teacher that can read and a token to judge."""
+        """The teacher's judgement, if a teacher runs and there is a token to judge."""
         if self._teacher is None or not any(c.ids for c in completions):
             return None
         if not isinstance(self._teacher.functions, DecoderFunctions):
@@ -137,7 +137,7 @@ class Samples(Hook):
     def _describe(
         self, prompts: list[list[int]], completions: list[Completion]
     ) -> list[dict[str, Any]]:
-        """How each completion ended, and its tokens with the opinions of student and teacher."""
+        """Describes how each completion ended, and its tokens as student and teacher judge them."""
         judged = self._judge(prompts, completions)
         return [
             {

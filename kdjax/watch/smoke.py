@@ -19,13 +19,13 @@ GATE = "F-DISTILL-SMOKE-001"
 
 
 class Verdict(Hook):
-    """Judges a smoke run and prints the verdict, on standard output, when it ends."""
+    """Judges a smoke run and prints the verdict on standard output."""
 
     def __init__(self, config: Config):
         self._config = config
         self._held_out: dict[int, dict[str, float]] = {}
         self._seconds: list[float] = []
-        self.result = "UNDECIDED"  # PASS, FAIL, or this if the run ended before its last step
+        self.result = "UNDECIDED"  # PASS or FAIL after the last step
 
     def train_begin(self, run: Run) -> None:
         self._positions = run.tokens_per_step
@@ -37,9 +37,9 @@ class Verdict(Hook):
         self._held_out[step] = dict(figures)
 
     def outcome(self, error: BaseException | None) -> dict[str, Any]:
-        """The verdict and what it rests on; `error` is the exception that ended the run, if any.
+        """The verdict and its evidence; `error` is the exception that ended the run, if any.
 
-        Losses in nats a token, times in seconds; the projection is of the steps alone.
+        Losses are in nats a token, times in seconds; the projection counts steps alone.
         """
         steps = self._config.smoke.steps
         total = self._config.train.steps
@@ -95,7 +95,7 @@ class Verdict(Hook):
 
 
 def _select(figures: Mapping[str, float]) -> dict[str, float]:
-    names = ("loss", "student_ce", *kl_names(figures))  # the last two only with a teacher
+    names = ("loss", "student_ce", *kl_names(figures))  # KLs exist only with a teacher
     return {name: figures[name] for name in names if name in figures}
 
 
@@ -112,7 +112,7 @@ def _warn(
         f"the trained loss fell and the held-out KL at T = 1 rose from {before[kl]:.4f} to "
         f"{after[kl]:.4f}: the student's own predictions move away from the teacher's. "
         f"loss.temperature={loss.temperature:g} and loss.alpha={loss.alpha:g} train something "
-        "else; --config.loss.temperature=1 trains that KL, a lower --config.loss.alpha weighs the "
+        "else; --config.loss.temperature=1 trains that KL, a lower --config.loss.alpha weights the "
         "teacher more than the text."
     )
 

@@ -32,12 +32,11 @@ class _Failed(Exception):
 
 
 def verify(workdir: Path) -> list[str]:
-    """Rechecks the run of `workdir`; returns a line a check. Raises `CheckError` with what failed.
+    """Rechecks the run of `workdir`; returns one line a check. Raises `CheckError` if any fails.
 
-    Rehashes the config, both models, the packed rows, the text behind them and the checkpoint's
-    parameters, and compares these with the student's file as it is loaded: every tensor must have
-    changed. A file that is gone fails its check. Uses the CPU, and host memory for the
-    largest parameter.
+    Rehashes the config, both models, the packed rows, their source text and the checkpoint's
+    parameters. Compares the parameters with the student's file: every tensor must have changed. A
+    missing file fails its check. Uses the CPU, and host memory for the largest parameter.
     """
     run = _Recheck(workdir)
     _stay_on_the_cpu()
@@ -64,7 +63,7 @@ def verify(workdir: Path) -> list[str]:
 
 
 def _stay_on_the_cpu() -> None:
-    from jax._src import xla_bridge  # there is no public way to ask
+    from jax._src import xla_bridge  # no public function says whether JAX has started
 
     if not xla_bridge.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
@@ -76,7 +75,7 @@ def _expect(what: str, found: object, recorded: object) -> None:
 
 
 class _Recheck:
-    """A run to recheck. Each check returns what it saw, or raises `_Failed`."""
+    """A run to recheck. Each check returns its result as text, or raises `_Failed`."""
 
     def __init__(self, workdir: Path):
         path = workdir / RECEIPT
@@ -88,16 +87,16 @@ class _Recheck:
             ) from error
         if receipt is None:
             raise UserError(
-                f"{path}: no such file; expected the receipt of a run. Give the run's --workdir."
+                f"{path}: no such file; expected the receipt of a run. Name the run's --workdir."
                 f"{suggest_path(workdir)}"
             )
         self.workdir, self.receipt = workdir, receipt
 
     @functools.cached_property
     def config(self) -> Config:
-        """The run's config, with paths that hold whatever the current directory is."""
+        """The run's config, with paths that do not depend on the current directory."""
         nested = self.receipt["config"]
-        # Older runs lack what came later: that has its default.
+        # Receipts of older versions lack newer fields, which have their defaults.
         known = {n: x for n, x in nested.items() if n in vars(Config()) or find_removed(n)}
         config = read_section(Config(), known)
         for section, name in (
@@ -124,12 +123,12 @@ class _Recheck:
 
     @property
     def python(self) -> dict[str, str]:
-        """A user's code in the run, by the names of `distill`; empty of older receipts."""
+        """User code in the run, by the arguments of `distill`; empty in older receipts."""
         return self.receipt.get("unhashed_python", {})
 
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
-        """Hashes of the identity's text and prompts, from the files as they are now."""
+        """Hashes of the identity's text and prompts, from today's files."""
         return hash_text(self.config, open_student(self.config).tokenizer)
 
     def end(self) -> str:
@@ -201,7 +200,7 @@ class _Recheck:
         _expect("a newest checkpoint of step", steps[-1], step)
         if receipt["status"] != "failed":
             _expect("in the checkpoint step", step, receipt["steps"])
-        # What the checkpoint itself says it was trained by.
+        # The checkpoint's record of its config and inputs.
         saved = saved_run(self.workdir, step)["identity"]
         teacher = receipt["teacher"] or {}
         contents = {

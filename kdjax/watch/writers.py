@@ -35,7 +35,7 @@ class JsonLines(Hook):
                 try:
                     if json.loads(line)["step"] <= run.start_step:
                         kept.append(line)
-                except json.JSONDecodeError:  # the line a kill cut short
+                except json.JSONDecodeError:  # a kill has cut this line short
                     continue
         with replacing(self._path) as file:
             file.write("".join(kept).encode())
@@ -43,7 +43,7 @@ class JsonLines(Hook):
         self._file = self._path.open("a", buffering=1)
 
     def _write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        # JSON has no NaN; the figures of a student that was ruined become null.
+        # JSON has no NaN: such figures become null.
         known = {k: v if math.isfinite(v) else None for k, v in figures.items()}
         with writing(self._path):
             self._file.write(json.dumps({"kind": kind, "step": step, **known}) + "\n")
@@ -109,7 +109,7 @@ class TensorBoard(_Scalars):
         """
         from tensorboardX.proto import event_pb2
 
-        make: Any = event_pb2  # whose names are made when it is imported
+        make: Any = event_pb2  # its names are made when it is imported
         with writing(self._folder):
             self._writer.write_event(make.Event(wall_time=time.time(), **event))
             self._writer.flush()
@@ -124,7 +124,7 @@ class TensorBoard(_Scalars):
 
 
 class WeightsAndBiases(_Scalars):
-    """The same scalars to Weights & Biases; needs `pip install 'kdjax[wandb]'`."""
+    """Sends the scalars to Weights & Biases; needs `pip install 'kdjax[wandb]'`."""
 
     def __init__(self, project: str, workdir: Path):
         try:
@@ -164,12 +164,12 @@ def format_seconds(seconds: float) -> str:
 
 
 class Terminal(Hook):
-    """A progress bar on a terminal, plain lines elsewhere; the same fields in both.
+    """A progress bar on a terminal, plain lines elsewhere, with the same fields.
 
-    Among the first plain lines is one that says how long the run will take: the next may be far.
+    One of the first plain lines says how long the run will take, since the next may be far off.
     """
 
-    _FIRST_PACE = 3  # steps, and seconds, that tell it
+    _FIRST_PACE = 3  # steps, and seconds, to measure before it
 
     def __init__(self, stream: Any = None):
         self._stream = stream or sys.stderr
@@ -218,7 +218,7 @@ class Terminal(Hook):
             self._print(f"about {left} more for steps and evaluations, at {pace}")
 
     def _seconds_left(self, step: int) -> float:
-        """Until the last step and evaluation, of which a position counts as one of a step."""
+        """Seconds to the last step and evaluation; a held-out position counts as a trained one."""
         run = self._run
         behind = {
             run.total_steps,
@@ -271,7 +271,7 @@ class Terminal(Hook):
         self._print(f"checkpoint at step {step}")
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        """Takes the bar down and says how the run ended."""
+        """Removes the bar and says how the run ended."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""`report.html`: what runs left in their workdirs, as one page of curves, figures and samples.
+"""`report.html`: the results of runs, as one page of curves, figures and samples.
 
 `workdir` reads, `page` draws and writes. Only drawing imports matplotlib.
 """
@@ -17,18 +17,18 @@ _log = logging.getLogger("kdjax")
 class ReportPage(Hook):
     """Writes `workdir/report.html` when a run is finished, or stopped by a NaN.
 
-    A page that cannot be drawn is a warning, and changes no end.
+    A page that cannot be drawn is a warning, and does not change how the run ends.
     """
 
     def __init__(self, workdir: Path):
         self._workdir = workdir
 
     def train_begin(self, run: Run) -> None:
-        """Removes the page of an earlier session, which would tell another story."""
+        """Removes the page of an earlier session, which is out of date."""
         (self._workdir / FILE).unlink(missing_ok=True)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        """Draws; who interrupts a run does not wait for that."""
+        """Draws the page, unless the run was interrupted."""
         if reason != "finished" and not isinstance(error, NonFiniteError):
             return
         try:

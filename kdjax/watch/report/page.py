@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, and its curves as PNG files beside it."""
+"""The page: one self-contained HTML file, and its curves as PNG files next to it."""
 
 import base64
 import dataclasses
@@ -34,7 +34,7 @@ _COLUMNS = {
     "agreement": ("", "agreement", "{:.2%}"),
     "acceptance": ("", "acceptance", "{:.2%}"),
 }
-_SAME = "KL at T = 1"  # a divergence that has a column already
+_SAME = "KL at T = 1"  # a divergence that already has a column
 _PLACES = {
     "checkpoint": "checkpoints/{step}",
     "report": FILE,
@@ -47,10 +47,10 @@ _PLACES = {
 
 
 def write_page(workdirs: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the page of one run or several, and PNG files into a folder of its name beside it.
+    """Writes the page of one run or several, and PNG files into a folder of its name next to it.
 
     By default `report.html` in the one workdir, or `comparison.html` in the first of several.
-    Raises `UserError` for folders without a run, runs named twice, and a page that is no `.html`;
+    Raises `UserError` for folders without a run, runs named twice, and a page that is not `.html`;
     `WriteError` for a full disk.
     """
     out = out or workdirs[0] / (FILE if len(workdirs) == 1 else "comparison.html")
@@ -155,8 +155,8 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
 
     A rounded student's masters have a row: what it is worse than them is what rounding still costs.
 
-    A teacher or a start that several runs share is one row. A column that nobody has is left out,
-    and the divergence where it is the KL at T = 1, or not the same in all runs.
+    A teacher or a start that several runs share is one row. Empty columns are left out, and so is
+    the divergence if it is the KL at T = 1, or differs between runs.
     """
     rows: dict[tuple[bool, str, tuple[str, ...], str], list[str]] = {}  # labels of runs
     for run in runs:
@@ -230,7 +230,7 @@ def _summarise(run: RunRecord, several: bool) -> str:
 
 
 def _describe_units(runs: Sequence[RunRecord]) -> str:
-    """Units of the results, and over how many positions they are."""
+    """States the units of the results and their number of positions."""
     counts = sorted({run.evals[-1]["positions"] for run in runs if run.evals})
     over = " or ".join(f"{count:,.0f}" for count in counts if math.isfinite(count))
     return f"CE and KL in nats a token{f', over {over} positions' if over else ''}."
@@ -254,7 +254,7 @@ def _list_doubts(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _list_differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Fields of the configs that are not the same in all runs, and each run's value."""
+    """Fields of the configs that differ between runs, and each run's value."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
     rows = [(field, [_show(run.config.get(field)) for run in runs]) for field in fields]
     return [(field, values) for field, values in rows if len(set(values)) > 1]
@@ -280,22 +280,22 @@ def _list_facts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _mark_tokens(tokens: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Text, class and title of each token: whether the teacher would have written it, "" unjudged.
+    """Text, class and title of each token: whether the teacher agrees; "" if unjudged.
 
-    What has no glyph could carry no mark, and gets one where the teacher differs.
+    A token without a glyph cannot carry a mark, and gets a glyph if the teacher differs.
     """
     for token in tokens:
         opinion = token.get("teacher")
         if not opinion:
             yield token["text"], "", ""
             continue
-        title = f"teacher gives it {opinion['of_students_id']:.1%}"
+        title = f"teacher's probability: {opinion['of_students_id']:.1%}"
         if "divergence" in token:
             title = f"divergence {token['divergence']:.3f}; {title}"
         if opinion["id"] == token["id"]:
             yield token["text"], "yes", title
         else:
-            title += f"; its own: {opinion['text']!r}, {opinion['probability']:.1%}"
+            title += f"; its choice: {opinion['text']!r}, {opinion['probability']:.1%}"
             yield token["text"].replace("\n", "↵\n") or "␣", "no", title
 
 
@@ -305,12 +305,12 @@ def _mean_divergence(tokens: Sequence[dict[str, Any]]) -> float:
 
 # ---- the curves
 
-# Blue, vermilion, green, purple, ochre, sky after Okabe and Ito, who chose them to be told apart by
-# the colour-blind. Runs and parts differ in their dashes as well.
+# Blue, vermilion, green, purple, ochre, sky by Okabe and Ito, who chose colours that colour-blind
+# readers can distinguish. Runs and parts differ in their dashes as well.
 _COLOURS = "#0068a8", "#c84e00", "#007a5a", "#a4508b", "#8a6a00", "#2a8fc7"
 _DASHES = "-", (0, (5, 1.6)), (0, (1.5, 1.3)), (0, (6, 1.5, 1.5, 1.5))
 _BINS = 160  # points of a curve; longer runs are averaged
-_PACE_STEPS = 8  # steps whose speed is averaged, at least: single ones are timed a step late
+_PACE_STEPS = 8  # least number of steps to average speed over: one is timed a step late
 _LABEL = 24  # characters of a run's label
 _STYLE: dict[str, Any] = {
     "figure.figsize": (4.9, 2.9),  # inches of 72 units: as wide as a phone, so that 10 are legible
@@ -352,17 +352,17 @@ class Curve:
     label: str
     tokens: np.ndarray
     values: np.ndarray
-    # Least and greatest of the steps that a value is a mean of.
+    # Least and greatest value of the averaged steps.
     band: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """The curves of one figure, a run each."""
+    """The curves of one figure, one for each run."""
 
     name: str  # of its PNG
     title: str
-    note: str  # what a reader must know of it
+    note: str  # explanation for the reader
     svg: str  # base64
     png: bytes
 
@@ -402,7 +402,7 @@ def _bin_size(steps: int) -> int:
 
 
 def _average(run: RunRecord, figure: str) -> Curve | None:
-    """Means of equal numbers of steps. Of speeds the times are added up, as speeds do not add."""
+    """Means of equal numbers of steps; for speeds, of the times, since speeds do not add."""
     values, good = run.train[figure], np.isfinite(run.train[figure])
     speed = figure == "tokens_per_second"
     if speed:
@@ -457,7 +457,7 @@ def _draw(
                 label=curve.label[-_LABEL:].lstrip("_"),  # matplotlib hides labels in _
                 color=colour,
                 linestyle=dashes,
-                # The first is wide, so that another of the same values stays visible on it.
+                # The first line is wide, so that an equal one stays visible on it.
                 linewidth=1.6 if i else 2.8,
                 marker=marker or "o" * (len(curve.values) == 1),
                 markersize=4,

@@ -1,4 +1,4 @@
-"""Reads a run's workdir leniently: the run may be going on, broken or half there."""
+"""Reads a run's workdir leniently: the run may be going on, broken or incomplete."""
 
 import dataclasses
 import json
@@ -36,8 +36,8 @@ class RunRecord:
     evals: list[dict[str, float]]  # in order of steps, each with the tokens trained until then
     receipt: dict[str, Any]  # empty if there is none
     samples: list[dict[str, Any]]
-    rounds: list[dict[str, Any]]  # records of the first and the last round of own answers
-    notes: list[str]  # what a reader must know before the figures
+    rounds: list[dict[str, Any]]  # records of the first and the last round of answers
+    notes: list[str]  # warnings to read before the figures
 
     @property
     def config(self) -> dict[str, Any]:
@@ -60,12 +60,12 @@ class RunRecord:
 
     @property
     def without_teacher(self) -> bool:
-        """Whether the loss is the text's alone: a baseline."""
+        """Whether the loss has no teacher: a baseline trained on text alone."""
         return self.config.get("loss.alpha") == 1
 
 
 def read_run(path: Path, label: str = "") -> RunRecord:
-    """The run of a workdir. Raises `UserError` if no run was ever begun there."""
+    """Reads the run of a workdir. Raises `UserError` if no run has begun there."""
     if not path.is_dir():
         raise UserError(
             f"{path}: no such folder; expected the --workdir of a run.{suggest_path(path)}"
@@ -86,7 +86,7 @@ def read_run(path: Path, label: str = "") -> RunRecord:
     if not lines and not receipt:
         raise UserError(
             f"{path}: found neither figures in {METRICS} nor a {RECEIPT}; expected the "
-            "--workdir of a run that has begun. Give that of another run, or start one there: "
+            "--workdir of a run that has begun. Name another run's, or start one there: "
             f"kdjax train --config=CONFIG --workdir={path}"
         )
     steps = [figures for kind, figures in lines if kind == "train"]
@@ -107,7 +107,7 @@ def read_run(path: Path, label: str = "") -> RunRecord:
 
 
 def _read_rounds(workdir: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Reads the first round of own answers and the last, if both have answers to be shown."""
+    """Reads the first and the last round of answers, if both have answers to show."""
     folders = sorted(workdir.glob(f"{FOLDER}*"), key=lambda folder: (len(folder.name), folder.name))
     files = [file for folder in folders for file in sorted(folder.glob("round-*.npz"))]
     try:
@@ -119,7 +119,7 @@ def _read_rounds(workdir: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The runs, each with a label of its own: the end of its path that tells it from the others."""
+    """Reads the runs; the label of each is the end of its path that distinguishes it."""
     resolved = [path.resolve() for path in paths]
     for i, path in enumerate(resolved):
         if path in resolved[:i]:
@@ -156,7 +156,7 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
 
 
 def _describe_end(run: RunRecord) -> list[str]:
-    """How the run stands, and what of it is not there."""
+    """Describes the state of the run, and its missing parts."""
     receipt, steps = run.receipt, run.train["step"]
     planned = run.config.get("train.steps", 0)
     done = f"{int(steps[-1]) if len(steps) else 0:,}" + (f" of {planned:,}" if planned else "")
