@@ -78,9 +78,6 @@ def read_numbers(weight: Array | PackedMatrix | Mixed | Scaled | Adapted) -> Arr
         numbers = read_numbers(weight.base).astype(jnp.float32)
         return numbers if weight.a is None else numbers + weight.change
     if isinstance(weight, Mixed):
-        layers = [
-            weight.read(weight.which[i], weight.slot[i], PackedMatrix.decode)
-            for i in range(weight.shape[0])
-        ]
-        return jnp.stack(layers)
+        places = zip(weight.which, weight.slot, strict=True)
+        return jnp.stack([weight.read(which, slot) for which, slot in places])
     return decode_weight(weight)
