@@ -1,5 +1,6 @@
 """The best checkpoint by a held-out figure, and the run that is stopped for making it worse."""
 
+import contextlib
 import logging
 import types
 
@@ -20,9 +21,23 @@ from kdjax.training.saving import _Kept
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
+@contextlib.contextmanager
+def caplog_of(name):
+    """The messages of a logger, for fixtures of a wider scope than `caplog`."""
+    lines, log = [], logging.getLogger(name)
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    yield lines
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
 @pytest.fixture(scope="module")
-def judged(models, tmp_path_factory, undrawn):
-    """The workdir of a run of four steps whose second is, by its figures, the best."""
+def judged_run(models, tmp_path_factory, undrawn):
+    """Workdir and log of a run of four steps whose second is, by its figures, the best."""
     folder = tmp_path_factory.mktemp("judged")
     config = make_tiny_config(models, folder)
     config.train.steps, config.optim.warmup_steps = 4, 1
@@ -31,8 +46,19 @@ def judged(models, tmp_path_factory, undrawn):
     losses, merge = iter([5.0, 3.0, 4.0]), loop.merge_sums
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "merge_sums", lambda *x: merge(*x) | {"loss": next(losses)})
-        assert kdjax.distill(config, folder / "run") == "finished"
-    return folder / "run"
+        with caplog_of("kdjax") as lines:
+            assert kdjax.distill(config, folder / "run") == "finished"
+    return folder / "run", [line for line in lines if "best" in line]
+
+
+@pytest.fixture
+def judged(judged_run):
+    return judged_run[0]
+
+
+@pytest.fixture
+def judged_log(judged_run):
+    return judged_run[1]
 
 
 def test_the_newest_steps_and_the_best_one_are_kept():
@@ -62,6 +88,42 @@ def test_the_best_step_stays_and_is_the_one_that_is_taken(judged, tmp_path, capl
 
 def parts(*means):
     return [{"loss": mean, "kl": mean, "agreement": mean, "tokens": 10.0} for mean in means]
+
+
+def test_the_run_says_which_step_was_best_and_what_it_gained(judged_log):
+    assert judged_log[-1] == (
+        "step 2 is the best that is saved: held-out loss 3; 5 before training"
+    )
+
+
+def judge_steps(values, record=None, name="loss", saved=lambda step: True):
+    """A judge that has seen these figures of steps 0, 1, ..., and had those `saved` noted."""
+    judge = Judge(name, 0.0, record or {})
+    for step, value in values.items():
+        judge.see(step, {name: value}, [])
+        if step == 0:
+            judge.begin()
+        if saved(step):
+            judge.note_saved(step)
+    return judge
+
+
+def test_the_start_is_a_candidate_where_it_is_saved():
+    """And a run that was stopped between says what one says that was not."""
+    worse = judge_steps({0: 3.0, 1: 3.5, 2: 4.0})
+    assert worse.best == Best(0, "loss", 3.0)
+    assert "held-out loss 3 there, and 4 after step 2. Step 0 is what export" in worse.describe()
+    first = judge_steps({0: 3.0, 1: 3.5})
+    assert judge_steps({2: 4.0}, first.record).describe() == worse.describe()
+    unsaved = judge_steps({0: 3.0, 1: 3.5, 2: 4.0}, saved=bool)
+    assert unsaved.best == Best(1, "loss", 3.5)
+    assert "step 1 is the best that is saved: held-out loss 3.5, no better than 3 before" in (
+        unsaved.describe()
+    )
+    better = judge_steps({0: 0.25, 1: 0.5, 2: 0.375}, name="agreement")
+    assert better.describe().endswith("held-out agreement 0.5; 0.25 before training")
+    assert judge_steps({1: 2.0}).describe() == "step 1 is the best that is saved: held-out loss 2"
+    assert judge_steps({0: 2.0}, saved=lambda step: False).describe() == "no step is saved"
 
 
 def test_a_run_is_worse_if_it_is_by_more_than_its_error():

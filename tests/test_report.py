@@ -364,31 +364,6 @@ def test_figures_are_those_of_the_files(tmp_path):
     assert run.divergence == "KL at T = 4" and not run.without_teacher
 
 
-def test_a_rounded_run_shows_what_rounding_still_costs(tmp_path):
-    rounded = dict(masters_kl=0.2, masters_agreement=0.75, masters_student_ce=1.5, masters_loss=0.4)
-    lines = [line if line["kind"] == "train" else line | rounded for line in WHOLE]
-    run = read_run(workdir(tmp_path / "a", lines, receipt()))
-    columns, rows = page.results_table([run])
-    label, cells = rows[-1]
-    assert label == "student after 4 steps: its float32 masters, not rounded" and len(rows) == 4
-    row = dict(zip(columns, cells, strict=True))
-    assert (row["KL to the teacher"], row["agreement"], row["CE"]) == ("0.2000", "75.00%", "1.5000")
-    assert row["acceptance" if "acceptance" in row else "perplexity"] == "–"
-    said = "0.0500 of that KL is what rounding still costs, in 4 steps"
-    assert said in page._summarise(run, False)
-
-
-def test_a_rounded_run_that_ended_as_it_began_says_so(tmp_path):
-    record = receipt(student_quantize="q4_0")
-    ends = [line for line in WHOLE if line["kind"] != "eval"]
-    first = next(line for line in WHOLE if line["kind"] == "eval")
-    lines = [first, *ends, first | {"step": 4}]
-    _, rows = page.results_table([read_run(workdir(tmp_path / "a", lines, record))])
-    assert rows[-1][0] == "student as it began, nearer than after 4 steps"
-    _, rows = page.results_table([read_run(workdir(tmp_path / "b", WHOLE, record))])
-    assert rows[-1][0] == "student after 4 steps"
-
-
 def test_curves_average_and_bands_span(tmp_path):
     lines = [
         step(i, loss=float(i % 4), tokens_per_second=10.0 if i % 2 else 1000.0)

@@ -52,16 +52,16 @@ def saved_steps(workdir: Path) -> list[int]:
 
 
 class Best(NamedTuple):
-    """The best saved step by a held-out figure."""
+    """A step and its held-out figure, by which the best saved step is chosen."""
 
     step: int
     name: str
     value: float
 
     @classmethod
-    def read(cls, record: Mapping[str, Any]) -> "Best | None":
-        """Reads a saved step's record; None if it names no best step (older versions)."""
-        saved = record.get(BEST)
+    def read(cls, record: Mapping[str, Any], name: str = BEST) -> "Best | None":
+        """Reads the entry `name` of a saved step's record; None without it (older versions)."""
+        saved = record.get(name)
         return saved and cls(saved["step"], saved["name"], saved["value"])
 
     @property

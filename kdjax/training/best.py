@@ -9,7 +9,8 @@ from kdjax.errors import COLLAPSED, KdjaxError, UserError
 from kdjax.formats.saved import Best
 
 RISING = ("agreement", "acceptance")  # figures of which more is better
-BEGIN = "begin"  # in a step's record: the figure before training, by batch
+START = "start"  # in a step's record: the figure before training
+BEGIN = "begin"  # in a step's record: that figure by batch, where a run may be stopped by it
 
 
 class Part(NamedTuple):
@@ -61,10 +62,11 @@ class Judge:
         """`record` is that of the step that the run goes on from, empty for none; `errors` are the
         standard errors that the run may be worse by, 0: it is not compared."""
         self._name, self._errors = name, errors
-        self.best = Best.read(record)
+        self.best, self._start = Best.read(record), Best.read(record, START)
         begin = record.get(BEGIN)
         self._begin = begin and [Part(*part) for part in begin]
-        self._now: tuple[int, str, float, list[Part]] | None = None
+        self._now: Best | None = None  # the last evaluation, and its batches
+        self._parts: list[Part] = []
 
     @classmethod
     def of(cls, config: Config, record: Mapping[str, Any]) -> "Judge":
@@ -79,7 +81,7 @@ class Judge:
         """
         name, value = read_figure(figures, self._name)
         now = [Part(part[name], part["tokens"]) for part in parts]
-        self._now = step, name, value, now
+        self._now, self._parts = Best(step, name, value), now
         if not self._errors or not self._begin or len(self._begin) != len(now):
             return
         grown, error = compare_parts(self._begin, now)
@@ -95,19 +97,46 @@ class Judge:
 
     def begin(self) -> None:
         """Has what was last evaluated stand for where the run begins."""
-        self._begin = self._now[3] if self._errors and self._now else None
+        if self._now:
+            self._start, self._begin = self._now, self._parts if self._errors else None
+
+    def describe(self) -> str:
+        """Says which saved step is the best, and its figure compared with that before training."""
+        best, start, now = self.best, self._start, self._now
+        if best is None:
+            return "no step is saved"
+        said = f"step {best.step} is the best that is saved: held-out {best.name} {best.value:.4g}"
+        if start is None or start.name != best.name:
+            return said
+        if self._improves(best.value, start.value):
+            return f"{said}; {start.value:.4g} before training"
+        advice = "Lower optim.learning_rate: too high a rate destroys where there is little to mend"
+        if best.step > 0:
+            return f"{said}, no better than {start.value:.4g} before training. {advice}."
+        after = f", and {now.value:.4g} after step {now.step}" if now and now.step else ""
+        return (
+            f"no step is better than the student before training: held-out {best.name} "
+            f"{best.value:.4g} there{after}. Step 0 is what export and kdjax.load take. {advice}."
+        )
+
+    def _improves(self, value: float, than: float) -> bool:
+        return value > than if self._name in RISING else value < than
 
     def note_saved(self, step: int) -> Best | None:
         """The best saved step once this one is saved."""
-        if self._now and self._now[0] == step:
-            _, name, value, _ = self._now
-            sign = -1 if self._name in RISING else 1
-            if self.best is None or self.best.name != name or sign * (value - self.best.value) < 0:
-                self.best = Best(step, name, value)
+        now, best = self._now, self.best
+        if now is None or now.step != step:
+            return best
+        if best is None or best.name != now.name or self._improves(now.value, best.value):
+            self.best = now
         return self.best
 
     @property
     def record(self) -> dict[str, Any]:
         """Record of it in a saved step."""
-        begin = {BEGIN: [list(part) for part in self._begin]} if self._begin else {}
-        return begin | (self.best.record if self.best else {})
+        record: dict[str, Any] = self.best.record if self.best else {}
+        if self._start:
+            record |= {START: self._start._asdict()}
+        if self._begin:
+            record |= {BEGIN: [list(part) for part in self._begin]}
+        return record

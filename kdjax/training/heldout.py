@@ -1,7 +1,7 @@
 """Reduced numbers as (sum, count) pairs: merged over batches, divided once."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,9 @@ from kdjax.losses.layers import ExtraSums
 from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
-from kdjax.training.hooks import kl_names
 
 Sums = EvalSums | TopEvalSums | ExtraSums  # of a batch
 _COMPARED = ("divergence", "kl", "acceptance")
-_MASTERS = ("loss", "student_ce", "kl", "kl_topk", "agreement")
 
 
 def compute_perplexity(ce: float) -> float:
@@ -69,36 +67,6 @@ def split_figures(given: Sequence[Sums], loss: KDLoss) -> list[dict[str, float]]
     """The figures of each batch that has a position of weight, in order."""
     counts = [float((x.sums if isinstance(x, ExtraSums) else x).count) for x in given]
     return [merge_sums([x], loss) for x, count in zip(given, counts, strict=True) if count]
-
-
-def masters_figures(figures: Mapping[str, float]) -> dict[str, float]:
-    """Renames figures to those of a rounded student's masters; the gap is the cost of rounding."""
-    return {f"masters_{name}": figures[name] for name in _MASTERS if name in figures}
-
-
-def judge_rounded(first: Mapping[str, float], last: Mapping[str, float]) -> tuple[bool, str]:
-    """Whether a rounded student is nearer on held-out text than it was untrained, and the news."""
-    kl, _ = kl_names(last)
-    name = kl if kl in last else "loss"
-    was, now = first[name], last[name]
-    if now < was:
-        return True, f"rounded, trained: held-out {name} {now:.4g}; untrained {was:.4g}"
-    return False, (
-        f"rounded, trained: held-out {name} {now:.4g}, untrained {was:.4g}: the untrained student "
-        "is the better, and the run ends with it. Lower optim.learning_rate: too high a rate "
-        "destroys where there is little to mend."
-    )
-
-
-def ended_untrained(first: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
-    """Whether the held-out figures that a rounded run ends with are those that it began with.
-
-    So they are where `judge_rounded` found the untrained student the better. When they were
-    measured, after which step and how many tokens, does not count.
-    """
-    when = "step", "tokens"
-    one, other = ({n: x for n, x in figures.items() if n not in when} for figures in (first, last))
-    return one == other
 
 
 def held_out(

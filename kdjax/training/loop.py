@@ -1,8 +1,6 @@
 """The training loop. It alone touches the clock, and its order is a contract."""
 
 import contextlib
-import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,16 +15,9 @@ from kdjax.config import last_step
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import WriteError
 from kdjax.formats.saved import FORM
-from kdjax.models.decoder import Params
 from kdjax.training.best import Judge
 from kdjax.training.clock import Clock
-from kdjax.training.heldout import (
-    judge_rounded,
-    masters_figures,
-    merge_sums,
-    read_sums,
-    split_figures,
-)
+from kdjax.training.heldout import merge_sums, read_sums, split_figures
 from kdjax.training.hooks import Hook, Run, StepRecord
 from kdjax.training.interrupts import StopSignals
 from kdjax.training.job import Job
@@ -34,7 +25,6 @@ from kdjax.training.saving import UNJUDGED, Checkpoints, is_finished
 from kdjax.training.step import StepMetrics, TrainState
 
 _log = logging.getLogger("kdjax")
-_FIRST = "first"  # in a step's record: held-out figures of a rounded student before the first
 
 
 class _Delivery:
@@ -88,8 +78,7 @@ def train(
     record = {} if latest is None else job.read_record(latest)
     if is_finished(latest, job.config, job.workdir):
         return "finished"
-    judge = Judge.of(job.config, record)
-    state, checkpoints.best = job.restore(checkpoints), judge.best
+    state = job.restore(checkpoints)
     run = Run(
         workdir=job.workdir,
         start_step=int(state.step),
@@ -113,7 +102,7 @@ def train(
             hook.train_begin(run)
             begun.append(hook)
         with StopSignals() as signals:
-            reason = _Loop(job, checkpoints, hooks, signals, judge, record).run(state)
+            reason = _Loop(job, checkpoints, hooks, signals, record).run(state)
     except BaseException as error:
         with contextlib.suppress(WriteError):  # of the same disk, if `error` is not the news
             end("failed", error)
@@ -122,16 +111,12 @@ def train(
     return reason
 
 
-def _begin_again(job: Job, state: TrainState) -> TrainState:
-    """The state before the first step as the one after as many steps; `state` makes room for it."""
-    steps = np.asarray(state.step)
-    jax.tree.map(lambda x: x.delete(), state)
-    begun = job.make_state()
-    return dataclasses.replace(begun, step=jax.device_put(steps, job.step.shardings.step))
-
-
 class _Loop:
-    """The steps of a run; `record` is that of the step that the run goes on from."""
+    """The steps of a run; `record` is that of the step that it goes on from, empty for none.
+
+    The order is a contract: a batch is drawn after the save that recorded the position before it; a
+    step's figures pass the hooks (the NaN guard among them) before that step is saved.
+    """
 
     def __init__(
         self,
@@ -139,125 +124,114 @@ class _Loop:
         checkpoints: Checkpoints,
         hooks: Sequence[Hook],
         signals: StopSignals,
-        judge: Judge,
         record: Mapping[str, Any],
     ):
-        mesh = job.step.placement.mesh
+        flag = SharedFlag(job.step.placement.mesh)
         self._job, self._checkpoints, self._signals = job, checkpoints, signals
-        self._judge = judge
-        self._clock = Clock(job.config.train.seconds, SharedFlag(mesh), record)
+        self._clock = Clock(job.config.train.seconds, flag, record)
         self._hooks = [*hooks, self._clock]
-        self._stop = SharedFlag(mesh)
-        self._first: dict[str, float] = dict(record.get(_FIRST, {}))
-        self._unjudged = bool(record.get(UNJUDGED))
+        self._delivery, self._stop = _Delivery(self._hooks, job.schedule), flag
+        self._judge, self._unjudged = Judge.of(job.config, record), bool(record.get(UNJUDGED))
+        checkpoints.best = self._judge.best
 
     def run(self, state: TrainState) -> str:
-        """Runs to the end, "finished", or to a stop request, "interrupted".
-
-        A run that was stopped in its last step has its last evaluation alone.
-        """
-        job, config, start = self._job, self._job.config, int(state.step)
+        """Runs to the end, "finished", or to a stop request, "interrupted"."""
+        config, step = self._job.config, int(state.step)
         last = last_step(config)
-        delivery = _Delivery(self._hooks, job.schedule)
-        saves = not config.smoke.steps  # a trial leaves nothing that the run could resume from
-
-        def due(every: int, step: int, ending: bool) -> bool:
-            return ending or (every > 0 and step % every == 0)
-
-        def evaluate(step: int, state: TrainState, *, chosen: bool = False) -> TrainState:
-            """Returns the state, or, if what a run ends with is `chosen`, the better one."""
-            state = self._evaluate(step, state, chosen=chosen)
-            delivery.restart_clock()
-            return state
-
-        def save(step: int, state: TrainState, *, unjudged: bool) -> None:
-            record: dict[str, Any] = {"data": job.source.get_state(), "identity": job.identity}
-            if form := job.step.spec.form.record:
-                record[FORM] = form
-            if self._first:
-                record[_FIRST] = self._first
-            if unjudged:
-                record[UNJUDGED] = True
-            self._checkpoints.best = self._judge.note_saved(step)
-            self._checkpoints.save(step, state, record | self._clock.record | self._judge.record)
-            for hook in self._hooks:
-                hook.save_begin(step)
-            delivery.restart_clock()
-
-        if start == 0 or self._unjudged:
-            evaluate(start, state)
-        if start == 0:
-            self._judge.begin()
-        if self._unjudged:
-            self._checkpoints.best = self._judge.note_saved(start)
-            self._checkpoints.note_judged(start, self._judge.record)
-            if start == last or self._clock.ended:
-                for hook in self._hooks:
-                    hook.save_begin(start)
-                return "finished"
-        # The order is a contract: the batch is drawn after the save that recorded the position
-        # before it; a step's figures pass the hooks (the NaN guard among them) before that step is
-        # saved.
-        for step in itertools.count(start + 1):
-            params = state.params
-            if job.source.pauses:
-                delivery.flush()
-                params = job.step.see(state)
-            batch = job.source.next(params)
-            del params
-            if news := job.source.take_news():
-                for hook in self._hooks:
-                    hook.news(step, *news)
-                delivery.restart_clock()
-            placed = job.step.put(batch, job.step.spec.microbatches)
-            with jax.transfer_guard("disallow"):
-                state, metrics = job.step.train(state, job.teacher_params, placed)
-            delivery.push(step, metrics, batch)
-            self._checkpoints.raise_failed()
-            stopping = self._stop.any(self._signals.requested or delivery.stop)
+        if step == 0:
+            self._begin(state)
+        elif self._unjudged and self._judge_again(step, state):
+            return "finished"
+        while True:
+            step += 1
+            state = self._take_step(step, state)
+            stopping = self._stop.any(self._signals.requested or self._delivery.stop)
             ending = self._clock.is_over() or step >= last
-            evaluates = due(config.eval.every, step, ending)
-            saving = saves and (stopping or due(config.checkpoint.every, step, ending))
-            if stopping or saving or evaluates:
-                delivery.flush()
-            # What a rounded run ends with is judged; else who stops does not wait for it.
-            chosen = ending and job.step.spec.form.rounds
-            judged = evaluates and (chosen or not stopping)
-            if judged:
-                state = evaluate(step, state, chosen=chosen and saves)
-            if saving:
-                save(step, state, unjudged=evaluates and not judged)
-            if stopping and not (ending and judged):
+            evaluating = ending or _is_due(config.eval.every, step)
+            if evaluating and not stopping:  # who stops does not wait: `_judge_again` has it
+                self._evaluate(step, state)
+            if stopping or ending or _is_due(config.checkpoint.every, step):
+                self._save(step, state, unjudged=evaluating and stopping)
+            if stopping:
                 return "interrupted"
             if ending:
+                _log.info("%s", self._judge.describe())
                 return "finished"
-        raise AssertionError("a run has a last step")
 
-    def _evaluate(self, step: int, state: TrainState, *, chosen: bool) -> TrainState:
-        """Returns the state, or the first if a rounded student ends worse than it began."""
+    def _begin(self, state: TrainState) -> None:
+        """Evaluates the student before training, and saves it where it may be what is exported."""
+        self._evaluate(0, state)
+        self._judge.begin()
+        config, form = self._job.config, self._job.step.spec.form
+        if (form.rounds or config.eval.best) and self._checkpoints.latest() is None:
+            self._save(0, state)
+
+    def _judge_again(self, step: int, state: TrainState) -> bool:
+        """Evaluates a saved step before whose evaluation the run was stopped.
+
+        Returns whether the run ends there.
+        """
+        self._evaluate(step, state)
+        self._checkpoints.best = self._judge.note_saved(step)
+        self._checkpoints.note_judged(step, self._judge.record)
+        ended = self._clock.ended or step == last_step(self._job.config)
+        if ended:
+            for hook in self._hooks:
+                hook.save_begin(step)
+            _log.info("%s", self._judge.describe())
+        return ended
+
+    def _take_step(self, step: int, state: TrainState) -> TrainState:
+        """Draws a batch and takes an optimizer step on it."""
+        job, params = self._job, state.params
+        if job.source.pauses:  # what is drawn is written by the student of this moment
+            self._delivery.flush()
+            params = job.step.see(state)
+        batch = job.source.next(params)
+        del params
+        if news := job.source.take_news():
+            for hook in self._hooks:
+                hook.news(step, *news)
+            self._delivery.restart_clock()
+        placed = job.step.put(batch, job.step.spec.microbatches)
+        with jax.transfer_guard("disallow"):
+            state, metrics = job.step.train(state, job.teacher_params, placed)
+        self._delivery.push(step, metrics, batch)
+        self._checkpoints.raise_failed()
+        return state
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        """Hands the held-out figures and the student to the hooks and to the judge."""
+        self._delivery.flush()
         job, loss = self._job, self._job.step.spec.head.loss
-
-        def measure(params: Params) -> tuple[dict[str, float], list[dict[str, float]]]:
-            inputs = params, job.teacher_params, job.eval_batches()
-            given = read_sums(job.step.sum_evaluation, *inputs)
-            return merge_sums(given, loss, job.heldout_bytes), split_figures(given, loss)
-
         seen = job.step.see(state)
-        figures, parts = measure(job.step.add_extra(seen, state))
-        if job.step.spec.form.rounds:
-            masters = job.step.add_extra(state.params, state)
-            figures |= masters_figures(measure(masters)[0])
-            self._first.update({} if step else figures)
-            if chosen and self._first:
-                better, news = judge_rounded(self._first, figures)
-                _log.info("%s", news)
-                if not better:
-                    del seen
-                    state, figures, parts = _begin_again(job, state), self._first, []
-                    seen = job.step.see(state)
+        params = job.step.add_extra(seen, state)
+        sums = read_sums(job.step.sum_evaluation, params, job.teacher_params, job.eval_batches())
+        figures = merge_sums(sums, loss, job.heldout_bytes)
         for hook in self._hooks:
             hook.eval_end(step, figures)
         for hook in self._hooks:
             hook.student(step, seen)
-        self._judge.see(step, figures, parts)
-        return state
+        self._judge.see(step, figures, split_figures(sums, loss))
+        self._delivery.restart_clock()
+
+    def _save(self, step: int, state: TrainState, *, unjudged: bool = False) -> None:
+        """Saves the step with what a run needs to go on from it; nothing of a smoke trial."""
+        self._delivery.flush()
+        job = self._job
+        if job.config.smoke.steps:
+            return
+        record: dict[str, Any] = {"data": job.source.get_state(), "identity": job.identity}
+        if form := job.step.spec.form.record:
+            record[FORM] = form
+        if unjudged:
+            record[UNJUDGED] = True
+        self._checkpoints.best = self._judge.note_saved(step)
+        self._checkpoints.save(step, state, record | self._clock.record | self._judge.record)
+        for hook in self._hooks:
+            hook.save_begin(step)
+        self._delivery.restart_clock()
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

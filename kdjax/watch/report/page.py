@@ -153,8 +153,6 @@ def _show(value: object) -> str:
 def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Columns and rows of held-out figures: teacher, student before, student after, of every run.
 
-    A rounded student's masters have a row: what it is worse than them is what rounding still costs.
-
     A teacher or a start that several runs share is one row. Empty columns are left out, and so is
     the divergence if it is the KL at T = 1, or differs between runs.
     """
@@ -165,13 +163,10 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
         first, last = run.evals[0], run.evals[-1]
         without = ", without the teacher (alpha = 1)" if run.without_teacher else ""
         after = f"student after {last['step']:,.0f} steps{without}"
-        if run.ended_untrained:
-            after = f"student as it began, nearer than after {last['step']:,.0f} steps"
         for late, kind, figures, side in (
             (False, "teacher", last, 0),
             (False, "student before training", first if first["step"] == 0 else {}, 1),
             (True, after, last if last["step"] > 0 else {}, 1),
-            (True, f"{after}: its float32 masters, not rounded", _masters(last), 1),
         ):
             if figures:
                 key = late, kind, _cells(figures, side), run.label if late else ""
@@ -189,12 +184,6 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
     used = [n != _SAME and {*c} != {_NOTHING} for n, c in zip(names, columns, strict=True)]
     shown = [(label, list(compress(cells, used))) for label, cells in labelled]
     return list(compress(names, used)), shown
-
-
-def _masters(figures: dict[str, float]) -> dict[str, float]:
-    """The figures of a rounded student's masters, under the names of its own; {} of another."""
-    of_masters = {k.removeprefix("masters_"): v for k, v in figures.items() if "masters_" in k}
-    return of_masters if figures["step"] > 0 else {}
 
 
 def _cells(figures: dict[str, float], side: int) -> tuple[str, ...]:
@@ -221,9 +210,6 @@ def _summarise(run: RunRecord, several: bool) -> str:
             moves.append(
                 f"{title} {verb} from {form.format(before)} to {form.format(after)}{change}"
             )
-    rounding = last.get("kl", math.nan) - last.get("masters_kl", math.nan)
-    if math.isfinite(rounding):
-        moves.append(f"{rounding:.4f} of that KL is what rounding still costs")
     subject = f"{run.label}: held-out" if several else "Held-out"
     done = f"in {last['step']:,.0f} steps ({last['tokens']:,.0f} tokens)"
     return f"{subject} {', '.join(moves)}, {done}." if moves else ""

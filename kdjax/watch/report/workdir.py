@@ -14,7 +14,6 @@ from kdjax.config import flatten
 from kdjax.data.rollouts import FOLDER, read_round
 from kdjax.errors import CheckError, UserError, suggest_path
 from kdjax.formats.saved import RECEIPT
-from kdjax.training.heldout import ended_untrained
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
 
@@ -51,12 +50,6 @@ class RunRecord:
         temperature = self.config.get("loss.temperature", logged[0] if logged else math.nan)
         name = self.config.get("loss.divergence", "forward_kl").replace("forward_kl", "KL")
         return f"{name} at T = {temperature:g}" if math.isfinite(temperature) else name
-
-    @property
-    def ended_untrained(self) -> bool:
-        """Whether a rounded student was nearer untrained, and the run ended with that one."""
-        rounded = bool(self.config.get("student.quantize")) and len(self.evals) > 1
-        return rounded and ended_untrained(self.evals[0], self.evals[-1])
 
     @property
     def without_teacher(self) -> bool:
