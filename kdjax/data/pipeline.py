@@ -18,7 +18,7 @@ THREADS, PREFETCH = 2, 8  # threads that build rows, and batches they run ahead
 
 @runtime_checkable  # tests check annotations with isinstance
 class Columns(Protocol):
-    """More columns of each row, such as what a teacher said of it."""
+    """More columns of each row, such as a teacher's cached outputs."""
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         """Arrays `[T, ...]` of one row."""
@@ -41,7 +41,7 @@ class _Examples:
 def example(rows: Rows, index: int, more: Columns | None = None) -> dict[str, Any]:
     """One row as arrays `[T]`: tokens, labels, segment_ids, positions (int32), weights (float32).
 
-    The columns of `more` are beside them, and `row_ids`, the row's own number (int64).
+    The columns of `more` are added, and `row_ids`, the row's number (int64).
 
     A position has weight 1 if its target is in the same document and carries loss. Positions count
     from 0 within each document.
@@ -68,11 +68,11 @@ def stack_examples(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Where the batches of training come from: all that `distill(batches=...)` needs of one.
+    """Source of training batches: all that `distill(batches=...)` needs.
 
     A batch holds arrays `[B, T]`, this process's share of the rows: see `example`. `params` are the
-    student's parameters on the devices, before the step that trains on the batch: a source of the
-    student's own answers reads them, and has read them when `next` returns.
+    student's parameters on the devices, before the step that trains on the batch. A source of
+    on-policy answers reads them, and has finished reading when `next` returns.
     """
 
     def next(self, params: Any) -> dict[str, np.ndarray]:
@@ -80,11 +80,11 @@ class BatchSource(Protocol):
         ...
 
     def get_state(self) -> dict[str, Any]:
-        """The position before the next batch, small and JSON-able."""
+        """Position before the next batch, small and JSON-able."""
         ...
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Moves a fresh source to a state of `get_state`: `next` returns the same batch again."""
+        """Moves a fresh source to a state of `get_state`: `next` returns that state's batch."""
         ...
 
 
@@ -96,25 +96,25 @@ class News(NamedTuple):
 
 
 class Source(BatchSource):
-    """All that the loop asks of a batch source, with the answers of one that has no news."""
+    """Interface between the loop and a batch source, with defaults for a source without news."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Part of a run's identity that this source decides, by names of its own; JSON-able."""
+        """The source's part of a run's identity, under separate names; JSON-able."""
         return {}
 
     @property
     def pauses(self) -> bool:
-        """Whether the next batch takes a time of its own, which is no part of a step's."""
+        """Whether the next batch takes time that does not count as a step's."""
         return False
 
     def take_news(self) -> News | None:
-        """The news that came with the latest batch, once; None for none."""
+        """Returns the news of the latest batch, once; None without any."""
         return None
 
 
 class _Given(Source):
-    """A source of somebody's own, which has only what `BatchSource` asks."""
+    """Wraps a user-defined source, which has only `BatchSource`'s methods."""
 
     def __init__(self, source: BatchSource):
         self.next = source.next
@@ -123,15 +123,15 @@ class _Given(Source):
 
 
 def complete_source(source: BatchSource) -> Source:
-    """The source with all that the loop asks of one."""
+    """Wraps a source unless it already is a `Source`."""
     return source if isinstance(source, Source) else _Given(source)
 
 
 class TextSource(Source):
     """Endless batches of packed text, `batch_size` rows over all processes; a `Source`.
 
-    Reshuffled every epoch. A process has rows that follow each other, so that a device has the same
-    ones however devices are split into processes. `batch_size` must be divisible by
+    Reshuffled every epoch. A process has consecutive rows, so that a device has the same rows
+    however devices are split into processes. `batch_size` must be divisible by
     `process_count`.
     """
 
@@ -154,7 +154,7 @@ class TextSource(Source):
         self._batches: Any = iter(dataset.to_iter_dataset(options))
 
     def next(self, params: Any = None) -> dict[str, np.ndarray]:
-        """The next batch, whatever the student's parameters are."""
+        """Returns the next batch, for any parameters of the student."""
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class TextSource(Source):
 
 
 def list_rows(rows: int, *, batch_size: int, seed: int, batches: int) -> np.ndarray:
-    """Which of so many rows the first batches of a `TextSource` have, ascending."""
+    """Numbers of the rows that the first batches of a `TextSource` have, ascending."""
     count = batches * batch_size
     if count >= rows:  # an epoch has every row once
         return np.arange(rows)
@@ -184,7 +184,7 @@ def eval_batches(
     process_count: int = 1,
     more: Columns | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The same at most `limit` rows each time, spread evenly over all; the last batch is padded.
+    """Yields batches of the same `limit` rows or fewer, spread evenly over all; pads the last.
 
     Padding rows have weight 0 and row id -1.
     """

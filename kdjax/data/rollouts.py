@@ -1,7 +1,7 @@
-"""A student's own answers: prompts in their order, answers as rows, rounds of them on the disk.
+"""On-policy data: prompts in their order, answers packed as rows, rounds of them on the disk.
 
-A round is one file, `round-00000.npz`: the columns of its rows, and a record of what they were made
-of and of what was measured. It is whole or not there, and every column has its share in a SHA-256.
+A round is one file, `round-00000.npz`: the columns of its rows, and a record of their inputs and of
+what was measured. It is complete or absent, and its SHA-256 covers every column.
 """
 
 import collections
@@ -27,19 +27,19 @@ _log = logging.getLogger("kdjax")
 FORMAT = 1  # raise when a column or a field of the record changes its meaning
 FOLDER = "rollouts"  # of a workdir
 ROUND = "round"  # the kind of news that a round is
-_NGRAM = 4  # ids: what is written a second time is a repetition
+_NGRAM = 4  # ids: a sequence of this length that occurs again is a repetition
 _RECORD = "record"  # in a round's file
 
 
 class Prompt(NamedTuple):
-    """Ids that the student goes on from, and the id that ends its answer."""
+    """Ids that the student continues, and the id that ends its answer."""
 
     ids: list[int]
     end: int
 
 
 class Prompts:
-    """An endless sequence: every prompt once, in an order of its own, then all again."""
+    """An endless sequence: every prompt once, in a shuffled order, then all again."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int):
         self._prompts, self._seed = prompts, seed
@@ -68,7 +68,7 @@ def read_prompts(
     *,
     parse_special: bool = False,
 ) -> Prompts:
-    """The prompts of files as `data.train` names them, of at most `longest` ids, each once.
+    """Reads prompts from files, named as for `data.train`, of at most `longest` ids, each once.
 
     `messages` are rendered with the assistant's turn opened, a `prompt` is taken as it is; longer
     ones are left out, and counted in a warning. Any other text is cut at line ends into prompts.
@@ -97,8 +97,8 @@ def read_prompts(
     if not ends:
         raise UserError(
             f"{patterns}: found {too_long} prompts of more than {longest} tokens and no other. "
-            "Give shorter ones, or make room: rollout.prompt_tokens, or where it is 0 "
-            "data.seq_len, less rollout.max_tokens."
+            "Use shorter ones, or make room: rollout.prompt_tokens, or if it is 0 "
+            "data.seq_len minus rollout.max_tokens."
         )
     if too_long:
         _log.warning("%d prompts of more than %d tokens are left out", too_long, longest)
@@ -108,7 +108,7 @@ def read_prompts(
 def _cut_at_lines(
     text: str, tokenizer: Tokenizer, longest: int, *, parse_special: bool
 ) -> Iterable[list[int]]:
-    """The text's ids in parts of whole lines, as many as `longest` holds; one that is longer."""
+    """Splits a text's ids at line ends into parts of at most `longest` ids; keeps longer lines."""
     ids, offsets = tokenizer.encode_with_offsets(text, parse_special=parse_special)
     ends = [i for i, (_, end) in enumerate(offsets, 1) if text[end - 1 : end] == "\n"]
     if ends[-1:] != [len(ids)]:  # the last line has no end
@@ -121,16 +121,16 @@ def _cut_at_lines(
 
 
 class Answer(NamedTuple):
-    """One answer of the student behind its prompt."""
+    """One answer of the student, with its prompt."""
 
     ids: np.ndarray  # uint32: prompt, answer, and the id that ends it unless it was cut off
     start: int  # of the answer in `ids`
     cut: bool
-    log_probs: np.ndarray  # float32, nats, of each id of the answer without its end
+    log_probs: np.ndarray  # float32, nats, for each id of the answer without its end
 
     @classmethod
     def of(cls, prompt: Prompt, ids: Sequence[int], log_probs: ArrayLike, *, cut: bool) -> "Answer":
-        """The answer `ids`, with the prompt before it and the end behind it."""
+        """Joins prompt, answer `ids` and the end."""
         whole = np.asarray([*prompt.ids, *ids, *([] if cut else [prompt.end])], np.uint32)
         return cls(whole, len(prompt.ids), cut, np.asarray(log_probs, np.float32))
 
@@ -146,22 +146,22 @@ class Answer(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The rows that a round is to fill."""
+    """The rows that a round has to fill."""
 
     rows: int
     row_length: int
     max_segments: int
 
     def is_filled(self, answers: Sequence[Answer]) -> bool:
-        """Whether these answers are surely as many as fit."""
+        """Whether these answers certainly fill the rows."""
         ids = sum(len(answer.ids) for answer in answers)
         most = self.rows * self.max_segments
         return ids >= self.rows * self.row_length or len(answers) >= most
 
     def pack(self, answers: Sequence[Answer], seed: Sequence[int]) -> tuple[Rows, int]:
-        """The first answers, as many as fit, in rows of an order drawn from `seed`; their number.
+        """Packs the first answers that fit into rows, shuffled by `seed`; returns their number too.
 
-        Each answer is whole, and a row holds several.
+        No answer is cut, and a row holds several.
         """
         lengths = [len(answer.ids) for answer in answers]
         count = int(np.searchsorted(np.cumsum(lengths), self.rows * self.row_length, "right"))
@@ -182,10 +182,10 @@ class Room(NamedTuple):
 
 
 def measure_answers(answers: Sequence[Answer]) -> dict[str, float]:
-    """Measures the figures that the guards watch; all but the length are shares, or nats.
+    """Measures the figures that the guards watch: a length, shares, and nats.
 
-    `entropy` is the mean of -log p of the drawn ids at temperature 1: the entropy of what was drawn
-    at T = 1. `repeated` is the share of four ids in a row that the same answer had before.
+    `entropy` is the mean of -log p, at temperature 1, of the drawn ids: for draws at T = 1 the
+    entropy. `repeated` is the share of four consecutive ids that occurred earlier in the answer.
     """
     lengths = np.asarray([len(answer.log_probs) for answer in answers])
     again = grams = 0
@@ -237,7 +237,7 @@ def round_path(folder: Path, number: int) -> Path:
 
 
 def write_round(path: Path, rows: Rows, record: Mapping[str, Any]) -> Round:
-    """Writes a round, whole or not at all. Raises `WriteError` for what the disk refuses."""
+    """Writes a round, atomically. Raises `WriteError` for what the disk refuses."""
     whole = {"format": FORMAT, **record, "sha256": hash_columns(rows)}
     arrays: dict[str, Any] = rows._asdict()
     arrays[_RECORD] = np.frombuffer(json.dumps(whole, indent=1).encode(), np.uint8)
@@ -247,7 +247,7 @@ def write_round(path: Path, rows: Rows, record: Mapping[str, Any]) -> Round:
 
 
 def read_round(path: Path) -> Round:
-    """The round of a file; raises `CheckError` if it is not there, or not as it was written."""
+    """Reads a round; raises `CheckError` if its file is missing or was changed."""
     try:
         with path.open("rb") as file, np.load(file) as columns:
             record = json.loads(columns[_RECORD].tobytes())
@@ -259,7 +259,7 @@ def read_round(path: Path) -> Round:
         raise
     except FileNotFoundError:
         raise CheckError(f"{path} is not there; expected the answers of a round.") from None
-    except Exception as error:  # what a damaged archive raises has no one type
+    except Exception as error:  # damaged archives raise many types
         raise CheckError(
             f"{path} cannot be read ({type(error).__name__}: {error}); expected a round's answers."
         ) from error

@@ -1,8 +1,8 @@
 """Fixed rows of packed documents: tokenized once, cached by content, memory-mapped.
 
 A row holds `seq_len + 1` ids, so that inputs are `row[:-1]` and targets `row[1:]`. Documents follow
-one another and are cut at the row's end; the next row then starts with the last id of the piece
-before, so that every id but a document's first is a target exactly once.
+one another and are cut at the row's end; the next row then starts with the last id of the previous
+piece, so that every id but a document's first is a target exactly once.
 """
 
 import bisect
@@ -32,10 +32,10 @@ from kdjax.progress import Heartbeat
 
 _log = logging.getLogger("kdjax")
 
-FORMAT = 2  # raise when the same inputs would give other bytes
+FORMAT = 2  # raise when equal inputs would produce other bytes
 COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
-_ASIDE = ".making-"  # before the names of folders in the making
+_ASIDE = ".making-"  # prefix of unfinished folders
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
 
 
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 class RowSet(NamedTuple):
-    """Both sides of the split, and what is known of them."""
+    """Both sides of the split, and facts about them."""
 
     train: Rows
     heldout: Rows
@@ -66,7 +66,7 @@ _Files = tuple[list[Path], list[Path]]  # of training, held out
 
 
 class Piece(NamedTuple):
-    """Where a part of a document lies: its ids `[start, start + count)` from `at` of a row on."""
+    """Place of a part of a document: its ids `[start, start + count)`, from index `at` of a row."""
 
     row: int
     at: int
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
     ) -> None:
         """Copies this part of a document's values `[n]` into the columns `[row_length]` of a row.
 
-        The row's `segments` get the number of the segment. A part that goes on begins with
+        The row's `segments` get the number of the segment. A continued part begins with
         `opening_id`, if given, in place of the last id before it.
         """
         place = slice(self.at, self.at + self.count)
@@ -94,7 +94,7 @@ class Piece(NamedTuple):
 
 
 class Packer:
-    """Decides where documents lie in rows of `row_length` ids, each after the one before.
+    """Places documents in rows of `row_length` ids, one after another.
 
     A row ends when it is full, or after `max_segments` pieces (None: any number).
     """
@@ -109,10 +109,11 @@ class Packer:
         return self._row + (self._fill > 0)
 
     def place(self, length: int, *, whole: bool = False) -> list[Piece]:
-        """The pieces of the next document, of `length` ids; none for one id, which has no target.
+        """Places the next document, of `length` ids; no piece for one id, which has no target.
 
-        Each piece after the first repeats the last id before it, as its first input. One that is
-        to stay `whole` begins a row where the last has too little room, and is cut if no row has.
+        Each piece after the first repeats the last id before it, as its first input. A `whole`
+        document begins a new row if the current one has too little room, and is cut only if it is
+        longer than a row.
         """
         pieces, start = [], 0
         if whole and self._length - self._fill < length > 1:
@@ -136,9 +137,9 @@ def count_positions(segments: np.ndarray) -> np.ndarray:
 
 
 def place_whole(lengths: Sequence[int], row_length: int, max_segments: int) -> list[Piece]:
-    """Where documents lie that are not to be cut: one piece each, in the order of `lengths`.
+    """Places documents that must not be cut: one piece each, in the order of `lengths`.
 
-    The longest first, each where it leaves least room. None is longer than a row.
+    Best fit, longest first. None is longer than a row.
     """
     pieces: dict[int, Piece] = {}
     room: list[tuple[int, int]] = []  # ids that a row can still take, and the row; sorted
@@ -170,7 +171,7 @@ class _SideWriter:
         self._packer = Packer(row_length, max_segments)
         self._row = {name: np.zeros(row_length, dtype) for name, dtype in COLUMNS.items()}
         self.counts = dict(documents=0, tokens=0, targets=0, rows=0)
-        self.marks: collections.Counter[str] = collections.Counter()  # in whole texts
+        self.marks: collections.Counter[str] = collections.Counter()  # in plain texts
 
     def _write_row(self) -> None:
         for name, file in self._files.items():
@@ -200,14 +201,14 @@ class _SideWriter:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Closes the files, whole or not."""
+        """Closes the files, complete or not."""
         for file in self._files.values():
             with contextlib.suppress(OSError):  # `finish` says what a disk refuses
                 file.close()
 
 
 class _Tokens:
-    """Says every 10 s how many tokens there are, and which text is at work."""
+    """Logs every 10 s the number of tokens, and the current text."""
 
     def __init__(self) -> None:
         self._tokens, self._heartbeat = 0, Heartbeat()
@@ -222,11 +223,11 @@ class _Tokens:
 def tokenize_documents(
     source: Iterable[Document], tokenizer: Tokenizer, end_id: int, *, parse_special: bool = False
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
-    """Documents with ids (uint32) and loss mask (uint8), in order; whole texts in batches.
+    """Yields documents with ids (uint32) and loss mask (uint8), in order; encodes texts in batches.
 
-    `end_id` follows each document that is open. Strings of special tokens become these in
-    conversations, whose template writes them; in plain text only with `parse_special`. A long
-    text is encoded in pieces, so that memory beside its text and ids does not grow with it.
+    `end_id` follows each open document. Strings of special tokens become special ids in
+    conversations, whose template writes them, and in plain text only with `parse_special`. A long
+    text is encoded in pieces, so that temporary memory does not grow with it.
     """
     progress = _Tokens()
 
@@ -277,7 +278,7 @@ def warn_of_marks(
 ) -> None:
     """Warns of strings of special tokens in plain text, rarely what its author meant.
 
-    `name` is that of the text, `marks` count the strings, the most frequent first.
+    `name` is the text's; `marks` counts the strings, the most frequent first.
     """
     if not marks:
         return
@@ -287,8 +288,8 @@ def warn_of_marks(
     advice = ""
     if any(mark in template for mark in marks):
         advice = (
-            "; some are marks of the chat template: give conversations as `messages`, or, rendered "
-            "before, with data.parse_special=True (evaluate: --parse-special)"
+            "; some are marks of the chat template: write conversations as `messages`, or set "
+            "data.parse_special=True for rendered ones (evaluate: --parse-special)"
         )
     total = f"{sum(marks.values()):,}"
     _log.warning(
@@ -298,7 +299,7 @@ def warn_of_marks(
 
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """Settings that decide the packed rows of a run, beside the bytes of its text."""
+    """Settings that decide the packed rows of a run, in addition to the bytes of its text."""
 
     train: str  # comma-separated directories, globs and files
     heldout: str  # likewise; if empty, `heldout_fraction` of the documents of `train` is held out
@@ -306,8 +307,8 @@ class RowSettings:
     seq_len: int
     heldout_fraction: float
     end_of_document_id: int
-    max_segments: int  # documents, and parts of such, in a row
-    parse_special: bool = False  # whether strings of special tokens become these in whole texts
+    max_segments: int  # documents, or parts of documents, in a row
+    parse_special: bool = False  # whether plain texts get special ids for such strings
 
     def find_files(self) -> _Files:
         """The files of training, and those held out; raises `MissingFileError` if there is none."""
@@ -326,7 +327,7 @@ def _is_heldout(digest: bytes, fraction: float) -> bool:
 def rows_key(settings: RowSettings, files: _Files | None = None) -> str:
     """SHA-256, in hex, of all text, the tokenizer and every setting: the rows' cache folder.
 
-    `files`: those that the settings name, where they are already known.
+    `files` are the files that the settings name, if already listed.
     """
     numbers = FORMAT, settings.seq_len, settings.end_of_document_id, settings.max_segments
     parameters = [*numbers, settings.parse_special, settings.tokenizer.content_hash]
@@ -351,12 +352,12 @@ def packed_hash(folder: Path) -> str:
 
 
 def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
-    """Packed rows of the text that `settings` name, from the cache if they are there.
+    """Returns packed rows of the text that `settings` name, from the cache if it has them.
 
     With `heldout` empty, `heldout_fraction` of the documents is held out, each by the hash of its
-    own text: copies of a document land on one side, whatever the order or number of the others.
-    With `heldout` given, training leaves out every document that is in it. Raises `UserError` for
-    unreadable, empty or one-sided text, `WriteError` for a full disk; nothing is left behind then.
+    text: copies of a document land on one side, for any order or number of the others. With
+    `heldout` set, training leaves out every document that is in it. Raises `UserError` for
+    unreadable, empty or one-sided text, `WriteError` for a full disk; both leave no files.
     """
     files = settings.find_files()
     key, row_length = rows_key(settings, files), settings.seq_len + 1
@@ -380,7 +381,7 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
             try:
                 os.replace(aside, folder)
             except OSError:
-                if not folder.is_dir():  # else another process was first, with the same bytes
+                if not folder.is_dir():  # else another process was first, with equal bytes
                     raise
     rows = _open_rows(folder, row_length, key)
     assert rows is not None, folder
@@ -389,7 +390,7 @@ def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
 
 @contextlib.contextmanager
 def _make_aside(cache_dir: Path) -> Iterator[Path]:
-    """A folder for rows in the making, gone afterwards; the lock beside it ends with its maker."""
+    """Yields a temporary folder for unfinished rows; its lock ends with the process."""
     aside = cache_dir / f"{_ASIDE}{secrets.token_hex(6)}"
     with locking(aside.with_suffix(LOCK), ""):
         aside.mkdir()
@@ -400,9 +401,9 @@ def _make_aside(cache_dir: Path) -> Iterator[Path]:
 
 
 def _remove_unfinished(cache_dir: Path) -> None:
-    """Removes what makers left that were killed."""
+    """Removes unfinished folders of killed processes."""
     for aside in {left.with_suffix("") for left in cache_dir.glob(f"{_ASIDE}*")}:
-        # A live maker holds its lock; in somebody else's folder nothing can be locked or removed.
+        # A live process holds its lock; another user's folder can be neither locked nor removed.
         with (
             contextlib.suppress(OSError, LockedError),
             locking(aside.with_suffix(LOCK), "") as held,
@@ -414,7 +415,7 @@ def _remove_unfinished(cache_dir: Path) -> None:
 def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files) -> int:
     """Packs the documents of both sides into the writers (training, held out).
 
-    Returns how many documents of training are left out because they are held out.
+    Returns the number of training documents that are left out because they are held out.
     """
     left_out = 0
 
@@ -422,7 +423,7 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
         if side is None:
             left_out += 1
             continue
-        # What a server said of an answer, it said of all before it.
+        # A server's log-probabilities of an answer depend on everything before it.
         writers[side].add(ids, mask, whole=document.said is not None)
         if document.open:
             writers[side].marks.update(settings.tokenizer.count_marks(document.text))
@@ -434,7 +435,7 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
 def _split_sides(
     settings: RowSettings, files: _Files
 ) -> Iterator[tuple[int | None, Document, np.ndarray, np.ndarray]]:
-    """The documents of `_split_documents` with ids and loss mask behind each."""
+    """Yields the documents of `_split_documents` with ids and loss mask."""
     split, read = itertools.tee(_split_documents(settings, files))
     tokenized = tokenize_documents(
         (document for _, document in read),
@@ -447,7 +448,7 @@ def _split_sides(
 
 
 def _split_documents(settings: RowSettings, files: _Files) -> Iterator[tuple[int | None, Document]]:
-    """Each document with its side, 0 of training, 1 held out; None: left out, as it is held out."""
+    """Yields documents with their side: 0 training, 1 held out; None: left out of training."""
     apart: set[bytes] = set()
     for document in documents(files[1], settings.tokenizer):
         apart.add(document.digest())
@@ -461,9 +462,9 @@ def _split_documents(settings: RowSettings, files: _Files) -> Iterator[tuple[int
 
 
 def check_split(settings: RowSettings) -> None:
-    """Raises `UserError` for text of which `prepare_rows` would have none for one of the sides.
+    """Raises `UserError` for text that leaves one side of `prepare_rows` empty.
 
-    Encodes nothing, and reads no more documents than show one of each side.
+    Encodes nothing, and stops once each side has a document.
     """
     counts, left_out = [0, 0], 0
     for side, _ in _split_documents(settings, settings.find_files()):
@@ -477,7 +478,7 @@ def check_split(settings: RowSettings) -> None:
 
 
 def locate_documents(settings: RowSettings) -> Iterator[tuple[int, Document, list[Piece]]]:
-    """Where each document lies in the rows of `prepare_rows`: its side and its pieces."""
+    """Yields the place of each document in the rows of `prepare_rows`: its side and its pieces."""
     packers = [Packer(settings.seq_len + 1, settings.max_segments) for _ in _SIDES]
     for side, document, ids, _ in _split_sides(settings, settings.find_files()):
         if side is not None:
@@ -485,7 +486,7 @@ def locate_documents(settings: RowSettings) -> Iterator[tuple[int, Document, lis
 
 
 def _check_counts(counts: Sequence[int], settings: RowSettings, left_out: int) -> None:
-    """Raises `UserError` unless each side has a document; those left out are of training."""
+    """Raises `UserError` unless each side has a document; left-out ones belong to training."""
     total = sum(counts)
     if total == 0:
         named = ", ".join(filter(None, (settings.train, settings.heldout)))
@@ -514,7 +515,7 @@ def _check_sides(
 
 
 def _open_rows(folder: Path, row_length: int, key: str) -> RowSet | None:
-    """The cached rows, or None if they are absent or not whole."""
+    """Opens the cached rows; None if they are absent or incomplete."""
     try:
         info = json.loads((folder / "meta.json").read_text())
         train, heldout = (

@@ -1,10 +1,10 @@
-"""A teacher's outputs on the disk: one record a row, in hashed shards beside an index.
+"""A teacher's outputs on the disk: one record for each row, in hashed shards with an index.
 
-A folder holds `index.json` and `shard-00000.bin`, ...: records of one NumPy type back to back. The
-rows of training are numbered first, then those that are held out. The index says what the records
-were made of and lists the finished shards. In a cache of all rows a shard's number tells its rows,
-and the index says `complete` once all are there; of some rows the index lists each shard's, and
-more can be added.
+A folder holds `index.json` and `shard-00000.bin`, ...: contiguous records of one NumPy type. Rows
+of training are numbered first, then held-out rows. The index records the inputs and lists the
+finished shards. In a cache of all rows a shard's number determines its rows, and the index says
+`complete` once all are there. In a cache of some rows the index lists each shard's rows, and more
+can be added.
 """
 
 import collections
@@ -32,7 +32,7 @@ from kdjax.formats.locks import LOCK, locking
 
 _log = logging.getLogger("kdjax")
 
-FORMAT, SOME_ROWS = 1, 2  # formats of an index: of all rows, in order; of the rows that it lists
+FORMAT, SOME_ROWS = 1, 2  # formats of an index: all rows, in order; the rows that it lists
 KINDS = ("topk", "hidden")
 INDEX = "index.json"
 SHARD_BYTES = 512_000_000
@@ -41,7 +41,7 @@ _MAKE = "kdjax cache --config=... --out={}"
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """Inputs that a cache was made of: a run that reads it must have the same."""
+    """Inputs of a cache: a run that reads it must have equal ones."""
 
     kind: str  # a member of KINDS
     k: int  # ids a position; 0 for hidden states
@@ -53,14 +53,14 @@ class CacheSpec:
     positions: int  # a row
     width: int  # of the teacher's hidden states
     dtype: str  # train.compute_dtype, that of hidden states
-    weights: str  # of the teacher: dense, whose numbers packed ones have too, or float8
+    weights: str  # of the teacher: dense (packed has equal numbers), or float8
     sides: tuple[int, int]  # rows of training, held-out rows
-    # What came later, where it is not at its default: fields of the teacher, `rest` of answers.
+    # Newer settings that are not at their default: fields of the teacher, `rest` of answers.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def record(self) -> np.dtype:
-        """The NumPy type of one row's record; bfloat16 is kept as its bits."""
+        """The NumPy type of one row's record; bfloat16 is stored as its bits."""
         if self.kind == "hidden":
             bits = {"bfloat16": "<u2", "float32": "<f4"}[self.dtype]
             return np.dtype([("hidden", bits, (self.positions, self.width))])
@@ -78,7 +78,7 @@ class CacheSpec:
         return max(1, SHARD_BYTES // self.record.itemsize)
 
     def cut(self, rows: np.ndarray) -> list[np.ndarray]:
-        """These rows, as many in each part as a shard has."""
+        """Splits rows into parts of a shard's size."""
         step = self.shard_rows
         return [rows[start : start + step] for start in range(0, len(rows), step)]
 
@@ -98,7 +98,7 @@ class CacheSpec:
 
 
 def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
-    """Reads a cache's spec and index; raises `UserError` for another format or none."""
+    """Reads a cache's spec and index; raises `UserError` for another format or no index."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text())
@@ -112,7 +112,7 @@ def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
             fields["weights"] = name_numbers(read_weights(compute))
         refuse_removed_weights(fields["weights"])
         spec = CacheSpec(**fields)
-        _list_shards(spec, index)  # raises as the rest, where it lists none
+        _list_shards(spec, index)  # raises KeyError without a list
         return spec, index
     except FileNotFoundError:
         raise MissingFileError(
@@ -152,7 +152,7 @@ def _list_shards(spec: CacheSpec, index: Mapping[str, Any]) -> dict[str, _Shard]
 
 
 def _find_runs(rows: np.ndarray) -> list[list[int]]:
-    """Ascending numbers as [first, last] of those that follow each other."""
+    """Writes ascending numbers as [first, last] of consecutive ones."""
     ends = np.flatnonzero(np.diff(rows) != 1)
     firsts, lasts = rows[[0, *(ends + 1)]], rows[[*ends, -1]]
     return [[int(first), int(last)] for first, last in zip(firsts, lasts, strict=True)]
@@ -163,7 +163,7 @@ def _join_runs(runs: Iterable[Sequence[int]]) -> np.ndarray:
 
 
 def _find_damage(folder: Path, spec: CacheSpec, shards: Mapping[str, _Shard]) -> dict[str, str]:
-    """Finds the damaged shards of those listed, and what is wrong with each."""
+    """Finds damaged shards among the listed ones, and what is wrong with each."""
 
     def describe_damage(name: str) -> str:
         shard = shards[name]
@@ -187,7 +187,7 @@ def _save_index(
     folder: Path, spec: CacheSpec, shards: Mapping[str, _Shard], *, ordered: bool
 ) -> None:
     about = dataclasses.asdict(spec)
-    if (folder / INDEX).exists():  # an earlier version's words stay, and so does the index's hash
+    if (folder / INDEX).exists():  # names of an earlier version stay, as does the hash
         about = read_index(folder)[1]["about"]
     index: dict[str, Any] = {"about": about, "record_bytes": spec.record.itemsize}
     if ordered:
@@ -205,7 +205,7 @@ def _save_index(
 
 
 def _are_ordered(spec: CacheSpec, shards: Mapping[str, np.ndarray]) -> bool:
-    """Whether each shard has the rows that its number tells in a cache of all rows."""
+    """Whether each shard has the rows of its number in a cache of all rows."""
     expected = spec.shards
     return all(np.array_equal(rows, expected.get(name, [])) for name, rows in shards.items())
 
@@ -213,7 +213,7 @@ def _are_ordered(spec: CacheSpec, shards: Mapping[str, np.ndarray]) -> bool:
 def _find_finished(
     folder: Path, spec: CacheSpec
 ) -> tuple[dict[str, _Shard], dict[str, np.ndarray]]:
-    """The undamaged shards that the folder has, and the rows of the damaged ones."""
+    """Lists the folder's undamaged shards, and the rows of the damaged ones."""
     if not (folder / INDEX).exists():
         return {}, {}
     earlier, index = read_index(folder)
@@ -221,7 +221,7 @@ def _find_finished(
     if lines := earlier.differences(spec, names):
         raise UserError(
             f"{folder} holds another cache:\n  " + "\n  ".join(lines) + "\n"
-            "Give another --out, delete that folder, or restore what it was made of."
+            "Give another --out, delete that folder, or restore its inputs."
         )
     shards = _list_shards(spec, index)
     damaged = _find_damage(folder, spec, shards)
@@ -234,7 +234,7 @@ def _find_finished(
 def _plan_shards(
     spec: CacheSpec, shards: Mapping[str, np.ndarray], wanted: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The rows of each shard beside `shards` that makes all `wanted` rows be there."""
+    """Plans the rows of each shard to add to `shards` so that all `wanted` rows are there."""
     if len(wanted) == sum(spec.sides) and _are_ordered(spec, shards):
         return {name: rows for name, rows in spec.shards.items() if name not in shards}
     held = np.zeros(sum(spec.sides), bool)

@@ -1,1 +1,1 @@
-"""Measures a model, and tells a broken one from a weak one: `kdjax evaluate`."""
+"""Measures a model, and distinguishes a broken one from a weak one: `kdjax evaluate`."""

@@ -1,8 +1,8 @@
-"""Answers that a model writes to a file, and that a stopped run goes on with: text to train on.
+"""Writes a model's answers to a file, as text to train on; a stopped run goes on.
 
-All that it says to prompts (`WrittenAnswers`), or programs that passed their exercises' own tests
-(`VerifiedAnswers`): rejection sampling as of Yuan et al. 2023 (arXiv:2308.01825), where the sandbox
-judges and no model does.
+`WrittenAnswers` holds all answers to prompts, `VerifiedAnswers` programs that passed the tests of
+their exercises: rejection sampling after Yuan et al. 2023 (arXiv:2308.01825), judged by the sandbox
+and not by a model.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from kdjax.models.tokenizer import Tokenizer
 
 
 class PromptRecord(NamedTuple):
-    """A prompt's ids, and the conversation or the text that they are."""
+    """A prompt's ids, and their conversation or text."""
 
     ids: tuple[int, ...]
     messages: tuple[Any, ...] = ()
-    beginning: str = ""  # of the assistant's turn, or of a text
+    beginning: str = ""  # beginning of the assistant's turn, or of a text
 
     def answered(self, answer: str) -> dict[str, Any]:
         """The record with this answer."""
@@ -43,7 +43,7 @@ class PromptRecord(NamedTuple):
 
 
 def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[PromptRecord]:
-    """Beginnings of all documents of `patterns`, as of `drafting.begin_each`.
+    """Reads the beginnings of all documents of `patterns`, as `drafting.begin_each` does.
 
     Raises `UserError` if there are none.
     """
@@ -60,18 +60,18 @@ def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[PromptR
     return prompts
 
 
-_CALLS = 4  # of the model between two savings: programs of one run while the next is written
+_CALLS = 4  # calls of the model between two saves: programs run while the next answers are written
 
 
 def state_path(out: Path) -> Path:
-    """File beside `out` that says what was asked, and how."""
+    """File next to `out` that records what was asked, and how."""
     return out.with_name(f"{out.name}.tried.json")
 
 
 class _Answers:
-    """Answers in `out`, a line each, and beside it what was asked.
+    """Answers in `out`, one a line, and a record of what was asked next to it.
 
-    `made_by` tells what decides the answers; another one there is refused.
+    `made_by` holds everything that decides the answers; a file made by something else is refused.
     """
 
     def __init__(self, out: Path, made_by: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class _Answers:
                 f"{out}: found answers made with other {', '.join(names)}; expected the same to go "
                 f"on. Give another --out, or remove it and {self._state.name}."
             )
-        # Answers are saved before what they answer: those of what is not there come again.
+        # Answers are saved before their prompts: answers to prompts that are not listed come again.
         saved = out.read_bytes().splitlines(keepends=True)[:kept] if out.exists() else []
         if hashlib.sha256(b"".join(saved)).hexdigest() != digest:
             raise UserError(
@@ -111,7 +111,7 @@ class _Answers:
         raise NotImplementedError
 
     def _save(self, **state: Any) -> None:
-        if not self._state.exists():  # without it `out` would be another's, after a kill
+        if not self._state.exists():  # without it, after a kill, `out` would look like another's
             self._tell("")
         text = "".join(self._lines)
         with replacing(self._out) as file:
@@ -125,18 +125,18 @@ class _Answers:
 
 
 class WrittenAnswers(_Answers):
-    """A model's answers to prompts, in `out`, and beside it how many prompts these are.
+    """A model's answers to prompts, in `out`, with the number of prompts next to it.
 
-    A line is the conversation with the answer, `messages`, or the `text` of a prompt and what
-    followed. `samples` are answers to each prompt, of which empty ones and, with `ended`, those
-    that did not end by themselves are left out.
+    A line is the conversation with the answer, `messages`, or the `text` of prompt and answer.
+    `samples` is the number of answers to each prompt. Empty ones are left out, and with `ended`
+    so are answers that were cut off.
     """
 
     def __init__(
         self, out: Path, made_by: Mapping[str, Any], *, samples: int = 1, ended: bool = False
     ) -> None:
         self.asked, self._samples, self._ended = 0, samples, ended
-        self._tokens, self._seconds = 0, 0.0  # of this process
+        self._tokens, self._seconds = 0, 0.0  # totals of this process
         super().__init__(out, made_by)
 
     def _go_on(self, found: Mapping[str, Any]) -> None:
@@ -150,7 +150,7 @@ class WrittenAnswers(_Answers):
         batch_size: int,
         room: int,
     ) -> None:
-        """Adds the answers to the next prompts; a sample draws by its number among all."""
+        """Adds the answers to the next prompts; a sample's random key is its number among all."""
         begun, first = time.monotonic(), self.asked * self._samples
         each = [prompt for prompt in prompts for _ in range(self._samples)]
         said = model.generate(
@@ -171,14 +171,14 @@ class WrittenAnswers(_Answers):
         self._save(asked=self.asked)
 
     def describe(self, count: int) -> str:
-        """One line: how many prompts were answered, of so many if fewer were before, how fast."""
+        """One line: how many of `count` prompts were answered, and how fast."""
         speed = f"; {self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
         done = f"{self.asked:,} of {max(count, self.asked):,} prompts answered"
         return f"{done}, {len(self._lines):,} answers kept{speed}"
 
 
 class VerifiedAnswers(_Answers):
-    """Answers that passed, in `out`, and beside it what was tried.
+    """Answers that passed, in `out`, and a record of all tries next to it.
 
     Each line of `out` is a conversation, `messages`, with its `task` and `proof`: the SHA-256s of
     the program and of the tests, and the number of the sample. Equal programs are kept once.
@@ -198,7 +198,7 @@ class VerifiedAnswers(_Answers):
         generate: Generate,
         settings: Settings,
     ) -> None:
-        """Adds the answers to exercises that were not tried; `describe` says how they ended."""
+        """Adds the answers to exercises not tried yet; `describe` says how they ended."""
         left = [exercise for exercise in exercises if exercise.task not in self.tried]
         if not left:
             return
@@ -243,9 +243,9 @@ _T = TypeVar("_T")
 
 
 def group(asked: Sequence[_T], batch_size: int, samples: int) -> list[Sequence[_T]]:
-    """Parts of what is asked between whose answers the file is saved: a few calls of the model.
+    """Splits requests into parts of a few model calls; the file is saved after each.
 
-    Whole calls, so that a run that goes on asks as it would have.
+    Parts are complete calls, so that a resumed run makes the same calls.
     """
     size = _CALLS * max(1, batch_size // samples)
     return [asked[i : i + size] for i in range(0, len(asked), size)]

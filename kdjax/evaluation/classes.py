@@ -28,7 +28,7 @@ _KINDS = {
 
 def _lexer(source: str, text: str):
     if _LINE.search(source):
-        # Records carry no name; Python is what this corpus is mostly made of, and prose is not.
+        # Records carry no file name; the text of `source` is mostly Python, and prose is not.
         try:
             ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -48,9 +48,9 @@ def _class_of(kind) -> int:
 def class_ids(text: str, source: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     """Class of each token of `text`, int8, from the characters `[start, end)` it came from.
 
-    A token is what its first character other than whitespace is, by the lexer for `source` (a
-    file's name, or file:line); of whitespace alone it is whitespace; of no character, end of text.
-    Prose, and files of no known language, fall into `text`, but for their numbers.
+    A token has the class of its first character other than whitespace, by the lexer for `source`
+    (a file's name, or file:line). A token of whitespace alone is whitespace; one without
+    characters is end of text. Prose, and files of no known language, are `text`, except numbers.
     """
     starts, kinds = [0], [_ID["text"]]
     for at, kind, _ in _lexer(source, text).get_tokens_unprocessed(text):
@@ -75,9 +75,9 @@ def class_ids(text: str, source: str, offsets: Sequence[tuple[int, int]]) -> np.
 
 
 def token_bytes(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """UTF-8 bytes of `text` that each token stands for, int32; they add up to those of the text.
+    """Number of UTF-8 bytes of `text` in each token, int32; they add up to the text's bytes.
 
-    Of several tokens that share a character, the first has its bytes.
+    If several tokens share a character, the first gets its bytes.
     """
     sizes = [len(c.encode("utf-8", "surrogatepass")) for c in text]
     ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

@@ -1,10 +1,10 @@
-"""Savings of a draft: blocks of drafts accepted along the teacher's own text, and their speed-up.
+"""Measures a draft model: drafts accepted along the teacher's text, and the speed-up.
 
-Speculation reads the teacher's text and no other, so the draft is judged on that: on continuations
-of held-out prompts that the teacher wrote, greedily and at T = 1. A drafted token's chance to be
-accepted is known exactly from both distributions at its place, and so is the expected number of
-accepted drafts of every pass: nothing is simulated. A block that a model's file brings drafts from
-its own state behind the first draft of a pass, so its chances differ by place in the pass.
+Speculation reads only text that the teacher writes, so the draft is judged on it: on the teacher's
+continuations of held-out prompts, greedy and at T = 1. A drafted token's probability of acceptance
+is known exactly from both distributions at its position, and so is the expected number of accepted
+drafts of every pass: nothing is simulated. A drafting block of a model's file drafts from its own
+state after the first draft of a pass, so its probabilities differ by place in the pass.
 """
 
 import math
@@ -32,21 +32,21 @@ from kdjax.models.speculation import BlockWriter
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import unembed
 
-MOST_DRAFTS = 16  # of a model,
-MOST_OWN = 8  # and of a model's own block: so many passes of it judge a text
-PROMPT_TOKENS = 128  # of a plain text;
-_SEVERAL = 9  # tokens of the longer of the two passes that are timed,
-_PASSES = 8  # so many in a call
+MOST_DRAFTS = 16  # drafts a pass, of a draft model
+MOST_OWN = 8  # drafts a pass, of a model's drafting block: this many of its passes judge a text
+PROMPT_TOKENS = 128  # of a plain text
+_SEVERAL = 9  # tokens of the longer of the two timed passes
+_PASSES = 8  # timed passes in a call
 
-# How a draft is judged: the temperature of the teacher's text, and the chance of each of its tokens
-# to be accepted if it was drafted.
+# How a draft is judged: the temperature of the teacher's text, and the probability that each of its
+# tokens is accepted if it was drafted.
 RULES: dict[str, tuple[float, Callable[[Values], np.ndarray]]] = {
     "greedy": (0.0, lambda v: np.asarray(v.right)),
-    # Of a token y that speculative sampling put out, q(y) min(1, p(y) / q(y)) / p(y) were drafts.
+    # Given that speculative sampling emits y, it was a draft with q(y) min(1, p(y) / q(y)) / p(y).
     "sampled": (1.0, lambda v: np.exp(np.minimum(np.asarray(v.teacher_ce) - v.ce, 0.0))),
-    # The same of drafts from the ten likeliest ids, as llama.cpp draws them if it draws.
+    # Drafts sampled from the top 10 ids, as llama.cpp samples them.
     "sampled_top10": (1.0, lambda v: np.minimum(np.asarray(v.drafted) * np.exp(v.teacher_ce), 1.0)),
-    # Else it drafts the likeliest id at any temperature, and keeps it if the teacher draws it.
+    # Otherwise it drafts the top id at any temperature, and keeps it if the teacher draws it.
     "matched": (1.0, lambda v: np.asarray(v.right)),
 }
 
@@ -55,17 +55,17 @@ class Costs(NamedTuple):
     """Costs of passes, in passes of the teacher over one token."""
 
     draft: float  # the draft's pass over one token
-    more: float = 0.0  # each token more in a pass of the teacher
+    more: float = 0.0  # each additional token in a pass of the teacher
 
 
 def count_blocks(chances: np.ndarray, lengths: np.ndarray, drafts: int) -> tuple[float, float]:
     """Expected accepted drafts, and passes of the teacher, along texts of `lengths`.
 
     `chances` are `[N, T]`, or `[K, N, T]` if they differ by place in a pass.
-    Passes follow each other as in speculation: one accepts a run of its drafts and adds a token;
-    the next begins there. A text's first token comes with its prompt, and passes whose drafts would
-    reach beyond its end are left out. Each place is judged at most once, so its chance, given all
-    before it, is all that is needed.
+    Passes follow each other as in speculation: one accepts some of its drafts and adds a token; the
+    next begins there. A text's first token comes with its prompt, and passes whose drafts would
+    reach beyond its end are left out. Each position is judged at most once, so its probability,
+    given all before it, is all that is needed.
     """
     if chances.ndim == 2:
         chances = np.broadcast_to(chances, (drafts, *chances.shape))
@@ -75,7 +75,7 @@ def count_blocks(chances: np.ndarray, lengths: np.ndarray, drafts: int) -> tuple
     accepted = passes = 0.0
     for at in range(1, length - drafts + 1):
         weight = begins[:, at] * (at + drafts <= lengths)
-        # The chance that all drafts up to each are accepted; and that exactly so many are.
+        # The probability that all drafts up to each are accepted; and that exactly this many are.
         reach = np.cumprod(chances[place, :, at + place].T, axis=1)
         exactly = np.concatenate([np.ones((count, 1)), reach], axis=1)
         exactly[:, :-1] -= reach
@@ -86,23 +86,23 @@ def count_blocks(chances: np.ndarray, lengths: np.ndarray, drafts: int) -> tuple
 
 
 def independent(chance: float, drafts: int) -> float:
-    """Accepted drafts a pass if each had the same chance (arXiv:2211.17192, equation 1)."""
+    """Accepted drafts a pass if all had one probability (arXiv:2211.17192, equation 1)."""
     return float(np.sum(chance ** np.arange(1, drafts + 1)))
 
 
 def speed_up(accepted: float, drafts: int, costs: Costs) -> float:
-    """Tokens in the time of one, for `accepted` of `drafts` a pass."""
+    """Speed-up: tokens in the time of one plain token, for `accepted` of `drafts` a pass."""
     return (accepted + 1) / (1 + drafts * (costs.draft + costs.more))
 
 
 def choose_prompts(
     patterns: str, tokenizer: Tokenizer, *, count: int, most: int
 ) -> list[list[int]]:
-    """Ids of at most `count` beginnings, spread evenly over the documents of `patterns`.
+    """Reads ids of at most `count` beginnings, spread evenly over the documents of `patterns`.
 
-    Of a conversation all before an answer of the assistant, a `prompt` whole, of a text half of it
-    or 128 tokens. At most `most` tokens each: longer ones are left out. Of equal ones, as of files
-    under one licence, one is kept. Raises `UserError` if there are none.
+    For a conversation, everything before an answer of the assistant; a full `prompt`; for a text,
+    half of it or 128 tokens. Beginnings of more than `most` tokens are left out. One of several
+    equal ones, such as licence headers, is kept. Raises `UserError` if there are none.
     """
     every = list(openings(find_files(patterns), tokenizer))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
@@ -119,7 +119,7 @@ def choose_prompts(
 def read_prompts(
     draft: Target | None, teacher: Target, domains: dict[str, str], *, count: int, new_tokens: int
 ) -> dict[str, list[list[int]]]:
-    """Ids of at most `count` prompts of each domain that both models can continue.
+    """Reads ids of at most `count` prompts of each domain that both models can continue.
 
     Raises `UserError` for text without any, and for more new tokens than a model has positions.
     """
@@ -139,9 +139,9 @@ def read_prompts(
 def begin_each(
     openings: Iterable[Opening], tokenizer: Tokenizer, most: int
 ) -> dict[tuple[int, ...], Opening]:
-    """The openings by the ids to go on from: of a conversation all, else as of `begin_text`.
+    """Openings by the ids to continue: all of a conversation, else as `begin_text` cuts them.
 
-    Of equal ones the first is kept; those of more than `most` ids are left out.
+    The first of equal ones is kept; openings of more than `most` ids are left out.
     """
     found: dict[tuple[int, ...], Opening] = {}
     for one, ids in encode_chats(openings, tokenizer):
@@ -153,7 +153,7 @@ def begin_each(
 
 
 def begin_text(text: str, tokenizer: Tokenizer, *, whole: bool = False) -> list[int]:
-    """Half of a plain text or 128 tokens, or the `whole`, to go on from."""
+    """Cuts a text to continue: half of it or 128 tokens, or all of it if `whole`."""
     if whole:
         return tokenizer.open_text(tokenizer.encode(text, parse_special=False))
     ids, offsets = tokenizer.encode_with_offsets(text[: 64 * PROMPT_TOKENS], parse_special=False)
@@ -168,7 +168,7 @@ class Continuations(NamedTuple):
 
     domain: str
     temperature: float
-    batches: list[dict[str, np.ndarray]]  # whose targets are the continuations
+    batches: list[dict[str, np.ndarray]]  # their targets are the continuations
 
     @classmethod
     def of(
@@ -179,7 +179,7 @@ class Continuations(NamedTuple):
         answers: Sequence[Sequence[int]],
         batch_size: int,
     ) -> "Continuations":
-        """Ids of prompts, and of the answer to each; a row holds both."""
+        """Makes batches from ids of prompts and of their answers; a row holds both."""
         longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
         shape = len(prompts), pad_length(longest) + 1
         columns: dict[str, Any] = {n: np.zeros(shape, dtype) for n, dtype in COLUMNS.items()}
@@ -194,10 +194,10 @@ class Continuations(NamedTuple):
 
 
 def time_pass(model: Model, tokens: int) -> float:
-    """Median seconds of a pass of one row over so many new tokens, to the id that comes next.
+    """Median seconds of a pass of one row over `count` new tokens, up to the next id.
 
-    Some passes run on the device one behind the other, as in a round of speculation: a call for
-    each would time how fast the host launches.
+    Several passes run on the device one after another, as in speculation: one call for each would
+    time how fast the host launches.
     """
     own = isinstance(model.functions, DraftFunctions)
     writer = model.as_writer("draft" if own else "time")
@@ -248,7 +248,7 @@ def _continue(
     seed: int,
     timed: bool,
 ) -> tuple[dict[float, dict[str, list[list[int]]]], tuple[float, float] | None]:
-    """The teacher's continuations by temperature and domain; seconds of its short and long pass."""
+    """Writes the teacher's continuations by temperature and domain, and times its passes."""
     model = teacher.load(mesh)
     stops = teacher.checkpoint.tokenizer.stop_ids
     answers = {
@@ -283,14 +283,14 @@ def measure(
     cost_ratio: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Block lengths of 1 to 16 drafts by domain and rule, and the best number; JSON-able.
+    """Measures 1 to 16 drafts a pass by domain and rule, and the best number; JSON-able.
 
-    `prompts` are those of `read_prompts`, for as many new tokens; at T = 1 `seed` decides what is
-    drawn, and `batch_size` rows are written and read at once. Without a `draft` the teacher's
-    own block drafts, 1 to 8 a pass.
-    Costs are measured on this device, on one row, unless `cost_ratio` says what a pass of the draft
-    costs in passes of the teacher; a pass of the teacher over several tokens then costs what one
-    over one token does. Raises `UserError` for models that do not go together.
+    `prompts` come from `read_prompts`, for the same number of new tokens. At T = 1 `seed` decides
+    the draws; `batch_size` rows are written and read at once. Without a `draft` the teacher's
+    drafting block drafts, 1 to 8 a pass.
+    Costs are measured on this device, on one row, unless `cost_ratio` is the cost of a draft's pass
+    in passes of the teacher; a teacher's pass over several tokens then costs as much as one over
+    one token. Raises `UserError` for models that do not go together.
     """
     spec = shared_spec((draft or teacher).checkpoint, teacher.checkpoint)
     drawn = {"batch_size": batch_size, "seed": seed, "timed": cost_ratio is None}
@@ -319,10 +319,10 @@ def measure(
 def count_saved(
     texts: Sequence[Continuations], values: Sequence[Sequence[Sequence[Values]]], costs: Costs
 ) -> dict[str, dict[str, Any]]:
-    """Figures by domain and rule from both models' values on each text, a batch each; JSON-able.
+    """Computes figures by domain and rule from both models' values, batch by batch; JSON-able.
 
-    Of a batch there are values for each place in a pass, or one for all places. Raises `UserError`
-    for a text that ends with its prompts.
+    A batch has values for each place in a pass, or one for all places. Raises `UserError` for a
+    text that ends with its prompts.
     """
     read = {
         (text.domain, text.temperature): [
@@ -351,7 +351,7 @@ def _unpack(
     ]
     lengths = np.asarray([len(row.ce) for row in rows])
     if not len(rows) or not (lengths > 1).any():
-        raise UserError("the teacher ended every prompt at once: give prompts that it goes on with")
+        raise UserError("the teacher ended every prompt at once: use prompts that it continues")
     columns = [np.zeros((len(rows), lengths.max())) for _ in Values._fields]
     for i, row in enumerate(rows):
         for column, own in zip(columns, row, strict=True):
@@ -362,12 +362,12 @@ def _unpack(
 def _figures(
     read: Sequence[tuple[Values, np.ndarray]], chance: Callable[[Values], np.ndarray], costs: Costs
 ) -> dict[str, Any]:
-    """Figures of values by place in a pass; what is kept is told of the first place."""
+    """Figures from values by place in a pass; the share of kept drafts is of the first place."""
     lengths = read[0][1]
     inside = np.arange(read[0][0].ce.shape[1])[None] < lengths[:, None]
     by_place = np.stack([chance(values) * inside for values, _ in read])
     chances, alike = by_place[0], len(read) == 1
-    # The first token comes with the prompt; drafts begin behind it.
+    # The first token comes with the prompt; drafts begin after it.
     tokens = int(np.sum(np.maximum(lengths - 1, 0)))
     share = float(np.sum(chances[:, 1:])) / max(tokens, 1)
     bounds = [*POSITIONS.values(), max(inside.shape[1], max(POSITIONS.values()) + 1)]

@@ -1,7 +1,7 @@
 """Held-out figures of one model, or of a student against a teacher: overall, by position, by class.
 
-Values of each position come off the device as they are, so that they can be sorted into any
-buckets; sums are float64, merged, and divided once.
+Values of each position are read from the device, so that they can be sorted into any buckets; sums
+are float64, merged, and divided once.
 """
 
 import base64
@@ -46,40 +46,40 @@ from kdjax.progress import counted
 from kdjax.training.heldout import compute_perplexity, count_bits
 from kdjax.training.pair import Vocabulary, align
 
-# Positions are counted from the document's start, or from the row's where a document goes on in it:
-# what counts is how much the model could see before.
+# Positions are counted from the document's start, or from the row's start for a document that began
+# in an earlier row: what matters is how much the model could see before.
 POSITIONS = {"0-15": 0, "16-63": 16, "64-255": 64, "256-1023": 256, "1024+": 1024}
 TOP = 5
-DRAWN = 10  # ids that llama.cpp draws a draft from
+DRAWN = 10  # number of ids that llama.cpp samples a draft from
 _OWN = ("ce", "entropy", "right", "drafted")  # the figures of one model, first of `Values`
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Packed rows of one domain, and two more columns `[N, seq_len + 1]` of their ids.
+    """Packed rows of one domain, with two more columns `[N, seq_len + 1]`, one entry for each id.
 
-    As batch columns (`data.pipeline.Columns`) the two are those of each position's target.
+    As batch columns (`data.pipeline.Columns`) they describe each position's target.
     """
 
     rows: Rows
     classes: np.ndarray  # int8, index into CLASSES
-    bytes: np.ndarray  # int32, of UTF-8 text that the id stands for
+    bytes: np.ndarray  # int32, UTF-8 bytes of the id's text
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         """Columns `[T]` of a row."""
         return {"classes": self.classes[row, 1:], "bytes": self.bytes[row, 1:]}
 
     def batches(self, size: int) -> list[dict[str, np.ndarray]]:
-        """Batches of `size` rows, the last filled up with rows without weight or segment."""
+        """Yields batches of `size` rows; rows without weight or segment fill up the last."""
         return list(pipeline.eval_batches(self.rows, batch_size=size, limit=None, more=self))
 
 
 def read_text(
     patterns: str, tokenizer: Tokenizer, *, rows: int, seq_len: int, parse_special: bool = False
 ) -> Text:
-    """At most `rows` rows of `seq_len` positions, spread evenly over the text of `patterns`.
+    """Reads at most `rows` rows of `seq_len` positions, spread evenly over the text of `patterns`.
 
-    `parse_special` as of `data.rows.tokenize_documents`.
+    `parse_special` is as for `data.rows.tokenize_documents`.
 
     Raises `UserError` for text that cannot be read or has no target.
     """
@@ -137,27 +137,27 @@ def _describe_tokens(
 
 
 class Values(NamedTuple):
-    """Figures of each position, float32 `[B, T]`; those of a pair are zero without a teacher."""
+    """Figures of each position, float32 `[B, T]`; comparisons are zero without a teacher."""
 
     ce: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
     right: Float[Array, "B T"]  # 1 where the model ranks the target first
-    drafted: Float[Array, "B T"]  # chance that it drafts the target, from its DRAWN likeliest ids
+    drafted: Float[Array, "B T"]  # probability that it drafts the target, from its top DRAWN ids
     teacher_ce: Float[Array, "B T"]
     teacher_entropy: Float[Array, "B T"]
     kl_ts: Float[Array, "B T"]  # KL(teacher || student), nats
     kl_st: Float[Array, "B T"]
     jsd: Float[Array, "B T"]  # Jensen-Shannon divergence, nats: at most ln 2
     tv: Float[Array, "B T"]  # total variation
-    acceptance: Float[Array, "B T"]  # share of the model's drafts that the teacher keeps at T = 1
+    acceptance: Float[Array, "B T"]  # share of the model's drafts accepted at T = 1
     top1: Float[Array, "B T"]  # 1 where both rank the same id first
     top5: Float[Array, "B T"]  # part of the five ids ranked first that both share
     cosine: Float[Array, "B T"]  # of the two vectors of logits
-    difference: Float[Array, "B T"]  # the greatest of any logit
+    difference: Float[Array, "B T"]  # largest difference of a logit
 
 
 def _compare(both: Sequence[Array | None], labels: Array) -> Values:
-    """All figures from logits `[B, T, V]` of the teacher, if there is one, and of the model."""
+    """Computes all figures from logits `[B, T, V]` of the model, and of a teacher if given."""
     teacher_logits, logits = both
     assert logits is not None
     s = log_softmax(logits, 1.0)
@@ -210,7 +210,7 @@ def position_values(
 def _forward(
     target: Target, mesh: Mesh, batches: Sequence[dict[str, np.ndarray]]
 ) -> Iterator[tuple[Array, Array]]:
-    """Hidden states of each batch, and the head; the model is loaded until the last batch."""
+    """Yields hidden states of each batch, and the head; frees the model after the last batch."""
     if not batches:
         return
     model = target.load(mesh, max(int(batch["segment_ids"].max()) for batch in batches))
@@ -228,7 +228,7 @@ def compare(
     spec: HeadSpec,
     size: int,
 ) -> list[Values]:
-    """All figures of every position of each batch of `size` rows, on the host.
+    """Yields all figures of every position of each batch of `size` rows, on the host.
 
     One model is on the devices at a time: the teacher's hidden states wait on the host. Several
     processes share the batches, and each has all figures.
@@ -253,10 +253,10 @@ def compare_own(
     size: int,
     drafts: int,
 ) -> list[list[Values]]:
-    """Compares what a model's own block drafts with the model, as `compare` does two models.
+    """Compares a model's drafting block with the model, as `compare` does two models.
 
-    Of each batch the figures of the first draft of a pass at every position, of the second, and so
-    on to that number of `drafts`.
+    For each batch, yields the figures of the first draft of a pass at every position, then of the
+    second, and so on up to `drafts`.
     """
     mine, found = cluster.share(batches), []
     compute = jax.jit(functools.partial(position_values, spec=spec))
@@ -279,10 +279,10 @@ def measure(
     *,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Figures by domain, each with `overall`, `positions` and `classes`; JSON-able.
+    """Measures figures by domain, each with `overall`, `positions` and `classes`; JSON-able.
 
-    `texts` are what `read_text` made by the target's tokenizer, by name; of several, "all" holds
-    the figures over all of them. Raises `UserError` for models that do not go together.
+    `texts` come from `read_text` with the target's tokenizer, by name; for several, "all" has the
+    figures over all of them. Raises `UserError` for models that do not go together.
     """
     spec = shared_spec(target.checkpoint, teacher and teacher.checkpoint)
     size = split_rows(batch_size, mesh) * row_shards(mesh)
@@ -298,7 +298,7 @@ def measure(
 
 
 def _encode(values: Values) -> str:
-    """Encodes values as text, in which processes send them to each other."""
+    """Encodes values as text, to send them between processes."""
     return base64.b64encode(np.stack(jax.device_get(values)).tobytes()).decode()
 
 
@@ -308,7 +308,7 @@ def _decode(text: str, rows: int) -> Values:
 
 
 def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any]:
-    """Context in which heads multiply in float32 if one of the models does: a GPU has TF32."""
+    """Context that makes heads multiply in float32, not TF32, if one of the models does."""
     exact = any(target is not None and target.form.dtype == "float32" for target in targets)
     return jax.default_matmul_precision("highest" if exact else "default")
 
@@ -320,7 +320,7 @@ def shared_spec(model: Checkpoint, teacher: Checkpoint | None) -> HeadSpec:
 
 
 def shared_vocabulary(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:
-    """The ids that are compared. Raises `UserError` for models of different tokenizers."""
+    """Counts the compared ids. Raises `UserError` for models of different tokenizers."""
     if teacher is None:
         real = min(model.tokenizer.vocab_size, model.spec.vocab_size)
         return Vocabulary(model.spec.vocab_size, real)
@@ -378,7 +378,7 @@ def _summarise(columns: dict[str, np.ndarray]) -> dict[str, Any]:
         if name == "cosine":
             figures["min_cosine"] = float(columns[name].min())
     if covered := int(sizes.sum()):
-        # The end of a text is a token and no text: its nats have no bytes to be spread over.
+        # The end of a text is a token without bytes, so its nats are left out.
         nats = math.fsum(columns["ce"][classes != END])
         figures["bits_per_byte"] = count_bits(nats, covered)
         figures["bytes"] = covered

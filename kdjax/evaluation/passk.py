@@ -1,4 +1,4 @@
-"""pass@k of generated programs: no program passes but by running, and what fails is counted.
+"""pass@k of generated programs: a program passes only by running, and failures are counted.
 
 Estimator: Chen et al. 2021, arXiv:2107.03374, equation 1.
 """
@@ -25,10 +25,10 @@ from kdjax.models.tokenizer import Tokenizer
 
 _DRAWS = 10_000
 INFERENCE, INFERENCE_FAILED = "inference", "inference_failed"
-# Answers prompts (ids), each up to one of the stop strings, in order. If it raises, the samples of
-# that call count as failures.
+# Answers prompts (ids) in order, each up to a stop string. If it raises, the samples of that call
+# count as failures.
 Generate = Callable[[list[list[int]], tuple[str, ...]], Sequence[Completion]]
-Asked = tuple[Problem, Completion | str]  # an answer, or the error that there is instead
+Asked = tuple[Problem, Completion | str]  # an answer, or the error in its place
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -52,18 +52,18 @@ class Settings:
     samples: int = 1
     ks: tuple[int, ...] = (1,)
     batch_size: int = 16
-    room: int | None = None  # ids that a prompt may have: the model's positions less the answer's
+    room: int | None = None  # most ids of a prompt: the model's positions minus the answer's
     limits: sandbox.Limits = sandbox.DEFAULT
     allow_unsandboxed: bool = False  # run programs where this machine cannot confine them
 
 
 def check_asked(sampling: Sampling, samples: int, seconds: float) -> None:
-    """Raises `UserError` unless several samples can differ and each program has some time.
+    """Raises `UserError` unless several samples can differ and each program has time to run.
 
-    Messages name the flags of the commands.
+    Messages name the commands' flags.
     """
     if samples > 1 and sampling.temperature == 0:
-        raise UserError(f"--temperature=0 gives the same answer {samples} times; raise it.")
+        raise UserError(f"--temperature=0 repeats one answer {samples} times; raise it.")
     if not 0 < seconds < math.inf:
         raise UserError(f"--timeout={seconds:g} must be above 0, in seconds.")
     sampling.check()
@@ -72,9 +72,9 @@ def check_asked(sampling: Sampling, samples: int, seconds: float) -> None:
 def answer_with(
     model: Model, tokenizer: Tokenizer, sampling: Sampling, settings: Settings, room: int = 0
 ) -> Generate:
-    """A `Generate` by a model, `settings.batch_size` rows at a time, which its end tokens end.
+    """Makes a `Generate` of a model: `settings.batch_size` rows at a time, up to its end tokens.
 
-    `room` as of `write_answers`: calls of as much share their programs.
+    `room` is as for `write_answers`: calls with equal room share their programs.
     """
 
     def generate(prompts: list[list[int]], stops: tuple[str, ...]) -> list[Completion]:
@@ -99,9 +99,9 @@ class Sample:
 def _ask(
     problems: Sequence[Problem], tokenizer: Tokenizer, generate: Generate, settings: Settings
 ) -> list[Asked]:
-    """An answer, or what was raised instead of it, for every sample of problems asked at once.
+    """Returns an answer, or the error's text, for every sample of problems asked at once.
 
-    Of an exception the text alone stays: its frames hold what did not fit into memory.
+    Only the text of an exception is kept: its frames hold what did not fit into memory.
     """
     asked: list[Asked] = []
     batch, prompts = [], []
@@ -118,13 +118,13 @@ def _ask(
         if len(answers) != len(batch):
             raise RuntimeError(f"{len(answers)} answers to {len(batch)} prompts")
         return [*asked, *zip(batch, answers, strict=True)]
-    # Whatever stops a model from answering is this model's failure, to be counted.
+    # Any error while a model answers is counted as its failure.
     except Exception as error:
         return [*asked, *((problem, _say(error)) for problem in batch)]
 
 
 def encode_prompt(problem: Problem, tokenizer: Tokenizer, settings: Settings) -> list[int]:
-    """Ids of a problem's prompt. Raises `UserError` for one that leaves an answer no room."""
+    """Ids of a problem's prompt. Raises `UserError` if it leaves no room for an answer."""
     ids = tokenizer.encode(bench.prompt_text(problem, settings.wording, tokenizer))
     if settings.wording not in bench.CHATS:
         ids = tokenizer.open_text(ids)
@@ -136,7 +136,7 @@ def encode_prompt(problem: Problem, tokenizer: Tokenizer, settings: Settings) ->
 
 
 def run_answer(problem: Problem, answer: str, settings: Settings) -> sandbox.Outcome:
-    """Runs the program that an answer makes, and the problem's tests; see `sandbox.run`."""
+    """Runs an answer's program and the problem's tests; see `sandbox.run`."""
     return sandbox.run(
         bench.program(problem, settings.wording, answer),
         settings.limits,
@@ -147,7 +147,7 @@ def run_answer(problem: Problem, answer: str, settings: Settings) -> sandbox.Out
 
 
 def judge(asked: Asked, settings: Settings) -> Sample:
-    """The sample that an answer is: how its program ended, or why there is none."""
+    """Makes the sample of an answer: how its program ended, or why there is none."""
     problem, answer = asked
     if isinstance(answer, str):
         return Sample(problem.task, INFERENCE_FAILED, answer, "", "")
@@ -163,7 +163,7 @@ def _say(error: BaseException) -> str:
 
 
 class Benchmark(NamedTuple):
-    """Problems of one kind, who answers them, and how they are run."""
+    """Problems of one kind, the model that answers them, and how they are run."""
 
     problems: Sequence[Problem]
     generate: Generate
@@ -176,9 +176,9 @@ def run_benchmark(
     """Generates, runs and counts; JSON-able, `pass_at_k` by k as fractions.
 
     `mode` is "inference_failed", with the first error as `inference_error`, if no sample was
-    generated at all; pass@k is 0 then. Samples that were not generated, and programs that the
-    sandbox could not run, are failures of their problems and are counted beside. Several processes
-    share the calls of `generate`, and the programs.
+    generated; pass@k is then 0. Samples that were not generated, and programs that the sandbox
+    could not run, are failures of their problems and are also counted separately. Several
+    processes share the calls of `generate`, and the programs.
     """
     [figures] = run_benchmarks([Benchmark(problems, generate, settings)], tokenizer)
     return figures
@@ -187,10 +187,10 @@ def run_benchmark(
 def run_benchmarks(
     benchmarks: Iterable[Benchmark], tokenizer: Tokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Yields the figures of each, in order, once the first answers to the next are written.
+    """Yields each benchmark's figures, in order, once the first answers to the next are written.
 
-    So no device waits for the slowest programs. An error of any kind while those are written comes
-    behind the figures.
+    So no device waits for the slowest programs. An error during the next benchmark's answers is
+    raised after the figures.
     """
     before: _Running | None = None
     with concurrent.futures.ThreadPoolExecutor(cluster.cores()) as pool:
@@ -209,25 +209,25 @@ def run_benchmarks(
                 before = running
             if before is not None:
                 yield before.finish()
-        except BaseException:  # programs that wait are not begun
+        except BaseException:  # waiting programs do not start
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 class _Running:
-    """A benchmark that is answered and whose programs run."""
+    """A benchmark whose answers are being written and whose programs run."""
 
     def __init__(self, benchmark: Benchmark, tokenizer: Tokenizer) -> None:
         self._benchmark, self._tokenizer = benchmark, tokenizer
         problems, _, settings = benchmark
-        # All samples of a problem go into one call: a row's place in it decides what is drawn.
+        # All samples of a problem go into one call: a row's place in it decides its draws.
         together = max(1, settings.batch_size // settings.samples)
         calls = [problems[i : i + together] for i in range(0, len(problems), together)]
         self._left = list(cluster.share(calls))
         self._ran: list[list[concurrent.futures.Future[Sample]]] = []
 
     def begin(self, pool: concurrent.futures.Executor, *, first: bool = False) -> None:
-        """Has answers to all calls written, or to the first; their programs run from then on."""
+        """Writes the answers of all calls, or of the first, and starts their programs."""
         _, generate, settings = self._benchmark
         count = 1 if first else len(self._left)
         calls, self._left = self._left[:count], self._left[count:]
@@ -275,9 +275,9 @@ def summarise(
 
 
 def draw_anew(of: np.ndarray, against: np.ndarray) -> tuple[float, float]:
-    """The interval of 95% of mean(of) - mean(against), each `[seeds, problems]` of the same ones.
+    """95% interval of mean(of) - mean(against), each `[seeds, problems]` over equal problems.
 
-    Problems are drawn anew 10,000 times, the same for both, and the seeds of each side.
+    A bootstrap of 10,000 draws: problems jointly for both sides, seeds for each side.
     """
     rng, count = np.random.default_rng(0), of.shape[1]
     problems = rng.multinomial(count, np.full(count, 1 / count), _DRAWS) / count

@@ -5,7 +5,7 @@ docstring; MBPP (Austin et al. 2021, arXiv:2108.07732) has a sentence and tests,
 docstring without examples before it. `instruct` is the request of EvalPlus 0.3, its answer opened
 (evalplus/codegen.py, evalplus/provider/utility.py), by which instruct models of code are published.
 `request` asks a chat model for a function in other words, its answer not opened. `bare` is no chat:
-HumanEval as `base`, of MBPP the sentence and the first test as a comment above `def`.
+HumanEval as `base`; MBPP's sentence and first test as a comment above `def`.
 """
 
 import ast
@@ -22,7 +22,7 @@ from kdjax.models.tokenizer import Tokenizer
 WORDINGS = ("base", "instruct", "request", "bare")
 CHATS = ("instruct", "request")  # those that need a chat template
 HUMANEVAL_STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
-# MBPP's answer may begin with imports or helpers, so that a second `def` is no end.
+# MBPP's answer may begin with imports or helpers, so a second `def` does not end it.
 MBPP_STOPS = ("\nclass ", "\nassert", '\n"""', "\nprint", "\nif ", "\n```")
 BARE_STOPS = (*MBPP_STOPS, "\n#")  # the next task, as a comment too
 INSTRUCT_STOPS = ("\n```\n",)
@@ -45,13 +45,13 @@ _MBPP_TEST_SPLIT = range(11, 511)  # 1 to 10 are for prompts, the rest for train
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem; `reference` is its own solution, never shown to a model or counted."""
+    """One problem; `reference` is its published solution, never shown to a model or counted."""
 
     task: str
     prompt: str  # what a base model continues
-    bare: str  # the same without a docstring of tests
+    bare: str  # `prompt` without a docstring of tests
     header: str  # put before an instruct model's code: imports and helpers of the prompt
-    tests: str  # run by the judge, who has the header too
+    tests: str  # run by the judge, which has the header too
     names: tuple[str, ...]  # what the tests use of the solution
     reference: str  # a continuation of `prompt`
     stops: tuple[str, ...]  # of continuations of `prompt`
@@ -95,17 +95,17 @@ def _fields(path: Path, record: dict[str, Any], names: tuple[str, ...]) -> list[
         raise UserError(
             f"{path}: problem {record.get('task_id')!r} has no {', '.join(missing)}, or one of "
             f"another kind; expected {', '.join(names)}, texts but for a number or a list of "
-            "tests. A benchmark's own file has them; exercises need them too."
+            "tests. A benchmark's published file has them; exercises need them too."
         )
     return [record[name] for name in names]
 
 
 def _tell_apart(path: Path, found: list[Problem]) -> list[Problem]:
-    """The same problems; raises `UserError` unless each has a `task_id` of its own."""
+    """Returns the problems; raises `UserError` unless their `task_id`s differ."""
     if repeated := len(found) - len({problem.task for problem in found}):
         raise UserError(
-            f"{path}: found {repeated} problems with a task_id that another has; expected one of "
-            "its own for each."
+            f"{path}: found {repeated} problems with a task_id that another has; expected a "
+            "different one for each."
         )
     return found
 
@@ -116,12 +116,12 @@ def load_humaneval(path: Path) -> list[Problem]:
     problems = []
     for record in _records(path):
         task, *texts = _fields(path, record, names)
-        problems.append(humaneval_problem(str(task), *texts))  # what was tried is kept by strings
+        problems.append(humaneval_problem(str(task), *texts))  # tried answers are stored by strings
     return _tell_apart(path, problems)
 
 
 def humaneval_problem(task: str, prompt: str, entry: str, solution: str, test: str) -> Problem:
-    """A problem of HumanEval's form from the fields of its record."""
+    """Makes a problem of HumanEval's form from the fields of its record."""
     before = re.split(rf"^def {re.escape(entry)}\b", prompt, flags=re.MULTILINE)[0]
     return Problem(
         task=task,
@@ -137,10 +137,10 @@ def humaneval_problem(task: str, prompt: str, entry: str, solution: str, test: s
 
 
 def load_mbpp(path: Path) -> list[Problem]:
-    """MBPP's JSON lines, or the array of its sanitized file; of a whole file the test split.
+    """Reads MBPP's JSON lines, or the array of its sanitized file; of a full file the test split.
 
-    A file is whole if it has problems of the test split, ids 11 to 510, and of the training split
-    behind it. Raises `UserError` for another file.
+    A file is full if it has problems of the test split, ids 11 to 510, and of the training split
+    after it. Raises `UserError` for another file.
     """
     records = _records(path)
     ids = [record.get("task_id") for record in records]
@@ -177,19 +177,19 @@ BENCHMARKS = {"humaneval": load_humaneval, "mbpp": load_mbpp}  # their readers, 
 
 
 def _definitions(path: Path, task: int | str, code: str) -> tuple[str, ...]:
-    """Functions and classes of a reference solution: tests may use these, and nothing else."""
+    """Names of the functions and classes of a reference solution; tests may use only these."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError) as error:
         raise UserError(
-            f"{path}: the solution of problem {task!r} is no Python ({error}). Download the file "
+            f"{path}: the solution of problem {task!r} is not Python ({error}). Download the file "
             "again."
         ) from error
     return tuple(node.name for node in body if isinstance(node, _DEFINED))
 
 
 def choose_wording(asked: str, tokenizer: Tokenizer) -> str:
-    """One of `WORDINGS`; `auto` is instruct where there is a chat template, else base."""
+    """Resolves a wording to one of `WORDINGS`; `auto`: instruct with a chat template, else base."""
     if asked != "auto":
         return asked
     return "instruct" if tokenizer.chat_template else "base"
@@ -200,7 +200,7 @@ def prompt_text(problem: Problem, wording: str, tokenizer: Tokenizer) -> str:
     if wording not in CHATS:
         return problem.prompt if wording == "base" else problem.bare
     asked, opening = _ask(problem, wording)
-    # The answer is opened up to its code block: models that would talk first do not.
+    # The answer is opened up to its code block, so that models do not talk first.
     return tokenizer.render([asked], answer_next=True) + opening
 
 
@@ -211,7 +211,7 @@ def _ask(problem: Problem, wording: str) -> tuple[dict[str, str], str]:
 
 
 def conversation(problem: Problem, wording: str, answer: str) -> list[dict[str, str]]:
-    """The turns of a chat whose answer this is: what was opened for it is closed again."""
+    """The turns of a chat with this answer: an opened code block is closed again."""
     asked, opening = _ask(problem, wording)
     said = answer.strip()
     if opening:
@@ -220,30 +220,30 @@ def conversation(problem: Problem, wording: str, answer: str) -> list[dict[str, 
 
 
 def open_answer(wording: str) -> str:
-    """Begin of a chat's answer in the wording."""
+    """Beginning of a chat's answer in the wording."""
     return OPENING if wording == "instruct" else ""
 
 
 def stop_strings(problem: Problem, wording: str) -> tuple[str, ...]:
-    """Strings before which an answer ends; without any, it ends by an end token alone."""
+    """Strings that end an answer; without any, only an end token ends it."""
     own = {"base": problem.stops, "bare": problem.bare_stops, "instruct": INSTRUCT_STOPS}
     return own.get(wording, ())
 
 
 def cut(text: str, stops: tuple[str, ...]) -> str:
-    """The text before the first stop string: generation may return the stop, or run past it."""
+    """Cuts a text before the first stop string: generation may return it, or run past it."""
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
-# An answer's own prints and tests are not its code.
+# Prints and tests at an answer's top level are left out.
 _KEPT = (ast.Import, ast.ImportFrom, *_DEFINED, ast.Assign, ast.AnnAssign, ast.Try)
 
 
 def extract_code(answer: str, *, opened: bool = True) -> str:
     """Imports, definitions and assignments of an instruct model's answer.
 
-    An `opened` answer begins inside of its first code block; one that opens another is taken at its
-    word.
+    An `opened` answer begins inside its first code block; if it opens another block, that one
+    counts.
     """
     blocks = _FENCE.findall(answer)
     before = answer.split("```")[0]
@@ -252,13 +252,13 @@ def extract_code(answer: str, *, opened: bool = True) -> str:
     try:
         tree = ast.parse(code)
         tree.body = [node for node in tree.body if isinstance(node, _KEPT)]
-        return ast.unparse(tree) if tree.body else code  # which a long sum is too deep for
+        return ast.unparse(tree) if tree.body else code  # ast.unparse fails on very long sums
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
 
 
 def program(problem: Problem, wording: str, answer: str) -> str:
-    """The program that an answer makes; `Problem.checks` show whether it solves the problem."""
+    """Makes an answer's program; `Problem.checks` test whether it solves the problem."""
     if wording in CHATS:
         return f"{problem.header}\n{extract_code(answer, opened=wording == 'instruct')}"
     begin = problem.prompt if wording == "base" else problem.bare

@@ -1,8 +1,8 @@
 """Untrusted programs in a subprocess: no network, limits on time, memory, processes and files.
 
-The walls are bubblewrap's. Where `bwrap` is not installed or not permitted nothing runs unless the
-caller says so. The verdict is that of a judge in another process (`jail/judge.py`). The kernel is
-shared: a bug of it gets through.
+bubblewrap confines them. Where `bwrap` is not installed or not permitted nothing runs unless the
+caller allows it. A judge in another process (`jail/judge.py`) decides the verdict. The kernel is
+shared: its bugs are not confined.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from kdjax.errors import UserError
 
 BUBBLEWRAP, NOTHING = "bubblewrap", ""
 _JAIL = Path(__file__).with_name("jail")
-# What a program sees of the machine within bubblewrap, beside the interpreter and its packages.
+# Parts of the machine that a program sees within bubblewrap, besides the interpreter and packages.
 _SYSTEM = (
     "/usr",
     "/bin",
@@ -38,9 +38,9 @@ _SYSTEM = (
     "/etc/ld.so.cache",
     "/etc/localtime",
 )
-# Chatter of a program never reaches this pipe; what does is a few hundred bytes.
+# A program's output never reaches this pipe; messages are a few hundred bytes.
 _REPORT_BYTES = 1 << 16
-PASSED, INFRASTRUCTURE = "passed", "infrastructure"  # reasons that others ask for
+PASSED, INFRASTRUCTURE = "passed", "infrastructure"  # reasons that other modules compare with
 _WALLS = ("net", "pid", "mount")  # without one of these a program is not confined
 
 
@@ -61,7 +61,7 @@ DEFAULT = Limits()
 
 
 def allow(seconds: float) -> Limits:
-    """The default limits with so many seconds; more than these raise those of the processor too."""
+    """The default limits with `seconds`; more than the default raise processor time too."""
     more = {"cpu_seconds": math.ceil(seconds)} if seconds > DEFAULT.wall_seconds else {}
     return dataclasses.replace(DEFAULT, wall_seconds=seconds, **more)
 
@@ -71,7 +71,7 @@ class Outcome:
     """How a program ended.
 
     `reason`: passed | wrong answer | exception | syntax error | exited | timeout | cpu time |
-    memory | killed | infrastructure. Only `infrastructure` is no fault of the program.
+    memory | killed | infrastructure. Only `infrastructure` is not the program's fault.
     """
 
     reason: str
@@ -94,9 +94,9 @@ def run(
 ) -> Outcome:
     """Runs a program and then, in another process, its tests; says how it ended.
 
-    The program passes if it reaches its last line and the tests theirs. `names` in the tests are
-    what the program defined: calls go to it as literals. Never raises for what a program does;
-    raises `UserError` where this machine cannot confine it, unless `allow_unsandboxed`.
+    The program passes if it reaches its last line and the tests reach theirs. `names` in the tests
+    are what the program defined: calls go to it as literals. Never raises for anything a program
+    does; raises `UserError` where this machine cannot confine it, unless `allow_unsandboxed`.
     """
     walls = check(allow_unsandboxed)
     return _run(program, limits, walls["by"], tests, names)[0]
@@ -122,7 +122,8 @@ def _run(
             "scratch": scratch,
             "paths": paths,
             "wall": wall,
-            # As root: a user of its own, whose processes are counted alone; its judge is the next.
+            # As root: a separate user, whose processes are counted separately; its judge is the
+            # next.
             "user": 1 << 30 | secrets.randbits(28) << 1,
         }
         reader, writer = os.pipe()
@@ -167,7 +168,7 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def _bubblewrap(scratch: str, size: int, paths: Sequence[str]) -> list[str]:
-    """bwrap(1) with a root of its own: system libraries, the interpreter, an empty scratch."""
+    """Command of bwrap(1) with a new root: system libraries, the interpreter, an empty scratch."""
     program = shutil.which("bwrap")
     if program is None:
         raise FileNotFoundError("bwrap: not on the PATH")
@@ -181,7 +182,7 @@ def _bubblewrap(scratch: str, size: int, paths: Sequence[str]) -> list[str]:
         "--unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try --as-pid-1 "
         "--die-with-parent --proc /proc --dev /dev"
     )
-    if os.getuid() == 0:  # the launcher becomes two users of their own, and gives these up again
+    if os.getuid() == 0:  # the launcher becomes two separate users, then drops these again
         flags += " --cap-add CAP_SETUID --cap-add CAP_SETGID"
     tmpfs = ["--perms", "1777", "--size", str(size), "--tmpfs", scratch]
     closed = ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
@@ -196,7 +197,7 @@ def _wait(process: subprocess.Popen[bytes], job: bytes, seconds: float) -> tuple
     except subprocess.TimeoutExpired:
         timed_out = True
     finally:
-        # The group outlives its leader where there is no process namespace.
+        # Without a process namespace the group outlives its leader.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -208,7 +209,7 @@ def _wait(process: subprocess.Popen[bytes], job: bytes, seconds: float) -> tuple
 def _read(report: bytes, timed_out: bool, complaint: str) -> tuple[Outcome, dict[str, Any]]:
     facts: dict[str, Any] = {}
     for line in report.splitlines():
-        with contextlib.suppress(ValueError):  # one that a kill cut short
+        with contextlib.suppress(ValueError):  # a line that a kill cut short
             facts |= json.loads(line)
     if "held" not in facts:
         outcome = Outcome(INFRASTRUCTURE, complaint[-500:] or "the launcher said nothing")
@@ -230,7 +231,7 @@ open("probe", "w").write("x")
 
 @functools.cache
 def held() -> dict[str, Any]:
-    """Which confinements this machine permits, tried out once; `by` names the wall, "" for none.
+    """Tries once which confinements this machine permits; `by` names the wall, "" for none.
 
     Raises `UserError` where not even a plain subprocess runs.
     """
@@ -249,7 +250,7 @@ def held() -> dict[str, Any]:
 
 
 def check(allow_unsandboxed: bool) -> dict[str, Any]:
-    """Returns what `held` found; raises `UserError` if that is no wall and the caller wants one."""
+    """Returns what `held` found; raises `UserError` without a wall, unless the caller allows it."""
     walls = held()
     if walls["by"] == NOTHING and not allow_unsandboxed:
         raise UserError(
@@ -259,13 +260,13 @@ def check(allow_unsandboxed: bool) -> dict[str, Any]:
             "namespaces (sysctl kernel.unprivileged_userns_clone=1 "
             "kernel.apparmor_restrict_unprivileged_userns=0; a container: --security-opt "
             "seccomp=unconfined or --privileged), or pass --allow-unsandboxed on a machine that "
-            "you can spare."
+            "may be damaged."
         )
     return walls
 
 
 def describe(facts: dict[str, Any]) -> dict[str, str]:
-    """Says in words what `held` found."""
+    """Describes what `held` found."""
 
     def choose(name: str, held: str, otherwise: str) -> str:
         return held if facts.get(name) else otherwise
@@ -282,7 +283,7 @@ def describe(facts: dict[str, Any]) -> dict[str, str]:
         ),
         "processes": f"{limited}, killed {killed}",
         "files": choose("mount", "read-only but a scratch tmpfs", files),
-        "user": choose("user", "one of its own", "the caller's"),
+        "user": choose("user", "a separate one", "the caller's"),
         "memory": "address space limited per process",
         "environment": choose("proc", "empty", "empty; /proc shows other processes"),
     }

@@ -11,7 +11,7 @@ from kdjax.evaluation.passk import INFERENCE
 from kdjax.evaluation.problems import BENCHMARKS
 from kdjax.formats.files import replacing
 
-# Key in the document -> label and format. A perfect twin has KL of 1e-8, another model of 1.
+# Key in the document -> label and format. An equal model has a KL of 1e-8, another one of 1.
 _OVERALL = {
     "tokens": ("positions", ",.0f"),
     "ce": ("CE, nats", ".4f"),
@@ -50,7 +50,7 @@ def _cell(value: int | float | None, form: str) -> str:
 
 
 def _table(columns: dict[str, tuple[str, str]], rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Cells of the figures that some row has: a heading first, then a line a row."""
+    """Cells of all figures that some row has: a heading, then a line for each row."""
     names = [name for name in columns if any(name in row for row in rows.values())]
     return [["", *(columns[name][0] for name in names)]] + [
         [label, *(_cell(row.get(name), columns[name][1]) for name in names)]
@@ -68,7 +68,7 @@ def _align(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _held_out(figures: dict[str, Any]) -> list[str]:
-    """All figures, a column a domain; then the chief ones by place in the document and class."""
+    """All figures, a column for each domain; then the main ones by position and class."""
     overall = _table(_OVERALL, {name: domain["overall"] for name, domain in figures.items()})
     groups = {
         f"{domain}: {name}": row
@@ -83,8 +83,8 @@ _SHOWN = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 _KEPT_BY = {
     "greedy": "greedily",
     "sampled": "at T = 1 by speculative sampling",
-    "sampled_top10": "at T = 1 by speculative sampling from the draft's ten likeliest",
-    "matched": "at T = 1 if the teacher draws the draft's likeliest",
+    "sampled_top10": "at T = 1 by speculative sampling from the draft's top 10",
+    "matched": "at T = 1 if the teacher draws the draft's top id",
 }
 
 
@@ -93,7 +93,7 @@ def _drafts(found: dict[str, Any]) -> list[str]:
     draft, more = found["costs"]["draft"], found["costs"]["more"]
     lines = [
         f"costs, in passes of the teacher over one token: {draft:.3f} the draft's pass, "
-        f"{more:.3f} each token more in the teacher's "
+        f"{more:.3f} each additional token in the teacher's "
         f"({'measured here' if found['costs']['measured'] else 'as given'})"
     ]
     for domain, rules in found["domains"].items():
@@ -119,7 +119,7 @@ def _drafts(found: dict[str, Any]) -> list[str]:
             lines.append("kept by place in the answer: " + ", ".join(shares))
             if best := figures["best"]:
                 gain = figures["blocks"][best]["speed_up"]
-                advice = f"best with {best} a pass" if gain > 1 else "drafting does not pay"
+                advice = f"best with {best} a pass" if gain > 1 else "drafting is slower"
                 lines.append(f"{advice}: {gain:.2f} times the speed without")
     return lines
 
@@ -144,7 +144,7 @@ def describe_benchmark(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def _say_health(probe: dict[str, Any]) -> str:
-    """Says of a model without a finding how far from chance it is, and no more than that."""
+    """Says, for a model without findings, how far from chance it is."""
     chance = math.log(probe["vocabulary"])
     beside = (
         f"{probe['ce']:.2f} nats a token of plain English and Python, a uniform guess has "

@@ -1,4 +1,4 @@
-"""Opens what is evaluated: a workdir, a step of one, a model file or a Hugging Face folder."""
+"""Opens the evaluated model: a workdir, a step of one, a model file or a Hugging Face folder."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kdjax.models.model import Model, load_model
 
 
 class Target(NamedTuple):
-    """A checkpoint and the form in which it is to be loaded."""
+    """A checkpoint and the form in which to load it."""
 
     form: ModelArgument
     checkpoint: Checkpoint
@@ -22,7 +22,7 @@ class Target(NamedTuple):
         return f"{self.checkpoint}, {self.form.dtype}"
 
     def load(self, mesh: Mesh, max_segments: int = 1) -> Model:
-        """Its weights on the mesh. Raises what reading or decoding them raises."""
+        """Loads its weights onto the mesh. Raises what reading or decoding them raises."""
         return load_model(
             self.checkpoint,
             placement=Placement.on(mesh),
@@ -35,7 +35,7 @@ class Target(NamedTuple):
 def open_target(text: str, student: str = "", tokenizer: str = "", *, fallback: str = "") -> Target:
     """Opens PATH[@WEIGHTS[:DTYPE]]; see `open_checkpoint`. The tokenizer is read at once.
 
-    That at `fallback` stands for one that cannot be read; see `Checkpoint.fall_back`.
+    The tokenizer at `fallback` replaces one that cannot be read; see `Checkpoint.fall_back`.
     """
     form = ModelArgument.parse(text)
     checkpoint = open_checkpoint(form.path, student=student, tokenizer=tokenizer)

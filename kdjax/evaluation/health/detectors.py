@@ -1,8 +1,8 @@
 """Ways in which a model can be broken, each with its evidence; see docs/evaluation.md.
 
-A detector takes plain numbers and returns its evidence, or None, so that each can be shown a broken
-model of its own. Thresholds lie far from both sides: docs/records/2026-11-21-detectors.md has what
-they were measured on. Evidence says broken, not weak: a model that is merely bad gives none.
+A detector takes plain numbers and returns its evidence, or None, so that each can be tested on a
+broken model. Thresholds lie far from both sides: docs/records/2026-11-21-detectors.md has the
+measurements. Evidence means broken, not weak: a merely bad model has none.
 """
 
 import dataclasses
@@ -18,27 +18,27 @@ from kdjax.models.arch import ArchSpec
 from kdjax.models.decoding import Completion
 from kdjax.models.tokenizer import Tokenizer
 
-DEAD = 1e-3  # of the root mean square of the norms of a matrix's rows
+DEAD = 1e-3  # share of the root mean square of the norms of a matrix's rows
 DEAD_ROWS, SAME_ROWS = 0.25, 0.25  # published tables have some thousand rows that never trained
 UNIFORM = 0.98  # of the entropy of a uniform distribution
 CHANCE = 0.85  # of a uniform guess's CE; 0.1 for the published 0.5B, 0.9 with random embeddings
 CONTEXT_NATS = 0.05  # mutual information between text and prediction
-PEERS = 4  # layers that must be there to say what is usual
+PEERS = 4  # layers needed to say what is usual
 # Of a matrix's norm to the median of its peers'. Published 0.5B and 1.5B: 3.4 at most, for norms'
 # weights 23, for biases 105, which are not looked at.
 UNLIKE, UNLIKE_VECTOR = 10.0, 200.0
 SPREADS = 8.0  # median absolute deviations (of logs, 0.1 added); 4.5 in these files, vectors 9.2
 NOISE, TRAINED, TRAINED_LEAST = 1.06, 1.5, 1.2  # largest singular value over that of noise
 LARGE_ROW = 100.0  # of the median norm; 35 in the published 0.5B
-LAYOUT_GAIN, LAYOUT_CE = 0.5, 0.2  # nats; and of a uniform guess's CE, below which it is not asked
-# Of its CE, a model's own entropy, and of a uniform guess's CE: published 0.82 and 0.1, the demo's
-# teacher 0.91 and 0.22, with its embedding four times as large 0.05 and 0.84.
+LAYOUT_GAIN, LAYOUT_CE = 0.5, 0.2  # nats; share of a uniform guess's CE
+# Entropy as a share of CE, and CE as a share of a uniform guess's: published models 0.82 and 0.1,
+# the demo's teacher 0.91 and 0.22, with its embedding four times as large 0.05 and 0.84.
 SURE, WRONG = 0.25, 0.35
-WEAK = 0.25  # of a uniform guess's CE, above which text says weak
+WEAK = 0.25  # share of a uniform guess's CE above which a model is called weak
 # Nats from the teacher; and times what one bit less a weight costs: 0.03 to 0.1 nats from 4 and 5.
 FAR_NATS, FAR_BITS = 1.0, 5.0
 # Nats by which another theta explains text better, and standard errors. 1e5 for 1e6 costs 0.051
-# (3.6 errors) in the 0.5B, 0.041 (3.3) in the 1.5B, whose own 1e6 is 0.012 (1.6) worse than 5e6.
+# (3.6 errors) in the 0.5B, 0.041 (3.3) in the 1.5B, whose 1e6 is 0.012 (1.6) worse than 5e6.
 ROPE_GAIN, ROPE_SIGMAS = 0.03, 2.5
 SPARE_ROWS, SPARE_SHARE = 1024, 0.05  # rows of the embedding beyond the last token
 UNORDERED = 0.05  # of the merges; 0 in Qwen2.5
@@ -54,7 +54,7 @@ class Finding:
 
 
 def ask(*questions: tuple[Any, ...]) -> list[Finding]:
-    """The findings of the detectors that have evidence; a question is a detector, its arguments."""
+    """Collects findings of detectors with evidence; a question is a detector and its arguments."""
     answers = [(detector.__name__, detector(*about)) for detector, *about in questions]
     return [Finding(name, evidence) for name, evidence in answers if evidence]
 
@@ -74,8 +74,8 @@ class MatrixStats:
     dead_rows: int
     repeated_rows: int  # rows equal to an earlier one, dead ones left out
     large_row: int  # the row of the greatest norm
-    large_norm: float  # and that norm over the median one
-    noise: float  # largest singular value over that of noise; 0 where it was not looked for
+    large_norm: float  # its norm over the median norm
+    noise: float  # largest singular value over noise's; 0 if not computed
 
 
 def non_finite_weights(stats: Sequence[MatrixStats]) -> str | None:
@@ -94,17 +94,17 @@ def constant_weights(stats: Sequence[MatrixStats]) -> str | None:
 
 
 def dead_rows(stats: Sequence[MatrixStats]) -> str | None:
-    """Rows near zero: ids that cannot be told apart or predicted, units that do nothing."""
+    """Rows near zero: ids that cannot be distinguished or predicted, units that do nothing."""
     return _name_worst({s: s.dead_rows for s in stats}, DEAD_ROWS, "are zero")
 
 
 def repeated_rows(stats: Sequence[MatrixStats]) -> str | None:
-    """The same row again and again: a broadcast or a failed resize."""
+    """A row that repeats: a broadcast or a failed resize."""
     return _name_worst({s: s.repeated_rows for s in stats}, SAME_ROWS, "repeat an earlier one")
 
 
 def _name_worst(counts: Mapping[MatrixStats, int], most: float, verb: str) -> str | None:
-    """The matrix that has the largest part of its rows counted, if that is more than `most`."""
+    """Names the matrix with the largest share of counted rows, if it is more than `most`."""
     bad = [s for s, count in counts.items() if s.rows and count > most * s.rows and s.spread > 0]
     if not bad:
         return None
@@ -117,7 +117,7 @@ def _count_others(bad: Sequence[object]) -> str:
 
 
 def _peers(stats: Sequence[MatrixStats]) -> list[list[MatrixStats]]:
-    """Tensors of one kind, where there are enough to compare one with the others."""
+    """Groups tensors of one kind, if there are enough to compare."""
     kinds: dict[str, list[MatrixStats]] = {}
     for s in stats:
         if s.kind and not s.kind.endswith("bias") and not s.nan + s.inf:
@@ -126,7 +126,7 @@ def _peers(stats: Sequence[MatrixStats]) -> list[list[MatrixStats]]:
 
 
 def unlike_peers(stats: Sequence[MatrixStats]) -> str | None:
-    """A tensor that is far smaller or larger than the same one of other layers."""
+    """A tensor that is far smaller or larger than its peers in other layers."""
     bad = []
     for peers in _peers(stats):
         logs = np.log(np.maximum([s.norm for s in peers], 1e-30))
@@ -151,7 +151,7 @@ def noise_weights(stats: Sequence[MatrixStats]) -> str | None:
     for peers in _peers(stats):
         noise = sorted(peers, key=lambda s: s.noise)
         learned = [s.noise for s in noise if s.noise > TRAINED_LEAST]
-        # One layer, or a few, out of many: in a young model, noise is nothing unusual.
+        # One layer, or a few, out of many: early in training noise is usual.
         if len(learned) < 0.75 * len(peers) or float(np.median(learned)) < TRAINED:
             continue
         rest = noise[: len(noise) - len(learned)]
@@ -161,7 +161,7 @@ def noise_weights(stats: Sequence[MatrixStats]) -> str | None:
         return None
     worst, usual = bad[0]
     return (
-        f"{worst.name}: its largest singular value is {worst.noise:.2f} of that of noise, in other "
+        f"{worst.name}: its largest singular value is {worst.noise:.2f} times noise's, in other "
         f"layers {usual:.2f}{_count_others(bad)}"
     )
 
@@ -205,7 +205,7 @@ def non_finite_logits(stats: LogitStats) -> str | None:
 
 
 def uniform_logits(stats: LogitStats) -> str | None:
-    """Every id about as likely as any other: a head or final norm of zeros, or no training."""
+    """Nearly uniform predictions: a head or final norm of zeros, or no training."""
     most = math.log(stats.vocabulary)
     if stats.non_finite or stats.entropy < UNIFORM * most:
         return None
@@ -213,10 +213,10 @@ def uniform_logits(stats: LogitStats) -> str | None:
 
 
 def constant_logits(stats: LogitStats) -> str | None:
-    """The same prediction whatever came before.
+    """Predictions that do not depend on the context.
 
-    Entropy of the mean distribution less the mean entropy is the mutual information of position
-    and prediction: several nats for a language model, 0 for one that does not look.
+    Entropy of the mean distribution minus mean entropy is the mutual information of position and
+    prediction: several nats for a language model, 0 for one that ignores its input.
     """
     information = stats.mean_entropy - stats.entropy
     if stats.non_finite or information >= CONTEXT_NATS:
@@ -227,8 +227,8 @@ def constant_logits(stats: LogitStats) -> str | None:
 def near_chance(
     ce: float, vocabulary: int, text: str = "English and Python", share: float = CHANCE
 ) -> str | None:
-    """Text hardly likelier than under a uniform guess: the tokenizer is another's, tensors are in
-    the wrong place, or nothing was trained. `ce` in nats a token; `share` is of a guess's."""
+    """CE near a uniform guess's: another model's tokenizer, tensors in the wrong place, or no
+    training. `ce` is in nats a token; `share` is the limit as a share of the guess's."""
     chance = math.log(vocabulary)
     if not ce >= share * chance:
         return None
@@ -236,7 +236,7 @@ def near_chance(
 
 
 def sure_and_wrong(stats: LogitStats) -> str | None:
-    """Predictions far surer than they are right: an embedding, head or norm was multiplied."""
+    """Predictions far more certain than correct: an embedding, head or norm was multiplied."""
     chance = math.log(stats.vocabulary)
     if stats.non_finite or not (stats.ce > WRONG * chance and stats.entropy < SURE * stats.ce):
         return None
@@ -249,7 +249,7 @@ def sure_and_wrong(stats: LogitStats) -> str | None:
 def far_from_teacher(kl: float, bit: float, text: str) -> str | None:
     """A form of the teacher that is further from it than rounding explains.
 
-    `kl` and `bit`, what one bit less a weight costs the teacher, are nats a token.
+    `kl`, and `bit`, the cost of one bit less a weight to the teacher, are nats a token.
     """
     if not kl > max(FAR_NATS, FAR_BITS * bit):
         return None
@@ -265,8 +265,8 @@ def rope_theta(
 ) -> str | None:
     """Another theta makes text more likely: the weights were trained with that one.
 
-    `ces_with(theta)` is the CE of each token of the probe text, in nats, as `ces` is at the file's
-    own. The tokens are compared in pairs: theta is the only difference.
+    `ces_with(theta)` is the CE of each token of the probe text, in nats; `ces` is it at the file's
+    theta. The tokens are compared in pairs: theta is the only difference.
     """
     if not np.all(np.isfinite(ces)):
         return None
@@ -283,13 +283,13 @@ def rope_theta(
         return None
     gain, error, other = best
     return (
-        f"{theta:g} gives {np.mean(ces):.3f} nats a token, {other:g} gives "
+        f"theta {theta:g} has {np.mean(ces):.3f} nats a token, {other:g} has "
         f"{np.mean(ces) - gain:.3f}, {gain:.3f} less (standard error {error:.3f})"
     )
 
 
 def rope_layout(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> str | None:
-    """Text is far likelier with the rows of q and k in another order.
+    """A far lower CE with the rows of q and k in another order.
 
     Rotation pairs row i of a head with row i + D/2 (Hugging Face) or 2i with 2i + 1 (llama.cpp for
     llama): a converter that reorders once too often, or not at all, leaves a model that runs.
@@ -305,14 +305,14 @@ def rope_layout(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> 
 
 
 def gate_order(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> str | None:
-    """Text is far likelier with gate and up projections exchanged; `ce_with("gate and up")`."""
+    """A far lower CE with gate and up projections exchanged; `ce_with("gate and up")`."""
     if (better := _better_order(ce, vocabulary, ("gate and up",), ce_with)) is None:
         return None
     return f"{ce:.2f} nats a token, {better[1]:.2f} with gate and up projections exchanged"
 
 
 def head_order(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> str | None:
-    """Text is far likelier with heads in the order in which queries and keys fit best.
+    """A far lower CE with heads in the order in which queries and keys fit best.
 
     `ce_with(heads)` is the CE with "key" heads, or "key and value" heads, in that order.
     """
@@ -328,7 +328,7 @@ def head_order(ce: float, vocabulary: int, ce_with: Callable[[str], float]) -> s
 def _better_order(
     ce: float, vocabulary: int, orders: Sequence[str], ce_with: Callable[[str], float]
 ) -> tuple[str, float] | None:
-    """The order that makes text likeliest and its CE, if that is better by far and no chance."""
+    """Finds the order of lowest CE, if that is far lower and not by chance."""
     chance = math.log(vocabulary)
     if not math.isfinite(ce) or ce < LAYOUT_CE * chance:
         return None
@@ -345,7 +345,7 @@ _MARKUP = re.compile(r"<\|[a-z_0-9]+\|>")
 
 
 def tokenizer_round_trip(tokenizer: Tokenizer) -> str | None:
-    """Text that does not come back from its own ids."""
+    """Text that does not survive encoding and decoding."""
     for text in _ROUND_TRIP:
         ids = tokenizer.encode(text)
         back = tokenizer.decode(ids, start=True)
@@ -369,8 +369,8 @@ def tokenizer_size(tokenizer: Tokenizer, spec: ArchSpec) -> str | None:
 def tokenizer_order(tokenizer: Tokenizer) -> str | None:
     """Ids that do not follow the ranks of the merges that make their tokens.
 
-    Byte-level BPE numbers its tokens as it learns them (GPT-2, Qwen, Llama 3), so a vocabulary in
-    another order has meanings that the weights do not know, though all text comes back from it.
+    Byte-level BPE numbers its tokens as it learns them (GPT-2, Qwen, Llama 3). A vocabulary in
+    another order does not fit the weights, though all text survives encoding and decoding.
     """
     ids = {token: i for i, token in enumerate(tokenizer.tokens)}
     merged = [ids.get(merge.replace(" ", "")) for merge in tokenizer.merges]
@@ -386,7 +386,7 @@ def tokenizer_order(tokenizer: Tokenizer) -> str | None:
 
 
 def special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> str | None:
-    """BOS and EOS that are no tokens, or a chat template whose markup is cut into pieces."""
+    """BOS or EOS that is not a token, or a chat template whose markup is split into pieces."""
     ids = {"EOS": tokenizer.eos_id}
     for name in ("bos", "eos"):
         for key in (f"tokenizer.ggml.{name}_token_id", f"{name}_token_id"):
@@ -413,7 +413,7 @@ def loop_share(ids: Sequence[int]) -> float:
         run = 0
         while run + period < n and ids[n - 1 - run] == ids[n - 1 - run - period]:
             run += 1
-        if run >= 2 * period:  # three times the same, at least
+        if run >= 2 * period:  # at least three repetitions
             best = max(best, run + period)
     return best / n if n else 0.0
 
@@ -429,7 +429,7 @@ def repetition(outputs: Sequence[Completion]) -> str | None:
 
 
 def silence(outputs: Sequence[Completion]) -> str | None:
-    """Not one answer has a character to be seen."""
+    """All answers lack visible characters."""
     if not outputs or any(output.text.strip() for output in outputs):
         return None
     return f"all {len(outputs)} answers are empty"

@@ -86,9 +86,9 @@ def _predictions(
 def logit_stats(
     apply: ModelFunctions, params: Params, ids: Sequence[int], real: int
 ) -> tuple[LogitStats, np.ndarray]:
-    """Figures of the predictions for `ids` among the first `real` ids of the vocabulary.
+    """Computes figures of the predictions for `ids` among the first `real` ids of the vocabulary.
 
-    And the CE of each next id, nats.
+    Returns the CE of each next id, in nats, too.
     """
     tokens = jnp.asarray(ids, jnp.int32)
     values = _predictions(params, tokens, apply=apply, real=real)
@@ -107,10 +107,10 @@ def logit_stats(
 
 
 def _move_rows(params: Params, names: Mapping[str, np.ndarray]) -> Params:
-    """The same parameters with the rows of these projections of attention taken in this order."""
+    """Reorders the rows of these projections of attention."""
 
     def move(leaf: Array, order: np.ndarray) -> Array:
-        # Other leaves of a stack of several block types say which layer has which.
+        # Other leaves of a stack of several block types hold which layer has which type.
         return leaf[:, order] if leaf.ndim > 1 and leaf.shape[1] == len(order) else leaf
 
     attention = dict(params["blocks"]["attn"])
@@ -120,12 +120,12 @@ def _move_rows(params: Params, names: Mapping[str, np.ndarray]) -> Params:
 
 
 def _rows_of(heads: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Indices of the rows of these heads, each head's rows at these places."""
+    """Row indices of these heads, with each head's rows at these places."""
     return (heads[:, None] * len(places) + places).ravel()
 
 
 def reorder_heads(params: Params, spec: ArchSpec, order: str) -> Params:
-    """The same parameters with the rows of q and k, taken to lie as `order`, in Hugging Face's.
+    """Reorders the rows of q and k from `order` to Hugging Face's.
 
     "pairs" are rows (i, i + D/2) side by side; "halves" undoes the opposite mistake.
     """
@@ -138,9 +138,9 @@ def reorder_heads(params: Params, spec: ArchSpec, order: str) -> Params:
 def fit_key_heads(params: Params, spec: ArchSpec) -> np.ndarray:
     """For each group of query heads, the key head that its queries fit, `[num_kv_heads]`.
 
-    Trained queries and keys read the same directions: ||Q K^T|| over ||Q|| ||K|| is larger of a
-    pair than of strangers, in each of 28 layers looked at (1.09 to 10 times, squared). One order
-    is taken for all layers, the best by the sum of logarithms.
+    Trained queries and keys read the same directions: ||Q K^T|| over ||Q|| ||K|| is larger for
+    heads that belong together, in each of 28 examined layers (1.09 to 10 times, squared). One
+    order is taken for all layers, the best by the sum of logarithms.
     """
     slices, read = slice_layers({n: params["blocks"]["attn"][n]["weight"] for n in ("q", "k")})
     groups = spec.num_kv_heads
@@ -173,8 +173,8 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
             (detectors.constant_logits, stats),
         )
         facts: dict[str, Any] = dataclasses.asdict(stats)
-        # An order means something only to weights that say something. Delta nets, and queries with
-        # gates beside them, lie otherwise.
+        # An order matters only to weights that predict something. Delta nets, and queries with
+        # gates, order rows differently.
         if findings or spec.delta_value_heads:
             return findings, facts
 
@@ -213,7 +213,7 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
             (detectors.gate_order, *about, ce_of_gates),
             (detectors.head_order, *about, ce_of_heads),
         )
-        if not findings:  # with weights in another order, any theta may happen to be better
+        if not findings:  # with weights in a wrong order, any theta may seem better
             findings = ask((detectors.rope_theta, spec.rope_theta, ces, ces_with))
         return findings, facts
 
@@ -221,10 +221,10 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
 def of_figures(
     figures: Mapping[str, Any], target: Target, teacher: Target | None, mesh: Mesh
 ) -> tuple[list[Finding], float | None]:
-    """Findings of held-out figures (`heldout.measure`), on any text.
+    """Finds faults in held-out figures (`heldout.measure`), on any text.
 
-    And nats that one bit less a weight costs the teacher, where the divergence is large enough to
-    ask, else None.
+    Returns also the nats that one bit less a weight costs the teacher, if the divergence is large
+    enough to need it, else None.
     """
     overall = {name: domain["overall"] for name, domain in figures.items()}
     real = shared_spec(target.checkpoint, teacher and teacher.checkpoint).real_vocab
@@ -242,7 +242,7 @@ def of_figures(
 
 
 def probe_prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    """Questions through the chat template, or beginnings to go on with where there is none."""
+    """Questions in the chat template, or, without one, beginnings to continue."""
     if tokenizer.chat_template:
         turns = [[{"role": "user", "content": question}] for question in probes.QUESTIONS]
         return [tokenizer.encode(tokenizer.render(t, answer_next=True)) for t in turns]

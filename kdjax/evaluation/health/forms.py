@@ -1,7 +1,7 @@
-"""Two forms of one model: whether two files are, and what a bit of a weight is worth to it.
+"""Two forms of one model: whether two files hold one, and what one bit of a weight is worth.
 
-A file with one bit less a weight is the yardstick for what another form costs;
-`scripts/checks/fewer_bits.py` writes one.
+The cost of one bit less a weight is the yardstick for another form's cost;
+`scripts/checks/fewer_bits.py` writes such a file.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _ROWS = 256  # of the embedding that are compared
 
 @functools.partial(jax.jit, static_argnames=("bits", "group"))
 def round_to_levels(x: Float32[Array, "*rows n"], bits: int, group: int) -> Array:
-    """Rounded to 2^bits levels, evenly spaced, in each group of `group` neighbours."""
+    """Rounds to 2^bits evenly spaced levels in each group of `group` neighbours."""
     groups, top = x.reshape(-1, group), 2**bits - 1
     scale, offset = fit_affine(groups, top, tuple(top + 0.1 * np.arange(-10, 11)))
     inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
@@ -52,9 +52,9 @@ def round_to_levels(x: Float32[Array, "*rows n"], bits: int, group: int) -> Arra
 
 
 def drop_a_bit(params: Params, checkpoint: Checkpoint) -> tuple[Params, int]:
-    """Dense parameters with one bit less than the blocks of `checkpoint` have in its layers.
+    """Rounds dense parameters to one bit less than the blocks of `checkpoint`'s layers have.
 
-    And how many matrices were rounded: 0 for files without blocks.
+    Returns the number of rounded matrices too: 0 for files without blocks.
     """
 
     def one(keys: tuple, leaf: Array) -> Array:
@@ -102,8 +102,8 @@ def cost_of_a_bit(target: Target, teacher: Target, mesh: Mesh) -> float:
 def is_form_of(checkpoint: Checkpoint, other: Checkpoint) -> bool:
     """Whether two files hold one model, as far as shapes and embeddings say.
 
-    Shapes are the same, and rows of the embedding point the same way, whatever their scale.
-    A run's steps are no form of anything: they are what it trained.
+    Their shapes are equal, and rows of the embedding have equal directions, at any scale. Steps of
+    a run are never another form: training changed them.
     """
 
     def shape(checkpoint: Checkpoint) -> tuple[int, ...]:

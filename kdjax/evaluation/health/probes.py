@@ -1,4 +1,4 @@
-"""Text and questions that every language model for code knows how to go on with."""
+"""Text and questions that every language model for code can continue."""
 
 from kdjax.models.checkpoint import Checkpoint
 
@@ -84,7 +84,7 @@ ANSWER_TOKENS = 64
 
 
 def probe_ids(checkpoint: Checkpoint) -> list[int]:
-    """The probe text in the model's tokens, as much of it as its context holds."""
+    """The probe text in the model's tokens, cut to its context."""
     spec = checkpoint.spec
     ids = [i for i in checkpoint.tokenizer.encode(TEXT) if i < spec.vocab_size]
     return ids[: min(TOKENS, spec.max_positions)]

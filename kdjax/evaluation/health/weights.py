@@ -1,4 +1,4 @@
-"""Figures of a model's tensors, one at a time: what the detectors of weights look at."""
+"""Figures of a model's tensors, one at a time, for the detectors of weights."""
 
 import functools
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _STEPS = 8  # of power iteration: the largest singular value of noise comes out 
 
 class _Tensor(NamedTuple):
     name: str
-    kind: str  # what its peers in other layers are called too; "" without peers
+    kind: str  # the name that its peers in other layers share; "" without peers
     rows: np.ndarray
     dtype: str  # a block type, or "" for numbers
     matrix: bool
@@ -31,14 +31,14 @@ class _Tensor(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _look(raw: Array, dtype: str) -> tuple[Array, ...]:
-    """NaN, Inf, least and greatest finite number, and of each row its norm and two hashes."""
+    """Counts NaN and Inf; finds the finite extremes, and each row's norm and two hashes."""
     x = decode(raw, dtype) if dtype else raw
     x = x.reshape(-1, x.shape[-1])
     finite = jnp.isfinite(x)
     zeroed = jnp.where(finite, x, 0.0).astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     place = jnp.arange(x.shape[1], dtype=jnp.uint32)[None] * jnp.uint32(2) + jnp.uint32(1)
-    # Rows that are equal have equal sums, whatever the order of adding; others hardly ever.
+    # Equal rows have equal sums in any order of adding; others hardly ever.
     hashes = [
         jnp.sum((bits ^ (bits >> shift)) * (place * jnp.uint32(factor)), axis=1, dtype=jnp.uint32)
         for shift, factor in ((15, 2654435761), (13, 2246822519))
@@ -70,9 +70,9 @@ def _stats(tensor: _Tensor, width: int) -> MatrixStats:
     parts = [jax.device_get(_look(tensor.rows[i : i + step], tensor.dtype)) for i in starts]
     nan, inf, least, most, norms, *hashes = zip(*parts, strict=True)
     norm = np.concatenate(norms)
-    # Compared with the root mean square: where most rows are dead, the median norm is near zero.
-    # Without the largest rows: one that is a thousand times too large is no reason to call the
-    # others dead.
+    # Compared with the root mean square: if most rows are dead, the median norm is near zero.
+    # Without the largest rows: one that is a thousand times too large must not make the others
+    # count as dead.
     common = norm[norm <= np.quantile(norm, 0.99)]
     dead = norm <= DEAD * np.sqrt(np.mean(np.square(common, dtype=np.float64)))
     median = float(np.median(norm))
@@ -113,7 +113,7 @@ def _file_tensors(checkpoint: Checkpoint) -> Iterator[_Tensor]:
 
 
 def _saved_tensors(checkpoint: Checkpoint, saved: Saved) -> Iterator[_Tensor]:
-    """The tensors of a saved step, layer by layer; numbers are no blocks: their type is ""."""
+    """The tensors of a saved step, layer by layer; the type of plain numbers is ""."""
     for name, array in saved_params(saved.workdir, saved.step):
         if name in _VOCABULARY:
             array = array[: checkpoint.tokenizer.vocab_size]
@@ -126,9 +126,9 @@ def _saved_tensors(checkpoint: Checkpoint, saved: Saved) -> Iterator[_Tensor]:
 
 
 def matrix_stats(checkpoint: Checkpoint) -> list[MatrixStats]:
-    """Figures of every tensor, read a part at a time: no more than 32 M numbers at once.
+    """Computes figures of every tensor, reading at most 32 M numbers at once.
 
-    Of embedding and head the rows of padding ids are left out.
+    Rows of padding ids are left out of embedding and head.
     """
     saved = checkpoint.whole_step
     tensors = _file_tensors(checkpoint) if saved is None else _saved_tensors(checkpoint, saved)

@@ -53,10 +53,10 @@ def run_program(job, connection, held):
 
 
 def run_judge(job, fd, held):
-    """Forks the program and judges it; behind a wall everything dies when this ends."""
+    """Forks the program and judges it; within a wall every process dies when this one ends."""
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    walls.hide_memory(True)  # before there is a program that could open it
+    walls.hide_memory(True)  # before a program exists that could open it
     child = os.fork()
     if child == 0:
         ours.close()

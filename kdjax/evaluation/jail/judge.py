@@ -1,8 +1,8 @@
-"""A program and its judge: two processes that exchange literals, the tests in the judge's alone.
+"""A program and its judge: two processes that exchange literals; only the judge has the tests.
 
-The judge runs the tests. Where they call what the program defined, the call goes to the program's
-process as JSON and its value comes back as JSON, so a program passes only by right values: it has
-no verdict to forge, and never holds the tests. The judge hears the direct child and nobody else,
+The judge runs the tests. If they call what the program defined, the call goes to the program's
+process as JSON and its value comes back as JSON, so a program passes only by right values: it
+cannot forge a verdict, and never holds the tests. The judge hears the direct child and nobody else,
 by the process id that the kernel attaches to what is written (SCM_CREDENTIALS of unix(7)).
 
 A value that is no literal stays with the program; the judge holds a `Remote` that can be called,
@@ -19,16 +19,16 @@ import socket
 import struct
 
 PASSED = "passed"
-# What a program may say of itself. Every one of these is a failure.
+# Reasons that a program may report of itself; each is a failure.
 _OWN_WORDS = {"wrong answer", "exception", "syntax error", "exited", "memory"}
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _HEAD = struct.Struct("<Q")
 _MOST = 1 << 26  # bytes of one message
-_SECONDS = 0.02  # between two looks at whether the program still lives
+_SECONDS = 0.02  # between two checks that the program still lives
 
 
 def encode(value, refer):
-    """A literal as JSON; `refer` says what stands for anything else in it."""
+    """Encodes a literal as JSON; `refer` returns the substitute for anything else in it."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -79,7 +79,7 @@ def decode(value, resolve):
 
 
 def say(error):
-    """An exception in words, whatever its own `__str__` does."""
+    """Describes an exception, whatever its `__str__` does."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -90,7 +90,7 @@ def say(error):
 
 
 def run(program, namespace):
-    """Runs it; how it ended and the last line of its error."""
+    """Runs the code; returns how it ended and the last line of its error."""
     try:
         code = compile(program, "<solution>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
@@ -103,7 +103,7 @@ def run(program, namespace):
         return "memory", "MemoryError"
     except AssertionError as error:
         return "wrong answer", say(error)
-    except BaseException as error:  # the program's own, whatever it is
+    except BaseException as error:  # any exception of the program
         return "exception", say(error)
     return PASSED, ""
 
@@ -131,9 +131,9 @@ def _read(fd, count):
 
 
 def serve(fd, program, held):
-    """Runs the program and then answers its judge, in the program's own process; never returns.
+    """Runs the program, then answers its judge, in the program's process; never returns.
 
-    `held` is what it says first.
+    `held` is its first message.
     """
     itself, write, leave = os.getpid(), os.write, os._exit
     namespace, kept = {}, []
@@ -181,7 +181,7 @@ def serve(fd, program, held):
 
 
 class Ended(BaseException):
-    """The program is over before its tests are; no test can catch that."""
+    """The program ended before its tests; no test can catch this."""
 
     def __init__(self, reason, error=""):
         super().__init__(reason, error)
@@ -198,19 +198,19 @@ def _end(status):
 
 
 class Channel:
-    """Requests to the direct child and what it answers."""
+    """Sends requests to the direct child and receives its answers."""
 
     def __init__(self, connection, child):
         self.connection, self.child = connection, child
         self.data, self.status = bytearray(), None
-        self.ended = None  # kept, because a test may swallow what is raised
+        self.ended = None  # stored, because a test may swallow the exception
 
     def _fill(self, count):
         while len(self.data) < count:
             if self.status is None:
                 gone, status = os.waitpid(self.child, os.WNOHANG)
                 self.status = status if gone else None
-            # What it wrote before its end is still there to be read.
+            # Messages written before its end can still be read.
             patience = _SECONDS if self.status is None else 0
             if not select.select([self.connection], [], [], patience)[0]:
                 if self.status is not None:
@@ -226,7 +226,7 @@ class Channel:
                 self.data += part
 
     def receive(self):
-        """The next message of the child; raises `Ended` for its last words and for no message."""
+        """Reads the child's next message; raises `Ended` for its last one and for none."""
         self._fill(_HEAD.size)
         count = _HEAD.unpack(self.data[: _HEAD.size])[0]
         if count > _MOST:
@@ -273,7 +273,7 @@ def _exception(name, text):
     if isinstance(known, type) and issubclass(known, Exception):
         try:
             return known(text)
-        except TypeError:  # one that wants more than a text
+        except TypeError:  # an exception that needs more than a text
             pass
     return type(name, (Exception,), {})(text)
 
@@ -285,7 +285,7 @@ def _number(value):
 
 
 class Remote:
-    """Something of the program that is no literal."""
+    """An object of the program that is not a literal."""
 
     def __init__(self, channel, number):
         object.__setattr__(self, "_number", number)
@@ -317,12 +317,12 @@ class Remote:
 
 
 def judge(channel, tests, names):
-    """Runs the tests, `names` in them being the program's; how it ended, and the error."""
+    """Runs the tests, with `names` from the program; returns how it ended, and the error."""
     namespace = {}
     try:
         channel.receive()  # the program's last line is reached
         for name in names:
-            # One that is missing is a NameError where the tests use it.
+            # A missing name is a NameError where the tests use it.
             for value in channel.ask("name", name):
                 namespace[name] = value
         reason, error = run(tests, namespace)

@@ -1,7 +1,7 @@
-"""Keeps a program from the machine beside bubblewrap: limits, and a user of its own.
+"""Confines a program in addition to bubblewrap: limits, and a separate user.
 
-Limits: setrlimit(2). As root the program becomes a user id of its own, because RLIMIT_NPROC does
-not bind root.
+Limits: setrlimit(2). As root the program gets a separate user id, because RLIMIT_NPROC does not
+bind root.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def look_around():
-    """Looks from the inside which ways bubblewrap has closed."""
+    """Checks from the inside what bubblewrap has closed."""
     with open("/proc/self/net/dev") as file:
         interfaces = {line.split(":")[0].strip() for line in file if ":" in line}
     read_only = all(os.statvfs(path).f_flag & os.ST_RDONLY for path in ("/", "/usr", "/dev"))
@@ -26,7 +26,7 @@ def look_around():
 
 
 def limit(limits):
-    """The program's limits; its judge takes those that are not of time and processes."""
+    """Sets the program's limits; its judge gets them except time and processes."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         # One second more before SIGKILL, so that SIGXCPU tells what happened.
@@ -58,7 +58,7 @@ def hide_memory(hidden):
 
 
 def block_sockets():
-    """Refuses sockets in Python; against accidents where there is no network namespace."""
+    """Refuses sockets in Python, against accidents without a network namespace."""
 
     def refuse(*_, **__):
         raise OSError("no network here")
