@@ -315,8 +315,8 @@ def test_the_command_writes_it_and_refuses_what_cannot_be(
     assert run(answers, out, *again) == BAD_INPUT
     assert "settings: the cache has {}, this run {'rest': 'absent'}" in capfd.readouterr().err
     for flags, says in (
-        (["--rest=absent"], "--rest is of --from"),
-        (["--kind=hidden", "--k=2"], "--k is of --kind=topk"),
+        (["--rest=absent"], "--rest is for --from"),
+        (["--kind=hidden", "--k=2"], "--k is for --kind=topk"),
     ):
         assert run(out, *flags) == BAD_INPUT
         assert says in capfd.readouterr().err

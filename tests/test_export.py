@@ -619,7 +619,7 @@ def test_folders_are_exchanged_where_the_system_cannot(student, exported, tmp_pa
 def test_other_things_are_never_replaced(student, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
-    with pytest.raises(UserError, match=r"without config.json.*left alone"):
+    with pytest.raises(UserError, match=r"without config.json.*stays as it is"):
         export_hf(student, tmp_path / "mine", overwrite=True)
     with pytest.raises(UserError, match=r"is a folder; expected a file"):
         export_gguf(student, tmp_path / "mine", overwrite=True)

@@ -127,7 +127,7 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     (bare / "config.json").write_text("{}")  # of whom ever: a workdir it stays
     assert run(bare, "--format=gguf", "--step=5", f"--out={tmp_path}/5.gguf", named) == 0
     (bare / "receipt.json").write_text("{cut")
-    fails("receipt.json: no JSON.*Restore it", bare, "--format=gguf", out)
+    fails("receipt.json: not JSON.*Restore it", bare, "--format=gguf", out)
     (tmp_path / "a.gguf").write_bytes(b"before")
     capsys.readouterr()
     fails("there already", workdir, "--format=gguf", out)
