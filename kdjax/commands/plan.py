@@ -34,11 +34,17 @@ _log = logging.getLogger("kdjax")
 
 
 def survey_headers(config: Config) -> "Plan":
-    """The plan of a run, from the headers of its models; allocates nothing."""
+    """The plan of a run, from the headers of its models; allocates nothing.
+
+    On a CPU XLA compiles the step and tells its memory.
+    """
+    from kdjax.training.compiled import ask_xla
     from kdjax.training.job import survey
 
     with started(lean=True), tempfile.TemporaryDirectory() as folder:
-        return survey(fetch_headers(config, Path(folder)), whole=False)[2]
+        headers = fetch_headers(config, Path(folder))
+        placement, pair, plan = survey(headers, whole=False)
+        return ask_xla(plan, headers, pair, placement)
 
 
 def print_plan(plan: "Plan") -> int:

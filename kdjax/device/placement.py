@@ -24,6 +24,7 @@ class Placement:
 
     mesh: Mesh
     kernels: bool = False
+    shapes: bool = False  # whether loaded parameters are shapes: programs are compiled, not run
 
     @classmethod
     def on(cls, mesh: Mesh) -> "Placement":

@@ -262,6 +262,28 @@ def load_params(
     return unflatten_dict(params)
 
 
+def shape_params(
+    table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh, *, matrices: str = "dense"
+) -> Params:
+    """Shapes of the parameters that `load_params` would make; reads headers."""
+    params: dict[tuple[str, ...], Any] = {}
+    for path, stacks in plan_params(table, spec, abstract, mesh, matrices=matrices).items():
+        shapes = [_shape_stack(table, stack) for stack in stacks]
+        index = jax.ShapeDtypeStruct((sum(len(stack.readings) for stack in stacks),), jnp.int32)
+        params[path] = shapes[0] if len(shapes) == 1 else Mixed(tuple(shapes), index, index)
+    return unflatten_dict(params)
+
+
+def _shape_stack(table: TensorTable, stack: "_Stack") -> Any:
+    """Shapes of a stack's arrays, or of the tensor that stands alone."""
+    if stack.whole is not None:
+        return stack.whole
+    ((name, reading),) = stack.readings.items()
+    info = table.info(name)
+    stored = (*info.shape[:-1], row_bytes(info.dtype, info.shape[-1]))
+    return jax.eval_shape(reading, jax.ShapeDtypeStruct(stored, jnp.uint8))
+
+
 def plan_params(
     table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh, *, matrices: str
 ) -> dict[tuple[str, ...], list["_Stack"]]:

@@ -41,7 +41,7 @@ from kdjax.models.decoding import (
 )
 from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.drafts import check_same_ids
-from kdjax.models.loading import load_params
+from kdjax.models.loading import load_params, shape_params
 from kdjax.models.shards import Spread, gather_shards, map_rows
 from kdjax.models.speculation import BlockWriter, DraftWriter
 from kdjax.models.tokenizer import Tokenizer
@@ -381,10 +381,7 @@ def load_model(
         if placement.platform == "cpu":
             _log.warning("float8 products are emulated on the CPU: the same numbers, slowly")
     functions, abstract = functional(checkpoint.spec, compute)
-    params = load_params(
-        checkpoint.table, checkpoint.spec, abstract, placement.mesh, matrices=weights
-    )
-    params = _prepare(params, placement)
+    params = _read_params(checkpoint, abstract, placement, weights)
     kind = f"{weights} ({jnp.dtype(dtype).name})"
     rows = checkpoint.spec.vocab_size
     spec, source = checkpoint.spec, checkpoint.path.name
@@ -405,6 +402,17 @@ def attach_adapters(model: Model, lora: Lora, adapters: Params) -> Model:
     frozen = freeze_matrices(model.params, model.spec, lora.scale)
     kind = f"{model.kind} with adapters of rank {lora.rank}".strip()
     return model.replace(params=join_adapters(frozen, adapters), kind=kind)
+
+
+def _read_params(
+    checkpoint: Checkpoint, abstract: Params, placement: Placement, matrices: str = "dense"
+) -> Params:
+    """Reads parameters as programs take them, or, where the placement says so, their shapes."""
+    sources = checkpoint.table, checkpoint.spec, abstract, placement.mesh
+    if not placement.shapes:
+        return _prepare(load_params(*sources, matrices=matrices), placement)
+    prepare = functools.partial(_prepare, placement=placement)
+    return jax.eval_shape(prepare, shape_params(*sources, matrices=matrices))
 
 
 def _prepare(params: Params, placement: Placement) -> Params:
@@ -467,8 +475,12 @@ def narrow_head(model: Model, vocab_size: int) -> Model:
     # A tied head is the embedding; ids beyond the cut are no token's, so nothing looks them up.
     name = "head" if "head" in model.params else "embed"
     # Packed rows as well: blocks never cross from one row to the next.
-    head = jax.tree.map(jax.jit(lambda x: x[:vocab_size]), model.params[name])
-    params = model.params | {name: jax.block_until_ready(head)}
+    cut = functools.partial(jax.tree.map, jax.jit(lambda x: x[:vocab_size]))
+    if model.placement is not None and model.placement.shapes:
+        head = jax.eval_shape(cut, model.params[name])
+    else:
+        head = jax.block_until_ready(cut(model.params[name]))
+    params = model.params | {name: head}
     return model.replace(params=params, vocab_size=vocab_size)
 
 
@@ -492,9 +504,7 @@ def load_head(checkpoint: Checkpoint, compute: Compute, kind: str, *, empty: boo
     if not empty:
         name = "embed" if checkpoint.spec.tied else "head"
         shapes = {name: functional(checkpoint.spec, compute)[1][name]}
-        mesh = compute.placement.mesh
-        params = load_params(checkpoint.table, checkpoint.spec, shapes, mesh)
-        params = _prepare(params, compute.placement)
+        params = _read_params(checkpoint, shapes, compute.placement)
     return Model(
         HeadFunctions(),
         params,

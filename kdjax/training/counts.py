@@ -1,7 +1,7 @@
 """Counts what a pass forward and writing hold on one device, and a plan of such parts.
 
 Resident bytes are exact. Temporaries are what XLA keeps alive in each phase, as its memory reports
-on an H200 showed (jax 0.11.2), and those of programs compiled for a CPU.
+on an H200 showed (jax 0.11.2).
 """
 
 import dataclasses
@@ -20,16 +20,10 @@ from kdjax.training.teachers import Size, TeacherKind
 _MARGIN = 1.03
 # Library workspaces (cuBLAS takes 32 MiB a product in flight), code, and gaps between buffers.
 GPU_OVERHEAD = 0.35e9
-# A delta layer's rule on one position, bytes: of a value head so many float32 pairs of positions in
-# a chunk, of a column of keys, of a column of values, of a number of the state before a chunk.
-# Those of a program compiled for a CPU, in bf16, backwards within 3% and forwards within 11% for
-# widths of 64 and 128 and one to three value heads a key head.
-_RULE = {"forward": (3.0, 13.0, 1.7, 5.5), "backward": (14.3, 62.7, 46.4, 26.6)}
-# Of it forwards on a GPU, where kernels keep a chunk's parts to themselves, as XLA counts.
-GPU_RULE = 0.75
-# A delta layer of a pass forward alone, in bytes of `_RULE`, by bytes of a number: the loop over
-# chunks keeps zeros and copies for all layers of a period.
-_CPU_RULE = {2: 1.93, 4: 3.0}
+# A delta layer's rule forward on one position, bytes: of a value head N float32 pairs of positions
+# in a chunk, of a column of keys, of a column of values, of a number of the state before a chunk.
+# Kernels keep a chunk's parts to themselves: XLA counts three quarters of what it does without.
+_RULE = 2.25, 9.75, 1.275, 4.125
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +40,7 @@ class Plan:
     tokens_per_s: float | None  # bound by arithmetic at the data sheet's rate, all devices
     saved: Size = 0  # bytes of a checkpoint on the disk, of all devices; 0: nothing is saved
     choice: str = ""  # the kind of teacher and why
+    platform: str = ""  # of the devices, by JAX's name
 
     @property
     def free(self) -> Size | None:
@@ -100,9 +95,9 @@ def count_layer(spec: ArchSpec) -> Size:
     return (count_parameters(spec) - ends) / spec.num_layers
 
 
-def count_rule(spec: ArchSpec, way: str) -> Size:
-    """Bytes of a delta layer's convolution and rule on one position, "forward" or "backward"."""
-    pairs, keys, values, states = _RULE[way]
+def count_rule(spec: ArchSpec) -> Size:
+    """Counts the bytes of a delta layer's convolution and rule forward on one position."""
+    pairs, keys, values, states = _RULE
     heads, width = spec.delta_value_heads, spec.delta_value_dim
     columns = keys * spec.delta_key_heads * spec.delta_key_dim
     passed = states * spec.delta_key_dim * width / CHUNK
@@ -133,9 +128,9 @@ def _count_states(spec: ArchSpec) -> Size:
     return spec.delta_value_heads * spec.delta_key_dim * spec.delta_value_dim / CHUNK
 
 
-def count_forward(spec: ArchSpec, kind: TeacherKind, size: int, rule: Size, tensor: int) -> Size:
-    """Bytes a position of a pass forward on a GPU; `rule` is what a delta layer's rule holds."""
-    mlp = spec.mlp_width / tensor
+def count_forward(spec: ArchSpec, kind: TeacherKind, size: int, tensor: int) -> Size:
+    """Counts the bytes a position of a pass forward, attention's scores apart."""
+    mlp, rule = spec.mlp_width / tensor, count_rule(spec)
     # Gate and up; the residual stream, its norm, and three of queries, keys, values, output.
     return size * (2 * mlp + 5 * spec.hidden_size) + kind.extra_bytes * mlp + rule / tensor
 
@@ -143,29 +138,6 @@ def count_forward(spec: ArchSpec, kind: TeacherKind, size: int, rule: Size, tens
 def count_scores(spec: ArchSpec, rows: int, length: int) -> Size:
     """Bytes of a block of queries' scores on the XLA path, float32, before and behind the exp."""
     return 8 * rows * spec.num_heads * min(length, QUERY_BLOCK) * length
-
-
-def count_forward_on_cpu(spec: ArchSpec, rows: int, length: int, size: int) -> dict[str, Size]:
-    """Counts a pass forward as compiled for a CPU: float32 numbers, and attention by pairs.
-
-    The largest of attention, the MLP and a delta layer's rule; weights are those that each still
-    needs, or, of a period of layers, all at once.
-    """
-    positions, width, mlp = rows * length, spec.hidden_size, spec.mlp_width
-    queries, keys = (n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads))
-    seen = rows * length * length + 4 * positions * spec.head_dim  # who sees whom, and angles
-    numbers = keys + (length > QUERY_BLOCK) * (queries + 1.5 * keys) + spec.gated * queries
-    behind = width * queries + 3 * width * mlp
-    attention = count_scores(spec, rows, length) + 4 * positions * numbers + seen
-    between = 4 * positions * (2 * mlp + (2 if size < 4 else 1.5) * width) + seen
-    phases = [(attention, 4 * behind), (between, 8 * width * mlp)]
-    if spec.delta_value_heads:
-        bare = dataclasses.replace(spec, drafts=0)
-        layers = 1 if spec.experts else len(spec.period())
-        rule = positions * count_rule(spec, "forward") * _CPU_RULE[size]
-        phases.append((rule, 4 * layers * count_layer(bare)))
-    activations, weights = max(phases, key=sum)
-    return {"activations": activations, "weights of layers, for products": weights}
 
 
 def count_writing(

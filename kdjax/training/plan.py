@@ -2,7 +2,8 @@
 
 Resident bytes are exact. Temporaries follow the step's phases: what XLA keeps alive in each, as its
 memory reports on an H200 showed (jax 0.11.2). docs/records/2026-11-21-packed-and-dense.md compares
-plan and measurement.
+plan and measurement. On a CPU the same formula, of float32 numbers, only chooses:
+`training.compiled` asks XLA what the chosen step takes.
 
 Letters: N positions computed at a time on one device, C of them in a chunk of the loss, V
 vocabulary rows, D hidden width, F MLP width.
@@ -20,7 +21,7 @@ from jax.sharding import Mesh
 from kdjax.config import (
     OWN,
     Config,
-    choose_optim,
+    OptimConfig,
     count_prompt_positions,
     flatten,
 )
@@ -37,21 +38,18 @@ from kdjax.losses.divergences import (
 )
 from kdjax.models.adapters import Lora, shape_adapters
 from kdjax.models.arch import ArchSpec
-from kdjax.models.attention import QUERY_BLOCK
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.draft_functions import shape_block
 from kdjax.models.loading import count_parameters
 from kdjax.training import optim
 from kdjax.training.counts import (
     GPU_OVERHEAD,
-    GPU_RULE,
     Plan,
     count_forward,
-    count_forward_on_cpu,
     count_heads_backward,
     count_kept_heads,
     count_layer,
-    count_rule,
+    count_scores,
     count_writing,
     share_memory,
 )
@@ -67,14 +65,13 @@ _CHUNKS = (16384, 4096, 1024)
 # an H100; of the others, and sums of theirs, the gradient is made of the logits at once.
 _BETWEEN = {JensenShannon: 4, SkewedForwardKL: 8, SkewedReverseKL: 8}
 REMATS = ("none", "dots", "full")  # the fastest first
-# The block that drafts, compared with its layers and trained, as compiled for a CPU in bf16: bytes
-# of an id of a position in a chunk, a number of the head, a byte of masters; at a position, of
-# a column of the width, of queries and of the MLP, and of a query head for each other position.
-# Within 2% of what 12 shapes held in all: 8 layers, widths of 512 and 1024, 4,096 to 32,768 ids.
-_BLOCK = {"chunk": 25.2, "head": 9.8, "masters": 1.6}
-_BLOCK_POSITION = {"width": 10.3, "queries": 37.7, "mlp": 19.9, "pairs": 13.5}
-# XLA's CPU backend fuses less. 1.5B to 0.5B at 2 x 64 positions: 3.95 GB where a GPU takes 2.4.
-_CPU_FACTOR = 1.6
+# Phases of a step; others evaluate or write.
+TEACHER, LOSS, BACKWARD, MUON = STEP_PHASES = (
+    "the teacher runs forward",
+    "the loss is computed",
+    "the student runs backward",
+    "Muon orthogonalizes",
+)
 
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
@@ -87,7 +84,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         shapes, beside = {"mtp": shapes["mtp"]}, "the block that drafts"
     masters = sharding.tree_bytes(shapes, mesh)
     loops, reduce_dtype = config.student.remat == "full", config.train.reduce_dtype
-    tx, frozen = _prepare_optimizer(config, pair.student.spec, shapes)
+    tx, frozen = _prepare_optimizer(config.optim, pair.student.spec, shapes)
     whole, gradients = masters, sharding.tree_bytes(leave_out(shapes, frozen), mesh)
     if not beside and sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
         masters /= mesh.size  # all but norms and biases, which are few
@@ -128,6 +125,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         phases={},
         limit=limit,
         tokens_per_s=devices.peak_flops / flops if devices.peak_flops else None,
+        platform=devices.platform,
         saved=saved,
     )
     temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, gradients, plan.free)
@@ -155,7 +153,10 @@ def count_step_flops(
     Frozen parameters have no gradient; those of activations count in all layers.
     """
     forward = pair.student.spec.forward_flops(config.data.seq_len)
-    flops = (2 + _count_trained(config, pair.student.spec)) * forward
+    trained = 0.0  # the share of the bytes that have a gradient; adapters are few
+    if not config.student.lora.rank:
+        trained = _count_trained(config.optim, pair.student.spec)
+    flops = (2 + trained) * forward
     if config.student.block:  # the layers run once more, without the head
         flops = forward + _count_block(pair.student.spec, config.data.seq_len)
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
@@ -165,24 +166,22 @@ def count_step_flops(
 
 
 def _prepare_optimizer(
-    config: Config, spec: ArchSpec, shapes: Params
+    asked: OptimConfig, spec: ArchSpec, shapes: Params
 ) -> tuple[optax.GradientTransformation, frozenset[str]]:
-    """The optimizer of a run, and the parameters that it never moves."""
-    tx = optim.optimizer(choose_optim(config), config.train.steps)
-    if not config.optim.trainable:
+    """Makes an optimizer of a run's state, and names the parameters that it never moves."""
+    tx = optim.optimizer(asked, asked.warmup_steps + 1)  # the state is that of any schedule
+    if not asked.trainable:
         return tx, frozenset()
-    tx, _ = train_only(tx, shapes, spec, config.optim.trainable)
+    tx, _ = train_only(tx, shapes, spec, asked.trainable)
     return tx, find_frozen(tx, shapes)
 
 
-def _count_trained(config: Config, spec: ArchSpec) -> float:
-    """The share of the student's bytes that have a gradient; of adapters, which are few, 0."""
-    if config.student.lora.rank:
-        return 0.0
-    if not config.optim.trainable:
+def _count_trained(asked: OptimConfig, spec: ArchSpec) -> float:
+    """Counts the share of a student's bytes that have a gradient."""
+    if not asked.trainable:
         return 1.0
     shapes = functional(spec, Compute())[1]
-    trained = leave_out(shapes, _prepare_optimizer(config, spec, shapes)[1])
+    trained = leave_out(shapes, _prepare_optimizer(asked, spec, shapes)[1])
     return count_bytes(trained) / count_bytes(shapes)
 
 
@@ -210,9 +209,18 @@ class _Temporaries:
     free: Size | None  # what is resident leaves of the device; None if unknown
 
     @property
-    def _size(self) -> int:
-        """Bytes of a number as computed with."""
+    def _on_cpu(self) -> bool:
+        return self.platform == "cpu"
+
+    @property
+    def _stored(self) -> int:
+        """Bytes of a number in the compute dtype."""
         return jnp.dtype(self.config.train.compute_dtype).itemsize
+
+    @property
+    def _size(self) -> int:
+        """Bytes of a number as computed with: XLA's CPU backend makes float32 of bf16."""
+        return 4 if self._on_cpu else self._stored
 
     @property
     def _gathered(self) -> Size:
@@ -226,7 +234,9 @@ class _Temporaries:
 
     @property
     def _decoded(self) -> int:
-        """Bytes of a packed number while it is decoded; 0 where none is packed."""
+        """Bytes of a teacher's number as made for products; 0 where it is stored so."""
+        if self._on_cpu:
+            return self._size
         return jnp.dtype(self.config.teacher.param_dtype).itemsize if self.kind.decodes else 0
 
     @property
@@ -267,10 +277,9 @@ class _Temporaries:
 
     def plan_phases(self) -> dict[str, dict[str, Size]]:
         """Parts of each phase by name, in the order of a step and an evaluation."""
-        on_cpu = self.platform == "cpu"
-        factor, overhead = (_CPU_FACTOR, {}) if on_cpu else (1.0, {"workspace": GPU_OVERHEAD})
+        overhead = {} if self._on_cpu else {"workspace": GPU_OVERHEAD}
         phases = {
-            name: {part: size * factor for part, size in parts.items() if size} | overhead
+            name: {part: size for part, size in parts.items() if size} | overhead
             for name, parts in self._phases()
         }
         rollout = self.config.rollout
@@ -281,7 +290,7 @@ class _Temporaries:
 
     def _writing(self) -> dict[str, Size]:
         """Between steps: the student in the compute dtype, and the engine of its answers."""
-        rollout, spec, size = self.config.rollout, self.pair.student.spec, self._size
+        rollout, spec, size = self.config.rollout, self.pair.student.spec, self._stored
         copied = count_parameters(spec) * size if size < 4 else 0.0
         if rollout.writer == "teacher" and self.pair.teacher is not None:
             spec = self.pair.teacher.spec  # the student writes a few as well
@@ -296,23 +305,21 @@ class _Temporaries:
         return parts | count_writing(spec, size, (ready, ready), sizes, shards, free, kernel=kernel)
 
     def _phases(self) -> Iterator[tuple[str, dict[str, Size]]]:
-        config, student, length = self.config, self.pair.student.spec, self.config.data.seq_len
-        parts, shards = config.train.microbatches, sharding.row_shards(self.mesh)
-        rows = config.train.batch_size // parts // shards
+        yield from self._train()
+        rows = self.config.eval.batch_size // sharding.row_shards(self.mesh)
+        length = self.config.data.seq_len
+        if self.kind.runs:
+            yield "evaluating: the teacher runs forward", self._teacher_forward(rows, length)
+        yield "evaluating: logits are compared", self._heads(rows * length, 8, gradient=0)
+
+    def _train(self) -> Iterator[tuple[str, dict[str, Size]]]:
+        """Phases of a step."""
+        train, length = self.config.train, self.config.data.seq_len
+        parts = train.microbatches
+        rows = train.batch_size // parts // sharding.row_shards(self.mesh)
         positions = rows * length
-        rule = self._kept_rule(self._trained)
-        remat = "none" if config.student.block else config.student.remat
-        sizes = self._size, self._tensor
-        if adapted := self._adapted:
-            kept = positions * _keep_beside_adapters(student, remat, *sizes, *adapted)
-        else:
-            kept = positions * _keep_a_position(self._trained, remat, *sizes, rule)
-        if config.student.remat == "none" and not self._frozen:
-            # And weights as cast for the products; that of the head is counted where it is used.
-            cast = student.num_layers * count_layer(student)
-            kept += self._size * cast / self._tensor
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
-        held = {"student's kept activations": kept} | accumulated
+        held = {"student's kept activations": self._keep(positions)} | accumulated
         if self.kind.runs:
             running = self._teacher_forward(rows, length)
             if parts > 1 and self.kind.decodes:
@@ -323,70 +330,67 @@ class _Temporaries:
                 held["teacher's hidden states"] = states
             else:
                 running |= accumulated
-            yield "the teacher runs forward", running
+            yield TEACHER, running
+        yield LOSS, self._loss(positions) | held
+        yield BACKWARD, self._backward(positions) | held
+        if self.config.optim.name == "muon":
+            student = self.pair.student.spec
+            width = student.experts * student.expert_size or student.mlp_width
+            stack = self._trained.num_layers * width * student.hidden_size
+            matrices = 16 * stack / self._tensor
+            work = {"gradients": self.gradients, "the largest stack, 4 times": matrices}
+            yield MUON, work
+
+    def _keep(self, positions: Size) -> Size:
+        """Counts what the backward pass keeps of the forward pass."""
+        student, remat = self.pair.student.spec, self.config.student.remat
+        sizes = "none" if self.config.student.block else remat, self._size, self._tensor
+        if adapted := self._adapted:
+            kept = positions * _keep_beside_adapters(student, *sizes, *adapted)
+        else:
+            rule = self._kept_rule(self._trained)
+            kept = positions * _keep_a_position(self._trained, *sizes, rule)
+        if remat == "none" and not self._frozen:
+            # And weights as cast for the products; that of the head is counted where it is used.
+            kept += self._size * student.num_layers * count_layer(student) / self._tensor
+        return kept
+
+    def _loss(self, positions: Size) -> dict[str, Size]:
+        """Counts what the loss of that many positions makes."""
         # float32 logits of student and teacher, and what the divergence makes of them; without the
         # kernels of one GPU an intermediate more.
         alone = self.platform == "gpu" and self._tensor == 1
-        made = _count_divergence(config.loss.divergence, self._size)
+        made = _count_divergence(self.config.loss.divergence, self._size)
         logits = 4 + self.kind.logit_bytes + made + (0 if alone else 4)
-        gradient = 0 if self._frozen else 4
-        if config.student.block and self.platform == "cpu":
-            yield "the block trains", self._block(positions) | accumulated
-        else:
-            yield "the loss is computed", self._heads(positions, logits, gradient=gradient) | held
-            backward = {"gradients": self.gradients, "student's layer": self._layer(positions)}
-            whole = student.vocab_size * student.hidden_size  # its gradient, before it is scattered
-            gathered = 0 if self._frozen else self._gathered_masters
-            backward["embedding, gathered"] = whole * gathered
-            if config.student.lora.rank:
-                backward["a frozen layer"] = count_layer(student) * self._size
-            yield "the student runs backward", backward | held
-        if config.optim.name == "muon":
-            width = student.experts * student.expert_size or student.mlp_width
-            rows = self._trained.num_layers * width
-            matrices = 16 * rows * student.hidden_size / self._tensor
-            work = {"gradients": self.gradients, "the largest stack, 4 times": matrices}
-            yield "Muon orthogonalizes", work
-        rows = config.eval.batch_size // shards
-        positions = rows * length
-        if self.kind.runs:
-            yield "evaluating: the teacher runs forward", self._teacher_forward(rows, length)
-        yield "evaluating: logits are compared", self._heads(positions, 8, gradient=0)
+        parts = self._heads(positions, logits, gradient=0 if self._frozen else 4)
+        if self._on_cpu:  # XLA holds them on a GPU too, where the other parts make up for it
+            student = self.pair.student.spec
+            layers = 4 * student.num_layers * count_layer(student)
+            parts["gradients of layers, zeros as yet"] = min(self.gradients, layers)
+        return parts
 
-    def _block(self, positions: Size) -> dict[str, Size]:
-        """Loss and backward pass of the block that drafts on a CPU, where they overlap."""
-        spec, config = self._trained, self.config
-        columns = {
-            "width": spec.hidden_size,
-            "queries": spec.num_heads * spec.head_dim,
-            "mlp": spec.mlp_width,
-            "pairs": spec.num_heads * min(config.data.seq_len, QUERY_BLOCK),
+    def _backward(self, positions: Size) -> dict[str, Size]:
+        """Counts what the student's backward pass makes."""
+        student = self.pair.student.spec
+        whole = student.vocab_size * student.hidden_size  # its gradient, before it is scattered
+        adapts = self.config.student.lora.rank > 0
+        return {
+            "gradients": self.gradients,
+            "student's layer": self._layer(positions),
+            "embedding, gathered": whole * (0 if self._frozen else self._gathered_masters),
+            "a frozen layer": adapts * count_layer(student) * self._size,
         }
-        position = sum(_BLOCK_POSITION[name] * count for name, count in columns.items())
-        chunk, width = min(config.loss.chunk_tokens, positions), self.pair.vocabulary.width
-        parts = {
-            "logits of a chunk": _BLOCK["chunk"] * chunk * width,
-            "the head": _BLOCK["head"] * width * spec.hidden_size,
-            "the block's activations": positions * position,
-            "gradients": _BLOCK["masters"] * self.gradients,
-        }
-        # What a CPU takes: the factor of all phases is not of it.
-        return {name: size / _CPU_FACTOR for name, size in parts.items()}
 
     def _teacher_forward(self, rows: int, length: int) -> dict[str, Size]:
         assert self.pair.teacher is not None
         teacher, positions = self.pair.teacher.spec, rows * length
-        if self.platform == "cpu":
-            # What a CPU takes: the factor of all phases is not of it.
-            parts = count_forward_on_cpu(teacher, rows, length, self._size)
-            parts["teacher's hidden states"] = 2 * positions * teacher.hidden_size * self._size
-            return {name: size / self._tensor / _CPU_FACTOR for name, size in parts.items()}
-        rule = GPU_RULE * count_rule(teacher, "forward")
-        position = count_forward(teacher, self.kind, self._size, rule, self._tensor)
+        position = count_forward(teacher, self.kind, self._size, self._tensor)
         layer = count_layer(teacher) / self._tensor
         gathered = layer + teacher.vocab_size * teacher.hidden_size / self._tensor
+        scores = count_scores(teacher, rows, length) / self._tensor
         return {
             "teacher's activations": positions * position,
+            "scores of its attention": scores if self._on_cpu else 0,
             "a teacher layer": layer * self._decoded,
             "a layer and the embedding, gathered": gathered * self._gathered,
         }
@@ -410,8 +414,6 @@ class _Temporaries:
 
     def _kept_rule(self, spec: ArchSpec) -> Size:
         """Bytes that a delta layer keeps beside its products, a position; 0 without such layers."""
-        if self.platform == "cpu":  # what it takes: the factor of all phases is not of it
-            return count_rule(spec, "backward") / _CPU_FACTOR
         return self._size * count_kept_heads(spec)
 
     def _layer(self, positions: Size) -> Size:
@@ -420,17 +422,15 @@ class _Temporaries:
         # cuDNN's packed backward pass keeps float32 sums for each segment of a row as if it were a
         # row: queries' gradient and output, 4 bytes each.
         slots = segments + 1 if segments > 1 else 1
-        attention = 8 * slots * spec.num_heads * spec.head_dim if self.platform != "cpu" else 0
+        attention = 8 * slots * spec.num_heads * spec.head_dim
+        if self._on_cpu:
+            attention = count_scores(spec, 1, self.config.data.seq_len) / self.config.data.seq_len
         mlp = 6 * self._size * spec.mlp_width  # gate, up, their product, and the gradient of each
         again, remat = spec.period().count(True), self.config.student.remat
-        if self.platform == "cpu":
-            # A step of the scan is a period of layers, and XLA computes them all again at once.
-            rule = (again if remat != "none" else 1) * self._kept_rule(spec)
-        elif again and remat == "full":
+        if again and remat == "full":
             return positions * self._period(attention) + 2 * self._size * count_layer(spec)
-        else:
-            rule = self._size * (count_heads_backward(spec) + spec.delta_columns)
-            rule += again * self._kept_rule(spec) if remat == "dots" else 0
+        rule = self._size * (count_heads_backward(spec) + spec.delta_columns)
+        rule += again * self._kept_rule(spec) if remat == "dots" else 0
         widest = max(attention, mlp, rule) / self._tensor
         return positions * (widest + 10 * self._size * spec.hidden_size)
 
@@ -572,19 +572,20 @@ def choose_plan(
         raise UserError(
             f"this run does not fit: {reason}, {best.missing / 1e9:.2f} too little. {remedy}"
         )
-    return dataclasses.replace(best, choice=_describe_choice(config, best, len(kinds) > 1, reason))
-
-
-def _describe_choice(config: Config, plan: Plan, chosen: bool, reason: str) -> str:
-    choice = f"{'teacher.weights' if plan.kind.runs else 'teacher cached:'} {plan.kind.name}"
-    choice += f", by auto: {reason}" if chosen else ": asked for"
-    if isinstance(plan.kind, NoTeacher):
-        choice = "no teacher: trains on the text alone"
+    choice = _describe_kind(best.kind, reason if len(kinds) > 1 else "")
     if config.student.remat == "auto":
-        choice += f"; student.remat {plan.remat}, by auto"
+        choice += f"; student.remat {best.remat}, by auto"
     if not config.loss.chunk_tokens:
-        choice += f"; loss.chunk_tokens {plan.chunk_tokens}, by auto"
-    return choice
+        choice += f"; loss.chunk_tokens {best.chunk_tokens}, by auto"
+    return dataclasses.replace(best, choice=choice)
+
+
+def _describe_kind(kind: TeacherKind, reason: str) -> str:
+    """Says which kind is taken, and why where `auto` chose it."""
+    if isinstance(kind, NoTeacher):
+        return "no teacher: trains on the text alone"
+    choice = f"{'teacher.weights' if kind.runs else 'teacher cached:'} {kind.name}"
+    return choice + (f", by auto: {reason}" if reason else ": asked for")
 
 
 def replace_settings(config: Config, remat: str, chunk_tokens: int) -> Config:

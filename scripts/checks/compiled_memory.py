@@ -5,10 +5,11 @@
     python -m scripts.checks.compiled_memory --teacher=qwen3.5-9b --student=qwen3.5-0.8b \\
         --set=student.remat=full --json=points.jsonl
 
-XLA compiles the step for the card and tells its arguments and temporaries; on a GPU the sum was the
-measured peak to 1%. Of the models there are headers alone, of known shapes, so that a 35B takes no
-memory here. XLA computes more again by itself where a step comes near the card's memory: ask for
-the larger card (`--card=h200`) to see what it would hold. cuDNN's workspace is counted as nothing.
+`training.compiled` compiles the step for the card, of which XLA tells arguments and temporaries; on
+a GPU the sum was the measured peak to 1%. Of the models there are headers alone, of known shapes,
+so that a 35B takes no memory here. XLA computes more again by itself where a step comes near the
+card's memory: ask for the larger card (`--card=h200`) to see what it would hold. cuDNN's workspace
+is counted as nothing.
 JAX asks for the card in places where nobody can tell it; these are its functions of 0.11.2.
 Each call adds a line to --json. Exit status: 0 done, 2 bad input.
 """
@@ -71,88 +72,23 @@ def make_mesh(card: str) -> Any:
     return jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
 
 
-def place(tree: Any, mesh: Any) -> Any:
-    """The shapes of arrays, as those of the mesh's device."""
-    import jax
-
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
-
-
-def shape_parameters(table: Any, spec: Any, abstract: Any, mesh: Any, *, matrices: str) -> Any:
-    """Shapes of the parameters that `loading.load_params` would make."""
-    import jax
-    import jax.numpy as jnp
-    from flax.traverse_util import unflatten_dict
-
-    from kdjax.formats.blocks import row_bytes
-    from kdjax.models import loading
-
-    made = dict[Any, Any]()
-    planned = loading.plan_params(table, spec, abstract, mesh, matrices=matrices)
-    for path, parts in planned.items():
-        stacks, count = [], sum(len(part.readings) for part in parts)
-        for part in parts:
-            whole = part.whole
-            if whole is None:
-                ((name, reading),) = part.readings.items()
-                info = table.info(name)
-                stored = (*info.shape[:-1], row_bytes(info.dtype, info.shape[-1]))
-                whole = jax.eval_shape(reading, jax.ShapeDtypeStruct(stored, jnp.uint8))
-            stacks.append(whole)
-        place_of = jax.ShapeDtypeStruct((count,), jnp.int32)
-        mixed = loading.Mixed(tuple(stacks), place_of, place_of)
-        made[path] = stacks[0] if len(stacks) == 1 else mixed
-    return place(unflatten_dict(made), mesh)
-
-
 def count(config: Any, shapes: tuple[str, str], card: str) -> dict[str, float]:
     """Arguments, temporaries and the plan of a step, in GB."""
-    import jax
-    import jax.numpy as jnp
-
     from kdjax.device.placement import Placement
     from kdjax.device.runtime import Devices
     from kdjax.device.sharding import make_local_mesh
-    from kdjax.models import model
-    from kdjax.training import job, plan, teachers
+    from kdjax.training import compiled, plan, teachers
     from scripts.bench.synthetic import SHAPES, pair_headers
 
-    mesh, kind = make_mesh(card), teachers.RUNNING[config.teacher.weights]
-    placement = Placement(mesh, kernels=True)
+    kind = teachers.RUNNING[config.teacher.weights]
     pair = pair_headers(SHAPES[shapes[0]], SHAPES[shapes[1]])
-    assert pair.teacher is not None
-    patched: Any = model
-    patched.load_params = shape_parameters
-    teacher = model.load_model(
-        pair.teacher,
-        placement=placement,
-        weights=kind.name,
-        dtype=config.teacher.param_dtype,
-        compute_dtype=config.train.compute_dtype,
-        max_segments=config.data.max_segments,
-    )
-    params, width = teacher.params, pair.vocabulary.width
-    if width < teacher.vocab_size:
-        name = "head" if "head" in params else "embed"
-        cut = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[:width], x), params[name])
-        params |= {name: place(cut, mesh)}
-    teacher = teacher.replace(params=params, vocab_size=width)
-    _, step, _ = job.build_step(config, pair, placement, kind, teacher=teacher)
-    rows = config.train.batch_size, config.data.seq_len
-    ids = ("tokens", "labels", "segment_ids", "positions")
-    batch = {name: jax.ShapeDtypeStruct(rows, jnp.int32) for name in ids}
-    batch["weights"] = jax.ShapeDtypeStruct(rows, jnp.float32)
-    fixed = {name: place(value, mesh) for name, value in step.fixed.items()}
-    traced = step.jitted.trace(place(step.abstract, mesh), params, place(batch, mesh), **fixed)
-    compiled: Any = traced.lower(lowering_platforms=("cuda",)).compile()
-    memory = compiled.memory_analysis()
+    placement = Placement(make_mesh(card), kernels=True)
+    held = compiled.count_step(config, pair, placement, kind, "cuda")
     device = Devices("gpu", f"NVIDIA {card.upper()}", 1, int(0.9 * _BYTES[card]), None)
     made = plan.make_plan(config, pair, make_local_mesh(1), device, kind)
-    trained = [sum(v.values()) for k, v in made.phases.items() if not k.startswith("evaluating")]
-    held = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    planned = sum(made.resident.values()) + max(trained)
-    sizes = dict(arguments=held[0], temporaries=held[1], total=sum(held), planned=planned)
+    step = max(sum(made.phases[name].values()) for name in plan.STEP_PHASES if name in made.phases)
+    planned = sum(made.resident.values()) + step
+    sizes = held._asdict() | {"total": sum(held), "planned": planned}
     return {name: round(size / 1e9, 2) for name, size in sizes.items()}
 
 

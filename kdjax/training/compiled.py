@@ -1,0 +1,71 @@
+"""XLA's account of a training step, compiled for arrays that nobody makes."""
+
+import dataclasses
+import logging
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from kdjax.config import Config
+from kdjax.device import sharding
+from kdjax.device.placement import Placement
+from kdjax.training.counts import Plan
+from kdjax.training.job import build_step
+from kdjax.training.pair import Pair
+from kdjax.training.plan import STEP_PHASES, replace_settings
+from kdjax.training.teachers import NoTeacher, Size, TeacherKind
+
+_log = logging.getLogger("kdjax")
+
+
+class Held(NamedTuple):
+    """Bytes that a compiled step holds on a device."""
+
+    arguments: Size
+    temporaries: Size
+
+
+def count_step(
+    config: Config, pair: Pair, placement: Placement, kind: TeacherKind, platform: str = ""
+) -> Held:
+    """Compiles a step of text on one device from its models' headers and returns what it holds.
+
+    `kind` runs in the step, or is none. `platform` is JAX's name of a device that is not here.
+    """
+    placement = dataclasses.replace(placement, shapes=True)
+    teacher, step, _ = build_step(config, pair, placement, kind)
+    rows = config.train.batch_size, config.data.seq_len
+    names = ("tokens", "labels", "segment_ids", "positions")
+    batch = {name: jax.ShapeDtypeStruct(rows, jnp.int32) for name in names}
+    batch["weights"] = jax.ShapeDtypeStruct(rows, jnp.float32)
+    inputs = step.abstract, teacher.params if teacher else {}, batch
+    placed = _place((*inputs, step.fixed), placement.mesh)
+    traced = step.jitted.trace(*placed[:3], **placed[3])
+    lowered = traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
+    used: Any = lowered.compile().memory_analysis()
+    return Held(used.argument_size_in_bytes, used.temp_size_in_bytes)
+
+
+def _place(tree: Any, mesh: Mesh) -> Any:
+    """Shapes of arrays as those that lie on the mesh's device."""
+    whole = sharding.replicated(mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+
+
+def ask_xla(plan: Plan, config: Config, pair: Pair, placement: Placement) -> Plan:
+    """The plan with XLA's account of its step in place of the formula's, on a CPU.
+
+    On a GPU, for several devices and with a cached teacher the formula stands.
+    """
+    known = plan.kind.runs or isinstance(plan.kind, NoTeacher)
+    if plan.platform != "cpu" or not placement.alone or not known:
+        return plan
+    _log.info("compiling the step, whose memory XLA tells")
+    settled = replace_settings(config, plan.remat, plan.chunk_tokens)
+    settled.student.imatrix = ""  # a file that no step reads
+    held = count_step(settled, pair, placement, plan.kind)
+    others = {name: parts for name, parts in plan.phases.items() if name not in STEP_PHASES}
+    step = {"a step runs": {"temporaries, as XLA compiles it": held.temporaries}}
+    return dataclasses.replace(plan, phases=step | others)
