@@ -262,15 +262,21 @@ def tokenize_documents(
                 ids, mask = np.append(ids, np.uint32(end_id)), np.append(mask, np.uint8(1))
             yield document, ids, mask
 
+    for batch in _gather(source):
+        yield from tokenize(batch)
+
+
+def _gather(source: Iterable[Document]) -> Iterator[list[Document]]:
+    """Batches of documents, each of `_BATCH_CHARACTERS` or, the last, fewer."""
     batch: list[Document] = []
     size = 0
     for document in source:
         batch.append(document)
         size += len(document.text)
         if size >= _BATCH_CHARACTERS:
-            yield from tokenize(batch)
+            yield batch
             batch, size = [], 0
-    yield from tokenize(batch)
+    yield batch
 
 
 def warn_of_marks(

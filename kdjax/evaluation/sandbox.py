@@ -41,6 +41,12 @@ _SYSTEM = (
 # A program's output never reaches this pipe; messages are a few hundred bytes.
 _REPORT_BYTES = 1 << 16
 PASSED, INFRASTRUCTURE = "passed", "infrastructure"  # reasons that other modules compare with
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+}
 _WALLS = ("net", "pid", "mount")  # without one of these a program is not confined
 
 
@@ -55,6 +61,17 @@ class Limits:
     file_bytes: int = 1 << 24  # of each file
     scratch_bytes: int = 1 << 26  # of all files, behind a wall
     open_files: int = 64
+
+    def by_resource(self) -> dict[str, int]:
+        """The limits of `setrlimit`, by names without RLIMIT_."""
+        return {
+            "CPU": self.cpu_seconds,
+            "AS": self.memory_bytes,
+            "FSIZE": self.file_bytes,
+            "NPROC": self.processes,
+            "NOFILE": self.open_files,
+            "CORE": 0,
+        }
 
 
 DEFAULT = Limits()
@@ -109,23 +126,10 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="kdjax-", ignore_cleanup_errors=True) as scratch:
         os.chmod(scratch, 0o711 if wall else 0o700)
         paths = [path for path in sys.path if "site-packages" in path]
-        job = {
-            "program": program,
-            "limits": {
-                "CPU": limits.cpu_seconds,
-                "AS": limits.memory_bytes,
-                "FSIZE": limits.file_bytes,
-                "NPROC": limits.processes,
-                "NOFILE": limits.open_files,
-                "CORE": 0,
-            },
-            "scratch": scratch,
-            "paths": paths,
-            "wall": wall,
-            # As root: a separate user, whose processes are counted separately; its judge is the
-            # next.
-            "user": 1 << 30 | secrets.randbits(28) << 1,
-        }
+        job = {"program": program, "limits": limits.by_resource(), "wall": wall}
+        job |= {"scratch": scratch, "paths": paths}
+        # As root, the program and its judge are two new users, whose processes count separately.
+        job |= {"user": 1 << 30 | secrets.randbits(28) << 1}
         reader, writer = os.pipe()
         command = [os.path.realpath(sys.executable), "-I", "-S", str(_JAIL), str(writer)]
         try:
@@ -139,14 +143,7 @@ def _run(
                 pass_fds=(writer,),
                 cwd="/",
                 start_new_session=True,
-                env={
-                    "PATH": "/usr/bin:/bin",
-                    "LANG": "C.UTF-8",
-                    "HOME": scratch,
-                    "TMPDIR": scratch,
-                    "OPENBLAS_NUM_THREADS": "1",
-                    "PYTHONHASHSEED": "0",
-                },
+                env={**_ENVIRONMENT, "HOME": scratch, "TMPDIR": scratch},
             )
         except OSError as error:
             os.close(reader)

@@ -263,6 +263,17 @@ _ROUNDS = 3
 _CUTS_16, _CUTS_32 = (0.2, 0.4, 0.6), (0.1, 0.2)
 
 
+def _fit_block(x: Array, w: Array, a: Array, b: Array) -> tuple[Array, Array]:
+    """A block's scale d and minimum e by weighted least squares of x ~ d a + e b."""
+    aa, ab, bb, ax, bx = (
+        jnp.sum(w * u * v, axis=(-2, -1)) for u, v in ((a, a), (a, b), (b, b), (a, x), (b, x))
+    )
+    solvable = _divide(aa * bb - ab * ab, aa * bb) > 1e-4
+    det = jnp.where(solvable, aa * bb - ab * ab, 1)
+    d = jnp.where(solvable, (bb * ax - ab * bx) / det, _divide(ax, aa))
+    return d, jnp.where(solvable, (aa * bx - ab * ax) / det, 0)
+
+
 def _search_affine(
     x: Array,
     importance: Importance,
@@ -300,16 +311,7 @@ def _search_affine(
         first = jnp.full(s.shape, jnp.inf), s, m
         error, s, m = _keep_best(_AROUND, first, attempt)
         q = errors(d, dmin, s, m)[1]
-        # The block's scale and minimum by least squares: x ~ d * (s q) - dmin * m.
-        a, b = s * q, -jnp.broadcast_to(m, q.shape)
-        aa, ab, bb, ax, bx = (
-            jnp.sum(w * u * v, axis=(-2, -1))
-            for u, v in ((a, a), (a, b), (b, b), (a, groups), (b, groups))
-        )
-        whole = _divide(aa * bb - ab * ab, aa * bb) > 1e-4  # of full rank
-        det = jnp.where(whole, aa * bb - ab * ab, 1)
-        new = jnp.where(whole, (bb * ax - ab * bx) / det, _divide(ax, aa))
-        low = jnp.where(whole, (aa * bx - ab * ax) / det, 0)
+        new, low = _fit_block(groups, w, s * q, -jnp.broadcast_to(m, q.shape))
         fits = (new > 0) & (low >= 0)
         new_d, new_dmin = jnp.where(fits, _word(new), d), jnp.where(fits, _word(low), dmin)
         better = jnp.sum(errors(new_d, new_dmin, s, m)[0], axis=(-2, -1)) < jnp.sum(

@@ -264,36 +264,13 @@ _PLAIN_STARTS = (True, "gaussian", "eva", "orthogonal")
 def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
     """The adapters of a PEFT folder, for a base of this architecture; reads headers.
 
-    Raises `UserError` for other kinds of adapters than plain LoRA, for damaged ones, and for those
-    of another base: what is missing, misshapen or unknown is listed.
+    Raises `UserError` for adapters that are not plain LoRA, are damaged, or belong to another base:
+    tensors that are missing, misshapen or unknown are listed.
     """
     table = PeftTable(folder)
-    config, where = table.metadata, folder / ADAPTER_CONFIG
-    if (kind := config.get("peft_type")) != "LORA":
-        raise UserError(f"{where}: found peft_type {kind!r}; expected 'LORA', the kind kdjax has.")
-    if config.get("init_lora_weights") in _PLAIN_STARTS:
-        config = {**config, "init_lora_weights": True}
-    for name, plain in _REFUSED.items():
-        if (found := config.get(name)) not in (plain, None, [], {}, False):
-            raise UserError(
-                f"{where}: found {name}={found!r}; expected {plain!r}: kdjax has adapters of one "
-                "rank beside the matrices, and nothing else. Merge it with PEFT "
-                "(merge_and_unload) and open the merged model."
-            )
-    rank: Any = config.get("r")
-    alpha: Any = config.get("lora_alpha")
-    if (
-        type(rank) is not int
-        or type(alpha) not in (int, float)
-        or not 0 < alpha < math.inf
-        or rank < 1
-    ):
-        raise UserError(
-            f"{where}: found r={rank!r}, lora_alpha={alpha!r}; expected numbers above 0. Save or "
-            "download the adapter again."
-        )
+    rank, alpha = _read_rank(table.metadata, folder / ADAPTER_CONFIG)
     stored = _match_peft(table, spec, rank)
-    lora = Lora(rank, float(alpha), tuple(stored))
+    lora = Lora(rank, alpha, tuple(stored))
 
     def read(path: Key) -> Pair:
         parts = []
@@ -312,6 +289,34 @@ def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
         return parts[0], parts[1]
 
     return Adapters(lora, table.paths, read, str(folder))
+
+
+def _read_rank(config: Mapping[str, Any], where: Path) -> tuple[int, float]:
+    """Rank and alpha of plain LoRA; raises `UserError` for other kinds of adapters."""
+    if (kind := config.get("peft_type")) != "LORA":
+        raise UserError(f"{where}: found peft_type {kind!r}; expected 'LORA', the kind kdjax has.")
+    if config.get("init_lora_weights") in _PLAIN_STARTS:
+        config = {**config, "init_lora_weights": True}
+    for name, plain in _REFUSED.items():
+        if (found := config.get(name)) not in (plain, None, [], {}, False):
+            raise UserError(
+                f"{where}: found {name}={found!r}; expected {plain!r}: kdjax has adapters of one "
+                "rank on the matrices, and no others. Merge it with PEFT "
+                "(merge_and_unload) and open the merged model."
+            )
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if (
+        type(rank) is not int
+        or type(alpha) not in (int, float)
+        or not 0 < alpha < math.inf
+        or rank < 1
+    ):
+        raise UserError(
+            f"{where}: found r={rank!r}, lora_alpha={alpha!r}; expected numbers above 0. Save or "
+            "download the adapter again."
+        )
+    return rank, float(alpha)
 
 
 def _match_peft(table: PeftTable, spec: ArchSpec, rank: int) -> dict[Key, list[str]]:

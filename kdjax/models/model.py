@@ -225,14 +225,17 @@ class Model:
 
         `settings` are the fields of `Sampling`, such as `max_tokens=64, temperature=0.8`, in place
         of `sampling`; without either, the ends of text and of a turn end a completion.
-        `batch_size` rows (default: at most 32) grow at once; see `decoding.write_answers` for
-        `numbers`, `limits`, `room` and `on_text`. With a `draft`, a smaller model of the same
-        vocabulary on the same devices, the same comes out in fewer passes: it proposes
-        `draft_tokens` ids a pass (`models.speculation`). Raises `UserError` for a model without a
+        `batch_size` rows (default: at most 32) are written at once; see `decoding.write_answers`
+        for `numbers`, `limits`, `room` and `on_text`. A `draft`, a smaller model of the same
+        vocabulary on the same devices, proposes `draft_tokens` ids a pass: the completions stay the
+        same, in fewer passes (`models.speculation`). Raises `UserError` for a model without a
         decoder, for ids that no token has, for more positions than the model has, and for a draft
-        of another vocabulary.
+        with another vocabulary.
         """
         writer: Writer = self.as_writer("generate")
+        params: Any = self.params
+        if draft is not None:
+            writer, params = self._pair_with(draft, draft_tokens)
         tokenizer = self._known_tokenizer()
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -241,14 +244,6 @@ class Model:
             if tokenizer is not None:
                 settings = {"stop_ids": tokenizer.stop_ids} | settings
             sampling = Sampling(**settings)
-        batch_size = batch_size or min(len(ids), AT_ONCE)
-        params: Any = self.params
-        if draft is not None:
-            check_same_ids(tokenizer, draft._known_tokenizer())
-            params = self.params, draft.params
-            sides = self.as_writer("generate"), draft.as_writer("draft")
-            kind = BlockWriter if isinstance(draft.functions, DraftFunctions) else DraftWriter
-            writer = kind.of(*sides, params, draft_tokens)
         with self.precision():
             return write_answers(
                 writer,
@@ -258,10 +253,18 @@ class Model:
                 tokenizer=tokenizer,
                 numbers=numbers,
                 limits=limits,
-                batch_size=batch_size,
+                batch_size=batch_size or min(len(ids), AT_ONCE),
                 room=room,
                 on_text=on_text,
             )
+
+    def _pair_with(self, draft: "Model", draft_tokens: int) -> tuple[Writer, tuple[Params, Params]]:
+        """A writer for which `draft` drafts, and its parameters."""
+        check_same_ids(self._known_tokenizer(), draft._known_tokenizer())
+        params = self.params, draft.params
+        sides = self.as_writer("generate"), draft.as_writer("draft")
+        kind = BlockWriter if isinstance(draft.functions, DraftFunctions) else DraftWriter
+        return kind.of(*sides, params, draft_tokens), params
 
     def as_writer(self, verb: str) -> StepWriter:
         """Functions that write an id a step; raises `UserError` for a model without a decoder."""
@@ -338,6 +341,16 @@ def load(
     )
 
 
+def _check_form(weights: str, **dtypes: DTypeLike) -> None:
+    """Raises `UserError` for weights or dtypes that no model is kept in."""
+    refuse_removed_weights(weights)
+    if weights not in WEIGHTS:
+        raise UserError(f"found weights={weights!r}; expected one of {', '.join(WEIGHTS)}.")
+    for field, given in dtypes.items():
+        if all(given != name and given != jnp.dtype(name) for name in DTYPES):
+            raise UserError(f"found {field}={given!r}; expected one of {', '.join(DTYPES)}.")
+
+
 def load_model(
     checkpoint: Checkpoint,
     *,
@@ -356,12 +369,7 @@ def load_model(
     `max_segments` bounds the segments of a row.
     Raises `UserError` for another kind, for float8 on a GPU without it, and for a damaged file.
     """
-    refuse_removed_weights(weights)
-    if weights not in WEIGHTS:
-        raise UserError(f"found weights={weights!r}; expected one of {', '.join(WEIGHTS)}.")
-    for field, given in (("dtype", dtype), ("compute_dtype", compute_dtype or dtype)):
-        if all(given != name and given != jnp.dtype(name) for name in DTYPES):
-            raise UserError(f"found {field}={given!r}; expected one of {', '.join(DTYPES)}.")
+    _check_form(weights, dtype=dtype, compute_dtype=compute_dtype or dtype)
     if checkpoint.adapters is not None:
         settings: dict[str, Any] = dict(weights=weights, dtype=dtype, compute_dtype=compute_dtype)
         settings |= dict(placement=placement, max_segments=max_segments)

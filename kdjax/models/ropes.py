@@ -143,7 +143,7 @@ def scaling_from_config(
 ) -> RopeScaling | None:
     """Reads `rope`, the rotary parameters of a config.json; raises `UserError` if unknown.
 
-    `kinds` are those that the family computes.
+    `kinds` are the kinds of scaling that the family computes.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -159,7 +159,7 @@ def scaling_from_config(
         return RopeScaling(kind, factor=number("factor"))
     context = read_number(config, "max_position_embeddings", path)
     original = number("original_max_position_embeddings", context)
-    # An entry of the model's own wins, as in Transformers' `standardize_rope_params`.
+    # The model's entry wins over the rope's, as in Transformers' `standardize_rope_params`.
     original = read_number(config, "original_max_position_embeddings", path, original)
     if kind == "llama3":
         return RopeScaling(
@@ -170,16 +170,25 @@ def scaling_from_config(
             high_freq_factor=number("high_freq_factor"),
         )
     factor = number("factor", context / original)
-    if kind in ("longrope", "su"):
-        divisors = [_read_divisors(rope, name, path) for name in ("short_factor", "long_factor")]
-        attention = longrope_attention_factor(factor, int(original))
-        return RopeScaling(
-            "longrope",
-            original_positions=int(original),
-            attention_factor=number("attention_factor", attention),
-            divisors=divisors[0],
-            long_divisors=divisors[1],
-        )
+    if kind not in ("longrope", "su"):
+        return _read_yarn(kind, rope, path, factor, int(original))
+    divisors = [_read_divisors(rope, name, path) for name in ("short_factor", "long_factor")]
+    attention = longrope_attention_factor(factor, int(original))
+    return RopeScaling(
+        "longrope",
+        original_positions=int(original),
+        attention_factor=number("attention_factor", attention),
+        divisors=divisors[0],
+        long_divisors=divisors[1],
+    )
+
+
+def _read_yarn(
+    kind: str, rope: Mapping[str, Any], path: Path, factor: float, original: int
+) -> RopeScaling:
+    def number(name: str, default: Any = None) -> float:
+        return read_number(rope, name, path, default)
+
     attention = yarn_attention_factor(factor)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         attention = yarn_attention_factor(factor, number("mscale"))
@@ -187,7 +196,7 @@ def scaling_from_config(
     return RopeScaling(
         kind,
         factor=factor,
-        original_positions=int(original),
+        original_positions=original,
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
         attention_factor=number("attention_factor", attention),

@@ -32,6 +32,7 @@ from kdjax.models.decoding import (
     find_least,
     find_stops,
 )
+from kdjax.models.delta import DeltaInputs
 from kdjax.models.draft_functions import DraftFunctions, shift_states
 from kdjax.models.shards import Spread
 from kdjax.models.weights import mask_padding, unembed
@@ -183,11 +184,11 @@ class DraftWriter:
     def _draft(
         self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
     ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
-        """Drafts `[B, K]`, and what they were drawn from `[B, K, V]`.
+        """Drafts `[B, K]`, and the logits `[B, K, V]` that they were drawn from.
 
-        Also a function that gives the small model's cache for the next round: behind the first so
-        many ids of those that it read, the id before the last and all drafts but the last. It is
-        given what the big model read and its hidden states there, too.
+        Returns also a function of (lengths, ids that the big model read, its hidden states there):
+        the small model's cache for the next round, after the first `lengths` of the ids that the
+        small model read. These are the id before the last, the last, and all drafts but one.
         """
         layers, head = weights
         start, extend = slots.places, self.small.functions.extend
@@ -200,10 +201,11 @@ class DraftWriter:
             read, cache = cache.read, cache._replace(read=None)
             return (drawn[0], cache), (drawn, read and read._replace(kernel=None))
 
-        # Of a round whose drafts were all accepted, it has not read the last: two ids cost what one
-        # does, and reading an id again changes nothing. Before the first position there is none:
-        # the first id is read twice, which gives what one gives, since attention mixes equal
-        # values, and is written over next; to delta nets it is a document of its own.
+        # After a round whose drafts were all accepted, the small model has not read the last of
+        # them. So it reads two ids: they cost what one does, and to read an id again changes
+        # nothing. At the first position there is no id before: the first id is read twice. To
+        # attention two equal values are one, and the next write overwrites it; to delta nets the
+        # first copy is another document.
         is_first = start == 0
         first = jnp.stack([jnp.where(is_first, slots.last, slots.before), slots.last], axis=1)
         at = jnp.maximum(start - 1, 0)
@@ -218,16 +220,7 @@ class DraftWriter:
         )
 
         def keep_first(lengths: Array, _: Array, __: Array) -> Cache:
-            read = cache.read
-            if read is not None:
-                both = jax.tree.map(
-                    lambda one, more: jnp.concatenate(
-                        [one, jnp.moveaxis(more[..., 0, :], 0, 2)], 2
-                    ),
-                    read._replace(kernel=None),
-                    more,  # of the drafts [K - 1, L, B, 1, ...]
-                )
-                read = both._replace(kernel=read.kernel)
+            read = cache.read and _join_inputs(cache.read, more)
             document = jnp.concatenate([ids, jnp.ones_like(drafts[:, 1:])], axis=1)
             spec = self.small.functions.spec
             return step_back(spec, slots.cache[1], last, read, lengths, document)
@@ -310,6 +303,16 @@ class BlockWriter(DraftWriter):
             return kept, jnp.take_along_axis(states, lengths[:, None, None], axis=1)[None]
 
         return drafts, logits, keep_first
+
+
+def _join_inputs(first: DeltaInputs, more: DeltaInputs) -> DeltaInputs:
+    """Joins inputs of delta nets `[L, B, 2, ...]` and of K - 1 drafts `[K - 1, L, B, 1, ...]`."""
+    joined = jax.tree.map(
+        lambda one, more: jnp.concatenate([one, jnp.moveaxis(more[..., 0, :], 0, 2)], 2),
+        first._replace(kernel=None),
+        more,
+    )
+    return joined._replace(kernel=first.kernel)
 
 
 def _log_probs(logits: Array, sampling: Sampling) -> Array:

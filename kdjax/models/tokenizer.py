@@ -43,6 +43,7 @@ from kdjax.models.encoders import (
 )
 from kdjax.models.families import FAMILIES
 from kdjax.models.long_text import encode_pieces, encode_texts
+from kdjax.models.pretokenizers import Rule
 
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]
@@ -336,6 +337,22 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         ) from error
 
 
+def _read_parts(metadata: Mapping[str, Any], rule: Rule, *, scored: bool) -> EncoderParts:
+    """Tokens without padding rows, their types and merges; with scores the merges follow these."""
+    tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
+    parts = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
+    merges = [(left, right) for left, right in parts]
+    stored = metadata.get("tokenizer.ggml.token_type")
+    types = _guess_types(tokens, merges) if stored is None else [int(t) for t in stored]
+    while types and types[-1] == UNUSED:  # "[PAD151665]" and its like
+        types.pop()
+    tokens = tokens[: len(types)]
+    if scored:
+        merges = rank_by_score(tokens, types, [float(s) for s in metadata["tokenizer.ggml.scores"]])
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", scored))
+    return EncoderParts(tokens, types, merges, rule, prefix)
+
+
 def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if "tokenizer.ggml.tokens" not in metadata:
         raise UserError(f"{source} holds no tokenizer (no tokenizer.ggml.tokens). {_ANOTHER}")
@@ -352,18 +369,8 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             f"{source} has tokenizer model {model!r} with pre-tokenizer {pre!r}; kdjax rebuilds it "
             f"with one of {', '.join(kind.rules)}. {_ANOTHER}"
         )
-    tokens: list[str] = list(rows)
-    parts = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
-    merges = [(left, right) for left, right in parts]
-    stored = metadata.get("tokenizer.ggml.token_type")
-    types = _guess_types(tokens, merges) if stored is None else [int(t) for t in stored]
-    while types and types[-1] == UNUSED:  # "[PAD151665]" and its like
-        types.pop()
-    tokens = tokens[: len(types)]
-    if kind.scored:
-        merges = rank_by_score(tokens, types, [float(s) for s in metadata["tokenizer.ggml.scores"]])
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", kind.scored))
-    words = EncoderParts(tokens, types, merges, rule, prefix)
+    words = _read_parts(metadata, rule, scored=kind.scored)
+    tokens = words.tokens
     encoder = kind.build(words)
     for i, found in add_tokens(encoder, words).items():
         raise UserError(
@@ -385,8 +392,8 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     return Tokenizer(
         encoder=encoder,
         tokens=spell(encoder, tokens),
-        merges=tuple(f"{left} {right}" for left, right in merges),
-        special_ids=frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN)),
+        merges=tuple(f"{left} {right}" for left, right in words.merges),
+        special_ids=frozenset(i for i, t in enumerate(words.types) if t in (CONTROL, UNKNOWN)),
         eos_id=eos,
         chat_template=template if isinstance(template, str) else None,
         names_eos="tokenizer.ggml.eos_token_id" in metadata,
@@ -428,25 +435,7 @@ def _from_folder(folder: Path) -> Tokenizer:
             f"{folder} has no tokenizer.json; save the tokenizer there with "
             f"`AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)`. {_ANOTHER}"
         )
-    from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
-
-    path, given = folder / "config.json", dict[str, Any]()
-    config = load_json(path, "a file") if path.is_file() else {}
-    try:
-        if path.is_file() and config.get("model_type") not in CONFIG_MAPPING:
-            # Of a model without a class there (MiniCPM) it would ask to run the folder's code, and
-            # read longrope as a class's; nothing in it is the tokenizer's.
-            given["config"] = PretrainedConfig()
-        fast = AutoTokenizer.from_pretrained(folder, **given)
-    except Exception as error:  # validators of Transformers and its tokenizers raise any kind
-        cause = error.__cause__ or error
-        said = textwrap.shorten(f"{type(cause).__name__}: {cause}", 300)
-        raise UserError(
-            f"{folder}: Transformers refuses {_find_refused({} if given else config, said)} "
-            f"({said}). "
-            "Mend it, or save config and tokenizer again as `save_pretrained` writes them. "
-            f"{_ANOTHER}"
-        ) from error
+    fast = _open_by_transformers(folder)
     bos, first = fast.bos_token_id, fast("a")["input_ids"][:1]
     encoder = fast.backend_tokenizer
     encoder.no_truncation()
@@ -480,6 +469,29 @@ def _from_folder(folder: Path) -> Tokenizer:
         opening_id=bos if first == [bos] else None,
         named_ends=frozenset(i for i in ends if type(i) is int and 0 <= i < size),
     )
+
+
+def _open_by_transformers(folder: Path) -> Any:
+    """The folder's tokenizer as Transformers loads it; raises `UserError` for what it refuses."""
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
+
+    path, given = folder / "config.json", dict[str, Any]()
+    config = load_json(path, "a file") if path.is_file() else {}
+    try:
+        if path.is_file() and config.get("model_type") not in CONFIG_MAPPING:
+            # For a model without a class there (MiniCPM) it would ask to run the folder's code, and
+            # read longrope as for a class; nothing in the config concerns the tokenizer.
+            given["config"] = PretrainedConfig()
+        return AutoTokenizer.from_pretrained(folder, **given)
+    except Exception as error:  # validators of Transformers and its tokenizers raise any kind
+        cause = error.__cause__ or error
+        said = textwrap.shorten(f"{type(cause).__name__}: {cause}", 300)
+        raise UserError(
+            f"{folder}: Transformers refuses {_find_refused({} if given else config, said)} "
+            f"({said}). "
+            "Mend it, or save config and tokenizer again as `save_pretrained` writes them. "
+            f"{_ANOTHER}"
+        ) from error
 
 
 def _find_refused(config: dict[str, Any], said: str) -> str:

@@ -57,21 +57,20 @@ def distill(
 ) -> str:
     """Trains the config's student in `workdir`; returns "finished" or "interrupted".
 
-    A run that was stopped goes on from its newest checkpoint. `batches` replaces the batches of
-    the config's text, which stays what is held out; `optimizer` what `optim` says, `loss` what
-    `loss` says; `extra` are losses of layers beside it, as `make_step` takes them. `student` is a
-    Flax NNX module, as `Model.from_module` takes it, that trains in place of `student.path`, whose
-    tokenizer it has; the plan of memory takes that file's sizes.
-    `on_step(record)` sees each step once it is done, and stops the run by returning True;
-    `on_eval(figures)` the held-out figures and their `step`. The receipt names such Python and says
-    that no hash is of its code.
-    `verdict` judges a smoke run (`smoke.steps`).
-    With `distributed="auto"` the processes that an engine started train together, see
-    `cluster.started`; the disk of `workdir` is shared by all.
+    A run that was stopped continues from its newest checkpoint. `batches` replaces the batches of
+    the config's text, of which held-out figures still are; `optimizer` replaces what `optim` says,
+    `loss` what `loss` says; `extra` are losses of layers, added to it as in `make_step`. `student`
+    is a Flax NNX module, as `Model.from_module` takes it, that trains in place of `student.path`,
+    with the tokenizer of that file; the plan of memory takes that file's sizes.
+    `on_step(record)` gets each finished step, and stops the run by returning True;
+    `on_eval(figures)` gets the held-out figures and their `step`. The receipt names such Python
+    and says that no hash covers its code. `verdict` judges a smoke run (`smoke.steps`).
+    With `distributed="auto"` processes that an engine started train together, see
+    `cluster.started`; all share the disk of `workdir`.
     A GPU that JAX does not use is an error, unless the run `suits_cpu`.
-    Raises `UserError` for what cannot run, `LockedError` among them if another process trains in
-    `workdir`, `WriteError` for a disk that is full or takes no writing, and `NonFiniteError` for a
-    loss that became NaN.
+    Raises `UserError` for a run that cannot start, `LockedError` if another process trains in
+    `workdir`, `WriteError` if a disk is full or read-only, and `NonFiniteError` if a loss becomes
+    NaN.
 
         config = kdjax.Config()
         config.teacher.path, config.student.path = "teacher.gguf", "student.gguf"
@@ -88,18 +87,13 @@ def distill(
         devices = held.enter_context(joined)
         config = fetch_files(config, check=functools.partial(survey, whole=False))
         held.enter_context(_naming_checkpoint(workdir))
-        if jax.process_index() == 0:  # of several processes the first holds the workdir for all
-            with writing(workdir / LOCK):
-                workdir.mkdir(parents=True, exist_ok=True)
-                if held.enter_context(locking(workdir / LOCK, "give another --workdir")):
-                    remove_leftovers(workdir)
+        held.enter_context(_holding(workdir))
         cluster.check_agreement("config", flatten(config))
         cluster.check_shared(workdir)
         checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
-        if is_finished(checkpoints.latest(), config, workdir):
+        step = checkpoints.latest()
+        if step is not None and is_finished(step, config, workdir):
             check_finished(config, workdir, own)
-            step = checkpoints.latest()
-            assert step is not None
             _close(workdir, step)
             more = f" More steps: a larger train.steps and train.after={step}."
             _log.info(
@@ -116,6 +110,18 @@ def distill(
         reason = train(job, checkpoints, hooks, devices.peak_flops)
         _log.info("%s", runtime.peak_memory())
         return reason
+
+
+@contextlib.contextmanager
+def _holding(workdir: Path) -> Iterator[None]:
+    """Makes the workdir and locks it; of several processes the first one does, for all."""
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:
+            with writing(workdir / LOCK):
+                workdir.mkdir(parents=True, exist_ok=True)
+                if held.enter_context(locking(workdir / LOCK, "give another --workdir")):
+                    remove_leftovers(workdir)
+        yield
 
 
 def _close(workdir: Path, step: int) -> None:

@@ -157,6 +157,46 @@ def fit_key_heads(params: Params, spec: ArchSpec) -> np.ndarray:
     return linear_sum_assignment(np.sum(layers, axis=0), maximize=True)[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Variants:
+    """A model with its weights in other orders, or with another theta: cross-entropies of them."""
+
+    model: Model
+    decoder: DecoderFunctions
+    ids: Any
+    facts: dict[str, Any]  # gets each cross-entropy by name
+
+    def _ce_with(self, name: str, params: Params) -> float:
+        ce = logit_stats(self.decoder, params, self.ids, self.model.real_vocab)[0].ce
+        self.facts[f"ce_with_{name}"] = ce
+        return ce
+
+    def ce_in_order(self, order: str) -> float:
+        """With the rows of q and k as `reorder_heads` moves them."""
+        return self._ce_with(order, reorder_heads(self.model.params, self.decoder.spec, order))
+
+    def ce_of_gates(self, _: str) -> float:
+        """With gate and up of the MLPs exchanged."""
+        params = self.model.params
+        mlp = params["blocks"]["mlp"]
+        mlp = {**mlp, "gate": mlp["up"], "up": mlp["gate"]}
+        return self._ce_with("gate_as_up", {**params, "blocks": {**params["blocks"], "mlp": mlp}})
+
+    def ce_of_heads(self, heads: str) -> float:
+        """With the key heads, or "key and value" heads, that the queries fit."""
+        params, spec = self.model.params, self.decoder.spec
+        rows = _rows_of(fit_key_heads(params, spec), np.arange(spec.head_dim))
+        names = dict.fromkeys("kv" if heads == "key and value" else "k", rows)
+        return self._ce_with(f"{heads.replace(' ', '_')}_heads_moved", _move_rows(params, names))
+
+    def ces_with(self, theta: float) -> np.ndarray:
+        """With another theta, one cross-entropy for each position."""
+        functions = functional(self.decoder.spec.replace_theta(theta), self.decoder.compute)[0]
+        stats, ces = logit_stats(functions, self.model.params, self.ids, self.model.real_vocab)
+        self.facts[f"ce_with_theta_{theta:g}"] = stats.ce
+        return ces
+
+
 def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
     """Examines a loaded checkpoint's predictions of plain text; findings and figures.
 
@@ -178,43 +218,17 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
         if findings or spec.delta_value_heads:
             return findings, facts
 
-        def ce_with(name: str, params: Params) -> float:
-            facts[f"ce_with_{name}"] = logit_stats(decoder, params, ids, model.real_vocab)[0].ce
-            return facts[f"ce_with_{name}"]
-
-        def ce_in_order(order: str) -> float:
-            return ce_with(order, reorder_heads(model.params, spec, order))
-
-        def ce_of_gates(_: str) -> float:
-            mlp = model.params["blocks"]["mlp"]
-            mlp = {**mlp, "gate": mlp["up"], "up": mlp["gate"]}
-            blocks = {**model.params["blocks"], "mlp": mlp}
-            return ce_with("gate_as_up", {**model.params, "blocks": blocks})
-
-        def ce_of_heads(heads: str) -> float:
-            order = fit_key_heads(model.params, spec)
-            rows = _rows_of(order, np.arange(spec.head_dim))
-            names = dict.fromkeys("kv" if heads == "key and value" else "k", rows)
-            name = f"{heads.replace(' ', '_')}_heads_moved"
-            return ce_with(name, _move_rows(model.params, names))
-
-        def ces_with(theta: float) -> np.ndarray:
-            other = spec.replace_theta(theta)
-            functions = functional(other, decoder.compute)[0]
-            stats, ces = logit_stats(functions, model.params, ids, model.real_vocab)
-            facts[f"ce_with_theta_{theta:g}"] = stats.ce
-            return ces
-
+        others = _Variants(model, decoder, ids, facts)
         about = stats.ce, stats.vocabulary
         findings = ask(
             (detectors.near_chance, *about),
             (detectors.sure_and_wrong, stats),
-            (detectors.rope_layout, *about, ce_in_order),
-            (detectors.gate_order, *about, ce_of_gates),
-            (detectors.head_order, *about, ce_of_heads),
+            (detectors.rope_layout, *about, others.ce_in_order),
+            (detectors.gate_order, *about, others.ce_of_gates),
+            (detectors.head_order, *about, others.ce_of_heads),
         )
         if not findings:  # with weights in a wrong order, any theta may seem better
-            findings = ask((detectors.rope_theta, spec.rope_theta, ces, ces_with))
+            findings = ask((detectors.rope_theta, spec.rope_theta, ces, others.ces_with))
         return findings, facts
 
 
