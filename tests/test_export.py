@@ -320,7 +320,9 @@ def test_layers_that_are_cut_take_their_entries_with_them(
         assert config["no_rope_layers"] == [1, 0, 1]
         EXPORTS["apr"](model, tmp_path / "a.apr")
         assert load(tmp_path / "a.apr").spec == cut.spec
-        with pytest.raises(UserError, match=r"other than each 4th.*smollm3.*Export --format=hf"):
+        with pytest.raises(
+            UserError, match=r"than every 4th.*smollm3.*Export --format=hf"
+        ):
             EXPORTS["gguf"](model, tmp_path / "a.gguf")
     assert again.spec.layers == tuple(source.spec.layers[i] for i in kept)
     assert_same(again.params, model.params)
@@ -340,7 +342,7 @@ def test_a_mistral_without_a_window_is_a_llama_in_gguf(small_tokenizer, tmp_path
     [
         ("mistral", {}, "a window of 7 positions; expected none"),
         ("gemma3", {}, "query_pre_attn_scalar 24; expected 16"),
-        ("gemma3", {"attention_scale": 0.0}, "other than all but each 6th"),
+        ("gemma3", {"attention_scale": 0.0}, "other layers than all but every 6th"),
     ],
 )
 def test_windows_that_llama_cpp_does_not_compute_are_refused(

@@ -299,7 +299,9 @@ def test_a_flag_a_layer_is_cut_with_its_layers(case, key, kept, tokenizer, tmp_p
     export_gguf(cut, tmp_path / "cut.gguf")
     assert list(open_table(tmp_path / "cut.gguf").metadata[key]) == [flags[i] for i in kept]
     write_gguf(tmp_path / "c.gguf", dict(table.metadata) | {key: flags[:-1]}, rows)
-    with pytest.raises(UserError, match=f"found {len(flags) - 1} of {key}; expected one for each"):
+    with pytest.raises(
+        UserError, match=f"found {len(flags) - 1} values of {key}; expected one for each"
+    ):
         open_checkpoint(tmp_path / "c.gguf")
 
 
@@ -330,7 +332,7 @@ def test_what_llama_cpp_does_not_compute_of_an_olmo_is_refused(tokenizer, tmp_pa
     biased = dataclasses.replace(model.spec, qkv_bias=True, o_bias=True)
     for spec, message in (
         (dataclasses.replace(model.spec, layers=near), "rope_theta 7000 in layers with a window"),
-        (dataclasses.replace(model.spec, layers=layers[1:]), "other than all but each 4th"),
+        (dataclasses.replace(model.spec, layers=layers[1:]), "other layers than all but every 4th"),
         (biased, "olmo3 model with attention_bias; expected none"),
     ):
         with pytest.raises(UserError, match=message):

@@ -1,10 +1,10 @@
-"""Text from a model: a fixed number of slots, each with a row that grows, from a queue of prompts.
+"""Generation: a fixed number of slots, each with a row that grows, filled from a queue of prompts.
 
-A call of the device adds a few ids to every row. The host then looks at what came, gives the slots
-of rows that ended to the next prompts, which are read several at once, and meanwhile the device has
-its next call. A `Writer` says how rows grow: by one id a step (`StepWriter`), or by those of a
-draft's that the model accepts (`speculation.DraftWriter`). A row's draws depend on the seed, its
-number and its length, on nothing else.
+A call of the device adds a few ids to every row. The host then reads the ids and fills the slots of
+finished rows with the next prompts, several in one call; meanwhile the device runs the next call.
+A `Writer` says how rows grow: by one id a step (`StepWriter`), or by the ids of a draft that the
+model accepts (`speculation.DraftWriter`). A row's draws depend only on the seed, the row's number
+and its length.
 """
 
 import collections
@@ -32,13 +32,13 @@ from kdjax.models.shards import Spread, gather_rows, map_rows
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import mask_padding, unembed
 
-STEPS = 8  # on the device between two looks of the host
+STEPS = 8  # in a call of the device
 _BUCKET = 64  # positions that rows are padded to, at least
-_ROOM = 128  # the cache's positions are a multiple, so that few programs are compiled
-AT_ONCE = 32  # rows that grow together, unless more or fewer are asked for
-_LEAST = 256  # the last rows move together into no fewer slots of a device
-_BLOCKS = 128  # of ids, of which a draw takes one and then an id in it
-_FEW = 16  # of so many rows one may be far longer than the others
+_ROOM = 128  # a cache's positions are a multiple of it, so that few programs are compiled
+AT_ONCE = 32  # rows that grow together by default
+_LEAST = 256  # slots of a device, at least, that the last rows are packed into
+_BLOCKS = 128  # of ids: a draw takes a block, then an id in it
+_FEW = 16  # one row in this many may be set apart, being far longer than the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Sampling:
 
     max_tokens: int = 512
     temperature: float = 0.0  # 0: the most likely id
-    top_p: float = 1.0  # least set of ids that reaches this probability
-    top_k: int = 0  # most likely ids kept; 0: all
+    top_p: float = 1.0  # draws from the smallest set of ids that reaches this probability
+    top_k: int = 0  # draws from this many most likely ids; 0: from all
     stop_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()  # cut off, with what follows
+    stop_strings: tuple[str, ...] = ()  # cut off, with the text after them
     seed: int = 0
 
     def check(self) -> None:
@@ -71,7 +71,7 @@ class Drafted(NamedTuple):
     """Counts of a row's drafts."""
 
     passes: int  # of the big model over drafts
-    accepted: int  # drafts, of all passes together
+    accepted: int  # drafts, in all passes together
 
 
 class Completion(NamedTuple):
@@ -90,15 +90,15 @@ class Slots(NamedTuple):
     cache: Any  # a `Cache` of each model that reads the rows
     before: Int[Array, " B"]  # the id before `last`
     last: Int[Array, " B"]  # the id to be read next
-    positions: Int[Array, " B"]  # where it goes
+    positions: Int[Array, " B"]  # of `last`
     drawn: Int[Array, " B"]  # ids of the answer so far
-    limits: Int[Array, " B"]  # at which it ends
-    numbers: Array  # uint32 [B], by which it draws
+    limits: Int[Array, " B"]  # of `drawn`, at which the row ends
+    numbers: Array  # uint32 [B], for the rows' random keys
     done: Array  # bool [B]
 
     @property
     def places(self) -> Int[Array, " B"]:
-        """Positions of the next ids; a row that is done has the first, which is not read."""
+        """Positions of the next ids; 0 for a row that is done, whose id is ignored."""
         return jnp.where(self.done, 0, self.positions)
 
 
@@ -107,25 +107,25 @@ class Drawn(NamedTuple):
 
     ids: Int[Array, "S B N"]
     log_probs: Float[Array, "S B N"]  # under the model at temperature 1
-    counts: Int[Array, "S B"]  # of these ids the first so many are the row's
-    accepted: Any = None  # int32 [S, B]: drafts of the step that were accepted; -1: it had ended
+    counts: Int[Array, "S B"]  # the row's are the first N of a step's ids
+    accepted: Any = None  # int32 [S, B]: accepted drafts of the step; -1: the row had ended
 
 
 @runtime_checkable  # tests check annotations with isinstance
 class Writer(Protocol):
     """How rows grow, and the models that read them; hashable, static under jit.
 
-    `params` are what the models' parameters are held in, `weights` what `prepare` made of them.
+    `params` are the models' parameters, `weights` the result of `prepare`.
     """
 
     @property
     def spread(self) -> Spread | None:
-        """How `params` lie on the devices."""
+        """How `params` are spread over devices."""
         ...
 
     @property
     def spare(self) -> int:
-        """Positions that a slot needs beyond its row's."""
+        """Positions that a slot needs in addition to its row's."""
         ...
 
     def check_prompt(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
@@ -133,25 +133,25 @@ class Writer(Protocol):
         ...
 
     def for_length(self, positions: int) -> "Writer":
-        """The same for rows of at most so many positions."""
+        """This writer for rows of at most `positions`."""
         ...
 
     def prepare(self, params: Any) -> Any:
-        """The weights as steps multiply them."""
+        """The weights in the layout that steps multiply."""
         ...
 
     def open_cache(self, slots: int, capacity: int) -> Any:
-        """Caches of so many empty slots of a device."""
+        """Caches of empty slots of a device."""
         ...
 
     def read(self, params: Any, weights: Any, tokens: Array, lengths: Array) -> Any:
-        """Caches of prompts `[N, T]`, padded behind."""
+        """Caches of prompts `[N, T]`, padded at the end."""
         ...
 
     def advance(
         self, params: Any, weights: Any, slots: Slots, keys: Any, sampling: Sampling
     ) -> tuple[Slots, Drawn]:
-        """A few steps of a device's slots; `keys` `[B]` are of the rows' numbers."""
+        """A few steps of a device's slots; `keys` `[B]` are made of the rows' numbers."""
         ...
 
 
@@ -169,10 +169,10 @@ def pick(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """One id below `real` a row, and its log-probability at temperature 1, from float32 logits.
 
-    `keys` holds a random key a row, so that a row's draws do not depend on its batch. A block of
-    ids is taken first, and then an id in it, each by the inverse of the cumulative sums at a number
-    of 24 bits: unlikely ids keep their own probabilities. Noise on every id would take a random
-    number for each of 152 thousand.
+    `keys` has a random key for each row, so that a row's draws do not depend on its batch. A draw
+    takes a block of ids, then an id in it, each by the inverse of the cumulative sums at a number
+    of 24 bits: unlikely ids keep their probabilities. Noise on every id would need 152 thousand
+    random numbers.
     """
     real = logits.shape[1] if real is None else real
     width, temperature = -(-logits.shape[1] // _BLOCKS), sampling.temperature or 1.0
@@ -201,7 +201,7 @@ def pick(
 
 
 def draw_by_weight(weights: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
-    """An id a row with its share of the row's weights: a block and an id in it, as `pick`."""
+    """One id a row, drawn by weight: a block, then an id in it, as in `pick`."""
     width = -(-weights.shape[1] // _BLOCKS)
     room = ((0, 0), (0, _BLOCKS * width - weights.shape[1]))
     blocks = jnp.pad(weights, room).reshape(-1, _BLOCKS, width)
@@ -212,7 +212,7 @@ def draw_by_weight(weights: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
 
 
 def _draw_uniform(keys: Any) -> Float[Array, "B 2"]:
-    """Two numbers a key, of 24 bits, from 0 to below 1."""
+    """Two numbers of 24 bits in [0, 1) for each key."""
     bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
     return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
@@ -224,7 +224,7 @@ def sum_blocks(
     temperature: float,
     real: int,
 ) -> BlockSums:
-    """Sums of blocks of equal width; those that are kept are not below `least`."""
+    """Sums of blocks of equal width; `soft` leaves out logits below `least`."""
     width = -(-logits.shape[1] // blocks)
     room = ((0, 0), (0, blocks * width - logits.shape[1]))
     x = jnp.pad(mask_padding(logits, real), room, constant_values=EXCLUDED)
@@ -237,19 +237,19 @@ def sum_blocks(
 
 
 def _invert(weights: Float[Array, "B N"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first place whose cumulative sum is above that share of the whole; its weight is not 0.
+    """The first place whose cumulative sum is above `uniform` times the total, of a weight above 0.
 
-    Sums rounded in another order need not grow: a place of no weight could lie between two.
+    Sums that are rounded in another order may fall: a place of weight 0 could be taken.
     """
     sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
-    whole = jnp.max(sums, axis=-1, keepdims=True)
-    return jnp.argmax(sums > uniform[:, None] * whole, axis=-1).astype(jnp.int32)
+    total = jnp.max(sums, axis=-1, keepdims=True)
+    return jnp.argmax(sums > uniform[:, None] * total, axis=-1).astype(jnp.int32)
 
 
 def find_least(logits: Float[Array, "*B V"], sampling: Sampling) -> Float[Array, "*B 1"] | None:
-    """The least logit that top-k and top-p keep, None for all; those equal to it stay as well.
+    """The least logit that top-k and top-p leave, None for all; equal logits stay as well.
 
-    Found without sorting.
+    It is found without sorting.
     """
     least = None
     if sampling.temperature == 0:
@@ -267,16 +267,16 @@ def find_least(logits: Float[Array, "*B V"], sampling: Sampling) -> Float[Array,
 
 
 def _cut(logits: Float[Array, "*B V"], enough: Callable[[Array], Array]) -> Float[Array, "*B 1"]:
-    """The largest number at which the logits from it on are enough.
+    """The largest number for which the logits at or above it are enough.
 
-    Found by cutting the range of all float32 numbers in eight, again and again.
+    A search over all float32 numbers, whose range is cut in eight at each step.
     """
     low, high = (jnp.full(logits.shape[:-1], _rank(x)) for x in (-jnp.inf, jnp.inf))
 
     def cut(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         part = (high - low + 7) // 8
-        for times in range(1, 8):  # reductions of one array, which XLA does in one reading
+        for times in range(1, 8):  # reductions of one array, which XLA reads once
             at = jnp.minimum(ends[0] + times * part, ends[1])
             good = enough(logits >= _number(at)[..., None]) & (at < ends[1])
             low, high = jnp.where(good, at, low), jnp.where(good, high, jnp.minimum(high, at))
@@ -287,7 +287,7 @@ def _cut(logits: Float[Array, "*B V"], enough: Callable[[Array], Array]) -> Floa
 
 
 def _rank(x: Any) -> Array:
-    """Float32 numbers as uint32 of the same order."""
+    """Float32 numbers as uint32, in the order of the numbers."""
     bits = jax.lax.bitcast_convert_type(jnp.float32(x), jnp.uint32)
     return jnp.where(bits >> 31 == 0, bits | jnp.uint32(1 << 31), ~bits)
 
@@ -313,11 +313,11 @@ def count_slots(
     *,
     kernel: bool,
 ) -> dict[str, int]:
-    """Counts the bytes of N slots for such lengths on one device, by part, without the weights.
+    """Counts the bytes of slots for these lengths on one device, by part, without the weights.
 
-    A call holds its logits, or what the reading of prompts keeps, or, without the kernel of
-    attention, a layer's keys and values once more. The kernel of states keeps what a call's steps
-    teach in addition.
+    A call needs, in addition to the cache, its logits, or the activations of prompts, or, without
+    the attention kernel, a layer's keys and values once more. The kernel of delta nets also stores
+    the updates of a call's steps.
     """
     layers, deltas = (len(spec.places(delta=delta)) for delta in (False, True))
     pair = 2 * layers * spec.num_kv_heads * spec.head_dim * itemsize
@@ -326,7 +326,7 @@ def count_slots(
     ids = prompt + answer
     cache = slots * pair * _room_for(ids)
     positions = prompts_at_once(slots) * pad_length(prompt, ids)
-    # Keys and values as layers give them, stacked and turned; a layer's activations.
+    # Keys and values of layers, stacked and transposed; a layer's activations.
     read = 3 * pair + itemsize * (2 * spec.mlp_width + 4 * spec.hidden_size)
     floats = spec.delta_key_heads * spec.delta_key_dim
     floats += spec.delta_value_heads * (spec.delta_value_dim + 1)
@@ -346,10 +346,11 @@ def count_slots(
 def set_apart(
     lengths: Sequence[int], max_tokens: int, room: int = 0
 ) -> tuple[list[int], list[int]]:
-    """The places of prompts of these lengths that are answered together, and of those behind them.
+    """Splits prompts: indices answered together, and indices answered after them.
 
-    Every slot has room for the longest: a sixteenth of the prompts or fewer are answered behind the
-    others if each has more than twice their room; where a `room` is given, those that need more.
+    Every slot has room for the longest prompt of its group. So prompts that need more than twice
+    the others' room, up to a sixteenth of all, are answered after the others. With a `room`,
+    prompts that need more are.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     if room:
@@ -363,7 +364,7 @@ def set_apart(
 
 
 def find_room(lengths: Sequence[int], max_tokens: int) -> int:
-    """Positions for all of these prompts that are not set apart: calls with it share programs."""
+    """Positions that every prompt but those set apart needs; calls with one room share programs."""
     together, _ = set_apart(lengths, max_tokens)
     return max((lengths[i] for i in together), default=0) + max_tokens
 
@@ -371,9 +372,9 @@ def find_room(lengths: Sequence[int], max_tokens: int) -> int:
 def group_prompts(
     lengths: Sequence[int], max_tokens: int, batch_size: int, room: int = 0
 ) -> list[tuple[list[int], int]]:
-    """The groups of `set_apart` that there are, one behind the other, each with its slots.
+    """The groups of `set_apart` that are not empty, in order, each with its number of slots.
 
-    Those of prompts set apart are no more than they need, in few sizes.
+    Prompts set apart get no more slots than they need, rounded up to few sizes.
     """
     together, apart = set_apart(lengths, max_tokens, room)
     few = min(batch_size, -(-len(apart) // AT_ONCE) * AT_ONCE)
@@ -381,10 +382,10 @@ def group_prompts(
 
 
 def pad_length(longest: int, room: int | None = None) -> int:
-    """Positions of rows whose longest text has so many; no more than a cache for `room` ids has.
+    """Positions of rows whose longest text has `longest`; at most those of a cache for `room` ids.
 
-    64, 128, 192, 256, 384, 512, 768, 1,024 and so on, so that few programs are compiled: two in
-    each doubling, where rows have at most half as many positions again as the text.
+    They are 64, 128, 192, 256, 384, 512, 768, 1,024 and so on, two sizes for each doubling: few
+    programs are compiled, and rows are at most half longer than the text.
     """
     step = max(_BUCKET, 1 << max((longest - 1).bit_length() - 2, 0))
     padded = -(-longest // step) * step
@@ -392,12 +393,12 @@ def pad_length(longest: int, room: int | None = None) -> int:
 
 
 def _room_for(ids: int) -> int:
-    """Positions of a cache for so many ids."""
+    """Positions of a cache for this number of ids."""
     return -(-ids // _ROOM) * _ROOM
 
 
 def prompts_at_once(slots: int) -> int:
-    """How many prompts a device of so many slots reads in a call."""
+    """Number of prompts that a device with these slots reads in a call."""
     return min(max(slots // 8, 1), 32)
 
 
@@ -416,10 +417,10 @@ def _open(params: Any, *, writer: Writer, slots: int, capacity: int) -> Slots:
 
 
 def _lay_beside(params: Any, slots: Slots) -> Slots:
-    """The slots where every later call leaves them: each program is compiled once.
+    """The slots with the sharding that later calls return, so that programs are compiled once.
 
-    On one device `_open` returns arrays without a sharding, and `_fill` would be compiled once for
-    these and once more for those that a call made.
+    On one device `_open` returns arrays without a sharding. `_fill` would be compiled for them, and
+    again for the arrays that a call returned.
     """
     place = jax.tree.leaves(params)[0].sharding
     if isinstance(place, NamedSharding) and place.mesh.size == 1:
@@ -429,7 +430,7 @@ def _lay_beside(params: Any, slots: Slots) -> Slots:
 
 @functools.partial(jax.jit, static_argnames="spread")
 def _pack(params: Any, slots: Slots, keep: Array, *, spread: Spread | None) -> Slots:
-    """The slots `keep`, counted on each device, and no others."""
+    """Only the slots `keep`, whose numbers count on each device."""
 
     def pack(_: Any, slots: Slots, keep: Array) -> Slots:
         cache = jax.tree.map(lambda x: x[:, keep], slots.cache)
@@ -439,18 +440,18 @@ def _pack(params: Any, slots: Slots, keep: Array, *, spread: Spread | None) -> S
 
 
 class _Prompts(NamedTuple):
-    """Prompts for slots; on each device, those of its own slots."""
+    """Prompts for slots; each device has the prompts of its slots."""
 
-    tokens: Any  # int32 [N, T], padded behind
+    tokens: Any  # int32 [N, T], padded at the end
     lengths: Any  # int32 [N]
-    slots: Any  # int32 [N], counted on each device; its count of slots for a row of no prompt
+    slots: Any  # int32 [N], counting on each device; the number of its slots for an empty row
     limits: Any  # int32 [N]
     numbers: Any  # uint32 [N]
 
 
 @functools.partial(jax.jit, static_argnames="writer", donate_argnames="slots")
 def _fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts, *, writer: Writer) -> Slots:
-    """Reads prompts into slots, all but their last ids, which the next step reads."""
+    """Reads prompts into slots, without their last ids, which the next step reads."""
 
     def fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts) -> Slots:
         tokens, lengths, at = prompts.tokens, prompts.lengths, prompts.slots
@@ -470,10 +471,10 @@ def _fill(params: Any, weights: Any, slots: Slots, prompts: _Prompts, *, writer:
 
 
 def _place_rows(at: Array, kept: Array, x: Array) -> Array:
-    """`kept` `[L, B, ...]` with the rows x `[L, N, ...]` at `at`, padded behind; none beyond B.
+    """Writes rows x `[L, N, ...]`, padded at the end, into `kept` `[L, B, ...]` at `at`.
 
-    Layers and rows are one axis, and what lies behind them is written whole: a scatter of parts
-    along a later axis takes twice as long.
+    A place of B or more drops the row. Layers and rows become one axis, and later axes are written
+    in full: a scatter of parts along a later axis takes twice as long.
     """
     (layers, rows), count = kept.shape[:2], x.shape[1]
     x = jnp.pad(
@@ -497,7 +498,7 @@ def _advance_slots(
     writer: Writer,
     sampling: Sampling,
 ) -> tuple[Slots, Drawn, Array]:
-    """A few steps: what they added, and which rows are done.
+    """A few steps: returns the slots, the ids they added, and which rows are done.
 
     `ended` are rows that the host has ended. Rows that are done idle.
     """
@@ -522,28 +523,28 @@ _advance, _advance_on_cpu = (
         donate_argnames="slots",
         compiler_options=options,
     )
-    # Vectors of 256 bits, XLA's choice, take a quarter longer for one row times the bits of bf16.
+    # XLA chooses vectors of 256 bits, which take a quarter longer for one row times bf16 as bits.
     for options in (None, {"xla_cpu_prefer_vector_width": 512})
 )
 
 
 def check_length(number: int, length: int, max_tokens: int, positions: int) -> None:
-    """Raises `UserError` for a prompt without ids, or with more than leave its answer room."""
+    """Raises `UserError` for a prompt that is empty, or too long for its completion."""
     if not length:
-        raise UserError(f"prompt {number} is empty: give at least one token.")
+        raise UserError(f"prompt {number} is empty; expected at least one token.")
     if length + max_tokens > positions:
         raise UserError(
             f"prompt {number} has {length} tokens: with max_tokens={max_tokens} that is more than "
-            f"the model's {positions} positions. Shorten one."
+            f"the model's {positions} positions. Shorten the prompt, or lower max_tokens."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class StepWriter:
-    """How a model alone writes, an id a step: a `Writer` of its parameters."""
+    """A `Writer` of one model, which adds an id a step."""
 
     functions: DecoderFunctions
-    real: int  # ids that some token has: it draws these, and prompts hold no others
+    real: int  # ids below this have a token: draws and prompts have no others
     spread: Spread | None = None
     spare = 0
 
@@ -588,9 +589,9 @@ class StepWriter:
         """See `Writer`; the next step reads the last `unread` ids."""
         layers = weights[0]
         if self.functions.spec.delta_value_heads:
-            # Keys can be written over, a state cannot.
+            # Keys can be overwritten later, a state cannot.
             lengths = jnp.maximum(lengths - unread, 0)
-            # A scan over periods: chunks of 18 layers one after the other compile for minutes.
+            # A scan over periods: unrolled chunks of 18 layers compile for minutes.
             layers = None
         return self.functions.prefill(params, tokens, lengths, tokens.shape[1], layers)[1]
 
@@ -659,16 +660,16 @@ def write_answers(
 ) -> list[Completion]:
     """Continues every prompt (token ids), in order.
 
-    `batch_size` rows grow at once; one that ends makes room for the next prompt. Prompts far longer
-    than the others are answered behind them (`set_apart`). A row draws by the seed, its number
-    (default: its place in `prompts`) and its step, whatever the batches. `limits` are most ids a
-    prompt, `sampling.max_tokens` by default. `room` are positions of a slot; prompts that need more
-    are answered behind, too: calls whose prompts' lengths differ then share their programs.
-    `on_text` is called with a prompt's place and all its text so far, a few steps at a time.
-    Without a tokenizer there is no text.
+    `batch_size` rows grow at once; the slot of a finished row takes the next prompt. Prompts far
+    longer than the others are answered after them (`set_apart`). A row's draws depend on the seed,
+    its number (default: its index in `prompts`) and its step, not on the batch. `limits` are the
+    most ids of each prompt, `sampling.max_tokens` by default. `room` is the number of positions of
+    a slot: calls with prompts of different lengths then share their programs, and prompts that need
+    more are answered last. `on_text` is called every few steps with a prompt's index and its text
+    so far. Without a tokenizer there is no text.
 
     Raises `UserError` for an empty prompt, an id that no token has, more positions than the model
-    has, numbers or limits that are not one a prompt, and impossible sampling.
+    has, `numbers` or `limits` of another length than the prompts, and impossible sampling.
     """
     sampling.check()
     draw_by = _check_each("numbers", numbers, np.arange(len(prompts)), 0, 2**32 - 1)
@@ -726,7 +727,7 @@ class Row:
         self._end: int | None = None  # of the text, if a stop string ends it
 
     def extend(self, ids: list[int], log_probs: list[float], done: bool) -> None:
-        """Takes ids, the last ones if done; looks for stop strings in the text that they end."""
+        """Adds ids, the last ones if done; cuts the row if its text now has a stop string."""
         self.ids += ids
         self.log_probs += log_probs
         if done:
@@ -743,20 +744,20 @@ class Row:
                 self._cut(min(places))
 
     def count_drafts(self, accepted: np.ndarray) -> None:
-        """Takes how many drafts each step accepted; -1 for one after the row's end."""
+        """Adds the numbers of accepted drafts, one a step; -1 after the row's end."""
         passes, sum_before = self.drafted or Drafted(0, 0)
         ran = accepted[accepted >= 0]
         self.drafted = Drafted(passes + len(ran), sum_before + int(ran.sum()))
 
     def read(self) -> str:
-        """The text so far, without what a stop string cuts off."""
+        """The text so far, up to a stop string."""
         return self._decode(len(self.ids))[: self._end]
 
     def _decode(self, count: int) -> str:
         return self._tokenizer.decode(self.ids[:count]) if self._tokenizer else ""
 
     def _cut(self, end: int) -> None:
-        """Ends the row before character `end`: no id that only adds to what is cut off stays."""
+        """Ends the row before character `end`, and drops the ids after it."""
         self._end, self.reason = end, "stop"
         count = len(self.ids)
         while count and len(self._decode(count - 1)) >= end:
@@ -764,20 +765,20 @@ class Row:
         self.ids, self.log_probs = self.ids[:count], self.log_probs[:count]
 
     def complete(self) -> Completion:
-        """The completion, once there is a reason to end it."""
+        """The completion; the row has ended."""
         return Completion(self.ids, self.read(), self.reason, self.log_probs, self.drafted)
 
 
 class _Call(NamedTuple):
-    """A call of the device that the host has not looked at."""
+    """A call of the device whose results the host has not read."""
 
     drawn: Drawn
     done: Any  # bool [B]
-    rows: np.ndarray  # int [B], the row of each slot then; -1: none
+    rows: np.ndarray  # int [B], the row of each slot at that time; -1: none
 
 
 class _Engine:
-    """Slots, and the rows that wait for one."""
+    """Slots, and the rows that wait for a slot."""
 
     def __init__(
         self,
@@ -795,8 +796,8 @@ class _Engine:
         self._shards = row_shards(placement.mesh) if placement else 1
         self._local = -(-batch_size // self._shards)  # slots of a device
         slots = self._local * self._shards
-        # Prompts of like lengths are read together, so that few are padded far; the longest first,
-        # since of those read last there may be too few for a call.
+        # Prompts of similar lengths are read together, so that padding is short; the longest first,
+        # since the last call may have few prompts.
         order = sorted(range(len(rows)), key=lambda i: -pad_length(len(rows[i].prompt)))
         self._waiting = collections.deque(order)
         self._row_of = np.full(slots, -1)
@@ -807,10 +808,10 @@ class _Engine:
         opened = _open(params, writer=writer, slots=slots, capacity=capacity)
         self._slots = _lay_beside(params, opened)
         self._weights = writer.prepare(params)
-        # What only the host looks at is no part of a program: other values compile nothing anew.
+        # Fields that only the host uses are left out: other values must not compile anew.
         self._sampling = dataclasses.replace(sampling, max_tokens=1, stop_strings=(), seed=0)
         self._seed = np.uint32(sampling.seed % 2**32)
-        # While the host looks at a call, a GPU has the next. Elsewhere that one would only be late.
+        # A GPU runs the next call while the host reads one; a CPU would only compute it later.
         platform = placement.platform if placement else ""
         self._ahead = int(platform == "gpu")
         self._call = _advance_on_cpu if platform == "cpu" else _advance
@@ -838,13 +839,13 @@ class _Engine:
         return bool(np.any(self._asked[taken] < limits))
 
     def _is_sparse(self) -> bool:
-        """Whether no prompt waits and a quarter of the slots would do."""
+        """Whether no prompt waits and a quarter of the slots is enough."""
         taken = (self._row_of >= 0).reshape(self._shards, -1)
         few = np.all(taken.sum(axis=1) <= self._local // 4)
         return bool(not self._waiting and few and self._local // 4 >= _LEAST)
 
     def _pack(self) -> None:
-        """Moves the rows that are left together: a step of empty slots takes as long."""
+        """Packs the rows that are left into fewer slots: a step of empty slots takes as long."""
         self._local //= 4
         taken = (self._row_of >= 0).reshape(self._shards, -1)
         keep = np.argsort(~taken, axis=1, kind="stable")[:, : self._local]
@@ -864,7 +865,7 @@ class _Engine:
 
     def _take(self, call: _Call) -> Iterator[int]:
         drawn, done = jax.device_get((call.drawn, call.done))
-        # By slot: the ids of all steps in a row, and which of them are its own.
+        # By slot: the ids of all steps, and which of them belong to the row.
         ids, log_probs = (x.swapaxes(0, 1) for x in (drawn.ids, drawn.log_probs))
         own = np.arange(ids.shape[2]) < drawn.counts.T[..., None]
         for slot in np.flatnonzero((call.rows >= 0) & (call.rows == self._row_of)):
@@ -880,7 +881,7 @@ class _Engine:
             yield number
 
     def _refill(self) -> None:
-        """Reads the next prompts into free slots, once there are enough of both for one call."""
+        """Reads the next prompts into free slots, once a call has enough of both."""
         while self._waiting:
             free = [
                 np.flatnonzero(part < 0)[: self._at_once]

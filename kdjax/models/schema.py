@@ -1,8 +1,8 @@
 """One table of an architecture's fields: what config.json and GGUF headers call each of them.
 
-`spec_from_table` reads a header by its rows, `config_entries` and `gguf_entries` write one by them.
-A family (`families`) lists the rows that not every family has. Entries of a header that no row
-reads are refused by `fields`, unless they change nothing.
+`spec_from_table` reads a header by the table's rows; `config_entries` and `gguf_entries` write one
+by them. A family (`families`) lists the rows that not every family has. `fields` refuses an entry
+of a header that no row reads, unless it changes nothing.
 Sources: Transformers' configuration and modeling files; llama.cpp's gguf-py/gguf/constants.py for
 the GGUF keys and src/models for what no key says.
 """
@@ -35,18 +35,18 @@ from kdjax.models.ropes import (
 )
 
 _ORIGINAL, _GROWTH = "original_max_position_embeddings", "llama_4_scaling_beta"
-# Of `layer_types`.
+# Values in `layer_types`.
 LOCAL, WHOLE, DELTA = "sliding_attention", "full_attention", "linear_attention"
-SECTIONS = (11, 11, 10, 0)  # of Qwen's rotations by image axes
-# A layer's facts are listed layer by layer: a damaged header that tells of 2**31 wants 16 GB.
+SECTIONS = (11, 11, 10, 0)  # of Qwen's rotations, for the axes of an image
+# Facts are listed layer by layer: a damaged header with 2**31 layers would take 16 GB.
 MOST_LAYERS = 1 << 16
-_COLUMNS = 65_536  # that rotate, at most: those of a damaged header took all memory
-_NO_MLP = 1  # `mlp_size` where no layer has such an MLP, and no header tells of one
+_COLUMNS = 65_536  # the most that rotate: a damaged header's number took all memory
+_NO_MLP = 1  # `mlp_size` where no layer has a dense MLP and the header names no size
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """A header that is being read: config.json, or GGUF's where it has an `arch`."""
+    """A header that is being read: config.json, or, with an `arch`, a GGUF header."""
 
     table: TensorTable
     family: Family
@@ -55,17 +55,17 @@ class Header:
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)  # read so far, by row
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An entry as it is."""
+        """An entry, unchecked."""
         return self.table.metadata.get(f"{self.arch}.{name}" if self.arch else name, default)
 
     def real(self, name: str, default: Any = None) -> float:
-        """A number above 0; raises `UserError` for anything else, and where there is no default."""
+        """A number above 0; raises `UserError` for anything else, or without entry and default."""
         if self.arch:
             return float(self._gguf_number(name, default, (int, float)))
         return read_number(self.table.metadata, name, self.path, default)
 
     def count(self, name: str, default: Any = None) -> int:
-        """A whole number above 0; raises as `real`."""
+        """A whole number above 0; raises as `real` does."""
         if self.arch:
             return int(self._gguf_number(name, default, (int,)))
         return int(self.real(name, default))
@@ -80,14 +80,14 @@ class Header:
         if type(value) not in kinds or not 0 < value < 2**31:
             raise UserError(
                 f"{self.path}: found {self.arch}.{name} = {str(value)[:80]!r}; expected a number "
-                "between 0 and 2**31, whole where it counts. Download the file again."
+                "between 0 and 2**31, a whole number where it is a count. Download the file again."
             )
         return value
 
     @functools.cached_property
     def ropes(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Rotary parameters in config.json: of layers that see all, of local ones ({}: none)."""
-        # Transformers 5 moved rope_theta and rope_scaling into rope_parameters; it prefers the old.
+        """Rotary parameters in config.json: of full attention, of local layers ({}: none)."""
+        # Transformers 5 moved rope_theta and rope_scaling into rope_parameters; old entries win.
         rope = self.get("rope_scaling") or self.get("rope_parameters") or {}
         local: Any = {}
         if "local" in self.family.fields:
@@ -106,7 +106,7 @@ class Header:
         if kind != "default":
             raise UserError(
                 f"{self.path}: found rope_type {kind!r} for {LOCAL}; expected default: local "
-                "layers are never stretched."
+                "layers have no rope scaling."
             )
         return rope, local
 
@@ -119,23 +119,23 @@ Check = Callable[[ArchSpec, Family], None]
 class FieldRow:
     """A field of an architecture: its names in both headers, how it is read and written.
 
-    A row without readers is only written; one with a reader and no name is told by no entry.
+    A row without readers is only written. A row with a reader and no name has no entry.
     """
 
-    name: str  # a field of `ArchSpec`, or something that one is made of, or the name of a row
+    name: str  # a field of `ArchSpec`, or something that makes one, or a name for the row
     hf: str = ""  # its entry of config.json
     gguf: str = ""  # its key in a GGUF header, without the architecture's name
     read_hf: Read | None = None
     read_gguf: Read | None = None
-    field: str = ""  # the field of `ArchSpec`, where that is not `name`
-    write: Callable[[ArchSpec], Any] | None = None  # its value; None: that of the field
-    write_gguf: Callable[[ArchSpec], Any] | None = None  # where a GGUF header says it otherwise
-    also: tuple[str, ...] = ()  # other entries that the readers look at
-    check_gguf: Check | None = None  # raises `UserError` for what no GGUF header says
-    by_layer: bool = False  # its value is another where layers are cut
+    field: str = ""  # the field of `ArchSpec`, if it is not `name`
+    write: Callable[[ArchSpec], Any] | None = None  # its value; None: the field's
+    write_gguf: Callable[[ArchSpec], Any] | None = None  # its value in a GGUF header, if another
+    also: tuple[str, ...] = ()  # other entries that the readers use
+    check_gguf: Check | None = None  # raises `UserError` for what no GGUF header can say
+    by_layer: bool = False  # its value changes when layers are cut
 
     def value(self, spec: ArchSpec, *, gguf: bool = False) -> Any:
-        """Value that is written; a GGUF header leaves None out."""
+        """The value that is written; None is left out of a GGUF header."""
         write = (gguf and self.write_gguf) or self.write
         return write(spec) if write else getattr(spec, self.field or self.name)
 
@@ -158,12 +158,12 @@ def _count(name: str, hf: str, gguf: str, default: Any = None, **more: Any) -> F
 
 
 def _real(name: str, hf: str, gguf: str, default: Any = None, **more: Any) -> FieldRow:
-    """A number above 0, its default as `_count`'s."""
+    """A number above 0; the default may be a function of the header."""
     return _number("real", name, hf, gguf, default, **more)
 
 
 def _fact(name: str) -> FieldRow:
-    """Row whose value is the family's, whatever the header says."""
+    """A row whose value comes from the family, whatever the header says."""
 
     def read(header: Header) -> Any:
         return getattr(header.family, name)
@@ -186,7 +186,7 @@ def _read_hf_layer_count(header: Header) -> int:
 
 
 def _read_drafts(header: Header) -> int:
-    """Blocks behind the layers: those told of that are there (`checkpoint.take_text`)."""
+    """Next-token blocks after the layers; `checkpoint.take_text` corrects the header's number."""
     known = "drafts" in header.family.fields
     name = "nextn_predict_layers" if header.arch else "mtp_num_hidden_layers"
     return int(header.get(name) or 0) if known else 0
@@ -202,21 +202,21 @@ def _read_gguf_layer_count(header: Header) -> int:
     return layers
 
 
-# What the headers of all families say, and exports always write.
+# Rows that all families have, and that exports always write.
 SHAPE = (
     FieldRow(
         "vocab_size",
         "vocab_size",
         read_hf=lambda header: header.count("vocab_size"),
         read_gguf=lambda header: header.table.info("token_embd.weight").shape[0],
-        also=("vocab_size",),  # in a GGUF header, beside the embedding's rows
+        also=("vocab_size",),  # in a GGUF header, which has the embedding's rows as well
     ),
     _count("hidden_size", "hidden_size", "embedding_length"),
     _count(
         "mlp_size",
         "intermediate_size",
         "feed_forward_length",
-        # Files of experts alone may lack it.
+        # A file whose layers are all experts may lack it.
         lambda header: _NO_MLP if header.family.experts else None,
         write=lambda spec: None if spec.experts and spec.mlp_size == _NO_MLP else spec.mlp_size,
     ),
@@ -259,7 +259,7 @@ SHAPE = (
 
 
 def _width(header: Header) -> int:
-    """Width of a head where the header does not give it."""
+    """Width of a head if the header does not name it."""
     return header.fields["hidden_size"] // header.fields["num_heads"]
 
 
@@ -297,7 +297,7 @@ def _check_divisors(spec: ArchSpec, family: Family) -> None:
     if kind in ("llama3", "longrope") and kind not in family.gguf_divisors:
         raise UserError(
             f"found a {spec.family} model with {kind}; expected another rope scaling, since "
-            "llama.cpp reads no such divisors of its files. Export --format=hf."
+            "llama.cpp reads no divisors from files of this family. Export --format=hf."
         )
 
 
@@ -313,7 +313,7 @@ def _check_biases(spec: ArchSpec, family: Family) -> None:
         )
 
 
-# What is read of all families as well.
+# Rows that are read for all families too.
 COMMON = (
     FieldRow(
         "rope_theta",
@@ -360,7 +360,7 @@ COMMON = (
     FieldRow(
         "qk_norm",
         read_hf=lambda header: header.family.qk_norm,
-        # Where a layer may be no attention, none says it.
+        # A family with delta nets always has it: layer 0 may have no attention.
         read_gguf=lambda h: h.family.delta or "blk.0.attn_q_norm.weight" in h.table,
     ),
     *map(_fact, ("qk_norm_whole", "norm_offset", "gated", "pre_norms", "post_norms")),
@@ -377,7 +377,7 @@ def _embedding_scale(header: Header) -> float:
 
 
 def _neutral(name: str) -> FieldRow:
-    """An entry that changes nothing, which a family's files have."""
+    """An entry that changes nothing but stands in the family's files."""
     return FieldRow(name, name, write=lambda _: NEUTRAL[name])
 
 
@@ -387,7 +387,7 @@ def _read_query_scalar(header: Header) -> float:
 
 
 def _gguf_attention_scale(family: Family, layers: int, width: int) -> float:
-    """A GGUF header has no key for it; `width` is D over heads."""
+    """The scale that llama.cpp computes, since GGUF has no key for it; `width` is D over heads."""
     return width**-0.5 if layers == family.shared_scale_layers else 0.0
 
 
@@ -412,22 +412,22 @@ def _read_window(header: Header) -> int:
 
 
 def _read_gguf_window(header: Header) -> int:
-    # Phi-3's headers tell of a window, which llama.cpp says it does not compute.
-    tells = header.family.window_period > 0
-    return int(header.get("attention.sliding_window") or 0) if tells else 0
+    # Phi-3's headers name a window, which llama.cpp does not compute.
+    has_window = header.family.window_period > 0
+    return int(header.get("attention.sliding_window") or 0) if has_window else 0
 
 
 def _check_window(spec: ArchSpec, family: Family) -> None:
     if spec.window and not family.window_period:
         raise UserError(
             f"found a {spec.family} model with a window of {spec.window} positions; expected none, "
-            "as llama.cpp computes. Export --format=hf, or set sliding_window to null if texts "
-            "are never longer."
+            "as llama.cpp computes. Export --format=hf, or set sliding_window to null if no text "
+            "is longer."
         )
 
 
 def every_layer_but(period: int, layers: int) -> tuple[bool, ...]:
-    """All layers but each `period`-th."""
+    """Flags of layers: false for every `period`-th."""
     return tuple((layer + 1) % period != 0 for layer in range(layers))
 
 
@@ -455,8 +455,8 @@ def _read_flags(header: Header, name: str, listed: Any) -> tuple[bool, ...]:
     layers = header.fields["num_layers"]
     if len(listed) != layers:
         raise UserError(
-            f"{header.path}: found {len(listed)} of {header.arch}.{name}; expected one for each of "
-            f"{layers} layers. Download the file again."
+            f"{header.path}: found {len(listed)} values of {header.arch}.{name}; expected one for "
+            f"each of {layers} layers. Download the file again."
         )
     return tuple(map(bool, listed))
 
@@ -465,8 +465,8 @@ def _check_pattern(spec: ArchSpec, family: Family) -> None:
     local = tuple(window > 0 for window in spec.windows())
     if spec.window and local != every_layer_but(family.window_period, spec.num_layers):
         raise UserError(
-            f"found layers with a window other than all but each {family.window_period}th; "
-            "expected what llama.cpp computes. Export --format=hf."
+            f"found windows in other layers than all but every {family.window_period}th; expected "
+            "this pattern, which llama.cpp computes. Export --format=hf."
         )
 
 
@@ -476,7 +476,7 @@ def _read_growth_length(header: Header) -> int:
 
 
 def _read_columns(header: Header) -> int:
-    """Columns that rotate; as in Transformers the rotary parameters' own entry comes first."""
+    """Columns that rotate; as in Transformers, an entry among the rotary parameters wins."""
     given = header.ropes[0].get("partial_rotary_factor") or header.get("partial_rotary_factor")
     part = read_number(
         {"partial_rotary_factor": given},
@@ -496,7 +496,7 @@ def _read_near_theta(header: Header) -> float:
 
 
 def _ropes_by_type(spec: ArchSpec) -> dict[str, Any] | None:
-    """Rotations of two types of layers by type, as Transformers 5 writes them."""
+    """Rotations by type of layer, as Transformers 5 writes them."""
     if not spec.window or spec.rope is None:
         return None
     whole = {"rope_type": "default", **(_scaling_entry(spec) or {})}
@@ -509,8 +509,8 @@ def _check_near_theta(spec: ArchSpec, family: Family) -> None:
     if spec.window and spec.local_rope_theta != spec.rope_theta:
         raise UserError(
             f"found rope_theta {spec.local_rope_theta:g} in layers with a window and "
-            f"{spec.rope_theta:g} in others; expected one, as llama.cpp computes in {spec.family} "
-            "models. Export --format=hf."
+            f"{spec.rope_theta:g} in others; expected one for all, as llama.cpp computes in "
+            f"{spec.family} models. Export --format=hf."
         )
 
 
@@ -531,8 +531,8 @@ def _check_rotated(spec: ArchSpec, family: Family) -> None:
     period = family.unrotated_period
     if _rotated(spec) != every_layer_but(period, spec.num_layers):
         raise UserError(
-            f"found layers without rotation other than each {period}th; expected what llama.cpp "
-            f"computes in every {spec.family} model. Export --format=hf."
+            f"found other layers without rotation than every {period}th; expected this pattern, "
+            f"which llama.cpp computes in every {spec.family} model. Export --format=hf."
         )
 
 
@@ -541,7 +541,7 @@ def _rotated(spec: ArchSpec) -> tuple[bool, ...]:
 
 
 def _read_rotates(header: Header) -> None:
-    """Refuses Granite's GGUF headers that switch all rotation off by this key."""
+    """Refuses a GGUF header of Granite that switches all rotation off."""
     if not header.get("rope.scaling.finetuned", True):
         raise UserError(
             f"{header.path}: found granite.rope.scaling.finetuned = false; expected true, which "
@@ -554,7 +554,7 @@ def _root_of_layers(header: Header) -> float:
 
 
 def _write_scale_depth(spec: ArchSpec) -> float:
-    # Seven digits: the scale may have been a float32.
+    # Seven digits: the scale may have been stored as float32.
     return float(f"{spec.residual_scale * spec.num_layers**0.5:.7g}")
 
 
@@ -564,7 +564,7 @@ def _write_base_width(spec: ArchSpec) -> float | int:
 
 
 def _only_hf(value: int) -> Read:
-    """A default of config.json's; a GGUF header says it."""
+    """A default for config.json; a GGUF header must have the entry."""
     return lambda header: None if header.arch else value
 
 
@@ -595,7 +595,7 @@ def _read_recurrent(header: Header) -> tuple[bool, ...]:
 
 
 def _full_interval(spec: ArchSpec) -> int | None:
-    """Every how many layers attend; None if they lie otherwise."""
+    """N if every N-th layer attends and no other; None for another pattern."""
     deltas = tuple(layer.delta for layer in spec.layers)
     every = (n for n in (4, *range(1, len(deltas) + 2)))
     return next((n for n in every if every_layer_but(n, len(deltas)) == deltas), None)
@@ -604,9 +604,9 @@ def _full_interval(spec: ArchSpec) -> int | None:
 def _check_full_interval(spec: ArchSpec, _: Family) -> None:
     if _full_interval(spec) is None:
         raise UserError(
-            f"found layers {', '.join(_layer_types(spec))[:120]}; expected every so-manieth to "
-            "attend, which is all that a GGUF header says. Export --format=hf, or keep other "
-            "layers (student.layers)."
+            f"found layers {', '.join(_layer_types(spec))[:120]}; expected attention in every N-th "
+            "layer alone, the only pattern that a GGUF header has. Export --format=hf, or choose "
+            "other layers (student.layers)."
         )
 
 
@@ -616,7 +616,7 @@ def _read_value_heads(entry: str) -> Read:
         if heads % groups:
             raise UserError(
                 f"{header.path}: found {heads} value heads for {groups} key heads in delta layers; "
-                "expected a multiple of them. Download the file again."
+                "expected a multiple of the key heads. Download the file again."
             )
         return heads
 
@@ -637,10 +637,10 @@ def _check_state(spec: ArchSpec, _: Family) -> None:
 
 
 def _read_sections(header: Header) -> tuple[int, ...]:
-    """Pairs of columns that turn by each axis; raises `UserError` where a text's would differ.
+    """Pairs of columns that rotate by each axis; raises `UserError` unless all rotate for a text.
 
-    The axes take turns, column by column, as far as their sections go (llama.cpp's IMROPE). A text
-    has one position for time, height and width, and none for what no section holds.
+    The axes alternate, column by column, as far as their sections reach (llama.cpp's IMROPE). A
+    text has one position for time, height and width; a pair in no section would not rotate.
     """
     name = "rope.dimension_sections"
     found = header.get(name) if header.arch else header.ropes[0].get("mrope_section")
@@ -688,7 +688,7 @@ def _check_norm_experts(spec: ArchSpec, family: Family) -> None:
         )
 
 
-# Of families that list them, and written in their order.
+# Rows of the families that list them, written in the order of the family's list.
 OWN = {
     row.name: row
     for row in (
@@ -840,7 +840,8 @@ OWN = {
         FieldRow(
             "rotates", gguf="rope.scaling.finetuned", read_gguf=_read_rotates, write=lambda _: None
         ),
-        # Of MiniCPM; GGUF files without its three keys are older than these, and of published ones.
+        # MiniCPM. GGUF files without its three keys are older than the keys, and of published
+        # models, whose values are the defaults.
         _real(
             "scale_emb",
             "scale_emb",
@@ -869,7 +870,7 @@ OWN = {
             write=_write_base_width,
             write_gguf=lambda spec: spec.logit_scale,
         ),
-        # Names the code beside published files; its class is this family's.
+        # Names the code in published folders, whose class computes what this family does.
         FieldRow("auto_map", read_hf=lambda _: None, also=("auto_map",)),
         FieldRow(
             "rotated",
@@ -907,7 +908,7 @@ OWN = {
             write=lambda spec: list(spec.rope_sections),
             also=("mrope_section", "mrope_interleaved"),
         ),
-        # In place of `rope_theta` and `rope_scaling`, as these models are published.
+        # Replaces `rope_theta` and `rope_scaling`, as in published files.
         FieldRow("rope_parameters", "rope_parameters", write=_rope_parameters),
         _count("delta_key_heads", "linear_num_key_heads", "ssm.group_count", _only_hf(16)),
         FieldRow(
@@ -956,7 +957,7 @@ OWN = {
 
 
 def _layers(fields: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Makes each layer's facts from the rows of ropes and windows."""
+    """Each layer's facts, from the rows of ropes and windows."""
     layers = _windows(fields)
     rotated = fields.get("rotated", (True,) * len(layers))
     return tuple(x if y else x._replace(rope=None) for x, y in zip(layers, rotated, strict=True))
@@ -982,7 +983,7 @@ def _rows(family: Family) -> Iterator[FieldRow]:
 
 
 def known_entries(family: Family, *, gguf: bool) -> frozenset[str]:
-    """The entries of config.json, or of a GGUF header, that are read for a family."""
+    """The entries of config.json, or of a GGUF header, that a family reads."""
     names = {"model_type"}
     for row in _rows(family):
         if (row.read_gguf if gguf else row.read_hf) is not None:
@@ -1019,7 +1020,7 @@ def spec_from_table(table: TensorTable) -> ArchSpec:
 
 @contextlib.contextmanager
 def _reading(path: Path, what: str) -> Iterator[None]:
-    """Turns what a value of another kind raises into a `UserError` that names its entry."""
+    """Turns an error about a value into a `UserError` that names its entry, `what`."""
     try:
         yield
     except UserError:
@@ -1027,16 +1028,16 @@ def _reading(path: Path, what: str) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: found {what} that cannot be read ({type(error).__name__}: "
-            f"{str(error)[:120]}); expected what a published model has there. Download the file "
+            f"{str(error)[:120]}); expected a value as in published models. Download the file "
             "again."
         ) from error
 
 
 def _check_rope(rope: Rope | None, head_dim: int) -> None:
-    """Raises where a rotation cannot be computed: divisors of other lengths, a logarithm of 0."""
+    """Raises if a rotation cannot be computed: divisors of another length, a logarithm of 0."""
     columns = (rope and rope.columns) or head_dim
     if columns > _COLUMNS:
-        raise ValueError(f"{columns} columns of a head that rotate")
+        raise ValueError(f"{columns} columns of a head rotate")
     with np.errstate(all="ignore"):
         for long in (False, True):
             frequencies, factor = rope_frequencies(rope, head_dim, long=long)
@@ -1045,7 +1046,7 @@ def _check_rope(rope: Rope | None, head_dim: int) -> None:
 
 
 def _open_header(table: TensorTable) -> Header:
-    """The header and its family; config.json's entries are checked."""
+    """The header and its family; checks the entries of config.json."""
     arch, path = table.metadata.get("general.architecture"), table.paths[0]
     if arch is not None:
         family = find_gguf_family(arch, table.metadata)
@@ -1053,10 +1054,12 @@ def _open_header(table: TensorTable) -> Header:
         if "token_embd.weight" not in table:
             if table.metadata.get("general.type") == "adapter":
                 raise UserError(
-                    f"{path}: found an adapter; expected a model. Name its run or PEFT folder, or "
-                    "the model that it was trained on (llama.cpp takes both, -m and --lora)."
+                    f"{path}: found an adapter; expected a model. Name the adapter's run or PEFT "
+                    "folder, or its base model (llama.cpp takes both, -m and --lora)."
                 )
-            raise UserError(f"{path}: no tensor token_embd.weight; this is not a whole model.")
+            raise UserError(
+                f"{path}: found no tensor token_embd.weight; expected a complete model."
+            )
         return header
     name = table.metadata.get("model_type")
     found = FAMILIES.get(name) if isinstance(name, str) else None
@@ -1072,7 +1075,7 @@ def _known_family(family: Family | None, name: object, path: Path) -> Family:
     if name is None:
         raise UserError(
             f"{path}: found no general.architecture (GGUF) or model_type (config.json); expected "
-            "one: this is no model. Name the file or folder of one."
+            "one of them. Name the file or folder of a model."
         )
     if family is None:
         raise UserError(
@@ -1083,7 +1086,7 @@ def _known_family(family: Family | None, name: object, path: Path) -> Family:
 
 
 def _check_rope_rows(family: Family, table: TensorTable) -> None:
-    """Raises `UserError` for an .apr file whose rows of q and k lie as llama.cpp's do."""
+    """Raises `UserError` for an .apr file whose rows of q and k have llama.cpp's order."""
     found = table.metadata.get(ROPE_TYPE)
     if family.interleaved and found not in (None, NEOX):
         raise UserError(
@@ -1094,7 +1097,7 @@ def _check_rope_rows(family: Family, table: TensorTable) -> None:
 
 
 def shape_entries(spec: ArchSpec) -> dict[str, Any]:
-    """The entries of config.json by which every model says its shape."""
+    """The entries of config.json for the shape, which every family has."""
     return {name: value for name, value in _entries(spec, SHAPE).items() if value is not None}
 
 
@@ -1104,9 +1107,9 @@ def _entries(spec: ArchSpec, rows: Iterable[FieldRow]) -> dict[str, Any]:
 
 
 def layer_entries(spec: ArchSpec, written: Container[str]) -> dict[str, Any]:
-    """The entries of config.json that cut layers change: those of the family, and those `written`.
+    """The entries of config.json that change when layers are cut: the family's and the `written`.
 
-    Of other families only what a file has: Transformers writes `layer_types` into many.
+    Entries of other families count only if a file has them: Transformers often adds `layer_types`.
     """
     own = FAMILIES[spec.family].fields
     rows = (row for row in OWN.values() if row.by_layer)
@@ -1114,16 +1117,16 @@ def layer_entries(spec: ArchSpec, written: Container[str]) -> dict[str, Any]:
 
 
 def own_entries(spec: ArchSpec) -> dict[str, Any]:
-    """The entries of config.json that its family alone reads, where they say something."""
+    """The entries of config.json that the family reads and not all families have, if not None."""
     rows = (OWN[name] for name in FAMILIES[spec.family].fields)
     entries = _entries(spec, (row for row in rows if row.read_hf is not None))
     return {name: value for name, value in entries.items() if value is not None}
 
 
 def config_entries(spec: ArchSpec, ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that a config.json says of the model; `ids`, of special tokens, stand within.
+    """All entries of a config.json for the model, with `ids` of special tokens among them.
 
-    Raises `UserError` for a rotation that it cannot name.
+    Raises `UserError` for a rotation that config.json cannot describe.
     """
     rope = {k: v for k, v in _entries(spec, COMMON).items() if v is not None}
     scaling = {k: rope.pop(k) for k in ("rope_scaling",) if k in rope}
@@ -1134,7 +1137,7 @@ def config_entries(spec: ArchSpec, ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gguf_entries(spec: ArchSpec) -> dict[str, Any]:
-    """The architecture as GGUF key-values; raises `UserError` for one that GGUF cannot tell."""
+    """The architecture as GGUF key-values; raises `UserError` if GGUF cannot describe it."""
     family = FAMILIES[spec.family]
     for row in _rows(family):
         if row.check_gguf is not None:
@@ -1144,6 +1147,8 @@ def gguf_entries(spec: ArchSpec) -> dict[str, Any]:
         own = [OWN["key_length"], OWN["value_length"], *own]
     rows = (row for row in (*SHAPE, *COMMON, *own) if row.gguf)
     values = {row.gguf: row.value(spec, gguf=True) for row in rows}
-    values = {key: values[key] for key in ("block_count", "context_length")} | values  # as theirs
+    values = {
+        key: values[key] for key in ("block_count", "context_length")
+    } | values  # llama.cpp's order
     values |= scaling_to_gguf(spec.rope, logs="yarn_log_multiplier" in family.fields)
     return {f"{family.gguf}.{k}": v for k, v in values.items() if v is not None}
